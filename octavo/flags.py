@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from octavo.errors import ConfigError
 from octavo.unknown_flags import advice_on
@@ -44,6 +44,9 @@ def flag(
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -104,8 +107,9 @@ class Flags:
     """Base of such dataclasses. Field `max_model_len` is flag `--max-model-len`."""
 
     @classmethod
-    def add_cli_args(cls, parser: argparse.ArgumentParser, *, only: Collection[str] | None = None) -> None:
-        """Add one flag per field, or for the fields named in `only`, with `--no-…` forms for booleans."""
+    def add_cli_args(cls, parser: Parser, *, only: Collection[str] | None = None) -> Parser:
+        """Add one flag per field, or for the fields named in `only`, with `--no-…` forms for booleans, and return the
+        parser."""
         title = cls.__name__.removeprefix("Async").removesuffix("Args").lower()
         built = parser.add_argument_group(title)
         later = parser.add_argument_group(f"{title}, not built yet (only the default is accepted)")
@@ -114,6 +118,7 @@ class Flags:
                 continue
             if f.metadata["is_flag"]:
                 _add_flag(built if f.metadata["built"] else later, f, _value_type(cls, f.name))
+        return parser
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace, **fixed: Any) -> Self:

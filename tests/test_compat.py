@@ -16,6 +16,9 @@ from octavo.entrypoints.cli.serve import make_parser, parse_args
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
+from octavo.utils import FlexibleArgumentParser, random_uuid
+from octavo.v1.engine.async_llm import AsyncLLM
+from octavo.v1.engine.llm_engine import LLMEngine
 
 # Flags that work, each with a value that a launch script would give it.
 WORKING = [
@@ -33,6 +36,9 @@ WORKING = [
     "--scheduling-policy priority", "--enforce-eager", "--seed 0", "--chat-template template.jinja",
     "--disable-log-stats", "--max-log-len 100", "--device auto", "--device cpu", "--tensor-parallel-size 1",
     "--pipeline-parallel-size 2", "--enable-expert-parallel --tensor-parallel-size 2", "--data-parallel-size 1",
+    "--data-parallel-size 2 --data-parallel-rank 1", "--data-parallel-size 2 --data-parallel-rank 1 "
+    "--data-parallel-external-lb", "--data-parallel-size 4 --data-parallel-hybrid-lb --data-parallel-size-local 2 "
+    "--data-parallel-start-rank 2",
     "--num-scheduler-steps 1",
     "--host 0.0.0.0", "--port 8000", "--api-key token-abc123", "--api-key one --api-key two", "--root-path /llm",
     '--allowed-origins ["*"]', "--allowed-origins http://a http://b", "--enable-prometheus",
@@ -60,9 +66,8 @@ REFUSED = {
     "--dtype float16": "--dtype float16 is not built for CPUs",
     "--quantization squeezellm": "--quantization squeezellm is not built yet",
     "--device cuda": "--device cuda: no CUDA device was found",
-    "--data-parallel-size 2 --data-parallel-hybrid-lb": "--data-parallel-hybrid-lb True is not built yet",
-    "--data-parallel-size 2 --data-parallel-rank 1": "--data-parallel-rank 1 is not built yet",
-    "--data-parallel-backend ray": "--data-parallel-backend ray is not built yet",
+    "--data-parallel-size 2 --data-parallel-hybrid-lb": "--data-parallel-hybrid-lb needs --data-parallel-size-local",
+    "--data-parallel-size 2 --data-parallel-backend ray": "--data-parallel-size-local must say how many of the 2",
     "--distributed-executor-backend ray": "ray shares the stages of --pipeline-parallel-size out among hosts",
     "--distributed-executor-backend uni": "--distributed-executor-backend uni is not built; mp and ray are",
     '--speculative-config {"method":"mlp_speculator"}': "the speculative method mlp_speculator is not built yet",
@@ -168,6 +173,20 @@ def test_the_documented_yaml_file_is_the_command_line(tmp_path: Path) -> None:
     engine_args, server_args = parse_args(["--config", str(config)], "octavo serve")
     assert engine_args.model == "meta-llama/Llama-3.1-8B-Instruct"
     assert (server_args.host, server_args.port, server_args.uvicorn_log_level) == ("127.0.0.1", 6379, "info")
+
+
+def test_an_argument_parser_of_scripts_for_vllm_makes_an_engines_arguments() -> None:
+    """As vLLM's examples begin."""
+    parser = FlexibleArgumentParser(description="Demo on using the engine.")
+    parser = AsyncEngineArgs.add_cli_args(parser)
+    parser.set_defaults(model="some/model")
+    assert AsyncEngineArgs.from_cli_args(parser.parse_args(["--max_model_len", "64"])).max_model_len == 64
+    assert len(random_uuid()) == 32
+
+
+def test_the_engines_have_vllms_newer_names() -> None:
+    assert AsyncLLM is octavo.AsyncLLMEngine
+    assert LLMEngine is octavo.LLMEngine
 
 
 def test_sampling_params_have_every_field() -> None:

@@ -99,8 +99,9 @@ class Worker:
             self.adapters = AdapterStore(model.matrices, adapted, config, device, team, others)
             runner_adapters = RunnerAdapters(adapted, self.adapters)
             phases.end("adapter memory")
-        # Processors are better at float32.
-        of_tower = config.device, model_config.dtype if config.device == "cuda" else "float32"
+        of_tower = "cpu", "float32"  # which processors are better at
+        if config.device == "cuda":  # with its number: towers compute in threads, whose own device is the first
+            of_tower = f"cuda:{team.seat.on_host.rank}", model_config.dtype
         self.media: TowerCache | None = None
         self._largest_media: Callable[[], list[MediaInput]]  # that it may be given
         self._received: ReceivedRows | None = None

@@ -15,6 +15,8 @@ from octavo.loading.gguf_layout import PERMUTED, RANK, Architecture, Names, per_
 from octavo.loading.gguf_metadata import Metadata
 from octavo.loading.gguf_settings import (
     LATENT,
+    MAMBA_1,
+    MAMBA_2,
     QKVO,
     WINDOW,
     biases,
@@ -25,7 +27,6 @@ from octavo.loading.gguf_settings import (
     has,
     keys_are_values,
     layers_by,
-    mamba_2,
     number,
     of_layers,
     periods,
@@ -127,10 +128,6 @@ _MULTIPLIERS = {
     "attention_multiplier": real("attention.scale"), "embedding_multiplier": real("embedding_scale"),
     "residual_multiplier": real("residual_scale"), "logits_scaling": real("logit_scale"),
 }  # fmt: skip
-_HYBRID_MAMBA = mamba_2({
-    "heads": "mamba_n_heads", "groups": "mamba_n_groups", "head_size": "mamba_d_head", "state": "mamba_d_state",
-    "kernel": "mamba_d_conv", "bias": "mamba_proj_bias", "conv_bias": "mamba_conv_bias",
-})  # fmt: skip
 _LFM_SETTINGS: dict[str, Any] = {
     "layer_types": layers_by({"attn_q.weight": "full_attention"}, "conv"), "conv_L_cache": number("shortconv.l_cache"),
     "conv_bias": biases("shortconv.conv", "shortconv.in_proj", "shortconv.out_proj"),
@@ -160,10 +157,7 @@ _NEMOTRON_H = Architecture(
         "ffn_gate_inp": "mixer.gate",
     },
     tensor_names=_state_tensors("mixer") | {"exp_probs_b.bias": "mixer.gate.e_score_correction_bias"},
-    settings=mamba_2({
-        "heads": "mamba_num_heads", "head_size": "mamba_head_dim", "groups": "n_groups", "state": "ssm_state_size",
-        "kernel": "conv_kernel", "bias": "use_bias", "conv_bias": "use_conv_bias",
-    }) | {
+    settings=MAMBA_2 | {
         "moe_shared_expert_intermediate_size": number("expert_shared_feed_forward_length"),
         "mlp_bias": biases("ffn_up", "ffn_down"),
         "layer_types": layers_by(
@@ -217,7 +211,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         class_name="GraniteMoeHybridForCausalLM", variants={"BambaForCausalLM": _is_bamba}, rows=PERMUTED, experts=True,
         names=lambda m: _state_space("mamba") | (_JAMBA if _is_bamba(m) else _GRANITE),
         top_names=lambda m: _FINAL_NORM if _is_bamba(m) else {}, tensor_names=_state_tensors("mamba"),
-        settings=_MULTIPLIERS | _HYBRID_MAMBA | {
+        settings=_MULTIPLIERS | MAMBA_2 | {
             "num_experts": number("expert_count", 0), "position_embedding_type": "nope",
             "shared_intermediate_size": lambda m: m.number(
                 "expert_shared_feed_forward_length", m.number("feed_forward_length")
@@ -230,37 +224,26 @@ ARCHITECTURES: dict[str, Architecture] = {
         class_name="MambaForCausalLM", variants={"FalconMambaForCausalLM": lambda m: bool(m.get("ssm.dt_b_c_rms"))},
         names=_state_space("mixer") | {"attn_norm": "norm"}, tensor_names=_state_tensors("mixer", has_time_matrix=True),
         top_names=_BACKBONE_TOP, layer_prefix="backbone.layers.", is_without_heads=True,
-        settings={
-            "conv_kernel": number("ssm.conv_kernel"), "state_size": number("ssm.state_size"),
-            "time_step_rank": number("ssm.time_step_rank"), "use_bias": biases("ssm_in", "ssm_out"),
-            "expand": lambda m: m.number("ssm.inner_size") / m.number("embedding_length"),
-            "use_conv_bias": biases("ssm_conv1d"),
-        },
+        settings=MAMBA_1,
     ),
     "mamba2": Architecture(
         class_name="Mamba2ForCausalLM", names=_state_space("mixer") | {"attn_norm": "norm"},
         tensor_names=_state_tensors("mixer"), top_names=_BACKBONE_TOP, layer_prefix="backbone.layers.",
         is_without_heads=True,
-        settings=mamba_2({
-            "heads": "num_heads", "head_size": "head_dim", "groups": "n_groups", "state": "state_size",
-            "kernel": "conv_kernel", "bias": "use_bias", "conv_bias": "use_conv_bias",
-        }),
+        settings=MAMBA_2 | {"num_heads": MAMBA_2["mamba_n_heads"], "head_dim": MAMBA_2["mamba_d_head"]},
     ),
     "jamba": Architecture(
         class_name="JambaForCausalLM", tensor_names=_state_tensors("mamba", has_time_matrix=True), experts=False,
         names=_JAMBA | _state_space("mamba") | {"ffn_gate_inp": "feed_forward.router"}, top_names=_FINAL_NORM,
-        settings=periods("attn_q.weight", "attn") | periods("ffn_gate_inp.weight", "expert") | {
-            "num_experts": number("expert_count", 0), "mamba_d_state": number("ssm.state_size"),
-            "mamba_d_conv": number("ssm.conv_kernel"), "mamba_dt_rank": number("ssm.time_step_rank"),
-            "mamba_expand": lambda m: m.number("ssm.inner_size") // m.number("embedding_length"),
-            "mamba_conv_bias": biases("ssm_conv1d"), "mamba_proj_bias": biases("ssm_in", "ssm_out"),
+        settings=MAMBA_1 | periods("attn_q.weight", "attn") | periods("ffn_gate_inp.weight", "expert") | {
+            "num_experts": number("expert_count", 0),
         },
     ),
     # The multipliers are in the weights, and what llama.cpp normalizes is what the gate has multiplied.
     "falcon-h1": Architecture(
         class_name="FalconH1ForCausalLM", names=_JAMBA | _state_space("mamba"), top_names=_FINAL_NORM,
         tensor_names=_state_tensors("mamba") | {"ffn_norm": "pre_ff_layernorm.weight"},
-        settings=_HYBRID_MAMBA | {
+        settings=MAMBA_2 | {
             "mamba_d_ssm": number("ssm.inner_size"), "mamba_norm_before_gate": False,
             "mamba_rms_norm": has("ssm_norm.weight"), "projectors_bias": biases("ssm_out"),
             "mlp_bias": _LLAMA_BIASES["mlp_bias"],

@@ -173,15 +173,20 @@ LATENT: dict[str, Setting] = {
 }
 
 
-def mamba_2(names: Mapping[str, str]) -> dict[str, Setting]:
-    """Sizes, and which modules have biases, by the names that the configuration has for them."""
-    settings: dict[str, Setting] = {
-        "heads": number("ssm.time_step_rank"), "groups": number("ssm.group_count"),
-        "head_size": lambda m: m.number("ssm.inner_size") // m.number("ssm.time_step_rank"),
-        "state": number("ssm.state_size"), "kernel": number("ssm.conv_kernel"), "bias": biases("ssm_in"),
-        "conv_bias": biases("ssm_conv1d"),
-    }  # fmt: skip
-    return {name: settings[what] for what, name in names.items()}
+_STATE_SPACE: dict[str, Setting] = {
+    "mamba_d_state": number("ssm.state_size"), "mamba_d_conv": number("ssm.conv_kernel"),
+    "mamba_conv_bias": biases("ssm_conv1d"),
+}  # fmt: skip
+MAMBA_1 = _STATE_SPACE | {
+    "mamba_dt_rank": number("ssm.time_step_rank"),
+    "mamba_expand": lambda m: m.number("ssm.inner_size") / m.number("embedding_length"),
+    **{name: biases("ssm_in", "ssm_out") for name in ("use_bias", "mamba_proj_bias")},
+}  # fmt: skip
+MAMBA_2 = _STATE_SPACE | {
+    "mamba_n_heads": number("ssm.time_step_rank"), "mamba_n_groups": number("ssm.group_count"),
+    "mamba_d_head": lambda m: m.number("ssm.inner_size") // m.number("ssm.time_step_rank"),
+    **{name: biases("ssm_in") for name in ("use_bias", "mamba_proj_bias")},
+}  # fmt: skip
 
 
 def gemma_scalar(num_layers_of_27b: int) -> Setting:

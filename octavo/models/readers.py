@@ -40,6 +40,7 @@ _DEFAULTS: dict[str, Any] = {
     "sliding_window": None,
     "use_sliding_window": False,
     "layer_types": None,
+    "mlp_layer_types": None,
     "moe_intermediate_size": None,
     "norm_topk_prob": True,
 }
@@ -70,7 +71,16 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "first_k_dense_replace": ("num_dense_layers",),
     "routed_scaling_factor": ("router_scaling_factor", "route_scale", "moe_routed_scaling_factor"),
     "layer_types": ("layers_block_type",),
+    "mamba_n_heads": ("mamba_num_heads", "n_mamba_heads"),
+    "mamba_d_head": ("mamba_head_dim",),
+    "mamba_d_state": ("state_size", "ssm_state_size"),
+    "mamba_d_conv": ("conv_kernel",),
+    "mamba_n_groups": ("n_groups", "mamba_ngroups"),
+    "mamba_expand": ("expand",),
+    "mamba_dt_rank": ("time_step_rank",),
+    "mamba_conv_bias": ("use_conv_bias",),
 }
+_ATTENTION_TYPES = ("full_attention", "sliding_attention")
 _ACTIVATIONS = {
     "swish": "silu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_python": "gelu", "relu_squared": "relu2",
@@ -99,12 +109,13 @@ class Family:
     has_feed_forward: Setting = lambda _, __: True  # whether the layer does
     layer: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
-    # Fields of `ExpertsDescription`, for layers whose feed-forward `is_sparse`; None: no layer has experts.
+    # Fields of `ExpertsDescription`, for layers whose feed-forward is sparse; None: no layer has experts.
     experts: Mapping[str, Any] | None = None
-    is_sparse: Setting = lambda _, __: True
+    is_sparse: Setting = lambda _, __: True  # where `mlp_layer_types` does not say it
     rotates: Setting = lambda _, __: True  # whether the layer does
-    # Which layers have the window where `layer_types` does not say so; None: no layer has it, whatever is said.
-    slides: Setting | None = None
+    # The type of a layer where `layer_types` does not say it; those of "sliding_attention" have the window. None: types
+    # of layers mean nothing here.
+    layer_type: Setting | None = None
     window_switch: str | None = None  # a setting without which no layer has the window
     refuses: tuple[str, ...] = ()  # settings that are not built
     longest: tuple[str, ...] = ()  # settings, beside the usual one, of how long a context may be
@@ -118,7 +129,12 @@ def read(name: str, family: Family, given: Config) -> ModelDescription:
     for setting in family.refuses:
         if config.get(setting):
             raise LoadError(f"{setting} = {config[setting]!r} is not built yet.")
-    layers = tuple(_layer(family, config, i) for i in range(family.num_layers(config, 0)))
+    numbers = range(family.num_layers(config, 0))
+    if family.layer_type is not None and config["layer_types"] is None:
+        config["layer_types"] = [family.layer_type(config, i) for i in numbers]
+    if family.experts is not None and config["mlp_layer_types"] is None:
+        config["mlp_layer_types"] = ["sparse" if family.is_sparse(config, i) else "dense" for i in numbers]
+    layers = tuple(_layer(family, config, i) for i in numbers)
     described = {
         "vocab_size": config["vocab_size"],
         "hidden_size": config["hidden_size"],
@@ -132,7 +148,7 @@ def read(name: str, family: Family, given: Config) -> ModelDescription:
     return ModelDescription(architecture=name, layers=layers, **described | _values(family.model, config, 0))
 
 
-def _merged(name: str, given: Config) -> Config:
+def _merged(name: str, given: Config) -> dict[str, Any]:
     renamed = {
         standard: given[own]
         for standard, names in _ALIASES.items()
@@ -141,6 +157,7 @@ def _merged(name: str, given: Config) -> Config:
     }
     config = {**_DEFAULTS, **_OWN_DEFAULTS.get(_HEADS.sub("", name), {}), **given, **renamed}
     if config["layer_types"] is not None:
+        config["layer_types"] = ["full_attention" if kind == "attention" else kind for kind in config["layer_types"]]
         config.setdefault("num_hidden_layers", len(config["layer_types"]))
     return config
 
@@ -180,7 +197,7 @@ def _attention(family: Family, config: Config, i: int) -> AttentionDescription:
 
 def _feed_forward(family: Family, config: Config, i: int) -> FeedForwardDescription | ExpertsDescription:
     activation = activation_of(config["hidden_act"])
-    if family.experts is not None and family.is_sparse(config, i):
+    if family.experts is not None and per_layer("mlp_layer_types")(config, i) == "sparse":
         size = config["moe_intermediate_size"] or config["intermediate_size"]
         experts = {"num_experts": config["num_experts"], "intermediate_size": size, "activation": activation}
         return ExpertsDescription(**experts | _values(family.experts, config, i))
@@ -204,12 +221,10 @@ def activation_of(name: str) -> str:
 
 
 def _layer_type(family: Family, config: Config, i: int) -> str:
-    if family.slides is None or (family.window_switch and not config[family.window_switch]):
+    if family.layer_type is None or (family.window_switch and not config[family.window_switch]):
         return "full_attention"
-    if config["layer_types"] is None:
-        return "sliding_attention" if family.slides(config, i) else "full_attention"
     layer_type = per_layer("layer_types")(config, i)
-    if layer_type not in ("full_attention", "attention", "sliding_attention"):
+    if layer_type not in _ATTENTION_TYPES:
         raise LoadError(f"layer type {layer_type!r} is not built yet; full_attention and sliding_attention are.")
     return str(layer_type)
 

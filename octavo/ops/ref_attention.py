@@ -40,7 +40,7 @@ def rotary_and_cache(
     block, offset = slot_mapping[has_slot] // block_size, slot_mapping[has_slot] % block_size
     rotated = _rotate(key, cos, sin)
     for i, (part, rows) in enumerate(((cache.key, rotated), (cache.value, value))):
-        elements, scales = _to_cache(rows[has_slot], part.dtype)
+        elements, scales = to_cache(rows[has_slot], part.dtype)
         _bytes_of(part)[block, offset] = _bytes_of(elements)
         if cache.scales is not None:
             cache.scales[block, offset, :, i] = scales.to(cache.scales.dtype)
@@ -51,7 +51,7 @@ def _bytes_of(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
-def _to_cache(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def to_cache(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Rows x [..., D] as the cache holds them, and their scales [...] (`LayerKVCache`). Rows that are not finite have
     the scale NaN."""
     largest = x.float().abs().amax(-1, keepdim=True)

@@ -1,5 +1,5 @@
 """Products of the reference with matrices of any format, and what is computed of rows by themselves: embeddings, norms,
-activations, sums. What integers multiply is quantized here as backends do it.
+activations, sums, means of some. What integers multiply is quantized here as backends do it.
 """
 
 from __future__ import annotations
@@ -216,3 +216,20 @@ FACTORS: dict[str, Callable[[Tensor], Tensor]] = {
 def multiply(x: Tensor, y: Tensor, activation: str = "identity", consumer: LinearWeight | None = None) -> Tensor:
     factors = FACTORS[activation](y.float()).repeat_interleave(x.shape[1] // y.shape[1], 1)
     return rounded(x.float() * factors, x.dtype, consumer)
+
+
+def pool(x: Tensor, starts: Tensor, ends: Tensor, kind: str, out_dtype: str | None = None) -> Tensor:
+    pooled = []
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        rows = x[start : end + 1].float()
+        if len(rows) == 1:
+            pooled.append(rows[0])
+        elif kind == "max":
+            pooled.append(rows.amax(0))
+        elif kind == "weighted_mean":
+            weights = torch.arange(1, len(rows) + 1, device=x.device)
+            pooled.append((rows * weights[:, None]).sum(0) / weights.sum())
+        else:
+            pooled.append(rows.sum(0) / (len(rows) if kind == "mean" else len(rows) ** 0.5))
+    dtype = DTYPES[out_dtype] if out_dtype else x.dtype
+    return torch.stack(pooled).to(dtype) if pooled else x[:0].to(dtype)

@@ -14,31 +14,38 @@ from octavo.layers.norm import NormDescription
 from octavo.layers.positions import PositionsDescription
 from octavo.models.families.settings import (
     AFTER,
+    ALL_SLIDE,
     AROUND,
     ATTENTION_BIAS,
+    GRANITE_ROPE,
+    LATE_SLIDE,
+    LOGIT_SCALE,
+    LOGITS_SOFTCAP,
     MLP_BIAS,
+    MODERN_BERT,
     MULTIPLIERS,
     RESIDUAL,
+    ROOT,
     SCALE,
     all_but_every,
-    late_layers_slide,
+    granite_rotates,
+    modern_bert_head,
     query_growth,
     rotates_unless_all_is_seen,
-    slides_by,
+    slides,
+    sliding,
 )
-from octavo.models.readers import Config, Family, Setting, activation_of, head_size, key, layer_norm, per_layer, rms
+from octavo.models.readers import Config, Family, Setting, head_size, key, layer_norm, per_layer, rms
 
 _STACKED = {"qkv_names": ("self_attn.qkv_proj",)}
 _STACKED_UP = {"up_names": ("mlp.gate_up_proj",)}
 _PER_HEAD = {"qkv_blocks": key("num_attention_heads")}
 _PARALLEL = {"is_parallel": True, "feed_forward_norm": None}
 _GEMMA_RMS = rms(offset=1.0)
-_ROOT = {"embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5}
 _GEMMA_SCORES = {
     "scale": lambda c, _: c["query_pre_attn_scalar"] ** -0.5,
     "softcap": lambda c, _: c["attn_logit_softcapping"] or 0.0,
 }
-_GEMMA_LOGITS = {"logits_softcap": lambda c, _: c["final_logit_softcapping"] or 0.0}
 
 
 def _ungated(up: str, down: str, **more: Any) -> dict[str, Any]:
@@ -49,16 +56,9 @@ def _when(setting: str, value: Setting) -> Setting:
     return lambda c, i: value(c, i) if c[setting] else None
 
 
-def _all_slide(config: Config, i: int) -> bool:
-    return True
-
-
-_GEMMA_3_SLIDES = all_but_every(6, "sliding_window_pattern")
-
-
 def _gemma_3_window(config: Config, i: int) -> int:
     """Where attention goes both ways the setting counts both sides."""
-    window = int(config["sliding_window"] or 0) if slides_by(_GEMMA_3_SLIDES)(config, i) else 0
+    window = int(config["sliding_window"] or 0) if slides(config, i) else 0
     return window // 2 + 1 if window and config.get("use_bidirectional_attention") else window
 
 
@@ -71,7 +71,7 @@ def _smollm3_rotates(config: Config, i: int) -> bool:
 _EVERY_4TH_FULL = all_but_every(4, "sliding_window_pattern")
 
 
-def _gpt_neo_slides(config: Config, i: int) -> bool:
+def _is_local(config: Config, i: int) -> bool:
     kinds = [kind for pattern, repeats in config["attention_types"] for kind in list(pattern) * repeats]
     return bool(kinds[i] == "local")
 
@@ -119,18 +119,6 @@ def _where(setting: str, yes: Any, no: Any) -> Setting:
     return lambda c, _: yes if c[setting] else no
 
 
-def _modern_bert_slides(config: Config, i: int) -> bool:
-    return bool(i % config["global_attn_every_n_layers"])
-
-
-def _modern_bert_head(config: Config, _: int) -> HeadDescription:
-    norm = NormDescription(config["norm_eps"], "layer", config["norm_bias"])
-    return HeadDescription(
-        "lm_head.dense", config["hidden_size"], config["classifier_bias"],
-        activation_of(config["classifier_activation"]), norm, "lm_head.norm",
-    )  # fmt: skip
-
-
 def _opt_size(config: Config, _: int) -> int | None:
     size = config["word_embed_proj_dim"]
     return None if size in (None, config["hidden_size"]) else int(size)
@@ -162,13 +150,13 @@ _GPT2_ATTENTION = {
 }  # fmt: skip
 _NEOX_ATTENTION = {"qkv_names": ("attention.query_key_value",), "output_name": "attention.dense"} | _PER_HEAD
 
-_MISTRAL = Family(slides=_all_slide)
+_MISTRAL = Family(layer_type=ALL_SLIDE)
 _GLM = Family(
     attention={"qkv_bias": key("attention_bias")}, rope={"interleaved": True}, feed_forward=_STACKED_UP,
 )  # fmt: skip
 _GEMMA2 = Family(
     norm=_GEMMA_RMS, attention=ATTENTION_BIAS | _GEMMA_SCORES, layer=AROUND,
-    model=_ROOT | _GEMMA_LOGITS, slides=all_but_every(2), refuses=("use_bidirectional_attention",),
+    model=ROOT | LOGITS_SOFTCAP, layer_type=all_but_every(2), refuses=("use_bidirectional_attention",),
 )  # fmt: skip
 _GPTJ = Family(
     norm=layer_norm(),
@@ -182,22 +170,20 @@ FAMILIES = {
     "LlamaForCausalLM": Family(attention=ATTENTION_BIAS, feed_forward=MLP_BIAS),
     "MistralForCausalLM": _MISTRAL,
     "MinistralForCausalLM": _MISTRAL,
-    "Ministral3ForCausalLM": Family(attention={"query_growth": query_growth}, slides=_all_slide),
-    "CwmForCausalLM": Family(slides=all_but_every(4, "window_pattern", first=0)),
+    "Ministral3ForCausalLM": Family(attention={"query_growth": query_growth}, layer_type=ALL_SLIDE),
+    "CwmForCausalLM": Family(layer_type=all_but_every(4, "window_pattern", first=0)),
     "SeedOssForCausalLM": Family(
         attention={"qkv_bias": key("attention_bias"), "output_bias": key("attention_out_bias")}, feed_forward=MLP_BIAS,
     ),
     "Emu3ForCausalLM": Family(attention=ATTENTION_BIAS, feed_forward=MLP_BIAS),
-    "Qwen2ForCausalLM": Family(
-        attention={"qkv_bias": True}, slides=late_layers_slide, window_switch="use_sliding_window",
-    ),
+    "Qwen2ForCausalLM": Family(attention={"qkv_bias": True}, layer_type=LATE_SLIDE, window_switch="use_sliding_window"),
     "Qwen3ForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"qk_norm": rms()}, slides=late_layers_slide, window_switch="use_sliding_window",
+        attention=ATTENTION_BIAS | {"qk_norm": rms()}, layer_type=LATE_SLIDE, window_switch="use_sliding_window",
     ),
-    "Phi3ForCausalLM": Family(attention=_STACKED, feed_forward=_STACKED_UP, slides=_all_slide),
+    "Phi3ForCausalLM": Family(attention=_STACKED, feed_forward=_STACKED_UP, layer_type=ALL_SLIDE),
     "SmolLM3ForCausalLM": Family(
         attention=ATTENTION_BIAS, feed_forward=MLP_BIAS, rotates=_smollm3_rotates,
-        slides=lambda c, i: not _smollm3_rotates(c, i), window_switch="use_sliding_window",
+        layer_type=sliding(lambda c, i: not _smollm3_rotates(c, i)), window_switch="use_sliding_window",
     ),
     "HeliumForCausalLM": Family(
         attention={"qkv_bias": key("attention_bias")}, feed_forward=MLP_BIAS, rope={"interleaved": True},
@@ -216,9 +202,8 @@ FAMILIES = {
     ),
     "GraniteSWAForCausalLM": Family(
         attention=ATTENTION_BIAS | {"scale": key("attention_multiplier"), "sinks": "self_attn.sinks"},
-        rope={"theta": lambda c, i: float((c["layer_rope_theta"] or [c["rope_theta"]] * (i + 1))[i])},
-        feed_forward=MLP_BIAS, layer=RESIDUAL, model=MULTIPLIERS, slides=all_but_every(4, "window_pattern", first=0),
-        rotates=lambda c, i: bool((c["layer_rope_theta"] or [1] * (i + 1))[i]),
+        rope=GRANITE_ROPE, rotates=granite_rotates, feed_forward=MLP_BIAS, layer=RESIDUAL, model=MULTIPLIERS,
+        layer_type=all_but_every(4, "window_pattern", first=0),
     ),
     "HyperCLOVAXForCausalLM": Family(
         attention=ATTENTION_BIAS | {"scale": lambda c, _: c["attention_multiplier"] or head_size(c) ** -0.5},
@@ -247,7 +232,7 @@ FAMILIES = {
     "NanoChatForCausalLM": Family(
         norm=rms(has_weight=False),
         attention=ATTENTION_BIAS | {"qk_norm": rms(has_weight=False)}, rope={"reversed": True},
-        feed_forward=_ungated("mlp.fc1", "mlp.fc2"), model=_GEMMA_LOGITS | {"embedding_norm": rms(has_weight=False)},
+        feed_forward=_ungated("mlp.fc1", "mlp.fc2"), model=LOGITS_SOFTCAP | {"embedding_norm": rms(has_weight=False)},
     ),
     "BitNetForCausalLM": Family(
         attention=ATTENTION_BIAS | {"output_norm": rms(), "output_norm_name": "self_attn.attn_sub_norm"},
@@ -255,14 +240,13 @@ FAMILIES = {
     ),
     "Olmo2ForCausalLM": Family(attention=ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"}, layer=AFTER),
     "Olmo3ForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"}, layer=AFTER, slides=_EVERY_4TH_FULL,
+        attention=ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"}, layer=AFTER, layer_type=_EVERY_4TH_FULL,
     ),
     "Exaone4ForCausalLM": Family(
-        attention={"qk_norm": rms()}, layer=AFTER, slides=_EVERY_4TH_FULL,
-        rotates=rotates_unless_all_is_seen(_EVERY_4TH_FULL),
+        attention={"qk_norm": rms()}, layer=AFTER, layer_type=_EVERY_4TH_FULL, rotates=rotates_unless_all_is_seen,
     ),
     "GemmaForCausalLM": Family(
-        norm=_GEMMA_RMS, attention=ATTENTION_BIAS, model=_ROOT, refuses=("use_bidirectional_attention",),
+        norm=_GEMMA_RMS, attention=ATTENTION_BIAS, model=ROOT, refuses=("use_bidirectional_attention",),
     ),
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": Family(
@@ -271,7 +255,7 @@ FAMILIES = {
             "qk_norm": _GEMMA_RMS, "bidirectional": lambda c, _: bool(c.get("use_bidirectional_attention")),
             "window": _gemma_3_window,
         },
-        layer=AROUND, model=_ROOT | _GEMMA_LOGITS, slides=_GEMMA_3_SLIDES,
+        layer=AROUND, model=ROOT | LOGITS_SOFTCAP, layer_type=all_but_every(6, "sliding_window_pattern"),
     ),
     "VaultGemmaForCausalLM": replace(_GEMMA2, layer={"feed_forward_norm": "pre_feedforward_layernorm"}, refuses=()),
     "ArceeForCausalLM": Family(
@@ -286,7 +270,7 @@ FAMILIES = {
     ),
     "Starcoder2ForCausalLM": Family(
         norm=layer_norm(), attention={"qkv_bias": key("use_bias"), "output_bias": key("use_bias")},
-        feed_forward=_ungated("mlp.c_fc", "mlp.c_proj", bias=key("use_bias")), slides=_all_slide,
+        feed_forward=_ungated("mlp.c_fc", "mlp.c_proj", bias=key("use_bias")), layer_type=ALL_SLIDE,
     ),
     "PersimmonForCausalLM": Family(
         norm=layer_norm(),
@@ -339,12 +323,11 @@ FAMILIES = {
     "CohereForCausalLM": Family(
         norm=layer_norm(bias=False),
         attention=ATTENTION_BIAS | {"qk_norm": _when("use_qk_norm", layer_norm(bias=False)), "qk_norm_scope": "heads"},
-        rope={"interleaved": True}, layer=_PARALLEL, model={"logits_divisor": lambda c, _: 1 / c["logit_scale"]},
+        rope={"interleaved": True}, layer=_PARALLEL, model=LOGIT_SCALE,
     ),
     "Cohere2ForCausalLM": Family(
         norm=layer_norm(bias=False), attention=ATTENTION_BIAS, rope={"interleaved": True}, layer=_PARALLEL,
-        model={"logits_divisor": lambda c, _: 1 / c["logit_scale"]}, slides=_EVERY_4TH_FULL,
-        rotates=slides_by(_EVERY_4TH_FULL),
+        model=LOGIT_SCALE, layer_type=_EVERY_4TH_FULL, rotates=slides,
     ),
     "StableLmForCausalLM": Family(
         norm=layer_norm(),
@@ -439,7 +422,7 @@ FAMILIES = {
             "output_name": "attn.attention.out_proj", "output_bias": True, "scale": 1.0,
         },
         feed_forward=_ungated("mlp.c_fc", "mlp.c_proj", bias=True), layer=_GPT2_NORMS,
-        model=_GPT2_MODEL | {"positions": _learned("transformer.wpe.weight")}, slides=_gpt_neo_slides,
+        model=_GPT2_MODEL | {"positions": _learned("transformer.wpe.weight")}, layer_type=sliding(_is_local),
     ),
     "BioGptForCausalLM": Family(
         norm=layer_norm(), rope=None,
@@ -481,7 +464,7 @@ FAMILIES = {
         },
         feed_forward=_ungated("ffn.0", "ffn.2", bias=True),
         layer={"attention_norm": "layernorm1", "feed_forward_norm": "layernorm2"},
-        model=_ROOT | {
+        model=ROOT | {
             "embedding_name": "transformer.w", "layer_prefix": "transformer.h.", "norm_name": "transformer.layernorm",
             "output_bias": True, "positions": lambda c, _: PositionsDescription(steps=c["hidden_size"] // 2),
         },
@@ -490,20 +473,15 @@ FAMILIES = {
         norm=layer_norm(eps=1e-5, bias=False, has_weight=False),
         attention=ATTENTION_BIAS | {"qkv_clip": lambda c, _: c["clip_qkv"] or 0.0},
     ),
-    "ModernBertDecoderForCausalLM": Family(
-        norm=lambda c, _: NormDescription(c["norm_eps"], "layer", c["norm_bias"]),
+    "ModernBertDecoderForCausalLM": replace(
+        MODERN_BERT,
         attention=ATTENTION_BIAS | {
             "qkv_names": ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "output_name": "attn.Wo",
-            "window": lambda c, i: c["local_attention"] // 2 if slides_by(_modern_bert_slides)(c, i) else 0,
+            "window": lambda c, i: c["local_attention"] // 2 if slides(c, i) else 0,
         },
-        feed_forward={"up_names": ("mlp.Wi",), "down_name": "mlp.Wo"} | MLP_BIAS,
-        layer={"attention_norm": lambda _, i: "attn_norm" if i else None, "feed_forward_norm": "mlp_norm"},
         model={
-            "embedding_name": "model.embeddings.tok_embeddings", "norm_name": "model.final_norm",
-            "embedding_norm": lambda c, _: NormDescription(c["norm_eps"], "layer", c["norm_bias"]),
-            "embedding_norm_name": "model.embeddings.norm", "head": _modern_bert_head, "output_name": "decoder",
-            "output_bias": key("decoder_bias"),
+            **MODERN_BERT.model,
+            "head": modern_bert_head("lm_head"), "output_name": "decoder", "output_bias": key("decoder_bias"),
         },
-        slides=_modern_bert_slides,
     ),
 }  # fmt: skip

@@ -16,25 +16,33 @@ from octavo.layers.experts import EXPERT_NAMES, ExpertNames, stacked
 from octavo.layers.rotary import QueryGrowth
 from octavo.models.families.settings import (
     AFTER,
+    ALL_SLIDE,
     AROUND,
     ATTENTION_BIAS,
     CORRECTION,
     CORRECTION_NAMES,
+    FULL,
+    GRANITE_EXPERTS,
+    GRANITE_ROPE,
+    GUESSES,
+    LATE_SLIDE,
+    LOGIT_SCALE,
+    LOGITS_SOFTCAP,
     MLP_BIAS,
     MULTIPLIERS,
     RESIDUAL,
+    ROUTED,
     SCALE,
     SIGMOID_GROUPS,
     W123,
     all_but_every,
-    granite_shared,
-    late_layers_slide,
+    granite_rotates,
     rotates_unless_all_is_seen,
     routing,
-    said_by_types,
     several,
     shared_expert,
-    slides_by,
+    slides,
+    sliding,
     sparse_by_step,
     sparse_from,
 )
@@ -47,19 +55,14 @@ def _ernie_sparse(config: Config, i: int) -> bool:
     return bool((i + 1) % config["moe_layer_interval"] == 0 and config["moe_layer_start_index"] <= i <= last)
 
 
-_EXAONE_SLIDES = all_but_every(4, "sliding_window_pattern")
-_KOLIBRI_SLIDES = all_but_every(5)
-_AFMOE_SLIDES = all_but_every(4, "global_attn_every_n_layers")
-
-
 def _flint_slides(config: Config, i: int) -> bool:
     return not (i < 2 or i % 4 == 1 or i == config["num_hidden_layers"] - 1)
 
 
 def _cohere_rotates(config: Config, i: int) -> bool:
-    is_dense_prefix = not said_by_types(sparse_from("first_k_dense_replace"))(config, i)
+    is_dense_prefix = config["mlp_layer_types"][i] == "dense"
     has_rope = is_dense_prefix and config["prefix_dense_sliding_window_pattern"] == 1
-    return has_rope or bool(slides_by(_cohere_slides)(config, i))
+    return has_rope or slides(config, i)
 
 
 def _cohere_slides(config: Config, i: int) -> bool:
@@ -116,36 +119,27 @@ def _by_layer(setting: str) -> Setting:
     return lambda c, i: c[setting][i] if isinstance(c[setting], list) else c[setting]
 
 
-def _mimo_slides(_: Config, i: int) -> bool:
-    return i > 0 and (i + 1) % 6 != 0
-
-
 def _of_sliding(sliding: Any, other: Any) -> Setting:
-    return lambda c, i: sliding if slides_by(_mimo_slides)(c, i) else other
+    return lambda c, i: sliding if slides(c, i) else other
 
 
 def _mimo_kv_heads(config: Config, i: int) -> int:
-    return int(config["num_key_value_heads"] * (2 if slides_by(_mimo_slides)(config, i) else 1))
+    return int(config["num_key_value_heads"] * (2 if slides(config, i) else 1))
 
 
 def _mimo_window(config: Config, i: int) -> int:
     """Beside itself a token sees as many as the setting of other engines says, which counts."""
     before = config.get("sliding_window_size")
     window = config["sliding_window"] if before is None else before + 1
-    return int(window) if slides_by(_mimo_slides)(config, i) else 0
+    return int(window) if slides(config, i) else 0
 
 
 def _laguna_gate(config: Config, _: int) -> GateDescription:
     return GateDescription("self_attn.g_proj", "softplus", by_head=config["gating"] in (True, "per-head"))
 
 
-def _beam_slides(config: Config, i: int) -> bool:
-    return (i + 1) % 6 != 0 and i + 1 != config["num_hidden_layers"]
-
-
 def _beam_rotates(config: Config, i: int) -> bool:
-    kind = "sliding_attention" if slides_by(_beam_slides)(config, i) else "full_attention"
-    return config["rope_parameters"].get(kind) is not None
+    return config["rope_parameters"].get(config["layer_types"][i]) is not None
 
 
 def _beam_depth(keeps_stream: bool) -> Setting:
@@ -161,30 +155,16 @@ def _beam_depth(keeps_stream: bool) -> Setting:
     return find
 
 
-def _granite(is_renamed: bool = True) -> Family:
-    """With the names of before transformers 5, which `is_renamed`, or of it."""
-    routers = ("block_sparse_moe.router.layer", "block_sparse_moe.router")
-    names = (
-        stacked("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
-        stacked("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
-    )
-
-    return Family(
-        attention=ATTENTION_BIAS | SCALE, layer=RESIDUAL,
-        experts={
-            "routing": routing(), "router_names": routers if is_renamed else routers[::-1],
-            "names": names if is_renamed else names[::-1], "shared": granite_shared,
-        },
-        model=MULTIPLIERS,
-    )  # fmt: skip
-
+_GRANITE = Family(
+    attention=ATTENTION_BIAS | SCALE, layer=RESIDUAL, experts=GRANITE_EXPERTS, model=MULTIPLIERS,
+)  # fmt: skip
 
 FAMILIES = {
     "MixtralForCausalLM": Family(
         experts={
             "routing": routing(), "router_names": ("block_sparse_moe.gate", "mlp.gate"), "names": W123,
         },
-        slides=lambda c, _: bool(c["sliding_window"]),
+        layer_type=ALL_SLIDE,
     ),
     "Qwen2MoeForCausalLM": Family(
         attention={"qkv_bias": key("qkv_bias")},
@@ -192,15 +172,14 @@ FAMILIES = {
             "routing": routing(), "shared": shared_expert(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
             "shared_gate_name": "mlp.shared_expert_gate",
         },
-        is_sparse=sparse_by_step, slides=late_layers_slide, window_switch="use_sliding_window",
+        is_sparse=sparse_by_step, layer_type=LATE_SLIDE, window_switch="use_sliding_window",
     ),
     "Qwen3MoeForCausalLM": Family(
         attention=ATTENTION_BIAS | {"qk_norm": rms()}, experts={"routing": routing()}, is_sparse=sparse_by_step,
-        slides=lambda c, _: bool(c["sliding_window"]), window_switch="use_sliding_window",
+        layer_type=ALL_SLIDE, window_switch="use_sliding_window",
     ),
     "MellumForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"qk_norm": rms()}, experts={"routing": routing()},
-        is_sparse=said_by_types(lambda *_: True), slides=lambda *_: False,
+        attention=ATTENTION_BIAS | {"qk_norm": rms()}, experts={"routing": routing()}, layer_type=FULL,
         model={"num_unused_layers": lambda c, _: c.get("num_nextn_predict_layers") or 0},
     ),
     "OlmoeForCausalLM": Family(
@@ -227,8 +206,8 @@ FAMILIES = {
             "window": _mimo_window, "sinks": _of_sliding("self_attn.attention_sink_bias", None),
         },
         layer={"multipliers": lambda c, _: (c["attention_value_scale"] or 1.0, 1.0, 1.0)},  # of all values
-        experts=CORRECTION | {"routing": SIGMOID_GROUPS}, is_sparse=said_by_types(lambda _, i: i > 0),
-        slides=_mimo_slides,
+        experts=CORRECTION | {"routing": SIGMOID_GROUPS}, is_sparse=lambda _, i: i > 0,
+        layer_type=sliding(lambda _, i: i > 0 and (i + 1) % 6 != 0),
     ),
     "LagunaForCausalLM": Family(
         attention=ATTENTION_BIAS | {
@@ -243,8 +222,7 @@ FAMILIES = {
             "correction_names": ("mlp.experts.e_score_correction_bias", *CORRECTION_NAMES),
             "shared": shared_expert(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
         },
-        is_sparse=said_by_types(lambda _, i: i > 0), slides=lambda *_: False,
-        refuses=("moe_apply_router_weight_on_input",),
+        is_sparse=lambda _, i: i > 0, layer_type=FULL, refuses=("moe_apply_router_weight_on_input",),
     ),
     "BeamForCausalLM": Family(
         attention={
@@ -252,9 +230,9 @@ FAMILIES = {
             "query_growth": lambda c, i: None if _beam_rotates(c, i) else QueryGrowth(0.1, 2048, 1, is_power=True),
         },
         layer=AROUND | {"stream_multipliers": _beam_depth(True), "multipliers": _beam_depth(False)},
-        experts=CORRECTION | {"routing": SIGMOID_GROUPS}, is_sparse=said_by_types(lambda _, i: i > 2),
-        slides=_beam_slides, rotates=_beam_rotates,
-        model={"logits_softcap": lambda c, _: c["final_logit_softcapping"] or 0.0}, refuses=("attention_bias",),
+        experts=CORRECTION | {"routing": SIGMOID_GROUPS}, is_sparse=lambda _, i: i > 2,
+        layer_type=sliding(lambda c, i: (i + 1) % 6 != 0 and i + 1 != c["num_hidden_layers"]), rotates=_beam_rotates,
+        model=LOGITS_SOFTCAP, refuses=("attention_bias",),
     ),
     "DbrxForCausalLM": Family(
         norm=layer_norm(bias=False),
@@ -289,14 +267,15 @@ FAMILIES = {
             "routing": routing(scoring="sparsemixer", jitter=key("router_jitter_noise")), "names": W123,
             "router_names": ("block_sparse_moe.gate", "mlp.router"),
         },
-        model={"output_bias": key("lm_head_bias")}, slides=lambda c, _: bool(c["sliding_window"]),
+        model={"output_bias": key("lm_head_bias")}, layer_type=ALL_SLIDE,
     ),
-    "GraniteMoeForCausalLM": _granite(),
-    "GraniteMoeSharedForCausalLM": _granite(),
+    "GraniteMoeForCausalLM": _GRANITE,
+    "GraniteMoeSharedForCausalLM": _GRANITE,
     "GraniteMoeSWAForCausalLM": replace(
-        _granite(is_renamed=False), attention=ATTENTION_BIAS | SCALE | {"sinks": "self_attn.sinks"},
-        rope={"theta": lambda c, i: float((c["layer_rope_theta"] or [c["rope_theta"]] * (i + 1))[i])},
-        rotates=lambda c, i: bool((c["layer_rope_theta"] or [1] * (i + 1))[i]), slides=lambda c, i: i % 4 != 0,
+        _GRANITE, attention=ATTENTION_BIAS | SCALE | {"sinks": "self_attn.sinks"},
+        rope=GRANITE_ROPE, rotates=granite_rotates, layer_type=sliding(lambda _, i: i % 4 != 0),
+        # Newer names first.
+        experts={name: v[::-1] if isinstance(v, tuple) else v for name, v in GRANITE_EXPERTS.items()},
     ),
     "GptOssForCausalLM": Family(
         attention=ATTENTION_BIAS | {"sinks": "self_attn.sinks"},
@@ -308,7 +287,7 @@ FAMILIES = {
                 EXPERT_NAMES[2],
             ),
         },
-        slides=lambda _, i: i % 2 == 0,
+        layer_type=sliding(lambda _, i: i % 2 == 0),
     ),
     "AriaTextForCausalLM": Family(
         attention=ATTENTION_BIAS, feed_forward=MLP_BIAS,
@@ -335,8 +314,8 @@ FAMILIES = {
             "shared": shared_expert(several("n_shared_experts", "intermediate_size")),
             "shared_scale": _half_if_averaged,
         },
-        is_sparse=said_by_types(sparse_from("first_k_dense_replace")),
-        model={"logits_divisor": lambda c, _: 1 / c["logit_scale"]}, slides=_cohere_slides, rotates=_cohere_rotates,
+        is_sparse=sparse_from("first_k_dense_replace"), model=LOGIT_SCALE,
+        layer_type=sliding(_cohere_slides), rotates=_cohere_rotates,
     ),
     "Ernie4_5_MoeForCausalLM": Family(
         attention={"qkv_bias": key("use_bias"), "output_bias": key("use_bias")}, rope={"interleaved": True},
@@ -378,29 +357,24 @@ FAMILIES = {
         is_sparse=_llama4_sparse, rotates=_llama4_rotates, longest=("attention_chunk_size",),
     ),
     "Dots1ForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"qk_norm": rms()},
-        experts=CORRECTION | {"routing": SIGMOID_GROUPS, "shared": shared_expert(several("n_shared_experts"))},
-        is_sparse=sparse_from("first_k_dense_replace"), slides=late_layers_slide,
+        attention=ATTENTION_BIAS | {"qk_norm": rms()}, experts=ROUTED, is_sparse=sparse_from("first_k_dense_replace"),
+        layer_type=LATE_SLIDE,
     ),
     "Glm4MoeForCausalLM": Family(
         attention={
             "qkv_bias": key("attention_bias"), "qk_norm": lambda c, i: rms()(c, i) if c["use_qk_norm"] else None,
         },
-        experts=CORRECTION | {"routing": SIGMOID_GROUPS, "shared": shared_expert(several("n_shared_experts"))},
-        is_sparse=sparse_from("first_k_dense_replace"), model={"num_unused_layers": key("num_nextn_predict_layers")},
+        experts=ROUTED, is_sparse=sparse_from("first_k_dense_replace"), model=GUESSES,
     ),
-    "SolarOpenForCausalLM": Family(
-        attention={"qkv_bias": key("attention_bias")},
-        experts=CORRECTION | {"routing": SIGMOID_GROUPS, "shared": shared_expert(several("n_shared_experts"))},
-    ),
+    "SolarOpenForCausalLM": Family(attention={"qkv_bias": key("attention_bias")}, experts=ROUTED),
     "ExaoneMoeForCausalLM": Family(
         attention={"qk_norm": rms()},
         experts={
             "routing": SIGMOID_GROUPS, "shared": shared_expert(several("n_shared_experts")),
             "correction_names": CORRECTION_NAMES[::-1],
         },
-        is_sparse=said_by_types(sparse_from("first_k_dense_replace")), slides=_EXAONE_SLIDES,
-        rotates=rotates_unless_all_is_seen(_EXAONE_SLIDES),
+        is_sparse=sparse_from("first_k_dense_replace"), layer_type=all_but_every(4, "sliding_window_pattern"),
+        rotates=rotates_unless_all_is_seen,
     ),
     "MiniMaxM2ForCausalLM": Family(
         attention={"qk_norm": rms(), "qk_norm_scope": "all"},
@@ -424,7 +398,7 @@ FAMILIES = {
             "correction_names": ("mlp.expert_bias", "mlp.e_score_correction_bias"),
             "shared": shared_expert(several("n_shared_experts"), "mlp.shared_mlp", bias=key("mlp_bias")),
         },
-        is_sparse=said_by_types(lambda _, i: i > 0),
+        is_sparse=lambda _, i: i > 0,
     ),
     "FlintForCausalLM": Family(
         attention=ATTENTION_BIAS | {"qk_norm": rms(), "sinks": "self_attn.softmax_offset"},
@@ -432,7 +406,7 @@ FAMILIES = {
             "routing": routing(scoring="sigmoid"),
             "shared": shared_expert(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
         },
-        is_sparse=sparse_by_step, slides=_flint_slides, rotates=slides_by(_flint_slides),
+        is_sparse=sparse_by_step, layer_type=sliding(_flint_slides), rotates=slides,
     ),
     "Kolibri1ForCausalLM": Family(
         attention={"qk_norm": rms()},
@@ -442,7 +416,7 @@ FAMILIES = {
             "correction_names": ("moe.router.expert_bias", "mlp.gate.e_score_correction_bias"),
             "shared": shared_expert(key("shared_expert_intermediate_size")),
         },
-        slides=_KOLIBRI_SLIDES, rotates=rotates_unless_all_is_seen(_KOLIBRI_SLIDES),
+        layer_type=all_but_every(5), rotates=rotates_unless_all_is_seen,
     ),
     "AfmoeForCausalLM": Family(
         attention={"qk_norm": rms(), "gate": GateDescription("self_attn.gate_proj")},
@@ -452,7 +426,8 @@ FAMILIES = {
             "router_names": ("mlp.router.gate",), "correction_names": ("mlp.expert_bias",),
             "shared": shared_expert(several("n_shared_experts")),
         },
-        is_sparse=sparse_from("first_k_dense_replace"), slides=_AFMOE_SLIDES, rotates=slides_by(_AFMOE_SLIDES),
+        is_sparse=sparse_from("first_k_dense_replace"), layer_type=all_but_every(4, "global_attn_every_n_layers"),
+        rotates=slides,
         model={"embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5 if c["mup_enabled"] else 1.0},
         refuses=("attention_bias",),
     ),

@@ -12,10 +12,18 @@ from octavo.layers.experts import PartNorms, stacked
 from octavo.layers.rotary import RopeConfig
 from octavo.layers.streams import StreamsDescription
 from octavo.layers.token_inputs import TokenInputsDescription
-from octavo.models.families.settings import AROUND, ATTENTION_BIAS, all_but_every, routing, shared_expert
+from octavo.models.families.settings import (
+    AROUND,
+    ATTENTION_BIAS,
+    LOGITS_SOFTCAP,
+    ROOT,
+    all_but_every,
+    routing,
+    shared_expert,
+    sliding,
+)
 from octavo.models.readers import Config, Family, Setting, activation_of, rms, rope_of
 
-_SLIDES = all_but_every(6)
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
@@ -23,9 +31,7 @@ def _layer_type(config: Config, i: int) -> str:
     """The last layer sees everything, whatever is said of it."""
     if i == config["num_hidden_layers"] - 1:
         return "full_attention"
-    if config["layer_types"] is not None:
-        return str(config["layer_types"][i])
-    return "sliding_attention" if _SLIDES(config, i) else "full_attention"
+    return str(config["layer_types"][i])
 
 
 def _own(config: Config, i: int, setting: str, of_full: str) -> Any:
@@ -101,13 +107,8 @@ def _part_norms(config: Config, _: int) -> PartNorms:
     )  # fmt: skip
 
 
-def _type_3n(config: Config, i: int) -> str:
-    types = config["layer_types"]
-    return str(types[i]) if types is not None else "sliding_attention" if (i + 1) % 5 else "full_attention"
-
-
 def _reads_layer_3n(config: Config, i: int) -> int | None:
-    return _reads_layer(config, i, _type_3n)
+    return _reads_layer(config, i, lambda c, i: c["layer_types"][i])
 
 
 def _by_layer(setting: str) -> Setting:
@@ -155,11 +156,7 @@ _GEMMA_4 = Family(
         "stream_scale": "layer_scalar",
         "feed_forward_norm": lambda c, _: None if c["enable_moe_block"] else AROUND["feed_forward_norm"],
     },
-    model={
-        "embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5, "token_inputs": _token_inputs,
-        "logits_softcap": lambda c, _: c["final_logit_softcapping"] or 0.0,
-    },
-    slides=_SLIDES,
+    model=ROOT | LOGITS_SOFTCAP | {"token_inputs": _token_inputs}, layer_type=all_but_every(6),
 )  # fmt: skip
 FAMILIES = {
     "Gemma3nForCausalLM": Family(
@@ -168,12 +165,11 @@ FAMILIES = {
             "qkv_names": lambda c, i: _QKV if _reads_layer_3n(c, i) is None else _QKV[:1],
         },
         feed_forward={"intermediate_size": _by_layer("intermediate_size"), "sparsity": _sparsity}, layer=AROUND,
-        model={
-            "embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5, "token_inputs": _token_inputs_3n,
-            "logits_softcap": lambda c, _: c["final_logit_softcapping"] or 0.0,
+        model=ROOT | LOGITS_SOFTCAP | {
+            "token_inputs": _token_inputs_3n,
             "streams": lambda c, _: StreamsDescription(c["altup_num_inputs"], c["laurel_rank"]), "unused": _unused_3n,
         },
-        slides=lambda c, i: _type_3n(c, i) == "sliding_attention", refuses=("altup_active_idx",),
+        layer_type=sliding(lambda _, i: (i + 1) % 5), refuses=("altup_active_idx",),
     ),
     "Gemma4ForCausalLM": _GEMMA_4,
     "Gemma4UnifiedForCausalLM": _GEMMA_4,

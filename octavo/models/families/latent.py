@@ -8,16 +8,7 @@ from typing import Any
 
 from octavo.layers.experts import EXPERT_NAMES
 from octavo.layers.latent import LatentDescription
-from octavo.models.families.settings import (
-    CORRECTION,
-    SIGMOID_GROUPS,
-    query_growth,
-    routing,
-    said_by_types,
-    several,
-    shared_expert,
-    sparse_from,
-)
+from octavo.models.families.settings import GUESSES, ROUTED, query_growth, routing, several, shared_expert, sparse_from
 from octavo.models.readers import Config, Family, Setting, key, rms, rope_of
 
 
@@ -53,6 +44,10 @@ def _group_limited(config: Config, _: int) -> bool:
     return bool(config["topk_method"] == "group_limited_greedy")
 
 
+def _is_sparse(config: Config, i: int) -> bool:
+    return bool(config["mlp_layer_types"][i] == "sparse")
+
+
 def _rank_scale(rank: str) -> Setting:
     """What LongCat multiplies compressed vectors with, whose size the setting says."""
     return lambda c, _: (c["hidden_size"] / c[rank]) ** 0.5
@@ -66,13 +61,11 @@ def _longcat_mixer(config: Config, i: int) -> LatentDescription | None:
     return latent(**scales, name=f"self_attn.{i % 3 // 2}")(config, i)
 
 
-_UNUSED = {"num_unused_layers": lambda c, _: c["num_nextn_predict_layers"] or 0}
 _SHARED = {"shared": shared_expert(several("n_shared_experts"))}
 # An index chooses the keys that a query sees: up to so many all of them.
 _INDEXED = Family(
-    mixer=latent(), experts=_SHARED | CORRECTION | {"routing": SIGMOID_GROUPS},
-    is_sparse=said_by_types(sparse_from("first_k_dense_replace")), longest=("index_topk",),
-    model=_UNUSED | {
+    mixer=latent(), experts=ROUTED, is_sparse=sparse_from("first_k_dense_replace"), longest=("index_topk",),
+    model=GUESSES | {
         "unused": lambda c, _: tuple(f"model.layers.{i}.self_attn.indexer." for i in range(c["num_hidden_layers"])),
     },
 )  # fmt: skip
@@ -90,24 +83,20 @@ FAMILIES = {
         is_sparse=sparse_from("first_k_dense_replace"), refuses=("mlp_bias",),
     ),
     "DeepseekV3ForCausalLM": Family(
-        mixer=latent(), experts=_SHARED | CORRECTION | {"routing": SIGMOID_GROUPS},
-        is_sparse=sparse_from("first_k_dense_replace"), model=_UNUSED,
+        mixer=latent(), experts=ROUTED, is_sparse=sparse_from("first_k_dense_replace"), model=GUESSES,
     ),
-    "Glm4MoeLiteForCausalLM": Family(
-        mixer=latent(), experts=_SHARED | CORRECTION | {"routing": SIGMOID_GROUPS},
-        is_sparse=said_by_types(lambda _, i: i > 0), model=_UNUSED,
-    ),
+    "Glm4MoeLiteForCausalLM": Family(mixer=latent(), experts=ROUTED, is_sparse=lambda _, i: i > 0, model=GUESSES),
     "AXK1ForCausalLM": Family(
         mixer=latent(),
         layer={
             "feed_forward_post_norm": lambda c, i: "post_mlp_layernorm|mlp.post_mlp_layernorm"
-            if _axk1_sparse(c, i) else None
+            if _is_sparse(c, i) else None
         },
-        experts=_SHARED | CORRECTION | {"routing": SIGMOID_GROUPS, "needs_correction": False},
-        is_sparse=lambda c, i: _axk1_sparse(c, i),
+        experts=ROUTED | {"needs_correction": False},
+        is_sparse=lambda c, i: i >= c["first_k_dense_replace"] and i % c["moe_layer_freq"] == 0,
         model={  # released checkpoints have the norm in dense layers too, which do not use it
             "unused": lambda c, _: tuple(
-                f"model.layers.{i}.post_mlp_layernorm" for i in range(c["num_hidden_layers"]) if not _axk1_sparse(c, i)
+                f"model.layers.{i}.post_mlp_layernorm" for i in range(c["num_hidden_layers"]) if not _is_sparse(c, i)
             )
         },
     ),
@@ -161,10 +150,3 @@ FAMILIES = {
     ),
     "YoutuForCausalLM": Family(mixer=latent()),
 }  # fmt: skip
-
-
-def _axk1_sparse(config: Config, i: int) -> bool:
-    def by_frequency(config: Config, i: int) -> bool:
-        return bool(i >= config["first_k_dense_replace"] and i % config["moe_layer_freq"] == 0)
-
-    return bool(said_by_types(by_frequency)(config, i))

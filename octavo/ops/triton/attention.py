@@ -279,11 +279,12 @@ class Tiles:
     nested: bool = False
 
 
-def _tiles(query: Tensor, cache_dtype: torch.dtype, group: int, is_prefill: bool) -> Tiles:
+def _tiles(query: Tensor, cache_dtype: torch.dtype, group: int, is_prefill: bool, has_biases: bool = False) -> Tiles:
     """Bits depend on block_n, and on where the warps lie: only along rows, or there is one layout for all batches.
 
     64 rows and four warps are the least that Hopper's instructions take. Registers decide the rest: a thread holds
-    block_m * head_size / (32 * num_warps) sums, as many merged ones, and half as many scores.
+    block_m * head_size / (32 * num_warps) sums, as many merged ones, and half as many scores; and as many biases as
+    scores where they have some.
     """
     padded = triton.next_power_of_2(query.shape[2])
     has_wgmma = launch.capability(query.device) >= (9, 0)
@@ -291,7 +292,7 @@ def _tiles(query: Tensor, cache_dtype: torch.dtype, group: int, is_prefill: bool
         return Tiles(max(16, triton.next_power_of_2(group)), 16, 4, 1, 2)
     if padded > 128:
         return Tiles(128 if group > 64 else 64, 32, 8, 2, 1)
-    block_n = (8192 if has_wgmma else 4096) // max(padded, 64)
+    block_n = (8192 if has_wgmma and not has_biases else 4096) // max(padded, 64)
     num_stages = 2 if block_n == 128 else 3
     unpacks_float8 = cache_dtype.itemsize == 1 and not has_wgmma
     if (is_prefill and has_wgmma) or unpacks_float8 or group > 64:
@@ -348,7 +349,7 @@ def paged_attention(
     if num_tokens == 0:
         return out
 
-    tiles = _tiles(query, cache.key.dtype, group, is_prefill=num_tokens > 2 * num_seqs)
+    tiles = _tiles(query, cache.key.dtype, group, num_tokens > 2 * num_seqs, distance_biases is not None)
     padded_size = triton.next_power_of_2(head_size)
     num_programs = launch.num_multiprocessors(query.device) * tiles.programs_per_multiprocessor
     partials, counters = _workspace(query.device, launch.stream(query.device))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops import LayerKVCache
+from octavo.ops.ref_attention import to_cache
 from octavo.ops.triton import attention, attention_plan, launch
 from octavo.ops.triton.attention import Tiles, paged_attention
 from tests.ops.kernel_cases import score_settings
@@ -70,7 +71,7 @@ class Paged:
             self.tables[s, : counts[s]] = blocks
             slots = (blocks.long()[:, None] * block_size + torch.arange(block_size)).flatten()[:length]
             for i, (part, rows) in enumerate(zip(parts, (k, v), strict=True)):
-                elements, of_rows = torch_ref.module._to_cache(rows[..., : sizes[i]], cache_dtype)
+                elements, of_rows = to_cache(rows[..., : sizes[i]], cache_dtype)
                 part.view(-1, num_kv_heads, sizes[i])[slots] = elements
                 if scales is not None:
                     scales.view(-1, num_kv_heads, 2)[slots, :, i] = of_rows.bfloat16()
