@@ -133,6 +133,11 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48,
         "num_attention_heads": 40,
     }),
+    "phi4_multimodal": ("Phi3ForCausalLM", {
+        "vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "original_max_position_embeddings": 4096,
+    }),
     "gemma4_text": ("Gemma4ForCausalLM", _GEMMA_4),
     "gemma4_unified_text": ("Gemma4UnifiedForCausalLM", _GEMMA_4),
 }  # fmt: skip
@@ -243,6 +248,9 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "VoxtralForConditionalGeneration": MediaFamily("llama", 24, kind="audio", defaults=_VOXTRAL),
     "GraniteSpeechForConditionalGeneration": MediaFamily("granite", 49155, kind="audio", adapters={"audio": "."}),
     "GraniteSpeechPlusForConditionalGeneration": MediaFamily("granite", 49155, kind="audio", adapters={"audio": "."}),
+    "Phi4MultimodalForCausalLM": MediaFamily(
+        "phi4_multimodal", 200011, kind="audio", adapters={"audio": "speech-lora"}
+    ),
 }  # fmt: skip
 # Checkpoints' own names of classes that transformers has by others.
 OTHER_NAMES = {"KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration"}
@@ -270,6 +278,7 @@ _TOWERS = tuple(
         "embed_audio.",
         "encoder.",
         "projector.",
+        "embed_tokens_extend.",
     )
 )
 
@@ -375,7 +384,8 @@ def decoders_of(name: str) -> list[str]:
 def media_token(config: Mapping[str, Any], name: str) -> int:
     """The token that stands for a row of a picture or a sound."""
     family = MEDIA_FAMILIES[name]
-    return _token(config, family.kind, family.token)
+    of_tower = config.get(f"{family.kind}_config") or {}  # which has it where there is no text_config beside it
+    return _token(config if "text_config" in config else {**of_tower, **config}, family.kind, family.token)
 
 
 def video_token(config: Mapping[str, Any], name: str) -> int | None:

@@ -20,6 +20,10 @@ def load_processor(folder: str, token_id: int, sees_videos: bool = False) -> Any
         from octavo.multimodal.granite_speech import GraniteSpeechProcessor
 
         return GraniteSpeechProcessor(folder, token_id)
+    if config.model_type == "phi4_multimodal":
+        from octavo.multimodal.phi4_multimodal import Phi4Processor
+
+        return Phi4Processor(folder, token_id)
     # GLM-OCR's class is not listed there.
     known = Glm46VProcessor if config.model_type == "glm_ocr" else PROCESSOR_MAPPING.get(type(config), None)
     if known is not None and "video_processor" in known.get_attributes():

@@ -51,7 +51,7 @@ class Tower:
             is_quantized = hasattr(config, "quantization_config")
             if is_quantized:  # the decoder: its tensors are none of transformers' concern
                 del config.quantization_config
-            text = config.text_config
+            text = getattr(config, "text_config", config)
             text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
             for name in ("layer_types", "mlp_layer_types"):  # one entry a layer
                 if getattr(text, name, None):
@@ -79,8 +79,12 @@ class Tower:
         if is_quantized:
             _check_floats(self._model, report["unexpected_keys"], folder)
         self._multiplier, self._device = multiplier, torch.device(device)
+        features = partial(_of_qwen2_audio, self._model)
+        if config.model_type == "phi4_multimodal":
+            self._model.embed_tokens_extend.image_embed = None
+            features = partial(_of_phi4_multimodal, self._model.embed_tokens_extend.audio_embed)
         to_device(self._model, self._device)
-        self._features = getattr(self._model, f"get_{kind}_features", None) or partial(_of_qwen2_audio, self._model)
+        self._features = getattr(self._model, f"get_{kind}_features", None) or features
 
     def rows(self, given: MediaInput) -> Rows:
         """Of one medium at a time: their bits must not depend on other requests. Raises `RequestError` where the device
@@ -146,6 +150,17 @@ def _of_qwen2_audio(model: Any, input_features: Any, feature_attention_mask: Any
     mask = create_bidirectional_mask(config=tower.config, inputs_embeds=inputs, attention_mask=is_sound)
     seen = tower(input_features, attention_mask=mask, return_dict=return_dict).last_hidden_state
     return BaseModelOutputWithPooling(pooler_output=model.multi_modal_projector(seen)[0, :num_rows])
+
+
+def _of_phi4_multimodal(embed: Any, audio_input_features: Any, return_dict: bool) -> Any:
+    """What Phi-4-multimodal has of a sound in a prompt without pictures, [1, tokens, H]; its class in transformers 5
+    makes that only within a whole step."""
+    import torch
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    heard = embed.up_proj_for_speech(embed.encoder(audio_input_features, None))
+    rows = embed.down_proj_for_speech(torch.nn.functional.gelu(heard))
+    return BaseModelOutputWithPooling(pooler_output=rows)
 
 
 def _check_floats(model: Any, unexpected: Iterable[str], folder: str) -> None:

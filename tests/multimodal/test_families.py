@@ -21,6 +21,7 @@ from octavo.models.registry import describe
 from octavo.multimodal.processor_class import without_videos
 from tests.multimodal.conftest import picture, save
 from tests.multimodal.granite_speech import SavedGraniteSpeech, encoder, granite_speech, with_adapter
+from tests.multimodal.phi4_multimodal import ADAPTER, TARGETS, Phi4, towers
 from tests.multimodal.test_llava import assert_as_transformers, generate, tower
 from tests.speech.conftest import sound
 
@@ -637,6 +638,14 @@ CASES: dict[str, Case] = {
         )
         for plus in ("", "Plus")
     },
+    "Phi4MultimodalForCausalLM": Case(
+        {"pad_token_id": 0, "bos_token_id": 0},
+        towers,
+        lambda tokenizer: Phi4(with_sounds(tokenizer)),
+        "<sound>",
+        theirs=lambda folder: Phi4(PreTrainedTokenizerFast.from_pretrained(folder), folder),
+        finish=partial(with_adapter, name=ADAPTER, targets=TARGETS),
+    ),
     "VoxtralForConditionalGeneration": Case(
         {"model_type": "llama", "head_dim": 16, "max_position_embeddings": 1024},
         lambda: {"audio_config": HEARS | {"model_type": "voxtral_encoder", "intermediate_size": 128}},
@@ -672,7 +681,11 @@ def save_case(folder: Path, name: str, tokenizer: Any) -> None:
     name_of_token = f"{MEDIA_FAMILIES[name.partition(' ')[0]].kind}_token"
     end = "index" if hasattr(builder.config_class, f"{name_of_token}_index") else "id"
     settings[f"{name_of_token}_{end}"] = tokenizer.convert_tokens_to_ids(case.token)
-    config = builder.config_class(text_config=text, **settings)
+    if name.startswith("Phi4"):  # whose decoder's settings are beside its towers'
+        settings["audio_config"]["audio_token_id"] = settings.pop("audio_token_id")
+        config = builder.config_class(**text, **settings)
+    else:
+        config = builder.config_class(text_config=text, **settings)
     save(folder, builder(config), processor)
     if case.finish is not None:
         case.finish(folder)
