@@ -1,6 +1,6 @@
 """Times to first token against how many adapters are registered, in memory for 16; draws them.
 
-    python benchmarks/adapter_registry.py [--counts 1 16 50 200 500 1000] [--rate 8] [--seconds 20] [--on-host 16]
+    python benchmarks/adapter_registry.py [--counts 1 16 50 200 500 1000] [--rate 8] [--seconds 20] [--on-host N]
                                           [--out docs/images]
 
 Requests for the default model arrive at random (Poisson), each for an adapter that is drawn by Zipf's law: the n-th is
@@ -56,7 +56,7 @@ async def first_token_s(engine: AsyncLLMEngine, adapter: LoRARequest, number: in
     return took
 
 
-async def measure(adapters: list[LoRARequest], rate: float, seconds: float, on_host: int) -> list[float]:
+async def measure(adapters: list[LoRARequest], rate: float, seconds: float, on_host: int | None) -> list[float]:
     """Times to first token, in seconds, of the requests that arrive while a server of these adapters is warm."""
     engine = AsyncLLMEngine.from_engine_args(
         AsyncEngineArgs(
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 16, 50, 200, 500, 1000])
     parser.add_argument("--rate", type=float, default=8.0, help="requests a second")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each count")
-    parser.add_argument("--on-host", type=int, default=ON_DEVICE, help="--max-cpu-loras")
+    parser.add_argument("--on-host", type=int, help="--max-cpu-loras; as many as the memory holds without")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     percentiles: list[tuple[float, float]] = []

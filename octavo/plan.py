@@ -27,6 +27,15 @@ class BlockMoves:
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # host -> device
 
 
+class AdapterMemory(NamedTuple):
+    """What adapters have of a worker; nothing where none are served."""
+
+    num_pages: int  # of the device; 0 too where it uses those of the host
+    num_slots: int
+    num_host_pages: int  # of the host, in the same measure
+    page_bytes: int
+
+
 class AdapterLoad(NamedTuple):
     """An adapter that is on the host is copied into pages of the device, and found there by its slot."""
 

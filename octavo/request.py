@@ -66,6 +66,7 @@ class AdapterSource(msgspec.Struct, frozen=True, array_like=True):
     name: str
     config: str | None  # file; None: the weights are a GGUF file, which says it all
     weights: str  # file
+    num_bytes: int = 0  # of the file
 
 
 class EngineRequest(msgspec.Struct, tag="request", omit_defaults=True):

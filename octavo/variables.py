@@ -18,7 +18,7 @@ VARIABLES = {
     "OCTAVO_ALLOW_RUNTIME_LORA_UPDATING": "Anything but empty is `--enable-runtime-lora-updating`.",
     "OCTAVO_SERVER_DEV_MODE": "`1` is `--enable-server-dev-mode`.",
     "OCTAVO_NODES_TOKEN": "Secret that the hosts of `--nnodes` and of `-dp` show each other, the same on all of them.",
-    "RAY_ADDRESS": "Cluster of `--distributed-executor-backend ray`, host:port, if not the one that was started here.",
+    "RAY_ADDRESS": "Cluster of Ray, for stages and engines, host:port, if not the one that was started here.",
     "HF_HUB_OFFLINE": "`1` keeps `octavo doctor`, and the hub's library, from asking the hub.",
     "HF_ENDPOINT": "Address of the hub, which `octavo doctor` asks.",
     "PIP_INDEX_URL": "Address of the package index, which `octavo doctor` asks and the default model comes from.",

@@ -18,6 +18,7 @@
 #include "collective.h"
 #include "dispatch.h"
 #include "launch.h"
+#include "pack_factors.h"
 #include "pack_int.h"
 #include "program.h"
 #include "thread_pool.h"
@@ -352,6 +353,12 @@ void define_operations(nb::module_& m) {
            &PackPartArgs::source_format, &PackPartArgs::stride, &PackPartArgs::rows>(m, "pack_part");
 }
 
+void pack_factor_rows(Address source, int64_t stride, int64_t rows, int64_t columns, Address places, Address out,
+                      int64_t lanes, int32_t dtype) {
+    octavo::pack_factor_rows(
+        {at<float>(source), stride, rows, columns, at<int64_t>(places), at<uint32_t>(out), lanes, dtype});
+}
+
 float max_scale(Address source, int32_t source_format, int64_t stride, int64_t rows, int64_t k) {
     std::vector<float> largest(static_cast<size_t>((rows + octavo::kPanel - 1) / octavo::kPanel));
     octavo::MaxScaleArgs args{at<uint8_t>(source), stride, rows, k, source_format, largest.data()};
@@ -444,4 +451,5 @@ NB_MODULE(_cpu, m) {
     m.def("packed_bytes", &octavo::packed_bytes);
     m.def("shrink_scratch_rows", &octavo::shrink_scratch_rows);
     m.def("max_scale", &max_scale);
+    m.def("pack_factor_rows", &pack_factor_rows, nb::call_guard<nb::gil_scoped_release>());
 }

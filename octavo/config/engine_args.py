@@ -214,11 +214,18 @@ class EngineArgs(Flags):
     )  # fmt: skip
     data_parallel_rpc_port: int = flag(29550, "Port of the host that serves for the others.")
     data_parallel_rank: int | None = flag(
-        None, "Number of the one engine behind this server, behind a balancer of others' making.", built=False
-    )
-    data_parallel_external_lb: bool = flag(False, "A server for each engine.", built=False)
-    data_parallel_hybrid_lb: bool = flag(False, "A server for the engines of each host.", built=False)
-    data_parallel_backend: str = flag("mp", "How they are run: mp, processes of this host.")
+        None, "Number of the one engine of this server: each of --data-parallel-size has a server of its own, and a "
+        "balancer before them picks one for each request.",
+    )  # fmt: skip
+    data_parallel_external_lb: bool = flag(False, "As --data-parallel-rank says, which it needs.")
+    data_parallel_hybrid_lb: bool = flag(
+        False, "Each host has a server of its own for its engines, --data-parallel-size-local of them from "
+        "--data-parallel-start-rank on, and a balancer before them picks one for each request.",
+    )  # fmt: skip
+    data_parallel_backend: str = flag(
+        "mp", "Who starts engines on other hosts: mp, whoever runs the same with --headless there; or ray, on hosts of "
+        "its cluster, --data-parallel-size-local on each.",
+    )  # fmt: skip
     distributed_executor_backend: str | None = flag(
         None, "How workers are run: mp, processes of this host and those of --nnodes; or ray, which starts nodes on "
         "other hosts of its cluster for the stages of --pipeline-parallel-size, one each or as many as --nnodes says.",
@@ -233,12 +240,13 @@ class EngineArgs(Flags):
     )  # fmt: skip
     lora_memory_gb: float | None = flag(
         None, "GiB of the device's memory for adapters, where --max-loras says too little: whole embeddings and output "
-        "matrices are not counted there.", positive=True,
+        "matrices are not counted there. On CPUs, which have one memory, of all adapters that are kept.", positive=True,
     )  # fmt: skip
     max_lora_rank: int = flag(16, "Largest rank of an adapter: 1 to 512.", positive=True)
     max_cpu_loras: int | None = flag(
-        None, "Adapters that are kept in the host's memory; default: --max-loras.", positive=True
-    )
+        None, "Adapters that are kept in the host's memory; default: as many as a tenth of what is free of it holds, "
+        "or --lora-memory-gb on CPUs.", positive=True,
+    )  # fmt: skip
     lora_dtype: Literal["auto", "float32", "float16", "bfloat16"] = flag(
         "auto", "Type that adapters are held in; auto is the model's."
     )

@@ -1,4 +1,4 @@
-"""Adapters of the core: which are in the host's memory, read by a thread while their requests wait."""
+"""Adapters of the core: which are in the host's memory, read by threads while their requests wait."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ class _Entry:
     source: AdapterSource
     ready: Future[int]
     begin: float
+    num_pages: int  # of the host; while it is read, as many as its file has
     is_registered: bool = False  # the pool knows how large it is
 
 
 @dataclass(slots=True)
 class AdapterLibrary:
-    """At most `max_on_host` adapters, the least recently used of which make room. Those `in_use` stay."""
+    """At most `max_on_host` adapters, or where that is None as many as the host has pages for. The least recently used
+    make room. Those `in_use` stay."""
 
     executor: Executor
     pool: AdapterPool
-    max_on_host: int
+    max_on_host: int | None
     num_reads: int = 0  # since the last `take_reads`
     read_s: float = 0.0  # from when these adapters were wanted to when they were there
     names: dict[str, str] = field(default_factory=dict)  # by identity: the last name that it was asked for by
@@ -46,21 +48,21 @@ class AdapterLibrary:
             self._drop(source.identity)  # once more: its file may have been mended
             entry = None
         if entry is None:
-            while len(self._entries) >= self.max_on_host:
-                free = next((identity for identity in self._entries if self._may_go(identity, in_use)), None)
-                if free is None and self._pinned.issuperset(self._entries):
-                    raise RequestError(
-                        f"there is no room for adapter {source.name!r}: all {self.max_on_host} places "
-                        "(--max-cpu-loras) have adapters that are pinned. Remove one.",
-                        param="model",
-                    )
-                if free is None:
+            num_pages = -(-source.num_bytes // self.executor.adapter_memory.page_bytes)
+            if not self._make_room(1, num_pages, in_use):
+                if not self._pinned.issuperset(self._entries):
                     return None
-                self._drop(free)
-            entry = _Entry(source, self.executor.prepare_adapter(source), time.monotonic())
+                limit = "" if self.max_on_host is None else " (--max-cpu-loras)"
+                raise RequestError(
+                    f"there is no room for adapter {source.name!r}: all {len(self._entries)} places{limit} have "
+                    "adapters that are pinned. Remove one.",
+                    param="model",
+                )
+            entry = _Entry(source, self.executor.prepare_adapter(source), time.monotonic(), num_pages)
             self._entries[source.identity] = entry
         self.names[source.identity] = source.name
         self._entries.move_to_end(source.identity)
+        self._make_room(0, 0, in_use | {source.identity})  # where others turned out to be larger than their files
         return entry.ready
 
     def take_in(self, identity: str) -> None:
@@ -72,7 +74,8 @@ class AdapterLibrary:
         if error is not None:
             self._drop(identity)
             raise error
-        self.pool.register(identity, entry.ready.result())
+        entry.num_pages = entry.ready.result()
+        self.pool.register(identity, entry.num_pages)
         self.num_reads += 1
         self.read_s += time.monotonic() - entry.begin
         entry.is_registered = True
@@ -108,6 +111,22 @@ class AdapterLibrary:
         taken = self.num_reads, self.read_s
         self.num_reads, self.read_s = 0, 0.0
         return taken
+
+    def _make_room(self, num_adapters: int, num_pages: int, in_use: Set[str]) -> bool:
+        """For so many more. An adapter that takes more than there is may come where there is no other: how large it is
+        turns out when it is read."""
+        while self._entries and not self._has_room(num_adapters, num_pages):
+            free = next((identity for identity in self._entries if self._may_go(identity, in_use)), None)
+            if free is None:
+                return False
+            self._drop(free)
+        return True
+
+    def _has_room(self, num_adapters: int, num_pages: int) -> bool:
+        if self.max_on_host is not None:
+            return len(self._entries) + num_adapters <= self.max_on_host
+        used = sum(entry.num_pages for entry in self._entries.values())
+        return used + num_pages <= self.executor.adapter_memory.num_host_pages
 
     def _may_go(self, identity: str, in_use: Set[str]) -> bool:
         # What a thread still reads would come back once it has been read.

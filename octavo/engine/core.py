@@ -76,7 +76,8 @@ class EngineCore:
             speculation = make_speculation(config.speculative, self.cost, max_draft_len)
         self.adapters: AdapterLibrary | None = None
         if config.lora is not None:
-            pool = AdapterPool(*executor.adapter_pages, config.lora.max_loras)
+            memory = executor.adapter_memory
+            pool = AdapterPool(memory.num_pages, memory.num_slots, config.lora.max_loras)
             self.adapters = AdapterLibrary(executor, pool, config.lora.max_cpu_loras)
         self.scheduler = Scheduler(
             config.scheduler, cache, config.model.seed, executor.runs_ahead, speculation, self.cost,

@@ -1,7 +1,9 @@
-"""Adapters of a worker: read from disk by a thread, packed on the host, copied into pages of the device.
+"""Adapters of a worker: read from disk by threads, packed on the host, copied into pages of the device.
 
 A page has a fixed number of bytes, enough for the largest piece of any adapter that is allowed. An adapter lies in as
-many pages as it needs, wherever they are; so what the device holds is bounded by memory, whatever the ranks are.
+many pages as it needs, wherever they are; so what the device holds is bounded by memory, whatever the ranks are. A
+device that shares the host's memory has no pages: adapters are used where they lie there, and to load one is to write
+down its addresses.
 """
 
 from __future__ import annotations
@@ -26,13 +28,14 @@ from octavo.execution.device import Device, Event
 from octavo.execution.team import ALONE, Team
 from octavo.layers.parameters import Module, NamedMatrix
 from octavo.loading.file_weights import open_weights
-from octavo.lora.files import AdapterFiles, digest
+from octavo.loading.memory import available_memory_bytes
+from octavo.lora import files
 from octavo.lora.gguf import read_gguf_adapter
 from octavo.lora.matching import ModuleMap
 from octavo.lora.ops import AdaptedOps
 from octavo.lora.peft import read_peft
 from octavo.ops import AdapterTable, Array, ExpertsAdapterTable, ExpertsWeight, FactorShape
-from octavo.plan import AdapterLoad
+from octavo.plan import AdapterLoad, AdapterMemory
 from octavo.quantization import dequantize
 from octavo.request import AdapterSource
 
@@ -42,11 +45,15 @@ _PAGE_UNIT = 64 << 10  # bytes that a page is a multiple of
 _ALIGNMENT = 64
 _LEAST_SHARED_BYTES = 4096  # of pieces that are looked for among others
 _MAX_SLOTS = 4096
+_NUM_READERS = 2  # so that small adapters pass large ones, and one is packed while the disk is waited for
+_SHARE_OF_HOST = 0.1  # of its free memory, for adapters
+_UNCUT = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
 class HostAdapter:
-    """An adapter as it is copied to the device: images of its pages, and where in them the pieces lie."""
+    """An adapter as it is copied to the device: images of its pages, and where in them the pieces lie. Where the device
+    uses it as it is, it is all in one."""
 
     pages: list[NDArray[np.uint8]]
     tables: list[tuple[int, Any, list[tuple[int, int]]]]  # number of the table, `PackedFactors`, (page, offset) each
@@ -111,21 +118,30 @@ class AdapterStore:
             if not matrix.looked_up and any(self._map.is_open(name) for m in matrix.modules for name in m.all_names)
         ]  # fmt: skip
 
-        # Plans are about pages that all workers have.
+        # Plans are about pages that all workers have. Where adapters stay on the host these are a measure of it.
         least = team.largest(max((table.least_page_bytes() for table in sizing), default=1))
         self.page_bytes = -(-least // _PAGE_UNIT) * _PAGE_UNIT
         pieces = [size for table in products for size in table.largest(self.page_bytes)]
-        num_pages = lora.max_loras * place(pieces, self.page_bytes)[0]
+        most_pages = team.largest(place(pieces, self.page_bytes)[0])
+        self.num_pages = lora.max_loras * most_pages
         if lora.memory_bytes is not None:
-            num_pages = max(1, lora.memory_bytes // self.page_bytes)
-        self.num_pages = team.largest(num_pages)
+            self.num_pages = max(1, lora.memory_bytes // self.page_bytes)
+        if device.shares_memory and lora.memory_bytes is not None:
+            self.num_host_pages = self.num_pages
+        else:
+            share = int(_SHARE_OF_HOST * available_memory_bytes()) // team.seat.on_host.size
+            self.num_host_pages = max(self.num_pages, -team.largest(-(share // self.page_bytes)))
         # A device's tables have a row for each slot and expert.
         num_experts = max(
             (cast(ExpertsWeight, m.weight).num_experts for m in firsts if m.expert is not None), default=1
         )
-        most = _MAX_SLOTS if device.shares_memory else max(lora.max_loras, _MAX_SLOTS // num_experts)
-        self.num_slots = min(self.num_pages, most)
-        self._arena: Array = backend.allocate_arena(self.num_pages * self.page_bytes)
+        self.num_slots = min(self.num_pages, max(lora.max_loras, _MAX_SLOTS // num_experts))
+        self._arena: Array | None = None
+        if device.shares_memory:
+            self.num_pages, self.num_slots = 0, lora.max_loras
+        else:
+            self._arena = backend.allocate_arena(self.num_pages * self.page_bytes)
+        self._allocate = backend.allocate_arena
         self._tables = [new_table(matrix, self.num_slots) for matrix in firsts]
         for matrix, table in zip(firsts, self._tables, strict=True):
             adapt: Any = ops.adapt_lookup if matrix.looked_up else ops.adapt
@@ -136,22 +152,28 @@ class AdapterStore:
         self._on_host: dict[str, HostAdapter] = {}
         self._copied: dict[str, Event] = {}  # the last time that each of them was loaded
         self._free_pages: deque[NDArray[np.uint8]] = deque()  # of pinned memory, which is not given back
-        self._reader = ThreadPoolExecutor(1, "adapters")
+        self._used: dict[int, str] = {}  # by slot, what its factors are on the host, where the device uses these
+        self._readers = ThreadPoolExecutor(_NUM_READERS, "adapters")
 
     @property
-    def num_bytes(self) -> int:
-        """Of the pages."""
-        return self.num_pages * self.page_bytes
+    def memory(self) -> AdapterMemory:
+        return AdapterMemory(self.num_pages, self.num_slots, self.num_host_pages, self.page_bytes)
 
     def prepare(self, source: AdapterSource) -> Future[int]:
         """Have a thread bring an adapter to the host. The result is the number of pages that it takes; plans may
         load it from then on. Raises `RequestError` if it cannot be served."""
-        return self._reader.submit(self._read, source)
+        return self._readers.submit(self._read, source)
 
     def forget(self, identity: str) -> None:
         """Free the host's memory of an adapter that no plan loads any more."""
         adapter, copied = self._on_host.pop(identity, None), self._copied.pop(identity, None)
-        if adapter is None or self._device.shares_memory:
+        if self._arena is None:
+            for slot in [slot for slot, used in self._used.items() if used == identity]:
+                del self._used[slot]
+                for table in self._tables:
+                    table.clear(slot)
+            return
+        if adapter is None:
             return
         if copied is not None:
             copied.wait()  # which has long come, but where the only step with it was aborted
@@ -166,16 +188,19 @@ class AdapterStore:
             self._copied[one.identity] = compute.record()
 
     def _copy(self, load: AdapterLoad, adapter: HostAdapter) -> None:
-        size = self.page_bytes
-        for page, image in zip(load.pages, adapter.pages, strict=False):  # another worker's share may take more
-            self._device.copy(image, self._arena[page * size : page * size + len(image)])
+        size, arena = self.page_bytes, self._arena
+        if arena is None:
+            self._used[load.slot] = load.identity
+        else:
+            for page, image in zip(load.pages, adapter.pages, strict=False):  # another worker's share may take more
+                self._device.copy(image, arena[page * size : page * size + len(image)])
         put = {number for number, _, _ in adapter.tables}
         for number, table in enumerate(self._tables):
             if number not in put:
                 table.clear(load.slot)
         for number, packed, places in adapter.tables:
-            at = [load.pages[page] * size + offset for page, offset in places]
-            self._tables[number].put(load.slot, packed, self._arena, at)
+            at = [offset if arena is None else load.pages[page] * size + offset for page, offset in places]
+            self._tables[number].put(load.slot, packed, adapter.pages[0] if arena is None else arena, at)
 
     def _read(self, source: AdapterSource) -> int:
         begin = time.monotonic()
@@ -183,54 +208,62 @@ class AdapterStore:
             adapter = self._pack(source)
         except LoadError as e:
             raise RequestError(f"adapter {source.name!r}: {e}", param="model") from None
-        if len(adapter.pages) > self.num_pages:
+        num_pages = -(-sum(len(page) for page in adapter.pages) // self.page_bytes)
+        most = self.num_host_pages if self._arena is None else self.num_pages
+        if num_pages > most:
             raise RequestError(
-                f"adapter {source.name!r} takes {self._size_of(len(adapter.pages))} of memory, and adapters have "
-                f"{self._size_of(self.num_pages)}; raise --lora-memory-gb.",
+                f"adapter {source.name!r} takes {self._size_of(num_pages)} of memory, and adapters have "
+                f"{self._size_of(most)}; raise --lora-memory-gb.",
                 param="model",
             )
         self._on_host[source.identity] = adapter
         logger.debug("adapter %s read in %.3f s", source.name, time.monotonic() - begin)
-        return len(adapter.pages)
+        return num_pages
 
     def _pack(self, source: AdapterSource) -> HostAdapter:
-        files = AdapterFiles(source.config, source.weights)
-        _check_unchanged(files, source)
-        try:
-            if files.config is None:
-                modules = read_gguf_adapter(files.weights, self._config.model.checkpoint.config, self._lora.max_rank)
+        contents = files.read(source)
+        if contents.config is None:
+            checkpoint = self._config.model.checkpoint
+            modules = read_gguf_adapter(contents.weights, checkpoint.config, self._lora.max_rank)
+        else:
+            modules = read_peft(contents, self._lora.max_rank, self._map.parameters_of)
+        by_table: dict[int, Any] = {}
+        for number, factors in self._map.factors(source.weights, modules, self._base_weights).items():
+            table, expert = self._table_of[number], self._experts[number]
+            if expert is None:
+                by_table[table] = factors
             else:
-                modules = read_peft(files, self._lora.max_rank, self._map.parameters_of)
-            by_table: dict[int, Any] = {}
-            for number, factors in self._map.factors(files.weights, modules, self._base_weights).items():
-                table, expert = self._table_of[number], self._experts[number]
-                if expert is None:
-                    by_table[table] = factors
-                else:
-                    by_table.setdefault(table, {})[expert] = factors
-            packed = []
-            for number, found in by_table.items():
-                packed.append((number, self._tables[number].pack(found, self.page_bytes)))
-        finally:
-            _check_unchanged(files, source)  # or what was read, or found wrong, may be in others that took their place
+                by_table.setdefault(table, {})[expert] = factors
+        page_bytes = _UNCUT if self._arena is None else self.page_bytes
+        packed = [(number, self._tables[number].pack(found, page_bytes)) for number, found in by_table.items()]
         # Where a tied matrix is replaced the embedding and the output have the same pieces.
         pieces: dict[Any, NDArray[np.uint8]] = {}
         keys = []
         for number, one in packed:
+            may_share = self._tables[number].shape.replaceable
             for i, (piece, is_constant) in enumerate(zip(one.pieces, one.constant, strict=True)):
-                is_large = is_constant and piece.nbytes >= _LEAST_SHARED_BYTES
-                keys.append(hashlib.blake2b(piece, digest_size=16).digest() if is_large else (number, i))
+                is_large = may_share and is_constant and piece.nbytes >= _LEAST_SHARED_BYTES
+                keys.append(hashlib.sha256(piece).digest() if is_large else (number, i))
                 pieces.setdefault(keys[-1], piece)
-        num_pages, placed = place([piece.nbytes for piece in pieces.values()], self.page_bytes)
+        num_pages, placed = place([piece.nbytes for piece in pieces.values()], page_bytes)
         places = dict(zip(pieces, placed, strict=True))
-        pages = [self._new_page() for _ in range(num_pages)]
+        pages: list[Any]
+        if self._arena is None:
+            ends = [offset + piece.nbytes for piece, (_, offset) in zip(pieces.values(), placed, strict=True)]
+            pages = [self._allocate(max(ends, default=0))]
+        else:
+            pages = [self._new_page() for _ in range(num_pages)]
+        images = {}
         for key, piece in pieces.items():
             page, offset = places[key]
-            pages[page][offset : offset + piece.nbytes] = piece
+            images[key] = pages[page][offset : offset + piece.nbytes]
+            images[key][:] = piece
         tables, first = [], 0
         for number, one in packed:
-            tables.append((number, one, [places[key] for key in keys[first : first + len(one.pieces)]]))
-            first += len(one.pieces)
+            of_table = keys[first : first + len(one.pieces)]
+            one = one.with_pieces([images[key] for key in of_table])
+            tables.append((number, one, [places[key] for key in of_table]))
+            first += len(of_table)
         return HostAdapter(pages, tables)
 
     def _new_page(self) -> NDArray[np.uint8]:
@@ -255,15 +288,6 @@ class AdapterStore:
             return np.array(dequantize(stored, "float32"))
         finally:
             weights.close()
-
-
-def _check_unchanged(files: AdapterFiles, source: AdapterSource) -> None:
-    """Raises `LoadError` if the files do not hold what was asked for."""
-    try:
-        if digest(files) != source.identity:
-            raise LoadError("its files have changed since it was asked for; ask again.")
-    except OSError as e:
-        raise LoadError(f"cannot read {e.filename}: {e.strerror}.") from None
 
 
 def _table_key(matrix: NamedMatrix) -> tuple[Any, ...]:

@@ -71,9 +71,10 @@ def num_blocks(
 
 
 def _scratch_blocks(config: EngineConfig, groups: Sequence[CacheGroup]) -> list[int]:
-    """By pool, the blocks of as many tokens and sequences as a step may have."""
-    limits = config.scheduler
-    count = limits.max_num_batched_tokens // config.cache.block_size + limits.max_num_seqs
+    """By pool, the blocks of as many tokens and sequences as a step may have; of two steps on a GPU, which are under
+    way together."""
+    limits, num_steps = config.scheduler, 2 if config.device == "cuda" else 1
+    count = num_steps * (limits.max_num_batched_tokens // config.cache.block_size + limits.max_num_seqs)
     found = [0] * num_pools(groups)
     for group in groups:
         found[group.pool] += limits.max_num_seqs + 1 if group.spec.kind == "state" else count + 1

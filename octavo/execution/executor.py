@@ -21,7 +21,7 @@ from octavo.layers.share import Share
 from octavo.models.registry import describe
 from octavo.ops import Ops, load, load_cuda
 from octavo.phases import Phases
-from octavo.plan import StepPlan, StepResult
+from octavo.plan import AdapterMemory, StepPlan, StepResult
 from octavo.request import AdapterSource, MediaInput
 
 
@@ -61,7 +61,7 @@ class Executor(Protocol):
         `RequestError` if the grammar cannot be followed."""
         ...
 
-    adapter_pages: tuple[int, int]  # pages and slots of the device for adapters; none where they are not served
+    adapter_memory: AdapterMemory
 
     def prepare_adapter(self, source: AdapterSource) -> Future[int]:
         """Bring an adapter to the host. Plans may load it when the future is done, with the pages that it takes; it
@@ -106,7 +106,7 @@ class LocalExecutor:
         self.weight_bytes, self.cache_bytes = worker.weight_bytes, worker.cache_bytes
         self.startup = phases.seconds
         adapters = worker.adapters
-        self.adapter_pages = (0, 0) if adapters is None else (adapters.num_pages, adapters.num_slots)
+        self.adapter_memory = AdapterMemory(0, 0, 0, 1) if adapters is None else adapters.memory
 
     def submit(self, plan: StepPlan) -> PendingStep:
         return self.worker.submit(plan)
@@ -203,8 +203,7 @@ def _open_device(config: EngineConfig, team: Team) -> tuple[Device, Ops]:
     from octavo.ops import cpu
 
     # Of all workers of all engines behind a server, on this host.
-    place = config.data_parallel_rank - config.local_ranks.start
-    of_threads = Share(place * on_host.size + on_host.rank, num_workers)
+    of_threads = Share(config.place * on_host.size + on_host.rank, num_workers)
     own = of_threads.cut(config.cpu_threads or cpu.num_threads())
     cpus = None if config.cpus is None else [config.cpus[i] for i in own]
     ops = load(max(1, len(own)), cpus or None)

@@ -12,6 +12,7 @@ import os
 import queue
 import threading
 from collections import deque
+from functools import partial
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -34,7 +35,7 @@ from octavo.execution.team_messages import (
     WorkerReady,
 )
 from octavo.logs import configure_logging
-from octavo.processes import follow_parent, ignore_stop_signals
+from octavo.processes import follow_parent
 
 logger = logging.getLogger("octavo.execution.follower")  # which runs as __main__
 
@@ -42,7 +43,6 @@ _GRACE_S = 10.0
 
 
 def main() -> None:
-    ignore_stop_signals()
     lines = queue.SimpleQueue[bytes]()
     threading.Thread(target=follow_parent, args=(lines,), daemon=True).start()
     orders = msgspec.json.decode(lines.get(), type=Orders)
@@ -84,7 +84,7 @@ def _run(leader: Connection, orders: Orders) -> None:
             case PictureRows() as pictures:
                 executor.worker.take_rows(pictures.rows)
             case PrepareAdapter(source):
-                executor.prepare_adapter(source).add_done_callback(team.tell_read)
+                executor.prepare_adapter(source).add_done_callback(partial(team.tell_read, source.identity))
             case ForgetAdapter(identity):
                 executor.forget_adapter(identity)
             case ReleaseCache():

@@ -19,7 +19,7 @@ from octavo.execution.stage_links import LinkEnd, LinkEnds, Seat, Way, seats_of,
 from octavo.logs import current_format
 from octavo.models.description import ModelDescription
 from octavo.ops.cpu_collectives import group_bytes
-from octavo.processes import python_command
+from octavo.processes import child_command
 
 _EXIT_GRACE_S = 5.0
 
@@ -92,7 +92,7 @@ class HostWorkers:
         level = logging.getLogger("octavo").getEffectiveLevel()
         orders = Orders(self._config, seat, control, memory, self.memory_bytes, ends, level, current_format())
         process = subprocess.Popen(
-            python_command("octavo.execution.follower"), stdin=subprocess.PIPE,
+            child_command("octavo.execution.follower"), stdin=subprocess.PIPE,
             pass_fds=[control, memory, *ends.descriptors],
         )  # fmt: skip
         self.processes.append(process)

@@ -34,6 +34,7 @@ from octavo.execution.team import ALONE, Team
 from octavo.models.registry import CrossModel, Model, PoolingModel, StageModel
 from octavo.ops import Array, DeviceOps, LayerKVCache, Ops, ParallelDeviceOps
 from octavo.plan import StepPlan, StepResult
+from octavo.pooling_params import PoolingConfig
 from octavo.sampling.batch import Samples, SamplingBatch, SamplingTable
 from octavo.sampling.grammar_masks import GrammarCompiler
 from octavo.sampling.logprobs import entries, measure
@@ -69,12 +70,12 @@ class Runner:
         max_num_tokens: int,
         grammars: GrammarCompiler | None = None,
         adapters: RunnerAdapters | None = None,
-        pools: bool = False,
+        pooling: PoolingConfig | None = None,
         team: Team = ALONE,
         media: MediaTable | None = None,
         cross: CrossOutputs | None = None,
     ) -> None:
-        """With `pools` the model's vectors are the result in the place of tokens; `media` is of one that takes them,
+        """With `pooling` the model's vectors are the result in the place of tokens; `media` is of one that takes them,
         `cross` of one with cross attention."""
         self.model, self.ops, self.device = model, ops, device
         self._adapters, self._team = adapters, team
@@ -84,7 +85,8 @@ class Runner:
         self._mover: BlockMover
         num_groups, num_rows, max_blocks = table.blocks.shape
         self.sampling = SamplingTable(num_rows, grammars)
-        self.pooling = PoolingTable(num_rows) if pools else None
+        self.pooling = PoolingTable(num_rows) if pooling is not None else None
+        self._result_size = model.vocab_size if pooling is None else pooling.size  # numbers of a sample
         self._media, self._cross = media, cross
         self.occupants = np.zeros(num_rows, np.int64)  # how many sequences have had each row
         self._prompt_logprobs = PromptLogprobs()
@@ -99,6 +101,7 @@ class Runner:
         self._largest = StepShape(
             max_num_tokens, num_rows, max(max_num_tokens, num_rows), num_updates, num_groups,
             max_blocks if device.shares_memory else 0, adapted=adapters is not None,
+            pools="" if pooling is None else "texts" if pooling.whole_prompts else "parts",
         )  # fmt: skip
         if media is not None:
             self._largest = replace(self._largest, media=max_num_tokens, **media.extents)
@@ -168,11 +171,17 @@ class Runner:
         if self.device.shares_memory:
             return 0
         largest = max((shape.samples for shape in self.device.capture_shapes(self._largest)), default=0)
-        return 2 * largest * self.model.vocab_size * 4
+        return 2 * largest * self._result_size * 4
 
     def run_largest_step(self) -> None:
         """The step that takes the most memory: as many tokens and samples as there may be, stored nowhere."""
-        self._rehearse(self._largest.tokens, self._largest.seqs, self._largest.seqs, self._largest.adapted)
+        num_samples = self._largest.seqs if self.pooling is None else self._most_vectors
+        self._rehearse(self._largest.tokens, self._largest.seqs, num_samples, self._largest.adapted)
+
+    @property
+    def _most_vectors(self) -> int:
+        """Of a step: of whole texts each token may have one."""
+        return self._largest.samples if self._largest.pools == "texts" else self._largest.seqs
 
     def warm_up(self) -> None:
         """Have the device launch once whatever a step of any size may launch, so that nothing is compiled later."""
@@ -187,7 +196,10 @@ class Runner:
         ops, num_rows = _device_ops(self.ops), self._largest.seqs
         for num_tokens in ops.row_classes(self._largest.tokens):  # of prompts
             self._rehearse(num_tokens, max(1, min(num_tokens // 4, num_rows)), 1, adapted)
-        for num_samples in ops.row_classes(min(max(num_rows, MOST_ROWS), self._largest.samples)):
+        most_samples = min(max(num_rows, MOST_ROWS), self._largest.samples)
+        if self.pooling is not None:
+            most_samples = self._most_vectors
+        for num_samples in ops.row_classes(most_samples):
             try:
                 self._rehearse(min(num_samples, num_rows), min(num_samples, num_rows), num_samples, adapted)
             except self.device.memory_errors:
@@ -283,7 +295,7 @@ class Runner:
         result = StepResult(tokens=[])
         if step.vectors is not None:
             [vectors] = fetch([step.vectors])
-            result.vectors = vectors.copy()  # the next step overwrites them
+            result.vectors = vectors.copy() if self.device.shares_memory else vectors  # the next step overwrites them
         if sampled is not None:
             tokens = step.stage.tokens[: len(samples.rows)].copy()
             self._team.tell_tokens(tokens)
@@ -379,6 +391,8 @@ class Runner:
                 step.features = outputs.features[: used.tokens]
             if self.pooling is not None:
                 step.vectors = outputs.logits[:num_samples]
+                if captured is not None and self.device.runs_ahead:  # before the next replay overwrites them
+                    step.vectors = self.ops.rows_of(step.vectors, np.arange(num_samples))
             elif self._links.behind is not None:
                 step.leaving = self.device.view(outputs.hidden[: used.tokens], "uint8")
             elif num_samples:

@@ -139,6 +139,7 @@ class Leader(Team):
         self.links = host.ends(self.seat).open(self.connections)
         host.let_go(self.seat)
         self._listener = ThreadPoolExecutor(1, "others' adapters")  # to what followers answer
+        self._early_answers: dict[int, dict[str, AdapterRead]] = {}  # by seat and adapter: of those not asked about yet
         # Also when nobody refers to the team any more.
         self.close = weakref.finalize(
             self, _end, collectives.leave_group, self._followers, host.processes, self.memory, self._group
@@ -217,26 +218,29 @@ class Leader(Team):
         """Have the others read an adapter too, as the first worker does by its `own` future. The result is the largest
         number of pages that a worker takes."""
         self._tell(PrepareAdapter(source))
-        return self._listener.submit(self._all_read, own)
+        return self._listener.submit(self._all_read, source.identity, own)
 
-    def _all_read(self, own: Future[int]) -> int:
-        """The others' answers come in the order of the questions, so each is awaited though the own reading failed."""
-        answers = [self._answer(*one) for one in zip(self._seats, self._followers, strict=True)]
+    def _all_read(self, identity: str, own: Future[int]) -> int:
+        """Each answer is awaited though the own reading failed: the next question about the adapter has others."""
+        answers = [self._answer(identity, *one) for one in zip(self._seats, self._followers, strict=True)]
         num_pages = own.result()
         for answer in answers:
             if answer.error is not None:
                 raise (RequestError(answer.error, param="model") if answer.is_of_request else LoadError(answer.error))
         return max(num_pages, *(answer.num_pages for answer in answers))
 
-    def _answer(self, seat: Seat, follower: Connection) -> AdapterRead:
-        try:
-            while not follower.poll(_CLOSED_CHECK_S):  # which raises once the team is closed
-                pass
-            answer = decode_to_leader(follower.recv_bytes())
-        except (EOFError, OSError):
-            raise LoadError(f"{seat} has ended.") from None
-        assert isinstance(answer, AdapterRead)
-        return answer
+    def _answer(self, identity: str, seat: Seat, follower: Connection) -> AdapterRead:
+        early = self._early_answers.setdefault(seat.number, {})
+        while identity not in early:
+            try:
+                while not follower.poll(_CLOSED_CHECK_S):  # which raises once the team is closed
+                    pass
+                answer = decode_to_leader(follower.recv_bytes())
+            except (EOFError, OSError):
+                raise LoadError(f"{seat} has ended.") from None
+            assert isinstance(answer, AdapterRead)
+            early[answer.identity] = answer
+        return early.pop(identity)
 
     def forget_adapter(self, identity: str) -> None:
         self._tell(ForgetAdapter(identity))
@@ -287,6 +291,7 @@ class Follower(Team):
     def __init__(self, leader: Connection, orders: Orders) -> None:
         self.seat, self.memory, self.memory_bytes = orders.seat, orders.memory, orders.memory_bytes
         self._leader = leader
+        self._answering = threading.Lock()  # adapters are read by several threads
         self.links = orders.ends.open(self.connections)
 
     @property
@@ -310,17 +315,18 @@ class Follower(Team):
     def tell(self, message: ToLeader) -> None:
         self._leader.send_bytes(encode(message))
 
-    def tell_read(self, read: Future[int]) -> None:
+    def tell_read(self, identity: str, read: Future[int]) -> None:
         """Answer `PrepareAdapter`, from whichever thread has read it."""
         error = read.exception()
         if error is None:
-            answer = AdapterRead(read.result())
+            answer = AdapterRead(identity, read.result())
         elif isinstance(error, RequestError):
-            answer = AdapterRead(0, str(error))
+            answer = AdapterRead(identity, 0, str(error))
         else:
             logger.error("an adapter could not be read", exc_info=error)
-            answer = AdapterRead(0, type(error).__name__, is_of_request=False)
-        with contextlib.suppress(OSError):  # the first worker has gone, which the main thread notices
+            answer = AdapterRead(identity, 0, type(error).__name__, is_of_request=False)
+        # Where the first worker has gone the main thread notices.
+        with contextlib.suppress(OSError), self._answering:
             self.tell(answer)
 
     def largest(self, own: int) -> int:

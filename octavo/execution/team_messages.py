@@ -72,7 +72,7 @@ class PictureRows(msgspec.Struct, tag="rows"):
 
 
 class PrepareAdapter(msgspec.Struct, tag="prepare_adapter"):
-    """An adapter is read; `AdapterRead` answers, in the order of the questions."""
+    """An adapter is read; `AdapterRead` answers, in any order."""
 
     source: AdapterSource
 
@@ -105,6 +105,7 @@ class CannotStart(msgspec.Struct, tag="cannot_start"):
 class AdapterRead(msgspec.Struct, tag="adapter_read"):
     """How many pages it takes, or why it cannot be served: said to the client if it is the request's fault."""
 
+    identity: str
     num_pages: int
     error: str | None = None
     is_of_request: bool = True

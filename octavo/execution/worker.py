@@ -100,8 +100,9 @@ class Worker:
             self.adapters = AdapterStore(model.matrices, adapted, config, device, team, others)
             runner_adapters = RunnerAdapters(adapted, self.adapters)
             phases.end("adapter memory")
-        # Processors are better at float32.
-        of_tower = config.device, model_config.dtype if config.device == "cuda" else "float32"
+        of_tower = "cpu", "float32"  # which processors are better at
+        if config.device == "cuda":  # with its number: towers compute in threads, whose own device is the first
+            of_tower = f"cuda:{team.seat.on_host.rank}", model_config.dtype
         self.media: TowerCache | None = None
         self._largest_media: Callable[[], list[MediaInput]]  # that it may be given
         self._received: ReceivedRows | None = None
@@ -133,7 +134,7 @@ class Worker:
         table = SequenceTable(limits.max_num_seqs, model_config.max_model_len, config.cache.block_size, self.groups)
         self.runner = Runner(
             model, ops, device, table, limits.max_num_batched_tokens, self.grammars, runner_adapters,
-            model_config.pooling is not None, team, self._media_table, cross,
+            model_config.pooling, team, self._media_table, cross,
         )  # fmt: skip
         self._draft = self._load_draft(config.draft, phases) if config.draft is not None else None
         self.submit: Callable[[StepPlan], SubmittedStep | DraftedStep] = self.runner.submit

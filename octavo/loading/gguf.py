@@ -67,7 +67,7 @@ def read_gguf(path: str, texts: bool = True) -> GGUFFile:
     """Map a file, or the first of a split model and those that belong to it, and read the headers, which costs
     milliseconds whatever their size; without `texts` a third, and the metadata lack long arrays of strings: a
     vocabulary and its merges. Raises `LoadError`."""
-    first = _read_one(path, texts)
+    first = parse_gguf(MappedFile(path), texts)
     count, number = (first.metadata.get(f"split.{name}", 0) for name in ("count", "no"))
     if count in (0, 1):
         return first
@@ -79,7 +79,7 @@ def read_gguf(path: str, texts: bool = True) -> GGUFFile:
         )
     parts, tensors = [*first.parts], dict(first.tensors)
     for i in range(1, count):
-        other = _read_one(f"{match[1]}{i + 1:05}-of-{match[2]}.gguf", texts)
+        other = parse_gguf(MappedFile(f"{match[1]}{i + 1:05}-of-{match[2]}.gguf"), texts)
         if other.metadata.get("split.no") != i or tensors.keys() & other.tensors.keys():
             raise LoadError(f"{other.path} is damaged, or a part of another model than {path}; fetch it again.")
         parts += other.parts
@@ -87,9 +87,9 @@ def read_gguf(path: str, texts: bool = True) -> GGUFFile:
     return GGUFFile(tuple(parts), first.metadata, tensors)
 
 
-def _read_one(path: str, texts: bool) -> GGUFFile:
-    file = MappedFile(path)
-    size = len(file.data)
+def parse_gguf(file: MappedFile, texts: bool = True) -> GGUFFile:
+    """Read the header of an open file, which may be a part of a split model. Raises `LoadError`."""
+    path, size = file.path, len(file.data)
     if size < 24:
         raise LoadError(f"{path} is not a GGUF file: it has {size} bytes, fewer than the header's 24.")
     try:

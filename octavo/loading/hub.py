@@ -24,6 +24,8 @@ _SMALL_SUFFIXES = (
 )
 # Of a sentence-transformers repository: settings and weights of what comes after the network.
 _MODULE_FILE = re.compile(r"\d+_[A-Za-z]+/(config\.json|model\.safetensors|pytorch_model\.bin)")
+# Adapters that a model brings for its media.
+_ADAPTER_FILE = re.compile(r"((speech|vision)-lora/)?adapter_(config\.json|model\.safetensors)")
 _TIMEOUT_S = 10.0
 
 
@@ -46,7 +48,7 @@ def download(
             return _cached(repo, revision, download_dir, unreachable)
         wanted = [n for n in names if n.endswith(_SMALL_SUFFIXES) or n.startswith("tokenizer.model.v")]
         wanted += [path for path in paths if path.startswith("additional_chat_templates/")]
-        wanted += [path for path in paths if _MODULE_FILE.fullmatch(path)]
+        wanted += [path for path in paths if _MODULE_FILE.fullmatch(path) or _ADAPTER_FILE.fullmatch(path)]
         wanted += pick(names) if pick else []
         if not wanted:
             raise LoadError(

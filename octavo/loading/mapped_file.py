@@ -5,9 +5,10 @@ The server process maps GGUF files for their headers: numpy is imported with the
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from octavo.errors import LoadError
 
@@ -21,6 +22,7 @@ _MAPPED_BYTES = 32 << 20
 # at: 0.6 GB/s of a disk that has 2. The system cuts longer requests short.
 _AHEAD_BYTES = 64 << 20
 _REQUEST_BYTES = 1 << 20
+_HUGE_PAGE_BYTES = 2 << 20
 
 
 class MappedFile:
@@ -51,6 +53,10 @@ class MappedFile:
         self._read_ahead(offset, offset + num_bytes + _AHEAD_BYTES)
         return np.frombuffer(self.data, np.uint8, num_bytes, offset) if num_bytes else np.empty(0, np.uint8)
 
+    def stream(self) -> BinaryIO:
+        """The same bytes, to be read in order."""
+        return open(self.path, "rb")
+
     def forget_pages(self) -> None:
         """Let go of the memory that reading took. Arrays over the file stay valid, and are read again if need be."""
         self._num_mapped_bytes = 0
@@ -72,15 +78,52 @@ class MappedFile:
 
 
 class MemoryFile(MappedFile):
-    """A file that has not come from a disk."""
+    """A file whose bytes are in memory, and change no more."""
 
     def __init__(self, data: bytes) -> None:
         self.path, self._num_mapped_bytes = "the file", 0
         self.data = mmap.mmap(-1, max(len(data), 1))
         self.data.write(data)
 
+    def stream(self) -> BinaryIO:
+        return io.BytesIO(self.data)
+
     def forget_pages(self) -> None:
         """There is nowhere to read them from again."""
 
     def _read_ahead(self, begin: int, end: int) -> None:
         """It is there."""
+
+
+class ReadFile(MemoryFile):
+    """A file as it was when it was read, whatever becomes of it. Raises `LoadError` if it cannot be read, is empty, or
+    has more than `max_bytes`."""
+
+    def __init__(self, path: str, max_bytes: int | None = None) -> None:
+        self.path, self._num_mapped_bytes = path, 0
+        try:
+            with open(path, "rb", buffering=0) as file:
+                num_bytes = os.fstat(file.fileno()).st_size
+                if num_bytes == 0:
+                    raise LoadError(f"{path} is damaged: it has 0 bytes; fetch it again.")
+                if max_bytes is not None and num_bytes > max_bytes:
+                    raise LoadError(f"{path} is too large: it has {num_bytes} bytes, and {max_bytes} are read at most.")
+                self.data = _memory(num_bytes)
+                view, begin = memoryview(self.data), 0
+                while begin < num_bytes:
+                    found = file.readinto(view[begin:])
+                    if not found:
+                        raise LoadError(f"{path} became shorter while it was read; ask again.")
+                    begin += found
+        except OSError as e:
+            raise LoadError(f"cannot read {path}: {e.strerror or e}.") from None
+
+
+def _memory(num_bytes: int) -> mmap.mmap:
+    """Zeros, in large pages where the system has them: it hands out small ones more slowly than it reads a file."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return mmap.mmap(-1, num_bytes)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if num_bytes >= _HUGE_PAGE_BYTES:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

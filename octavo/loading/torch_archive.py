@@ -90,15 +90,19 @@ class TorchArchive:
 
 def read_torch_archive(path: str) -> TorchArchive:
     """Map the file and read what tensors it has. Raises `LoadError`."""
-    file = MappedFile(path)
+    return parse_torch_archive(MappedFile(path))
+
+
+def parse_torch_archive(file: MappedFile) -> TorchArchive:
+    """What tensors an open file has. Raises `LoadError`."""
     try:
-        loaded, starts = _read_zip(file, file.path) if file.data[:4] == b"PK\x03\x04" else _read_legacy(file)
+        loaded, starts = _read_zip(file) if file.data[:4] == b"PK\x03\x04" else _read_legacy(file)
         if not isinstance(loaded, dict):
             raise ValueError(f"it holds a {type(loaded).__name__}, not a dictionary of tensors")
         tensors = {str(name): _checked(str(name), tensor, starts, len(file.data)) for name, tensor in loaded.items()}
     except Exception as e:  # pickles and archives that are damaged fail in a dozen ways
         reason = " ".join(str(e).split()) or type(e).__name__
-        raise LoadError(f"{path} is damaged, or no file of tensors ({reason[:200]}); fetch it again.") from None
+        raise LoadError(f"{file.path} is damaged, or no file of tensors ({reason[:200]}); fetch it again.") from None
     return TorchArchive(file, tensors, starts)
 
 
@@ -106,17 +110,15 @@ def read_torch_tensor(data: bytes) -> NDArray[Any]:
     """The one tensor of a file that a stranger has sent. Raises `ValueError`."""
     file = MemoryFile(data)
     try:
-        loaded, starts = _read_zip(file, io.BytesIO(data), _MAX_PICKLE_BYTES)
+        loaded, starts = _read_zip(file, _MAX_PICKLE_BYTES)
         return TorchArchive(file, {"tensor": _checked("tensor", loaded, starts, len(data))}, starts).array("tensor")
     except Exception:  # as above
         raise ValueError("it is damaged, or no file of one tensor") from None
 
 
-def _read_zip(
-    file: MappedFile, opened: str | io.BytesIO, max_pickle_bytes: int | None = None
-) -> tuple[Any, dict[str, int]]:
+def _read_zip(file: MappedFile, max_pickle_bytes: int | None = None) -> tuple[Any, dict[str, int]]:
     starts, pickled, byteorder = {}, None, b"little"
-    with zipfile.ZipFile(opened) as archive:
+    with file.stream() as stream, zipfile.ZipFile(stream) as archive:
         for member in archive.infolist():
             _, _, name = member.filename.partition("/")  # below a folder of the file's name
             if name == "data.pkl":
@@ -144,7 +146,7 @@ def _read_zip(
 
 def _read_legacy(file: MappedFile) -> tuple[Any, dict[str, int]]:
     """Magic number, version, system, the dictionary, the storages' keys; then each storage's length and its bytes."""
-    with open(file.path, "rb") as stream:
+    with file.stream() as stream:
         if _Unpickler(stream).load() != _LEGACY_MAGIC:
             raise ValueError("it does not begin as PyTorch's files do")
         _Unpickler(stream).load()

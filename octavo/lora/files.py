@@ -1,7 +1,9 @@
 """An adapter's files, and what identifies them: a hash of their contents.
 
-The front end identifies an adapter when it is asked for; the core reads it later, and makes sure that it still has
-those contents, so that whatever is kept by identity never holds anything else.
+The front end identifies an adapter when it is asked for; the core reads it later, once, into memory of its own, and
+hashes what it has read: whatever is kept by identity is made of bytes that have this hash, and no file system's word is
+taken for it. `identify` takes it that a file of the same path, size, times and inode has not changed. Where that is
+wrong the core finds another hash, and the request fails.
 """
 
 from __future__ import annotations
@@ -9,12 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from octavo.errors import LoadError
+from octavo.loading.mapped_file import ReadFile
 from octavo.request import AdapterSource
 
 CONFIG = "adapter_config.json"
@@ -59,21 +63,46 @@ def find(path: str, download_dir: str | None = None, may_fetch: bool = False) ->
     return AdapterFiles(str(place / CONFIG), str(place / found))
 
 
-_identities: dict[tuple[tuple[str, int, int, int], ...], str] = {}  # by path, size, time of change and inode
+@dataclass(frozen=True, slots=True)
+class AdapterContents:
+    """What an adapter's files held when they were read."""
+
+    config: ReadFile | None
+    weights: ReadFile
+
+    @property
+    def identity(self) -> str:
+        files = [self.weights] if self.config is None else [self.config, self.weights]
+        return _identity(hashlib.sha256(file.data).digest() for file in files)
+
+
+def read(source: AdapterSource) -> AdapterContents:
+    """The contents of the identity that was asked for. Raises `LoadError` if the files have others by now."""
+    config = None if source.config is None else ReadFile(source.config, _MAX_CONFIG_BYTES)
+    contents = AdapterContents(config, ReadFile(source.weights))
+    if contents.identity != source.identity:
+        raise LoadError("its files have changed since it was asked for; ask again.")
+    return contents
+
+
+_identities: dict[tuple[tuple[str, int, int, int, int, int], ...], str] = {}  # by what `os.stat` says
 _identities_lock = Lock()
 _MAX_IDENTITIES = 65536
 
 
 def identify(files: AdapterFiles) -> str:
-    """The hash of their contents: BLAKE2b with 16 bytes, as of cached blocks. Files that have not changed since they
-    were read last are not read again. Raises `LoadError`."""
+    """The hash of their contents. Files that have not changed since they were read last are not read again. Raises
+    `LoadError`."""
     try:
         stats = [os.stat(path) for path in files.paths]
-        key = tuple((path, s.st_size, s.st_mtime_ns, s.st_ino) for path, s in zip(files.paths, stats, strict=True))
+        key = tuple(
+            (path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev)
+            for path, s in zip(files.paths, stats, strict=True)
+        )
         with _identities_lock:
             known = _identities.get(key)
         if known is None:
-            known = digest(files)
+            known = _identity(map(_digest, files.paths))
             with _identities_lock:
                 if len(_identities) >= _MAX_IDENTITIES:
                     _identities.clear()
@@ -83,31 +112,34 @@ def identify(files: AdapterFiles) -> str:
     return known
 
 
-def digest(files: AdapterFiles) -> str:
-    """The hash of what the files hold now. Raises `OSError`."""
-    whole = hashlib.blake2b(digest_size=16)
-    for path in files.paths:
-        with open(path, "rb") as file:
-            whole.update(hashlib.file_digest(file, "blake2b").digest())
-    return whole.hexdigest()
+def _digest(path: str) -> bytes:
+    # Processors have instructions for it: 1.6 GB/s of a Zen 4 core, where BLAKE2b reads 0.8.
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+def _identity(digests: Iterable[bytes]) -> str:
+    """16 bytes, as the hashes of cached blocks have."""
+    return hashlib.sha256(b"".join(digests)).hexdigest()[:32]
 
 
 def source(name: str, path: str, download_dir: str | None = None, may_fetch: bool = False) -> AdapterSource:
     """What the core is told of an adapter. Raises `LoadError`."""
     files = find(path, download_dir, may_fetch)
-    return AdapterSource(identify(files), name, files.config, files.weights)
+    identity = identify(files)
+    try:
+        num_bytes = os.path.getsize(files.weights)
+    except OSError as e:
+        raise LoadError(f"cannot read {files.weights}: {e.strerror}.") from None
+    return AdapterSource(identity, name, files.config, files.weights, num_bytes)
 
 
-def read_config(path: str) -> dict[str, Any]:
+def parse_config(file: ReadFile) -> dict[str, Any]:
     """A JSON object. Raises `LoadError`."""
     try:
-        if os.path.getsize(path) > _MAX_CONFIG_BYTES:
-            raise LoadError(f"{path} is too large to be an adapter's configuration.")
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as e:
-        raise LoadError(f"cannot read {path}: {e.strerror}.") from None
+        config = json.loads(bytes(file.data).decode())
     except (ValueError, RecursionError) as e:
-        raise LoadError(f"{path} is no JSON: {' '.join(str(e).split())}.") from None
+        raise LoadError(f"{file.path} is no JSON: {' '.join(str(e).split())}.") from None
     if not isinstance(config, dict):
-        raise LoadError(f"{path} is a JSON {type(config).__name__}, not an object.")
+        raise LoadError(f"{file.path} is a JSON {type(config).__name__}, not an object.")
     return config

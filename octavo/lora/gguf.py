@@ -11,18 +11,21 @@ from typing import Any
 import numpy as np
 
 from octavo.errors import LoadError
-from octavo.loading.gguf import GGUFFile, TensorInfo, read_gguf
+from octavo.loading.gguf import GGUFFile, TensorInfo, parse_gguf
 from octavo.loading.gguf_tensors import named_tensors, stored_tensor
+from octavo.loading.mapped_file import ReadFile
 from octavo.lora.peft import ModuleAdapter
 from octavo.quantization import dequantize
 
 
-def read_gguf_adapter(path: str, config: Mapping[str, Any], max_rank: int) -> dict[str, ModuleAdapter]:
+def read_gguf_adapter(opened: ReadFile, config: Mapping[str, Any], max_rank: int) -> dict[str, ModuleAdapter]:
     """By module of the model, as transformers names them. `config` is the base model's. Raises `LoadError`."""
-    file = read_gguf(path)
+    file, path = parse_gguf(opened), opened.path
     kind = file.metadata.get("general.type"), file.metadata.get("adapter.type")
     if kind != ("adapter", "lora"):
         raise LoadError(f"{path} is no LoRA adapter: its general.type is {kind[0]!r}, its adapter.type {kind[1]!r}.")
+    if file.metadata.get("split.count", 0) not in (0, 1):
+        raise LoadError(f"{path} is a part of an adapter that was split, which is not built; merge its parts.")
     alpha = file.metadata.get("adapter.lora.alpha")
     if not isinstance(alpha, int | float) or isinstance(alpha, bool):
         raise LoadError(f"{path} does not say adapter.lora.alpha.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ _HALVES, _BOTH = ("gate_proj", "up_proj"), "gate_up_proj"
 BaseWeights = Callable[[NamedMatrix, Module], NDArray[np.float32]]
 
 
+@lru_cache(65536)
 def plain_name(name: str) -> str:
     """A module's name without what merely says which class it is in."""
     parts = [_SHARED.get(part, part) for part in name.split(".")]
@@ -200,9 +202,10 @@ def _check_shapes(path: str, adapter: ModuleAdapter, module: Module, num_in: int
 
 def _factors(matrix: NamedMatrix, adapters: Iterable[ModuleAdapter | None], base_weights: BaseWeights) -> Factors:
     projections: list[LowRank | Whole | None] = []
-    scales: list[NDArray[np.float32]] = []
-    biases: list[NDArray[np.float32]] = []
-    for module, adapter in zip(matrix.modules, adapters, strict=True):
+    scales: dict[int, NDArray[np.float32]] = {}  # by module, of those that have some
+    biases: dict[int, NDArray[np.float32]] = {}
+    is_first = matrix.part[0] == 0  # of summands one adds what is added once
+    for number, (module, adapter) in enumerate(zip(matrix.modules, adapters, strict=True)):
         found = adapter or ModuleAdapter()
         low_rank: LowRank | Whole | None = None
         if found.whole is not None:
@@ -211,25 +214,29 @@ def _factors(matrix: NamedMatrix, adapters: Iterable[ModuleAdapter | None], base
             a = found.a if matrix.part[1] == 1 else found.a[:, matrix.columns]
             low_rank = LowRank(a, _ordered(found.b, module))
         projections.append(low_rank)
-        scale = np.ones(module.num_stored, np.float32)
         if found.magnitude is not None:
             assert found.a is not None and found.b is not None
             whole = base_weights(matrix, module) + found.b @ found.a
             scale = found.magnitude / np.linalg.norm(whole, axis=1)
-        scale = scale if module.order is None else scale[module.order]
-        scales.append(scale)
-        bias: NDArray[Any] = np.zeros(module.num_out, np.float32)
-        is_first = matrix.part[0] == 0  # of summands one adds what is added once
+            scales[number] = scale if module.order is None else scale[module.order]
         if found.bias is not None and is_first:
             own = 0 if module.bias is None else module.bias
             # The base's own is added by its product, in the model's order.
-            bias = (found.bias if module.order is None else found.bias[module.order]) - own
+            biases[number] = (found.bias if module.order is None else found.bias[module.order]) - own
         if found.added is not None and is_first:
-            bias = bias + _ordered(found.added, module) * scale
-        biases.append(bias)
-    scale_all, bias_all = np.concatenate(scales), np.concatenate(biases)
-    return Factors(
-        tuple(projections), scale_all if (scale_all != 1).any() else None, bias_all if bias_all.any() else None
+            added = _ordered(found.added, module) * scales.get(number, np.float32(1))
+            biases[number] = biases.get(number, np.float32(0)) + added
+    return Factors(tuple(projections), _of_all(matrix.modules, scales, 1), _of_all(matrix.modules, biases, 0))
+
+
+def _of_all(
+    modules: Sequence[Module], found: Mapping[int, NDArray[np.float32]], neutral: int
+) -> NDArray[np.float32] | None:
+    """[outputs] of all modules, of which some are `found`; None where that changes nothing."""
+    if all((values == neutral).all() for values in found.values()):
+        return None
+    return np.concatenate(
+        [found.get(number, np.full(module.num_out, neutral, np.float32)) for number, module in enumerate(modules)]
     )
 
 

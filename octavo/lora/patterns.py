@@ -38,6 +38,8 @@ class ModulePatterns:
             self._patterns.append((found, value))
 
     def value(self, module: str, default: Any) -> Any:
+        if not self._patterns:
+            return default
         ends = [module, *(module[dot.end() :] for dot in re.finditer(r"\.", module))]
         for pattern, value in self._patterns:
             if any(pattern.fullmatch(end) for end in ends):

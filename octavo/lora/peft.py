@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import LoadError
-from octavo.loading.safetensors import read_safetensors
-from octavo.loading.torch_archive import read_torch_archive
-from octavo.lora.files import AdapterFiles, read_config
+from octavo.loading.safetensors import SafetensorsFile, parse_safetensors
+from octavo.loading.torch_archive import TorchArchive, parse_torch_archive
+from octavo.lora.files import AdapterContents, parse_config
 from octavo.lora.patterns import ModulePatterns
 
 _PREFIX = "base_model.model."
@@ -58,28 +58,30 @@ class ModuleAdapter:
 
 
 def read_peft(
-    files: AdapterFiles, max_rank: int, parameters_of: Callable[[str], list[str]]
+    contents: AdapterContents, max_rank: int, parameters_of: Callable[[str], list[str]]
 ) -> dict[str, ModuleAdapter]:
     """By module of the model, or tensor of all experts, as transformers names them. `parameters_of` gives the names of
     such tensors in a module, in the model's order. Raises `LoadError`, with the tensor's name."""
-    assert files.config is not None
-    config = read_config(files.config)
-    _check_config(files.config, config)
+    assert contents.config is not None
+    config, path = parse_config(contents.config), contents.weights.path
+    _check_config(contents.config.path, config)
     modules: dict[str, ModuleAdapter] = {}
-    for name, tensor in _tensors(files.weights).items():
+    for name, tensor in _tensors(contents).items():
         if _is_copy(name, config):
             continue
-        module, part = _parse(name, files.weights)
+        module, part = _parse(name, path)
         found = modules.setdefault(module, ModuleAdapter())
         if part in found.tensors:
-            raise LoadError(f"{files.weights} has {name} and {found.tensors[part]}, which say the same.")
+            raise LoadError(f"{path} has {name} and {found.tensors[part]}, which say the same.")
         found.tensors[part] = name
         if tensor.dtype.kind in "iub":
-            raise LoadError(f"{files.weights}: tensor {name} has {tensor.dtype} numbers, which no factors are.")
-        with np.errstate(over="ignore"):
-            values = tensor if part == "whole" else np.asarray(tensor, np.float32)
+            raise LoadError(f"{path}: tensor {name} has {tensor.dtype} numbers, which no factors are.")
+        values = tensor
+        if part != "whole" and tensor.dtype != np.float32:
+            with np.errstate(over="ignore"):
+                values = np.asarray(tensor, np.float32)
         if not all(np.isfinite(values[i : i + _ROWS_AT_ONCE]).all() for i in range(0, len(values), _ROWS_AT_ONCE)):
-            raise LoadError(f"{files.weights}: tensor {name} has numbers that are not finite.")
+            raise LoadError(f"{path}: tensor {name} has numbers that are not finite.")
         is_of_embedding = name.endswith(tuple(_EMBEDDING_SUFFIXES))
         found.is_embedding |= is_of_embedding
         if is_of_embedding:
@@ -89,20 +91,20 @@ def read_peft(
         else:
             setattr(found, part, values.reshape(-1) if part == "magnitude" else values)
     if not modules:
-        raise LoadError(f"{files.weights} has no tensors.")
+        raise LoadError(f"{path} has no tensors.")
     patterns = {
-        name: ModulePatterns(f"{files.config}: {name}", config.get(name) or {})
+        name: ModulePatterns(f"{contents.config.path}: {name}", config.get(name) or {})
         for name in ("rank_pattern", "alpha_pattern")
     }
     targets = config.get("target_parameters") or []
     if targets:
-        modules = _by_parameter(files.weights, modules, targets, parameters_of)
+        modules = _by_parameter(path, modules, targets, parameters_of)
     for module, adapter in modules.items():
         is_target = any(f".{module}.weight".endswith(f".{target}") for target in targets)
         key = f"{module}.weight" if is_target else module  # which PEFT calls a parameter then
         rank = patterns["rank_pattern"].value(key, config.get("r", 8))
         alpha = patterns["alpha_pattern"].value(key, config.get("lora_alpha", 8))
-        _finish(files.weights, config, module, adapter, rank, alpha, max_rank)
+        _finish(path, config, module, adapter, rank, alpha, max_rank)
     return modules
 
 
@@ -164,12 +166,10 @@ def _check_config(path: str, config: Mapping[str, Any]) -> None:
             raise LoadError(f"{path}: {name} must be an object.")
 
 
-def _tensors(path: str) -> dict[str, NDArray[Any]]:
-    if path.endswith(".safetensors"):
-        file = read_safetensors(path)
-        return {name: file.array(name) for name in file.tensors}
-    archive = read_torch_archive(path)
-    return {name: archive.array(name) for name in archive.tensors}
+def _tensors(contents: AdapterContents) -> dict[str, NDArray[Any]]:
+    parse = parse_safetensors if contents.weights.path.endswith(".safetensors") else parse_torch_archive
+    file: SafetensorsFile | TorchArchive = parse(contents.weights)
+    return {name: file.array(name) for name in file.tensors}
 
 
 def _is_copy(name: str, config: Mapping[str, Any]) -> bool:
@@ -230,7 +230,8 @@ def _finish(
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e9:
         raise LoadError(f"{path}: the alpha of {module} must be a positive number, got {str(alpha)[:40]!r}.")
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    adapter.b = b * np.float32(scale)
+    if scale != 1:
+        adapter.b = b * np.float32(scale)
     if adapter.added is not None:
         adapter.added = adapter.added * np.float32(scale)
     if adapter.num_experts is not None:

@@ -21,7 +21,8 @@ class _Resident:
 
 @dataclass(slots=True)
 class AdapterPool:
-    """Pages and slots of the device. At most `max_loras` adapters are pinned at once."""
+    """Pages and slots of the device. At most `max_loras` adapters are pinned at once. A device without pages uses
+    adapters where they lie on the host: it has slots alone."""
 
     num_pages: int
     num_slots: int
@@ -50,7 +51,7 @@ class AdapterPool:
 
     def register(self, identity: str, num_pages: int) -> None:
         """An adapter is on the host now and may be loaded."""
-        self._sizes[identity] = num_pages
+        self._sizes[identity] = num_pages if self.num_pages else 0
 
     def forget(self, identity: str) -> None:
         """It is on the host no longer; what the device has of it serves no new sequence either."""
@@ -65,8 +66,8 @@ class AdapterPool:
         self._kept.add(identity)
 
     def can_start(self, identity: str) -> bool:
-        """Whether a sequence with this adapter could run now. One adapter is loaded in a step, so that nobody waits for
-        long."""
+        """Whether a sequence with this adapter could run now. Where adapters are copied, one is in a step, so that
+        nobody waits for long."""
         one = self._residents.get(identity)
         if one is not None and one.num_pins:
             return True
@@ -77,7 +78,8 @@ class AdapterPool:
         free = len(self._free_pages)
         unpinned = [other for other in self._residents.values() if not other.num_pins]
         has_slot = bool(self._free_slots or unpinned)
-        return not self._loads and has_slot and free + sum(len(o.pages) for o in unpinned) >= self._sizes[identity]
+        is_free = not self._loads or not self.num_pages
+        return is_free and has_slot and free + sum(len(o.pages) for o in unpinned) >= self._sizes[identity]
 
     def pin(self, identity: str) -> int:
         """A sequence starts to run. Returns the slot of its adapter, which is loaded if it is not resident."""

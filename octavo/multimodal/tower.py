@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import LoadError, RequestError
+from octavo.models.media import OTHER_NAMES
 from octavo.request import EMBEDDINGS, MediaInput
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class Tower:
         self, folder: str, kind: str, multiplier: float = 1.0, device: str = "cpu", dtype: str = "float32"
     ) -> None:
         """Of media of `kind`, "image" or "audio"; its rows are multiplied by `multiplier`. It computes in `dtype` on
-        torch's `device`, "cpu" or "cuda". Raises `LoadError`."""
+        torch's `device`, as "cpu" or "cuda:0". Raises `LoadError`."""
         # torch's threads would wait by spinning, and take the cores from the native kernels': read when they start.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         import torch
@@ -60,11 +61,13 @@ class Tower:
                     setattr(text, name, 0)
             if kind == "image" and getattr(config, "audio_config", None) is not None:
                 config.audio_config = None  # the other tower of models with two
-            builder = getattr(transformers, config.architectures[0])
+            [name] = config.architectures
+            builder = getattr(transformers, OTHER_NAMES.get(name, name))
             with quiet(transformers.logging):  # it would report the decoder's weights as left over
                 model, report = builder.from_pretrained(
-                    folder, config=config, dtype=self._dtype, ignore_mismatched_sizes=True, output_loading_info=True
-                )
+                    folder, config=config, dtype=self._dtype, ignore_mismatched_sizes=True, output_loading_info=True,
+                    adapter_kwargs={"subfolder": "none"},  # of the decoder, for which transformers would look here
+                )  # fmt: skip
         except (OSError, ValueError, AttributeError) as e:
             raise LoadError(f"the tower of {folder} cannot be loaded: {str(e).splitlines()[0]}") from None
         if missing := sorted(name for name in report["missing_keys"] if not _OF_DECODER.search(name)):

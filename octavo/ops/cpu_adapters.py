@@ -6,8 +6,9 @@ The second half is the epilogue of the product itself (csrc/cpu/epilogue.h): `li
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,11 @@ from numpy.typing import NDArray
 import octavo._cpu as _cpu
 from octavo.ops import AdapterTable, Expand, ExpandExperts, Factors, FactorShape, LinearWeight, Lookup, LowRank, Whole
 from octavo.ops.cpu_arrays import CODES, DTYPES, FLOAT32, INT32, UINT8, address, code_of, is_dense, stride
-from octavo.ops.cpu_memory import zeros
+from octavo.ops.cpu_memory import empty_pages
 from octavo.ops.cpu_program import check_inputs, empty
 
-_FACTORS = np.dtype([
-    ("a", "u8"), ("b", "u8"), ("panels", "u8"), ("scales", "u8"), ("bias", "u8"),
-    ("rank", "i4"), ("replaces", "i4"),
-])  # fmt: skip
+_ADDRESSES = ("a", "b", "panels", "scales", "bias")
+_FACTORS = np.dtype([*((name, "u8") for name in _ADDRESSES), ("rank", "i4"), ("replaces", "i4")])
 _LANE = np.dtype(np.uint32)  # one float32, or two bfloat16 that are neighbours
 _ALIGNMENT = 64
 _PANEL = np.dtype([("offset", "i8"), ("first", "i4"), ("count", "i4")])
@@ -44,6 +43,9 @@ class PackedFactors:
     def constant(self) -> tuple[bool, ...]:
         return tuple(name != "panels" for name in self.fields)  # which say where B is
 
+    def with_pieces(self, pieces: Sequence[NDArray[np.uint8]]) -> PackedFactors:
+        return replace(self, pieces=tuple(pieces))
+
 
 class CpuAdapterTable:
     """`AdapterTable` in memory that the kernels read: csrc/cpu/kernels.h's AdapterFactors, by slot."""
@@ -60,55 +62,58 @@ class CpuAdapterTable:
             assert len(shape.widths) == 1 and not shape.gated
             self.width = max(self.width, self._padded(shape.num_in))
         self._outputs = _packed_outputs(shape)
-        self._first, self._last = _projections(shape, self._outputs)
+        first, last = _projections(shape, self._outputs)
+        self._shares_panels = bool((first != last).any())
 
     def _padded(self, rank: int) -> int:
         return -(-rank // self._step) * self._step
 
     def pack(self, factors: Factors, page_bytes: int) -> PackedFactors:
-        shape = self.shape
         if isinstance(factors.projections[0], Whole):
             return self._pack_whole(factors.projections[0].matrix, factors.bias, page_bytes)
-        found = [(i, one if isinstance(one, LowRank) else None) for i, one in enumerate(factors.projections)]
-        ranks = [0 if one is None else self._padded(one.a.shape[0]) for _, one in found]
-        is_shared = len(found) > 1 and all(one is not None and _is_same(one, found[0][1]) for _, one in found)
-        if is_shared:  # fused projections: one A is all there is
-            ranks = [ranks[0], *[0] * (len(ranks) - 1)]
-        starts = [0, *accumulate(ranks)]
-        assert starts[-1] <= self.width, "factors of larger ranks than the table was made for"
-        a = np.zeros((starts[-1], shape.num_in), self.dtype)
-        dense = np.zeros((sum(shape.widths), starts[-1]), np.float32)
-        row = 0
-        for (i, one), width in zip(found, shape.widths, strict=True):
-            if one is not None:
-                rank, start = one.a.shape[0], 0 if is_shared else starts[i]
-                a[start : start + rank] = one.a
-                dense[row : row + width, start : start + rank] = one.b
-            row += width
-        begins, ends = np.array(starts[:-1], np.intp), np.array(starts[1:], np.intp)
-        if is_shared:
-            begins, ends = np.zeros_like(begins), np.full_like(ends, starts[-1])
-        runs, panels = self._pack_b(dense, begins, ends)
+        found = [one if isinstance(one, LowRank) else None for one in factors.projections]
+        ranks = tuple(0 if one is None else len(one.a) for one in found)
+        # Of fused projections one A is all there is.
+        is_shared = len(found) > 1 and all(one is not None and _is_same(one, found[0]) for one in found)
+        layout = _layout(self.shape, self._step, ranks, is_shared, page_bytes)
+        assert layout.rank <= self.width, "factors of larger ranks than the table was made for"
         pieces: list[tuple[str, NDArray[Any]]] = []
-        if len(a):
-            pieces.append(("a", a if shape.looked_up else _packed_panels(a, self._step)))
-        owners = np.zeros(len(panels), np.intp)
-        offsets = np.zeros(len(panels), np.int64)
-        panel = 0
-        for run in runs:  # [panels, elements of one]
-            most = max(1, page_bytes // max(1, run.shape[1] * run.itemsize))
-            for begin in range(0, len(run), most):
-                part = run[begin : begin + most]
-                owners[panel : panel + len(part)] = len(pieces)
-                offsets[panel : panel + len(part)] = np.arange(len(part)) * run.shape[1]
-                panel += len(part)
-                if part.size:
-                    pieces.append(("b", part))
-        pieces.append(("panels", panels))
+        if layout.rank:
+            pieces.append(("a", self._pack_a(found[: 1 if is_shared else None], layout)))
+        owners = layout.owners + len(pieces)
+        parts = [np.zeros(words, _LANE) for words in layout.part_words]
+        for one, places in zip(found, layout.places, strict=True):
+            if one is not None:
+                for number, of_part in places:
+                    self._deal_out(one.b, of_part, parts[number], _cpu.PANEL)
+        pieces += [("b", part) for part in parts]
+        pieces.append(("panels", layout.panels))
         for name, vector in (("scales", factors.scales), ("bias", factors.bias)):
             if vector is not None:
                 pieces.append((name, self._packed_vector(vector, np.float32(name == "scales"))))
-        return _packed(starts[-1], False, pieces, owners, offsets)
+        return _packed(layout.rank, False, pieces, owners, layout.offsets)
+
+    def _pack_a(self, factors: Sequence[LowRank | None], layout: _Layout) -> NDArray[Any]:
+        """A of the projections, one below the other -> [panel][K / step][FACTOR_PANEL][step], padded with zeros. Where
+        rows are looked up it is [R, K] as it stands."""
+        k, lanes = self.shape.num_in, _cpu.FACTOR_PANEL
+        words = -(-k // self._step)
+        is_plain = self.shape.looked_up
+        plain = np.zeros((layout.rank if is_plain else 0, k), self.dtype)
+        out = np.zeros(0 if is_plain else -(-layout.rank // lanes) * lanes * words, _LANE)
+        for one, start in zip(factors, layout.starts, strict=False):
+            if one is None:
+                continue
+            if is_plain:
+                plain[start : start + len(one.a)] = one.a
+            else:
+                rows = np.arange(start, start + len(one.a))
+                self._deal_out(one.a, rows // lanes * (words * lanes) + rows % lanes, out, lanes)
+        return plain if is_plain else out
+
+    def _deal_out(self, rows: NDArray[np.float32], places: NDArray[np.int64], out: NDArray[Any], lanes: int) -> None:
+        rows = np.ascontiguousarray(rows, np.float32)
+        _cpu.pack_factor_rows(rows, rows.shape[1], *rows.shape, places, out, lanes, self.code)
 
     def _pack_whole(self, matrix: NDArray[Any], bias: NDArray[Any] | None, page_bytes: int) -> PackedFactors:
         """matrix [N, K] in the place of the base's: a B without A, packed as many panels at a time as a page holds."""
@@ -117,6 +122,7 @@ class CpuAdapterTable:
         outputs = self._outputs.reshape(-1, _cpu.PANEL)
         panels = np.zeros(len(outputs), _PANEL)
         panels["count"] = count
+        panels["offset"] = np.arange(len(outputs)) * (_cpu.PANEL * count)
         most = max(1, page_bytes // (_cpu.PANEL * count * self.dtype.itemsize))
         pieces: list[tuple[str, NDArray[Any]]] = []
         for begin in range(0, len(outputs), most):
@@ -137,14 +143,14 @@ class CpuAdapterTable:
 
     def least_page_bytes(self) -> int:
         _, panels, vector = self._sizes()
-        shared = len(self.shape.widths) if self._has_shared_panels() else 1
+        shared = len(self.shape.widths) if self._shares_panels else 1
         panel = _cpu.PANEL * self._padded(self.shape.max_rank) * shared * self.dtype.itemsize
         whole = _cpu.PANEL * self._padded(self.shape.num_in) * self.dtype.itemsize if self.shape.replaceable else 0
         return int(max(self._sizes()[0], panels, vector, panel, whole))
 
     def largest(self, page_bytes: int) -> list[int]:
         a, panels, vector = self._sizes()
-        shared = len(self.shape.widths) if self._has_shared_panels() else 1
+        shared = len(self.shape.widths) if self._shares_panels else 1
         panel = _cpu.PANEL * self._padded(self.shape.max_rank) * shared * self.dtype.itemsize
         most, count = max(1, page_bytes // panel), panels // _PANEL.itemsize
         b = [panel * min(most, count - begin) for begin in range(0, count, most)]
@@ -157,19 +163,16 @@ class CpuAdapterTable:
         return a, outputs // _cpu.PANEL * _PANEL.itemsize, outputs * 4
 
     def put(self, slot: int, packed: PackedFactors, arena: NDArray[np.uint8], places: Sequence[int]) -> None:
-        base, at = address(arena), np.array(places, np.int64)
-        entry = np.zeros((), _FACTORS)
-        for name, place in zip(reversed(packed.fields), reversed(places), strict=True):
-            entry[name] = base + place  # of B's the first piece
-        entry["rank"], entry["replaces"] = packed.rank, packed.replaces
-        if "b" in packed.fields:
-            number = packed.fields.index("panels")
+        base = address(arena)
+        entry = {name: base + place for name, place in zip(reversed(packed.fields), reversed(places), strict=True)}
+        if packed.fields.count("b") > 1:  # which may be anywhere: places are from the first of them on
+            number, at = packed.fields.index("panels"), np.array(places, np.int64)
             table = arena[places[number] : places[number] + packed.pieces[number].nbytes].view(_PANEL)
-            first = packed.fields.index("b")
-            moved = (at[packed.owners] - at[first]) // self.dtype.itemsize + packed.offsets
-            table["offset"] = np.where(table["count"] > 0, moved, 0)
+            offsets = (at[packed.owners] - at[packed.fields.index("b")]) // self.dtype.itemsize + packed.offsets
+            table["offset"] = np.where(table["count"] > 0, offsets, 0)
         for column, factors in self._from_column.items():
-            factors[slot] = _moved(entry, column)
+            moved = {name: at + int(column * _OUTPUT_BYTES.get(name, 0)) for name, at in entry.items()}
+            factors[slot] = (*(moved.get(name, 0) for name in _ADDRESSES), packed.rank, packed.replaces)
 
     def clear(self, slot: int) -> None:
         for factors in self._from_column.values():
@@ -182,30 +185,62 @@ class CpuAdapterTable:
             self._from_column[column] = _moved(self.factors, column)
         return self._from_column[column]
 
-    def _has_shared_panels(self) -> bool:
-        return bool((self._first != self._last).any())
 
-    def _pack_b(
-        self, dense: NDArray[np.float32], starts: NDArray[np.intp], ends: NDArray[np.intp]
-    ) -> tuple[list[NDArray[Any]], NDArray[Any]]:
-        """dense [N, R] -> panels of B, in runs [panels, elements] of equal size, and their table without places.
-        Of projection i are the columns from starts[i] to ends[i]."""
-        table = np.zeros(len(self._first), _PANEL)
-        table["first"], table["count"] = starts[self._first], ends[self._last] - starts[self._first]
-        outputs = self._outputs.reshape(-1, _cpu.PANEL)
-        runs: list[NDArray[Any]] = []
-        run_ends = [*(np.flatnonzero(np.diff(table["count"])) + 1), len(table)]
-        for begin, end in pairwise([0, *run_ends]):
-            count = int(table["count"][begin])
-            run = np.empty((end - begin, _cpu.PANEL, count), self.dtype)
-            for first in np.unique(table["first"][begin:end]):  # gate and up take turns
-                these = table["first"][begin:end] == first
-                rows = outputs[begin:end][these]
-                block = dense[rows, first : first + count]
-                block[rows < 0] = 0
-                run[these] = block
-            runs.append(_as_lanes(run))
-        return runs, table
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where the factors of some ranks lie, for every adapter that has these."""
+
+    rank: int  # of all projections together, padded
+    starts: tuple[int, ...]  # of each projection's rows of A
+    panels: NDArray[Any]  # of B, whose places are those in their pieces
+    part_words: tuple[int, ...]  # of each piece of B
+    owners: NDArray[np.intp]  # of each panel the piece it lies in
+    offsets: NDArray[np.int64]  # and where, in elements
+    # Of each projection by piece: the word that each of its outputs begins at, -1 for those that lie elsewhere.
+    places: tuple[tuple[tuple[int, NDArray[np.int64]], ...], ...]
+
+
+@lru_cache(256)
+def _layout(shape: FactorShape, step: int, ranks: tuple[int, ...], is_shared: bool, page_bytes: int) -> _Layout:
+    """Projections of `ranks`, which have one A if it `is_shared`. B is cut where a page is full. Words of 32 bits have
+    `step` elements."""
+    padded = [-(-rank // step) * step for rank in ranks]
+    if is_shared:
+        padded = [padded[0], *[0] * (len(ranks) - 1)]
+    starts = [0, *accumulate(padded)]
+    # The columns of each projection.
+    begins, ends = np.array(starts[:-1], np.intp), np.array(starts[1:], np.intp)
+    if is_shared:
+        begins, ends = np.zeros_like(begins), np.full_like(ends, starts[-1])
+    outputs = _packed_outputs(shape)
+    first, last = _projections(shape, outputs)
+    panels = np.zeros(len(first), _PANEL)
+    panels["first"], panels["count"] = begins[first], ends[last] - begins[first]
+    words = panels["count"].astype(np.int64) // step * _cpu.PANEL
+    owners, offsets = np.zeros(len(panels), np.intp), np.zeros(len(panels), np.int64)
+    part_words: list[int] = []
+    begin = 0
+    while begin < len(panels):
+        room = page_bytes // _LANE.itemsize
+        end = begin + max(1, int(np.searchsorted(np.cumsum(words[begin:]), room, "right")))
+        owners[begin:end] = len(part_words)
+        offsets[begin:end] = (np.cumsum(words[begin:end]) - words[begin:end]) * step
+        part_words.append(int(words[begin:end].sum()))
+        begin = end
+    columns = np.empty(sum(shape.widths), np.int64)  # of the packed matrix, by output
+    columns[outputs[outputs >= 0]] = np.flatnonzero(outputs >= 0)
+    places = []
+    for i, of_one in enumerate(np.split(columns, np.cumsum(shape.widths)[:-1])):
+        panel = of_one // _cpu.PANEL
+        at = offsets[panel] // step + (begins[i] - panels["first"][panel]) // step * _cpu.PANEL + of_one % _cpu.PANEL
+        by_part = [(number, np.where(owners[panel] == number, at, -1)) for number in np.unique(owners[panel])]
+        places.append(tuple((int(number), of_part) for number, of_part in by_part))
+    panels["offset"] = np.where(panels["count"] > 0, offsets, 0)
+    if not starts[-1]:
+        part_words = []
+    for array in (panels, owners, offsets):
+        array.flags.writeable = False
+    return _Layout(starts[-1], tuple(starts[:-1]), panels, tuple(part_words), owners, offsets, tuple(places))
 
 
 def _packed(
@@ -240,6 +275,9 @@ class PackedExpertFactors:
     def constant(self) -> tuple[bool, ...]:
         return (False,) * len(self.pieces)  # no two of them are equal
 
+    def with_pieces(self, pieces: Sequence[NDArray[np.uint8]]) -> PackedExpertFactors:
+        return replace(self, pieces=tuple(pieces))
+
 
 class CpuExpertsTable:
     """`ExpertsAdapterTable` in memory that the kernels read: AdapterFactors by expert and slot."""
@@ -251,7 +289,7 @@ class CpuExpertsTable:
         self.factors = np.zeros((num_experts, num_slots), _FACTORS)
 
     def pack(self, factors: Mapping[int, Factors], page_bytes: int) -> PackedExpertFactors:
-        names = ("a", "b", "panels", "scales", "bias")
+        names = _ADDRESSES
         ranks = np.zeros(self.num_experts, np.int32)
         owners = {name: np.full(self.num_experts, -1, np.intp) for name in names}
         offsets = {name: np.zeros(self.num_experts, np.int64) for name in names}
@@ -359,7 +397,7 @@ def _projections(shape: FactorShape, outputs: NDArray[np.intp]) -> tuple[NDArray
 
 
 def allocate_arena(num_bytes: int) -> NDArray[np.uint8]:
-    return zeros(num_bytes)
+    return empty_pages(num_bytes)
 
 
 def adapter_table(shape: FactorShape, num_slots: int, dtype: str) -> CpuAdapterTable:
@@ -418,12 +456,3 @@ def _moved(entries: NDArray[Any], column: int) -> NDArray[Any]:
     for name, num_bytes in _OUTPUT_BYTES.items():
         moved[name] = np.where(moved[name] != 0, moved[name] + np.uint64(column * num_bytes), 0)
     return moved
-
-
-def _packed_panels(a: NDArray[Any], step: int) -> NDArray[Any]:
-    """a [R, K] -> [panel][K / step][FACTOR_PANEL][step], padded with zeros."""
-    num_rows, k = a.shape
-    panels, steps = -(-num_rows // _cpu.FACTOR_PANEL), -(-k // step)
-    padded = np.zeros((panels * _cpu.FACTOR_PANEL, steps * step), a.dtype)
-    padded[:num_rows, :k] = a
-    return padded.view(_LANE).reshape(panels, _cpu.FACTOR_PANEL, steps).swapaxes(1, 2)

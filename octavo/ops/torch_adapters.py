@@ -31,6 +31,9 @@ class TorchFactors:
     def constant(self) -> tuple[bool, ...]:
         return (True,) * len(self.pieces)
 
+    def with_pieces(self, pieces: Sequence[NDArray[np.uint8]]) -> TorchFactors:
+        return replace(self, pieces=tuple(pieces))
+
 
 @dataclass(frozen=True, slots=True)
 class SlotFactors:

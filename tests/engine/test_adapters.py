@@ -18,12 +18,12 @@ from octavo.config import SchedulerConfig
 from octavo.engine.core import EngineCore
 from octavo.errors import RequestError
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
-from octavo.plan import StepPlan, StepResult
+from octavo.plan import AdapterMemory, StepPlan, StepResult
 from octavo.request import AdapterSource, EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 from octavo.scheduling.adapters import MAX_BYPASSES
 
-NUM_PAGES = 12
+NUM_PAGES, NUM_HOST_PAGES, PAGE_BYTES = 12, 9, 100
 BASE_TOKEN = 5
 
 
@@ -35,6 +35,10 @@ def no_waiting() -> Iterator[None]:
         yield
 
 
+def pages_of(identity: str) -> int:
+    return 1 + int(identity) % 4
+
+
 def token_of(identity: str | None) -> int:
     return BASE_TOKEN if identity is None else 10 + int(identity)
 
@@ -44,11 +48,12 @@ class AdapterDevice:
 
     cache_groups = group_layers([LayerCacheSpec("full", num_kv_heads=1, key_size=8, value_size=8)])
 
-    def __init__(self, runs_ahead: bool) -> None:
+    def __init__(self, runs_ahead: bool, shares_memory: bool) -> None:
         self.runs_ahead, self.num_stages = runs_ahead, 1
         self.num_blocks, self.num_host_blocks = [30], [0]
         self.weight_bytes = self.cache_bytes = 1 << 20
-        self.adapter_pages = (NUM_PAGES, NUM_PAGES)
+        num_pages, num_slots = (0, 2) if shares_memory else (NUM_PAGES, NUM_PAGES)
+        self.adapter_memory = AdapterMemory(num_pages, num_slots, NUM_HOST_PAGES, PAGE_BYTES)
         self.reading: dict[str, list[Future[int]]] = {}
         self.on_host: set[str] = set()
         self.pages: list[str | None] = [None] * NUM_PAGES
@@ -67,7 +72,7 @@ class AdapterDevice:
                 ready.set_exception(error)
             else:
                 self.on_host.add(identity)
-                ready.set_result(1 + int(identity) % 4)
+                ready.set_result(pages_of(identity))
 
     def forget_adapter(self, identity: str) -> None:
         self.on_host.discard(identity)
@@ -96,7 +101,9 @@ class AdapterDevice:
         return done
 
 
-def make_core(runs_ahead: bool = False, max_loras: int = 2, max_cpu_loras: int = 4) -> tuple[EngineCore, AdapterDevice]:
+def make_core(
+    runs_ahead: bool = False, max_loras: int = 2, max_cpu_loras: int | None = 4, shares_memory: bool = False
+) -> tuple[EngineCore, AdapterDevice]:
     scheduler = SchedulerConfig(
         max_num_seqs=6, max_num_batched_tokens=32, enable_chunked_prefill=True, policy="fcfs",
         preemption_mode="recompute", check_invariants=True,
@@ -107,12 +114,13 @@ def make_core(runs_ahead: bool = False, max_loras: int = 2, max_cpu_loras: int =
         scheduler=scheduler, cache=cache, model=SimpleNamespace(seed=0), device="cpu", lora=lora, speculative=None,
         draft=None, media=None, sound=None,
     )  # fmt: skip
-    device = AdapterDevice(runs_ahead)
+    device = AdapterDevice(runs_ahead, shares_memory)
     return EngineCore(cast(Any, config), cast(Any, device)), device
 
 
 def adapter(number: int) -> AdapterSource:
-    return AdapterSource(str(number), f"a{number}", None, "file")
+    """Its file has twice the bytes that it takes."""
+    return AdapterSource(str(number), f"a{number}", None, "file", 2 * PAGE_BYTES * pages_of(str(number)))
 
 
 def request(name: str, number: int | None, max_tokens: int = 3, n: int = 1, length: int = 9) -> EngineRequest:
@@ -125,9 +133,9 @@ def request(name: str, number: int | None, max_tokens: int = 3, n: int = 1, leng
 class Workload:
     """Random operations, and what each request must be told."""
 
-    def __init__(self, seed: int, runs_ahead: bool) -> None:
+    def __init__(self, seed: int, runs_ahead: bool, max_cpu_loras: int | None, shares_memory: bool) -> None:
         self.random = random.Random(seed)
-        self.core, self.device = make_core(runs_ahead)
+        self.core, self.device = make_core(runs_ahead, 2, max_cpu_loras, shares_memory)
         self.live: dict[str, EngineRequest] = {}
         self.ended: Counter[str] = Counter()
 
@@ -173,8 +181,15 @@ class Workload:
             if output.finish_reason is not None and self.core.scheduler.live.requests.get(output.request_id) is None:
                 del self.live[output.request_id]
                 self.ended["finished"] += 1
+        self.check_host()
+
+    def check_host(self) -> None:
         library = self.core.adapters
-        assert library is not None and len(library) <= 4, "more adapters on the host than may be"
+        assert library is not None
+        if library.max_on_host is not None:
+            assert max(len(library), len(self.device.on_host)) <= library.max_on_host, "more on the host than may be"
+        else:
+            assert sum(map(pages_of, self.device.on_host)) <= NUM_HOST_PAGES, "more on the host than it has memory for"
 
     def drain(self) -> None:
         for _ in range(3000):
@@ -187,14 +202,19 @@ class Workload:
         pool = self.core.adapters.pool  # type: ignore[union-attr]
         pool.check([])
         assert not pool.running
-        assert len(self.device.on_host) <= 4, "adapters that nobody knows are kept on the host"
+        self.check_host()
         self.core.scheduler.check()
 
 
 @settings(derandomize=True, deadline=None, max_examples=12)
-@given(seed=st.integers(0, 10**6), runs_ahead=st.booleans())
-def test_random_workloads_serve_nothing_wrong_and_leak_nothing(seed: int, runs_ahead: bool) -> None:
-    workload = Workload(seed, runs_ahead)
+@given(
+    seed=st.integers(0, 10**6), runs_ahead=st.booleans(), max_cpu_loras=st.sampled_from([4, None]),
+    shares_memory=st.booleans(),
+)  # fmt: skip
+def test_random_workloads_serve_nothing_wrong_and_leak_nothing(
+    seed: int, runs_ahead: bool, max_cpu_loras: int | None, shares_memory: bool
+) -> None:
+    workload = Workload(seed, runs_ahead, max_cpu_loras, shares_memory)
     for _ in range(250):
         workload.operate()
     workload.drain()
@@ -203,7 +223,7 @@ def test_random_workloads_serve_nothing_wrong_and_leak_nothing(seed: int, runs_a
 @pytest.mark.long
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_ten_thousand_operations(runs_ahead: bool) -> None:
-    workload = Workload(1, runs_ahead)
+    workload = Workload(1, runs_ahead, None if runs_ahead else 4, not runs_ahead)
     for _ in range(10_000):
         workload.operate()
     workload.drain()
@@ -260,6 +280,36 @@ def test_the_least_recently_used_adapter_makes_room() -> None:
     assert set(core.adapters.pool.resident) == {"3", "1", "2"}, "7 was used before 3 was used again"
     outputs = core.step()
     assert outputs.stats.num_adapters_on_host == 4
+
+
+def test_the_host_has_as_many_adapters_as_its_memory_holds() -> None:
+    core, device = make_core(max_cpu_loras=None)
+    for number in (0, 1, 2):  # 1, 2 and 3 pages, of files of 2, 4 and 6; the host has 9
+        core.add(request(f"r{number}", number, 1))
+    core.step()
+    assert [*device.reading] == ["0", "1"], "what is being read counts as its file"
+    device.read("0")
+    device.read("1")
+    assert run(core, 3) == ["r0", "r1"]
+    device.read("2")
+    assert run(core) == ["r2"]
+    assert device.on_host == {"0", "1", "2"}
+    core.add(request("r3", 3, 1))  # 4 pages, of a file of 8
+    run(core, 1)
+    device.read("3")
+    assert run(core) == ["r3"]
+    assert device.on_host == {"3"}, "0 alone would have been too large for its file"
+
+
+def test_one_adapter_is_copied_in_a_step_and_any_number_is_used_where_it_lies() -> None:
+    for shares_memory in (False, True):
+        core, device = make_core(shares_memory=shares_memory)
+        for number in (1, 2):
+            core.add(request(f"r{number}", number, 1))
+            device.read(str(number))
+        stats = core.step().stats
+        assert stats.num_adapter_loads == (2 if shares_memory else 1)
+        assert sorted(run(core)) == (["r2"] if not shares_memory else [])
 
 
 def test_loading_tells_when_it_is_done_and_why_it_failed() -> None:

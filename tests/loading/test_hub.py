@@ -94,6 +94,11 @@ def hub(
             "params.json": params, "consolidated.safetensors": b"c", "tekken.json": b"{}", "README.md": b"hello",
             "additional_chat_templates/rag.jinja": b"rag",
         },
+        "org/media": {
+            "config.json": config, "model.safetensors": b"s", "adapter_config.json": b"{}",
+            "adapter_model.safetensors": b"a", "speech-lora/adapter_config.json": b"{}",
+            "speech-lora/adapter_model.safetensors": b"a", "other-lora/adapter_model.safetensors": b"a",
+        },
         "org/empty": {"README.md": b"hello"},
     }  # fmt: skip
     server = _Hub(repos)
@@ -158,6 +163,17 @@ def test_only_the_needed_files_are_fetched_and_the_cache_serves_without_a_networ
     for offline in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
         again = _resolve(calls, **(env | offline))
         assert [(f["path"], f["files"]) for f in again] == [(f["path"], f["files"]) for f in found]
+
+
+def test_adapters_that_a_model_brings_are_fetched_beside_its_weights(hub: _Hub, tmp_path: Path) -> None:
+    env = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}"}
+    (found,) = _resolve([{"model": "org/media"}], **env)
+    assert found["files"] == ["model.safetensors"]
+    assert found["folder"] == [
+        "adapter_config.json", "adapter_model.safetensors", "config.json", "model.safetensors", "speech-lora"
+    ]  # fmt: skip
+    folder = Path(found["path"]) / "speech-lora"
+    assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
 def test_dummy_weights_and_another_download_folder(hub: _Hub, tmp_path: Path) -> None:

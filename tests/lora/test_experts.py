@@ -129,13 +129,13 @@ def test_workers_have_the_factors_of_their_own_experts(
 def test_experts_of_adapters_make_room_for_each_other(llm: LLM, tiny_tokenizer: Path, tmp_path: Path) -> None:
     stacked = {name: random(*size, seed=i) for i, (name, size) in enumerate(STACKED.items())}
     asked = [write(tmp_path / "single", one_by_one("mixtral")), write(tmp_path / "stacked", stacked, **DOWN), None]
-    scarce = start("mixtral", tiny_tokenizer, tmp_path / "model", max_lora_rank=4, lora_memory_gb=0.00013)
-    pool = scarce.core.adapters.pool  # type: ignore[union-attr]
+    scarce = start("mixtral", tiny_tokenizer, tmp_path / "model", max_lora_rank=4, max_loras=1, max_cpu_loras=1)
+    library = scarce.core.adapters  # type: ignore[union-attr]
     expected = generate(llm, PROMPT, asked)
     for _ in range(2):
         for (_, logits), (_, others) in zip(generate(scarce, PROMPT, asked), expected, strict=True):
             assert torch.equal(logits, others)
-        assert len(pool.resident) == 1, "there is no room for both"
+        assert library is not None and len(library) == 1, "there is no room for both"
     assert not any(torch.equal(expected[i][1], expected[i - 1][1]) for i in range(3))
 
 

@@ -203,6 +203,27 @@ def test_adapters_have_the_memory_that_they_are_given(tiny_tokenizer: Path, tmp_
             llm.generate(given, params, use_tqdm=False, lora_request=asked)
 
 
+def test_adapters_are_used_where_they_lie_on_the_host_and_nothing_points_there_once_they_are_gone(
+    tiny_tokenizer: Path, tmp_path: Path
+) -> None:
+    llm = small_llm(tiny_tokenizer, tmp_path / "model")
+    store = llm.core.executor.worker.adapters  # type: ignore[attr-defined]
+    write_contents(llm, tmp_path / "a", 4)
+    asked = LoRARequest("a", 1, str(tmp_path / "a"))
+    llm.generate({"prompt_token_ids": [3, 4, 5]}, SamplingParams(max_tokens=2), use_tqdm=False, lora_request=asked)
+    identity = llm.inputs.find_adapter(asked).identity
+    [image] = store._on_host[identity].pages
+    begin = image.__array_interface__["data"][0]
+
+    def addresses() -> list[int]:
+        entries = [table.factors for table in store._tables]
+        return [int(at) for of_table in entries for name in ("a", "b", "panels") for at in of_table[name] if at]
+
+    assert addresses() and all(begin <= at < begin + image.nbytes for at in addresses())
+    llm.core.unload_adapter(identity)  # type: ignore[attr-defined]
+    assert not addresses() and identity not in store._on_host
+
+
 @pytest.mark.long
 def test_ten_thousand_random_operations(llm: LLM, tmp_path: Path) -> None:
     counts = operate(llm, tmp_path, 10_000)

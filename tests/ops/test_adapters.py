@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import ml_dtypes
+import numpy as np
+import octavo._cpu as _cpu
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.ops import Expand, FactorShape, Lookup
+from octavo.ops.cpu_arrays import CODES
 from octavo.ops.cpu_pack import PackedStack, pack_quantized, packed_weight
 from octavo.quantization import StoredWeight
 from tests.ops.adapter_cases import LOOKUPS, SHAPES, filled_table, parts, run
@@ -169,3 +174,23 @@ def test_a_recorded_product_reads_the_slots_of_each_step(
     with pytest.raises(IndexError, match="adapter slot 5"):
         program.run(12, 1, 0)
     del arena
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)], ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(3, 1), (16, 130), (5, 67)])
+def test_rows_are_rounded_once_and_dealt_out_to_their_lanes(dtype: np.dtype[Any], rows: int, columns: int) -> None:
+    lanes, step = 8, 4 // dtype.itemsize
+    values = np.random.default_rng(rows).standard_normal((rows, columns + 3), np.float32)
+    values[0, :1] = 1 + 2.0**-8  # halfway: to the even one
+    words = -(-columns // step)
+    out = np.full((-(-rows // lanes), words, lanes), 7, np.uint32)
+    numbers = np.arange(rows)
+    places = numbers // lanes * (words * lanes) + numbers % lanes
+    places[1] = -1
+    _cpu.pack_factor_rows(values, values.shape[1], rows, columns, places, out, lanes, CODES[dtype])
+    padded = np.zeros((rows, words * step), dtype)
+    padded[:, :columns] = values[:, :columns]
+    expected = np.full((len(out) * lanes, words), 7, np.uint32)
+    expected[:rows] = padded.view(np.uint32)
+    expected[1] = 7
+    assert np.array_equal(out.swapaxes(1, 2).reshape(-1, words), expected)

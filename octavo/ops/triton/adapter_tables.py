@@ -46,6 +46,9 @@ class PackedFactors:
     def constant(self) -> tuple[bool, ...]:
         return (True,) * len(self.pieces)
 
+    def with_pieces(self, pieces: Sequence[NDArray[np.uint8]]) -> PackedFactors:
+        return replace(self, pieces=tuple(pieces))
+
 
 class TritonAdapterTable:
     """`AdapterTable` of a device. What a product adds is in columns: those of one projection after those of another; of

@@ -1,0 +1,56 @@
+// Packing an adapter's factors, while it is read: rows of floats are rounded and dealt out to the lanes of panels. It
+// is bound by memory, so one version serves every instruction set.
+#include "pack_factors.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "kernels.h"
+
+namespace octavo {
+
+namespace {
+
+constexpr int64_t kBlock =
+    64;  // columns at a time, so that lines of the panels stay in the cache until all rows are in
+
+uint32_t bits_of(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    return bits;
+}
+
+uint32_t bf16_bits(float value) {  // to nearest even; without a branch, so that compilers make vectors of it
+    const uint32_t bits = bits_of(value), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return (bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded;
+}
+
+// The words of 32 bits that `count` floats become: themselves, or pairs of bf16, the last of which may be alone.
+int64_t words_of(const float* from, int64_t count, int32_t dtype, uint32_t* words) {
+    if (dtype == kF32) {
+        std::memcpy(words, from, static_cast<size_t>(count) * sizeof(float));
+        return count;
+    }
+    const int64_t pairs = count / 2;
+    for (int64_t i = 0; i < pairs; ++i) words[i] = bf16_bits(from[2 * i]) | bf16_bits(from[2 * i + 1]) << 16;
+    if (count % 2 != 0) words[pairs] = bf16_bits(from[count - 1]);
+    return pairs + count % 2;
+}
+
+}  // namespace
+
+void pack_factor_rows(const FactorRows& a) {
+    const int64_t per_word = a.dtype == kF32 ? 1 : 2;
+    for (int64_t column = 0; column < a.columns; column += kBlock) {
+        const int64_t count = std::min(kBlock, a.columns - column);
+        for (int64_t row = 0; row < a.rows; ++row) {
+            if (a.places[row] < 0) continue;
+            uint32_t words[kBlock];
+            const int64_t num_words = words_of(a.source + row * a.stride + column, count, a.dtype, words);
+            uint32_t* out = a.out + a.places[row] + column / per_word * a.lanes;
+            for (int64_t i = 0; i < num_words; ++i) out[i * a.lanes] = words[i];
+        }
+    }
+}
+
+}  // namespace octavo
