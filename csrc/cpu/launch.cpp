@@ -3,6 +3,7 @@
 #include "launch.h"
 
 #include <algorithm>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 
@@ -58,15 +59,15 @@ int64_t last_key(const AttentionArgs& args, int32_t seq, int64_t position) {
 void check_states(const StateArgs& args) {
     for (int32_t s = 0; s < args.num_seqs; ++s) {
         const int64_t num_tokens = args.query_start[s + 1] - args.query_start[s];
-        const int64_t block = args.block_tables[s * args.table_stride];
         if (num_tokens == 0) continue;
         if (num_tokens < 0 || num_tokens > args.seq_lens[s] || args.query_start[s + 1] > args.rows) {
             throw std::invalid_argument("sequence " + std::to_string(s) + " of " + std::to_string(args.seq_lens[s]) +
                                         " tokens cannot compute " + std::to_string(num_tokens) + " of a step's " +
                                         std::to_string(args.rows) + ".");
         }
-        if (block < 0 || block >= args.num_blocks) {
-            throw std::out_of_range("block " + std::to_string(block) + " of sequence " + std::to_string(s) +
+        for (int32_t t = args.query_start[s]; t < args.query_start[s + 1]; ++t) {
+            if (args.slots[t] >= 0 && args.slots[t] < args.num_blocks) continue;
+            throw std::out_of_range("block " + std::to_string(args.slots[t]) + " of sequence " + std::to_string(s) +
                                     " is not below " + std::to_string(args.num_blocks) + ".");
         }
     }

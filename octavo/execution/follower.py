@@ -20,7 +20,7 @@ import msgspec
 from octavo.errors import ConfigError, OctavoError
 from octavo.execution.executor import LocalExecutor
 from octavo.execution.host_workers import Orders
-from octavo.execution.runner import SubmittedStep
+from octavo.execution.submitted_step import SubmittedStep
 from octavo.execution.team import Follower, has_hung_up
 from octavo.execution.team_messages import (
     AgreedSizes,

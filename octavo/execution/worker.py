@@ -24,8 +24,9 @@ from octavo.execution.block_mover import BlockMover, block_bytes, layer_cache
 from octavo.execution.cross_outputs import CrossOutputs
 from octavo.execution.device import Device
 from octavo.execution.media_table import MediaRows, MediaTable
-from octavo.execution.runner import Runner, RunnerAdapters, SubmittedStep
+from octavo.execution.runner import Runner, RunnerAdapters
 from octavo.execution.sequence_table import SequenceTable
+from octavo.execution.submitted_step import SubmittedStep
 from octavo.execution.team import ALONE, Team
 from octavo.execution.team_messages import Offer, Sizes
 from octavo.kv_cache.groups import NULL_BLOCK, LayerCacheSpec, group_layers

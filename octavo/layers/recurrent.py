@@ -60,7 +60,7 @@ class Convolution:
 
 def _places(states: Array, batch: StepBatch, tables: GroupTables) -> tuple[Array, Array, Array, Array]:
     """As operations with states want them."""
-    return states, tables.block_tables, batch.query_start_loc, batch.seq_lens
+    return states, tables.slot_mapping, batch.query_start_loc, batch.seq_lens
 
 
 def decay_rates(parameters: Parameters, name: str, *shape: int) -> NDArray[np.float32]:

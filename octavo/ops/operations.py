@@ -108,15 +108,17 @@ class OpsOver(Protocol[A]):
         N / M neighbours."""
 
     def causal_conv(
-        self, x: A, weight: A, bias: A | None, activation: str, states: A, block_tables: A, query_start_loc: A,
+        self, x: A, weight: A, bias: A | None, activation: str, states: A, slot_mapping: A, query_start_loc: A,
         seq_lens: A,
     ) -> A:  # fmt: skip
         """f(b[c] + sum over j of w[j, c] * x[t - K + 1 + j, c]) over the tokens of each sequence: [T, C]; f is
         "identity" or "silu".
 
         x [T, C]; weight [K, C] and bias [C] float32. `states` [blocks, S] float32 keep K - 1 rows of x from step to
-        step, in a layout of the backend's: sequence s has the state of block block_tables[s, 0], and zeros before its
-        first token. Its rows are found as by `paged_attention`."""
+        step, in a layout of the backend's. The rows of sequence s are found as by `paged_attention`. The first of them
+        goes on from the state in block slot_mapping[t], and from zeros where it is the sequence's first token. The
+        state after row t is left in block slot_mapping[t], where no later row of the sequence has the same block: all
+        rows of a prompt have one, and each guess has its own."""
 
     def num_scan_floats(self, channels: int, num_groups: int, state_size: int) -> int:
         """Numbers that a state of `selective_scan` takes; one of `gated_delta` takes those of its value heads as groups
@@ -124,7 +126,7 @@ class OpsOver(Protocol[A]):
 
     def selective_scan(
         self, x: A, time: A | None, b: A, c: A, a: A, d: A | None, time_bias: A | None,
-        time_limit: tuple[float, float], states: A, block_tables: A, query_start_loc: A, seq_lens: A,
+        time_limit: tuple[float, float], states: A, slot_mapping: A, query_start_loc: A, seq_lens: A,
     ) -> A:  # fmt: skip
         """A state space whose step depends on its input (Gu & Dao 2023, Dao & Gu 2024): the state h [C, N] of a
         sequence becomes exp(s * a) * h + s * b (x), and y = h c + d * x: [T, C].
@@ -135,7 +137,7 @@ class OpsOver(Protocol[A]):
 
     def gated_delta(
         self, query: A, key: A, value: A, decay: A, beta: A, a: A, decay_bias: A, beta_scale: float, states: A,
-        block_tables: A, query_start_loc: A, seq_lens: A, lowest: float = 0.0, alternates: bool = False,
+        slot_mapping: A, query_start_loc: A, seq_lens: A, lowest: float = 0.0, alternates: bool = False,
     ) -> A:  # fmt: skip
         """The gated delta rule (Yang et al. 2025): the state S [Dk, Dv] of each value head becomes g * S + k (x) (e *
         (v - g * S^T k)), and y = S^T q: [T, V * Dv].
@@ -147,7 +149,7 @@ class OpsOver(Protocol[A]):
         exponent L < 0 g is exp(L * sigmoid(-a * (decay + decay_bias))). States are as in `selective_scan`."""
 
     def gated_recurrence(
-        self, x: A, input_gate: A, decay_gate: A, a: A, input_bias: A, decay_bias: A, states: A, block_tables: A,
+        self, x: A, input_gate: A, decay_gate: A, a: A, input_bias: A, decay_bias: A, states: A, slot_mapping: A,
         query_start_loc: A, seq_lens: A,
     ) -> A:  # fmt: skip
         """The real-gated linear recurrent unit (De et al. 2024): the state h [C] of a sequence becomes

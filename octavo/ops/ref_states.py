@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -11,25 +12,30 @@ from octavo.ops.ref_products import FACTORS
 
 
 def _over_states(
-    size: int, states: Tensor, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor
+    size: int, states: Tensor, slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor
 ) -> Iterator[tuple[slice, Tensor]]:
-    """The rows of each sequence and its state [size], zeroed where it begins; what is written there is kept."""
-    for s, seq_len in enumerate(seq_lens.tolist()):
-        rows = slice(int(query_start_loc[s]), int(query_start_loc[s + 1]))
-        if rows.start < rows.stop:
-            state = states[int(block_tables[s, 0]), :size]
-            if seq_len == rows.stop - rows.start:
+    """Rows of each sequence that leave one state, and that state [size] as it is before them, zeroed where the sequence
+    begins; what is written there is kept."""
+    slots, bounds = slot_mapping.tolist(), query_start_loc.tolist()
+    for (begin, end), seq_len in zip(pairwise(bounds), seq_lens.tolist(), strict=True):
+        before: Tensor | None = None
+        for slot, numbers in groupby(range(begin, end), slots.__getitem__):
+            rows, state = list(numbers), states[slot, :size]
+            if before is not None:
+                state.copy_(before)
+            elif seq_len == end - begin:
                 state.zero_()
-            yield rows, state
+            yield slice(rows[0], rows[-1] + 1), state
+            before = state
 
 
 def causal_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, states: Tensor, block_tables: Tensor,
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, states: Tensor, slot_mapping: Tensor,
     query_start_loc: Tensor, seq_lens: Tensor,
 ) -> Tensor:  # fmt: skip
     kernel, width = weight.shape
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    for rows, state in _over_states((kernel - 1) * width, states, block_tables, query_start_loc, seq_lens):
+    for rows, state in _over_states((kernel - 1) * width, states, slot_mapping, query_start_loc, seq_lens):
         seen = torch.cat([state.view(kernel - 1, width), x[rows].float()])
         y = torch.nn.functional.conv1d(seen.T[None], weight.T[:, None], bias, groups=width)[0].T
         out[rows] = FACTORS[activation](y).to(x.dtype)
@@ -43,7 +49,7 @@ def num_scan_floats(channels: int, num_groups: int, state_size: int) -> int:
 
 def selective_scan(
     x: Tensor, time: Tensor | None, b: Tensor, c: Tensor, a: Tensor, d: Tensor | None, time_bias: Tensor | None,
-    time_limit: tuple[float, float], states: Tensor, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
+    time_limit: tuple[float, float], states: Tensor, slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
 ) -> Tensor:  # fmt: skip
     (num_tokens, channels), (groups, size) = x.shape, b.shape[1:]
     x32, steps = x.float(), torch.ones(x.shape, device=x.device)
@@ -54,7 +60,7 @@ def selective_scan(
     b32, c32 = (part.float().repeat_interleave(channels // groups, 1) for part in (b, c))
     rates = a.T if a.dim() == 2 else a[:, None]
     y = torch.zeros(num_tokens, channels, device=x.device) if d is None else d * x32
-    for rows, state in _over_states(channels * size, states, block_tables, query_start_loc, seq_lens):
+    for rows, state in _over_states(channels * size, states, slot_mapping, query_start_loc, seq_lens):
         h = state.view(channels, size)
         for t in range(rows.start, rows.stop):
             step = steps[t, :, None]
@@ -65,7 +71,7 @@ def selective_scan(
 
 def gated_delta(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, a: Tensor, decay_bias: Tensor,
-    beta_scale: float, states: Tensor, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
+    beta_scale: float, states: Tensor, slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
     lowest: float = 0.0, alternates: bool = False,
 ) -> Tensor:  # fmt: skip
     (num_tokens, heads, width), size = value.shape, key.shape[2]
@@ -76,7 +82,7 @@ def gated_delta(
     raw, rates = (decay.float() + decay_bias).view(num_tokens, heads, -1), a[:, None]
     g = torch.exp(lowest * (-rates * raw).sigmoid() if lowest else rates * torch.nn.functional.softplus(raw))
     y = torch.zeros(num_tokens, heads, width, device=value.device)
-    for rows, state in _over_states(heads * size * width, states, block_tables, query_start_loc, seq_lens):
+    for rows, state in _over_states(heads * size * width, states, slot_mapping, query_start_loc, seq_lens):
         memory = state.view(heads, size, width)
         for t in range(rows.start, rows.stop):
             memory *= g[t, :, :, None]
@@ -88,7 +94,7 @@ def gated_delta(
 
 def gated_recurrence(
     x: Tensor, input_gate: Tensor, decay_gate: Tensor, a: Tensor, input_bias: Tensor, decay_bias: Tensor,
-    states: Tensor, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
+    states: Tensor, slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
 ) -> Tensor:  # fmt: skip
     gated = x.float() * (input_gate.float() + input_bias).sigmoid()
     exponents = a * (decay_gate.float() + decay_bias).sigmoid()
@@ -96,7 +102,7 @@ def gated_recurrence(
     roots = torch.sqrt(1 - torch.exp(2 * exponents))
     lengths = query_start_loc.diff()
     roots[query_start_loc[:-1][(lengths > 0) & (lengths == seq_lens)].long()] = 1.0
-    for rows, state in _over_states(x.shape[1], states, block_tables, query_start_loc, seq_lens):
+    for rows, state in _over_states(x.shape[1], states, slot_mapping, query_start_loc, seq_lens):
         for t in range(rows.start, rows.stop):
             state.copy_(torch.exp(exponents[t]) * state + roots[t] * gated[t])
             y[t] = state

@@ -72,6 +72,7 @@ def all_logits(model: Model, ops: Ops, sequences: Sequence[list[int]], seed: int
     num_blocks = width * len(sequences)
     caches = [_cache(ops, spec, num_blocks) for spec in model.layer_caches]
     tables = [rng.permutation(num_blocks).reshape(len(sequences), width) for _ in group_layers(model.layer_caches)]
+    kinds = [group.spec.kind for group in group_layers(model.layer_caches)]
     num_done = [0] * len(sequences)
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     while any(done < len(tokens) for done, tokens in zip(num_done, sequences, strict=True)):
@@ -80,7 +81,7 @@ def all_logits(model: Model, ops: Ops, sequences: Sequence[list[int]], seed: int
             for s, done in enumerate(num_done)
             if done < len(sequences[s])
         ]
-        hidden = model.forward(_batch(rows, sequences, tables), caches)
+        hidden = model.forward(_batch(rows, sequences, kinds, tables), caches)
         found = model.logits(hidden).split([len(chunk) for _, chunk in rows])  # type: ignore[attr-defined]
         for (s, chunk), part in zip(rows, found, strict=True):
             logits[s].append(part)
@@ -95,16 +96,22 @@ def _cache(ops: Ops, spec: LayerCacheSpec, num_blocks: int) -> LayerKVCache:
     return ops.allocate_kv_cache(num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.key_size, "float32", spec.value_size)
 
 
-def _batch(rows: list[tuple[int, range]], sequences: Sequence[list[int]], tables: list[NDArray[np.int64]]) -> StepBatch:
+def _batch(
+    rows: list[tuple[int, range]], sequences: Sequence[list[int]], kinds: list[str], tables: list[NDArray[np.int64]]
+) -> StepBatch:
     tokens = [sequences[s][position] for s, chunk in rows for position in chunk]
     owners = np.array([s for s, chunk in rows for _ in chunk])
     positions = np.array([position for _, chunk in rows for position in chunk])
     groups = tuple(
         GroupTables(
-            torch.from_numpy(table[owners, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE),
+            torch.from_numpy(
+                table[owners, 0]
+                if kind == "state"
+                else table[owners, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+            ),
             torch.from_numpy(table[[s for s, _ in rows]].astype(np.int32)),
         )
-        for table in tables
+        for kind, table in zip(kinds, tables, strict=True)
     )
     return StepBatch(
         token_ids=torch.tensor(tokens, dtype=torch.int32),

@@ -155,7 +155,7 @@ def _olmo_norm(recurrent: str | None, attention: str | None) -> Setting:
 
 
 _GATED_ATTENTION = ATTENTION_BIAS | {"gate": GateDescription(None), "qk_norm": rms(offset=1.0)}
-_GUESSING = {"unused": ("mtp.",)}  # of the model's own head that guesses tokens, which is not built
+_GUESSING = {"unused": ("mtp.",)}  # a module of multi-token prediction: see `octavo.models.heads.module_names`
 _QWEN_EXPERTS = {
     "routing": routing(), "shared": shared_expert(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
     "shared_gate_name": "mlp.shared_expert_gate",
