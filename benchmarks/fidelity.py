@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo import LLM, SamplingParams
-from octavo.execution import runner
+from octavo.execution import prompt_logprobs
 
 if __package__:
     from benchmarks.perplexity import read_tokens
@@ -35,17 +35,17 @@ WINDOW = 512
 def kept_logits() -> Iterator[list[NDArray[Any]]]:
     """Logits of prompt positions, as the runner measures them."""
     kept: list[NDArray[Any]] = []
-    measure = runner.measure
+    measure = prompt_logprobs.measure
 
     def keep(ops: Any, logits: Any, *rest: Any) -> Any:
         kept.append(np.array(logits, np.float32))
         return measure(ops, logits, *rest)
 
-    runner.measure = keep
+    prompt_logprobs.measure = keep
     try:
         yield kept
     finally:
-        runner.measure = measure
+        prompt_logprobs.measure = measure
 
 
 def log_probabilities(model: str, windows: int, **form: Any) -> NDArray[np.float32]:

@@ -10,8 +10,9 @@ from typing import Any
 class GroupTables:
     """Where the tokens of a step lie in the cache of one group of layers."""
 
-    slot_mapping: Any  # [T] int64: block * block_size + offset, -1 has no slot; of a state group the sequence's block
-    block_tables: Any  # [S, max_blocks] int32
+    # [T] int64: block * block_size + offset, -1 has no slot; of a state group the block for the state after it
+    slot_mapping: Any
+    block_tables: Any  # [S, max_blocks] int32; not of a state group
 
 
 @dataclass(frozen=True, slots=True)

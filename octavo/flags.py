@@ -6,14 +6,16 @@ import argparse
 import dataclasses
 import functools
 import json
+import re
 import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self, TypeVar
 
 from octavo.errors import ConfigError
+from octavo.unknown_flags import advice_on
 
 
 def flag(
@@ -44,8 +46,12 @@ def flag(
     return field(default=default, metadata=metadata)
 
 
+Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
+
+
 class FlagParser(argparse.ArgumentParser):
-    """Takes flags with underscores as well as with hyphens, as vLLM does, but no abbreviations."""
+    """Takes flags with underscores as well as with hyphens, as vLLM does, but no abbreviations. Of flags that it does
+    not know it says what to do instead. `--help=WORD` shows the flags that have the word in their names."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
@@ -53,7 +59,40 @@ class FlagParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """What argparse's does, and `parse_args` through it."""
         words = _with_objects([*map(with_hyphens, sys.argv[1:] if args is None else args)])
-        return super().parse_known_args(words, namespace)
+        for word in words:
+            if word.startswith("--help="):
+                self._show(word.removeprefix("--help="))
+        # argparse would take an unknown flag with a space in its value, as JSON has, for a word of its own: a model.
+        unknown = [word for word in words if re.match(r"--\S+=.* ", word) and not self._knows(word)]
+        namespace, others = super().parse_known_args([word for word in words if word not in unknown], namespace)
+        return namespace, unknown + others
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """What argparse's does; the process ends with exit code 2 if a word is unknown."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            names = [word.partition("=")[0].removeprefix("--") for word in unknown if word.startswith("--")]
+            known = [name.removeprefix("--") for name in self._option_string_actions if name.startswith("--")]
+            self.error("\n  ".join([f"unrecognized arguments: {' '.join(unknown)}", *advice_on(names, known)]))
+        return found
+
+    def _show(self, wanted: str) -> NoReturn:
+        """Print the help of some flags, or of `all`, and end the process."""
+        formatter = self._get_formatter()
+        num_found = 0
+        for group in self._action_groups:
+            actions = [a for a in group._group_actions if wanted == "all" or any(wanted in n for n in a.option_strings)]
+            num_found += len(actions)
+            formatter.start_section(group.title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        if not num_found:
+            self.error(f"no flag has {wanted} in its name; --help shows all")
+        print(formatter.format_help(), end="")
+        self.exit()
+
+    def _knows(self, word: str) -> bool:
+        return word.partition("=")[0] in self._option_string_actions
 
 
 def with_hyphens(word: str) -> str:
@@ -86,8 +125,9 @@ class Flags:
     """Base of such dataclasses. Field `max_model_len` is flag `--max-model-len`."""
 
     @classmethod
-    def add_cli_args(cls, parser: argparse.ArgumentParser, *, only: Collection[str] | None = None) -> None:
-        """Add one flag per field, or for the fields named in `only`, with `--no-…` forms for booleans."""
+    def add_cli_args(cls, parser: Parser, *, only: Collection[str] | None = None) -> Parser:
+        """Add one flag per field, or for the fields named in `only`, with `--no-…` forms for booleans, and return the
+        parser."""
         title = cls.__name__.removeprefix("Async").removesuffix("Args").lower()
         built = parser.add_argument_group(title)
         later = parser.add_argument_group(f"{title}, not built yet (only the default is accepted)")
@@ -96,6 +136,7 @@ class Flags:
                 continue
             if f.metadata["is_flag"]:
                 _add_flag(built if f.metadata["built"] else later, f, _value_type(cls, f.name))
+        return parser
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace, **fixed: Any) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from functools import cache
 from importlib.util import find_spec
@@ -20,6 +21,12 @@ def num_cuda_devices() -> int:
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return 0
     return count.value
+
+
+def with_devices(own: range) -> dict[str, str]:
+    """The environment in which a process has only these CUDA devices of those that this one has."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(own.stop)))
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names.split(",")[own.start : own.stop])}
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypeAlias, TypedDict
 
 
 class TextPrompt(TypedDict):
@@ -22,3 +22,6 @@ class TokensPrompt(TypedDict):
     cache_salt: NotRequired[str]
     multi_modal_data: NotRequired[dict[str, Any]]
     multi_modal_uuids: NotRequired[dict[str, Any]]
+
+
+PromptType: TypeAlias = str | list[int] | TextPrompt | TokensPrompt  # token ids may stand for themselves

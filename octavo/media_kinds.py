@@ -57,7 +57,8 @@ class MediaKind:
 
 IMAGE = MediaKind(
     "image", "picture", "image_url", "images", "vision", ("PIL", "httpx"), "sees", "a PIL.Image",
-    ("image/png", "image/jpeg", "image/jpg"), "image/png and image/jpeg", "PNG or JPEG file",
+    ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif"),
+    "image/png, image/jpeg, image/webp and image/gif", "PNG, JPEG, WebP or GIF file",
 )  # fmt: skip
 AUDIO = MediaKind(
     "audio", "sound", "audio_url", "audio", "audio", ("soundfile", "soxr", "httpx"), "hears",

@@ -9,18 +9,29 @@ import asyncio
 import contextlib
 import os
 import queue
-import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 def python_command(module: str, *args: str) -> list[str]:
     """The command that runs a module as `python -m module args` would, with `import_path` as its `sys.path`."""
+    return _command("", module, args)
+
+
+def child_command(module: str, *args: str) -> list[str]:
+    """The same for a child that ends with its parent (`follow_parent`) and not by a signal: Ctrl-C reaches the whole
+    process group, systemd's SIGTERM every process of the unit, and the parent decides how long requests go on. It
+    ignores both before it imports anything, which takes long enough for a user to have second thoughts."""
+    return _command("import signal; [signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)]; ",
+                    module, args)  # fmt: skip
+
+
+def _command(first: str, module: str, args: Sequence[str]) -> list[str]:
     flags = [flag for name, flag in _FLAGS.items() if getattr(sys.flags, name)]
     # Until the path is replaced the child has that of its own start, without its working directory (-P). `site` has run
     # by then, so that what .pth files hook in, such as the finder of an editable installation, is there too.
     code = (
-        f"import sys; sys.path[:] = {import_path()!a}; del sys.argv[0]; import runpy; "
+        f"{first}import sys; sys.path[:] = {import_path()!a}; del sys.argv[0]; import runpy; "
         "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
     )
     return [sys.executable, "-P", *flags, "-c", code, module, *args]
@@ -51,13 +62,6 @@ def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     except ImportError:
         return asyncio.SelectorEventLoop
     return uvloop.new_event_loop
-
-
-def ignore_stop_signals() -> None:
-    """For a child, which ends with its parent: Ctrl-C reaches the whole process group, systemd's SIGTERM every process
-    of the unit, and the parent decides how long requests go on."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
 
 
 def follow_parent(lines: queue.SimpleQueue[bytes], at_end: Callable[[], None] = lambda: None) -> None:

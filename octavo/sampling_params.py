@@ -6,6 +6,7 @@ The meaning of each field is carried out in `octavo.sampling` (logits to tokens)
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections.abc import Callable
@@ -85,6 +86,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
                 _refuse(f"structured_outputs.{name}", getattr(self, name), "true or false")
 
 
+GuidedDecodingParams = StructuredOutputsParams  # vLLM's former name
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -158,6 +160,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     unlikely, "never" when they are impossible."""
     structured_outputs: StructuredOutputsParams | None = None
     """What the answer must be. `LLM` and the async engine take a dictionary of its fields too."""
+    guided_decoding: StructuredOutputsParams | None = None
+    """The former name of `structured_outputs`, under which it is kept."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     bad_words_token_ids: list[list[int]] | None = None
     """Filled in by the engine from `bad_words`; not the caller's to set."""
@@ -181,6 +185,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
                 _refuse("logit_bias", self.logit_bias, "a map of token ids to numbers")
             if not all(map(math.isfinite, self.logit_bias.values())):
                 _refuse("logit_bias", self.logit_bias, "a map of token ids to finite numbers")
+        if self.guided_decoding is not None:
+            if self.structured_outputs is not None:
+                _refuse("guided_decoding", self.guided_decoding, "left out beside structured_outputs")
+            self.structured_outputs, self.guided_decoding = self.guided_decoding, None
         structured: Any = self.structured_outputs
         if isinstance(structured, dict):
             unknown = structured.keys() - set(StructuredOutputsParams.__struct_fields__)
@@ -191,6 +199,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             _refuse("structured_outputs", structured, "StructuredOutputsParams or null")
         self._check_types()
         self._check_ranges()
+
+    def clone(self) -> SamplingParams:
+        """A copy that shares nothing with this but its logits processors."""
+        processors = {id(processor): processor for processor in self.logits_processors or ()}
+        return copy.deepcopy(self, processors)
 
     @property
     def num_sequences(self) -> int:

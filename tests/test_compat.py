@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 
 import octavo
+from octavo import unknown_flags
 from octavo.config import AsyncEngineArgs
 from octavo.config.checks import check as check_engine_args
 from octavo.entrypoints.cli.serve import make_parser, parse_args
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
+from octavo.utils import FlexibleArgumentParser, random_uuid
+from octavo.v1.engine.async_llm import AsyncLLM
+from octavo.v1.engine.llm_engine import LLMEngine
 
 # Flags that work, each with a value that a launch script would give it.
 WORKING = [
@@ -31,6 +36,9 @@ WORKING = [
     "--scheduling-policy priority", "--enforce-eager", "--seed 0", "--chat-template template.jinja",
     "--disable-log-stats", "--max-log-len 100", "--device auto", "--device cpu", "--tensor-parallel-size 1",
     "--pipeline-parallel-size 2", "--enable-expert-parallel --tensor-parallel-size 2", "--data-parallel-size 1",
+    "--data-parallel-size 2 --data-parallel-rank 1", "--data-parallel-size 2 --data-parallel-rank 1 "
+    "--data-parallel-external-lb", "--data-parallel-size 4 --data-parallel-hybrid-lb --data-parallel-size-local 2 "
+    "--data-parallel-start-rank 2",
     "--num-scheduler-steps 1",
     "--host 0.0.0.0", "--port 8000", "--api-key token-abc123", "--api-key one --api-key two", "--root-path /llm",
     '--allowed-origins ["*"]', "--allowed-origins http://a http://b", "--enable-prometheus",
@@ -58,9 +66,8 @@ REFUSED = {
     "--dtype float16": "--dtype float16 is not built for CPUs",
     "--quantization squeezellm": "--quantization squeezellm is not built yet",
     "--device cuda": "--device cuda: no CUDA device was found",
-    "--data-parallel-size 2 --data-parallel-hybrid-lb": "--data-parallel-hybrid-lb True is not built yet",
-    "--data-parallel-size 2 --data-parallel-rank 1": "--data-parallel-rank 1 is not built yet",
-    "--data-parallel-backend ray": "--data-parallel-backend ray is not built yet",
+    "--data-parallel-size 2 --data-parallel-hybrid-lb": "--data-parallel-hybrid-lb needs --data-parallel-size-local",
+    "--data-parallel-size 2 --data-parallel-backend ray": "--data-parallel-size-local must say how many of the 2",
     "--distributed-executor-backend ray": "ray shares the stages of --pipeline-parallel-size out among hosts",
     "--distributed-executor-backend uni": "--distributed-executor-backend uni is not built; mp and ray are",
     '--speculative-config {"method":"mlp_speculator"}': "the speculative method mlp_speculator is not built yet",
@@ -118,6 +125,45 @@ def test_an_unknown_flag_ends_the_command(capsys: pytest.CaptureFixture[str]) ->
     assert "--no-such-flag" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--cpu-offload-gb=4"], "cpu-offload-gb: weights stay where the model runs; --quantization int8"),
+        (["--guided_decoding_backend", "xgrammar"], "guided-decoding-backend: leave it out: structured outputs are"),
+        (["--no-enable-dbo"], "no-enable-dbo: it is not built yet; leave it out."),
+        (["--gpu-memory-utilisation", "0.5"], "perhaps gpu-memory-utilization is meant."),
+        # Values with spaces, as manifests write them, are not taken for a model.
+        (["--kv-transfer-config={'kv_connector': 'x'}"], "kv-transfer-config: it is not built yet"),
+        (["--structured-outputs-config.backend=guidance"], "structured-outputs-config: leave it out"),
+    ],
+)
+def test_an_unknown_flag_of_vllms_says_what_to_do(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(words, "octavo serve")
+    error = capsys.readouterr().err
+    assert "unrecognized arguments: --" in error
+    assert said in error
+
+
+def test_what_is_advised_exists_and_what_exists_needs_no_advice() -> None:
+    known = {name.removeprefix("--") for name in make_parser("octavo serve")._option_string_actions}
+    for field, advice in unknown_flags._ADVICE.items():
+        assert field.replace("_", "-") not in known
+        assert {flag.partition(".")[0] for flag in re.findall(r"--([a-z0-9.-]+)", advice)} <= known, field
+
+
+def test_keywords_and_keys_of_a_file_get_the_same_advice(tmp_path: Path) -> None:
+    with pytest.raises(
+        TypeError, match=r"LLM.. has no arguments enable_sleep_mode. enable_sleep_mode: leave it out: LLM"
+    ):
+        octavo.LLM(enable_sleep_mode=True)
+    (tmp_path / "config.yaml").write_text("max-modal-len: 5")
+    with pytest.raises(ConfigError, match=r"unknown key 'max-modal-len'.*perhaps max_model_len is meant"):
+        parse_args(["--config", str(tmp_path / "config.yaml")], "octavo serve")
+
+
 def test_the_documented_yaml_file_is_the_command_line(tmp_path: Path) -> None:
     """As in vLLM's documentation of `vllm serve --config`."""
     config = tmp_path / "config.yaml"
@@ -127,6 +173,20 @@ def test_the_documented_yaml_file_is_the_command_line(tmp_path: Path) -> None:
     engine_args, server_args = parse_args(["--config", str(config)], "octavo serve")
     assert engine_args.model == "meta-llama/Llama-3.1-8B-Instruct"
     assert (server_args.host, server_args.port, server_args.uvicorn_log_level) == ("127.0.0.1", 6379, "info")
+
+
+def test_an_argument_parser_of_scripts_for_vllm_makes_an_engines_arguments() -> None:
+    """As vLLM's examples begin."""
+    parser = FlexibleArgumentParser(description="Demo on using the engine.")
+    parser = AsyncEngineArgs.add_cli_args(parser)
+    parser.set_defaults(model="some/model")
+    assert AsyncEngineArgs.from_cli_args(parser.parse_args(["--max_model_len", "64"])).max_model_len == 64
+    assert len(random_uuid()) == 32
+
+
+def test_the_engines_have_vllms_newer_names() -> None:
+    assert AsyncLLM is octavo.AsyncLLMEngine
+    assert LLMEngine is octavo.LLMEngine
 
 
 def test_sampling_params_have_every_field() -> None:

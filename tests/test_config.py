@@ -14,8 +14,11 @@ import pytest
 from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig
 from octavo.config.checks import check
 from octavo.errors import ConfigError, LoadError
+from octavo.execution.capacity import num_blocks
 from octavo.flags import FlagParser
+from octavo.kv_cache.groups import group_layers
 from octavo.loading.overrides import longest_context, overridden
+from octavo.models.registry import describe
 
 # The engine flags that launch scripts for vLLM use.
 FLAGS = (
@@ -354,6 +357,21 @@ def gpu(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
 
 def test_a_gpu_is_taken_if_there_is_one_and_nothing_else_was_said(model: dict[str, Any], gpu: None) -> None:
     assert [config(device=device, **model).device for device in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
+
+
+def test_an_encoder_on_a_gpu_is_float16_and_has_room_for_two_steps(tmp_path: Path, gpu: None) -> None:
+    """As vLLM has what is stored in float32, or was before there was anything else: tensor cores take no float32."""
+    bert = {"architectures": ["BertModel"], "model_type": "bert", "hidden_size": 64, "num_attention_heads": 4}
+    for stored, types in {None: ("float16", "float32"), "float32": ("float16", "float32"),
+                          "bfloat16": ("bfloat16", "bfloat16")}.items():  # fmt: skip
+        folder = write_model(tmp_path, **bert, dtype=stored)
+        on_gpu, on_cpu = (config(model=folder, load_format="dummy", device=device) for device in ("cuda", "cpu"))
+        assert (on_gpu.model.dtype, on_cpu.model.dtype) == types
+    assert config(model=folder, load_format="dummy", dtype="float32").model.dtype == "float32"
+    groups = group_layers(describe(on_gpu.model.checkpoint.config, pooling=on_gpu.model.pooling).layer_caches)
+    blocks = {made.device: num_blocks(made, groups, [1], 0, "") for made in (on_gpu, on_cpu)}
+    step = 2048 // 16 + 256  # of as many tokens and sequences as there may be
+    assert blocks == {"cuda": [2 * step + 1], "cpu": [step + 1]}
 
 
 def test_a_gpu_has_types_and_sizes_of_its_own(model: dict[str, Any], gpu: None) -> None:

@@ -11,6 +11,7 @@ import torch
 from octavo import LLM, SamplingParams, StructuredOutputsParams
 from octavo.errors import ConfigError, RequestError
 from octavo.sampling.grammar import ReasoningMarks, ThinkingBudget, WantedGrammar
+from octavo.sampling_params import GuidedDecodingParams
 
 
 @pytest.fixture(scope="module")
@@ -273,6 +274,29 @@ def test_metrics_of_a_request_are_in_order(llm: LLM) -> None:
     assert times.arrival_time <= times.first_scheduled_time <= times.first_token_time
     assert times.first_token_time < times.last_token_time <= times.finished_time
     assert math.isfinite(times.time_in_queue)
+
+
+def test_prompts_that_are_none_are_refused_in_one_line(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="prompts must be one or a list of them, got int"):
+        llm.generate(5)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"a prompt must be text, token ids or a dictionary .* got NoneType"):
+        llm.generate([None])  # type: ignore[list-item]
+
+
+def test_token_ids_may_stand_for_a_prompt(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=2, temperature=0)
+    wanted = llm.generate({"prompt_token_ids": [504, 3575]}, params, use_tqdm=False)[0]
+    for prompts in ([504, 3575], [[504, 3575]]):
+        found = llm.generate(prompts, params, use_tqdm=False)
+        assert [(one.prompt_token_ids, one.outputs[0].token_ids) for one in found] == [
+            (wanted.prompt_token_ids, wanted.outputs[0].token_ids)
+        ]
+
+
+def test_guided_decoding_is_the_former_name_of_structured_outputs(llm: LLM) -> None:
+    for asked in (GuidedDecodingParams(choice=["Positive"]), {"choice": ["Positive"]}):
+        params = SamplingParams(guided_decoding=asked)  # type: ignore[arg-type]
+        assert llm.generate("The mood is", params, use_tqdm=False)[0].outputs[0].text == "Positive"
 
 
 def test_arguments_that_are_unknown_or_not_built_are_refused() -> None:

@@ -82,6 +82,16 @@ def test_a_module_that_is_run_leaves_the_working_directory_alone(
         assert server.get("/v1/models")[0] == 200
 
 
+def test_a_child_is_deaf_to_stop_signals_before_it_imports_anything(tmp_path: Path, hostile: Path) -> None:
+    (tmp_path / "shown.py").write_text(
+        "import os, signal\n"
+        "for number in (signal.SIGINT, signal.SIGTERM): os.kill(os.getpid(), number)\n"
+        "print('goes on')\n"
+    )
+    show = SHOW_PATH.replace("python_command", "child_command")
+    assert run(tmp_path, show, "-P", str(tmp_path), cwd=hostile) == "goes on"
+
+
 @pytest.mark.parametrize("is_zip", [False, True])
 def test_a_child_finds_modules_where_its_parent_does(tmp_path: Path, hostile: Path, is_zip: bool) -> None:
     place = tmp_path / "place 'x' ü"

@@ -11,7 +11,7 @@ import pytest
 
 from octavo import SamplingParams
 from octavo.errors import OctavoError, RequestError
-from octavo.sampling_params import RequestOutputKind
+from octavo.sampling_params import GuidedDecodingParams, RequestOutputKind, StructuredOutputsParams
 
 # The names that users of vLLM know.
 NAMES = (
@@ -133,3 +133,21 @@ def test_parameters_survive_the_wire_and_are_checked_again_there() -> None:
     assert msgspec.to_builtins(SamplingParams()) == {}, "defaults are not sent"
     with pytest.raises(msgspec.ValidationError, match="top_p must be"):
         msgspec.msgpack.decode(msgspec.msgpack.encode({"top_p": 7.0}), type=SamplingParams)
+
+
+def test_the_former_name_of_structured_outputs_is_kept_under_the_new_one() -> None:
+    params = SamplingParams(guided_decoding=GuidedDecodingParams(regex="a+"))
+    assert params == SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
+    with pytest.raises(RequestError, match="guided_decoding must be left out beside structured_outputs"):
+        SamplingParams(structured_outputs={"regex": "a"}, guided_decoding={"regex": "a"})  # type: ignore[arg-type]
+
+
+def test_a_clone_shares_only_the_logits_processors() -> None:
+    def processor(ids: list[int], logits: object) -> object:
+        return logits
+
+    params = SamplingParams(stop=["a"], logits_processors=[processor])
+    clone = params.clone()
+    clone.stop.append("b")
+    assert params.stop == ["a"]
+    assert clone.logits_processors == [processor]

@@ -28,8 +28,9 @@ inline float half_value(uint16_t h) {
 inline float scale_value(uint16_t scale) { return half_value(scale); }
 inline float scale_value(float scale) { return scale; }
 
-// Blocks of codes, then scales (float16, or float32 where they were opened), then minima: of no element, bfloat16 of
-// 32, or of 16 what a start value of QBlock is to be multiplied by, float32.
+// Blocks of codes, two a byte or, of more than four bits, one; then scales (float16, or float32 where they were
+// opened), then minima: of no element, bfloat16 of 32, or of 16 what a start value of QBlock is to be multiplied by,
+// float32.
 template <int bits, int group, int minima, class ScaleType = uint16_t>
 struct IntFormat {
     using Flat = IntFormat;
@@ -38,7 +39,8 @@ struct IntFormat {
     static constexpr int kGroup = group;
     static constexpr bool kMinima = minima == 32, kMinimaBy16 = minima == 16;
     static constexpr int kGroups = kQBlock / group;
-    static constexpr int kCodeBytes = kPanel * kQBlock * bits / 8;
+    static constexpr int kCodesOfByte = bits == 4 ? 2 : 1;
+    static constexpr int kCodeBytes = kPanel * kQBlock / kCodesOfByte;
     static constexpr int kScaleBytes = kPanel * kGroups * static_cast<int>(sizeof(Scale));
     static_assert(minima == 0 || minima == 32 || group == 16);
     static constexpr int kMinimumBytes = kMinima ? kPanel * 4 : kMinimaBy16 ? kPanel * kGroups * 4 : 0;

@@ -311,13 +311,15 @@ struct MultiplyArgs : RowWiseArgs {
     int32_t dtype, out_dtype, kind;
 };
 
-// Layers that carry a state from token to token. Sequence s has tokens query_start[s] .. query_start[s + 1] and the
-// state of block block_tables[s * table_stride]; its very first token finds zeros there. What lies in a state is
-// computed in units that do not depend on each other, a task is some units of a sequence.
+// Layers that carry a state from token to token. Sequence s has tokens query_start[s] .. query_start[s + 1]; the first
+// of them goes on from the state in block slots[t], its very first one from zeros. The state after token t is left in
+// block slots[t], where no later token of the sequence has the same. What lies in a state is computed in units that do
+// not depend on each other, a task is some units of a sequence.
 struct StateArgs : RowArgs {
     float* states;
-    int64_t state_stride, num_blocks, table_stride;
-    const int32_t *block_tables, *query_start, *seq_lens;
+    int64_t state_stride, num_blocks;
+    const int64_t* slots;
+    const int32_t *query_start, *seq_lens;
     int32_t num_seqs;
     int64_t parts;  // Planned: tasks of a sequence.
 };

@@ -14,7 +14,7 @@ namespace {
 template <class F>
 inline int32_t start_of_sum(const QBlock& x, int g) {
     if (F::kBits == 8 && kCodesAreCentred) return 0;
-    if (F::kBits == 4 && F::kGroup == 16) return x.start16[g] / 16;
+    if (F::kBits < 8 && F::kGroup == 16) return x.start16[g] >> (8 - F::kBits);  // exactly
     return F::kBits == 4 ? x.start4[g] : F::kGroup == 32 ? x.start8[g] : x.start16[g];
 }
 
@@ -48,7 +48,7 @@ void int_tile(IntView w, int64_t blocks, const QBlock* rows, int64_t x_stride, b
     constexpr int V = kIntVecs;
     constexpr int kStepBytes = kPanel * 4;
     constexpr int kVecBytes = kLanes * 4;
-    constexpr int kStepsPerGroup = F::kGroup * F::kBits / 32;
+    constexpr int kStepsPerGroup = F::kGroup / F::kCodesOfByte / 4;
     const QBlock* x[R];
     for (int r = 0; r < R; ++r) x[r] = rows + r * x_stride;
     Vec acc[R][kVecsPerPanel];
@@ -85,6 +85,20 @@ void int_tile(IntView w, int64_t blocks, const QBlock* rows, int64_t x_stride, b
                         for (int r = 0; r < R; ++r) {
                             const Ints four = set1_bytes(x[r][b].q + s * 8 + 4);
                             for (int v = 0; v < V; ++v) sum[r][v] = add_to_sums4(sum[r][v], high[v], four);
+                        }
+                    } else if constexpr (F::kBits == 6) {
+                        // Two steps at a time.
+                        if (s % 2) continue;
+                        Ints first[V], second[V];
+                        for (int v = 0; v < V; ++v) {
+                            first[v] = load_ints(step + v * kVecBytes);
+                            second[v] = load_ints(step + kStepBytes + v * kVecBytes);
+                        }
+                        for (int r = 0; r < R; ++r) {
+                            const Ints a = set1_bytes(x[r][b].q + s * 4), c = set1_bytes(x[r][b].q + s * 4 + 4);
+                            for (int v = 0; v < V; ++v) {
+                                sum[r][v] = dot_two_codes6(sum[r][v], first[v], a, second[v], c);
+                            }
                         }
                     } else {
                         Ints codes[V];
@@ -142,8 +156,8 @@ void int_tile_by_matrices(IntView w, int64_t blocks, const QBlock* rows, int64_t
     constexpr int kPairs = (R + 1) / 2;
     constexpr int kStepBytes = kPanel * 4;
     constexpr int kVecBytes = kLanes * 4;
-    // Steps of eight elements of k: one vector of codes of four bits, or two of eight.
-    constexpr int kVecsPerStep = F::kBits / 4;
+    // Steps of eight elements of k: one vector of codes of four bits, or two of more.
+    constexpr int kVecsPerStep = 2 / F::kCodesOfByte;
     constexpr int kStepsPerGroup = F::kGroup / 8;
     const QBlock* x[2 * kPairs];
     for (int r = 0; r < 2 * kPairs; ++r) x[r] = rows + min_of(r, R - 1) * x_stride;
@@ -321,7 +335,8 @@ inline void int_row(const Matrix& m, int64_t n, Function f) {
                 const uint8_t both = static_cast<uint8_t>(w.codes[at / 8 * kPanel * 4 + lane * 4 + at % 4]);
                 code = (at / 4 % 2 == 0 ? both & 15 : both >> 4) - 8;
             } else {
-                code = static_cast<uint8_t>(w.codes[at / 4 * kPanel * 4 + lane * 4 + at % 4]) - 128;
+                code =
+                    static_cast<uint8_t>(w.codes[at / 4 * kPanel * 4 + lane * 4 + at % 4]) - (1 << (Flat::kBits - 1));
             }
             float value = scale_value(scales[at / Flat::kGroup * kPanel + lane]) * static_cast<float>(code);
             if constexpr (Flat::kMinima) {

@@ -334,21 +334,21 @@ void define_operations(nb::module_& m) {
     m.def("linear_by_head", &linear_by_head);
     define<M, &M::x, &M::x_stride, &M::y, &M::y_stride, &M::rows, &M::width, &M::dtype, &M::out, &M::out_dtype,
            &M::kind, &M::shared>(m, "multiply");
-    define<C, &C::states, &C::state_stride, &C::num_blocks, &C::block_tables, &C::table_stride, &C::query_start,
-           &C::seq_lens, &C::num_seqs, &C::rows, &C::dtype, &C::out, &C::x, &C::x_stride, &C::weight, &C::bias,
-           &C::width, &C::kernel, &C::kind>(m, "causal_conv");
-    define<S, &S::states, &S::state_stride, &S::num_blocks, &S::block_tables, &S::table_stride, &S::query_start,
-           &S::seq_lens, &S::num_seqs, &S::rows, &S::dtype, &S::out, &S::x, &S::x_stride, &S::time, &S::time_stride,
-           &S::b, &S::b_stride, &S::c, &S::c_stride, &S::a, &S::wide, &S::d, &S::time_bias, &S::time_min, &S::time_max,
-           &S::channels, &S::head_size, &S::groups, &S::state_size>(m, "selective_scan");
-    define<D, &D::states, &D::state_stride, &D::num_blocks, &D::block_tables, &D::table_stride, &D::query_start,
-           &D::seq_lens, &D::num_seqs, &D::rows, &D::dtype, &D::out, &D::query, &D::query_stride, &D::key,
-           &D::key_stride, &D::value, &D::value_stride, &D::decay, &D::decay_stride, &D::beta, &D::beta_stride, &D::a,
-           &D::decay_bias, &D::beta_scale, &D::key_heads, &D::value_heads, &D::key_size, &D::value_size, &D::by_element,
-           &D::lowest, &D::alternates>(m, "gated_delta");
-    define<G, &G::states, &G::state_stride, &G::num_blocks, &G::block_tables, &G::table_stride, &G::query_start,
-           &G::seq_lens, &G::num_seqs, &G::rows, &G::dtype, &G::out, &G::x, &G::x_stride, &G::input, &G::input_stride,
-           &G::decay, &G::decay_stride, &G::a, &G::input_bias, &G::decay_bias, &G::width>(m, "gated_recurrence");
+    define<C, &C::states, &C::state_stride, &C::num_blocks, &C::slots, &C::query_start, &C::seq_lens, &C::num_seqs,
+           &C::rows, &C::dtype, &C::out, &C::x, &C::x_stride, &C::weight, &C::bias, &C::width, &C::kernel, &C::kind>(
+        m, "causal_conv");
+    define<S, &S::states, &S::state_stride, &S::num_blocks, &S::slots, &S::query_start, &S::seq_lens, &S::num_seqs,
+           &S::rows, &S::dtype, &S::out, &S::x, &S::x_stride, &S::time, &S::time_stride, &S::b, &S::b_stride, &S::c,
+           &S::c_stride, &S::a, &S::wide, &S::d, &S::time_bias, &S::time_min, &S::time_max, &S::channels, &S::head_size,
+           &S::groups, &S::state_size>(m, "selective_scan");
+    define<D, &D::states, &D::state_stride, &D::num_blocks, &D::slots, &D::query_start, &D::seq_lens, &D::num_seqs,
+           &D::rows, &D::dtype, &D::out, &D::query, &D::query_stride, &D::key, &D::key_stride, &D::value,
+           &D::value_stride, &D::decay, &D::decay_stride, &D::beta, &D::beta_stride, &D::a, &D::decay_bias,
+           &D::beta_scale, &D::key_heads, &D::value_heads, &D::key_size, &D::value_size, &D::by_element, &D::lowest,
+           &D::alternates>(m, "gated_delta");
+    define<G, &G::states, &G::state_stride, &G::num_blocks, &G::slots, &G::query_start, &G::seq_lens, &G::num_seqs,
+           &G::rows, &G::dtype, &G::out, &G::x, &G::x_stride, &G::input, &G::input_stride, &G::decay, &G::decay_stride,
+           &G::a, &G::input_bias, &G::decay_bias, &G::width>(m, "gated_recurrence");
     define<PackPartArgs, &PackPartArgs::to, &PackPartArgs::first_row, &PackPartArgs::source,
            &PackPartArgs::source_format, &PackPartArgs::stride, &PackPartArgs::rows>(m, "pack_part");
 }

@@ -10,7 +10,13 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// Calls f(unit, state, first token, end, is_fresh) for the units of a task, `units` of a sequence in all.
+// Where the state after token t is left; that before the first token of a sequence is found where it leaves its own.
+inline float* state_of(const StateArgs& a, int64_t t) { return a.states + a.slots[t] * a.state_stride; }
+
+// Whether no later token overwrites what token t leaves.
+inline bool is_kept(const StateArgs& a, int64_t t, int64_t end) { return t + 1 == end || a.slots[t + 1] != a.slots[t]; }
+
+// Calls f(unit, first token, end, is_fresh) for the units of a task, `units` of a sequence in all.
 template <class F>
 inline void for_units(const StateArgs& a, int64_t task, int64_t units, F f) {
     const int64_t s = task / a.parts;
@@ -18,20 +24,19 @@ inline void for_units(const StateArgs& a, int64_t task, int64_t units, F f) {
     const int64_t begin = a.query_start[s];
     const int64_t end = a.query_start[s + 1];
     if (begin == end) return;
-    float* state = a.states + a.block_tables[s * a.table_stride] * a.state_stride;
     const bool is_fresh = a.seq_lens[s] == end - begin;
-    for (int64_t u = units * part / a.parts; u < units * (part + 1) / a.parts; ++u) f(u, state, begin, end, is_fresh);
+    for (int64_t u = units * part / a.parts; u < units * (part + 1) / a.parts; ++u) f(u, begin, end, is_fresh);
 }
 
 inline int64_t tiles_of(int64_t channels) { return (channels + kStateTile - 1) / kStateTile; }
 
 template <class T, int kKernel>
-void conv_channels(const ConvArgs& a, int64_t first, int lanes, float* state, int64_t begin, int64_t end, bool fresh) {
+void conv_channels(const ConvArgs& a, int64_t first, int lanes, int64_t begin, int64_t end, bool fresh) {
     Vec weight[kKernel];
     Vec window[kKernel];  // of which the last is the token's
     for (int j = 0; j < kKernel; ++j) weight[j] = load_some(a.weight + j * a.width + first, lanes);
     for (int j = 0; j + 1 < kKernel; ++j) {
-        window[j] = fresh ? zero() : load_some(state + j * a.width + first, lanes);
+        window[j] = fresh ? zero() : load_some(state_of(a, begin) + j * a.width + first, lanes);
     }
     const Vec bias = a.bias ? load_some(a.bias + first, lanes) : zero();
     for (int64_t t = begin; t < end; ++t) {
@@ -40,19 +45,20 @@ void conv_channels(const ConvArgs& a, int64_t first, int lanes, float* state, in
         for (int j = 0; j < kKernel; ++j) sum = fma(weight[j], window[j], sum);
         for (int j = 0; j + 1 < kKernel; ++j) window[j] = window[j + 1];
         store_some(static_cast<T*>(a.out) + t * a.width + first, a.kind == kSilu ? gated_by(sum, sum) : sum, lanes);
+        if (!is_kept(a, t, end)) continue;
+        for (int j = 0; j + 1 < kKernel; ++j) store_some(state_of(a, t) + j * a.width + first, window[j], lanes);
     }
-    for (int j = 0; j + 1 < kKernel; ++j) store_some(state + j * a.width + first, window[j], lanes);
 }
 
 void conv(const void* args, int64_t task) {
     const ConvArgs& a = *static_cast<const ConvArgs*>(args);
-    for_units(a, task, tiles_of(a.width), [&](int64_t tile, float* state, int64_t begin, int64_t end, bool fresh) {
+    for_units(a, task, tiles_of(a.width), [&](int64_t tile, int64_t begin, int64_t end, bool fresh) {
         const int64_t first = tile * kStateTile;
         for_vectors(min_of(kStateTile, a.width - first), [&](int64_t i, int lanes) {
             with_element(a.dtype, [&](auto element) {
                 with_constant<kMaxConvKernel>(a.kernel, [&](auto kernel) {
-                    conv_channels<typename decltype(element)::T, decltype(kernel)::kValue>(a, first + i, lanes, state,
-                                                                                           begin, end, fresh);
+                    conv_channels<typename decltype(element)::T, decltype(kernel)::kValue>(a, first + i, lanes, begin,
+                                                                                           end, fresh);
                 });
             });
         });
@@ -66,17 +72,19 @@ inline void widen(const T* x, int64_t n, float* out) {
 }
 
 template <class T, bool kWide>
-void scan_tile(const ScanArgs& a, int64_t tile, float* state, int64_t begin, int64_t end, bool fresh) {
+void scan_tile(const ScanArgs& a, int64_t tile, int64_t begin, int64_t end, bool fresh) {
     const int64_t n = a.state_size;
     const int64_t group_channels = a.channels / a.groups;
     const int64_t group = tile / tiles_of(group_channels);
     const int64_t first_in_group = tile % tiles_of(group_channels) * kStateTile;
     const int64_t count = min_of(kStateTile, group_channels - first_in_group);
     const int64_t first = group * group_channels + first_in_group;
-    state += tile * n * kStateTile;
+    const int64_t place = tile * n * kStateTile;
+    float* state = state_of(a, begin) + place;
     if (fresh) memset(state, 0, static_cast<size_t>(n * kStateTile) * sizeof(float));
     alignas(64) float b[kMaxStateSize + kStateTile], c[kMaxStateSize + kStateTile];
     for (int64_t t = begin; t < end; ++t) {
+        float* left = state_of(a, t) + place;
         widen(static_cast<const T*>(a.b) + t * a.b_stride + group * n, n, b);
         widen(static_cast<const T*>(a.c) + t * a.c_stride + group * n, n, c);
         const T* x_row = static_cast<const T*>(a.x) + t * a.x_stride + first;
@@ -98,28 +106,27 @@ void scan_tile(const ScanArgs& a, int64_t tile, float* state, int64_t begin, int
             const Vec input = mul(step, x);
             Vec decay = kWide ? zero() : exp(mul(step, load_some(a.a + first + i, lanes)));
             Vec sums[4] = {zero(), zero(), zero(), zero()};
-            float* h = state + i;
-            for (int64_t k = 0; k < n; ++k, h += kStateTile) {
+            for (int64_t k = 0; k < n; ++k) {
                 if (kWide) decay = exp(mul(step, load_some(a.a + k * a.channels + first + i, lanes)));
-                const Vec next = fma(load(h), decay, mul(input, set1(b[k])));
-                store(h, next);
+                const Vec next = fma(load(state + k * kStateTile + i), decay, mul(input, set1(b[k])));
+                store(left + k * kStateTile + i, next);
                 sums[k % 4] = fma(next, set1(c[k]), sums[k % 4]);
             }
             Vec y = add(add(sums[0], sums[1]), add(sums[2], sums[3]));
             if (a.d) y = fma(x, load_some(a.d + first + i, lanes), y);
             store_some(out + i, y, lanes);
         });
+        state = left;
     }
 }
 
 void scan(const void* args, int64_t task) {
     const ScanArgs& a = *static_cast<const ScanArgs*>(args);
     const int64_t tiles = a.groups * tiles_of(a.channels / a.groups);
-    for_units(a, task, tiles, [&](int64_t tile, float* state, int64_t begin, int64_t end, bool fresh) {
+    for_units(a, task, tiles, [&](int64_t tile, int64_t begin, int64_t end, bool fresh) {
         with_element(a.dtype, [&](auto element) {
             using T = typename decltype(element)::T;
-            a.wide ? scan_tile<T, true>(a, tile, state, begin, end, fresh)
-                   : scan_tile<T, false>(a, tile, state, begin, end, fresh);
+            a.wide ? scan_tile<T, true>(a, tile, begin, end, fresh) : scan_tile<T, false>(a, tile, begin, end, fresh);
         });
     });
 }
@@ -137,19 +144,21 @@ inline Vec decay_exponent(const DeltaArgs& a, Vec rate, Vec raw) {
 }
 
 template <class T, bool kByElement>
-void delta_tile(const DeltaArgs& a, int64_t tile, float* state, int64_t begin, int64_t end, bool fresh) {
+void delta_tile(const DeltaArgs& a, int64_t tile, int64_t begin, int64_t end, bool fresh) {
     const int64_t n = a.key_size;
     const int64_t head = tile / tiles_of(a.value_size);
     const int64_t key_head = a.alternates ? head % a.key_heads : head / (a.value_heads / a.key_heads);
     const int64_t first = tile % tiles_of(a.value_size) * kStateTile;
     const int64_t count = min_of(kStateTile, a.value_size - first);
-    state += tile * n * kStateTile;
+    const int64_t place = tile * n * kStateTile;
+    float* state = state_of(a, begin) + place;
     if (fresh) memset(state, 0, static_cast<size_t>(n * kStateTile) * sizeof(float));
     alignas(64) float query[kMaxStateSize + kStateTile], key[kMaxStateSize + kStateTile];
     // By element, and the keys that meet what has not decayed yet.
     alignas(64) float decays[kMaxStateSize + kStateTile], decayed[kMaxStateSize + kStateTile];
     const Vec rate = set1(a.a[head]);
     for (int64_t t = begin; t < end; ++t) {
+        float* left = state_of(a, t) + place;
         widen(static_cast<const T*>(a.query) + t * a.query_stride + key_head * n, n, query);
         widen(static_cast<const T*>(a.key) + t * a.key_stride + key_head * n, n, key);
         const T* of_token = static_cast<const T*>(a.decay) + t * a.decay_stride;
@@ -179,38 +188,37 @@ void delta_tile(const DeltaArgs& a, int64_t tile, float* state, int64_t begin, i
             const Vec known = kByElement ? sum : mul(decay, sum);
             const Vec change = mul(beta, sub(load_some(value + i, lanes), known));
             Vec sums[4] = {zero(), zero(), zero(), zero()};
-            float* h = state + i;
-            for (int64_t k = 0; k < n; ++k, h += kStateTile) {
+            for (int64_t k = 0; k < n; ++k) {
                 const Vec kept = kByElement ? set1(decays[k]) : decay;
-                const Vec next = fma(set1(key[k]), change, mul(load(h), kept));
-                store(h, next);
+                const Vec next = fma(set1(key[k]), change, mul(load(state + k * kStateTile + i), kept));
+                store(left + k * kStateTile + i, next);
                 sums[k % 4] = fma(next, set1(query[k]), sums[k % 4]);
             }
             store_some(out + i, add(add(sums[0], sums[1]), add(sums[2], sums[3])), lanes);
         });
+        state = left;
     }
 }
 
 void delta(const void* args, int64_t task) {
     const DeltaArgs& a = *static_cast<const DeltaArgs*>(args);
     const int64_t tiles = a.value_heads * tiles_of(a.value_size);
-    for_units(a, task, tiles, [&](int64_t tile, float* state, int64_t begin, int64_t end, bool fresh) {
+    for_units(a, task, tiles, [&](int64_t tile, int64_t begin, int64_t end, bool fresh) {
         with_element(a.dtype, [&](auto element) {
             using T = typename decltype(element)::T;
-            a.by_element ? delta_tile<T, true>(a, tile, state, begin, end, fresh)
-                         : delta_tile<T, false>(a, tile, state, begin, end, fresh);
+            a.by_element ? delta_tile<T, true>(a, tile, begin, end, fresh)
+                         : delta_tile<T, false>(a, tile, begin, end, fresh);
         });
     });
 }
 
 template <class T>
-void recurrence_channels(const RecurrenceArgs& a, int64_t first, int lanes, float* state, int64_t begin, int64_t end,
-                         bool fresh) {
+void recurrence_channels(const RecurrenceArgs& a, int64_t first, int lanes, int64_t begin, int64_t end, bool fresh) {
     const Vec one = set1(1.0f);
     const Vec rate = load_some(a.a + first, lanes);
     const Vec input_bias = load_some(a.input_bias + first, lanes);
     const Vec decay_bias = load_some(a.decay_bias + first, lanes);
-    Vec h = fresh ? zero() : load_some(state + first, lanes);
+    Vec h = fresh ? zero() : load_some(state_of(a, begin) + first, lanes);
     for (int64_t t = begin; t < end; ++t) {
         const Vec x = load_some(static_cast<const T*>(a.x) + t * a.x_stride + first, lanes);
         const Vec input = load_some(static_cast<const T*>(a.input) + t * a.input_stride + first, lanes);
@@ -223,17 +231,17 @@ void recurrence_channels(const RecurrenceArgs& a, int64_t first, int lanes, floa
             h = fma(exp(exponent), h, mul(sqrt(max(zero(), sub(one, exp(add(exponent, exponent))))), gated));
         }
         store_some(static_cast<T*>(a.out) + t * a.width + first, h, lanes);
+        if (is_kept(a, t, end)) store_some(state_of(a, t) + first, h, lanes);
     }
-    store_some(state + first, h, lanes);
 }
 
 void recurrence(const void* args, int64_t task) {
     const RecurrenceArgs& a = *static_cast<const RecurrenceArgs*>(args);
-    for_units(a, task, tiles_of(a.width), [&](int64_t tile, float* state, int64_t begin, int64_t end, bool fresh) {
+    for_units(a, task, tiles_of(a.width), [&](int64_t tile, int64_t begin, int64_t end, bool fresh) {
         const int64_t first = tile * kStateTile;
         for_vectors(min_of(kStateTile, a.width - first), [&](int64_t i, int lanes) {
             with_element(a.dtype, [&](auto element) {
-                recurrence_channels<typename decltype(element)::T>(a, first + i, lanes, state, begin, end, fresh);
+                recurrence_channels<typename decltype(element)::T>(a, first + i, lanes, begin, end, fresh);
             });
         });
     });

@@ -66,6 +66,10 @@ inline Ints centred(Ints codes) { return codes; }
 inline Ints begin_sums4(int32_t start) { return set1_int(start); }
 inline Ints add_to_sums4(Ints sums, Ints codes, Ints x) { return dot_codes4(sums, codes, x); }
 inline Ints end_sums4(Ints sums, int32_t) { return sums; }
+// Adds the products of two steps of codes of six bits.
+inline Ints dot_two_codes6(Ints acc, Ints codes, Ints x, Ints more_codes, Ints more_x) {
+    return dot_codes4(dot_codes4(acc, codes, x), more_codes, more_x);
+}
 #endif
 
 #ifndef OCTAVO_ISA_AVX512

@@ -105,9 +105,6 @@ inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
 inline Ints load_ints(const void* p) { return vreinterpretq_s32_u8(vld1q_u8(static_cast<const uint8_t*>(p))); }
 inline void store_ints(void* p, Ints v) { vst1q_u8(static_cast<uint8_t*>(p), vreinterpretq_u8_s32(v)); }
 inline Ints add_ints(Ints a, Ints b) { return vaddq_s32(a, b); }
-inline Ints sub_bytes(Ints a, Ints b) {
-    return vreinterpretq_s32_u8(vsubq_u8(vreinterpretq_u8_s32(a), vreinterpretq_u8_s32(b)));
-}
 inline Ints and_ints(Ints a, Ints b) { return vandq_s32(a, b); }
 inline Ints or_ints(Ints a, Ints b) { return vorrq_s32(a, b); }
 template <int bits>

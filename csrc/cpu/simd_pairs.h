@@ -26,3 +26,9 @@ inline Ints dot_codes8(Ints acc, Ints codes, Ints x) {
 inline Ints begin_sums4(int32_t) { return set1_int(0); }
 inline Ints add_to_sums4(Ints sums, Ints codes, Ints x) { return now(add_shorts(sums, multiply_pairs(codes, x))); }
 inline Ints end_sums4(Ints sums, int32_t start) { return add_ints(set1_int(start), widen_shorts(sums)); }
+
+// Of codes of six bits two products each fit 16 bits: 4 * 63 * 127.
+inline Ints dot_two_codes6(Ints acc, Ints codes, Ints x, Ints more_codes, Ints more_x) {
+    const Ints sums = add_shorts(multiply_pairs(codes, x), multiply_pairs(more_codes, more_x));
+    return now(add_ints(acc, widen_shorts(sums)));
+}

@@ -86,10 +86,6 @@ inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
 inline Ints load_ints(const void* p) { return read<Ints>(p); }
 inline void store_ints(void* p, Ints v) { memcpy(p, &v, sizeof(v)); }
 inline Ints add_ints(Ints a, Ints b) { return bits_of<Ints>(bits_of<Pairs>(a) + bits_of<Pairs>(b)); }
-inline Ints sub_bytes(Ints a, Ints b) {
-    typedef uint8_t Bytes __attribute__((vector_size(16)));
-    return bits_of<Ints>(bits_of<Bytes>(a) - bits_of<Bytes>(b));
-}
 inline Ints and_ints(Ints a, Ints b) { return a & b; }
 inline Ints or_ints(Ints a, Ints b) { return a | b; }
 template <int bits>

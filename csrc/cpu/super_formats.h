@@ -399,7 +399,7 @@ struct FormatQ2K {
 // Q6_K: 256 elements are the float16 units of their scales, 16 scales of eight bits (128 more than they stand for), and
 // codes of which sixteen neighbours are three vectors of lanes of four, and the fourth in their high bits.
 struct FormatQ6K {
-    using Flat = IntFormat<8, 16, 0, float>;
+    using Flat = IntFormat<6, 16, 0, float>;
     static constexpr int kBits = 6;
     static constexpr int kHeaderBytes = kPanel * (2 + kSuperblock / 16);
     static constexpr int kCodeBytes = kPanel * kQBlock * 6 / 8;
@@ -416,9 +416,7 @@ struct FormatQ6K {
         return mul(load_half(reinterpret_cast<const uint16_t*>(super) + v * kLanes), set1(inverse));
     }
 
-    // Codes become those of the flat format, whose zero is 128.
     static inline IntView open(const char* panel, int64_t block, int64_t blocks, float inverse, char* opened) {
-        const Ints less = set1_int(static_cast<int32_t>(0xa0a0a0a0u));
         const Ints six = set1_int(0x3f3f3f3f);
         const char* super = panel + block * kBlockBytes;
         const IntView view = {opened, kOpenedBytes, opened + Flat::kCodeBytes, kOpenedBytes};
@@ -431,11 +429,8 @@ struct FormatQ6K {
                         Ints three[3];
                         for (int s = 0; s < 3; ++s) three[s] = load_ints(from + (s * kPanel + v * kLanes) * 4);
                         char* out = to + (4 * step * kPanel + v * kLanes) * 4;
-                        for (int s = 0; s < 3; ++s) {
-                            store_ints(out + s * kPanel * 4, sub_bytes(and_ints(three[s], six), less));
-                        }
-                        store_ints(out + 3 * kPanel * 4,
-                                   sub_bytes(fourth_of_six_bits(three[0], three[1], three[2]), less));
+                        for (int s = 0; s < 3; ++s) store_ints(out + s * kPanel * 4, and_ints(three[s], six));
+                        store_ints(out + 3 * kPanel * 4, fourth_of_six_bits(three[0], three[1], three[2]));
                     }
                 }
                 float* scales = reinterpret_cast<float*>(to + Flat::kCodeBytes);

@@ -1,4 +1,4 @@
-"""The flags of adapters, checked: `LoRAConfig`."""
+"""The flags of adapters, checked, and what a model's own adapters ask for: `LoRAConfig`."""
 
 from __future__ import annotations
 
@@ -8,21 +8,28 @@ from pathlib import Path
 from typing import Any
 
 from octavo.config.engine_args import EngineArgs
-from octavo.config.engine_config import LoRAConfig, LoRAModule
+from octavo.config.engine_config import LoRAConfig, LoRAModule, MediaConfig
+from octavo.config.media import ADAPTER_FILE
 from octavo.errors import ConfigError
+from octavo.loading.weight_files import read_json
 
 MAX_LORA_RANK = 512
 
 
-def lora_config(args: EngineArgs, impl: str, device: str, dtype: str) -> LoRAConfig | None:
+def lora_config(args: EngineArgs, impl: str, device: str, dtype: str, media: MediaConfig | None) -> LoRAConfig | None:
     """None where no adapters are served. Raises `ConfigError` for what cannot be honoured."""
+    own = list(media.adapters.values()) if media is not None else []
+    if own:
+        _check_beside_own(args, device)
     if not args.enable_lora:
+        idle = EngineArgs()
         for name in (
             "lora_modules", "lora_root", "lora_target_modules", "lora_memory_gb", "enable_runtime_lora_updating",
+            "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype",
         ):  # fmt: skip
-            if getattr(args, name):
+            if getattr(args, name) != getattr(idle, name):
                 raise ConfigError(f"--{name.replace('_', '-')} needs --enable-lora.")
-        return None
+        return _of_own(own, dtype) if own else None
     if impl != "octavo":
         raise ConfigError("--enable-lora is not built for models that transformers computes (--model-impl).")
     if device == "cuda" and args.tensor_parallel_size * args.pipeline_parallel_size > 1:
@@ -50,6 +57,50 @@ def lora_config(args: EngineArgs, impl: str, device: str, dtype: str) -> LoRACon
         may_update=args.enable_runtime_lora_updating or bool(os.environ.get("OCTAVO_ALLOW_RUNTIME_LORA_UPDATING")),
         download_dir=args.download_dir,
         memory_bytes=None if args.lora_memory_gb is None else int(args.lora_memory_gb * (1 << 30)),
+    )
+
+
+def _check_beside_own(args: EngineArgs, device: str) -> None:
+    """Raise `ConfigError` for what is not built beside adapters that media choose."""
+    shares = args.tensor_parallel_size * args.pipeline_parallel_size > 1
+    for what, is_so in {
+        "--enable-lora": args.enable_lora,
+        "several GPUs": device == "cuda" and shares,
+        "--reproducible-parallel": bool(args.reproducible_parallel) and args.tensor_parallel_size > 1,
+    }.items():
+        if is_so:
+            raise ConfigError(
+                f"{what} is not built with models that bring adapters for their media; leave it out, or add "
+                "--language-model-only."
+            )
+
+
+def _of_own(folders: list[str], dtype: str) -> LoRAConfig:
+    """As large as a model's own adapters, all of which a step may have."""
+    max_rank, modules = 1, set[str]()
+    is_open = False  # any module may be changed
+    for folder in folders:
+        path = Path(folder) / ADAPTER_FILE
+        config = read_json(str(path))
+        targets = config.get("target_modules")
+        ranks = [config.get("r", 8), *(config.get("rank_pattern") or {}).values()]
+        if not all(type(rank) is int and 1 <= rank <= MAX_LORA_RANK for rank in ranks):
+            raise ConfigError(f"{path}: ranks must be 1 to {MAX_LORA_RANK}, got {ranks!r:.60}.")
+        max_rank = max(max_rank, *ranks)
+        if isinstance(targets, list):
+            modules.update(targets)
+        else:
+            is_open = True  # an expression says which
+    return LoRAConfig(
+        max_loras=len(folders),
+        max_rank=max_rank,
+        max_cpu_loras=len(folders),
+        dtype=dtype,
+        target_modules=None if is_open else sorted(modules),
+        modules=[],
+        roots=[],
+        may_update=False,
+        takes_requests=False,
     )
 
 

@@ -9,11 +9,12 @@ from typing import Any
 
 from octavo.config.adapters import lora_config
 from octavo.config.checks import SAMPLING_DEFAULTS, check
+from octavo.config.data_parallel import engine_hosts_config
 from octavo.config.engine_args import AUTO_LENGTH, EngineArgs
 from octavo.config.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from octavo.config.media import media_config
 from octavo.config.number_types import cache_dtype, load_quantization, model_dtype
-from octavo.config.parallel import check_shared, engine_hosts_config, is_reproducible, layer_partition, nodes_config
+from octavo.config.parallel import check_shared, is_reproducible, layer_partition, nodes_config
 from octavo.config.pooling import pooling_of
 from octavo.config.sound import sound_config
 from octavo.config.speculation import draft_config, speculative_config
@@ -50,7 +51,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
     )
     code_folder = _code_folder(args, checkpoint)
     description = describe(checkpoint.config, args.model_impl, code_folder)
-    pooling, checkpoint = pooling_of(args, checkpoint, description, device)
+    pooling, checkpoint = pooling_of(args, checkpoint, description)
     check_shared(args, description, pooling, device)
     # Tokens of a prompt that see later ones are computed in one step, and are not those of another prompt.
     whole_prompts = pooling.whole_prompts if pooling is not None else description.sees_ahead == "prompt"
@@ -116,12 +117,13 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
         pipeline_layer_partition=layer_partition(args),
         nodes=nodes_config(args),
         data_parallel_size=args.data_parallel_size,
+        data_parallel_rank=args.data_parallel_rank or 0,
         engine_hosts=engine_hosts_config(args),
         cpu_threads=args.cpu_threads,
         cpus=_cpus(args),
         allow_additional_properties=args.allow_additional_properties,
         log_stats=not args.disable_log_stats,
-        lora=lora_config(args, description.impl, device, dtype),
+        lora=lora_config(args, description.impl, device, dtype, media),
         media=media,
         sound=sound_config(args, checkpoint, description, device, pools=pooling is not None),
         speculative=speculative,

@@ -214,11 +214,18 @@ class EngineArgs(Flags):
     )  # fmt: skip
     data_parallel_rpc_port: int = flag(29550, "Port of the host that serves for the others.")
     data_parallel_rank: int | None = flag(
-        None, "Number of the one engine behind this server, behind a balancer of others' making.", built=False
-    )
-    data_parallel_external_lb: bool = flag(False, "A server for each engine.", built=False)
-    data_parallel_hybrid_lb: bool = flag(False, "A server for the engines of each host.", built=False)
-    data_parallel_backend: str = flag("mp", "How they are run: mp, processes of this host.")
+        None, "Number of the one engine of this server: each of --data-parallel-size has a server of its own, and a "
+        "balancer before them picks one for each request.",
+    )  # fmt: skip
+    data_parallel_external_lb: bool = flag(False, "As --data-parallel-rank says, which it needs.")
+    data_parallel_hybrid_lb: bool = flag(
+        False, "Each host has a server of its own for its engines, --data-parallel-size-local of them from "
+        "--data-parallel-start-rank on, and a balancer before them picks one for each request.",
+    )  # fmt: skip
+    data_parallel_backend: str = flag(
+        "mp", "Who starts engines on other hosts: mp, whoever runs the same with --headless there; or ray, on hosts of "
+        "its cluster, --data-parallel-size-local on each.",
+    )  # fmt: skip
     distributed_executor_backend: str | None = flag(
         None, "How workers are run: mp, processes of this host and those of --nnodes; or ray, which starts nodes on "
         "other hosts of its cluster for the stages of --pipeline-parallel-size, one each or as many as --nnodes says.",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from octavo.errors import ConfigError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.pooling_params import PoolingConfig
 from octavo.sampling_params import MAX_LOGPROBS
@@ -89,6 +91,7 @@ class LoRAConfig:
     may_update: bool  # clients may load and unload adapters
     download_dir: str | None = None
     memory_bytes: int | None = None  # of the device; None: of `max_loras` of the largest rank on all products
+    takes_requests: bool = True  # callers name adapters; else a prompt's media choose among the model's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,7 @@ class MediaConfig:
     frames_prompts: bool = False  # marks behind the last picture and at the end of a prompt of text
     counts_pictures: bool = False  # a picture alone in its prompt is processed in another way than one of several
     longest_s: float | None = None  # what the model hears of a sound; None: all
+    adapters: Mapping[str, str] = field(default_factory=dict)  # folders: of a kind's prompts, the first that has media
     allowed_folder: str | None = None  # of file: URLs, without links in it; None: none are
     allowed_domains: list[str] = field(default_factory=list)  # in lower case; none: all are
     allows_private: bool = False  # addresses that are not of the public internet
@@ -158,12 +162,14 @@ class NodesConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineHostsConfig:
-    """Hosts that the engines behind a server are shared out among, and which engines are this one's."""
+    """Hosts that engines are shared out among, and which engines are this one's."""
 
     num_local: int
-    start_rank: int  # of its first engine; 0 on the host of the server
-    address: str  # of that host, where the others join
+    start_rank: int  # of its first engine; 0 on the host of the server, if there is one server
+    address: str  # of that host, where the others join; empty: that which Ray has of it
     port: int
+    ray_flags: dict[str, Any] | None = None  # `EngineArgs` of the other hosts, which Ray starts; None: by hand
+    have_servers: bool = False  # each host one of its own, which no other joins
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +189,7 @@ class EngineConfig:
     pipeline_parallel_size: int = 1  # stages that share the layers out, of so many workers each
     pipeline_layer_partition: list[int] | None = None  # layers of each stage
     nodes: NodesConfig = NodesConfig()
-    data_parallel_size: int = 1  # engines behind one server
+    data_parallel_size: int = 1  # engines, of one server or several
     data_parallel_rank: int = 0  # of this one
     engine_hosts: EngineHostsConfig | None = None  # None: all of them are here
     cpu_threads: int | None = None  # None: as many as fit
@@ -197,8 +203,8 @@ class EngineConfig:
 
     @property
     def num_slots(self) -> int:
-        """Requests that run at once at most, in all engines."""
-        return self.scheduler.max_num_seqs * self.data_parallel_size
+        """Requests that run at once at most, in all engines of the server."""
+        return self.scheduler.max_num_seqs * len(self.served_ranks)
 
     def stages(self, num_layers: int) -> list[range]:
         """The layers of each stage. Raises `ConfigError`."""
@@ -208,22 +214,41 @@ class EngineConfig:
 
     @property
     def local_ranks(self) -> range:
-        """The engines behind the server that are on this host."""
+        """The engines that are on this host."""
         if self.engine_hosts is None:
             return range(self.data_parallel_size)
         first = self.engine_hosts.start_rank
         return range(first, first + self.engine_hosts.num_local)
 
+    @property
+    def place(self) -> int:
+        """Of this engine among those of its host."""
+        return self.data_parallel_rank - self.local_ranks.start
+
+    @property
+    def served_ranks(self) -> range:
+        """The engines behind the server: all of them, or those of this host where each has a server of its own."""
+        hosts = self.engine_hosts
+        return self.local_ranks if hosts is not None and hosts.have_servers else range(self.data_parallel_size)
+
     def replica(self, rank: int) -> EngineConfig:
-        """That of one of the engines of a host, with its share of the memory."""
+        """That of one of the engines of a host, with its share of the memory; GPUs are each one's own."""
         size, cache = len(self.local_ranks), self.cache
+        num_bytes = cache.memory_bytes
         own = replace(
             cache,
             cpu_memory_utilization=cache.cpu_memory_utilization / size,
-            memory_bytes=None if cache.memory_bytes is None else cache.memory_bytes // size,
+            memory_bytes=num_bytes if num_bytes is None or self.device != "cpu" else num_bytes // size,
             swap_space_bytes=cache.swap_space_bytes // size,
         )
         return replace(self, data_parallel_rank=rank, cache=own)
+
+    def one_engine(self) -> EngineConfig:
+        """That of the engine of this host, if it has one. Raises `ConfigError`."""
+        if len(self.served_ranks) > 1:
+            size = self.data_parallel_size
+            raise ConfigError(f"data_parallel_size {size}: this is one engine; LLM and octavo serve run several.")
+        return self.replica(self.served_ranks.start)
 
     def with_max_model_len(self, length: int) -> EngineConfig:
         return replace(self, model=replace(self.model, max_model_len=length))

@@ -13,8 +13,9 @@ from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.weight_files import read_json
 from octavo.media_kinds import IMAGE, KINDS, VIDEO
 from octavo.models.description import ModelDescription
-from octavo.models.media import MEDIA_FAMILIES, media_token, video_token
+from octavo.models.media import MEDIA_FAMILIES, media_adapters, media_token, video_token
 
+ADAPTER_FILE = "adapter_config.json"  # PEFT's
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _FLAGS = (  # which a model that neither sees nor hears could only ignore
     "limit_mm_per_prompt", "language_model_only", "allowed_local_media_path", "allowed_media_domains",
@@ -93,6 +94,7 @@ def media_config(
         max_pixels=args.max_image_pixels,
         max_seconds=args.max_audio_seconds,
         longest_s=family.longest_s,
+        adapters=_adapters(checkpoint, description),
         cache_tokens=max(args.media_cache_tokens, max_model_len),
         video=_video_config(args, checkpoint, description, limits),
         hidden_size=description.hidden_size,
@@ -106,6 +108,20 @@ def media_config(
         fetch_timeout_s=args.media_fetch_timeout,
         max_redirects=args.max_media_redirects,
     )
+
+
+def _adapters(checkpoint: Checkpoint, description: ModelDescription) -> dict[str, str]:
+    """By kind, the folders of the checkpoint's own adapters. Raises `ConfigError` where one is not there."""
+    found = {}
+    for kind, name in media_adapters(checkpoint.config, description.architecture).items():
+        folder = Path(checkpoint.path) / name
+        if not (folder / ADAPTER_FILE).is_file():
+            raise ConfigError(
+                f"{checkpoint.name} takes an adapter for {KINDS[kind].noun}s, and there is no {ADAPTER_FILE} in "
+                f"{folder}; add --language-model-only to serve it without."
+            )
+        found[kind] = str(folder)
+    return found
 
 
 def _video_config(

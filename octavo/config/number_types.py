@@ -28,6 +28,8 @@ def model_dtype(args: EngineArgs, checkpoint: Checkpoint, device: str, is_encode
         stored = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
         if stored is None and is_encoder:  # of a time when none were stored as anything else
             stored = "float32"
+        if stored == "float32" and is_encoder and device == "cuda":  # whose tensor cores have none
+            stored = "float16"
         kept = ("float32", "float16") if device == "cuda" else ("float32",)
         dtype = str(stored) if stored in kept else "bfloat16"
     if args.kv_cache_dtype not in ("auto", dtype, *CACHE_BYTES):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import fields
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from octavo.config.engine_args import AUTO_LENGTH, EngineArgs
-from octavo.config.engine_config import EngineHostsConfig, NodesConfig
+from octavo.config.data_parallel import (
+    check_data_parallel,
+    check_ray_is_here,
+    flags_for_ray,
+    joins_others,
+    local_engines,
+)
+from octavo.config.engine_args import EngineArgs
+from octavo.config.engine_config import NodesConfig
 from octavo.errors import ConfigError
 from octavo.hardware import num_cuda_devices
 from octavo.node_token import check_token
@@ -24,16 +29,9 @@ MAX_GPUS = 8  # whose sums are one tree of `octavo.ops.cuda_collectives`
 
 def check_parallel(args: EngineArgs, device: str) -> None:
     """Raises `ConfigError` for what does not go together with several workers, or not yet."""
-    size, num_stages, replicas = args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size
-    if args.data_parallel_backend != "mp":
-        raise ConfigError(
-            f"--data-parallel-backend {args.data_parallel_backend} is not built yet; mp is: processes of each host."
-        )
-    _check_engine_hosts(args)
-    if replicas > 1 and device != "cpu":
-        raise ConfigError(f"--data-parallel-size {replicas} is not built yet on GPUs; start a server for each.")
-    num_replicas = args.data_parallel_size_local or replicas
-    num_workers = num_replicas * size * num_stages // num_nodes(args)  # of this host
+    size, num_stages = args.tensor_parallel_size, args.pipeline_parallel_size
+    check_data_parallel(args, device)
+    num_workers = len(local_engines(args)) * size * num_stages // num_nodes(args)  # of this host
     if device == "cuda":
         _check_devices(args, num_workers)
     elif args.cpu_threads is not None and args.cpu_threads < num_workers:
@@ -75,9 +73,11 @@ def _check_devices(args: EngineArgs, num_workers: int) -> None:
     if size > MAX_GPUS:
         raise ConfigError(f"--tensor-parallel-size {size} is more than the {MAX_GPUS} GPUs that may share a layer.")
     if num_workers > max(1, found):
+        engines = len(local_engines(args))
+        times = f" times {engines} engines of --data-parallel-size" if engines > 1 else ""
         raise ConfigError(
-            f"--tensor-parallel-size {size} times --pipeline-parallel-size {num_stages} is {num_workers} GPUs, one for "
-            f"each worker, and there are {found} here (as CUDA_VISIBLE_DEVICES says)."
+            f"--tensor-parallel-size {size} times --pipeline-parallel-size {num_stages}{times} is {num_workers} GPUs, "
+            f"one for each worker, and there are {found} here (as CUDA_VISIBLE_DEVICES says)."
         )
 
 
@@ -100,9 +100,7 @@ def nodes_config(args: EngineArgs) -> NodesConfig:
     """Raises `ConfigError` for flags that other hosts cannot be told."""
     if not uses_ray(args):
         return NodesConfig(args.nnodes, args.node_rank, args.master_addr, args.master_port)
-    flags = {f.name: getattr(args, f.name) for f in fields(EngineArgs)} | {"distributed_executor_backend": None}
-    if any(map(callable, flags.values())):
-        raise ConfigError("--distributed-executor-backend ray tells other hosts the flags: none may be a function.")
+    flags = flags_for_ray(args, "distributed_executor_backend")
     address = "" if args.master_addr == EngineArgs.master_addr else args.master_addr
     return NodesConfig(num_nodes(args), 0, address, args.master_port, flags)
 
@@ -116,12 +114,11 @@ def _check_ray(args: EngineArgs) -> None:
     if args.pipeline_parallel_size == 1:
         raise ConfigError(
             "--distributed-executor-backend ray shares the stages of --pipeline-parallel-size out among hosts, and "
-            "that is 1: leave the backend out."
+            "that is 1: leave the backend out. --data-parallel-backend ray is for engines."
         )
     if args.node_rank:
         raise ConfigError("--node-rank is for nodes that are started by hand, and Ray starts them: leave it out.")
-    if find_spec("ray") is None:
-        raise ConfigError("--distributed-executor-backend ray needs Ray: pip install 'octavo[ray]', on all hosts.")
+    check_ray_is_here("--distributed-executor-backend")
 
 
 def _check_nodes(args: EngineArgs) -> None:
@@ -137,43 +134,14 @@ def _check_nodes(args: EngineArgs) -> None:
             f"--nnodes {args.nnodes} shares out the stages of --pipeline-parallel-size, which is "
             f"{args.pipeline_parallel_size}: it must be a multiple. --tensor-parallel-size is within each host."
         )
-    if args.data_parallel_size > 1:
+    if len(local_engines(args)) > 1 or joins_others(args):
         several = "--distributed-executor-backend ray" if uses_ray(args) else "--nnodes"
-        raise ConfigError(f"{several} is not built yet with --data-parallel-size; leave one of them out.")
+        raise ConfigError(
+            f"{several} is not built yet with --data-parallel-size, except where each engine has a server of its own "
+            "(--data-parallel-rank); leave one of them out."
+        )
     if not uses_ray(args):  # for which a token is made
         check_token(args.master_addr, "--master-addr")
-
-
-def _check_engine_hosts(args: EngineArgs) -> None:
-    size, num_local, first = args.data_parallel_size, args.data_parallel_size_local, args.data_parallel_start_rank
-    if not 0 < args.data_parallel_rpc_port < 65536:
-        raise ConfigError(f"--data-parallel-rpc-port must be between 1 and 65535, got {args.data_parallel_rpc_port}.")
-    if num_local is None and first:
-        raise ConfigError(f"--data-parallel-start-rank {first} needs --data-parallel-size-local, the engines here.")
-    num_local = num_local or size
-    if not 0 <= first <= first + num_local <= size:
-        raise ConfigError(
-            f"--data-parallel-start-rank {first} and --data-parallel-size-local {num_local} are engines {first} to "
-            f"{first + num_local - 1}, and --data-parallel-size {size} has 0 to {size - 1}."
-        )
-    if num_local == size:
-        return
-    if args.max_model_len == AUTO_LENGTH:
-        raise ConfigError(
-            "--max-model-len auto is not built yet with engines on several hosts, which may have room for different "
-            "lengths: give a number."
-        )
-    check_token(args.data_parallel_address, "--data-parallel-address")
-
-
-def engine_hosts_config(args: EngineArgs) -> EngineHostsConfig | None:
-    """None where all engines are on this host."""
-    if args.data_parallel_size_local in (None, args.data_parallel_size):
-        return None
-    return EngineHostsConfig(
-        args.data_parallel_size_local, args.data_parallel_start_rank, args.data_parallel_address,
-        args.data_parallel_rpc_port,
-    )  # fmt: skip
 
 
 def layer_partition(args: EngineArgs) -> list[int] | None:

@@ -16,7 +16,7 @@ from octavo.pooling_params import DenseConfig, PoolingConfig
 
 
 def pooling_of(
-    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, device: str
+    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription
 ) -> tuple[PoolingConfig | None, Checkpoint]:
     """How the model pools, or None where it generates; and the checkpoint, with the tokens that judge by number.
     Raises `ConfigError`."""
@@ -41,8 +41,6 @@ def pooling_of(
     overrides = {**(args.override_pooler_config or {}), **(args.pooler_config or {})}
     wanted = Wanted(runner, convert, overrides, args.enable_chunked_prefill)
     pooling = pooling_config(checkpoint, description, sentence, wanted)
-    if pooling is not None and device != "cpu":
-        raise ConfigError("models that pool are not built for GPUs yet; use --device cpu.")
     if pooling is not None and sentence is not None:
         pooling = replace(pooling, max_length=sentence.max_length)
     return pooling, checkpoint

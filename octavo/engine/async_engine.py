@@ -26,7 +26,7 @@ from octavo.engine.output_processor import OutputProcessor, RequestFailed
 from octavo.engine.request_log import log_request
 from octavo.engine.supervisor import Supervisor
 from octavo.engine.wire import Abort, BlockMap, CacheWasReset, CoreMessage, Ready, StepOutputs
-from octavo.errors import ConfigError, EngineStoppingError, OctavoError, RequestError
+from octavo.errors import EngineDeadError, EngineStoppingError, OctavoError, RequestError
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.lora.request import LoRARequest
 from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
@@ -119,11 +119,7 @@ class AsyncLLMEngine:
         else:
             log = {}
         config = args.create_engine_config()
-        if config.data_parallel_size > 1:
-            raise ConfigError(
-                f"--data-parallel-size {config.data_parallel_size}: this is one engine; octavo serve runs several."
-            )
-        return cls(config, metrics=metrics, **log)
+        return cls(config.one_engine(), metrics=metrics, **log)
 
     @property
     def config(self) -> EngineConfig:
@@ -139,6 +135,23 @@ class AsyncLLMEngine:
         """Whether the core has ended for good without `shutdown`."""
         failure = self._supervisor.failure
         return failure is not None and not isinstance(failure, EngineStoppingError)
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine has ended for good, as vLLM calls it; `dead_error` says why."""
+        return self._supervisor.failure is not None
+
+    @property
+    def dead_error(self) -> OctavoError:
+        return self._supervisor.failure or EngineDeadError("the engine is not dead.")
+
+    @property
+    def is_running(self) -> bool:
+        return not self.errored
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.errored
 
     @property
     def is_ready(self) -> bool:
@@ -243,7 +256,8 @@ class AsyncLLMEngine:
         shown_id = shown_id or request.request_id
         if request.params.logits_processors:
             raise RequestError(
-                "logits_processors are Python callables and run only with LLM, in its process; use logit_bias here.",
+                "logits_processors are Python callables and run only with an LLM of one engine, in its process; use "
+                "logit_bias here.",
                 param="logits_processors",
             )
         if shown_id in self._streams:

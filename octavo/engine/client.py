@@ -69,10 +69,11 @@ class EngineClient(Protocol):
 
 def make_engine(config: EngineConfig, *, core: CoreProcess | None = None, **options: Any) -> EngineClient:
     """One engine, or as many as the configuration says. The `options` are those of `AsyncLLMEngine`."""
-    if config.data_parallel_size == 1:
+    ranks = config.served_ranks
+    if len(ranks) == 1:
         from octavo.engine.async_engine import AsyncLLMEngine
 
-        return AsyncLLMEngine(config, core=core, **options)
+        return AsyncLLMEngine(config.replica(ranks.start), core=core, **options)
     from octavo.engine.data_parallel import DataParallelEngine
 
     return DataParallelEngine(config, core=core, **options)

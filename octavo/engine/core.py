@@ -17,7 +17,7 @@ from octavo.config import EngineConfig
 from octavo.engine.adapters import AdapterLibrary
 from octavo.engine.preparing import LoadingAdapter, Preparing
 from octavo.engine.wire import AdapterLoaded, BlockMap, StepOutputs
-from octavo.errors import ConfigError, DeviceMemoryError, RequestError
+from octavo.errors import DeviceMemoryError, RequestError
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.lora.pool import AdapterPool
 from octavo.plan import StepPlan
@@ -71,11 +71,6 @@ class EngineCore:
         self.cost = StepCostModel.derived(
             executor.weight_bytes, executor.cache_bytes // num_slots, *_MACHINES[config.device]
         )
-        if config.speculative is not None and cache.states:
-            raise ConfigError(
-                f"the speculative method {config.speculative.method} needs a model without recurrent states: what "
-                "guesses do to a state cannot be undone. Leave speculation out."
-            )
         if speculation is None:
             max_draft_len = config.draft.max_model_len if config.draft is not None else 0
             speculation = make_speculation(config.speculative, self.cost, max_draft_len)

@@ -9,7 +9,7 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -27,7 +27,8 @@ from octavo.engine.wire import (
     is_readable,
 )
 from octavo.errors import EngineDeadError, OctavoError
-from octavo.processes import python_command
+from octavo.hardware import with_devices
+from octavo.processes import child_command
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +39,10 @@ _MAX_PATH_BYTES = 98  # of the sockets' folder: a socket's path has 103 bytes at
 class CoreProcess:
     """A core that has been started and imports what it needs, while its parent makes the configuration."""
 
-    def __init__(self) -> None:
-        command = python_command("octavo.engine.core_process", str(time.monotonic()), logs.current_format())
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        """`environment` is what it has otherwise than this process."""
+        command = child_command("octavo.engine.core_process", str(time.monotonic()), logs.current_format())
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | (environment or {}))
 
     def configure(self, args: CoreProcessArgs) -> None:
         """Send the configuration."""
@@ -78,7 +80,8 @@ class CoreClient:
 
     def __init__(self, config: EngineConfig, core: CoreProcess | None = None) -> None:
         self.loading_since: float | None = time.monotonic()
-        core = core or CoreProcess()
+        self._environment = _environment(config)
+        core = core or CoreProcess(self._environment)
         self.process = core.process
         try:
             self._folder = _make_socket_folder()
@@ -157,7 +160,7 @@ class CoreClient:
 
     def successor(self) -> CoreProcess | None:
         """What the next core may begin as, once this one has ended."""
-        return CoreProcess()
+        return CoreProcess(self._environment)
 
     def end_reason(self) -> str:
         """What has become of a process whose status is known, for clients too. To be asked before `close`."""
@@ -188,6 +191,14 @@ class CoreClient:
         self._receiver.close(linger=0)
         self._context.term()
         self._folder.cleanup()
+
+
+def _environment(config: EngineConfig) -> dict[str, str]:
+    """Each engine of a host has devices of its own: those that its workers' numbers begin from."""
+    if config.device != "cuda" or not config.place:
+        return {}
+    size = config.tensor_parallel_size * config.pipeline_parallel_size
+    return with_devices(range(config.place * size, (config.place + 1) * size))
 
 
 def _make_socket_folder() -> tempfile.TemporaryDirectory[str]:

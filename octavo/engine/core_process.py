@@ -40,7 +40,7 @@ from octavo.engine.wire import (
 from octavo.errors import OctavoError
 from octavo.logs import configure_logging
 from octavo.phases import Phases
-from octavo.processes import follow_parent, ignore_stop_signals
+from octavo.processes import follow_parent
 from octavo.request import EngineRequest
 
 logger = logging.getLogger("octavo.engine.core_process")  # which may run as __main__
@@ -52,7 +52,6 @@ _goodbyes: list[Callable[[], None]] = []  # to be said before the process ends w
 
 def main() -> None:
     """Run until the parent goes or something fails; exit status 1 says that a `Failed` message was sent."""
-    ignore_stop_signals()
     started, log_format = sys.argv[1:]
     phases = Phases(float(started))
     lines = queue.SimpleQueue[bytes]()

@@ -49,6 +49,22 @@ class _Forecasts:
         return min(one.seconds_alone(num_tokens) for one in self._of_engines())
 
 
+def _open_to_others(config: EngineConfig, options: dict[str, Any]) -> EngineHosts:
+    """Where engines of other hosts join, which Ray starts if it is to. Raises `ConfigError`."""
+    assert config.engine_hosts is not None
+    if config.engine_hosts.ray_flags is None:
+        return EngineHosts(config)
+    from octavo.engine.ray_engines import RayEngines
+
+    told = {name: options[name] for name in ("max_restarts", "ready_timeout_s") if name in options}
+    others = RayEngines(config, **told)
+    try:
+        return EngineHosts(others.config, others)
+    except BaseException:
+        others.close()
+        raise
+
+
 class DataParallelEngine:
     """What `AsyncLLMEngine` does, over several. See there what each method does, and raises."""
 
@@ -61,28 +77,26 @@ class DataParallelEngine:
         **options: Any,
     ) -> None:
         """`core` and `metrics` are those of the first engine, the `options` of all."""
-        size = config.data_parallel_size
-        self._router = Router(size, config.cache.block_size, _MAX_BLOCKS)
+        ranks = config.served_ranks
+        self._router = Router(len(ranks), config.cache.block_size, _MAX_BLOCKS)
         self.metrics = metrics
         if metrics is not None:
-            metrics.of_engines += [
-                EngineMetrics(metrics.model_name, config.model.max_model_len) for _ in range(1, size)
-            ]
+            length = config.model.max_model_len
+            metrics.of_engines += [EngineMetrics(metrics.model_name, length, rank) for rank in ranks[1:]]
         self._engines: list[AsyncLLMEngine] = []
         self._hosts: EngineHosts | None = None
         try:
-            if config.engine_hosts is not None:
-                self._hosts = EngineHosts(config)
-            for rank in range(size):
-                is_here = self._hosts is None or rank in config.local_ranks
+            if len(ranks) > len(config.local_ranks):
+                self._hosts = _open_to_others(config, options)
+            for place, rank in enumerate(ranks):
                 self._engines.append(
                     AsyncLLMEngine(
                         config.replica(rank),
-                        make_core=None if is_here else partial(self._join, rank),
-                        metrics=None if metrics is None else metrics.of_engines[rank],
-                        core=core if rank == 0 else None,
-                        inputs=self._engines[0].inputs if rank else None,
-                        on_loss=lambda rank=rank: self._router.forget(rank),  # type: ignore[misc]
+                        make_core=None if rank in config.local_ranks else partial(self._join, rank),
+                        metrics=None if metrics is None else metrics.of_engines[place],
+                        core=core if place == 0 else None,
+                        inputs=self._engines[0].inputs if place else None,
+                        on_loss=lambda place=place: self._router.forget(place),  # type: ignore[misc]
                         **options,
                     )
                 )

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -38,10 +38,13 @@ from octavo.engine.wire import (
     decode_core_message,
     encode_message,
 )
-from octavo.errors import ConfigError, EngineDeadError
+from octavo.errors import ConfigError, EngineDeadError, OctavoError
 from octavo.node_token import TOKEN_VARIABLE, check_token, group_token
 from octavo.request import EngineRequest
 from octavo.version import __version__
+
+if TYPE_CHECKING:
+    from octavo.engine.ray_engines import RayEngines
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +60,10 @@ class _Link(NamedTuple):
 class EngineHosts:
     """Where they join. Methods may be called by any thread."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, starter: RayEngines | None = None) -> None:
         """Raises `ConfigError` where this host cannot be listened at, and without a token where one is needed."""
         assert config.engine_hosts is not None
-        hosts = config.engine_hosts
+        hosts, self._starter = config.engine_hosts, starter
         check_token(hosts.address, "--data-parallel-address")
         self._config, self._settings = config, settings_of(config)
         self._lock = threading.Lock()
@@ -69,7 +72,7 @@ class EngineHosts:
         self._awaited: dict[int, Future[Member]] = {}
         self._links: dict[bytes, Future[_Link]] = {}
         self._has_begun = self._is_closed = False
-        self._failure: ConfigError | None = None  # a host that did not fit
+        self._failure: OctavoError | None = None  # a host that did not fit, or was not there
         self.address = show_address((hosts.address, hosts.port))
         try:
             self._door = Door((hosts.address, hosts.port), self._take)
@@ -80,14 +83,16 @@ class EngineHosts:
             ) from None
         secret = f"a token of {TOKEN_VARIABLE}" if group_token() else "no token"
         logger.info("engines of other hosts join at %s, with %s", self.address, secret)
+        if starter is not None:
+            starter.start(self._fail)
 
     def begin(self) -> None:
         """All engines have been ready: from now on a host that does not fit is turned away, and nothing else."""
         self._has_begun = True
 
     def host_of(self, rank: int) -> Future[Member]:
-        """The next one that comes with an engine, which may be there already. Fails with `ConfigError` if that does not
-        fit, until `begin`."""
+        """The next one that comes with an engine, which may be there already. Fails where one does not fit, or does not
+        come, until `begin`."""
         found: Future[Member] = Future()
         with self._lock:
             waiting = self._waiting.pop(rank, None)
@@ -114,6 +119,8 @@ class EngineHosts:
             waiting, self._waiting = self._waiting, {}
         if not was_closed:
             self._door.close()
+            if self._starter is not None:
+                self._starter.close()
             for host in waiting.values():
                 refuse(host.connection, Refused("the server has ended"))
 
@@ -132,13 +139,7 @@ class EngineHosts:
         if wrong is not None:
             refuse(host.connection, Refused(wrong))
             logger.warning("%s cannot join: %s", host, wrong)
-            with self._lock:
-                self._failure = None if self._has_begun else ConfigError(f"{host} cannot join: {wrong}.")
-                for one in self._awaited.values() if self._failure is not None else ():
-                    if one.set_running_or_notify_cancel():
-                        one.set_exception(self._failure)
-                if self._failure is not None:
-                    self._awaited.clear()
+            self._fail(ConfigError(f"{host} cannot join: {wrong}."))
             return
         with self._lock:
             other = self._present.get(rank)
@@ -152,6 +153,17 @@ class EngineHosts:
                 return
         logger.warning("%s is turned away: there is %s", host, other)
         refuse(host.connection, Refused(f"there is {other} already", may_pass=True))
+
+    def _fail(self, error: OctavoError) -> None:
+        """A start in which not all engines come."""
+        with self._lock:
+            if self._has_begun:
+                return
+            self._failure = error
+            for one in self._awaited.values():
+                if one.set_running_or_notify_cancel():
+                    one.set_exception(error)
+            self._awaited.clear()
 
     def _misfit(self, join: Join) -> str | None:
         own, size = self._config.local_ranks, self._config.data_parallel_size
@@ -220,7 +232,7 @@ class RemoteCore:
         """What `handle` raises ends this."""
         try:
             host = await self._arrival()
-        except ConfigError as error:
+        except OctavoError as error:
             handle(Failed(str(error), expected=True))
             self._end(str(error))
             return
@@ -273,7 +285,7 @@ class RemoteCore:
             self._hosts.forget_link(session)
 
     async def _arrival(self) -> Member:
-        """Raises `ConfigError`."""
+        """Raises what `EngineHosts.host_of` fails with."""
         coming = asyncio.wrap_future(self._hosts.host_of(self._rank))
         wait_s = _FIRST_NOTICE_S
         while True:

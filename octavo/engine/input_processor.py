@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -26,12 +26,22 @@ if TYPE_CHECKING:
     from octavo.multimodal.listening import Listener
     from octavo.multimodal.processor import MediaProcessor
 
-# str, {"prompt": str} or {"prompt_token_ids": [int]}; the dictionaries may also hold "cache_salt", and
+# str, a list of token ids, {"prompt": str} or {"prompt_token_ids": [int]}; dictionaries may also hold "cache_salt", and
 # "prediction", text or token ids of which the answer may largely consist, and "multi_modal_data", {"image": PIL.Image}
 # or {"audio": samples at 16 kHz, or a pair of samples and their rate}, or a list of such, one for each placeholder of
 # the prompt in order; "multi_modal_uuids", {"image": "name"} or a list of names, are what later prompts may name them
 # by, with None in the place of the medium.
-PromptInput = str | Mapping[str, Any]
+PromptInput = str | list[int] | Mapping[str, Any]
+
+
+def as_prompts(prompts: PromptInput | Sequence[PromptInput]) -> Sequence[PromptInput]:
+    """A list of prompts, where there may be one. Raises `RequestError` for what is neither."""
+    if isinstance(prompts, str | Mapping) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], int)):
+        return [cast(PromptInput, prompts)]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts must be one or a list of them, got {type(prompts).__name__}.", param="prompt")
+    return cast(Sequence[PromptInput], prompts)
+
 
 _MAX_CHARACTERS_PER_TOKEN = 1024  # more than the longest token of any vocabulary we know
 
@@ -43,6 +53,7 @@ class InputProcessor:
         self.model = model = config.model
         self.scheduler = config.scheduler
         self._lora = config.lora
+        self._own_adapters = config.media.adapters if config.media is not None else {}
         self._allows_additional_properties = config.allow_additional_properties
         self.tokenizer = tokenizer
         self._ids = itertools.count()
@@ -124,6 +135,8 @@ class InputProcessor:
         self._check_scheduling(params, priority)
         self._check_logprobs(params)
         made, media = self._make_prompt(prompt, params, add_special_tokens)
+        if made.media and self._own_adapters and not isinstance(prompt, str | list):
+            adapter = self._adapter_of(prompt["multi_modal_data"])
         if adapter is not None:
             made = msgspec.structs.replace(made, adapter=adapter.identity)
         params = msgspec.structs.replace(params)
@@ -142,19 +155,29 @@ class InputProcessor:
             max_tokens=self._max_tokens(params, len(made.token_ids), clamps_max_tokens),
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             priority=priority,
-            prediction=[] if isinstance(prompt, str) else self._prediction(prompt.get("prediction")),
+            prediction=self._prediction(prompt.get("prediction")) if isinstance(prompt, Mapping) else [],
             adapter=adapter,
             media=media,
         )
 
     def find_adapter(self, asked: LoRARequest) -> AdapterSource:
         """Where an adapter lies and what it holds now. It may read files, and fetch them from the hub."""
-        if self._lora is None:
+        if self._lora is None or not self._lora.takes_requests:
             raise RequestError(f"adapter {asked.lora_name!r} needs --enable-lora.", param="lora_request")
         try:
             return source(asked.lora_name, asked.lora_path, self._lora.download_dir, may_fetch=True)
         except LoadError as e:
             raise RequestError(f"adapter {asked.lora_name!r}: {e}", param="lora_request") from None
+
+    def _adapter_of(self, media: Mapping[str, Any]) -> AdapterSource | None:
+        """That of the model's own which a prompt with such media takes. Raises `RequestError`."""
+        for kind, folder in self._own_adapters.items():
+            if kind in media:
+                try:
+                    return source(kind, folder)
+                except LoadError as e:
+                    raise RequestError(f"the adapter of the model's {KINDS[kind].noun}s: {e}", status=500) from None
+        return None
 
     def refuse_if_it_pools(self) -> None:
         """Raise `RequestError` for a model that does not generate."""
@@ -189,11 +212,12 @@ class InputProcessor:
     ) -> tuple[Prompt, list[MediaInput]]:
         """A prompt as callers give it, tokenized, cut if that is asked for, and checked; and what its media's rows
         are made of."""
-        if isinstance(prompt, str):
-            prompt = {"prompt": prompt}
+        if isinstance(prompt, str | list):
+            prompt = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
         if not isinstance(prompt, Mapping):
             raise RequestError(
-                f"a prompt must be text or a dictionary with prompt or prompt_token_ids, got {type(prompt).__name__}.",
+                "a prompt must be text, token ids or a dictionary with prompt or prompt_token_ids, got "
+                f"{type(prompt).__name__}.",
                 param="prompt",
             )
         text, salt = prompt.get("prompt"), prompt.get("cache_salt")

@@ -11,8 +11,9 @@ from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import InputProcessor, PromptInput
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
 from octavo.engine.sleeping import SLEEPERS, check_level, woken_by
-from octavo.errors import ConfigError, OctavoError, RequestError
+from octavo.errors import OctavoError, RequestError
 from octavo.loading.tokenizer import load_tokenizer
+from octavo.lora.request import LoRARequest
 from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from octavo.request import EngineRequest
 from octavo.sampling_params import SamplingParams
@@ -37,11 +38,7 @@ class LLMEngine:
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
         """Raises `ConfigError` or `LoadError` if the model cannot be served that way."""
-        config = args.create_engine_config()
-        if config.data_parallel_size > 1:
-            size = config.data_parallel_size
-            raise ConfigError(f"data_parallel_size {size}: this is one engine; octavo serve runs several.")
-        return cls(config)
+        return cls(args.create_engine_config().one_engine())
 
     @property
     def core(self) -> EngineCore:
@@ -61,13 +58,17 @@ class LLMEngine:
         prompt: PromptInput,
         params: SamplingParams | None = None,
         arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
         *,
         priority: int = 0,
     ) -> None:
-        """Queue a request. `arrival_time` is `time.monotonic`'s. Raises `RequestError` for one that cannot run."""
+        """Queue a request, to be computed with an adapter if one is named. `arrival_time` is `time.monotonic`'s. Raises
+        `RequestError` for one that cannot run."""
         if request_id in self._ids:
             raise RequestError(f"request id {request_id!r} is in use.", param="request_id")
-        self.add(self.inputs.process(prompt, params, priority=priority, arrival_time=arrival_time), request_id)
+        adapter = None if lora_request is None else self.inputs.find_adapter(lora_request)
+        request = self.inputs.process(prompt, params, priority=priority, arrival_time=arrival_time, adapter=adapter)
+        self.add(request, request_id)
 
     def add(self, request: EngineRequest, shown_id: str | None = None) -> None:
         """Queue a request that `inputs.process` has made. Its outputs bear `shown_id`, if that is not its own."""

@@ -71,8 +71,8 @@ class PoolingInput:
         config = inputs.model.pooling
         if config is None:
             raise RequestError(
-                f"{inputs.model.served_model_names[0]} generates text and has no vectors to give; start a server with "
-                "--runner pooling to serve its hidden states as embeddings.",
+                f"{inputs.model.served_model_names[0]} generates text and has no vectors to give; --runner pooling "
+                "(runner='pooling' from Python) gives its hidden states as embeddings.",
                 code="model_generates",
             )
         self.config = config

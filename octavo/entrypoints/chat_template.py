@@ -175,7 +175,12 @@ def _without_tool_roles(message: Mapping[str, Any]) -> dict[str, Any]:
     result = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}
     if message.get("role") == "tool":
         result["role"] = "user"
-        result["content"] = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
+        content = message.get("content") or ""
+        if isinstance(content, list):
+            start, end = ({"type": "text", "text": text} for text in ("<tool_response>\n", "\n</tool_response>"))
+            result["content"] = [start, *content, end]
+        else:
+            result["content"] = f"<tool_response>\n{content}\n</tool_response>"
     elif calls := message.get("tool_calls"):
         texts = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
         content = message.get("content")

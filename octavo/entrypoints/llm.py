@@ -1,14 +1,15 @@
-"""`LLM`: the engine for scripts. Many prompts in, all answers out, in order, all of it in the caller's process."""
+"""`LLM`: the engine for scripts. Many prompts in, all answers out, in order, all of it in the caller's process, unless
+there are several engines."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.config import EngineArgs
 from octavo.engine.core import EngineCore
-from octavo.engine.input_processor import PromptInput
+from octavo.engine.input_processor import PromptInput, as_prompts
 from octavo.engine.llm_engine import LLMEngine
 from octavo.entrypoints.chat_template import render_chat
 from octavo.entrypoints.llm_pooling import PoolingMethods
@@ -26,6 +27,10 @@ from octavo.outputs import (
 )
 from octavo.request import AdapterSource, EngineRequest
 from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from octavo.unknown_flags import advice_on
+
+if TYPE_CHECKING:
+    from octavo.engine.data_parallel_llm import DataParallelLLMEngine
 
 
 class LLM(PoolingMethods):
@@ -40,10 +45,18 @@ class LLM(PoolingMethods):
         # cores from the native kernels'. It reads this when it starts its pool.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         configure_logging("engine")
-        unknown = set(engine_args) - set(EngineArgs.__dataclass_fields__)
+        unknown = sorted(set(engine_args) - set(EngineArgs.__dataclass_fields__))
         if unknown:
-            raise TypeError(f"LLM() got unknown or not yet built arguments: {', '.join(sorted(unknown))}")
-        self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=model, **engine_args))
+            advice = advice_on(unknown, EngineArgs.__dataclass_fields__)
+            raise TypeError(" ".join([f"LLM() has no arguments {', '.join(unknown)}.", *advice]))
+        config = EngineArgs(model=model, **engine_args).create_engine_config()
+        self.llm_engine: LLMEngine | DataParallelLLMEngine
+        if len(config.served_ranks) == 1:
+            self.llm_engine = LLMEngine(config.one_engine())
+        else:
+            from octavo.engine.data_parallel_llm import DataParallelLLMEngine
+
+            self.llm_engine = DataParallelLLMEngine(config)
         self.config, self.tokenizer = self.llm_engine.config, self.llm_engine.tokenizer
         self.inputs = self.llm_engine.inputs
 
@@ -95,14 +108,13 @@ class LLM(PoolingMethods):
         priority: Sequence[int] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts: text, `{"prompt": …}`, `{"prompt_token_ids": […]}`, or a list of them.
+        """Complete prompts: text, token ids, `{"prompt": …}`, `{"prompt_token_ids": […]}`, or a list of them.
 
         `sampling_params` is one for all or one a prompt; so is `lora_request`, the adapter to compute with. Raises
         `RequestError` before anything runs if a request is refused, and while it runs if its adapter cannot be read, or
         one of its logits processors fails or leaves no token to choose.
         """
-        if isinstance(prompts, str | Mapping):
-            prompts = [prompts]
+        prompts = as_prompts(prompts)
         params = self._params_for(prompts, sampling_params)
         if priority is None:
             priority = [0] * len(prompts)

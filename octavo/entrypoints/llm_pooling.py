@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
-from octavo.engine.input_processor import InputProcessor, PromptInput
+from octavo.engine.input_processor import InputProcessor, PromptInput, as_prompts
 from octavo.engine.pooling_input import PoolingInput, Scores, Text
 from octavo.errors import RequestError
 from octavo.outputs import (
@@ -51,7 +51,7 @@ class PoolingMethods:
 
         `pooling_params` is one for all or one a prompt; `prompt_name` the name of one of the model's own prompts, which
         comes before each text."""
-        given = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        given = as_prompts(prompts)
         params = pooling_params
         if params is None or isinstance(params, PoolingParams):
             params = [params or PoolingParams()] * len(given)

@@ -121,5 +121,5 @@ def message_for_template(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def check_role(role: object) -> None:
     """Raise `RequestError` where messages of a role have no media."""
-    if role != "user":
-        raise RequestError("only messages of the user have pictures, videos or sounds.", param="messages")
+    if role not in ("user", "tool"):
+        raise RequestError("only messages of the user and of tools have pictures, videos or sounds.", param="messages")

@@ -10,6 +10,7 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kv_cache.groups import CacheGroup
 from octavo.kv_cache.manager import KVCacheManager
+from octavo.kv_cache.state_blocks import MOST_GUESSES
 from octavo.loading.memory import available_memory_bytes
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,9 @@ def num_blocks(
     """By pool, blocks that `budget_bytes` buy: shared out as one longest request needs them, no fewer than that, no
     more than could ever be in use. `block_bytes` are by pool.
 
-    Sequences have one state however short they are, so there is a state for each that may run, as far as that leaves
-    three quarters of the budget, and enough for the longest request, to keys and values.
+    Sequences have one state however short they are, and one more for each guess, so there is a state for each that may
+    run, and for its guesses, as far as that leaves three quarters of the budget, and enough for the longest request, to
+    keys and values.
 
     `source` says where the budget comes from. Raises `ConfigError` if it is too small."""
     limits, max_model_len = config.scheduler, config.model.max_model_len
@@ -49,10 +51,10 @@ def num_blocks(
     if state_bytes and token_bytes:
         num_states = max(share, min(budget_bytes / 4, budget_bytes - token_bytes) / state_bytes)
     if override is None or token_bytes:
-        num_states = min(num_states, limits.max_num_seqs)
-    if override is None:
-        share = (budget_bytes - num_states * state_bytes) / token_bytes if token_bytes else num_states
-        share = min(share, limits.max_num_seqs)
+        num_guesses = 0 if config.speculative is None else min(config.speculative.num_speculative_tokens, MOST_GUESSES)
+        num_states = min(num_states, limits.max_num_seqs * (1 + num_guesses))
+    if override is None and token_bytes:
+        share = min((budget_bytes - num_states * state_bytes) / token_bytes, limits.max_num_seqs)
     found = [int(max(0.0, num_states if pool in state_pools else share) * count) for pool, count in enumerate(least)]
     if override is None:
         source = f"{source} buys {found[counted]} blocks, which"
@@ -69,9 +71,10 @@ def num_blocks(
 
 
 def _scratch_blocks(config: EngineConfig, groups: Sequence[CacheGroup]) -> list[int]:
-    """By pool, the blocks of as many tokens and sequences as a step may have."""
-    limits = config.scheduler
-    count = limits.max_num_batched_tokens // config.cache.block_size + limits.max_num_seqs
+    """By pool, the blocks of as many tokens and sequences as a step may have; of two steps on a GPU, which are under
+    way together."""
+    limits, num_steps = config.scheduler, 2 if config.device == "cuda" else 1
+    count = num_steps * (limits.max_num_batched_tokens // config.cache.block_size + limits.max_num_seqs)
     found = [0] * num_pools(groups)
     for group in groups:
         found[group.pool] += limits.max_num_seqs + 1 if group.spec.kind == "state" else count + 1

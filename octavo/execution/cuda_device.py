@@ -32,12 +32,14 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 _MIXED_TOKENS = (128, 256, 512)  # more keep the device busy for longer than Python takes to launch them
+_TEXT_TOKENS = (*_MIXED_TOKENS, 1024, 2048)  # of encoders, which are small
 
 
 def shapes_to_capture(largest: StepShape) -> list[StepShape]:
     """Steps of decodes, of some numbers of sequences; then steps with prompts, of some numbers of tokens. Where these
     may be pictures' there are two of each, so that steps without any upload no rows of theirs. Where there are
-    adapters, first those of no row with one, which are as fast as if none were served; then the same with them."""
+    adapters, first those of no row with one, which are as fast as if none were served; then the same with them. Models
+    that pool decode nothing, and may want something of each token."""
     if largest.adapted:
         plain = shapes_to_capture(replace(largest, adapted=False))
         return plain + [replace(shape, adapted=True) for shape in plain]
@@ -47,15 +49,17 @@ def shapes_to_capture(largest: StepShape) -> list[StepShape]:
         replace(empty, tokens=size, seqs=size, samples=size, updates=UPDATES_PER_DECODE * groups * size)
         for size in graph_sizes(largest.seqs)
     ]
-    sizes = [size for size in _MIXED_TOKENS if size < largest.tokens] + [min(largest.tokens, _MIXED_TOKENS[-1])]
+    most = _TEXT_TOKENS if largest.pools == "texts" else _MIXED_TOKENS
+    sizes = [size for size in most if size < largest.tokens] + [min(largest.tokens, most[-1])]
     mixed = []
     for size in dict.fromkeys(sizes):
         num_seqs = max(1, min(largest.seqs, size // 2))
         # A sequence that is admitted sends its whole block table: prefixes of as many blocks as tokens.
-        num_updates = groups * (UPDATES_PER_DECODE * num_seqs + size)
-        shape = replace(empty, tokens=size, seqs=num_seqs, samples=num_seqs, updates=num_updates)
+        num_updates = min(largest.updates, groups * (UPDATES_PER_DECODE * num_seqs + size))
+        num_samples = size if largest.pools else num_seqs
+        shape = replace(empty, tokens=size, seqs=num_seqs, samples=num_samples, updates=num_updates)
         mixed += [shape, replace(shape, media=size)] if largest.media else [shape]
-    return decodes + mixed
+    return mixed if largest.pools else decodes + mixed
 
 
 def becomes(used: StepShape, captured: StepShape) -> bool:

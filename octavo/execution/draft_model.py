@@ -17,7 +17,7 @@ from octavo.execution.sequence_table import SequenceTable
 from octavo.kv_cache.groups import CacheGroup, LayerCacheSpec, group_layers
 from octavo.loading.file_weights import open_weights
 from octavo.models.decoder import Decoder
-from octavo.models.heads import ChainHead, Eagle3Head, EagleHead, MedusaHeads
+from octavo.models.heads import ChainHead, Eagle3Head, EagleHead, MedusaHeads, module_names
 from octavo.models.registry import Model
 from octavo.ops import LayerKVCache, Ops
 
@@ -28,10 +28,13 @@ def group_for(groups: Sequence[CacheGroup], specs: Sequence[LayerCacheSpec], nam
     """The group of a model's cache whose blocks can hold what a draft model keeps: the first that gives no block back
     which the draft still reads. Raises `ConfigError` if there is none."""
     if any(spec.kind == "state" for spec in specs):
-        raise ConfigError(f"{name} cannot guess: a layer of it keeps a state, which wrong guesses would spoil.")
-    if any(group.spec.kind == "state" for group in groups):
         raise ConfigError(
-            f"{name} cannot guess for a model with layers that keep a state, which wrong guesses would spoil."
+            f"{name} cannot guess: a layer of it keeps a state, for which the model's blocks have no room."
+        )
+    if specs and all(group.spec.kind == "state" for group in groups):
+        raise ConfigError(
+            f"{name} cannot guess for this model: what it keeps lies in the model's blocks of keys and values, and all "
+            "layers of the model keep a state instead. Take ngram, suffix or medusa."
         )
     reads_all = any(spec.kind == "full" for spec in specs)
     longest = max((spec.window for spec in specs), default=0)
@@ -108,10 +111,10 @@ def build_head(
     settings = target, checkpoint.config, weights, ops, config.model.max_model_len, own.dtype
     head: ChainHead | MedusaHeads
     if method == "mtp":
-        description = target.description
-        if not description.num_unused_layers:
+        module = module_names(target.description, weights)
+        if module is None:
             raise ConfigError(f"{checkpoint.name} has no modules of multi-token prediction that Octavo knows.")
-        head = EagleHead(*settings, prefix=f"{description.layer_prefix}{len(description.layers)}.")
+        head = EagleHead(*settings, module)
         weights.close()
         return head
     if method == "medusa":

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from octavo.execution.model_drafter import Guesses
-from octavo.execution.runner import Runner, SubmittedStep
+from octavo.execution.runner import Runner
+from octavo.execution.submitted_step import SubmittedStep
 from octavo.plan import StepPlan, StepResult
 
 

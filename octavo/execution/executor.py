@@ -203,8 +203,7 @@ def _open_device(config: EngineConfig, team: Team) -> tuple[Device, Ops]:
     from octavo.ops import cpu
 
     # Of all workers of all engines behind a server, on this host.
-    place = config.data_parallel_rank - config.local_ranks.start
-    of_threads = Share(place * on_host.size + on_host.rank, num_workers)
+    of_threads = Share(config.place * on_host.size + on_host.rank, num_workers)
     own = of_threads.cut(config.cpu_threads or cpu.num_threads())
     cpus = None if config.cpus is None else [config.cpus[i] for i in own]
     ops = load(max(1, len(own)), cpus or None)

@@ -20,7 +20,7 @@ import msgspec
 from octavo.errors import ConfigError, OctavoError
 from octavo.execution.executor import LocalExecutor
 from octavo.execution.host_workers import Orders
-from octavo.execution.runner import SubmittedStep
+from octavo.execution.submitted_step import SubmittedStep
 from octavo.execution.team import Follower, has_hung_up
 from octavo.execution.team_messages import (
     AgreedSizes,
@@ -35,7 +35,7 @@ from octavo.execution.team_messages import (
     WorkerReady,
 )
 from octavo.logs import configure_logging
-from octavo.processes import follow_parent, ignore_stop_signals
+from octavo.processes import follow_parent
 
 logger = logging.getLogger("octavo.execution.follower")  # which runs as __main__
 
@@ -43,7 +43,6 @@ _GRACE_S = 10.0
 
 
 def main() -> None:
-    ignore_stop_signals()
     lines = queue.SimpleQueue[bytes]()
     threading.Thread(target=follow_parent, args=(lines,), daemon=True).start()
     orders = msgspec.json.decode(lines.get(), type=Orders)

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from octavo.errors import DeviceMemoryError
 from octavo.execution.device import Device
 from octavo.execution.model_drafter import Guesses, changes_of, made_up
-from octavo.execution.runner import Runner, SubmittedStep
+from octavo.execution.runner import Runner
+from octavo.execution.submitted_step import SubmittedStep
 from octavo.models.heads import ChainHead, MedusaHeads
 from octavo.ops import Array, Ops
 from octavo.plan import TO_BE_GUESSED, PlannedRow, StepPlan, StepResult, num_standing

@@ -18,8 +18,9 @@ from octavo.config import EngineConfig
 from octavo.execution.stage_links import LinkEnd, LinkEnds, Seat, Way, seats_of, shared_memory
 from octavo.logs import current_format
 from octavo.models.description import ModelDescription
+from octavo.models.sharing import gathered_size
 from octavo.ops.cpu_collectives import group_bytes
-from octavo.processes import python_command
+from octavo.processes import child_command
 
 _EXIT_GRACE_S = 5.0
 
@@ -56,7 +57,8 @@ class HostWorkers:
         self.seats = [seat for seat in seats_of_config(config) if seat.node == config.nodes.rank]
         size, num_stages, limits = config.tensor_parallel_size, config.pipeline_parallel_size, config.scheduler
         num_samples = max(limits.max_num_batched_tokens, limits.max_num_seqs)
-        most = max(size * limits.max_num_batched_tokens * description.hidden_size, num_samples * description.vocab_size)
+        of_token = max(size * description.hidden_size, gathered_size(description))
+        most = max(limits.max_num_batched_tokens * of_token, num_samples * description.vocab_size)
         # Devices have their rows carried by NCCL: in the file they find each other.
         self.memory_bytes = 0 if config.device == "cuda" else group_bytes(size, most)
         stages = range(self.seats[0].stage, self.seats[-1].stage + 1)
@@ -92,7 +94,7 @@ class HostWorkers:
         level = logging.getLogger("octavo").getEffectiveLevel()
         orders = Orders(self._config, seat, control, memory, self.memory_bytes, ends, level, current_format())
         process = subprocess.Popen(
-            python_command("octavo.execution.follower"), stdin=subprocess.PIPE,
+            child_command("octavo.execution.follower"), stdin=subprocess.PIPE,
             pass_fds=[control, memory, *ends.descriptors],
         )  # fmt: skip
         self.processes.append(process)

@@ -20,8 +20,9 @@ import numpy as np
 
 from octavo.errors import DeviceMemoryError
 from octavo.execution.filled_slots import FilledSlots
-from octavo.execution.runner import Runner, SubmittedStep
+from octavo.execution.runner import Runner
 from octavo.execution.sequence_table import SequenceTable
+from octavo.execution.submitted_step import SubmittedStep
 from octavo.plan import TO_BE_GUESSED, NewBlock, PlannedRow, StepPlan, StepResult
 from octavo.sampling_params import SamplingParams
 

@@ -91,8 +91,9 @@ def outline_runner(
     if adapted is not None:
         adapters = RunnerAdapters(adapted, AdapterStore(model.matrices, adapted, config, device))
     runner = Runner(
-        model, ops, device, table, limits.max_num_batched_tokens, media=media, cross=cross, adapters=adapters, team=team
-    )
+        model, ops, device, table, limits.max_num_batched_tokens, pooling=config.model.pooling, media=media,
+        cross=cross, adapters=adapters, team=team,
+    )  # fmt: skip
     own = description.caches_of(description.stage)
     caches = [layer_cache(config.cache, device, ops, model.layer_caches[i], 1) for i in own]
     runner.use_caches(caches, BlockMover(ops, device, [caches], [0]))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -21,19 +21,23 @@ from numpy.typing import NDArray
 from octavo.batch import GroupTables, StepBatch
 from octavo.errors import DeviceMemoryError
 from octavo.execution.block_mover import BlockMover
-from octavo.execution.cross_outputs import Alignment, CrossOutputs
-from octavo.execution.device import CapturedStep, Device, Event, StepOutputs
+from octavo.execution.cross_outputs import CrossOutputs
+from octavo.execution.device import Device, StepOutputs
+from octavo.execution.device_tables import DeviceTables
 from octavo.execution.media_table import MediaTable
 from octavo.execution.pooling_table import PoolingTable
+from octavo.execution.prompt_logprobs import MOST_ROWS, PromptLogprobs
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import UPDATES_PER_DECODE, Padding, StepArrays, StepLayout, StepShape, pad
+from octavo.execution.submitted_step import Captured, Stage, SubmittedStep
 from octavo.execution.team import ALONE, Team
 from octavo.models.registry import CrossModel, Model, PoolingModel, StageModel
 from octavo.ops import Array, DeviceOps, LayerKVCache, Ops, ParallelDeviceOps
 from octavo.plan import StepPlan, StepResult
+from octavo.pooling_params import PoolingConfig
 from octavo.sampling.batch import Samples, SamplingBatch, SamplingTable
 from octavo.sampling.grammar_masks import GrammarCompiler
-from octavo.sampling.logprobs import MeasuredLogprobs, entries, measure
+from octavo.sampling.logprobs import entries, measure
 from octavo.sampling.sampler import SampledTokens, sample_tokens, write_settings
 from octavo.sampling_params import MAX_LOGPROBS
 from octavo.speculative.synthetic import SyntheticAcceptance
@@ -43,41 +47,8 @@ if TYPE_CHECKING:
     from octavo.lora.ops import AdaptedOps
     from octavo.models.heads import Taps
 
-# Rows of prompt log-probabilities computed at a time: 256 x 128k vocabulary entries are 128 MiB of float32.
-_PROMPT_LOGPROB_ROWS = 256
 # Where steps run ahead two may be under way, and a third is written meanwhile.
 _NUM_STAGES_AHEAD = 3
-
-
-@dataclass(slots=True)
-class _Stage:
-    """Pinned memory of one step: what the device is told, and the tokens that come back."""
-
-    number: int
-    inputs: NDArray[np.uint8]
-    tokens: NDArray[np.int64]  # [max_num_samples]
-    is_free: Event | None = None  # the device is done with it
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """A captured step, and the arrays that it reads: on the device, and on the host in each stage, by the stage's
-    number."""
-
-    layout: StepLayout
-    inputs: StepArrays[Array]
-    staged: list[StepArrays[NDArray[Any]]]
-    step: CapturedStep
-
-
-@dataclass(frozen=True, slots=True)
-class _PromptPart:
-    """Prompt tokens of a row that wants their log-probabilities, and the tokens of the step that predict them."""
-
-    row: int
-    first: int  # token of the step
-    predicted: NDArray[np.int64]
-    num_top: int
 
 
 class RunnerAdapters(NamedTuple):
@@ -85,34 +56,6 @@ class RunnerAdapters(NamedTuple):
 
     ops: AdaptedOps
     store: AdapterStore
-
-
-class SubmittedStep:
-    """A step that the device has been given."""
-
-    def __init__(self, runner: Runner, plan: StepPlan, stage: _Stage, samples: Samples) -> None:
-        self._runner = runner
-        self.plan = plan
-        self.stage = stage
-        self.samples = samples
-        self.occupants = runner.occupants[samples.rows]
-        self.sampled: SampledTokens | None = None  # set when the device's turn has come
-        self.vectors: Array | None = None  # likewise, [samples, size] float32: of a model that pools
-        self.prompts: list[tuple[int, MeasuredLogprobs]] = []  # with their rows
-        self.alignment: dict[int, Alignment] = {}
-        self.done: Event | None = None
-        self.features: Array | None = None  # [T, F]; a captured step's are there until the next replay
-        self.leaving: Array | None = None  # [T, bytes]: hidden states for the stage behind
-
-    def result(self) -> StepResult:
-        """Wait until the device has computed the step."""
-        return self._runner.collect(self)
-
-    def take_tokens(self, tokens: NDArray[np.int64]) -> None:
-        """What the first worker of the team has sampled, [N]."""
-        sampled: Any = self.stage.tokens[: len(tokens)]
-        sampled[:] = tokens
-        self.sampled = SampledTokens(sampled)
 
 
 class Runner:
@@ -127,12 +70,12 @@ class Runner:
         max_num_tokens: int,
         grammars: GrammarCompiler | None = None,
         adapters: RunnerAdapters | None = None,
-        pools: bool = False,
+        pooling: PoolingConfig | None = None,
         team: Team = ALONE,
         media: MediaTable | None = None,
         cross: CrossOutputs | None = None,
     ) -> None:
-        """With `pools` the model's vectors are the result in the place of tokens; `media` is of one that takes them,
+        """With `pooling` the model's vectors are the result in the place of tokens; `media` is of one that takes them,
         `cross` of one with cross attention."""
         self.model, self.ops, self.device = model, ops, device
         self._adapters, self._team = adapters, team
@@ -142,21 +85,23 @@ class Runner:
         self._mover: BlockMover
         num_groups, num_rows, max_blocks = table.blocks.shape
         self.sampling = SamplingTable(num_rows, grammars)
-        self.pooling = PoolingTable(num_rows) if pools else None
+        self.pooling = PoolingTable(num_rows) if pooling is not None else None
+        self._result_size = model.vocab_size if pooling is None else pooling.size  # numbers of a sample
         self._media, self._cross = media, cross
         self.occupants = np.zeros(num_rows, np.int64)  # how many sequences have had each row
-        self._wants_prompt_logprobs: dict[int, int] = {}  # row -> how many
+        self._prompt_logprobs = PromptLogprobs()
         self._stale: set[int] = set()  # rows whose block tables the device may not have got
-        self._tables: _DeviceTables | None = None
+        self._tables: DeviceTables | None = None
         self._padding = Padding(0, num_rows, num_rows * max_blocks)
         num_updates = 0
         if not device.shares_memory:
-            self._tables = _DeviceTables(device, num_groups, num_rows, max_blocks)
+            self._tables = DeviceTables(device, table)
             num_updates = num_groups * num_rows * (max_blocks + UPDATES_PER_DECODE)
         # Of T tokens each is sampled after once at most, but for forks, which have a row each.
         self._largest = StepShape(
             max_num_tokens, num_rows, max(max_num_tokens, num_rows), num_updates, num_groups,
             max_blocks if device.shares_memory else 0, adapted=adapters is not None,
+            pools="" if pooling is None else "texts" if pooling.whole_prompts else "parts",
         )  # fmt: skip
         if media is not None:
             self._largest = replace(self._largest, media=max_num_tokens, **media.extents)
@@ -172,7 +117,7 @@ class Runner:
             self._leaving = device.pinned([max_num_tokens * row_bytes], "uint8")
         num_bytes = StepLayout(self._largest).num_bytes
         self._stages = [
-            _Stage(i, device.pinned([num_bytes], "uint8"), device.pinned([self._largest.samples], "int64"))
+            Stage(i, device.pinned([num_bytes], "uint8"), device.pinned([self._largest.samples], "int64"))
             for i in range(_NUM_STAGES_AHEAD if device.runs_ahead else 1)
         ]
         self._buffer = device.beside(self._stages[0].inputs)  # what the stages are uploaded to
@@ -226,11 +171,17 @@ class Runner:
         if self.device.shares_memory:
             return 0
         largest = max((shape.samples for shape in self.device.capture_shapes(self._largest)), default=0)
-        return 2 * largest * self.model.vocab_size * 4
+        return 2 * largest * self._result_size * 4
 
     def run_largest_step(self) -> None:
         """The step that takes the most memory: as many tokens and samples as there may be, stored nowhere."""
-        self._rehearse(self._largest.tokens, self._largest.seqs, self._largest.seqs, self._largest.adapted)
+        num_samples = self._largest.seqs if self.pooling is None else self._most_vectors
+        self._rehearse(self._largest.tokens, self._largest.seqs, num_samples, self._largest.adapted)
+
+    @property
+    def _most_vectors(self) -> int:
+        """Of a step: of whole texts each token may have one."""
+        return self._largest.samples if self._largest.pools == "texts" else self._largest.seqs
 
     def warm_up(self) -> None:
         """Have the device launch once whatever a step of any size may launch, so that nothing is compiled later."""
@@ -245,7 +196,10 @@ class Runner:
         ops, num_rows = _device_ops(self.ops), self._largest.seqs
         for num_tokens in ops.row_classes(self._largest.tokens):  # of prompts
             self._rehearse(num_tokens, max(1, min(num_tokens // 4, num_rows)), 1, adapted)
-        for num_samples in ops.row_classes(min(max(num_rows, _PROMPT_LOGPROB_ROWS), self._largest.samples)):
+        most_samples = min(max(num_rows, MOST_ROWS), self._largest.samples)
+        if self.pooling is not None:
+            most_samples = self._most_vectors
+        for num_samples in ops.row_classes(most_samples):
             try:
                 self._rehearse(min(num_samples, num_rows), min(num_samples, num_rows), num_samples, adapted)
             except self.device.memory_errors:
@@ -267,6 +221,7 @@ class Runner:
         pad(arrays, StepShape(0, 0, 0, 0, self._largest.groups), self._padding)
         arrays.query_start_loc[:] = np.linspace(0, num_tokens, num_rows + 1).astype(np.int32)
         arrays.seq_lens[:] = np.diff(arrays.query_start_loc)
+        arrays.slot_mapping[self.table.state_groups] = 0  # a state has to be somewhere, and nobody has one yet
         arrays.temperature[:] = arrays.top_p[:] = arrays.min_p[:] = 1
         self._upload(stage, layout.num_bytes)
         inputs = layout.on_device(self._buffer, self.device.view)
@@ -340,7 +295,7 @@ class Runner:
         result = StepResult(tokens=[])
         if step.vectors is not None:
             [vectors] = fetch([step.vectors])
-            result.vectors = vectors.copy()  # the next step overwrites them
+            result.vectors = vectors.copy() if self.device.shares_memory else vectors  # the next step overwrites them
         if sampled is not None:
             tokens = step.stage.tokens[: len(samples.rows)].copy()
             self._team.tell_tokens(tokens)
@@ -381,18 +336,15 @@ class Runner:
             self.sampling.admit(admission)
             if self._cross is not None:
                 self._cross.admit(admission)
-            self._wants_prompt_logprobs.pop(admission.row, None)
-            has_output = len(admission.token_ids) > admission.num_prompt_tokens
-            if admission.params.prompt_logprobs is not None and not has_output:
-                self._wants_prompt_logprobs[admission.row] = admission.params.prompt_logprobs
+            self._prompt_logprobs.admit(admission)
 
-    def _start(self, plan: StepPlan, stage: _Stage) -> SubmittedStep:
+    def _start(self, plan: StepPlan, stage: Stage) -> SubmittedStep:
         if self._cross is not None:
             for rows, slots in self._cross.starting(plan):
                 self.device.compute.run(partial(self._keep_output, rows, slots))
-        updates = None if self._tables is None else self._tables.updates(plan, self.table.blocks, self._stale)
+        updates = None if self._tables is None else self._tables.updates(plan, self._stale)
         has_logits = self._links.behind is None
-        prompts = self._prompt_parts(plan) if self._wants_prompt_logprobs and has_logits else []
+        prompts = self._prompt_logprobs.parts(plan, self.table.tokens) if has_logits else []
         used = self._shape_of(plan, 0 if updates is None else len(updates[0]))
         aligned = [] if self._cross is None else self._cross.aligned(plan)
         captured = None if aligned else self._captured_for(used)  # a captured step keeps no queries
@@ -408,8 +360,8 @@ class Runner:
             self.table.gather_adapters(row_of, arrays)
         if self._media is not None:
             self._media.gather(plan, row_of, arrays)
-        if updates is not None:
-            self._fill_owners(plan, arrays, row_of, samples, updates)
+        if self._tables is not None and updates is not None:
+            self._tables.fill_owners(plan, arrays, row_of, samples, updates)
             pad(arrays, used, self._padding_of(used))
         settings = None
         if self.pooling is not None:
@@ -426,6 +378,10 @@ class Runner:
             self.device.compute.run(lambda: captured.step.replay(used))
 
         def finish() -> None:
+            def prompt_logits(begin: int, end: int) -> Array:
+                with self._taking(inputs.adapter_slots[begin:end]):
+                    return self.model.logits(outputs.hidden[begin:end])
+
             if self._cross is not None and aligned:
                 self._cross.keep_queries(cast(CrossModel, self.model))
             outputs = self._run(inputs, num_samples) if captured is None else captured.step.outputs
@@ -435,6 +391,8 @@ class Runner:
                 step.features = outputs.features[: used.tokens]
             if self.pooling is not None:
                 step.vectors = outputs.logits[:num_samples]
+                if captured is not None and self.device.runs_ahead:  # before the next replay overwrites them
+                    step.vectors = self.ops.rows_of(step.vectors, np.arange(num_samples))
             elif self._links.behind is not None:
                 step.leaving = self.device.view(outputs.hidden[: used.tokens], "uint8")
             elif num_samples:
@@ -447,9 +405,7 @@ class Runner:
                         cast(ParallelDeviceOps, self.ops).from_first(tokens)
                     self._tables.keep(self.ops, inputs.sample_owners[:num_samples], tokens)
             # Only now: on a device without a captured step they need as much memory as the logits had.
-            step.prompts = [
-                measured for part in prompts for measured in self._measure_prompt(outputs.hidden, part, inputs)
-            ]
+            step.prompts = [measured for part in prompts for measured in part.measure(self.ops, prompt_logits)]
 
         def download() -> None:
             if step.sampled is not None:
@@ -462,8 +418,7 @@ class Runner:
         step.done = self.device.compute.record()
         if self._links.behind is not None:
             self._send(step, used.tokens)
-        if self._wants_prompt_logprobs:
-            self._forget_prompts(plan)
+        self._prompt_logprobs.forget(plan)
         return step
 
     def _send(self, step: SubmittedStep, num_tokens: int) -> None:
@@ -549,29 +504,7 @@ class Runner:
     def _padding_of(self, used: StepShape) -> Padding:
         return Padding(used.tokens, self._padding.no_row, self._padding.no_place)
 
-    def _fill_owners(
-        self,
-        plan: StepPlan,
-        arrays: StepArrays[NDArray[Any]],
-        row_of: NDArray[np.int64],
-        samples: Samples,
-        updates: tuple[NDArray[np.int64], NDArray[np.int32]],
-    ) -> None:
-        """What the device needs to know whose tokens and blocks are whose."""
-        no_row = self._padding.no_row
-        num_tokens, num_samples = len(row_of), len(samples.rows)
-        # The last token of a row may be one that only the device knows.
-        is_unknown = arrays.positions[:num_tokens] + self.table.num_ahead >= self.table.num_known[row_of]
-        arrays.token_owners[:num_tokens] = np.where(is_unknown, row_of, no_row)
-        arrays.seq_owners[: len(plan.rows)] = [planned.row for planned in plan.rows]
-        # Forks bring their token when they are admitted, and guesses that were sampled right are known to the host.
-        is_kept = (samples.forks == 0) & ~np.isin(samples.rows, list(samples.guessed))
-        arrays.sample_owners[:num_samples] = np.where(is_kept, samples.rows, no_row)
-        places, blocks = updates
-        arrays.block_places[: len(places)] = places
-        arrays.new_blocks[: len(places)] = blocks
-
-    def _upload(self, stage: _Stage, num_bytes: int) -> None:
+    def _upload(self, stage: Stage, num_bytes: int) -> None:
         if self.device.shares_memory:
             return
 
@@ -579,92 +512,6 @@ class Runner:
             self.device.copy(stage.inputs[:num_bytes], self._buffer[:num_bytes])
 
         self.device.compute.run(work, reads=[stage.inputs])
-
-    def _prompt_parts(self, plan: StepPlan) -> list[_PromptPart]:
-        """The prompt tokens that this step's tokens predict, of each row that asks for their log-probabilities."""
-        found = []
-        start = 0
-        for planned in plan.rows:
-            row, computed = planned.row, planned.num_computed
-            first, start = start, start + planned.num_tokens
-            settings = self.sampling.settings[row]
-            if row not in self._wants_prompt_logprobs or settings is None:
-                continue
-            end = min(computed + planned.num_tokens, settings.num_prompt_tokens - 1)
-            if end > computed:
-                predicted = self.table.tokens[row, computed + 1 : end + 1].astype(np.int64)
-                found.append(_PromptPart(row, first, predicted, self._wants_prompt_logprobs[row]))
-        return found
-
-    def _forget_prompts(self, plan: StepPlan) -> None:
-        """No longer watch for prompts that the plan, which the device has been given, comes to the end of."""
-        for planned in plan.rows:
-            settings = self.sampling.settings[planned.row]
-            if settings is not None and planned.num_computed + planned.num_tokens >= settings.num_prompt_tokens:
-                self._wants_prompt_logprobs.pop(planned.row, None)
-
-    def _measure_prompt(
-        self, hidden: Array, part: _PromptPart, inputs: StepArrays[Array]
-    ) -> list[tuple[int, MeasuredLogprobs]]:
-        measured = []
-        for start in range(0, len(part.predicted), _PROMPT_LOGPROB_ROWS):
-            tokens = part.predicted[start : start + _PROMPT_LOGPROB_ROWS]
-            first = part.first + start
-            with self._taking(inputs.adapter_slots[first : first + len(tokens)]):
-                logits = self.model.logits(hidden[first : first + len(tokens)])
-            num_top = np.full(len(tokens), part.num_top)
-            measured.append((part.row, measure(self.ops, logits, self.ops.place(tokens), num_top)))
-        return measured
-
-
-@dataclass(slots=True)
-class _DeviceTables:
-    """What a device keeps of the running sequences because it has memory of its own: block tables, and the last token
-    of each, which it knows before the host does."""
-
-    device: Device
-    num_groups: int
-    num_rows: int
-    max_blocks: int
-    blocks: Array = field(init=False)  # [groups, rows + 1, max_blocks] int32; the last row is no sequence's
-    last_tokens: Array = field(init=False)  # [rows + 1] int32
-
-    def __post_init__(self) -> None:
-        self.blocks = self.device.zeros([self.num_groups, self.num_rows + 1, self.max_blocks], "int32")
-        self.last_tokens = self.device.zeros([self.num_rows + 1], "int32")
-
-    def updates(
-        self, plan: StepPlan, tables: NDArray[np.int32], stale: set[int]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Flat places in the block tables that change, and their blocks. Rows in `stale` that the plan has are sent
-        whole, and are stale no longer."""
-        width, rows = self.max_blocks, self.num_rows + 1
-        resent = stale.intersection(planned.row for planned in plan.rows)
-        stale -= resent
-        new = [entry for entry in plan.new_blocks if entry.row not in resent] if resent else plan.new_blocks
-        places = [np.array([(e.group * rows + e.row) * width + e.position for e in new], np.int64)]
-        blocks = [np.array([entry.block for entry in new], np.int32)]
-        lengths = {
-            (group, admission.row): len(table)
-            for admission in plan.admissions
-            for group, table in enumerate(admission.block_tables)
-        }
-        lengths |= {(group, row): width for row in resent for group in range(self.num_groups)}
-        for (group, row), length in lengths.items():
-            first = (group * rows + row) * width
-            places.append(np.arange(first, first + length))
-            blocks.append(tables[group, row, :length])
-        return np.concatenate(places), np.concatenate(blocks)
-
-    def resolve(self, ops: Ops, inputs: StepArrays[Array]) -> tuple[Array, Array]:
-        """-> the step's token ids [T] and block tables [groups, S, max_blocks]."""
-        return _device_ops(ops).resolve_step(
-            self.blocks, inputs.block_places, inputs.new_blocks, self.last_tokens, inputs.token_owners,
-            inputs.token_ids, inputs.seq_owners,
-        )  # fmt: skip
-
-    def keep(self, ops: Ops, owners: Array, tokens: Array) -> None:
-        _device_ops(ops).keep_tokens(self.last_tokens, owners, tokens)
 
 
 def _device_ops(ops: Ops) -> DeviceOps:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from octavo.execution.step_arrays import StepArrays
 from octavo.kv_cache.groups import CacheGroup
+from octavo.kv_cache.state_blocks import MOST_GUESSES
 from octavo.plan import PlannedRow, StepPlan
 from octavo.sampling.batch import Samples
 
@@ -39,7 +40,11 @@ class SequenceTable:
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.num_cross = max((group.spec.num_tokens for group in groups), default=0)  # tokens of another network
+        self._kinds = [group.spec.kind for group in groups]
+        self.state_groups = [number for number, kind in enumerate(self._kinds) if kind == "state"]
         self.max_blocks = -(-max(max_model_len, self.num_cross) // block_size)
+        if self.state_groups:
+            self.max_blocks = max(self.max_blocks, 1 + MOST_GUESSES)
         # np.zeros commits no memory until a row is used.
         self.tokens: NDArray[np.int32]
         self.tokens = np.zeros((max_num_seqs, max_model_len + 1), np.int32) if tokens_of is None else tokens_of.tokens
@@ -48,7 +53,6 @@ class SequenceTable:
         self.adapter_slots: NDArray[np.int32] = np.full(max_num_seqs, -1, np.int32)
         self.num_known = np.zeros(max_num_seqs, np.int64)  # leading tokens of each row that `tokens` holds
         self.samples: Samples  # of the last step that was gathered
-        self._kinds = [group.spec.kind for group in groups]
         self._numbers = np.arange(max(max_model_len, max_num_seqs) + 2)
         self._no_forks = np.zeros(max_num_seqs, np.int64)
 
@@ -75,6 +79,7 @@ class SequenceTable:
         computed = np.array(num_computed, np.int64)
         num_seqs = len(rows)
         is_decode = num_tokens.count(1) == num_seqs
+        state_entries: NDArray[np.int64] | int = 0  # of each token, where its state is left in tables of states
         starts = into.query_start_loc[: num_seqs + 1]
         if is_decode:
             starts[:] = self._numbers[: num_seqs + 1]
@@ -90,13 +95,16 @@ class SequenceTable:
             np.subtract(np.arange(len(row_of)), np.repeat(starts[:-1] - computed, counts), out=positions)
         if any(guesses):
             self._write_guesses(plan.rows)
+            if self.state_groups:
+                before_guesses = seq_lens - [len(of_row) for of_row in guesses] - 1
+                state_entries = np.maximum(positions - np.repeat(before_guesses, counts), 0)
         into.seq_lens[:num_seqs] = seq_lens
         into.cross_lens[:num_seqs] = self.num_cross
         tokens = into.token_ids[: len(row_of)]
         tokens[:] = self.tokens[row_of, positions + self.num_ahead]
         if self._vocab_size is not None:
             np.minimum(tokens, self._vocab_size - 1, out=tokens)
-        self._gather_slots(into, row_of, positions)
+        self._gather_slots(into, row_of, positions, state_entries)
         if into.block_tables.size:
             width = -(-max(int(seq_lens.max()), self.num_cross) // self.block_size)
             for group, blocks in enumerate(self.blocks):
@@ -128,13 +136,14 @@ class SequenceTable:
         self.num_known[rows] = lengths + 1  # of several for a row the last one counts
 
     def _gather_slots(
-        self, into: StepArrays[NDArray[Any]], row_of: NDArray[np.int64], positions: NDArray[np.int64]
-    ) -> None:
+        self, into: StepArrays[NDArray[Any]], row_of: NDArray[np.int64], positions: NDArray[np.int64],
+        state_entries: NDArray[np.int64] | int,
+    ) -> None:  # fmt: skip
         places, offsets = np.divmod(positions, self.block_size)
         for group, kind in enumerate(self._kinds):
             slots = into.slot_mapping[group, : len(row_of)]
             if kind == "state":
-                slots[:] = self.blocks[group, row_of, 0]
+                slots[:] = self.blocks[group, row_of, state_entries]
                 continue
             if kind == "cross":  # tokens write nothing there
                 slots[:] = -1

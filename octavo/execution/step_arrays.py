@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from math import prod
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,8 @@ class StepShape:
     sees_ahead: bool = False  # whether tokens may see later ones
     entering_bytes: int = 0  # of a token, which the stage before sends
     adapted: bool = False  # whether rows may have adapters; a step where none has one needs not look for them
+    # Of models that pool, whether whole "texts" are computed in a step, or prompts in "parts".
+    pools: Literal["", "texts", "parts"] = ""
 
     def extent(self, name: str) -> int:
         if name == "bounds":

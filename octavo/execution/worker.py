@@ -24,8 +24,9 @@ from octavo.execution.block_mover import BlockMover, block_bytes, layer_cache
 from octavo.execution.cross_outputs import CrossOutputs
 from octavo.execution.device import Device
 from octavo.execution.media_table import MediaRows, MediaTable
-from octavo.execution.runner import Runner, RunnerAdapters, SubmittedStep
+from octavo.execution.runner import Runner, RunnerAdapters
 from octavo.execution.sequence_table import SequenceTable
+from octavo.execution.submitted_step import SubmittedStep
 from octavo.execution.team import ALONE, Team
 from octavo.execution.team_messages import Offer, Sizes
 from octavo.kv_cache.groups import NULL_BLOCK, LayerCacheSpec, group_layers
@@ -99,8 +100,9 @@ class Worker:
             self.adapters = AdapterStore(model.matrices, adapted, config, device, team, others)
             runner_adapters = RunnerAdapters(adapted, self.adapters)
             phases.end("adapter memory")
-        # Processors are better at float32.
-        of_tower = config.device, model_config.dtype if config.device == "cuda" else "float32"
+        of_tower = "cpu", "float32"  # which processors are better at
+        if config.device == "cuda":  # with its number: towers compute in threads, whose own device is the first
+            of_tower = f"cuda:{team.seat.on_host.rank}", model_config.dtype
         self.media: TowerCache | None = None
         self._largest_media: Callable[[], list[MediaInput]]  # that it may be given
         self._received: ReceivedRows | None = None
@@ -132,7 +134,7 @@ class Worker:
         table = SequenceTable(limits.max_num_seqs, model_config.max_model_len, config.cache.block_size, self.groups)
         self.runner = Runner(
             model, ops, device, table, limits.max_num_batched_tokens, self.grammars, runner_adapters,
-            model_config.pooling is not None, team, self._media_table, cross,
+            model_config.pooling, team, self._media_table, cross,
         )  # fmt: skip
         self._draft = self._load_draft(config.draft, phases) if config.draft is not None else None
         self.submit: Callable[[StepPlan], SubmittedStep | DraftedStep] = self.runner.submit

@@ -17,7 +17,7 @@ from octavo.kv_cache.block_hashes import extend_block_hashes
 from octavo.kv_cache.block_pool import BlockPool
 from octavo.kv_cache.cross_blocks import CrossBlocks
 from octavo.kv_cache.groups import CacheGroup
-from octavo.kv_cache.state_blocks import StateBlocks
+from octavo.kv_cache.state_blocks import MOST_GUESSES, StateBlocks
 from octavo.plan import BlockMoves
 from octavo.sequence import Sequence
 
@@ -182,11 +182,25 @@ class KVCacheManager:
                 return None
         if self._has_window:
             self._leave_windows(seq, changed)
-        if self.states and self.enable_prefix_caching:
+        if self.states and self.enable_prefix_caching and seq.num_ready_slots <= num_computed:  # not yet for this step
             self._take_snapshots(seq)
         for blocks, table, pool in zip(self._groups, tables, self._pool_of, strict=True):
             blocks.take(table, num_computed, num_tokens, self._moves[pool].copy, changed)
         seq.num_ready_slots = -(-num_tokens // self.block_size) * self.block_size
+        return changed
+
+    @property
+    def num_guesses_left(self) -> int:
+        """How many guesses more a step may compute as far as states go, which have a block after each."""
+        return min([MOST_GUESSES, *[state.pool.num_free for state in self.states]]) if self.states else UNLIMITED
+
+    def grow_for_guesses(self, seq: Sequence, num_guesses: int) -> Changes | None:
+        """Make room for guesses, no more than `num_guesses_left`, behind the next token, for which `grow` has made
+        some. Returns as `grow`."""
+        changed = self.grow(seq, seq.num_computed_tokens + 1 + num_guesses)
+        if changed is not None:
+            for state in self.states:
+                state.take_for_guesses(seq.block_tables[state.group], num_guesses, changed)
         return changed
 
     def register_computed(self, seq: Sequence, num_computed: int) -> None:
@@ -199,14 +213,21 @@ class KVCacheManager:
             blocks.register(table, seq.block_hashes, seq.num_registered_blocks, num_full)
         seq.num_registered_blocks = num_full
 
-    def roll_back(self, seq: Sequence) -> None:
-        """Give back the blocks behind the tokens that are computed: others were to be, or were wrong guesses."""
+    def roll_back(self, seq: Sequence, num_right: int = 0) -> None:
+        """Give back the blocks behind the tokens that are computed: others were to be, or were wrong guesses, of which
+        the first `num_right` were right and are computed now."""
+        if self.states and self.enable_prefix_caching:
+            self._keep_passed(seq, num_right)
+        for state in self.states:
+            state.settle(seq.block_tables[state.group], num_right)
         num_blocks = -(-seq.num_computed_tokens // self.block_size)
         for attention in self.attention:
             table = seq.block_tables[attention.group]
             while len(table) > num_blocks:
                 attention.pool.release(table.pop())
-        seq.num_ready_slots = min(seq.num_ready_slots, num_blocks * self.block_size)
+        # Where a state has moved the next step is to be told.
+        most = 0 if self.states and num_right else num_blocks * self.block_size
+        seq.num_ready_slots = min(seq.num_ready_slots, most)
 
     def step_end(self, num_computed: int, num_tokens: int) -> int:
         """Where a step that could compute the tokens num_computed .. num_tokens of a prompt had better end: states are
@@ -307,17 +328,29 @@ class KVCacheManager:
             attention.leave(seq.block_tables[attention.group], seq.num_computed_tokens, changed)
 
     def _take_snapshots(self, seq: Sequence) -> None:
-        """Keep the states of `seq`, which is about to go on, if it stands at the end of a full block: of its prompt, or
-        of every so many that it has written."""
-        num_computed = seq.num_computed_tokens
-        if num_computed > seq.num_prompt_tokens and num_computed % (_SNAPSHOT_BLOCKS * self.block_size):
+        """Keep the states of `seq`, which is about to go on, if they are worth it."""
+        if not self._is_worth_keeping(seq, seq.num_computed_tokens):
             return
         extend_block_hashes(seq, self.block_size)
         for state in self.states:
             table = seq.block_tables[state.group]
             returning = self._moves[self._pool_of[state.group]].swap_in  # copies are made before these come back
-            if all(block not in table for _, block in returning):
-                state.snapshot(table, num_computed, seq.block_hashes)
+            if table and all(block not in table for _, block in returning):
+                state.snapshot(table[0], seq.num_computed_tokens, seq.block_hashes)
+
+    def _keep_passed(self, seq: Sequence, num_right: int) -> None:
+        """Keep those states of `seq` that are worth it among the ones before its last right guess."""
+        extend_block_hashes(seq, self.block_size)
+        for i in range(num_right):
+            num_computed = seq.num_computed_tokens - num_right + i
+            if self._is_worth_keeping(seq, num_computed):
+                for state in self.states:
+                    state.snapshot(seq.block_tables[state.group][i], num_computed, seq.block_hashes)
+
+    def _is_worth_keeping(self, seq: Sequence, num_computed: int) -> bool:
+        """Of states after so many tokens, if that is the end of a block: those in the prompt, and of every so many
+        blocks that were written behind it."""
+        return num_computed <= seq.num_prompt_tokens or num_computed % (_SNAPSHOT_BLOCKS * self.block_size) == 0
 
     def _share(self, seq: Sequence) -> None:
         for blocks, table in zip(self._groups, seq.block_tables, strict=False):

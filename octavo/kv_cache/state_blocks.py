@@ -5,12 +5,15 @@ block that is indexed: the state at the end of a full block of tokens. It is mad
 that stands there and going on in a copy of it. What is indexed or shared is never written, so that prefix hits and
 forks are copies too.
 
-A state cannot go back: a step that may have to be undone must not touch it, and guesses are not computed with it.
+A state cannot go back. So each guess of a step leaves the state after it in a block of its own, which the table has
+behind the first entry until it is known which guesses were right. That of the last right one is the sequence's then.
 """
 
 from __future__ import annotations
 
 from octavo.kv_cache.block_pool import BlockPool
+
+MOST_GUESSES = 32  # of a sequence in a step: what there is room for in a table, however short sequences are
 
 
 class StateBlocks:
@@ -46,10 +49,10 @@ class StateBlocks:
     def leave(self, table: list[int], num_computed: int, changed: list[tuple[int, int, int]]) -> None:
         """Nothing is ever out of sight."""
 
-    def snapshot(self, table: list[int], num_computed: int, keys: list[bytes]) -> None:
+    def snapshot(self, block: int, num_computed: int, keys: list[bytes]) -> None:
         """Index the state of a sequence that stands at the end of a full block, before it goes on."""
-        if table and num_computed and num_computed % self.block_size == 0:
-            self.pool.register(table[0], keys[num_computed // self.block_size - 1])
+        if num_computed and num_computed % self.block_size == 0:
+            self.pool.register(block, keys[num_computed // self.block_size - 1])
 
     def take(
         self,
@@ -59,22 +62,33 @@ class StateBlocks:
         copies: list[tuple[int, int]],
         changed: list[tuple[int, int, int]],
     ) -> None:
-        """See that the sequence has a block that it may write."""
+        """See that the sequence has a block that it may write. Where it goes on from a guess nobody was told before."""
         pool = self.pool
         if not table:
             table.append(pool.allocate())
-            changed.append((self.group, 0, table[0]))
         elif pool.ref_counts[table[0]] > 1 or (pool.hashes[table[0]] is not None and pool.num_free):
             fresh = pool.allocate()
             copies.append((table[0], fresh))
             pool.release(table[0])
             table[0] = fresh
-            changed.append((self.group, 0, fresh))
         else:
             pool.forget(table[0])  # no block is left to keep the snapshot in
+        changed.append((self.group, 0, table[0]))
+
+    def take_for_guesses(self, table: list[int], num_guesses: int, changed: list[tuple[int, int, int]]) -> None:
+        """A block for the state after each guess, behind the one that the sequence may write."""
+        for position in range(1, num_guesses + 1):
+            table.append(self.pool.allocate())
+            changed.append((self.group, position, table[position]))
+
+    def settle(self, table: list[int], num_right: int) -> None:
+        """Go on from the state after the last of the guesses that were right, and give back the other blocks."""
+        table[0], table[num_right] = table[num_right], table[0]
+        while len(table) > 1:
+            self.pool.release(table.pop())
 
     def register(self, table: list[int], keys: list[bytes], first: int, end: int) -> None:
         """Nothing: a step under way may already be changing the state. `snapshot` comes before a step is planned."""
 
     def check(self, table: list[int], num_computed: int) -> None:
-        assert len(table) == (num_computed > 0) or len(table) == 1, "a sequence has one state"
+        assert table or not num_computed, "a sequence has a state"

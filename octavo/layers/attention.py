@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import LayerCacheSpec
-from octavo.layers.norm import Norm, NormDescription
+from octavo.layers.norm import Norm, NormDescription, SharedNorm
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Adapters, Summand
 from octavo.layers.rotary import QueryGrowth, RopeConfig, alibi_slopes
-from octavo.layers.share import WHOLE, Share
+from octavo.layers.share import WHOLE, Share, elements
 from octavo.ops import Array, LayerKVCache
 
 
@@ -76,6 +76,17 @@ class AttentionDescription:
     share: Share = WHOLE  # of the heads; what is not shared out yet is in `octavo.models.sharing`
 
     @property
+    def units(self) -> int:
+        """What workers share out."""
+        return self.num_heads
+
+    @property
+    def gathered_size(self) -> int:
+        """Elements of a row that all workers are brought, at most."""
+        queries = self.head_size if self.qk_norm is not None and self.qk_norm_scope == "all" else 0
+        return self.num_heads * max(queries, 0 if self.output_norm is None else self.value_size)
+
+    @property
     def own_heads(self) -> range:
         return self.share.of(self.num_heads, "attention heads")
 
@@ -110,11 +121,11 @@ class AttentionDescription:
         return tuple(name for name, value in found.items() if value)
 
     @property
-    def gate_size(self) -> int:
-        """Of all our heads; 0 is none."""
+    def own_gates(self) -> range:
+        """Numbers that our heads' values are multiplied with, of those of all heads."""
         if self.gate is None:
-            return 0
-        return len(self.own_heads) * (1 if self.gate.by_head else self.value_size)
+            return range(0)
+        return elements(self.own_heads, 1 if self.gate.by_head else self.value_size)
 
     @property
     def element_order(self) -> NDArray[np.intp]:
@@ -133,8 +144,8 @@ class AttentionDescription:
         if self.gate is not None and self.gate.name is None:
             assert len(self.qkv_names) == 3 and np.array_equal(self.element_order, own)
             pairs = np.arange(2 * self.num_heads * self.head_size).reshape(self.num_heads, 2, self.head_size)
-            keys = np.arange(self.num_kv_heads * self.head_size)
-            return [pairs.transpose(1, 0, 2).reshape(-1), keys, keys]
+            keys = np.array(elements(self.own_kv_heads, self.head_size))
+            return [pairs[self.own_heads].transpose(1, 0, 2).reshape(-1), keys, keys]
         within = {"q": self.element_order, "k": self.element_order, "v": np.arange(self.value_size)}
         if self.keys_are_values or self.reads_layer is not None:
             assert self.share.is_whole and np.array_equal(self.element_order, own)
@@ -185,10 +196,10 @@ class Attention:
         if gate is not None and gate.name is not None:
             assert len(names) == 3
             names.insert(1, f"{prefix}{gate.name}")
-            sizes.insert(1, description.gate_size)
+            sizes.insert(1, num_heads * (1 if gate.by_head else description.value_size))
             without_bias = (*without_bias, names[1])
             if orders is not None:
-                orders.insert(1, np.arange(description.gate_size))
+                orders.insert(1, np.array(description.own_gates))
             if gate.bias is not None:
                 assert not (qkv_bias or gate.by_head)
                 of_heads = parameters.weights.take(f"{prefix}{gate.bias}", (num_heads,))
@@ -218,27 +229,22 @@ class Attention:
         if description.rope is not None and description.rope.axes:
             assert not description.norms_after_rotation and description.query_growth is None
             self._axes = self._ops.place(np.array(description.rope.axes, np.int32))
-        self._qk_norms: list[Norm] = []
+        self._qk_norms: list[Norm | SharedNorm] = []
         if description.qk_norm is not None:
-            with_norms = [*zip(description.qk_norm_names, (num_heads, description.num_kv_heads), strict=True)]
-            for name, heads in with_norms if description.reads_layer is None else with_norms[:1]:
-                own = np.arange(heads)[:, None] * head_size
-                order, size, with_own = description.element_order, head_size, None
-                if description.qk_norm_scope == "all":
-                    order, size = (own + order).reshape(-1), heads * head_size
-                elif description.qk_norm_scope == "heads":
-                    with_own = heads
-                self._qk_norms.append(
-                    Norm(description.qk_norm, parameters, f"{prefix}{name}", size, heads=with_own, order=order)
-                )
+            of_query = description.qk_norm_names[0], num_heads, description.own_heads
+            of_key = description.qk_norm_names[1], description.num_kv_heads, description.own_kv_heads
+            for name, heads, own in (of_query, of_key) if description.reads_layer is None else (of_query,):
+                self._qk_norms.append(self._qk_norm(description.qk_norm, parameters, f"{prefix}{name}", heads, own))
         self._value_norm: Norm | None = None
         if description.value_norm is not None:
             assert not description.value_norm.has_weight
             self._value_norm = Norm(description.value_norm, parameters, "", description.value_size)
-        self._output_norm: Norm | None = None
+        self._output_norm: SharedNorm | None = None
         if description.output_norm is not None:
-            name = f"{prefix}{description.output_norm_name}"
-            self._output_norm = Norm(description.output_norm, parameters, name, value_size)
+            self._output_norm = SharedNorm(
+                description.output_norm, parameters, f"{prefix}{description.output_norm_name}",
+                num_heads * description.value_size, share, elements(description.own_heads, description.value_size),
+            )  # fmt: skip
         self._slopes = self._sinks = None
         if description.alibi_max:
             slopes = alibi_slopes(num_heads, description.alibi_max) * np.float32(description.alibi_scale)
@@ -250,6 +256,17 @@ class Attention:
         if description.distance_biases is not None:
             self._biases = parameters.distance_biases(*description.distance_biases, num_heads)
         self._growth = parameters.query_growth(description.query_growth)
+
+    def _qk_norm(
+        self, norm: NormDescription, parameters: Parameters, name: str, heads: int, own: range
+    ) -> Norm | SharedNorm:
+        """Of those of all `heads` that are our `own`."""
+        d, size = self.description, self.description.head_size
+        if d.qk_norm_scope == "all":
+            order = (np.arange(heads)[:, None] * size + d.element_order).reshape(-1)
+            return SharedNorm(norm, parameters, name, heads * size, d.share, elements(own, size), order=order)
+        with_own = heads if d.qk_norm_scope == "heads" else None
+        return Norm(norm, parameters, name, size, heads=with_own, own_heads=own, order=d.element_order)
 
     def forward(
         self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache, *others: Array,
@@ -292,7 +309,7 @@ class Attention:
             **further,
         )
         if description.gate is not None:
-            gate = qkv[:, self._query_size : self._query_size + description.gate_size]
+            gate = qkv[:, self._query_size : self._query_size + len(description.own_gates)]
             attended = ops.multiply(attended, gate, description.gate.activation, self._output)
         if self._output_norm is not None:
             attended = self._output_norm.forward(attended, self._output)
@@ -301,7 +318,7 @@ class Attention:
     def _write_cache(self, qkv: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Array:
         """Keys and values of the step's tokens, out of [T, outputs of the product] -> queries [T, heads, D]."""
         description, ops = self.description, self._ops
-        size, first_key = description.head_size, self._query_size + description.gate_size
+        size, first_key = description.head_size, self._query_size + len(description.own_gates)
         both = first_key + self._key_size
         query, key = qkv[:, : self._query_size], qkv[:, first_key:both]
         if description.norms_after_rotation:

@@ -8,7 +8,7 @@ from statistics import NormalDist
 import numpy as np
 
 from octavo.errors import LoadError
-from octavo.layers.norm import Norm, NormDescription
+from octavo.layers.norm import NormDescription, SharedNorm
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Adapters, Summand
 from octavo.layers.share import WHOLE, Share
@@ -49,6 +49,11 @@ class FeedForwardDescription:
                 f"{', '.join(built)}."
             )
 
+    @property
+    def gathered_size(self) -> int:
+        """Elements of a row that all workers are brought."""
+        return 0 if self.inner_norm is None else self.intermediate_size
+
     def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> FeedForward:
         return FeedForward(self, hidden_size, parameters, prefix)
 
@@ -78,10 +83,10 @@ class FeedForward:
         )  # fmt: skip
         self._down = self._ending.weight
         self.consumer = self._up  # the only matrix that reads the layer's input
-        self._inner_norm: Norm | None = None
+        self._inner_norm: SharedNorm | None = None
         if description.inner_norm is not None:
             name = f"{prefix}{description.inner_norm_name}"
-            self._inner_norm = Norm(description.inner_norm, parameters, name, size)
+            self._inner_norm = SharedNorm(description.inner_norm, parameters, name, size, share, own)
         self._parameters: tuple[float, ...] = ()
         if description.activation == "xielu":
             self._parameters = _xielu_parameters(description.xielu or _taken_xielu(parameters, f"{prefix}mlp.act_fn"))

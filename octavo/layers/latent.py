@@ -1,5 +1,6 @@
 """Latent attention (DeepSeek-AI 2024): what is cached of a token is one compressed vector, from which the keys and
-values of all heads are made, and one rotated part of a key that all heads share.
+values of all heads are made, and one rotated part of a key that all heads share. Of several workers each has all of
+that, and some of the heads.
 
 Nothing is made from it here. A query is multiplied with its head's matrix of keys instead, so that it meets compressed
 vectors themselves, and what a head gathers of these is multiplied with its matrix of values ("absorbed" form). Prompts
@@ -18,8 +19,9 @@ from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
-from octavo.layers.product import Product
+from octavo.layers.product import Summand
 from octavo.layers.rotary import QueryGrowth, RopeConfig
+from octavo.layers.share import WHOLE, Share, elements
 from octavo.loading.weights import floats
 from octavo.ops import Array, ExpertsWeight, LayerKVCache
 
@@ -48,6 +50,16 @@ class LatentDescription:
     bias: bool = False  # of the matrices that compress, and of the last
     name: str = "self_attn"
     output_name: str = "o_proj"
+    share: Share = WHOLE  # of the heads
+
+    @property
+    def units(self) -> int:
+        """What workers share out."""
+        return self.num_heads
+
+    @property
+    def own_heads(self) -> range:
+        return self.share.of(self.num_heads, "attention heads")
 
     @property
     def cache(self) -> LayerCacheSpec:
@@ -65,9 +77,9 @@ class LatentDescription:
         return order.reshape(-1, 2).T.reshape(-1) if self.rope is not None and self.rope.interleaved else order
 
     def query_order(self) -> NDArray[np.intp]:
-        """The checkpoint's rows of queries as ours, where a head's rotated elements come first."""
+        """The checkpoint's rows of our heads' queries as ours, where a head's rotated elements come first."""
         head = np.concatenate([self.plain_size + self._rotated_order(), np.arange(self.plain_size)])
-        rows: NDArray[np.intp] = np.arange(self.num_heads)[:, None] * self.query_size + head
+        rows: NDArray[np.intp] = np.array(self.own_heads)[:, None] * self.query_size + head
         return rows.reshape(-1)
 
     def latent_order(self) -> NDArray[np.intp]:
@@ -84,16 +96,17 @@ class Latent:
         self.description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
         d, prefix = description, f"{prefix}{description.name}."
         latent, all_queries = d.latent_size + d.rotated_size, d.num_heads * d.query_size
-        first, first_order = f"{prefix}q_proj", d.query_order()
-        self._first_size = all_queries
+        self._num_heads = len(d.own_heads)
+        first, first_order, size = f"{prefix}q_proj", d.query_order(), all_queries
         if d.query_rank is not None:
-            first, first_order, self._first_size = f"{prefix}q_a_proj", np.arange(d.query_rank), d.query_rank
-        names, sizes = [first, f"{prefix}kv_a_proj_with_mqa"], [self._first_size, latent]
+            first, first_order, size = f"{prefix}q_a_proj", np.arange(d.query_rank), d.query_rank
+        self._first_size = len(first_order)
+        names, sizes = [first, f"{prefix}kv_a_proj_with_mqa"], [size, latent]
         orders = [first_order, d.latent_order()]
         if d.gate_name is not None:
             assert not d.bias
             names, sizes = [*names, f"{prefix}{d.gate_name}"], [*sizes, d.num_heads]
-            orders.append(np.arange(d.num_heads))
+            orders.append(np.array(d.own_heads))
         self.consumer = parameters.linear(names, sizes, hidden_size, d.bias, orders=orders)
         self._query_norm: Norm | None = None
         if d.query_rank is not None:
@@ -107,32 +120,33 @@ class Latent:
             d.norm, parameters, f"{prefix}kv_a_layernorm", d.latent_size, divisor=1 / d.latent_scale
         )
         self._keys, self._values = self._stacks(parameters, prefix)
-        self._output = parameters.linear(
-            [f"{prefix}{d.output_name}"], [hidden_size], d.num_heads * d.value_size, d.bias
+        self._ending = parameters.ending(
+            f"{prefix}{d.output_name}", hidden_size, self._num_heads * d.value_size, d.bias, d.share
         )
         self._rotary = parameters.rotary(d.rope, d.rotated_size)
         self._growth = parameters.query_growth(d.query_growth)
 
     def _stacks(self, parameters: Parameters, prefix: str) -> list[ExpertsWeight]:
-        """For each head the matrix from a query to the compressed vectors, and from these to a value. They are floats,
-        whatever the checkpoint has: keys' matrices are multiplied from the other side than they were quantized for."""
-        d, ops, take = self.description, parameters.ops, parameters.weights.take
+        """For each of our heads the matrix from a query to the compressed vectors, and from these to a value. They are
+        floats, whatever the checkpoint has: keys' matrices are multiplied from the other side than they were quantized
+        for."""
+        d, ops, take, own = self.description, parameters.ops, parameters.weights.take, self.description.own_heads
         if f"{prefix}kv_b_proj.weight" in parameters.weights:
             size = d.plain_size + d.value_size
-            both = take(f"{prefix}kv_b_proj.weight", (d.num_heads * size, d.latent_size))
-            both = both.reshape(d.num_heads, size, d.latent_size)
+            both = take(
+                f"{prefix}kv_b_proj.weight", (d.num_heads * size, d.latent_size), own=elements(own, size)
+            ).reshape(len(own), size, d.latent_size)
             keys, values = both[:, : d.plain_size].swapaxes(1, 2), both[:, d.plain_size :]
         else:  # as GGUF files have them
-            keys = take(f"{prefix}k_b_proj.weight", (d.num_heads, d.latent_size, d.plain_size))
-            values = take(f"{prefix}v_b_proj.weight", (d.num_heads, d.value_size, d.latent_size))
+            keys = take(f"{prefix}k_b_proj.weight", (d.num_heads, d.latent_size, d.plain_size), own=own)
+            values = take(f"{prefix}v_b_proj.weight", (d.num_heads, d.value_size, d.latent_size), own=own)
         stacks = [
-            ops.stack_experts((ops.pack_linear([floats(head)]) for head in heads), d.num_heads)
-            for heads in (keys, values)
+            ops.stack_experts((ops.pack_linear([floats(head)]) for head in heads), len(own)) for heads in (keys, values)
         ]
         parameters.num_matrix_bytes += sum(stack.num_bytes for stack in stacks)
         return stacks
 
-    def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Product:
+    def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
         """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
         d, ops, num_tokens = self.description, self._ops, hidden.shape[0]
         first = ops.linear(hidden, self.consumer, self._dtype)
@@ -140,7 +154,7 @@ class Latent:
         gates = end + d.rotated_size
         if self._query_norm is not None:
             queries = ops.linear(self._query_norm.forward(queries, self._query), self._query, self._dtype)
-        queries = queries.reshape(num_tokens, d.num_heads, d.query_size)
+        queries = queries.reshape(num_tokens, self._num_heads, d.query_size)
         latent = self._latent_norm.forward(first[:, self._first_size : end])
         ops.rotary_and_cache(
             queries, first[:, end:gates].reshape(num_tokens, 1, d.rotated_size),
@@ -153,5 +167,5 @@ class Latent:
         )  # fmt: skip
         attended = ops.linear_by_head(gathered, self._values).reshape(num_tokens, -1)
         if d.gate_name is not None:
-            attended = ops.multiply(attended, first[:, gates:], "sigmoid", self._output)
-        return Product(ops, attended, self._output)
+            attended = ops.multiply(attended, first[:, gates:], "sigmoid", self._ending.weight)
+        return self._ending.product(attended)

@@ -8,7 +8,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.layers.gathered import Gathered
 from octavo.layers.parameters import Parameters
+from octavo.layers.share import WHOLE, Share
 from octavo.ops import Array, LinearWeight
 
 
@@ -22,7 +24,8 @@ class NormDescription:
 
 
 class Norm:
-    """One norm, whose weights are [size] or, where `heads` have their own, [heads, size]. With `groups` it is of as
+    """One norm, whose weights are [size] or, where `heads` have their own, [heads, size], of which `own_heads` may be
+    the only ones that are wanted. With `groups` it is of as
     many equal parts of x [T, size].
 
     The checkpoint's module is `name`, or with "{head}" in it one for each head. `order` is that of the elements where
@@ -38,6 +41,7 @@ class Norm:
         size: int,
         *,
         heads: int | None = None,
+        own_heads: range | None = None,
         groups: int = 1,
         divisor: float = 1.0,
         order: NDArray[np.intp] | None = None,
@@ -57,6 +61,8 @@ class Norm:
                 host = weights.take(f"{name}.{part}", shape)
             if description.offset or divisor != 1.0:  # weight and bias are of one type
                 host = (host.astype(np.float32) + np.float32(offset)) / np.float32(divisor)
+            if heads is not None and own_heads is not None:
+                host = host[own_heads.start : own_heads.stop]
             host = host if order is None else np.take(host, order, -1)
             return self._ops.place(host if groups == 1 else host.reshape(groups, -1))
 
@@ -72,3 +78,30 @@ class Norm:
         if self._kind == "layer":
             return self._ops.layer_norm(x, self._weight, self._bias, self._eps, consumer)
         return self._ops.rms_norm(x, self._weight, self._eps, consumer)
+
+
+class SharedNorm:
+    """A norm over all `size` elements of a row, or over `groups` equal parts of them, of which each worker has its
+    `own`: whole groups, or else all is brought to each of them, which computes all, so that its bits are those of one
+    worker.
+
+    It does not quantize where there are several, or bits have to be those of several: the whole row would be."""
+
+    def __init__(
+        self, description: NormDescription, parameters: Parameters, name: str, size: int, share: Share, own: range,
+        *, groups: int = 1, order: NDArray[np.intp] | None = None,
+    ) -> None:  # fmt: skip
+        self._may_quantize, self._own = share == WHOLE, slice(own.start, own.stop)
+        self._gathered: Gathered | None = None
+        if groups % share.size:
+            self._gathered = Gathered(parameters.ops, share, own, size, f"elements of {name}")
+        else:
+            order = (np.arange(size) if order is None else order)[self._own]
+            groups //= share.size
+        self._norm = Norm(description, parameters, name, size, groups=groups, order=order)
+
+    def forward(self, x: Array, consumer: LinearWeight | None = None) -> Array:
+        """x [T, own] -> the same shape; quantized as by `Norm`, or not."""
+        if self._gathered is not None:
+            return self._norm.forward(self._gathered.forward(x))[:, self._own]
+        return self._norm.forward(x, consumer if self._may_quantize else None)

@@ -21,7 +21,6 @@ from octavo.layers.rotary import QueryGrowth, RopeConfig, distance_buckets, iden
 from octavo.layers.share import Share
 from octavo.loading.weights import Weights, floats
 from octavo.ops import BIAS_PADDING, Array, ExpertsWeight, LinearWeight, Ops, SegmentOps
-from octavo.quantization import take_rows
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +113,7 @@ class Parameters:
         is_reversed: bool = False,
         scales: Sequence[float] = (),
         part: tuple[int, int] = (0, 1),
-        own: range | None = None,
+        own: range | Sequence[range] | None = None,
         without_bias: Collection[str] = (),
     ) -> LinearWeight:
         """Projections to `sizes` outputs of one input of `num_in` as one matrix: outputs side by side, or `gated`.
@@ -124,49 +123,53 @@ class Parameters:
         stored `is_transposed` they are columns. `bias` may be the name of the tensor, or the biases themselves.
         Projections, without their biases, may be multiplied with `scales`. Gate and up that are stacked the other way
         round are `is_reversed`. The input may be a `part` (number, of how many) of what the checkpoint's matrices read,
-        each of `num_in`. Of each projection only the rows that are `own` may be wanted. Some of the modules may be
-        `without_bias` where the others have one.
+        each of `num_in`. Of each projection only the rows that are `own` may be wanted: the same ones of all, or others
+        of each. Some of the modules may be `without_bias` where the others have one.
         """
         in_parts = len(names) < len(sizes) and f"{names[0]}.weight" not in self.weights
         if in_parts and f"{names[0]}.0.weight" in self.weights:
             names = [f"{names[0]}.{number}" for number in range(len(sizes))]
         num_out = sum(sizes)
         stored_sizes = sizes if len(names) == len(sizes) else [num_out]
-        parts, held = [], []
+        owns = [own] * len(sizes) if isinstance(own, range) else own
+        parts, held = [], list[NDArray[np.intp]]()
         for name, size in zip(names, stored_sizes, strict=True):
-            bounds = accumulate(sizes, initial=0) if gated and len(names) != len(sizes) else (0, size)
-            shares = list(pairwise(bounds))
-            if own is not None:
-                shares = [(first + own.start, first + own.stop) for first, _ in shares]
+            is_cut = (gated or owns is not None) and len(names) != len(sizes)
+            shares = list(pairwise(accumulate(sizes, initial=0) if is_cut else (0, size)))
+            if owns is not None:
+                of_name = owns if is_cut else [owns[len(held)]]
+                shares = [(first + o.start, first + o.stop) for (first, _), o in zip(shares, of_name, strict=True)]
             held.append(np.concatenate([np.arange(*share) for share in (reversed(shares) if is_reversed else shares)]))
+            all_in = num_in * part[1]
+            shape = (all_in, size) if is_transposed else (size, all_in)
+            columns = None if part[1] == 1 else (part[0] * num_in, (part[0] + 1) * num_in)
+            wanted = None if orders is None else orders[len(held) - 1]
             for share in shares:
-                all_in = num_in * part[1]
-                shape = (all_in, size) if is_transposed else (size, all_in)
-                columns = None if part[1] == 1 else (part[0] * num_in, (part[0] + 1) * num_in)
                 parts.append(
-                    self.weights.take_matrix(f"{name}.weight", shape, share, columns, is_transposed=is_transposed)
-                )
+                    self.weights.take_matrix(
+                        f"{name}.weight", shape, share if wanted is None else None, columns,
+                        is_transposed=is_transposed, order=wanted,
+                    )
+                )  # fmt: skip
         if is_reversed:
             assert gated and bias is False and len(names) == 1
             parts.reverse()
+        assert orders is None or not any(scale != 1.0 for scale in scales)
         if any(scale != 1.0 for scale in scales):
             if len(parts) != len(sizes):
                 parts = [parts[0].rows(*share) for share in pairwise(accumulate(sizes, initial=0))]
             parts = [part.scaled(scale) for part, scale in zip(parts, scales, strict=True)]
-        if orders is not None:
-            parts = [take_rows(part, order) for part, order in zip(parts, orders, strict=True)]
         biases: NDArray[Any] | None = None
         own_biases: list[NDArray[np.float32] | None] = [None] * len(names)
-        if isinstance(bias, np.ndarray):
-            assert own is None and orders is None
-            biases = bias
-            own_biases = [*np.split(np.asarray(bias, np.float32), np.cumsum(stored_sizes)[:-1])]
-        elif bias:
-            bias_names = [bias] if isinstance(bias, str) else [f"{name}.bias" for name in names]
-            taken = [
-                np.zeros(size, self.dtype) if name in without_bias else self.weights.take(n, (size,))
-                for name, n, size in zip(names, bias_names, stored_sizes, strict=True)
-            ]
+        if isinstance(bias, np.ndarray) or bias:
+            if isinstance(bias, np.ndarray):
+                taken = [*np.split(bias, np.cumsum(stored_sizes)[:-1])]
+            else:
+                bias_names = [bias] if isinstance(bias, str) else [f"{name}.bias" for name in names]
+                taken = [
+                    np.zeros(size, self.dtype) if name in without_bias else self.weights.take(n, (size,))
+                    for name, n, size in zip(names, bias_names, stored_sizes, strict=True)
+                ]
             if own is not None or orders is not None:
                 taken = [part[order] for part, order in zip(taken, orders or held, strict=True)]
             biases = np.concatenate(taken)

@@ -1,88 +1,53 @@
-"""What stands in the place of attention and keeps a state of fixed size: state spaces (Mamba), short convolutions, the
-gated delta rule, lightning attention, gated recurrences. A state lies in one block of the layer's cache: the
-convolution's rows, then the recurrence's numbers.
+"""What stands in the place of attention and keeps a state of fixed size: short convolutions, the gated delta rule,
+lightning attention, gated recurrences; state spaces are in `octavo.layers.mamba`. A state lies in one block of the
+layer's cache: the convolution's rows, then the recurrence's numbers.
+
+Several workers share out heads, or channels where there are none. A description's `part` is what one of them has, as if
+it were all.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.batch import GroupTables, StepBatch
+from octavo.errors import ConfigError
 from octavo.kv_cache.groups import LayerCacheSpec
-from octavo.layers.norm import Norm, NormDescription
+from octavo.layers.norm import Norm, NormDescription, SharedNorm
 from octavo.layers.parameters import Parameters
-from octavo.layers.product import Product
+from octavo.layers.product import Summand
+from octavo.layers.share import WHOLE, Share, elements
 from octavo.loading.weights import floats
-from octavo.ops import Array, ExpertsWeight, LayerKVCache, LinearWeight
+from octavo.ops import Array, ExpertsWeight, LayerKVCache
 
 _TILE = 16  # channels that a state is padded to a multiple of: room for every backend's layout
 
 
-def _state(kernel: int, conv_width: int, channels: int = 0, groups: int = 1, size: int = 0) -> LayerCacheSpec:
+def state_of(kernel: int, conv_width: int, channels: int = 0, groups: int = 1, size: int = 0) -> LayerCacheSpec:
     """Of a convolution over `kernel` tokens and a recurrence of `size` numbers a channel, in equal groups."""
     padded = groups * -(-channels // groups // _TILE) * _TILE
     num_floats = (kernel - 1) * conv_width + padded * size
     return LayerCacheSpec("state", num_bytes=-(-num_floats // _TILE) * 4 * _TILE)
 
 
-@dataclass(frozen=True, slots=True)
-class MambaDescription:
-    """Mamba 2 (Dao & Gu 2024), or Mamba 1 (Gu & Dao 2023) where `time_rank` says that time steps come from a product
-    of that rank: each channel is a head then. Names are those of the checkpoint's modules, after `name`.
-
-    Zamba's Mamba 1 has `tensors_by_group`: inner matrices of each group of channels, and x beside its gate."""
-
-    num_heads: int
-    head_size: int
-    state_size: int
-    kernel: int
-    num_groups: int = 1
-    time_rank: int = 0
-    time_limit: tuple[float, float] = (0.0, inf)
-    norm: NormDescription | None = None  # Mamba 2: of the gated output, by group
-    norms_before_gate: bool = False
-    inner_norm: NormDescription | None = None  # Mamba 1: of what time steps are made from, and of B and C
-    multipliers: tuple[float, ...] = ()  # Mamba 2: of the gate, x, B, C and the time steps that the first matrix gives
-    bias: bool = False
-    output_bias: bool = False
-    conv_bias: bool = True
-    tensors_by_group: bool = False
-    name: str = "mamba"
-
-    @property
-    def channels(self) -> int:
-        return self.num_heads * self.head_size
-
-    @property
-    def conv_width(self) -> int:
-        return self.channels + (0 if self.time_rank else 2 * self.num_groups * self.state_size)
-
-    @property
-    def cache(self) -> LayerCacheSpec:
-        return _state(self.kernel, self.conv_width, self.channels, self.num_groups, self.state_size)
-
-    def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> Mamba:
-        return Mamba(self, hidden_size, parameters, prefix)
-
-
-class _Convolution:
-    """Over channels that have modules of their own, by name."""
+class Convolution:
+    """Over channels that have modules of their own, by name; of all of them those that are our `own`."""
 
     def __init__(
-        self, parameters: Parameters, widths: dict[str, int], kernel: int, bias: bool, activation: str
-    ) -> None:
+        self, parameters: Parameters, widths: dict[str, int], kernel: int, bias: bool, activation: str,
+        own: NDArray[np.intp],
+    ) -> None:  # fmt: skip
         self._ops, self._activation, take = parameters.ops, activation, parameters.weights.take
         weights = [take(f"{name}.weight", (width, 1, kernel), "float32") for name, width in widths.items()]
-        self._weight, self._bias = self._ops.place(np.ascontiguousarray(np.concatenate(weights)[:, 0].T)), None
+        self._weight, self._bias = self._ops.place(np.ascontiguousarray(np.concatenate(weights)[own, 0].T)), None
         if bias:
             biases = [take(f"{name}.bias", (width,), "float32") for name, width in widths.items()]
-            self._bias = self._ops.place(np.concatenate(biases))
-        self.num_floats = (kernel - 1) * sum(widths.values())
+            self._bias = self._ops.place(np.concatenate(biases)[own])
+        self.num_floats = (kernel - 1) * len(own)
 
     def forward(self, x: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Array:
         states = cache.key[:, : self.num_floats]
@@ -95,97 +60,13 @@ class _Convolution:
 
 def _places(states: Array, batch: StepBatch, tables: GroupTables) -> tuple[Array, Array, Array, Array]:
     """As operations with states want them."""
-    return states, tables.block_tables, batch.query_start_loc, batch.seq_lens
+    return states, tables.slot_mapping, batch.query_start_loc, batch.seq_lens
 
 
-def _rates(parameters: Parameters, name: str, *shape: int) -> NDArray[np.float32]:
+def decay_rates(parameters: Parameters, name: str, *shape: int) -> NDArray[np.float32]:
     """How fast a state decays: stored as the logarithm of its negative."""
     rates: NDArray[np.float32] = -np.exp(parameters.weights.take(name, shape, "float32"))
     return rates
-
-
-class Mamba:
-    def __init__(self, description: MambaDescription, hidden_size: int, parameters: Parameters, prefix: str) -> None:
-        self.description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
-        d, prefix, weights = description, f"{prefix}{description.name}.", parameters.weights
-        channels, size = d.channels, d.state_size
-        group = d.num_groups * size
-        in_sizes = [channels, channels] if d.time_rank else [channels, channels, group, group, d.num_heads]
-        orders = [np.arange(2 * channels).reshape(-1, 2).T.reshape(-1)] if d.tensors_by_group else None
-        self.consumer = parameters.linear(
-            [f"{prefix}in_proj"], in_sizes, hidden_size, d.bias, scales=d.multipliers, orders=orders
-        )
-        self._conv = _Convolution(parameters, {f"{prefix}conv1d": d.conv_width}, d.kernel, d.conv_bias, "silu")
-        self._inner_norms: list[Norm] = []
-        by_head = (d.num_groups, channels // d.num_groups) if d.tensors_by_group else (d.num_heads,)
-        if d.time_rank:
-            if d.tensors_by_group:
-                self._inner, self._time = self._by_group(parameters, prefix)
-            else:
-                self._inner = parameters.linear([f"{prefix}x_proj"], [d.time_rank + 2 * size], channels)
-                self._time = parameters.linear([f"{prefix}dt_proj"], [channels], d.time_rank)
-            if d.inner_norm is not None:
-                names = (("dt", d.time_rank), ("b", size), ("c", size))
-                self._inner_norms = [Norm(d.inner_norm, parameters, f"{prefix}{n}_layernorm", k) for n, k in names]
-            time_bias = "dt_proj_bias" if d.tensors_by_group else "dt_proj.bias"
-            by_channel = _rates(parameters, f"{prefix}A_log", *by_head, size).reshape(channels, size)
-            rates = np.ascontiguousarray(by_channel.T)
-        else:
-            time_bias = "dt_bias"
-            rates = np.repeat(_rates(parameters, f"{prefix}A_log", d.num_heads), d.head_size)
-        self._time_bias = self._ops.place(weights.take(f"{prefix}{time_bias}", by_head, "float32").reshape(-1))
-        skip = np.repeat(weights.take(f"{prefix}D", by_head, "float32"), d.head_size)
-        self._rates, self._skip = self._ops.place(rates), self._ops.place(skip)
-        self._norm: Norm | None = None
-        if d.norm is not None:
-            self._norm = Norm(d.norm, parameters, f"{prefix}norm", channels, groups=d.num_groups)
-        self._output = parameters.linear([f"{prefix}out_proj"], [hidden_size], channels, d.output_bias)
-
-    def _by_group(self, parameters: Parameters, prefix: str) -> tuple[LinearWeight, LinearWeight]:
-        """Matrices of all groups, with nothing where one's outputs meet another's inputs."""
-        d, take = self.description, parameters.weights.take
-        groups, rank, width = d.num_groups, d.time_rank, d.channels // d.num_groups
-        inner = take(f"{prefix}x_proj_weight", (groups, rank + 2 * d.state_size, width))
-        time = take(f"{prefix}dt_proj_weight", (groups, width, rank))
-
-        def packed(*parts: NDArray[Any]) -> LinearWeight:
-            blocks = [np.zeros((groups, part.shape[1], groups, part.shape[2]), part.dtype) for part in parts]
-            for block, part in zip(blocks, parts, strict=True):
-                block[np.arange(groups), :, np.arange(groups)] = part
-            return parameters.packed(np.concatenate([b.reshape(b.shape[0] * b.shape[1], -1) for b in blocks]))
-
-        return packed(*np.split(inner, (rank, rank + d.state_size), 1)), packed(time)
-
-    def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Product:
-        """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
-        d, ops = self.description, self._ops
-        num_tokens, channels, size = hidden.shape[0], d.channels, d.state_size
-        projected = ops.linear(hidden, self.consumer, self._dtype)
-        if d.time_rank:
-            x, gate = projected[:, :channels], projected[:, channels:]
-            x = self._conv.forward(x, batch, tables, cache)
-            inner = ops.linear(x, self._inner, self._dtype)
-            ranks, group = d.num_groups * d.time_rank, d.num_groups * size
-            time, b, c = inner[:, :ranks], inner[:, ranks:-group], inner[:, -group:]
-            if self._inner_norms:
-                time, b, c = (norm.forward(x) for norm, x in zip(self._inner_norms, (time, b, c), strict=True))
-            time = ops.linear(time, self._time, self._dtype)
-        else:
-            gate, mixed, time = (
-                projected[:, :channels], projected[:, channels : -d.num_heads], projected[:, -d.num_heads :]
-            )  # fmt: skip
-            mixed = self._conv.forward(mixed, batch, tables, cache)
-            end = channels + d.num_groups * size
-            x, b, c = mixed[:, :channels], mixed[:, channels:end], mixed[:, end:]
-        y = ops.selective_scan(
-            x, time, b.reshape(num_tokens, d.num_groups, size), c.reshape(num_tokens, d.num_groups, size), self._rates,
-            self._skip, self._time_bias, d.time_limit, *self._conv.behind(batch, tables, cache),
-        )  # fmt: skip
-        if self._norm is None:
-            return Product(ops, ops.multiply(y, gate, "silu", self._output), self._output)
-        if d.norms_before_gate:
-            return Product(ops, ops.multiply(self._norm.forward(y), gate, "silu", self._output), self._output)
-        return Product(ops, self._norm.forward(ops.multiply(y, gate, "silu"), self._output), self._output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +77,20 @@ class ShortConvDescription:
     kernel: int
     bias: bool = False
     name: str = "conv"
+    share: Share = WHOLE
+
+    @property
+    def units(self) -> int:
+        """What workers share out."""
+        return self.channels
+
+    @property
+    def own(self) -> range:
+        return self.share.of(self.channels, "channels")
 
     @property
     def cache(self) -> LayerCacheSpec:
-        return _state(self.kernel, self.channels)
+        return state_of(self.kernel, len(self.own))
 
     def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> ShortConv:
         return ShortConv(self, hidden_size, parameters, prefix)
@@ -209,19 +100,23 @@ class ShortConv:
     def __init__(
         self, description: ShortConvDescription, hidden_size: int, parameters: Parameters, prefix: str
     ) -> None:
-        self._ops, self._dtype, self._width = parameters.ops, parameters.dtype, description.channels
+        self._ops, self._dtype, self._width = parameters.ops, parameters.dtype, len(description.own)
         d, prefix = description, f"{prefix}{description.name}."
-        self.consumer = parameters.linear([f"{prefix}in_proj"], [3 * d.channels], hidden_size, d.bias)
-        self._conv = _Convolution(parameters, {f"{prefix}conv": d.channels}, d.kernel, d.bias, "identity")
-        self._output = parameters.linear([f"{prefix}out_proj"], [hidden_size], d.channels, d.bias)
+        self.consumer = parameters.linear(
+            [f"{prefix}in_proj"], [d.channels] * 3, hidden_size, d.bias, own=None if d.share.is_whole else d.own
+        )
+        self._conv = Convolution(
+            parameters, {f"{prefix}conv": d.channels}, d.kernel, d.bias, "identity", np.array(d.own)
+        )
+        self._ending = parameters.ending(f"{prefix}out_proj", hidden_size, self._width, d.bias, d.share)
 
-    def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Product:
+    def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
         """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
         ops, width = self._ops, self._width
         projected = ops.linear(hidden, self.consumer, self._dtype)
         before, after, x = projected[:, :width], projected[:, width : 2 * width], projected[:, 2 * width :]
         x = self._conv.forward(ops.multiply(x, before), batch, tables, cache)
-        return Product(ops, ops.multiply(x, after, "identity", self._output), self._output)
+        return self._ending.product(ops.multiply(x, after, "identity", self._ending.weight))
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +149,36 @@ class GatedDeltaDescription:
     norm_name: str = "norm"
     output_name: str = "out_proj"
     name: str = "linear_attn"
+    share: Share = WHOLE
+
+    @property
+    def units(self) -> int:
+        """What workers share out."""
+        return self.num_value_heads
+
+    @property
+    def own_values(self) -> range:
+        """Heads."""
+        return self.share.of(self.num_value_heads, "heads of values")
+
+    @property
+    def own_keys(self) -> range:
+        """Those that serve our heads of values: several workers', where these alternate or are more."""
+        values, count = self.own_values, self.num_key_heads
+        if not self.alternates:
+            return self.share.of_few(count, "heads of keys")
+        if len(values) % count == 0:
+            return range(count)
+        if count % len(values):
+            raise ConfigError(
+                f"--tensor-parallel-size {self.share.size} gives each worker {len(values)} heads of values, which do "
+                f"not alternate among its own of {count} heads of keys; leave it out."
+            )
+        return range(values.start % count, values.start % count + len(values))
+
+    @property
+    def part(self) -> GatedDeltaDescription:
+        return replace(self, num_key_heads=len(self.own_keys), num_value_heads=len(self.own_values), share=WHOLE)
 
     @property
     def conv_width(self) -> int:
@@ -261,27 +186,51 @@ class GatedDeltaDescription:
 
     @property
     def cache(self) -> LayerCacheSpec:
-        heads = self.num_value_heads
-        return _state(self.kernel, self.conv_width, heads * self.value_size, heads, self.key_size)
+        d, heads = self.part, len(self.own_values)
+        return state_of(d.kernel, d.conv_width, heads * d.value_size, heads, d.key_size)
+
+    @property
+    def decays_of_head(self) -> int:
+        return self.key_size if self.decays_by_element else 1
 
     @property
     def num_decays(self) -> int:
-        return self.num_value_heads * (self.key_size if self.decays_by_element else 1)
+        return self.num_value_heads * self.decays_of_head
 
-    def row_orders(self, num_matrices: int) -> list[NDArray[np.intp]] | None:
-        """For each matrix its rows in our order; None if it is the checkpoint's."""
-        if num_matrices > 3:
-            return None
-        heads, share = self.num_key_heads, self.num_value_heads // self.num_key_heads
+    def convolved(self) -> NDArray[np.intp]:
+        """Our channels of query, key and value."""
+        keys, values, all_keys = self.own_keys, self.own_values, self.num_key_heads * self.key_size
+        parts = [elements(keys, self.key_size)] * 2 + [elements(values, self.value_size)]
+        begins = (0, all_keys, 2 * all_keys)
+        return np.concatenate([begin + np.array(part) for begin, part in zip(begins, parts, strict=True)])
 
-        def order(*sizes: int) -> NDArray[np.intp]:
-            rows = np.arange(heads * sum(sizes)).reshape(heads, -1)
-            return np.concatenate([part.reshape(-1) for part in np.split(rows, np.cumsum(sizes)[:-1], 1)])
+    def row_orders(self, num_matrices: int) -> list[NDArray[np.intp]]:
+        """For each matrix our heads' rows of it, in our order."""
+        keys, values = self.own_keys, self.own_values
+        heads, served = self.num_key_heads, self.num_value_heads // self.num_key_heads
 
-        values = share * self.value_size
+        def by_key_head(num_keys: int, *sizes: int) -> NDArray[np.intp]:
+            """Of parts that lie together by key head; the first ones are of `num_keys` elements a head, the others of
+            so many a head of values."""
+            of_values = [served * size for size in sizes]
+            rows = np.arange(heads * (2 * num_keys + sum(of_values))).reshape(heads, -1)
+            parts = np.split(rows, np.cumsum([num_keys, num_keys, *of_values])[:-1], 1)
+            by_value_head = [part.reshape(self.num_value_heads, -1) for part in parts[2:]]
+            own = [part[keys] for part in parts[:2]] + [part[values] for part in by_value_head]
+            return np.concatenate([part.reshape(-1) for part in own])
+
+        convolved, gates = self.convolved(), np.array(elements(values, self.value_size))
+        own, decays = np.array(values), np.array(elements(values, self.decays_of_head))
+        if self.rank:
+            gates, decays = np.arange(self.rank), np.arange(self.rank)
+        if num_matrices == 2:
+            return [by_key_head(self.key_size, self.value_size, self.value_size), by_key_head(0, 1, 1)]
         if num_matrices == 3:
-            return [np.arange(self.conv_width), np.arange(heads * values), order(share, share)]
-        return [order(self.key_size, self.key_size, values, values), order(share, share)]
+            return [convolved, gates, by_key_head(0, 1, 1)]
+        if num_matrices == 4:
+            return [convolved, gates, own, decays]
+        by_key = np.array(elements(keys, self.key_size))
+        return [by_key, by_key, np.array(elements(values, self.value_size)), gates, own, decays]
 
     def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> GatedDelta:
         return GatedDelta(self, hidden_size, parameters, prefix)
@@ -291,8 +240,8 @@ class GatedDelta:
     def __init__(
         self, description: GatedDeltaDescription, hidden_size: int, parameters: Parameters, prefix: str
     ) -> None:
-        self.description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
-        d, prefix = description, f"{prefix}{description.name}."
+        self._part, self._ops, self._dtype = description.part, parameters.ops, parameters.dtype
+        d, own, prefix = description, self._part, f"{prefix}{description.name}."
         heads, values, keys = d.num_value_heads, d.num_value_heads * d.value_size, d.num_key_heads * d.key_size
         gates, decays = (d.rank, d.rank) if d.rank else (values, d.num_decays)
         names = [f"{prefix}{name}" for name in d.in_names]
@@ -304,27 +253,36 @@ class GatedDelta:
             4: (d.conv_width, values, heads, heads),
             6: (keys, keys, values, gates, heads, decays),
         }[len(names)]
-        self._ends = d.conv_width + gates, d.conv_width + gates + heads  # of gates and betas in that product
-        self.consumer = parameters.linear(names, sizes, hidden_size, orders=d.row_orders(len(names)))
+        own_gates = own.conv_width + (d.rank or own.num_value_heads * d.value_size)
+        self._ends = own_gates, own_gates + own.num_value_heads  # of gates and betas in that product
+        orders = d.row_orders(len(names))
+        as_stored = d.share.is_whole and all(np.array_equal(order, np.arange(len(order))) for order in orders)
+        self.consumer = parameters.linear(names, sizes, hidden_size, orders=None if as_stored else orders)
         widths = (d.conv_width,) if len(d.conv_names) == 1 else (keys, keys, values)
         convolved = {f"{prefix}{name}": width for name, width in zip(d.conv_names, widths, strict=True)}
-        self._conv = _Convolution(parameters, convolved, d.kernel, False, "silu")
+        self._conv = Convolution(parameters, convolved, d.kernel, False, "silu", d.convolved())
+        own_decays = elements(d.own_values, d.decays_of_head)
         self._inner = [
-            parameters.linear([f"{prefix}{name}"], [size], d.rank)
-            for name, size in zip(d.inner_names, (values, d.num_decays), strict=True) if d.rank
+            parameters.linear([f"{prefix}{name}"], [size], d.rank, own=None if d.share.is_whole else rows)
+            for name, size, rows in zip(
+                d.inner_names, (values, d.num_decays), (elements(d.own_values, d.value_size), own_decays), strict=True
+            ) if d.rank
         ]  # fmt: skip
-        rates = _rates(parameters, f"{prefix}A_log", *d.rates_shape or (heads,))
-        self._rates = self._ops.place(rates.reshape(-1))
-        self._decay_bias = self._ops.place(parameters.weights.take(f"{prefix}dt_bias", (d.num_decays,), "float32"))
+        rates = decay_rates(parameters, f"{prefix}A_log", *d.rates_shape or (heads,)).reshape(-1)
+        self._rates = self._ops.place(rates[d.own_values])
+        decay_bias = parameters.weights.take(f"{prefix}dt_bias", (d.num_decays,), "float32")
+        self._decay_bias = self._ops.place(decay_bias[own_decays])
         # Queries and keys of length 1, and queries over the root of their size: norms with these weights.
         self._query_weight = self._ops.place(np.full(d.key_size, 1 / d.key_size, np.float32))
         self._key_weight = self._ops.place(np.full(d.key_size, d.key_size**-0.5, np.float32))
         self._norm = Norm(d.norm, parameters, f"{prefix}{d.norm_name}", d.value_size)
-        self._output = parameters.linear([f"{prefix}{d.output_name}"], [hidden_size], values)
+        self._ending = parameters.ending(
+            f"{prefix}{d.output_name}", hidden_size, own.num_value_heads * d.value_size, False, d.share
+        )
 
-    def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Product:
+    def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
         """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
-        d, ops, num_tokens = self.description, self._ops, hidden.shape[0]
+        d, ops, num_tokens = self._part, self._ops, hidden.shape[0]
         projected = ops.linear(hidden, self.consumer, self._dtype)
         heads, width, keys = d.num_value_heads, d.conv_width, d.num_key_heads * d.key_size
         (end_gates, end_betas) = self._ends
@@ -344,8 +302,7 @@ class GatedDelta:
             *self._conv.behind(batch, tables, cache), d.lowest, d.alternates,
         )  # fmt: skip
         normed = self._norm.forward(y.reshape(num_tokens, heads, d.value_size)).reshape(num_tokens, -1)
-        gated = ops.multiply(normed, gates, d.gate_activation, self._output)
-        return Product(ops, gated, self._output)
+        return self._ending.product(ops.multiply(normed, gates, d.gate_activation, self._ending.weight))
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,10 +316,26 @@ class LightningDescription:
     norm: NormDescription
     activation: str = "silu"  # of queries, keys and values
     name: str = "self_attn"
+    share: Share = WHOLE
+
+    @property
+    def units(self) -> int:
+        """What workers share out."""
+        return self.num_heads
+
+    @property
+    def own_heads(self) -> range:
+        return self.share.of(self.num_heads, "attention heads")
+
+    @property
+    def gathered_size(self) -> int:
+        """Elements of a row that all workers are brought."""
+        return self.num_heads * self.head_size
 
     @property
     def cache(self) -> LayerCacheSpec:
-        return _state(1, 0, self.num_heads * self.head_size, self.num_heads, self.head_size)
+        heads = len(self.own_heads)
+        return state_of(1, 0, heads * self.head_size, heads, self.head_size)
 
     def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> Lightning:
         return Lightning(self, hidden_size, parameters, prefix)
@@ -374,32 +347,31 @@ class Lightning:
     ) -> None:
         self.description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
         d, prefix = description, f"{prefix}{description.name}."
-        width = d.num_heads * d.head_size
-        by_part = np.arange(3 * width).reshape(d.num_heads, 3, d.head_size).swapaxes(0, 1).reshape(-1)
+        width, own = d.num_heads * d.head_size, elements(d.own_heads, d.head_size)
+        by_part = np.arange(3 * width).reshape(d.num_heads, 3, d.head_size)[d.own_heads].swapaxes(0, 1).reshape(-1)
         self.consumer = parameters.linear(
             [f"{prefix}qkv_proj", f"{prefix}output_gate"], [3 * width, width], hidden_size,
-            orders=[by_part, np.arange(width)],
+            orders=[by_part, np.array(own)],
         )  # fmt: skip
         rates = -d.rate * 2.0 ** (-8 / d.num_heads * (np.arange(d.num_heads) + 1))
-        self._rates = self._ops.place(np.repeat(rates, d.head_size).astype(np.float32))
-        self._norm = Norm(d.norm, parameters, f"{prefix}norm", width)
-        self._output = parameters.linear([f"{prefix}out_proj"], [hidden_size], width)
+        self._rates = self._ops.place(np.repeat(rates[d.own_heads], d.head_size).astype(np.float32))
+        self._norm = SharedNorm(d.norm, parameters, f"{prefix}norm", width, d.share, own)
+        self._ending = parameters.ending(f"{prefix}out_proj", hidden_size, len(own), False, d.share)
 
-    def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Product:
+    def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
         """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
         d, ops, num_tokens = self.description, self._ops, hidden.shape[0]
-        width = d.num_heads * d.head_size
+        heads = len(d.own_heads)
+        width = heads * d.head_size
         projected = ops.linear(hidden, self.consumer, self._dtype)
         qkv = ops.activation(projected[:, : 3 * width], d.activation)
-        query, key = (
-            qkv[:, begin : begin + width].reshape(num_tokens, d.num_heads, d.head_size) for begin in (0, width)
-        )
+        query, key = (qkv[:, begin : begin + width].reshape(num_tokens, heads, d.head_size) for begin in (0, width))
         y = ops.selective_scan(
             qkv[:, 2 * width :], None, key, query, self._rates, None, None, (0.0, inf),
             *_places(cache.key, batch, tables),
         )  # fmt: skip
-        gated = ops.multiply(self._norm.forward(y), projected[:, 3 * width :], "sigmoid", self._output)
-        return Product(ops, gated, self._output)
+        gated = ops.multiply(self._norm.forward(y), projected[:, 3 * width :], "sigmoid", self._ending.weight)
+        return self._ending.product(gated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,10 +384,26 @@ class GatedRecurrenceDescription:
     kernel: int
     activation: str  # of the second branch
     name: str = "temporal_block"
+    share: Share = WHOLE
+
+    @property
+    def units(self) -> int:
+        """What workers share out."""
+        return self.num_heads
+
+    @property
+    def own_heads(self) -> range:
+        return self.share.of(self.num_heads, "heads of a recurrence")
+
+    @property
+    def own(self) -> range:
+        """Channels."""
+        return elements(self.own_heads, self.width // self.num_heads)
 
     @property
     def cache(self) -> LayerCacheSpec:
-        return _state(self.kernel, self.width, self.width, 1, 1)
+        width = len(self.own)
+        return state_of(self.kernel, width, width, 1, 1)
 
     def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> GatedRecurrence:
         return GatedRecurrence(self, hidden_size, parameters, prefix)
@@ -427,33 +415,38 @@ class GatedRecurrence:
     ) -> None:
         self.description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
         d, prefix, weights = description, f"{prefix}{description.name}.", parameters.weights
-        self.consumer = parameters.linear([f"{prefix}linear_y", f"{prefix}linear_x"], [d.width] * 2, hidden_size, True)
-        self._conv = _Convolution(parameters, {f"{prefix}conv_1d": d.width}, d.kernel, True, "identity")
+        own, heads = d.own, d.own_heads
+        self.consumer = parameters.linear(
+            [f"{prefix}linear_y", f"{prefix}linear_x"], [d.width] * 2, hidden_size, True,
+            own=None if d.share.is_whole else own,
+        )  # fmt: skip
+        self._conv = Convolution(parameters, {f"{prefix}conv_1d": d.width}, d.kernel, True, "identity", np.array(own))
         size = d.width // d.num_heads
 
         def gate(name: str) -> tuple[ExpertsWeight, Array]:
-            matrices = weights.take(f"{prefix}rg_lru.{name}_gate_weight", (d.num_heads, size, size))
+            matrices = weights.take(f"{prefix}rg_lru.{name}_gate_weight", (d.num_heads, size, size), own=heads)
             packed = (self._ops.pack_linear([floats(np.ascontiguousarray(matrix.T))]) for matrix in matrices)
-            bias = weights.take(f"{prefix}rg_lru.{name}_gate_bias", (d.num_heads, size), "float32")
-            stack = self._ops.stack_experts(packed, d.num_heads)
+            bias = weights.take(f"{prefix}rg_lru.{name}_gate_bias", (d.num_heads, size), "float32", heads)
+            stack = self._ops.stack_experts(packed, len(heads))
             parameters.num_matrix_bytes += stack.num_bytes
             return stack, self._ops.place(bias.reshape(-1))
 
         (self._input_gate, self._input_bias), (self._decay_gate, self._decay_bias) = gate("input"), gate("recurrent")
-        rates = weights.take(f"{prefix}rg_lru.recurrent_param", (d.width,), "float32")
+        rates = weights.take(f"{prefix}rg_lru.recurrent_param", (d.width,), "float32", own)
         self._rates = self._ops.place((-8 * np.logaddexp(0, rates)).astype(np.float32))
-        self._output = parameters.linear([f"{prefix}linear_out"], [hidden_size], d.width, True)
+        self._ending = parameters.ending(f"{prefix}linear_out", hidden_size, len(own), True, d.share)
 
-    def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Product:
+    def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
         """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
         d, ops, num_tokens = self.description, self._ops, hidden.shape[0]
         projected = ops.linear(hidden, self.consumer, self._dtype)
-        x = self._conv.forward(projected[:, d.width :], batch, tables, cache)
-        heads = x.reshape(num_tokens, d.num_heads, -1)
+        width = len(d.own)
+        x = self._conv.forward(projected[:, width:], batch, tables, cache)
+        heads = x.reshape(num_tokens, len(d.own_heads), -1)
         y = ops.gated_recurrence(
             x, ops.linear_by_head(heads, self._input_gate).reshape(num_tokens, -1),
             ops.linear_by_head(heads, self._decay_gate).reshape(num_tokens, -1), self._rates, self._input_bias,
             self._decay_bias, *self._conv.behind(batch, tables, cache),
         )  # fmt: skip
-        other = ops.activation(projected[:, : d.width], d.activation)
-        return Product(ops, ops.multiply(y, other, consumer=self._output), self._output)
+        other = ops.activation(projected[:, :width], d.activation)
+        return self._ending.product(ops.multiply(y, other, consumer=self._ending.weight))

@@ -59,3 +59,8 @@ class Share:
 
 
 WHOLE = Share()
+
+
+def elements(own: range, size: int) -> range:
+    """Those of things of `size` elements each."""
+    return range(own.start * size, own.stop * size)

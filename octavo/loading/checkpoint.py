@@ -59,11 +59,14 @@ def resolve(
     Fetches what is not here yet. `load_format` "auto" takes safetensors, else pt, else gguf; "dummy" needs no weights.
     Raises `LoadError` with one line that says what was asked, what was found and what to do.
     """
+    path = os.path.abspath(os.path.expanduser(model))
+    if revision is not None and (not model or os.path.exists(path)):
+        name = model or f"the default model, {DEFAULT_MODEL_NAME},"
+        raise LoadError(f"revision {revision} is one of a model on the hub, and {name} is none; leave it out.")
     if not model:
         path = str(fetch_default_model())
         found = _from_gguf(DEFAULT_MODEL_NAME, path, load_format, _tokenizer_path(tokenizer, download_dir, path))
         return replace(found, generation_config=found.generation_config | DEFAULT_MODEL_GENERATION)
-    path = os.path.abspath(os.path.expanduser(model))
     if not os.path.exists(path):
         path = _from_hub(model, load_format, revision, download_dir)
     if os.path.isdir(path):

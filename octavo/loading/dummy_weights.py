@@ -38,7 +38,11 @@ class DummyWeights(Weights):
     def __contains__(self, name: str) -> bool:
         return True
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: str | None = None) -> NDArray[Any]:
+    def take(
+        self, name: str, shape: tuple[int, ...], dtype: str | None = None, own: range | None = None
+    ) -> NDArray[Any]:
+        if own is not None:
+            return self.take(name, shape, dtype)[own.start : own.stop]
         if dtype not in (None, self._dtype):
             return converted(self.take(name, shape), dtype)
         if name.endswith("norm.weight") or (len(shape) == 1 and name.endswith(".weight")):

@@ -9,8 +9,10 @@ from typing import Any
 
 from octavo.errors import LoadError
 from octavo.loading.gguf import GGUFFile
-from octavo.loading.gguf_architectures import ARCHITECTURES, RANK, Architecture
+from octavo.loading.gguf_architectures import ARCHITECTURES
+from octavo.loading.gguf_layout import RANK, Architecture
 from octavo.loading.gguf_metadata import Metadata
+from octavo.loading.gguf_settings import EXPERTS
 
 _POOLING_TYPES = {0: None, 1: "MEAN", 2: "CLS", 3: "LAST"}
 
@@ -19,7 +21,7 @@ def architecture_of(file: GGUFFile) -> tuple[Metadata, Architecture]:
     """Raises `LoadError` for one that is not built."""
     name = file.metadata.get("general.architecture")
     has_experts = bool(file.metadata.get(f"{name}.expert_count"))
-    read = [known for known, one in ARCHITECTURES.items() if one.has_experts or not has_experts]
+    read = [known for known, one in ARCHITECTURES.items() if one.experts is not None or not has_experts]
     if not isinstance(name, str) or name not in read:
         raise LoadError(
             f"{file.path}: GGUF architecture {name!r}{' with experts' if has_experts else ''} is not built yet; these "
@@ -35,7 +37,10 @@ def gguf_config(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
     if "token_embd.weight" not in tensors:
         raise LoadError(f"{file.path} has no tensor token_embd.weight: it is not a whole model.")
     has_experts = metadata.number("expert_count", 0) > 0
-    said = {key: setting(metadata) for key, setting in architecture.settings.items()}
+    settings = {**({} if architecture.experts is None else EXPERTS), **architecture.settings}
+    said = {key: setting(metadata) if callable(setting) else setting for key, setting in settings.items()}
+    if has_experts:
+        said["norm_topk_prob"] = bool(metadata.get("expert_weights_norm", architecture.experts))
     feed_forward = said.get("intermediate_size")
     if feed_forward is None:
         least = (0,) if has_experts else ()
@@ -51,7 +56,8 @@ def gguf_config(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": metadata.number("embedding_length"),
         "intermediate_size": feed_forward,
-        "num_hidden_layers": metadata.number("block_count"),
+        # The last ones may guess tokens, and be no part of the model.
+        "num_hidden_layers": metadata.number("block_count") - metadata.number("nextn_predict_layers", 0),
         **({} if architecture.is_without_heads else _heads(metadata, said.get("num_key_value_heads"))),
         "max_position_embeddings": metadata.number("context_length"),
         **({"layer_norm_eps": eps} if rms_eps is None else {"rms_norm_eps": rms_eps}),

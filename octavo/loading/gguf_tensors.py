@@ -48,8 +48,7 @@ def named_tensors(file: GGUFFile, config: Mapping[str, Any]) -> Iterator[NamedTe
     """The tensors of the file that a model reads, in file order. Names that are not known pass as they are. `config` is
     what `gguf_config` has read."""
     metadata, architecture = architecture_of(file)
-    names = architecture.names(metadata) if callable(architecture.names) else architecture.names
-    top_names = architecture.top_names(metadata) if callable(architecture.top_names) else architecture.top_names
+    names, top_names = architecture.all_names(metadata), architecture.all_top_names(metadata)
     guesses = metadata.number("nextn_predict_layers", 0) > 0  # layers that do come last, and are no part of the model
     for info in file.tensors.values():
         if info.name in (ROPE_FREQS, ROPE_LONG, ROPE_SHORT):

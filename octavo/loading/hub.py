@@ -1,11 +1,13 @@
 """Models and tokenizers from the Hugging Face hub, into its usual cache, and only the files that are needed.
 
-HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and HF_ENDPOINT keep their meaning. A hub that cannot be reached is no error while the
-cache has the model. `huggingface_hub` is imported here and nowhere else, when a hub id is first used.
+HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT and TRANSFORMERS_CACHE keep their meaning. A hub that cannot be reached
+is no error while the cache has the model. `huggingface_hub` is imported here and nowhere else, when a hub id is first
+used.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 
@@ -24,6 +26,8 @@ _SMALL_SUFFIXES = (
 )
 # Of a sentence-transformers repository: settings and weights of what comes after the network.
 _MODULE_FILE = re.compile(r"\d+_[A-Za-z]+/(config\.json|model\.safetensors|pytorch_model\.bin)")
+# Adapters that a model brings for its media.
+_ADAPTER_FILE = re.compile(r"((speech|vision)-lora/)?adapter_(config\.json|model\.safetensors)")
 _TIMEOUT_S = 10.0
 
 
@@ -46,13 +50,13 @@ def download(
             return _cached(repo, revision, download_dir, unreachable)
         wanted = [n for n in names if n.endswith(_SMALL_SUFFIXES) or n.startswith("tokenizer.model.v")]
         wanted += [path for path in paths if path.startswith("additional_chat_templates/")]
-        wanted += [path for path in paths if _MODULE_FILE.fullmatch(path)]
+        wanted += [path for path in paths if _MODULE_FILE.fullmatch(path) or _ADAPTER_FILE.fullmatch(path)]
         wanted += pick(names) if pick else []
         if not wanted:
             raise LoadError(
                 f"{repo}{at} on the Hugging Face hub holds no model: its files are {', '.join(names[:5])} ..."
             )
-        return snapshot_download(repo, revision=revision, cache_dir=download_dir, allow_patterns=wanted)
+        return snapshot_download(repo, revision=revision, cache_dir=_cache(download_dir), allow_patterns=wanted)
     except LoadError:
         raise
     except errors.GatedRepoError:
@@ -79,13 +83,19 @@ def _cached(repo: str, revision: str | None, download_dir: str | None, unreachab
     try:
         # One small file stands for the rest: what else is there was chosen when it was fetched, and is checked by use.
         return snapshot_download(
-            repo, revision=revision, cache_dir=download_dir, local_files_only=True, allow_patterns=["config.json"]
-        )
+            repo, revision=revision, cache_dir=_cache(download_dir), local_files_only=True,
+            allow_patterns=["config.json"],
+        )  # fmt: skip
     except LocalEntryNotFoundError:
         raise LoadError(
             f"{repo} is not a folder or file here, is not in the Hugging Face cache, and the hub cannot be reached "
             f"({_one_line(unreachable)}); check the name, --download-dir and HF_HOME, or connect."
         ) from None
+
+
+def _cache(download_dir: str | None) -> str | None:
+    """Where models are kept: None is the hub's own cache. Its library no longer reads the former variable."""
+    return download_dir or os.environ.get("TRANSFORMERS_CACHE") or None
 
 
 def _one_line(e: Exception) -> str:

@@ -26,6 +26,7 @@ class RecordedTensor:
     shape: tuple[int, ...]  # of the whole tensor
     share: StoredWeight | None  # of a matrix that is going to be packed; None for an array
     layout: Layout | None = None  # of the matrix, where its format does not say so
+    num_own: int | None = None  # entries of an array's first dimension that were taken; None: all
 
     @property
     def is_matrix(self) -> bool:
@@ -50,9 +51,12 @@ class RecordingWeights(Weights):
     def is_turned(self, name: str, turned: tuple[int, ...] | None = None) -> bool:
         return self._weights is not None and self._weights.is_turned(name, turned)
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: str | None = None) -> NDArray[Any]:
-        self.tensors.append(RecordedTensor(name, shape, None))
-        return _zeros(shape, FLOATS[dtype or self._dtype])
+    def take(
+        self, name: str, shape: tuple[int, ...], dtype: str | None = None, own: range | None = None
+    ) -> NDArray[Any]:
+        num_own = None if own is None else len(own)
+        self.tensors.append(RecordedTensor(name, shape, None, num_own=num_own))
+        return _zeros(shape if num_own is None else (num_own, *shape[1:]), FLOATS[dtype or self._dtype])
 
     def take_matrix(
         self,
@@ -62,9 +66,13 @@ class RecordingWeights(Weights):
         columns: Bounds = None,
         *,
         is_transposed: bool = False,
+        order: NDArray[np.intp] | None = None,
     ) -> StoredWeight:
         if is_transposed and self.is_turned(name):
             shape, is_transposed = (*shape[:-2], shape[-1], shape[-2]), False
+        if order is not None:  # of zeros as many as any
+            assert rows is None
+            rows = (0, len(order))
         stored_format = self.matrix_format(name)
         if stored_format in AXES:
             return self._take_quantized(name, stored_format, shape, rows, columns, is_transposed)
@@ -107,7 +115,8 @@ class RecordingWeights(Weights):
                 num_bytes += packed_bytes(share.format, share.shape, tensor.layout, keeps_superblocks)
                 kinds[_KINDS.get(tensor.share.format, tensor.share.format)] = None
             elif len(tensor.shape) > 1:
-                num_bytes += math.prod(tensor.shape) * FLOATS[self._dtype].itemsize
+                count = tensor.shape[0] if tensor.num_own is None else tensor.num_own
+                num_bytes += count * math.prod(tensor.shape[1:]) * FLOATS[self._dtype].itemsize
         return num_bytes, " and ".join(kinds)
 
 

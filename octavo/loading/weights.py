@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.quantization import Layout, StoredWeight, dequantize
+from octavo.quantization import Layout, StoredWeight, dequantize, take_rows
 from octavo.quantization.formats import PLAIN, PLAIN_OF_DTYPE, QUANTIZED_AT_LOAD
 
 Bounds = tuple[int, int] | None  # a share (begin, end) of rows or columns, or all of them
@@ -46,9 +46,17 @@ class Weights:
         or with the shape `turned`."""
         return False
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: str | None = None) -> NDArray[Any]:
-        """The tensor in the model's type, or in `dtype`. Raises `LoadError` if it is absent or of another shape."""
-        return dequantize(self.stored(name, shape), dtype or self._dtype).reshape(shape)
+    def take(
+        self, name: str, shape: tuple[int, ...], dtype: str | None = None, own: range | None = None
+    ) -> NDArray[Any]:
+        """The tensor in the model's type, or in `dtype`; of its first dimension those entries that are `own`, and only
+        they are read. Raises `LoadError` if it is absent or of another shape."""
+        stored = self.stored(name, shape)
+        if own is not None:
+            rows = math.prod(shape[1:-1])
+            stored = _as_matrix(stored, shape).rows(own.start * rows, own.stop * rows)
+            shape = (len(own), *shape[1:])
+        return dequantize(stored, dtype or self._dtype).reshape(shape)
 
     def take_integers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.int64]:
         """A tensor of whole numbers; zeros where there are no files. Raises `LoadError` as `take` does."""
@@ -62,8 +70,10 @@ class Weights:
         columns: Bounds = None,
         *,
         is_transposed: bool = False,
+        order: NDArray[np.intp] | None = None,
     ) -> StoredWeight:
-        """A matrix of `shape` [N, K] that is going to be packed, or a share of its rows and columns. Only that is read.
+        """A matrix of `shape` [N, K] that is going to be packed, or a share of its rows and columns, or of its rows
+        those that `order` names, in this order. Only that is read.
         One that is stored transposed has `shape` [K, N]. Matrices stacked in a tensor [..., N, K] are one below the
         other.
 
@@ -71,18 +81,15 @@ class Weights:
         """
         if is_transposed and self.is_turned(name):
             shape, is_transposed = (*shape[:-2], shape[-1], shape[-2]), False
-        stored = self.stored(name, shape)
-        num_rows = math.prod(shape[:-1])
-        if stored.shape != (num_rows, shape[-1]):
-            data = stored.data.reshape(num_rows, -1)
-            stored = StoredWeight(stored.format, {"data": data}, (num_rows, shape[-1]))
+        stored = _as_matrix(self.stored(name, shape), shape)
         if is_transposed:
             stored = floats(np.ascontiguousarray(dequantize(stored, self._dtype).T))
         target = self._matrix_format(stored.format)
         if target in QUANTIZED_AT_LOAD.values():  # nothing is computed here: the packer quantizes as it reads
             stored = StoredWeight(target, stored.tensors, stored.shape)
         stored = stored.share(rows, columns)
-        return stored if stored.format == target else floats(dequantize(stored, self._dtype))
+        stored = stored if stored.format == target else floats(dequantize(stored, self._dtype))
+        return stored if order is None else take_rows(stored, order)
 
     def matrix_format(self, name: str) -> str:
         """The `StoredWeight.format` that `take_matrix` gives, without taking. Raises `LoadError` if it is absent."""
@@ -107,6 +114,14 @@ class Weights:
 
     def close(self) -> None:
         """Let go of the files."""
+
+
+def _as_matrix(stored: StoredWeight, shape: tuple[int, ...]) -> StoredWeight:
+    """A tensor [..., N, K] as matrices one below the other."""
+    size = (math.prod(shape[:-1]), shape[-1])
+    if stored.shape == size:
+        return stored
+    return StoredWeight(stored.format, {"data": stored.data.reshape(size[0], -1)}, size)
 
 
 def floats(data: NDArray[Any]) -> StoredWeight:

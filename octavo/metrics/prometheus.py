@@ -112,8 +112,9 @@ class EngineMetrics:
     """All metrics of one engine, and what a server shows with those of its others. Times are differences of
     `time.monotonic`, in seconds."""
 
-    def __init__(self, model_name: str, max_model_len: int) -> None:
+    def __init__(self, model_name: str, max_model_len: int, engine: int = 0) -> None:
         self.model_name = model_name
+        self.engine = engine  # its number, vLLM's label `engine`
         self.last = EngineStats()  # the gauges of the last step
         self.num_steps = 0
         self.totals: dict[str, float] = dict.fromkeys((*_COUNTERS, *_OWN_COUNTERS), 0)
@@ -125,7 +126,7 @@ class EngineMetrics:
         self.cache_config: dict[str, object] = {}  # labels of `vllm:cache_config_info`, known when the core is ready
         self.startup_s: dict[tuple[str, str], float] = {}  # by process and phase, in order
         self.memory_bytes: dict[str, int] = {}  # what the core holds for as long as it lives, by kind
-        # Of all engines behind the server, this first: their places are vLLM's label `engine`.
+        # Of all engines behind the server, this first.
         self.of_engines: list[EngineMetrics] = [self]
         self.others: list[Any] = []  # collectors whose metrics are shown with these
         self.num_restarts = 0  # of the core, after it has died
@@ -225,13 +226,13 @@ class EngineMetrics:
 
         kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
         found: dict[str, Any] = {}
-        for engine, metrics in enumerate(self.of_engines):
+        for metrics in self.of_engines:
             for family in metrics._families():
                 if family.name not in found:
                     labels = ["model_name", "engine", *family.labels]
                     found[family.name] = kinds[family.kind](family.name, family.help, labels=labels)
                 for of_labels, value in family.values.items():
-                    labels = [self.model_name, str(engine), *of_labels]
+                    labels = [self.model_name, str(metrics.engine), *of_labels]
                     if isinstance(value, Histogram):
                         found[family.name].add_metric(labels, value.cumulative(), value.sum)
                     else:

@@ -11,11 +11,11 @@ from octavo.layers.attention import AttentionDescription
 from octavo.layers.experts import ExpertsDescription
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.latent import LatentDescription
+from octavo.layers.mamba import MambaDescription
 from octavo.layers.recurrent import (
     GatedDeltaDescription,
     GatedRecurrenceDescription,
     LightningDescription,
-    MambaDescription,
     ShortConvDescription,
 )
 from octavo.loading import gguf_config

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,17 +68,17 @@ class ChainHead:
     matrices: tuple[NamedMatrix, ...] = ()  # none that adapters change
 
     def __init__(self, target: Decoder, weights: Weights, parameters: Parameters, names: Mapping[str, str]) -> None:
-        """`names` are those of the modules "embedding" and "output"."""
+        """`names` are those of the modules "embedding" and "output", of those that a head may have."""
         self.target, self._parameters, self._ops = target, parameters, parameters.ops
         self._dtype = parameters.dtype
         self.vocab_size, self.hidden_size = target.vocab_size, target.description.hidden_size
         self.target_ids: NDArray[np.int64] | None = None  # the model's token for each of the head's, if it has fewer
         self._embedding: LinearWeight | None = None
         size = target.description.hidden_size
-        if f"{names['embedding']}.weight" in weights:
+        if "embedding" in names and f"{names['embedding']}.weight" in weights:
             self._embedding = parameters.linear([names["embedding"]], [target.vocab_size], size)
         self._output: LinearWeight | None = None
-        if f"{names['output']}.weight" in weights:
+        if "output" in names and f"{names['output']}.weight" in weights:
             self._output = parameters.linear([names["output"]], [self._own_vocab_size(weights)], size)
 
     def _own_vocab_size(self, weights: Weights) -> int:
@@ -113,38 +113,60 @@ class ChainHead:
         return self._ops.linear(hidden, self._output, "float32")
 
 
+class ModuleNames(NamedTuple):
+    """A module of multi-token prediction in the model's own checkpoint."""
+
+    joint: str
+    norms: tuple[str, str, str]  # of the embedding, of the hidden state, and of the result
+    layer: str  # prefix
+    tables: dict[str, str]  # embedding and output matrix, if it may have some
+    passes_normed: bool  # the next position gets its result after the norm
+
+
+def module_names(description: ModelDescription, weights: Weights) -> ModuleNames | None:
+    """Of the first module, if the checkpoint has one that is known."""
+    prefix = f"{description.layer_prefix}{len(description.layers)}."  # DeepSeek-V3's and those like it
+    if description.num_unused_layers:
+        norms = f"{prefix}enorm", f"{prefix}hnorm", f"{prefix}shared_head.norm"
+        tables = {"embedding": f"{prefix}embed_tokens", "output": f"{prefix}shared_head.head"}
+        return ModuleNames(f"{prefix}eh_proj", norms, prefix, tables, False)
+    if "mtp." in description.unused and "mtp.fc.weight" in weights:  # Qwen3-Next's and Qwen3.5's
+        norms = "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"
+        return ModuleNames("mtp.fc", norms, "mtp.layers.0.", {}, True)
+    return None
+
+
 class EagleHead(ChainHead):
     """A matrix from embedding and hidden state to the hidden size, and a layer or more of a decoder.
 
     EAGLE reads the model's hidden states after the final norm and gives such itself. Modules of multi-token prediction
-    (`prefix` "model.layers.61.") lie in the model's own checkpoint: they norm both inputs, and their result.
+    (`module`) norm both inputs, and their result; their layer is as the model's last one with attention.
     """
 
     def __init__(
         self, target: Decoder, config: Mapping[str, Any], weights: Weights, ops: Ops, max_positions: int, dtype: str,
-        prefix: str | None = None,
+        module: ModuleNames | None = None,
     ) -> None:  # fmt: skip
         parameters = Parameters(weights, ops, max_positions, dtype)
         size = target.description.hidden_size
-        if prefix is None:
+        self._norms: tuple[Norm, Norm, Norm] | None = None
+        self._passes_normed = module is not None and module.passes_normed
+        if module is None:
             names = {"embedding": "model.embed_tokens", "output": "lm_head"}
             super().__init__(target, weights, parameters, names)
             layers = described(config, target).layers
-            self._norms: tuple[Norm, Norm, Norm] | None = None
             joint, layer_prefixes = "model.fc", [f"model.layers.{i}." for i in range(len(layers))]
             if "model.layers.0.input_layernorm.weight" not in weights:  # what it reads comes from a norm already
                 layers = (replace(layers[0], attention_norm=None), *layers[1:])
         else:
-            names = {"embedding": f"{prefix}embed_tokens", "output": f"{prefix}shared_head.head"}
-            super().__init__(target, weights, parameters, names)
-            layers = target.description.layers[-1:]
-            joint, layer_prefixes = f"{prefix}eh_proj", [prefix]
-            of_layer = layers[0].norm
-            self._norms = (
-                Norm(of_layer, parameters, f"{prefix}enorm", size),
-                Norm(of_layer, parameters, f"{prefix}hnorm", size),
-                Norm(of_layer, parameters, f"{prefix}shared_head.norm", size),
-            )
+            super().__init__(target, weights, parameters, module.tables)
+            attention = [
+                one for one in target.description.layers if one.attention and one.attention.cache.kind != "state"
+            ]
+            layers = tuple(attention[-1:])
+            joint, layer_prefixes = module.joint, [module.layer]
+            norms = [Norm(layers[0].norm, parameters, name, size) for name in module.norms]
+            self._norms = norms[0], norms[1], norms[2]
         bias = f"{joint}.bias" in weights and f"{joint}.bias"
         self._joint = [parameters.linear([joint], [size], size, bias if i == 0 else False, part=(i, 2)) for i in (0, 1)]
         self._blocks = [
@@ -164,10 +186,10 @@ class EagleHead(ChainHead):
         ops.linear_add(inputs[1], self._joint[1], residual)
         for block, cache in zip(self._blocks, caches, strict=True):
             residual = block.forward(residual, batch, batch.groups[0], cache)
-        return residual
+        return self._norms[2].forward(residual) if self._norms is not None and self._passes_normed else residual
 
     def logits(self, hidden: Array) -> Array:
-        return self._project(hidden if self._norms is None else self._norms[2].forward(hidden))
+        return self._project(hidden if self._norms is None or self._passes_normed else self._norms[2].forward(hidden))
 
 
 class Eagle3Head(ChainHead):

@@ -111,15 +111,40 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_attention_heads": 96, "num_key_value_heads": 8, "max_position_embeddings": 65536, "rms_norm_eps": 1e-5,
         "attention_bias": True, "norm_topk_prob": True,
     }),
+    "glm_ocr_text": ("Glm4ForCausalLM", {
+        "vocab_size": 59392, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+    }),
+    "paddleocr_vl_text": ("LlamaForCausalLM", {
+        "vocab_size": 103424, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True,
+    }),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", {
+        "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
+    }),
+    "lfm2": ("Lfm2ForCausalLM", {
+        "vocab_size": 65536, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 128000,
+    }),
     "llama4_text": ("Llama4ForCausalLM", {
         "vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48,
         "num_attention_heads": 40,
+    }),
+    "phi4_multimodal": ("Phi3ForCausalLM", {
+        "vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "original_max_position_embeddings": 4096,
     }),
     "gemma4_text": ("Gemma4ForCausalLM", _GEMMA_4),
     "gemma4_unified_text": ("Gemma4UnifiedForCausalLM", _GEMMA_4),
 }  # fmt: skip
 # Where experts lie otherwise than in the decoder's own checkpoints.
 _EXPERTS = {"qwen3_vl_moe_text": (stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj", is_transposed=True),)}
+_REFUSES = {"paddleocr_vl_text": ("use_bias",)}
+_WHATEVER_IS_SAID: dict[str, dict[str, Any]] = {"glm_ocr_text": {"attention_bias": False}}  # its class never reads it
 # Those that go with any family that does not have one of its own.
 _ANY_FAMILY = ("llama", "mistral", "qwen2", "qwen3", "granite", "cohere2", "aria_text")
 
@@ -144,6 +169,9 @@ class MediaFamily:
     frames_prompts: bool = False  # the processor puts marks behind the last picture and at the end of the text
     other_decoders: tuple[str, ...] = ()  # that models of the class may have
     multiplies_rows: bool = True  # where the decoder multiplies embeddings, rows of pictures too
+    # By kind, the folder below the checkpoint's with the adapter that a prompt with such a medium takes; of several
+    # kinds in one prompt the first that is here.
+    adapters: Mapping[str, str] = field(default_factory=dict)
     longest_s: float | None = None  # what its tower hears of a sound; None: all that its processor takes
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of its text_config, before those of the decoder's class
 
@@ -193,6 +221,14 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "Glm4vMoeForConditionalGeneration": MediaFamily(
         "glm4v_moe_text", 151363, shares_token=True, sections=(8, 12, 12)
     ),
+    "GlmOcrForConditionalGeneration": MediaFamily("glm_ocr_text", 59280, sections=(8, 12, 12)),
+    "PaddleOCRVLForConditionalGeneration": MediaFamily("paddleocr_vl_text", 100295, sections=(16, 24, 24)),
+    "DeepseekVLForConditionalGeneration": MediaFamily("llama", 100015),
+    "VideoLlama3ForConditionalGeneration": MediaFamily("qwen2", 151655, may_tie_in_text=True),
+    "LightOnOcrForConditionalGeneration": MediaFamily("qwen3", 151655),
+    "Cohere2VisionForConditionalGeneration": MediaFamily("cohere2", 255036),
+    "Lfm2VlForConditionalGeneration": MediaFamily("lfm2", 396),
+    "Kimi_K25ForConditionalGeneration": MediaFamily("deepseek_v3", 163605),
     "Gemma3ForConditionalGeneration": MediaFamily(
         "gemma3_text", 262144, sees_ahead="picture", multiplies_rows=False
     ),
@@ -210,7 +246,14 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "AudioFlamingo3ForConditionalGeneration": MediaFamily("qwen2", 151669, kind="audio"),
     "GlmAsrForConditionalGeneration": MediaFamily("llama", 59260, kind="audio", defaults=_GLM_ASR),
     "VoxtralForConditionalGeneration": MediaFamily("llama", 24, kind="audio", defaults=_VOXTRAL),
+    "GraniteSpeechForConditionalGeneration": MediaFamily("granite", 49155, kind="audio", adapters={"audio": "."}),
+    "GraniteSpeechPlusForConditionalGeneration": MediaFamily("granite", 49155, kind="audio", adapters={"audio": "."}),
+    "Phi4MultimodalForCausalLM": MediaFamily(
+        "phi4_multimodal", 200011, kind="audio", adapters={"audio": "speech-lora"}
+    ),
 }  # fmt: skip
+# Checkpoints' own names of classes that transformers has by others.
+OTHER_NAMES = {"KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration"}
 # Prefixes of what is not the decoder's.
 _TOWERS = tuple(
     at + name
@@ -221,12 +264,21 @@ _TOWERS = tuple(
         "merger.",
         "visual.",
         "multi_modal_projector.",
+        "projector.",
+        "mlp_AR.",
+        "aligner.",
+        "vision_encoder.",
+        "vision_projection.",
+        "mm_projector.",
         "connector.",
         "image_newline",
         "audio_tower.",
         "embed_vision.",
         "vision_embedder.",
         "embed_audio.",
+        "encoder.",
+        "projector.",
+        "embed_tokens_extend.",
     )
 )
 
@@ -243,7 +295,8 @@ def read_media(name: str, config: Mapping[str, Any]) -> ModelDescription:
     if kind in _EXPERTS:
         assert reader.experts is not None
         reader = replace(reader, experts={**reader.experts, "names": _EXPERTS[kind]})
-    description = read(decoder, reader, {**defaults, **family.defaults, **text})
+    reader = replace(reader, refuses=(*reader.refuses, *_REFUSES.get(kind, ())))
+    description = read(decoder, reader, {**defaults, **family.defaults, **text, **_WHATEVER_IS_SAID.get(kind, {})})
     if media_token(config, name) >= description.vocab_size:
         raise LoadError(
             f"the token of media is {media_token(config, name)}, and the decoder's are 0 to "
@@ -274,6 +327,7 @@ def read_media(name: str, config: Mapping[str, Any]) -> ModelDescription:
         architecture=name,
         tie_word_embeddings=is_tied,
         layers=layers,
+        num_unused_layers=description.num_unused_layers or int(text.get("num_nextn_predict_layers") or 0),
         takes_media=True,
         num_media_layers=num_media_layers,
         sees_ahead=sees_ahead,
@@ -286,6 +340,8 @@ def _text_config(family: MediaFamily, config: Mapping[str, Any]) -> dict[str, An
     """That of the decoder, which earlier files have beside everything else (Qwen2-VL)."""
     text = dict(config["text_config"]) if "text_config" in config else {**config, "model_type": family.decoder}
     text.setdefault("model_type", family.decoder)
+    if text["model_type"] == "kimi_k2":
+        text["model_type"] = "deepseek_v3"
     if family.sees_ahead == "prompt":
         text.pop("use_bidirectional_attention", None)  # which is that
     for name in ("rope_scaling", "rope_parameters"):
@@ -328,7 +384,8 @@ def decoders_of(name: str) -> list[str]:
 def media_token(config: Mapping[str, Any], name: str) -> int:
     """The token that stands for a row of a picture or a sound."""
     family = MEDIA_FAMILIES[name]
-    return _token(config, family.kind, family.token)
+    of_tower = config.get(f"{family.kind}_config") or {}  # which has it where there is no text_config beside it
+    return _token(config if "text_config" in config else {**of_tower, **config}, family.kind, family.token)
 
 
 def video_token(config: Mapping[str, Any], name: str) -> int | None:
@@ -337,6 +394,11 @@ def video_token(config: Mapping[str, Any], name: str) -> int | None:
         return media_token(config, name)
     default = MEDIA_FAMILIES[name].video_token
     return None if default is None else _token(config, "video", default)
+
+
+def media_adapters(config: Mapping[str, Any], name: str) -> Mapping[str, str]:
+    """By kind, where the adapters lie that prompts take by their media: of files that have some."""
+    return MEDIA_FAMILIES[name].adapters if config.get("has_lora_adapter", True) else {}
 
 
 def _token(config: Mapping[str, Any], kind: str, default: int) -> int:

@@ -6,9 +6,12 @@ A setting that config.json leaves out has the default of the architecture's conf
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from octavo.errors import LoadError
@@ -37,9 +40,14 @@ _DEFAULTS: dict[str, Any] = {
     "sliding_window": None,
     "use_sliding_window": False,
     "layer_types": None,
+    "mlp_layer_types": None,
     "moe_intermediate_size": None,
     "norm_topk_prob": True,
 }
+# What a class has instead, or beside these, by the architecture's name before that of its head. None is what follows
+# from other settings, by a rule of the family's table.
+_OWN_DEFAULTS: dict[str, Config] = json.loads(Path(__file__).with_name("defaults.json").read_text())
+_HEADS = re.compile("(ForCausalLM|LMHeadModel|Model|ForMaskedLM|For(Sequence|Token)Classification)$")
 # Names that configurations have for the same thing.
 _ALIASES: dict[str, tuple[str, ...]] = {
     "hidden_size": ("n_embd", "d_model", "n_embed", "dim"),
@@ -59,8 +67,20 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "moe_intermediate_size": ("expert_ffn_hidden_size",),
     "norm_topk_prob": ("moe_renormalize",),
     "n_group": ("num_expert_group",),
+    "n_shared_experts": ("num_shared_experts", "moe_num_shared_experts"),
+    "first_k_dense_replace": ("num_dense_layers",),
+    "routed_scaling_factor": ("router_scaling_factor", "route_scale", "moe_routed_scaling_factor"),
     "layer_types": ("layers_block_type",),
+    "mamba_n_heads": ("mamba_num_heads", "n_mamba_heads"),
+    "mamba_d_head": ("mamba_head_dim",),
+    "mamba_d_state": ("state_size", "ssm_state_size"),
+    "mamba_d_conv": ("conv_kernel",),
+    "mamba_n_groups": ("n_groups", "mamba_ngroups"),
+    "mamba_expand": ("expand",),
+    "mamba_dt_rank": ("time_step_rank",),
+    "mamba_conv_bias": ("use_conv_bias",),
 }
+_ATTENTION_TYPES = ("full_attention", "sliding_attention")
 _ACTIVATIONS = {
     "swish": "silu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_python": "gelu", "relu_squared": "relu2",
@@ -79,7 +99,6 @@ def layer_norm(**changes: Any) -> Setting:
 class Family:
     """How an architecture differs from Llama: fields of the descriptions, each with a value or a `Setting`."""
 
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of the configuration class, where not `_DEFAULTS`
     norm: Setting = field(default_factory=rms)  # every norm that is not said to be another
     attention: Mapping[str, Any] = field(default_factory=dict)
     # Another description in the place of attention's; "attention"; or None, where the layer has neither.
@@ -90,12 +109,13 @@ class Family:
     has_feed_forward: Setting = lambda _, __: True  # whether the layer does
     layer: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
-    # Fields of `ExpertsDescription`, for layers whose feed-forward `is_sparse`; None: no layer has experts.
+    # Fields of `ExpertsDescription`, for layers whose feed-forward is sparse; None: no layer has experts.
     experts: Mapping[str, Any] | None = None
-    is_sparse: Setting = lambda _, __: True
+    is_sparse: Setting = lambda _, __: True  # where `mlp_layer_types` does not say it
     rotates: Setting = lambda _, __: True  # whether the layer does
-    # Which layers have the window where `layer_types` does not say so; None: no layer has it, whatever is said.
-    slides: Setting | None = None
+    # The type of a layer where `layer_types` does not say it; those of "sliding_attention" have the window. None: types
+    # of layers mean nothing here.
+    layer_type: Setting | None = None
     window_switch: str | None = None  # a setting without which no layer has the window
     refuses: tuple[str, ...] = ()  # settings that are not built
     longest: tuple[str, ...] = ()  # settings, beside the usual one, of how long a context may be
@@ -105,11 +125,16 @@ class Family:
 
 def read(name: str, family: Family, given: Config) -> ModelDescription:
     """Raises `LoadError` for a setting that is not built, `KeyError` for one that is absent and has no default."""
-    config = _merged(family, given)
+    config = _merged(name, given)
     for setting in family.refuses:
         if config.get(setting):
             raise LoadError(f"{setting} = {config[setting]!r} is not built yet.")
-    layers = tuple(_layer(family, config, i) for i in range(family.num_layers(config, 0)))
+    numbers = range(family.num_layers(config, 0))
+    if family.layer_type is not None and config["layer_types"] is None:
+        config["layer_types"] = [family.layer_type(config, i) for i in numbers]
+    if family.experts is not None and config["mlp_layer_types"] is None:
+        config["mlp_layer_types"] = ["sparse" if family.is_sparse(config, i) else "dense" for i in numbers]
+    layers = tuple(_layer(family, config, i) for i in numbers)
     described = {
         "vocab_size": config["vocab_size"],
         "hidden_size": config["hidden_size"],
@@ -123,15 +148,16 @@ def read(name: str, family: Family, given: Config) -> ModelDescription:
     return ModelDescription(architecture=name, layers=layers, **described | _values(family.model, config, 0))
 
 
-def _merged(family: Family, given: Config) -> Config:
+def _merged(name: str, given: Config) -> dict[str, Any]:
     renamed = {
-        standard: given[name]
+        standard: given[own]
         for standard, names in _ALIASES.items()
-        for name in reversed(names)
-        if name in given and standard not in given
+        for own in reversed(names)
+        if own in given and standard not in given
     }
-    config = {**_DEFAULTS, **family.defaults, **given, **renamed}
+    config = {**_DEFAULTS, **_OWN_DEFAULTS.get(_HEADS.sub("", name), {}), **given, **renamed}
     if config["layer_types"] is not None:
+        config["layer_types"] = ["full_attention" if kind == "attention" else kind for kind in config["layer_types"]]
         config.setdefault("num_hidden_layers", len(config["layer_types"]))
     return config
 
@@ -171,7 +197,7 @@ def _attention(family: Family, config: Config, i: int) -> AttentionDescription:
 
 def _feed_forward(family: Family, config: Config, i: int) -> FeedForwardDescription | ExpertsDescription:
     activation = activation_of(config["hidden_act"])
-    if family.experts is not None and family.is_sparse(config, i):
+    if family.experts is not None and per_layer("mlp_layer_types")(config, i) == "sparse":
         size = config["moe_intermediate_size"] or config["intermediate_size"]
         experts = {"num_experts": config["num_experts"], "intermediate_size": size, "activation": activation}
         return ExpertsDescription(**experts | _values(family.experts, config, i))
@@ -195,12 +221,10 @@ def activation_of(name: str) -> str:
 
 
 def _layer_type(family: Family, config: Config, i: int) -> str:
-    if family.slides is None or (family.window_switch and not config[family.window_switch]):
+    if family.layer_type is None or (family.window_switch and not config[family.window_switch]):
         return "full_attention"
-    if config["layer_types"] is None:
-        return "sliding_attention" if family.slides(config, i) else "full_attention"
     layer_type = per_layer("layer_types")(config, i)
-    if layer_type not in ("full_attention", "attention", "sliding_attention"):
+    if layer_type not in _ATTENTION_TYPES:
         raise LoadError(f"layer type {layer_type!r} is not built yet; full_attention and sliding_attention are.")
     return str(layer_type)
 

@@ -19,7 +19,7 @@ from octavo.loading.weights import Weights
 from octavo.models.decoder import Decoder
 from octavo.models.description import ModelDescription
 from octavo.models.families import FAMILIES
-from octavo.models.media import MEDIA_FAMILIES, read_media
+from octavo.models.media import MEDIA_FAMILIES, OTHER_NAMES, read_media
 from octavo.models.pooling import decoder_of, with_pooling
 from octavo.models.readers import read
 from octavo.models.speech import WHISPER, read_whisper
@@ -114,7 +114,8 @@ def by_transformers(config: Mapping[str, Any], impl: str) -> bool:
 
 
 def _named(config: Mapping[str, Any]) -> str:
-    return str((config.get("architectures") or ["(none)"])[0])
+    name = str((config.get("architectures") or ["(none)"])[0])
+    return OTHER_NAMES.get(name, name)
 
 
 def describe(

@@ -11,8 +11,25 @@ from octavo.errors import ConfigError
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.experts import ExpertsDescription
 from octavo.layers.feed_forward import FeedForwardDescription
+from octavo.layers.latent import LatentDescription
+from octavo.layers.layer import MixerDescription
+from octavo.layers.mamba import MambaDescription
+from octavo.layers.recurrent import (
+    GatedDeltaDescription,
+    GatedRecurrenceDescription,
+    LightningDescription,
+    ShortConvDescription,
+)
 from octavo.layers.share import Share
 from octavo.models.description import LayerDescription, ModelDescription
+
+# What workers share out of attention and what stands in its place or beside it: heads, or channels.
+_SHAREABLE = (
+    AttentionDescription, LatentDescription, MambaDescription, ShortConvDescription, GatedDeltaDescription,
+    LightningDescription, GatedRecurrenceDescription,
+)  # fmt: skip
+# And what may have to see all of a row though workers share it out.
+_GATHERING = (AttentionDescription, MambaDescription, LightningDescription, FeedForwardDescription)
 
 # Of how many equal parts what ends a layer may be the sum; the first that a model's sizes are multiples of is taken.
 _SUMMANDS = (8, 4, 2, 3, 5, 7)
@@ -49,15 +66,14 @@ def why_not_reproducible(description: ModelDescription, size: int) -> str | None
 
 
 def _summands(description: ModelDescription) -> int:
-    """Equal parts that what ends a layer is the sum of, for any number of workers: whole heads, equally many inner
-    elements, whole experts. One where several workers are refused, or the sizes have nothing in common."""
+    """Equal parts that what ends a layer is the sum of, for any number of workers: whole heads, equally many channels
+    or inner elements, whole experts. One where several workers are refused, or the sizes have nothing in common."""
     if any(_not_built(description).values()):
         return 1
-    counts = set()
+    counts = set[int]()
     for layer in description.layers:
         feed_forward = layer.feed_forward
-        assert isinstance(layer.attention, AttentionDescription)
-        counts.add(layer.attention.num_heads)
+        counts.update(mixer.units for mixer in (layer.attention, layer.beside) if isinstance(mixer, _SHAREABLE))
         if isinstance(feed_forward, ExpertsDescription):
             counts.add(feed_forward.num_experts)
             feed_forward = feed_forward.shared
@@ -140,18 +156,11 @@ def with_stage(description: ModelDescription, layers: range) -> ModelDescription
 def _not_built(description: ModelDescription) -> dict[str, bool]:
     mixers = [m for layer in description.layers for m in (layer.attention, layer.beside) if m is not None]
     attentions = [mixer for mixer in mixers if isinstance(mixer, AttentionDescription)]
-    feed_forwards = [layer.feed_forward for layer in description.layers if layer.feed_forward is not None]
-    plain = [one for one in feed_forwards if isinstance(one, FeedForwardDescription)]
-    plain += [one.shared for one in feed_forwards if isinstance(one, ExpertsDescription) and one.shared is not None]
     return {
         "models that transformers computes": description.impl != "octavo",
         "pooling": description.pooling is not None,
-        "a network before the output matrix": description.head is not None,
-        "an embedding of another size": description.embedding_size is not None,
-        "mixers other than attention": len(attentions) < len(mixers),
-        "norms of all query or key heads": any(a.qk_norm is not None and a.qk_norm_scope != "head" for a in attentions),
-        "gated attention": any(a.gate is not None for a in attentions),
-        "a norm before the output of attention": any(a.output_norm is not None for a in attentions),
+        "attention to another network's output": not all(isinstance(mixer, _SHAREABLE) for mixer in mixers),
+        "a transformer that layers share": any(layer.shared is not None for layer in description.layers),
         "attention of several inputs": any(a.num_inputs > 1 for a in attentions),
         "keys that are values too, or another layer's": any(
             a.keys_are_values or a.reads_layer is not None for a in attentions
@@ -159,19 +168,38 @@ def _not_built(description: ModelDescription) -> dict[str, bool]:
         "inputs of tokens to every layer": description.token_inputs is not None,
         "several residual streams": description.streams is not None,
         "biases by distance": any(a.distance_biases is not None for a in attentions),
-        "a norm within the feed-forward": any(f.inner_norm is not None for f in plain),
     }
 
 
+def gathered_size(description: ModelDescription) -> int:
+    """Elements of a row that all workers are brought within a layer, at most."""
+    sizes = [0]
+    for layer in description.layers:
+        feed_forward = layer.feed_forward
+        if isinstance(feed_forward, ExpertsDescription):
+            feed_forward = feed_forward.shared
+        parts = (layer.attention, layer.beside, feed_forward)
+        sizes += [part.gathered_size for part in parts if isinstance(part, _GATHERING)]
+    return max(sizes)
+
+
 def _with_share(layer: LayerDescription, share: Share) -> LayerDescription:
-    attention, feed_forward = layer.attention, layer.feed_forward
-    if isinstance(attention, AttentionDescription):
-        attention = replace(attention, share=share)
-        attention.own_heads, attention.own_kv_heads  # noqa: B018  # which may be refused
+    feed_forward = layer.feed_forward
     if isinstance(feed_forward, FeedForwardDescription):
         feed_forward = replace(feed_forward, share=share)
     elif isinstance(feed_forward, ExpertsDescription):
         shared = None if feed_forward.shared is None else replace(feed_forward.shared, share=share)
         feed_forward = replace(feed_forward, share=share, shared=shared)
         feed_forward.own  # noqa: B018  # which may be refused
-    return replace(layer, attention=attention, feed_forward=feed_forward)
+    attention, beside = _shared_mixer(layer.attention, share), _shared_mixer(layer.beside, share)
+    return replace(layer, attention=attention, beside=beside, feed_forward=feed_forward)
+
+
+def _shared_mixer(mixer: MixerDescription | None, share: Share) -> MixerDescription | None:
+    if not isinstance(mixer, _SHAREABLE):
+        return mixer
+    shared: MixerDescription = replace(mixer, share=share)
+    if isinstance(shared, AttentionDescription):
+        shared.own_heads  # noqa: B018  # which may be refused
+    shared.cache  # noqa: B018  # likewise
+    return shared

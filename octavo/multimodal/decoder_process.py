@@ -20,7 +20,16 @@ from typing import Any
 # By kind: the byte that stands for it, and what its children need, imported once for all of them. The first of the
 # modules has `decode(data, limits)`, which gives what is known of the medium and its bytes, or raises `Refused`.
 DECODERS = {
-    "image": (b"i", ("octavo.multimodal.picture_decoder", "PIL.PngImagePlugin", "PIL.JpegImagePlugin")),
+    "image": (
+        b"i",
+        (
+            "octavo.multimodal.picture_decoder",
+            "PIL.PngImagePlugin",
+            "PIL.JpegImagePlugin",
+            "PIL.WebPImagePlugin",
+            "PIL.GifImagePlugin",
+        ),
+    ),
     "audio": (b"a", ("octavo.multimodal.sound_decoder", "numpy", "soundfile", "soxr")),
     "video": (b"v", ("octavo.multimodal.video_decoder", "numpy", "av")),
 }

@@ -1,5 +1,5 @@
 """Pictures as models see them, of files (for `decoder_process`) and of Pillow's images: RGB, upright and without
-transparency. The size that a header gives is checked before any pixels are made.
+transparency, of those that move the first frame. The size that a header gives is checked before any pixels are made.
 """
 
 from __future__ import annotations
@@ -12,24 +12,45 @@ from octavo.multimodal.decoder_process import Refused
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-FORMATS = ("PNG", "JPEG")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MIN_SIDE = 2  # a picture of one pixel is a mistake or an attack; processors take its sides for channels
 MAX_ASPECT = 50  # processors scale the shorter side to a fixed size, and the longer one grows with it
 
 
 def decode(data: bytes, limits: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
-    """The size of the picture of a PNG or JPEG file, and its pixels. Raises `Refused`."""
-    from PIL import Image
+    """The size of the picture of a file of `FORMATS`, and its pixels. Raises `Refused`."""
+    from PIL import Image, features
 
     max_pixels = limits["max_pixels"]
+    if (size := _webp_size(data)) is not None:
+        if not features.check("webp"):
+            raise Refused("it is a WebP file, which the Pillow of this server is built without.")
+        check_size(size, max_pixels)
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            check_size(image, max_pixels)  # of the header
+            check_size(image.size, max_pixels)  # of the header
             image.load()
             found = upright(image)
     except Image.DecompressionBombError:
         raise Refused(f"it has more than {max_pixels} pixels (--max-image-pixels).") from None
     return {"size": found.size}, [found.tobytes()]
+
+
+def _webp_size(data: bytes) -> tuple[int, int] | None:
+    """What the header of a WebP file says (RFC 9649): libwebp makes room for frames as soon as it has opened one. None
+    of any other file."""
+    head = data[:30]
+    if len(head) < 30 or head[:4] != b"RIFF" or head[8:12] != b"WEBP":
+        return None
+    match head[12:16]:
+        case b"VP8X":
+            return int.from_bytes(head[24:27], "little") + 1, int.from_bytes(head[27:30], "little") + 1
+        case b"VP8L":
+            sides = int.from_bytes(head[21:25], "little")
+            return (sides & 0x3FFF) + 1, (sides >> 14 & 0x3FFF) + 1
+        case b"VP8 ":
+            return int.from_bytes(head[26:28], "little") & 0x3FFF, int.from_bytes(head[28:30], "little") & 0x3FFF
+    return None
 
 
 def upright(image: Image) -> Image:
@@ -46,9 +67,9 @@ def upright(image: Image) -> Image:
     return turned.convert("RGB")
 
 
-def check_size(image: Image, max_pixels: int) -> None:
+def check_size(size: tuple[int, int], max_pixels: int) -> None:
     """Raise `Refused` for a picture that is too large, too small or too long."""
-    width, height = image.size
+    width, height = size
     if min(width, height) < MIN_SIDE:
         raise Refused(f"it has {width} x {height} pixels; {MIN_SIDE} x {MIN_SIDE} are the least.")
     if width * height > max_pixels:

@@ -64,7 +64,7 @@ def from_url(url: str, max_bytes: int, max_pixels: int) -> Image:
 
 
 def from_bytes(data: bytes, max_bytes: int, max_pixels: int) -> Image:
-    """The picture of a PNG or JPEG file, as `normalized` leaves it. Raises `RequestError`."""
+    """The picture of a file, as `normalized` leaves it. Raises `RequestError`."""
     from PIL import Image
 
     if len(data) > max_bytes:
@@ -82,7 +82,7 @@ def normalized(image: Any, max_pixels: int) -> Image:
     if not isinstance(image, Image.Image):
         raise IMAGE.refusal(f"it must be a PIL.Image, got {type(image).__name__}.")
     try:
-        check_size(image, max_pixels)
+        check_size(image.size, max_pixels)
         return upright(image)
     except Refused as e:
         raise IMAGE.refusal(str(e)) from None

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def load_processor(folder: str, token_id: int, sees_videos: bool = False) -> Any:
-    from transformers import AutoConfig, AutoProcessor
+    from transformers import AutoConfig, AutoProcessor, Glm46VProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     # Pillow's arithmetic, whether torchvision is installed or not: the same picture has the same rows.
@@ -16,7 +16,16 @@ def load_processor(folder: str, token_id: int, sees_videos: bool = False) -> Any
         from octavo.multimodal.voxtral import VoxtralProcessor
 
         return VoxtralProcessor(folder, token_id)
-    known = PROCESSOR_MAPPING.get(type(config), None)
+    if config.model_type in ("granite_speech", "granite_speech_plus"):
+        from octavo.multimodal.granite_speech import GraniteSpeechProcessor
+
+        return GraniteSpeechProcessor(folder, token_id)
+    if config.model_type == "phi4_multimodal":
+        from octavo.multimodal.phi4_multimodal import Phi4Processor
+
+        return Phi4Processor(folder, token_id)
+    # GLM-OCR's class is not listed there.
+    known = Glm46VProcessor if config.model_type == "glm_ocr" else PROCESSOR_MAPPING.get(type(config), None)
     if known is not None and "video_processor" in known.get_attributes():
         return (with_videos if sees_videos else without_videos)(known).from_pretrained(folder, **options)
     return AutoProcessor.from_pretrained(folder, **options)

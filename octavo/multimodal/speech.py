@@ -19,7 +19,7 @@ class SpeechEncoder:
     """The encoder of a Whisper checkpoint, without its decoder."""
 
     def __init__(self, folder: str, device: str = "cpu", dtype: str = "float32") -> None:
-        """It computes in `dtype` on torch's `device`, "cpu" or "cuda". Raises `LoadError`."""
+        """It computes in `dtype` on torch's `device`, as "cpu" or "cuda:0". Raises `LoadError`."""
         # As in `Tower`: torch's threads would take the cores from the native kernels'.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         import torch

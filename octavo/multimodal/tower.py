@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import LoadError, RequestError
+from octavo.models.media import OTHER_NAMES
 from octavo.request import EMBEDDINGS, MediaInput
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class Tower:
         self, folder: str, kind: str, multiplier: float = 1.0, device: str = "cpu", dtype: str = "float32"
     ) -> None:
         """Of media of `kind`, "image" or "audio"; its rows are multiplied by `multiplier`. It computes in `dtype` on
-        torch's `device`, "cpu" or "cuda". Raises `LoadError`."""
+        torch's `device`, as "cpu" or "cuda:0". Raises `LoadError`."""
         # torch's threads would wait by spinning, and take the cores from the native kernels': read when they start.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         import torch
@@ -50,7 +51,7 @@ class Tower:
             is_quantized = hasattr(config, "quantization_config")
             if is_quantized:  # the decoder: its tensors are none of transformers' concern
                 del config.quantization_config
-            text = config.text_config
+            text = getattr(config, "text_config", config)
             text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
             for name in ("layer_types", "mlp_layer_types"):  # one entry a layer
                 if getattr(text, name, None):
@@ -60,11 +61,13 @@ class Tower:
                     setattr(text, name, 0)
             if kind == "image" and getattr(config, "audio_config", None) is not None:
                 config.audio_config = None  # the other tower of models with two
-            builder = getattr(transformers, config.architectures[0])
+            [name] = config.architectures
+            builder = getattr(transformers, OTHER_NAMES.get(name, name))
             with quiet(transformers.logging):  # it would report the decoder's weights as left over
                 model, report = builder.from_pretrained(
-                    folder, config=config, dtype=self._dtype, ignore_mismatched_sizes=True, output_loading_info=True
-                )
+                    folder, config=config, dtype=self._dtype, ignore_mismatched_sizes=True, output_loading_info=True,
+                    adapter_kwargs={"subfolder": "none"},  # of the decoder, for which transformers would look here
+                )  # fmt: skip
         except (OSError, ValueError, AttributeError) as e:
             raise LoadError(f"the tower of {folder} cannot be loaded: {str(e).splitlines()[0]}") from None
         if missing := sorted(name for name in report["missing_keys"] if not _OF_DECODER.search(name)):
@@ -76,8 +79,12 @@ class Tower:
         if is_quantized:
             _check_floats(self._model, report["unexpected_keys"], folder)
         self._multiplier, self._device = multiplier, torch.device(device)
+        features = partial(_of_qwen2_audio, self._model)
+        if config.model_type == "phi4_multimodal":
+            self._model.embed_tokens_extend.image_embed = None
+            features = partial(_of_phi4_multimodal, self._model.embed_tokens_extend.audio_embed)
         to_device(self._model, self._device)
-        self._features = getattr(self._model, f"get_{kind}_features", None) or partial(_of_qwen2_audio, self._model)
+        self._features = getattr(self._model, f"get_{kind}_features", None) or features
 
     def rows(self, given: MediaInput) -> Rows:
         """Of one medium at a time: their bits must not depend on other requests. Raises `RequestError` where the device
@@ -143,6 +150,17 @@ def _of_qwen2_audio(model: Any, input_features: Any, feature_attention_mask: Any
     mask = create_bidirectional_mask(config=tower.config, inputs_embeds=inputs, attention_mask=is_sound)
     seen = tower(input_features, attention_mask=mask, return_dict=return_dict).last_hidden_state
     return BaseModelOutputWithPooling(pooler_output=model.multi_modal_projector(seen)[0, :num_rows])
+
+
+def _of_phi4_multimodal(embed: Any, audio_input_features: Any, return_dict: bool) -> Any:
+    """What Phi-4-multimodal has of a sound in a prompt without pictures, [1, tokens, H]; its class in transformers 5
+    makes that only within a whole step."""
+    import torch
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    heard = embed.up_proj_for_speech(embed.encoder(audio_input_features, None))
+    rows = embed.down_proj_for_speech(torch.nn.functional.gelu(heard))
+    return BaseModelOutputWithPooling(pooler_output=rows)
 
 
 def _check_floats(model: Any, unexpected: Iterable[str], folder: str) -> None:

@@ -7,6 +7,7 @@ are numpy's. The environment chooses the instruction set (OCTAVO_CPU_ISA) and th
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -61,6 +62,8 @@ __all__ = [
     "sum_by_segments", "take_rows", "top_tokens", "use_threads",
 ]  # fmt: skip
 
+logger = logging.getLogger(__name__)
+
 
 def _configure() -> None:
     settings: dict[str, Callable[[str], None]] = {
@@ -83,10 +86,18 @@ def use_threads(num_threads: int | None, cpus: list[int] | None) -> int:
     Returns the number of threads. Raises `ConfigError` for a number or a processor that this process cannot have.
     """
     if cpus is not None:
-        if not _cpu.bind_thread(cpus):
-            raise ConfigError(f"--cpu-threads-bind {','.join(map(str, cpus))}: this process may not run there.")
+        beyond = [str(cpu) for cpu in cpus if not _cpu.bind_thread([cpu])]
+        if beyond:
+            named = ", ".join(beyond[:8]) + (", ..." if len(beyond) > 8 else "")
+            raise ConfigError(f"--cpu-threads-bind: this process may not run on processor {named}.")
         num_threads = len(cpus)
         _cpu.bind_thread(cpus[:1])
+    elif num_threads is not None and num_threads > (usable := _num_usable_processors()):
+        logger.warning(
+            "--cpu-threads %d on %d processors: each step waits for threads that wait for a processor",
+            num_threads,
+            usable,
+        )
     if num_threads is not None:
         try:
             _cpu.set_threads(num_threads, cpus or [])
@@ -94,6 +105,10 @@ def use_threads(num_threads: int | None, cpus: list[int] | None) -> int:
             raise ConfigError(f"--cpu-threads {num_threads}: {error}") from None
     found: int = _cpu.num_threads()
     return found
+
+
+def _num_usable_processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def num_threads() -> int:

@@ -70,8 +70,13 @@ def all_reduce(x: NDArray[Any], bias: NDArray[Any] | None = None) -> None:
 
 
 def all_gather(x: NDArray[Any], begin: int, width: int) -> NDArray[Any]:
-    assert x.dtype == FLOAT32 and is_dense(x) and 0 <= begin <= begin + x.shape[1] <= width
+    assert is_dense(x) and 0 <= begin <= begin + x.shape[1] <= width
     check_inputs("all_gather", x=x)
-    out = empty((x.shape[0], width), FLOAT32)
-    _cpu.exchange(_native(), x, stride(x), x.shape[0], x.shape[1], begin, out, width, False, 0)
+    out = empty((x.shape[0], width), x.dtype)
+    sizes = stride(x), x.shape[1], begin, width
+    each = FLOAT32.itemsize // x.itemsize  # nothing is computed: two of bfloat16 are carried as one number
+    if any(size % each for size in sizes):
+        raise ConfigError(f"columns {begin} to {begin + x.shape[1]} of {width} in {x.dtype} are not pairs.")
+    row, own, first, all_own = (size // each for size in sizes)
+    _cpu.exchange(_native(), x, row, x.shape[0], own, first, out, all_own, False, 0)
     return out

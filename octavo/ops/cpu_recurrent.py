@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import octavo._cpu as _cpu
 from octavo.errors import LoadError
-from octavo.ops.cpu_arrays import FLOAT32, INT32, code_of, is_dense, stride
+from octavo.ops.cpu_arrays import FLOAT32, INT32, INT64, code_of, is_dense, stride
 from octavo.ops.cpu_program import check_inputs, empty
 
 
@@ -28,18 +28,15 @@ def _padded(channels: int) -> int:
 
 
 def _sequences(
-    op: str, num_floats: int, states: NDArray[Any], block_tables: NDArray[Any], query_start_loc: NDArray[Any],
+    op: str, num_floats: int, states: NDArray[Any], slot_mapping: NDArray[Any], query_start_loc: NDArray[Any],
     seq_lens: NDArray[Any],
 ) -> tuple[Any, ...]:  # fmt: skip
     """What the kernels are told of the sequences and their states."""
     assert states.dtype == FLOAT32 and is_dense(states) and states.shape[1] >= num_floats
-    assert block_tables.dtype == query_start_loc.dtype == seq_lens.dtype == INT32
-    assert is_dense(query_start_loc) and is_dense(seq_lens)
-    check_inputs(op, block_tables=block_tables, query_start_loc=query_start_loc, seq_lens=seq_lens)
-    return (
-        states, stride(states), len(states), block_tables, stride(block_tables), query_start_loc, seq_lens,
-        len(seq_lens),
-    )  # fmt: skip
+    assert slot_mapping.dtype == INT64 and query_start_loc.dtype == seq_lens.dtype == INT32
+    assert is_dense(slot_mapping) and is_dense(query_start_loc) and is_dense(seq_lens)
+    check_inputs(op, slot_mapping=slot_mapping, query_start_loc=query_start_loc, seq_lens=seq_lens)
+    return states, stride(states), len(states), slot_mapping, query_start_loc, seq_lens, len(seq_lens)
 
 
 def _by_row(x: NDArray[Any]) -> tuple[NDArray[Any], int]:
@@ -54,14 +51,14 @@ def _is_constant(x: NDArray[Any] | None, *shape: int) -> bool:
 
 def causal_conv(
     x: NDArray[Any], weight: NDArray[Any], bias: NDArray[Any] | None, activation: str, states: NDArray[Any],
-    block_tables: NDArray[Any], query_start_loc: NDArray[Any], seq_lens: NDArray[Any],
+    slot_mapping: NDArray[Any], query_start_loc: NDArray[Any], seq_lens: NDArray[Any],
 ) -> NDArray[Any]:  # fmt: skip
     (rows, width), kernel = x.shape, weight.shape[0]
     assert _is_constant(weight, kernel, width) and _is_constant(bias, width) and activation in ("identity", "silu")
     if kernel > _cpu.MAX_CONV_KERNEL:
         raise LoadError(f"convolutions over {kernel} tokens are not built for CPUs; {_cpu.MAX_CONV_KERNEL} are.")
     check_inputs("causal_conv", x=x)
-    sequences = _sequences("causal_conv", (kernel - 1) * width, states, block_tables, query_start_loc, seq_lens)
+    sequences = _sequences("causal_conv", (kernel - 1) * width, states, slot_mapping, query_start_loc, seq_lens)
     out = empty(x.shape, x.dtype)
     _cpu.causal_conv(
         *sequences, rows, code_of("causal_conv", x), out, *_by_row(x), weight,
@@ -74,7 +71,7 @@ def causal_conv(
 def selective_scan(
     x: NDArray[Any], time: NDArray[Any] | None, b: NDArray[Any], c: NDArray[Any], a: NDArray[Any],
     d: NDArray[Any] | None, time_bias: NDArray[Any] | None, time_limit: tuple[float, float], states: NDArray[Any],
-    block_tables: NDArray[Any], query_start_loc: NDArray[Any], seq_lens: NDArray[Any],
+    slot_mapping: NDArray[Any], query_start_loc: NDArray[Any], seq_lens: NDArray[Any],
 ) -> NDArray[Any]:  # fmt: skip
     (rows, channels), (groups, size) = x.shape, b.shape[1:]
     heads = channels if time is None else time.shape[1]
@@ -84,7 +81,7 @@ def selective_scan(
     inputs = {"x": x, "b": b, "c": c} | ({} if time is None else {"time": time})
     check_inputs("selective_scan", **inputs)
     num_floats = num_scan_floats(channels, groups, size)
-    sequences = _sequences("selective_scan", num_floats, states, block_tables, query_start_loc, seq_lens)
+    sequences = _sequences("selective_scan", num_floats, states, slot_mapping, query_start_loc, seq_lens)
     out = empty(x.shape, x.dtype)
     _cpu.selective_scan(
         *sequences, rows, code_of("selective_scan", *inputs.values()), out, *_by_row(x),
@@ -97,7 +94,7 @@ def selective_scan(
 
 def gated_delta(
     query: NDArray[Any], key: NDArray[Any], value: NDArray[Any], decay: NDArray[Any], beta: NDArray[Any],
-    a: NDArray[Any], decay_bias: NDArray[Any], beta_scale: float, states: NDArray[Any], block_tables: NDArray[Any],
+    a: NDArray[Any], decay_bias: NDArray[Any], beta_scale: float, states: NDArray[Any], slot_mapping: NDArray[Any],
     query_start_loc: NDArray[Any], seq_lens: NDArray[Any], lowest: float = 0.0, alternates: bool = False,
 ) -> NDArray[Any]:  # fmt: skip
     (rows, heads, width), (key_heads, size) = value.shape, key.shape[1:]
@@ -107,7 +104,7 @@ def gated_delta(
     assert decay.shape == (rows, num_decays) and _is_constant(a, heads) and _is_constant(decay_bias, num_decays)
     check_inputs("gated_delta", query=query, key=key, value=value, decay=decay, beta=beta)
     num_floats = num_scan_floats(heads * width, heads, size)
-    sequences = _sequences("gated_delta", num_floats, states, block_tables, query_start_loc, seq_lens)
+    sequences = _sequences("gated_delta", num_floats, states, slot_mapping, query_start_loc, seq_lens)
     out = empty((rows, heads * width), value.dtype)
     _cpu.gated_delta(
         *sequences, rows, code_of("gated_delta", query, key, value, decay, beta), out, *_by_row(query), *_by_row(key),
@@ -119,7 +116,7 @@ def gated_delta(
 
 def gated_recurrence(
     x: NDArray[Any], input_gate: NDArray[Any], decay_gate: NDArray[Any], a: NDArray[Any], input_bias: NDArray[Any],
-    decay_bias: NDArray[Any], states: NDArray[Any], block_tables: NDArray[Any], query_start_loc: NDArray[Any],
+    decay_bias: NDArray[Any], states: NDArray[Any], slot_mapping: NDArray[Any], query_start_loc: NDArray[Any],
     seq_lens: NDArray[Any],
 ) -> NDArray[Any]:  # fmt: skip
     rows, width = x.shape
@@ -127,7 +124,7 @@ def gated_recurrence(
     assert all(_is_constant(constant, width) for constant in (a, input_bias, decay_bias))
     check_inputs("gated_recurrence", x=x, input_gate=input_gate, decay_gate=decay_gate)
     num_floats = num_scan_floats(width, 1, 1)
-    sequences = _sequences("gated_recurrence", num_floats, states, block_tables, query_start_loc, seq_lens)
+    sequences = _sequences("gated_recurrence", num_floats, states, slot_mapping, query_start_loc, seq_lens)
     out = empty(x.shape, x.dtype)
     _cpu.gated_recurrence(
         *sequences, rows, code_of("gated_recurrence", x, input_gate, decay_gate), out, *_by_row(x),

@@ -20,7 +20,6 @@ from octavo.ops.torch_ops import (
     keys_of,
     logprobs,
     normalize,
-    pool,
     process_row,
     replace_rows,
     resolve_step,
@@ -39,6 +38,7 @@ from octavo.ops.triton.experts import experts, route, stack_experts
 from octavo.ops.triton.latent import latent_attention, linear_by_head
 from octavo.ops.triton.norm import layer_norm, rms_norm
 from octavo.ops.triton.pack import pack_linear
+from octavo.ops.triton.pooling import pool
 from octavo.ops.triton.products import embedding, linear, linear_activated, linear_add, linear_silu_and_mul, quantize
 from octavo.ops.triton.recurrent import (
     causal_conv,

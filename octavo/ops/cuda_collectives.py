@@ -21,10 +21,9 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.ops.triton import launch
 from octavo.ops.triton.rows import MAX_PARTS, sum_in_tree
+from octavo.ops.triton.schedule import sum_exchanges
 
 _JOIN_S = 10.0  # within which all are there, as they have opened their devices before
-# What the second of two exchanges takes to begin, some 12 us, in bytes of an NVLink that carries 370 GB/s.
-_SECOND_EXCHANGE_BYTES = 4 << 20
 _WATCH_MS = 100
 _HUNG_UP = getattr(select, "POLLRDHUP", 0)
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renames it
@@ -92,9 +91,8 @@ def _watch(group: dist.ProcessGroup, connections: list[int]) -> None:
 
 def all_reduce(x: Tensor, bias: Tensor | None = None) -> None:
     """`ParallelOps.all_reduce`."""
-    # One exchange brings the rows of all; two, of parts of the rows and of their sums, are less to carry.
-    more_bytes = (_size - 1) * (_size - 2) * x.nbytes // max(_size, 1)
-    _add_up(x, bias, more_bytes <= _SECOND_EXCHANGE_BYTES)
+    num_exchanges, _ = sum_exchanges(x.nbytes, _size)
+    _add_up(x, bias, num_exchanges == 1)
 
 
 def _add_up(x: Tensor, bias: Tensor | None, is_small: bool) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.ops import LayerKVCache
-from octavo.ops.torch_arrays import DTYPES, upload
+from octavo.ops.torch_arrays import upload
 
 
 def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -65,23 +65,6 @@ def add_rows(x: Tensor, summands: Tensor, indices: Tensor) -> None:
         return
     found = (x.float() + summands[indices.clamp(min=0).long()]).to(x.dtype)
     x.copy_(torch.where(indices[:, None] >= 0, found, x))
-
-
-def pool(x: Tensor, starts: Tensor, ends: Tensor, kind: str, out_dtype: str | None = None) -> Tensor:
-    pooled = []
-    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        rows = x[start : end + 1].float()
-        if len(rows) == 1:
-            pooled.append(rows[0])
-        elif kind == "max":
-            pooled.append(rows.amax(0))
-        elif kind == "weighted_mean":
-            weights = torch.arange(1, len(rows) + 1, device=x.device)
-            pooled.append((rows * weights[:, None]).sum(0) / weights.sum())
-        else:
-            pooled.append(rows.sum(0) / (len(rows) if kind == "mean" else len(rows) ** 0.5))
-    dtype = DTYPES[out_dtype] if out_dtype else x.dtype
-    return torch.stack(pooled).to(dtype) if pooled else x[:0].to(dtype)
 
 
 def rows_of(x: Tensor, samples: NDArray[Any]) -> Tensor:

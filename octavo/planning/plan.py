@@ -23,7 +23,6 @@ from octavo.step_cost import StepCost, StepWork
 
 SCHEMA_VERSION = 1
 GIB = 1 << 30
-_SUMS = "Sums over GPUs are predicted in bfloat16; they are float32, which long prompts wait longer for."
 _GPU_RESERVE_BYTES = GIB  # the CUDA context, kernels, activations of a step of 2,048 tokens
 # A limit that explains less than this of the time is not what to change.
 _LEAST_SHARE = 0.4
@@ -227,7 +226,7 @@ def _layout(placed: _Placed, description: ModelDescription, options: PlanOptions
         return {"fits": False, "reason": reason, "devices_per_replica": 0, "replicas": 0, "cache_bytes": 0}
     return {
         "fits": True,
-        "reason": _SUMS if chosen > 1 else None,
+        "reason": None,
         "devices_per_replica": chosen,
         "replicas": count // chosen,
         "cache_bytes": placed.cache_bytes(chosen),

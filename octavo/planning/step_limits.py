@@ -17,7 +17,7 @@ from octavo.layers.experts import ExpertsDescription
 from octavo.layers.latent import LatentDescription
 from octavo.models.description import ModelDescription
 from octavo.models.inventory import required_tensors
-from octavo.ops.triton.schedule import MACHINES, Machine
+from octavo.ops.triton.schedule import EXCHANGE_S, MACHINES, Machine, sum_exchanges
 from octavo.step_cost import StepWork
 
 # As `benchmarks/gpu_limits.py` counts them; of a layer's, those that are products or attention.
@@ -25,9 +25,7 @@ _KERNELS_PER_LAYER, _LARGE_PER_LAYER, _KERNELS_PER_STEP = 8, 5, 14
 _SMALL_KERNEL_S = 2.0e-6  # likewise: loads that wait for memory once or twice, and a store
 # The matrix rate that prompts' products reach of a large product's, and attention's beside it: likewise.
 PREFILL_SHARE, ATTENTION_SHARE = 0.70, 0.45
-# Of a sum over devices, by NVLink: NVIDIA's data sheets have 900 GB/s in both directions (A100: 600); small sums take
-# about as long as two launches.
-_LINK_BYTES_PER_S, _SUM_S = 300e9, 10e-6
+_SUMMED_BYTES = 4  # of an element of a row that devices add up, which is float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +185,8 @@ class GpuSteps:
         small = launches - _LARGE_PER_LAYER * model.num_layers
         fixed = launches * machine.between_s + small * _SMALL_KERNEL_S
         if n > 1:
-            summed_bytes = 2 * step.num_tokens * model.hidden_size * 2 * (n - 1) / n
-            fixed += 2 * model.num_layers * (_SUM_S + summed_bytes / _LINK_BYTES_PER_S)
+            exchanges, received = sum_exchanges(step.num_tokens * model.hidden_size * _SUMMED_BYTES, n)
+            fixed += 2 * model.num_layers * (exchanges * EXCHANGE_S + received / (machine.link_gbs * 1e9))
         return replace(self.limits.of(step, rates), fixed_s=fixed)
 
     def seconds(self, step: StepWork) -> float:

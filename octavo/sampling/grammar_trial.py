@@ -20,7 +20,7 @@ import threading
 import time
 from typing import Any
 
-from octavo.processes import ignore_stop_signals, python_command
+from octavo.processes import child_command
 
 # Of the processor's time, so that it is the same on a busy machine. The largest that are of use take 3 s; what takes as
 # long as this would take for ever.
@@ -57,7 +57,7 @@ class GrammarTrial:
         """Why a grammar cannot be followed, in llguidance's words, or nothing. Raises `TrialFailed`."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
-                command = python_command("octavo.sampling.grammar_trial", str(self._time_limit_s))
+                command = child_command("octavo.sampling.grammar_trial", str(self._time_limit_s))
                 self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             process = self._process
             assert process.stdin is not None and process.stdout is not None
@@ -133,7 +133,6 @@ def _limit(name: str, value: int) -> None:
 
 def main() -> None:
     """Answer until the parent has gone."""
-    ignore_stop_signals()
     _limit("RLIMIT_AS", _MEMORY_BYTES)
     _limit("RLIMIT_CORE", 0)
     threading.stack_size(STACK_BYTES)

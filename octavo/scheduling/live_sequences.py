@@ -116,6 +116,8 @@ class LiveSequences:
         assert len(running) + len(waiting) == len(live) and {*running, *waiting} == {*live}, "a sequence was lost"
         for seq in running:
             assert (seq.num_lacking_tokens > 0) != seq.is_held or seq in under_way, "a sequence lacks nothing"
+            of_states = [seq.block_tables[state.group] for state in self.cache.states if seq.block_tables]
+            assert seq in under_way or all(len(table) <= 1 for table in of_states), "guesses have kept their states"
         if self.adapters is not None:
             self.adapters.check([seq.adapter for seq in running if seq.adapter is not None])
         if not live:

@@ -42,7 +42,7 @@ def take_standing(
     output = extend(live, seq, tokens[:count], logprobs)
     if not seq.has_ended:
         live.cache.register_computed(seq, seq.num_computed_tokens)
-        live.cache.roll_back(seq)
+        live.cache.roll_back(seq, count - 1)
     return output
 
 

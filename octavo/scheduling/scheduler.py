@@ -64,8 +64,7 @@ class Scheduler:
         self._under_way: deque[Step] = deque()
         self._arrivals = 0
         self._runs_ahead, self._num_stages = runs_ahead, num_stages
-        # What wrong guesses do to a state cannot be undone.
-        self._speculation = None if cache.states else speculation
+        self._speculation = speculation
         on_end = None if self._speculation is None else self._speculation.end
         self.live = LiveSequences(config.max_num_seqs, cache, on_end, adapters)
         self._cost = cost
@@ -175,16 +174,16 @@ class Scheduler:
         places, candidates = [], []
         for place, (seq, planned) in enumerate(zip(step.sequences, step.plan.rows, strict=True)):
             most = min(step.budget, seq.num_remaining_tokens - 1)
-            if planned.num_tokens == 1 and most > 0 and not seq.num_awaited_tokens and _may_be_guessed(seq, planned):
+            is_last = planned.num_tokens == planned.num_positions == 1  # and no token within a prompt
+            if is_last and most > 0 and not seq.num_awaited_tokens and _may_be_guessed(seq, planned):
                 places.append(place)
                 candidates.append((seq, most))
         if not candidates:
             return
         found = self._speculation.choose(candidates, step.plan.rows)
         for place, (seq, _), guesses in zip(places, candidates, found, strict=True):
-            guesses = guesses[: step.budget]
-            end = seq.num_computed_tokens + 1 + len(guesses)
-            if guesses and (changed := self.cache.grow(seq, end)) is not None:
+            guesses = guesses[: min(step.budget, self.cache.num_guesses_left)]
+            if guesses and (changed := self.cache.grow_for_guesses(seq, len(guesses))) is not None:
                 step.add_guesses(place, guesses, changed)
 
     def _guess(self, seq: Sequence, tokens: list[int], drafts: tuple[int, ...] | None, num_forks: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from octavo.config import AsyncEngineArgs, EngineConfig, parallel
+from octavo.config import AsyncEngineArgs, EngineConfig, data_parallel
 from octavo.distributed import group, joining
 from octavo.distributed.group import NodeGroup
 from octavo.engine.core import EngineCore
@@ -29,6 +29,8 @@ __all__ = ["model"]
 
 RAY = {"distributed_executor_backend": "ray", "pipeline_parallel_size": 2}
 ELSEWHERE = {"data_parallel_size": 4, "data_parallel_size_local": 2}
+HYBRID = ELSEWHERE | {"data_parallel_hybrid_lb": True}
+RAY_ENGINES = ELSEWHERE | {"data_parallel_backend": "ray"}
 FOUR_LAYERS = {"hf_overrides": {"num_hidden_layers": 4}}
 
 
@@ -213,7 +215,21 @@ def test_without_node_0_a_node_gives_up(model: Path, port: int) -> None:
         ),
         (ELSEWHERE | {"max_model_len": "auto"}, "--max-model-len auto is not built yet with engines on several hosts"),
         (ELSEWHERE | {"nnodes": 2, "pipeline_parallel_size": 2}, "not built yet with --data-parallel-size"),
-        ({"data_parallel_hybrid_lb": True}, "--data-parallel-hybrid-lb True is not built yet"),
+        ({"data_parallel_hybrid_lb": True}, "--data-parallel-hybrid-lb needs --data-parallel-size-local"),
+        ({"data_parallel_external_lb": True}, "--data-parallel-external-lb needs --data-parallel-rank"),
+        ({"data_parallel_size": 2, "data_parallel_rank": 2}, "--data-parallel-rank must be 0 to 1, .*, got 2"),
+        (ELSEWHERE | {"data_parallel_rank": 1}, "--data-parallel-rank 1 is the one engine of its server"),
+        (HYBRID | {"data_parallel_rank": 1}, "--data-parallel-rank 1 is the one engine of its server"),
+        (HYBRID | {"data_parallel_address": "10.0.0.1"}, "address does not go with .*-hybrid-lb: nobody joins this"),
+        (
+            {"data_parallel_size": 2, "data_parallel_rank": 1, "data_parallel_backend": "ray"},
+            "backend does not go with --data-parallel-rank: this server starts nothing on other hosts",
+        ),
+        (HYBRID | {"nnodes": 2, "pipeline_parallel_size": 2}, "except where each engine has a server of its own"),
+        ({"data_parallel_backend": "mpi"}, "--data-parallel-backend mpi is not built; mp and ray are"),
+        (RAY_ENGINES, r"--data-parallel-backend ray needs Ray: pip install 'octavo\[ray\]', on all hosts"),
+        (RAY_ENGINES | {"data_parallel_size_local": 4}, "must say how many of the 4 of --data-parallel-size each host"),
+        (RAY_ENGINES | {"data_parallel_start_rank": 2}, "--data-parallel-start-rank is for hosts that are started by"),
         (RAY, r"needs Ray: pip install 'octavo\[ray\]', on all hosts"),
         (RAY | {"pipeline_parallel_size": 1}, "ray shares the stages of --pipeline-parallel-size out"),
         (RAY | {"nnodes": 2, "node_rank": 1}, "--node-rank is for nodes that are started by hand"),
@@ -223,7 +239,7 @@ def test_flags_of_nodes_are_checked(
     model: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], message: str
 ) -> None:
     monkeypatch.delenv("OCTAVO_NODES_TOKEN", raising=False)
-    monkeypatch.setattr(parallel, "find_spec", lambda name: None)  # whether or not it is here
+    monkeypatch.setattr(data_parallel, "find_spec", lambda name: None)  # whether or not it is here
     with pytest.raises(ConfigError, match=message):
         config_of(model, **flags)
 
@@ -231,6 +247,8 @@ def test_flags_of_nodes_are_checked(
 def test_nodes_other_than_0_are_headless(model: Path) -> None:
     with pytest.raises(ConfigError, match="--data-parallel-start-rank 1 serves nothing, and needs --headless"):
         run_server(AsyncEngineArgs(data_parallel_size=2, data_parallel_start_rank=1), ServerArgs())
+    with pytest.raises(ConfigError, match="--data-parallel-hybrid-lb is a server for each host, and --headless none"):
+        run_server(AsyncEngineArgs(**HYBRID, data_parallel_start_rank=2), ServerArgs(headless=True))
     for rank, headless, message in ((1, False, "serves nothing, and needs --headless"), (0, True, "--headless is for")):
         with pytest.raises(ConfigError, match=message):
             run_server(AsyncEngineArgs(node_rank=rank, nnodes=2), ServerArgs(headless=headless))

@@ -1,10 +1,12 @@
-"""Nodes that Ray starts on the hosts of a cluster, which here are two raylets of this machine.
+"""Nodes and engines that Ray starts on the hosts of a cluster, which here are two raylets of this machine.
 
 The tests' environment lacks Ray. The first test puts it beside that for one process, which runs the others.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import shutil
 import subprocess
@@ -20,9 +22,10 @@ import psutil
 import pytest
 
 from octavo.config import EngineConfig
+from octavo.distributed import ray_hosts
+from octavo.engine.client import make_engine
 from octavo.engine.core import EngineCore
-from octavo.errors import ConfigError, LoadError
-from octavo.execution import ray_nodes
+from octavo.errors import ConfigError, LoadError, OctavoError
 from octavo.execution.executor import TeamExecutor
 from tests.distributed.test_nodes import FOUR_LAYERS
 from tests.e2e.prometheus import free_port
@@ -89,7 +92,7 @@ def wait_until_free() -> None:
     """Until nothing of the cluster is taken."""
     import ray
 
-    ray_nodes._connect()
+    ray_hosts._connect("--distributed-executor-backend")
     wait_until(lambda: ray.available_resources().get("CPU") == 4, ray.available_resources)
     wait_until(lambda: not actors(), actors)
 
@@ -141,7 +144,7 @@ def test_a_bad_start_is_told(
     cluster: Any, model: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], of_node: dict[str, Any],
     kind: type[Exception], message: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(ray_nodes, "_PLACEMENT_S", 2.0 if kind is ConfigError and not of_node else 60.0)
+    monkeypatch.setattr(ray_hosts, "_PLACEMENT_S", 2.0 if kind is ConfigError and not of_node else 60.0)
     config = ray_config(model, **flags)
     assert config.nodes.ray_flags is not None
     config.nodes.ray_flags.update(of_node)
@@ -151,10 +154,19 @@ def test_a_bad_start_is_told(
 
 
 @needs_ray
-def test_without_a_cluster_the_server_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["-pp", "2", "--distributed-executor-backend", "ray"],
+        ["-dp", "2", "--data-parallel-size-local", "1", "--data-parallel-backend", "ray"],
+    ],
+    ids=["stages", "engines"],
+)
+def test_without_a_cluster_the_server_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
-    flags = ["-pp", "2", "--distributed-executor-backend", "ray", "--max-model-len", "512"]
-    with running_server(tmp_path, *flags, wait=False) as server:
+    with running_server(tmp_path, *flags, "--max-model-len", "512", wait=False) as server:
         assert server.process.wait(120) == 1
         assert "finds no cluster at RAY_ADDRESS 127.0.0.1" in server.log.read_text()
 
@@ -179,5 +191,76 @@ def test_an_actor_that_dies_costs_its_requests_and_all_start_again(cluster: Any,
             wait_until(lambda: server.get("/health")[0] == 200, server.log.read_text)
             assert "Paris" in complete(server.url, max_tokens=8).read().decode()
             assert not worker.is_running()
+        assert server.stop() == 0
+    wait_until_free()
+
+
+ENGINES: dict[str, Any] = {
+    "data_parallel_size": 2, "data_parallel_size_local": 1, "data_parallel_backend": "ray", "cpu_threads": 1
+}  # fmt: skip
+
+
+@needs_ray
+@pytest.mark.parametrize(
+    ("flags", "of_host", "message"),
+    [
+        ({"cpu_threads": 3}, {}, r"no room for 2 nodes .* 3 CPUs each .* how many engines each host has"),
+        ({"data_parallel_size": 3}, {}, "no room for 3 nodes on hosts of their own"),
+        ({}, {"model": "/nowhere"}, "the host of engine 1, which Ray had started, has ended: .*/nowhere"),
+        ({}, {"max_num_seqs": 4}, r"engine 1 .* cannot join: its scheduler.max_num_seqs is 4"),
+    ],
+)
+def test_a_bad_start_of_engines_is_told(
+    cluster: Any, model: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], of_host: dict[str, Any],
+    message: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(ray_hosts, "_PLACEMENT_S", 60.0 if of_host else 2.0)
+    config = config_of(model, **(ENGINES | {"data_parallel_rpc_port": free_port()} | flags))
+    assert config.engine_hosts is not None and config.engine_hosts.ray_flags is not None
+    config.engine_hosts.ray_flags.update(of_host)
+
+    async def start() -> None:
+        engine = make_engine(config)
+        try:
+            await engine.wait_ready()
+        finally:
+            engine.shutdown()
+
+    with pytest.raises(OctavoError, match=message):
+        asyncio.run(start())
+    wait_until_free()
+
+
+@needs_ray
+def test_engines_of_ray_answer_alike_and_one_that_dies_takes_its_own_streams_only(cluster: Any, tmp_path: Path) -> None:
+    flags = ["-dp", "2", "--data-parallel-size-local", "1", "--data-parallel-backend", "ray"]
+    small = ["--cpu-threads", "1", "--max-model-len", "2048", "--kv-cache-memory-bytes", "100000000"]
+    prompts = [f"The {name} of the house is" for name in ("colour", "roof", "door", "owner")]
+    with running_server(tmp_path, *flags, "--data-parallel-rpc-port", str(free_port()), *small) as server:
+
+        def answers() -> list[Any]:
+            return [json.load(complete(server.url, prompt=one, max_tokens=8))["choices"] for one in prompts]
+
+        expected = answers()
+        for num_deaths, part in enumerate(("actor", "core"), 1):
+            (actor,) = actors()
+            (core,) = actor.children()
+            streams = [complete(server.url, prompt=one, max_tokens=1000, stream=True) for one in prompts]
+            for stream in streams:
+                stream.readline()
+            {"actor": actor, "core": core}[part].kill()
+            lost = ["engine_dead" in stream.read().decode() for stream in streams]
+            # Later all go to the engine that was lost, and has less behind it.
+            assert 0 < sum(lost) < (4 if num_deaths == 1 else 5)
+            assert server.get("/health")[0] == 200
+            wait_until(
+                lambda num=num_deaths: server.log.read_text().count("takes requests again") == num,  # type: ignore[misc]
+                server.log.read_text,
+            )
+            assert answers() == expected
+            assert not core.is_running()
+        counted = server.get("/metrics")[1]
+        for engine in (0, 1):
+            assert f'vllm:request_success_total{{engine="{engine}",finished_reason="length"' in counted
         assert server.stop() == 0
     wait_until_free()

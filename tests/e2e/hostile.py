@@ -23,6 +23,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [504, 3575]},
     "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
+    "/v1/responses/input_tokens": {"input": "Hi"},
     "/v1/messages": {"messages": CHAT, "max_tokens": 2},
     "/v1/messages/count_tokens": {"messages": CHAT},
     "/v1/batches": {"input_file_id": "file-1", "endpoint": "/v1/responses", "completion_window": "24h"},

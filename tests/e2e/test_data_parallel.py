@@ -64,3 +64,24 @@ def test_two_engines_answer_alike_and_one_that_is_killed_takes_its_own_streams_o
         assert server.stop() == 0
         assert not any(core.is_running() and core.status() != "zombie" for core in last)
         assert "Traceback" not in server.log.read_text()
+
+
+def test_a_host_with_a_server_of_its_own_opens_no_other_port(tmp_path: Path) -> None:
+    """And waits for no other engine; its own has the number that it was given."""
+    flags = ("-dp", "4", "--data-parallel-hybrid-lb", "--data-parallel-size-local", "1")
+    with running_server(tmp_path, *flags, "--data-parallel-start-rank", "3", "--max-model-len", "1024") as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+        assert ask(client, "The colour of the house is")
+        counted = server.get("/metrics")[1]
+        assert f'vllm:request_success_total{{engine="3",finished_reason="length",model_name="{MODEL}"}} 1.0' in counted
+        assert 'engine="0"' not in counted
+        processes = [psutil.Process(server.process.pid), *cores(server)]
+        assert len(processes) == 2
+        ports = [
+            connection.laddr.port
+            for process in processes
+            for connection in process.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        ]
+        assert ports == [int(server.url.rpartition(":")[2])]
+        assert server.stop() == 0

@@ -1,16 +1,22 @@
-"""A real server whose model six processes share, two stages of three workers each, on however few processors."""
+"""A real server whose model six processes share, two stages of three workers each, on however few processors; and
+servers of small models whose layers are of other kinds."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import openai
 import psutil
 import pytest
 
 from octavo import LLM, SamplingParams
-from tests.e2e.server import MODEL, Server, running_server
+from tests.e2e.server import MODEL, Server, openai_client, running_server, served
+from tests.execution.small_overrides import CUT, DEEPSEEK, QWEN_3_NEXT
+from tests.execution.test_runner import save_model
 
 pytestmark = pytest.mark.slow
 
@@ -80,3 +86,23 @@ def test_a_worker_that_dies_while_nothing_runs_is_replaced_with_the_others(
     assert len(followers(server)) == 5
     assert "Paris" in ask(client)
     assert "worker 1 of 3 of stage 0 of 2 ended with status -9; the engine core ends" in server.log.read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("overrides", [DEEPSEEK, QWEN_3_NEXT], ids=["latent attention", "gated delta rule"])
+def test_two_workers_serve_what_one_answers(overrides: dict[str, Any], tiny_tokenizer: Path, tmp_path: Path) -> None:
+    model = str(save_model(tmp_path, tiny_tokenizer))
+    config = CUT | overrides | {"max_position_embeddings": 256}
+    alone = LLM(model, load_format="dummy", dtype="float32", seed=3, hf_overrides=config)
+    prompts = [[5, *range(10, 10 + 30 * number)] for number in range(1, 5)]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    results = alone.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    expected = [result.outputs[0].text for result in results]
+    flags = ["--load-format", "dummy", "--dtype", "float32", "--seed", "3", "--hf-overrides", json.dumps(config)]
+    flags += ["-tp", "2", "--enable-expert-parallel", "--served-model-name", "small"]
+    with served(tmp_path, "--model", model, *flags) as server, openai_client(server) as client:
+        assert len(followers(server)) == 1
+        answer = client.completions.create(
+            model="small", prompt=prompts, max_tokens=24, temperature=0, extra_body={"ignore_eos": True}
+        )
+        assert [choice.text for choice in answer.choices] == expected

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,21 +45,21 @@ def cores() -> list[subprocess.Popen[bytes]]:
 
 
 @pytest.fixture
-def with_engine(
+def stub_config(
     tiny_tokenizer: Path, hang: Path, monkeypatch: pytest.MonkeyPatch, cores: list[subprocess.Popen[bytes]]
-) -> Callable[..., EngineMetrics]:
-    """Calls a function with an engine whose core is the stub."""
+) -> EngineConfig:
+    """Of engines whose cores are the stub."""
 
     class StubProcess(core_client.CoreProcess):
-        def __init__(self) -> None:
+        def __init__(self, environment: Mapping[str, str] | None = None) -> None:
             command = [sys.executable, str(Path(__file__).with_name("stub_core.py")), str(hang)]
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | (environment or {}))
             cores.append(self.process)
 
     monkeypatch.setattr(core_client, "CoreProcess", StubProcess)
     monkeypatch.setattr(supervisor, "CoreProcess", StubProcess)
     checkpoint = Checkpoint("stub", "dummy", str(tiny_tokenizer), [], str(tiny_tokenizer), {})
-    config = EngineConfig(
+    return EngineConfig(
         model=ModelConfig(checkpoint, ["stub"], "float32", 64, 259, None),
         cache=CacheConfig(16, None, 0.3, 0.9, 0, True, "bfloat16"),
         scheduler=SchedulerConfig(8, 256, True, "fcfs", "recompute"),
@@ -66,11 +67,20 @@ def with_engine(
         log_stats=False,
     )
 
+
+@pytest.fixture
+def with_engine(stub_config: EngineConfig) -> Callable[..., EngineMetrics]:
+    """Calls a function with an engine whose core is the stub."""
+
     def run(
-        use: Use, replicas: int = 1, engine_hosts: EngineHostsConfig | None = None, **options: object
+        use: Use,
+        replicas: int = 1,
+        engine_hosts: EngineHostsConfig | None = None,
+        changes: Mapping[str, Any] | None = None,
+        **options: object,
     ) -> EngineMetrics:
-        metrics = EngineMetrics("stub", 64)
-        own = replace(config, data_parallel_size=replicas, engine_hosts=engine_hosts)
+        own = replace(stub_config, data_parallel_size=replicas, engine_hosts=engine_hosts, **(changes or {}))
+        metrics = EngineMetrics("stub", 64, own.served_ranks.start)
         engine: Any = make_engine(own, metrics=metrics, **options)
         try:
             asyncio.run(asyncio.wait_for(use(engine), 60))

@@ -184,6 +184,8 @@ def test_a_core_that_dies_fails_every_stream() -> None:
                 _ = [output async for output in stream]
         with pytest.raises(EngineDeadError):
             await engine.check_health()
+        assert (engine.errored, engine.is_running, engine.is_stopped) == (True, False, True)
+        assert isinstance(engine.dead_error, EngineDeadError)
 
     with_engine(use)
 

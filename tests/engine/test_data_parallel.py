@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
+import psutil
 import pytest
 
-from octavo import LLM, AsyncEngineArgs, AsyncLLMEngine, SamplingParams
+from octavo import LLM, AsyncEngineArgs, AsyncLLMEngine, LLMEngine, RequestOutput, SamplingParams
+from octavo.config import CacheConfig, EngineArgs, EngineConfig, EngineHostsConfig
 from octavo.engine import restarts
 from octavo.engine.data_parallel import DataParallelEngine
-from octavo.errors import ConfigError, EngineDeadError, RequestError
+from octavo.engine.data_parallel_llm import DataParallelLLMEngine
+from octavo.errors import ConfigError, EngineDeadError, OctavoError, RequestError
 from octavo.metrics.prometheus import EngineMetrics
 from tests.engine.stub_engine import ANSWER, EXIT, HANG, ask
 
@@ -115,8 +121,122 @@ def test_what_is_asked_of_all_is_done_by_all(with_engine: Engines) -> None:
     with_engine(use, replicas=2)
 
 
-def test_engines_of_scripts_are_one() -> None:
-    with pytest.raises(ConfigError, match="this is one engine; octavo serve runs several"):
-        LLM(data_parallel_size=2)
-    with pytest.raises(ConfigError, match="this is one engine; octavo serve runs several"):
-        AsyncLLMEngine.from_engine_args(AsyncEngineArgs(data_parallel_size=2))
+@pytest.mark.parametrize(("given", "own"), [(None, "2,3"), ("4,GPU-5,6,7", "6,7")])
+def test_engines_of_a_host_have_gpus_of_their_own(
+    with_engine: Engines, cores: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch, given: str | None,
+    own: str,
+) -> None:  # fmt: skip
+    """Those behind the first engine's, whose core is started before it is known how many it has."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+
+    def visible() -> set[str | None]:
+        return {psutil.Process(core.pid).environ().get("CUDA_VISIBLE_DEVICES") for core in cores if core.poll() is None}
+
+    async def use(engine: DataParallelEngine) -> None:
+        await engine.wait_ready()
+        assert visible() == {given, own}
+        cores[1].kill()
+        while len(cores) < 3 or not all(one.is_ready for one in engine._engines):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert visible() == {given, own}
+        assert [one.config.cache.memory_bytes for one in engine._engines] == [1000, 1000], "each has its own"
+        await engine.sleep(2)
+        await engine.wake_up()
+        assert visible() == {given, own}
+
+    cache = CacheConfig(16, None, 0.3, 0.9, 0, True, "bfloat16", memory_bytes=1000)
+    changes = {"device": "cuda", "tensor_parallel_size": 2, "cache": cache}
+    with_engine(use, replicas=2, changes=changes, max_restarts=1)
+
+
+def test_hosts_with_servers_of_their_own_have_their_own_engines_numbers(
+    with_engine: Engines, cores: list[subprocess.Popen[bytes]]
+) -> None:
+    async def use(engine: DataParallelEngine) -> None:
+        await engine.wait_ready()
+        for number in range(4):
+            assert await ask(engine, [*ANSWER, 9 + number]) == "length"
+        assert engine.config.num_slots == 16
+
+    metrics = with_engine(use, replicas=6, engine_hosts=EngineHostsConfig(2, 3, "", 0, have_servers=True))
+    assert len(cores) == 2
+    assert finished(metrics, "length") == [2, 2]
+    shown = metrics.render()[0].decode()
+    for engine, expected in ((2, False), (3, True), (4, True), (5, False)):
+        assert (f'vllm:request_success_total{{engine="{engine}"' in shown) == expected
+
+
+def test_an_engine_with_a_server_of_its_own_is_alone_there(
+    with_engine: Engines, cores: list[subprocess.Popen[bytes]]
+) -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        assert isinstance(engine, AsyncLLMEngine)
+        await engine.wait_ready()
+        assert await ask(engine, ANSWER) == "length"
+        assert engine.config.num_slots == 8 and engine.config.data_parallel_rank == 5
+        assert engine.config.cache.cpu_memory_utilization == 0.3, "this host has no other"
+
+    metrics = with_engine(use, replicas=6, engine_hosts=EngineHostsConfig(1, 5, "", 0, have_servers=True))
+    assert len(cores) == 1
+    counted = 'vllm:request_success_total{engine="5",finished_reason="length",model_name="stub"} 1.0'
+    assert counted in metrics.render()[0].decode()
+
+
+@pytest.fixture
+def llm(stub_config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    """Of two engines, each with a core that is the stub."""
+    config = replace(stub_config, data_parallel_size=2)
+    monkeypatch.setattr(EngineArgs, "create_engine_config", lambda args: config)
+    with LLM() as found:
+        yield found
+
+
+def generate(llm: LLM, *beginnings: list[int], params: SamplingParams | None = None) -> list[RequestOutput]:
+    prompts: list[Any] = [{"prompt_token_ids": [*beginning, 9 + number]} for number, beginning in enumerate(beginnings)]
+    return llm.generate(prompts, params or SamplingParams(max_tokens=1), use_tqdm=False)
+
+
+def test_a_script_has_several_engines_too(llm: LLM, cores: list[subprocess.Popen[bytes]]) -> None:
+    """Also where an event loop runs already, as in notebooks."""
+    with_processor = SamplingParams(max_tokens=1, logits_processors=[lambda tokens, logits: logits])
+
+    async def in_a_loop() -> None:
+        outputs = generate(llm, *[ANSWER] * 6)
+        assert [output.prompt_token_ids for output in outputs] == [[1, 9 + number] for number in range(6)]
+        assert all(output.finished and output.outputs[0].token_ids == [70] for output in outputs)
+        assert isinstance(llm.llm_engine, DataParallelLLMEngine)
+        replicas = llm.llm_engine._engine._router._replicas
+        assert all(replica.num_recent_tokens > 0 for replica in replicas), "both have served"
+        assert llm.reset_prefix_cache()
+        llm.sleep(1)
+        with pytest.raises(OctavoError, match="these engines sleep"):
+            generate(llm, ANSWER)
+        llm.wake_up()
+        with pytest.raises(RequestError, match="logits_processors are Python callables"):
+            generate(llm, ANSWER, params=with_processor)
+        with pytest.raises(OctavoError, match="none has its core here"):
+            _ = llm.core
+        llm.close()
+        with pytest.raises(OctavoError, match="or have been closed"):
+            generate(llm, ANSWER)
+
+    asyncio.run(in_a_loop())
+    assert [core.wait(10) for core in cores] == [0, 0]
+
+
+def test_a_scripts_engine_that_dies_costs_the_call_and_others_go_on(llm: LLM) -> None:
+    with pytest.raises(EngineDeadError, match="exit status 7"):
+        generate(llm, ANSWER, EXIT, HANG)
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert [output.outputs[0].finish_reason for output in generate(llm, *[ANSWER] * 3)] == ["length"] * 3
+
+
+def test_engines_that_are_one_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, args in ((LLMEngine, EngineArgs), (AsyncLLMEngine, AsyncEngineArgs)):
+        with pytest.raises(ConfigError, match="this is one engine; LLM and octavo serve run several"):
+            kind.from_engine_args(args(data_parallel_size=2))  # type: ignore[attr-defined]
+    monkeypatch.setenv("OCTAVO_NODES_TOKEN", "secret")
+    with pytest.raises(ConfigError, match="LLM runs engines on this machine: leave --data-parallel-size-local out"):
+        LLM(data_parallel_size=2, data_parallel_size_local=1)

@@ -83,8 +83,8 @@ def test_a_prediction_is_text_or_token_ids_and_what_no_answer_can_have_is_left_o
     [
         ("", "no tokens"),
         ({"prompt_token_ids": []}, "no tokens"),
-        (5, "must be text or a dictionary"),
-        ([1, 2], "must be text or a dictionary"),
+        (5, "must be text, token ids or a dictionary"),
+        ([1, "2"], "token id '2'"),
         ({}, "needs text"),
         ({"prompt": 7}, "needs text"),
         ({"prompt_token_ids": 7}, "must be a list of token ids, got int"),

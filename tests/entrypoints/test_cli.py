@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -152,6 +154,43 @@ def test_help_imports_nothing_heavy() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.splitlines()[-1] == "[]"
     assert "serve a model over the OpenAI API" in result.stdout
+
+
+@pytest.mark.parametrize("command", ["models", "collect-env"])
+def test_a_reader_that_has_gone_is_no_error(command: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "octavo.entrypoints.cli.main", command], stdout=write, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_help_may_be_asked_about_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    for word in ("num-seqs", "all"):
+        with pytest.raises(SystemExit) as end:
+            parse_args([f"--help={word}"], "octavo serve")
+        assert end.value.code == 0
+        shown = capsys.readouterr().out
+        assert "--max-num-seqs INT" in shown
+        assert ("--port INT" in shown) == (word == "all")
+    with pytest.raises(SystemExit):
+        parse_args(["--help=colour"], "octavo serve")
+    assert "no flag has colour in its name" in capsys.readouterr().err
+
+
+def test_no_command_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([]) == 2
+    assert "serve a model over the OpenAI API" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str) -> ModuleType:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("octavo.entrypoints.cli.main.importlib.import_module", interrupted)
+    assert main.main(["serve"]) == 130
 
 
 def test_unknown_commands_end_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -170,7 +170,7 @@ def test_what_a_coding_agent_sends_is_taken(http: httpx.Client, engine: FakeEngi
             "metadata": {"user_id": "user_1_account__session_2"},
             "thinking": {"type": "adaptive"},
             "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-            "output_config": {"effort": "medium"},
+            "output_config": {"effort": "high"},  # which the template knows nothing of
         },
     )
     assert answer.status_code == 200, answer.text

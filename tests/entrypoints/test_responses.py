@@ -323,6 +323,20 @@ def test_refusals_name_the_field(http: httpx.Client, fields: Any, param: str) ->
     assert answer.status_code in (400, 404) and answer.json()["error"]["param"] == param, answer.text
 
 
+def test_tokens_are_counted_as_the_response_has_them(client: openai.OpenAI) -> None:
+    said = client.responses.create(model=MODEL, input="Hi")
+    asked: Any = {
+        "model": MODEL, "input": "And?", "instructions": "Be brief.", "tools": [WEATHER | {"strict": False}],
+        "previous_response_id": said.id,
+    }  # fmt: skip
+    counted = client.responses.input_tokens.count(**asked)
+    usage = client.responses.create(**asked).usage
+    assert usage is not None
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", usage.input_tokens)
+    with pytest.raises(openai.BadRequestError, match="not found"):
+        client.responses.input_tokens.count(**asked | {"previous_response_id": "resp_no"})
+
+
 def test_two_servers_share_a_file_and_a_dead_one_is_noticed(
     tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

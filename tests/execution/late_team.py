@@ -2,12 +2,13 @@
 
 The first worker's device is as late as it may be. The others' compute what they are given at once, as nobody on their
 hosts waits: they are at the rows that all exchange before the first one is. `late_followers` has all workers of a test
-be such; as a module this is a follower: `python -m tests.execution.late_team`.
+be such; as a module this is a follower: `python -m tests.execution.late_team`, or with a core's arguments such a core.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from octavo.engine import core_client, core_process
 from octavo.execution import cuda_device, executor, follower, host_workers
 from octavo.ops import cuda, cuda_collectives, torch_ref
 from octavo.processes import python_command
@@ -59,12 +61,17 @@ def _install(device: type[LateDevice], ops: str, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(cuda_collectives, "sum_in_tree", _sum_in_tree)
 
 
+def _own_command(_module: str, *arguments: str) -> list[str]:
+    return python_command("tests.execution.late_team", *arguments)
+
+
 def late_followers(monkeypatch: pytest.MonkeyPatch, num_devices: int = 8, ops: str = "reference") -> None:
     """Have engines find so many GPUs, which are `LateDevice` with the operations of Triton or the reference."""
     for module in ("checks", "parallel"):
         monkeypatch.setattr(f"octavo.config.{module}.why_not_cuda", lambda: None, raising=False)
     monkeypatch.setattr("octavo.config.parallel.num_cuda_devices", lambda: num_devices)
-    monkeypatch.setattr(host_workers, "python_command", lambda module: python_command("tests.execution.late_team"))
+    for caller in (host_workers, core_client):
+        monkeypatch.setattr(caller, "child_command", _own_command)
     monkeypatch.setenv(_OPS, ops)
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
     _install(LateDevice, ops, monkeypatch)
@@ -73,5 +80,8 @@ def late_followers(monkeypatch: pytest.MonkeyPatch, num_devices: int = 8, ops: s
 if __name__ == "__main__":
     if "OCTAVO_TESTS_NO_DEVICE" in os.environ:
         raise SystemExit("CUDA error: invalid device ordinal")
+    if len(sys.argv) > 1:
+        late_followers(pytest.MonkeyPatch(), ops=os.environ[_OPS])
+        core_process.main()
     _install(PromptDevice, os.environ[_OPS], pytest.MonkeyPatch())
     follower.main()

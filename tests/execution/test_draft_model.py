@@ -173,6 +173,8 @@ def test_a_draft_shares_blocks_that_hold_what_it_reads() -> None:
     ):
         group_for(group_layers([narrow, wide]), [full], "draft")
     state = LayerCacheSpec("state", num_bytes=64)
+    assert group_for(group_layers([state, full]), [full], "draft") == 1
+    assert group_for(group_layers([state]), [], "medusa, which keeps nothing") == 0
     for target, draft in ((state, full), (full, state)):
         with pytest.raises(ConfigError, match=r"keeps? a state"):
             group_for(group_layers([target]), [draft], "draft")

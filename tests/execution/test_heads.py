@@ -161,6 +161,10 @@ _LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }  # fmt: skip
+_DELTA = {
+    "linear_key_head_dim": 12, "linear_value_head_dim": 20, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"], "num_experts": 4, "shared_expert_intermediate_size": 40,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -168,8 +172,9 @@ _LATENT = {
     [
         {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe"},
         {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", **_LATENT},
+        {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", **_DELTA},
     ],
-    ids=["keys and values", "latent attention"],
+    ids=["keys and values", "latent attention", "states beside keys and values"],
 )
 def test_modules_of_multi_token_prediction_change_no_answer(
     tmp_path: Path, tiny_tokenizer: Path, settings: dict[str, Any]

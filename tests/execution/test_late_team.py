@@ -9,16 +9,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
-from octavo.config import EngineConfig
+from octavo import LLM
+from octavo.config import EngineArgs, EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError, LoadError
 from octavo.execution.executor import TeamExecutor
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 from tests.execution.late_team import late_followers
+from tests.execution.small_overrides import BAMBA, CUT, DEEPSEEK, OLMO_2
 from tests.execution.test_guesses import guessed_requests
 from tests.execution.test_runner import EOS, config_of, model, requests, run
 from tests.execution.test_team import EXPERTS, assert_near, told_exactly
@@ -70,6 +73,9 @@ def of_one_on_cpu(model: Path, **flags: Any) -> EngineCore:
                 ((2, 1), {"num_gpu_blocks_override": 16, "preemption_mode": "swap"}),
                 ((2, 1), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
                 ((4, 1), {"enforce_eager": True}),
+                ((2, 1), {"hf_overrides": CUT | DEEPSEEK, "enable_expert_parallel": True}),
+                ((4, 1), {"hf_overrides": CUT | BAMBA, "num_gpu_blocks_override": 60, "enforce_eager": True}),
+                ((4, 1), {"hf_overrides": CUT | OLMO_2}),
                 ((1, 2), {"enforce_eager": True}),
                 ((2, 2), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
             ]
@@ -84,6 +90,32 @@ def test_answers_are_those_of_one_worker(
     size, num_stages = sizes
     core = start(tensor_parallel_size=size, pipeline_parallel_size=num_stages, **flags)
     assert_near(run(core, guessed_requests(1), 1), expected)
+
+
+@pytest.mark.long
+def test_engines_answer_likewise_each_on_devices_of_its_own(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of two workers each, whose processes see two of the four devices."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    late_followers(monkeypatch, num_devices=4)
+    prompts: list[Any] = [{"prompt_token_ids": [5 + i] * (4 + 7 * i)} for i in range(6)]
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=2, ignore_eos=True)
+
+    def told(**flags: Any) -> list[Any]:
+        config = config_of(model, **flags)
+        with monkeypatch.context() as changed:
+            changed.setattr(EngineArgs, "create_engine_config", lambda args: config)
+            llm = LLM()
+        with llm:
+            answers = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+            for core in psutil.Process().children():
+                if core.children():
+                    seen.append([one.environ().get("CUDA_VISIBLE_DEVICES") for one in (core, *core.children())])
+        return [(one.token_ids, [x.logprob for of in one.logprobs or [] for x in of.values()]) for one in answers]
+
+    seen: list[list[str | None]] = []
+    expected = [(ids, pytest.approx(values, abs=1e-3)) for ids, values in told(reproducible_parallel=False)]
+    assert told(**ON_GPU, data_parallel_size=2, tensor_parallel_size=2) == expected
+    assert sorted(seen, key=str) == [["2,3"] * 2, [None] * 2]
 
 
 @pytest.mark.long
@@ -166,7 +198,11 @@ def test_a_step_without_memory_ends_the_team(start: Callable[..., EngineCore]) -
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "2 times --pipeline-parallel-size 2 is 4 GPUs"),
         ({"tensor_parallel_size": 16}, "16 is more than the 8 GPUs that may share a layer"),
         ({"tensor_parallel_size": 2, "reproducible_parallel": True}, "--reproducible-parallel is not built yet on GPU"),
-        ({"data_parallel_size": 2}, "--data-parallel-size 2 is not built yet on GPUs"),
+        ({"data_parallel_size": 2, "tensor_parallel_size": 2}, "times 2 engines of --data-parallel-size is 4 GPUs"),
+        (
+            {"data_parallel_size": 2, "data_parallel_size_local": 1, "data_parallel_backend": "ray"},
+            "--data-parallel-backend ray is not built yet with GPUs",
+        ),
         ({"pipeline_parallel_size": 2, "nnodes": 2}, "several hosts .* are not built yet with GPUs"),
         (
             {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"},

@@ -227,7 +227,7 @@ def test_steps_with_prompts_are_replayed_too(model: Path) -> None:
 
 
 def test_what_is_captured() -> None:
-    shapes = shapes_to_capture(StepShape(8192, 300, 8192, 0, 2))
+    shapes = shapes_to_capture(StepShape(8192, 300, 8192, 10**5, 2))
     decodes, mixed = shapes[:-3], shapes[-3:]
     assert [shape.tokens for shape in decodes] == graph_sizes(300)
     assert [(shape.tokens, shape.seqs) for shape in mixed] == [(128, 64), (256, 128), (512, 256)]

@@ -185,3 +185,18 @@ def test_a_layout_gives_each_array_bytes_of_its_own_and_pads_what_lies_behind_a_
     assert found.seq_owners.tolist() == [owner, owner, 9, 9, 9]
     assert found.sample_owners[1:].tolist() == [9] * 5
     assert found.block_places.tolist() == [99] * 4
+
+
+def test_each_guess_leaves_its_state_in_a_block_of_its_own() -> None:
+    groups = (*GROUPS[:1], CacheGroup(LayerCacheSpec("state", num_bytes=64), (1,), 1))
+    t = SequenceTable(MAX_SEQS, MAX_LEN, SIZE, groups)
+    layout = StepLayout(StepShape(MAX_TOKENS, MAX_SEQS, MAX_TOKENS, 0, len(groups), t.max_blocks))
+    found = layout.on_host(np.zeros(layout.num_bytes, np.uint8))
+    plan = StepPlan(
+        admissions=[admission(row, [7] * 9, [[0, 1, 2], [10 * row + 1]]) for row in range(3)],
+        new_blocks=[NewBlock(1, 1, 0, 15), NewBlock(1, 1, 1, 16), NewBlock(1, 1, 2, 17)],
+        rows=[PlannedRow(0, 4, 3, 0), PlannedRow(1, 8, 3, 3, 1, (5, 6)), PlannedRow(2, 8, 1, 1)],
+    )
+    t.update(plan)
+    t.gather(plan, found)
+    assert found.slot_mapping[1, :7].tolist() == [1, 1, 1, 15, 16, 17, 21]

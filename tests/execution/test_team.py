@@ -23,6 +23,23 @@ from octavo.execution.executor import TeamExecutor
 from octavo.lora.files import source
 from octavo.plan import StepPlan
 from octavo.request import SequenceOutput
+from tests.execution.small_overrides import (
+    BAMBA,
+    BITNET,
+    COHERE,
+    CUT,
+    DEEPSEEK,
+    FALCON_H1,
+    JAMBA,
+    LFM_2,
+    MAMBA,
+    MINICPM_3,
+    MINIMAX,
+    OLMO_2,
+    QWEN_3_5,
+    QWEN_3_NEXT,
+    RECURRENT_GEMMA,
+)
 from tests.execution.test_guesses import guessed_requests
 from tests.execution.test_runner import VOCAB, config_of, model, requests, run, told
 from tests.lora.random_adapters import TINY_SIZES, write_adapter_of
@@ -73,8 +90,6 @@ def test_answers_are_those_of_one_worker(
     assert_near(run(start(tensor_parallel_size=size, **flags), requests(1), 1), expected)
 
 
-# Whose heads and inner elements make eight equal parts, each whole blocks of any format.
-CUT = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 512}
 INT8 = {"dtype": "bfloat16", "quantization": "int8"}
 
 
@@ -98,6 +113,8 @@ BIASES = {"architectures": ["Starcoder2ForCausalLM"], "use_bias": True, "hidden_
     [
         ((4,), {**INT8, "num_gpu_blocks_override": 16}, CUT),
         ((2,), {"enable_expert_parallel": True}, CUT | EXPERTS),
+        ((2,), {"enable_expert_parallel": True}, CUT | DEEPSEEK),
+        ((2,), {**INT8, "num_gpu_blocks_override": 60}, CUT | QWEN_3_5),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in [
@@ -113,6 +130,18 @@ BIASES = {"architectures": ["Starcoder2ForCausalLM"], "use_bias": True, "hidden_
                 ((3,), {}, {"num_attention_heads": 9, "num_key_value_heads": 3}),
                 ((7,), {"dtype": "bfloat16"}, {"num_attention_heads": 7, "num_key_value_heads": 1,
                                                "intermediate_size": 140}),
+                ((2, 4), {**INT8, "enable_expert_parallel": True}, CUT | DEEPSEEK),
+                ((2, 4), {"dtype": "bfloat16", "num_gpu_blocks_override": 16, "preemption_mode": "swap"},
+                 CUT | MINICPM_3),
+                ((2, 4), {**INT8, "num_gpu_blocks_override": 60, "enable_expert_parallel": True}, CUT | JAMBA),
+                ((2, 4), {"dtype": "bfloat16", "num_gpu_blocks_override": 60, "enable_expert_parallel": True},
+                 CUT | MINIMAX),
+                # States that are swapped, and the norm over a group of channels that two workers share.
+                ((2, 4), {**INT8, "num_gpu_blocks_override": 24, "preemption_mode": "swap"}, CUT | BAMBA),
+                *(((2, 4), {**INT8, "num_gpu_blocks_override": 60}, CUT | overrides)
+                  for overrides in (FALCON_H1, MAMBA, LFM_2, RECURRENT_GEMMA)),
+                *(((2, 4), {"dtype": "bfloat16"} if overrides is COHERE else INT8, CUT | overrides)
+                  for overrides in (OLMO_2, COHERE, BITNET)),
             ]
         ),
     ],
@@ -175,10 +204,13 @@ MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 5, "num
         pytest.param({"tensor_parallel_size": 4, "num_gpu_blocks_override": 16}, MIXTRAL, marks=pytest.mark.long),
         pytest.param({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, MIXTRAL, marks=pytest.mark.long),
         pytest.param({"tensor_parallel_size": 2, "quantization": "int8"}, MIXTRAL, marks=pytest.mark.long),
-        pytest.param(
-            {"tensor_parallel_size": 2},
-            GATED_EXPERT,
-            marks=pytest.mark.long,
+        *(
+            pytest.param({"tensor_parallel_size": 2, **flags}, overrides, marks=pytest.mark.long)
+            for flags, overrides in [
+                ({}, GATED_EXPERT),
+                ({"num_gpu_blocks_override": 60}, CUT | QWEN_3_NEXT),
+                ({"pipeline_parallel_size": 2}, CUT | DEEPSEEK),
+            ]
         ),
     ],
 )  # fmt: skip

@@ -118,6 +118,61 @@ def test_a_state_is_one_block_and_a_snapshot_stays_where_a_step_ends_with_a_bloc
     cache.check([seq, again])
 
 
+def guess(cache: KVCacheManager, seq: Sequence, num_guesses: int, num_right: int) -> list[int]:
+    """A step of the next token and guesses of what follows it -> the blocks that it left states in."""
+    compute(cache, seq, seq.num_computed_tokens + 1)
+    assert cache.grow_for_guesses(seq, num_guesses) is not None
+    blocks = list(seq.block_tables[-1])
+    seq.token_ids = [*seq.token_ids, *[7] * (num_right + 1)]
+    seq.num_computed_tokens += num_right
+    cache.register_computed(seq, seq.num_computed_tokens)
+    cache.roll_back(seq, num_right)
+    return blocks
+
+
+def test_each_guess_has_a_state_and_that_of_the_last_right_one_is_gone_on_from() -> None:
+    cache = manager((FULL, 0), (STATE, 1), num_blocks=[20, 6])
+    seq = sequence(6)
+    compute(cache, seq, 5)
+    assert cache.num_guesses_left == 5
+    blocks = guess(cache, seq, 3, 2)
+    assert len(set(blocks)) == 4 and seq.block_tables[1] == [blocks[2]]
+    assert cache.pools[1].num_used == 1, "the others are free again"
+    assert cache.grow(seq, 9) == [(0, 2, 2), (1, 0, blocks[2])], "the step is told where the state is"
+    seq.num_computed_tokens = 9
+    [before], blocks = seq.block_tables[1], guess(cache, seq, 5, 0)
+    assert seq.block_tables[1] == [before] == blocks[:1]
+    assert cache.take_moves()[1].copy == [], "nothing is copied"
+    cache.check([seq])
+
+
+def test_guesses_get_no_more_states_than_are_free() -> None:
+    cache = manager((STATE, 0), num_blocks=[3])
+    first, second = sequence(5), sequence(5, first=100)
+    for seq in (first, second):
+        compute(cache, seq, 4)
+    assert cache.num_guesses_left == 1
+    guess(cache, first, 1, 1)
+    compute(cache, second, 5)
+    assert cache.num_guesses_left == 1, "guesses keep nothing once it is known which were right"
+    assert manager((FULL, 0), num_blocks=[3]).num_guesses_left == UNLIMITED
+
+
+def test_a_snapshot_stays_where_right_guesses_have_passed_the_end_of_a_block() -> None:
+    cache = manager((STATE, 0), num_blocks=[6])
+    seq = sequence(6)
+    compute(cache, seq, 6)
+    while seq.num_computed_tokens < 8 * SIZE + 1:
+        at = seq.num_computed_tokens
+        blocks = guess(cache, seq, 3, 2)
+    assert at < 8 * SIZE - 1 < seq.num_computed_tokens - 1, "the eighth block ends among the guesses of that step"
+    again = sequence(0)
+    again.token_ids = [*seq.token_ids]
+    found = cache.find_prefix(again)
+    assert (found.num_tokens, found.tables) == (8 * SIZE, [[blocks[8 * SIZE - at - 1]]])
+    assert cache.take_moves()[0].copy == []
+
+
 def test_steps_end_with_a_block_where_states_are_kept() -> None:
     cache = manager((FULL, 0), (STATE, 1), num_blocks=[8, 4])
     assert [cache.step_end(computed, end) for computed, end in ((0, 11), (8, 11), (0, 3), (0, 8))] == [8, 11, 3, 8]

@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from octavo.errors import LoadError
+from octavo.loading.checkpoint import resolve
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -94,6 +97,11 @@ def hub(
             "params.json": params, "consolidated.safetensors": b"c", "tekken.json": b"{}", "README.md": b"hello",
             "additional_chat_templates/rag.jinja": b"rag",
         },
+        "org/media": {
+            "config.json": config, "model.safetensors": b"s", "adapter_config.json": b"{}",
+            "adapter_model.safetensors": b"a", "speech-lora/adapter_config.json": b"{}",
+            "speech-lora/adapter_model.safetensors": b"a", "other-lora/adapter_model.safetensors": b"a",
+        },
         "org/empty": {"README.md": b"hello"},
     }  # fmt: skip
     server = _Hub(repos)
@@ -160,6 +168,17 @@ def test_only_the_needed_files_are_fetched_and_the_cache_serves_without_a_networ
         assert [(f["path"], f["files"]) for f in again] == [(f["path"], f["files"]) for f in found]
 
 
+def test_adapters_that_a_model_brings_are_fetched_beside_its_weights(hub: _Hub, tmp_path: Path) -> None:
+    env = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}"}
+    (found,) = _resolve([{"model": "org/media"}], **env)
+    assert found["files"] == ["model.safetensors"]
+    assert found["folder"] == [
+        "adapter_config.json", "adapter_model.safetensors", "config.json", "model.safetensors", "speech-lora"
+    ]  # fmt: skip
+    folder = Path(found["path"]) / "speech-lora"
+    assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+
+
 def test_dummy_weights_and_another_download_folder(hub: _Hub, tmp_path: Path) -> None:
     env = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}"}
     call = {"model": "org/both", "load_format": "dummy", "download_dir": str(tmp_path / "models"), "revision": COMMIT}
@@ -167,6 +186,14 @@ def test_dummy_weights_and_another_download_folder(hub: _Hub, tmp_path: Path) ->
     assert found["format"] == "dummy"
     assert found["folder"] == ["config.json", "tokenizer.json"]
     assert found["path"].startswith(str(tmp_path / "models"))
+    (found,) = _resolve([{"model": "org/both"}], **env, TRANSFORMERS_CACHE=str(tmp_path / "former"))
+    assert found["path"].startswith(str(tmp_path / "former"))
+
+
+def test_a_revision_is_of_the_hub(tmp_path: Path) -> None:
+    for model, name in ((str(tmp_path), str(tmp_path)), ("", "the default model, SmolLM2-135M-Instruct,")):
+        with pytest.raises(LoadError, match=f"revision v2 is one of a model on the hub, and {name} is none"):
+            resolve(model, revision="v2")
 
 
 def test_what_the_hub_does_not_have_is_said_in_a_line(hub: _Hub, tmp_path: Path) -> None:

@@ -225,6 +225,8 @@ def test_adapters_that_are_not_there_or_too_large_are_refused(llm: LLM, tmp_path
     [
         ({"lora_modules": ["a=b"]}, "--lora-modules needs --enable-lora"),
         ({"lora_memory_gb": 1.0}, "--lora-memory-gb needs --enable-lora"),
+        ({"max_lora_rank": 64}, "--max-lora-rank needs --enable-lora"),
+        ({"max_loras": 2}, "--max-loras needs --enable-lora"),
         ({"enable_lora": True, "max_lora_rank": 513}, "must be at most 512"),
         ({"enable_lora": True, "max_loras": 4, "max_cpu_loras": 3}, "--max-cpu-loras 3 is less than --max-loras 4"),
         ({"enable_lora": True, "fully_sharded_loras": True}, "not built"),

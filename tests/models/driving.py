@@ -32,18 +32,21 @@ class ArrayWeights:
     def __contains__(self, name: str) -> bool:
         return name in self.arrays
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: str | None = None) -> NDArray[Any]:
+    def take(
+        self, name: str, shape: tuple[int, ...], dtype: str | None = None, own: range | None = None
+    ) -> NDArray[Any]:
         assert self.arrays[name].shape == shape, name
         self.left.discard(name)
-        return self.arrays[name]
+        return self.arrays[name] if own is None else self.arrays[name][own.start : own.stop]
 
     def take_matrix(
         self, name: str, shape: tuple[int, ...], rows: tuple[int, int] | None = None,
-        columns: tuple[int, int] | None = None, is_transposed: bool = False,
+        columns: tuple[int, int] | None = None, is_transposed: bool = False, order: NDArray[np.intp] | None = None,
     ) -> StoredWeight:  # fmt: skip
         data = self.take(name, shape).reshape(-1, shape[-1])
         stored = floats(data.T if is_transposed else data)
-        return stored if rows is None and columns is None else stored.share(rows, columns)
+        stored = stored if rows is None and columns is None else stored.share(rows, columns)
+        return stored if order is None else stored.take_rows(order)
 
     def take_integers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.int64]:
         return self.take(name, shape).astype(np.int64)
@@ -69,6 +72,7 @@ def all_logits(model: Model, ops: Ops, sequences: Sequence[list[int]], seed: int
     num_blocks = width * len(sequences)
     caches = [_cache(ops, spec, num_blocks) for spec in model.layer_caches]
     tables = [rng.permutation(num_blocks).reshape(len(sequences), width) for _ in group_layers(model.layer_caches)]
+    kinds = [group.spec.kind for group in group_layers(model.layer_caches)]
     num_done = [0] * len(sequences)
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     while any(done < len(tokens) for done, tokens in zip(num_done, sequences, strict=True)):
@@ -77,7 +81,7 @@ def all_logits(model: Model, ops: Ops, sequences: Sequence[list[int]], seed: int
             for s, done in enumerate(num_done)
             if done < len(sequences[s])
         ]
-        hidden = model.forward(_batch(rows, sequences, tables), caches)
+        hidden = model.forward(_batch(rows, sequences, kinds, tables), caches)
         found = model.logits(hidden).split([len(chunk) for _, chunk in rows])  # type: ignore[attr-defined]
         for (s, chunk), part in zip(rows, found, strict=True):
             logits[s].append(part)
@@ -92,16 +96,22 @@ def _cache(ops: Ops, spec: LayerCacheSpec, num_blocks: int) -> LayerKVCache:
     return ops.allocate_kv_cache(num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.key_size, "float32", spec.value_size)
 
 
-def _batch(rows: list[tuple[int, range]], sequences: Sequence[list[int]], tables: list[NDArray[np.int64]]) -> StepBatch:
+def _batch(
+    rows: list[tuple[int, range]], sequences: Sequence[list[int]], kinds: list[str], tables: list[NDArray[np.int64]]
+) -> StepBatch:
     tokens = [sequences[s][position] for s, chunk in rows for position in chunk]
     owners = np.array([s for s, chunk in rows for _ in chunk])
     positions = np.array([position for _, chunk in rows for position in chunk])
     groups = tuple(
         GroupTables(
-            torch.from_numpy(table[owners, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE),
+            torch.from_numpy(
+                table[owners, 0]
+                if kind == "state"
+                else table[owners, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+            ),
             torch.from_numpy(table[[s for s, _ in rows]].astype(np.int32)),
         )
-        for table in tables
+        for kind, table in zip(kinds, tables, strict=True)
     )
     return StepBatch(
         token_ids=torch.tensor(tokens, dtype=torch.int32),

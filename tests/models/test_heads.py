@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch.nn.functional import linear, rms_norm, silu
 from octavo.batch import GroupTables, StepBatch
 from octavo.layers.rotary import rotary_table
 from octavo.models.decoder import Decoder
-from octavo.models.heads import ChainHead, Eagle3Head, EagleHead, MedusaHeads
+from octavo.models.heads import ChainHead, Eagle3Head, EagleHead, MedusaHeads, module_names
 from octavo.models.registry import describe
 from octavo.ops import torch_ref
 from tests.models.driving import ArrayWeights
@@ -130,29 +131,38 @@ def test_eagle() -> None:
     torch.testing.assert_close(logits, model.output(x), atol=2e-4, rtol=1e-5)  # type: ignore[arg-type]
 
 
-def test_multi_token_prediction() -> None:
+@pytest.mark.parametrize("layout", ["a layer more", "mtp"])
+def test_multi_token_prediction(layout: str) -> None:
     model = target()
-    prefix = f"model.layers.{LAYERS}."
-    norms = ("enorm", "hnorm", "shared_head.norm", "input_layernorm")
-    arrays = layer(prefix) | {f"{prefix}{name}.weight": 1 + random(HIDDEN) for name in norms}
-    arrays |= {
-        f"{prefix}eh_proj.weight": random(HIDDEN, 2 * HIDDEN), f"{prefix}embed_tokens.weight": random(VOCAB, HIDDEN),
-        f"{prefix}shared_head.head.weight": random(VOCAB, HIDDEN),
-    }  # fmt: skip
+    is_layer, at = layout == "a layer more", f"model.layers.{LAYERS}."
+    names = (
+        [f"{at}eh_proj", f"{at}enorm", f"{at}hnorm", f"{at}shared_head.norm"]
+        if is_layer
+        else ["mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"]
+    )
+    prefix = at if is_layer else "mtp.layers.0."
+    arrays = layer(prefix) | {f"{name}.weight": 1 + random(HIDDEN) for name in (*names[1:], f"{prefix}input_layernorm")}
+    arrays[f"{names[0]}.weight"] = random(HIDDEN, 2 * HIDDEN)
+    if is_layer:
+        arrays |= {f"{at}{name}.weight": random(VOCAB, HIDDEN) for name in ("embed_tokens", "shared_head.head")}
     weights: Any = ArrayWeights(arrays)
-    head = EagleHead(model, CONFIG, weights, OPS, 64, "float32", prefix)
-    _, logits = logits_of(head, TOKENS, FEATURES)
+    assert module_names(model.description, weights) is None
+    module = module_names(replace(model.description, num_unused_layers=is_layer, unused=("mtp.",)), weights)
+    head = EagleHead(model, CONFIG, weights, OPS, 64, "float32", module)
+    hidden, logits = logits_of(head, TOKENS, FEATURES)
     weights.check_all_taken()
-    tensors = {name.removeprefix(prefix): torch.from_numpy(array) for name, array in arrays.items()}
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def norm(name: str, x: Tensor) -> Tensor:
         return rms_norm(x, (HIDDEN,), tensors[f"{name}.weight"], EPS)
 
-    both = [norm("enorm", tensors["embed_tokens.weight"][TOKENS]), norm("hnorm", FEATURES)]
-    x = linear(torch.cat(both, 1), tensors["eh_proj.weight"])
-    x = x + attend(tensors, "", norm("input_layernorm", x))
-    x = x + feed(tensors, "", x)
-    expected = linear(norm("shared_head.norm", x), tensors["shared_head.head.weight"])
+    embedded = tensors[f"{at}embed_tokens.weight"][TOKENS] if is_layer else model.embed(TOKENS.int())
+    x = linear(torch.cat([norm(names[1], embedded), norm(names[2], FEATURES)], 1), tensors[f"{names[0]}.weight"])  # type: ignore[arg-type]
+    x = x + attend(tensors, prefix, norm(f"{prefix}input_layernorm", x))
+    x = x + feed(tensors, prefix, x)
+    normed = norm(names[3], x)
+    expected = linear(normed, tensors[f"{at}shared_head.head.weight"]) if is_layer else model.output(normed)  # type: ignore[arg-type]
+    torch.testing.assert_close(hidden, x if is_layer else normed, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-5)
 
 
@@ -218,8 +228,8 @@ class ShortNames(ArrayWeights):
     def __contains__(self, name: str) -> bool:
         return super().__contains__(self._name(name))
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: str | None = None) -> Any:
-        return super().take(self._name(name), shape, dtype)
+    def take(self, name: str, shape: tuple[int, ...], dtype: str | None = None, own: range | None = None) -> Any:
+        return super().take(self._name(name), shape, dtype, own)
 
     def pass_over(self, prefix: str) -> None:
         self.left = {name for name in self.left if not name.startswith(prefix)}

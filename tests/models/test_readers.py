@@ -12,7 +12,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from octavo.errors import LoadError
 from octavo.models.description import ModelDescription
+from octavo.models.families import FAMILIES as ALL_FAMILIES
 from octavo.models.families.dense import FAMILIES
+from octavo.models.readers import _HEADS, _OWN_DEFAULTS
 from octavo.models.registry import architectures, describe
 from tests.models.small_models import MODEL_TYPES
 
@@ -44,6 +46,10 @@ def test_what_is_left_out_is_the_configuration_classes_own_default(architecture:
 def test_every_architecture_of_the_table_is_known_to_transformers() -> None:
     assert set(FAMILIES) <= set(architectures())
     assert set(FAMILIES) <= set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+
+
+def test_every_row_of_defaults_is_that_of_an_architecture() -> None:
+    assert set(_OWN_DEFAULTS) == {_HEADS.sub("", name) for name in ALL_FAMILIES}
 
 
 def test_mistral_layers_have_the_window_that_layer_types_say() -> None:

@@ -49,7 +49,9 @@ def test_a_process_that_is_gone_is_started_again(decoder: DecoderProcess) -> Non
 
 def test_a_file_that_takes_more_than_it_may_is_refused_alone(decoder: DecoderProcess) -> None:
     for _ in range(2):
-        with pytest.raises(RequestError, match=r"A picture is refused: it is not a readable PNG or JPEG file\.$"):
+        with pytest.raises(
+            RequestError, match=r"A picture is refused: it is not a readable PNG, JPEG, WebP or GIF file\.$"
+        ):
             decoder.decode(IMAGE, encoded(picture(0)), LIMITS | {"memory_bytes": 1 << 20})
         first = decoder._process
         assert decoder.decode(IMAGE, encoded(picture(0)), LIMITS)[1] == picture(0).tobytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,8 @@ from octavo.models.media import MEDIA_FAMILIES
 from octavo.models.registry import describe
 from octavo.multimodal.processor_class import without_videos
 from tests.multimodal.conftest import picture, save
+from tests.multimodal.granite_speech import SavedGraniteSpeech, encoder, granite_speech, with_adapter
+from tests.multimodal.phi4_multimodal import ADAPTER, TARGETS, Phi4, towers
 from tests.multimodal.test_llava import assert_as_transformers, generate, tower
 from tests.speech.conftest import sound
 
@@ -58,6 +61,7 @@ class Case(NamedTuple):
     token: str = "<image>"  # which a row stands in the place of
     needs: str = "transformers"  # what its processor asks for
     theirs: Callable[[Path], Any] | None = None  # the processor to compare with, where Octavo has one of its own
+    finish: Callable[[Path], None] | None = None  # what is added to the files
     num_tokens: int = 256  # that the prompts of the table need
     mark: str = "<image>"  # which a picture stands in the place of
 
@@ -153,6 +157,62 @@ def minicpm(tokenizer: Any) -> Any:
 def glm46v(tokenizer: Any) -> Any:
     images = transformers.Glm46VImageProcessorPil(size={"shortest_edge": 84 * 84 * 2, "longest_edge": 112 * 112 * 2})
     return without_videos(transformers.Glm46VProcessor)(images, tokenizer)
+
+
+def paddle_ocr(tokenizer: Any) -> Any:
+    images = transformers.PaddleOCRVLImageProcessorPil(min_pixels=84 * 84, max_pixels=112 * 112)
+    return transformers.PaddleOCRVLProcessor(images, tokenizer)
+
+
+def deepseek_vl(tokenizer: Any) -> Any:
+    images = transformers.DeepseekVLImageProcessorPil(size=SQUARE, min_size=14)
+    return transformers.DeepseekVLProcessor(images, tokenizer, num_image_tokens=4)
+
+
+def video_llama(tokenizer: Any) -> Any:
+    images = transformers.VideoLlama3ImageProcessorPil(min_tokens=4, max_tokens=16)
+    return without_videos(transformers.VideoLlama3Processor)(images, tokenizer)
+
+
+def lighton_ocr(tokenizer: Any) -> Any:
+    marks = {"image_token": "<image>", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
+    tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path, extra_special_tokens=marks)
+    images = transformers.PixtralImageProcessorPil(size={"longest_edge": 84}, patch_size=14)
+    return transformers.LightOnOcrProcessor(images, tokenizer, patch_size=14, spatial_merge_size=2)
+
+
+def command_vision(tokenizer: Any) -> Any:
+    marks = {
+        "boi_token": "<img>", "eoi_token": "</img>", "image_token": "<image>", "img_line_break_token": "[IMG_BREAK]"
+    }  # fmt: skip
+    tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path, extra_special_tokens=marks)
+    images = transformers.Cohere2VisionImageProcessor(size=SQUARE, patch_size=1, max_patches=4)
+    return transformers.Cohere2VisionProcessor(images, tokenizer)
+
+
+def lfm2_vl(tokenizer: Any) -> Any:
+    marks = {"image_token": "<image>", "image_start_token": "<img>", "image_end_token": "</img>"}
+    tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path, extra_special_tokens=marks)
+    images = transformers.Lfm2VlImageProcessor(
+        encoder_patch_size=14, tile_size=56, size={"height": 56, "width": 56}, min_image_tokens=1, max_image_tokens=4,
+        max_num_patches=64,
+    )  # fmt: skip
+    return transformers.Lfm2VlProcessor(images, tokenizer)
+
+
+def kimi(tokenizer: Any) -> Any:
+    images = transformers.Kimi_K25ImageProcessor(max_patches=32)
+    return without_videos(transformers.Kimi_K25Processor)(images, tokenizer)
+
+
+def kimi_as_published(folder: Path) -> None:
+    """transformers writes its tower's name of layers into the decoder's."""
+    path = folder / "model.safetensors"
+    tensors = {name.replace("model.blocks.", "model.layers."): tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"], config["text_config"]["model_type"] = ["KimiK25ForConditionalGeneration"], "kimi_k2"
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def gemma3(tokenizer: Any) -> Any:
@@ -401,6 +461,64 @@ CASES: dict[str, Case] = {
         lambda: {"vision_config": TOWER | {"image_size": 56}},
         glm4v,
     ),
+    "GlmOcrForConditionalGeneration": Case(
+        {"model_type": "glm_ocr_text", "head_dim": 16, **mrope(2, 1, 1, partial_rotary_factor=0.5)},
+        lambda: {"vision_config": TOWER | {"image_size": 56}},
+        glm46v,
+    ),
+    "PaddleOCRVLForConditionalGeneration": Case(
+        {"model_type": "paddleocr_vl_text", "head_dim": 16, **mrope(2, 3, 3)},
+        lambda: {"vision_config": SIZES | {"image_size": 56}},
+        paddle_ocr,
+    ),
+    "VideoLlama3ForConditionalGeneration": Case(
+        {"model_type": "qwen2"},
+        lambda: {"vision_config": SIZES | {"image_size": 56}},
+        video_llama,
+    ),
+    "LightOnOcrForConditionalGeneration": Case(
+        {"model_type": "qwen3", "head_dim": 16},
+        lambda: {"vision_config": transformers.PixtralVisionConfig(**SIZES | {"image_size": 84})},
+        lighton_ocr,
+        needs="torchvision",
+    ),
+    "Cohere2VisionForConditionalGeneration": Case(
+        {"model_type": "cohere2", "logit_scale": 1.0},
+        lambda: {"vision_config": SIZES | {"model_type": "siglip_vision_model"}, "alignment_intermediate_size": 48},
+        command_vision,
+        needs="torchvision",
+    ),
+    "Lfm2VlForConditionalGeneration": Case(
+        {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+        lambda: {
+            "vision_config": SIZES | {"model_type": "siglip2_vision_model", "num_patches": 16},
+            "projector_hidden_size": 48,
+        },
+        lfm2_vl,
+        needs="torchvision",
+    ),
+    "Kimi_K25ForConditionalGeneration": Case(
+        {
+            "model_type": "deepseek_v3", "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+            "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+            "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4,
+        },
+        lambda: {
+            "vision_config": {
+                "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "pos_emb_height": 8, "pos_emb_width": 8,
+            },
+            "projection_hidden_size": 32,
+        },
+        kimi,
+        needs="torchvision",
+        finish=kimi_as_published,
+    ),
+    "DeepseekVLForConditionalGeneration": Case(
+        {"model_type": "llama"},
+        lambda: {"vision_config": SIZES | {"model_type": "siglip_vision_model"}},
+        deepseek_vl,
+    ),
     "Llama4ForConditionalGeneration": Case(
         {
             "model_type": "llama4_text", "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4,
@@ -508,6 +626,26 @@ CASES: dict[str, Case] = {
         "<sound>",
         theirs=OneByOne,
     ),
+    **{
+        f"GraniteSpeech{plus}ForConditionalGeneration": Case(
+            # transformers does not apply `logits_scaling` here.
+            {"model_type": "granite", "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+            partial(encoder, is_plus=bool(plus)),
+            lambda tokenizer: granite_speech(with_sounds(tokenizer)),
+            "<sound>",
+            theirs=SavedGraniteSpeech,
+            finish=with_adapter,
+        )
+        for plus in ("", "Plus")
+    },
+    "Phi4MultimodalForCausalLM": Case(
+        {"pad_token_id": 0, "bos_token_id": 0},
+        towers,
+        lambda tokenizer: Phi4(with_sounds(tokenizer)),
+        "<sound>",
+        theirs=lambda folder: Phi4(PreTrainedTokenizerFast.from_pretrained(folder), folder),
+        finish=partial(with_adapter, name=ADAPTER, targets=TARGETS),
+    ),
     "VoxtralForConditionalGeneration": Case(
         {"model_type": "llama", "head_dim": 16, "max_position_embeddings": 1024},
         lambda: {"audio_config": HEARS | {"model_type": "voxtral_encoder", "intermediate_size": 128}},
@@ -543,8 +681,14 @@ def save_case(folder: Path, name: str, tokenizer: Any) -> None:
     name_of_token = f"{MEDIA_FAMILIES[name.partition(' ')[0]].kind}_token"
     end = "index" if hasattr(builder.config_class, f"{name_of_token}_index") else "id"
     settings[f"{name_of_token}_{end}"] = tokenizer.convert_tokens_to_ids(case.token)
-    config = builder.config_class(text_config=text, **settings)
+    if name.startswith("Phi4"):  # whose decoder's settings are beside its towers'
+        settings["audio_config"]["audio_token_id"] = settings.pop("audio_token_id")
+        config = builder.config_class(**text, **settings)
+    else:
+        config = builder.config_class(text_config=text, **settings)
     save(folder, builder(config), processor)
+    if case.finish is not None:
+        case.finish(folder)
 
 
 # Whose decoder or rule another has too.
@@ -553,6 +697,7 @@ LONG = {
     "Qwen2_5_VLForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "Glm4vForConditionalGeneration",
     "PaliGemmaForConditionalGeneration",
     "AudioFlamingo3ForConditionalGeneration", "GlmAsrForConditionalGeneration",
+    "GraniteSpeechPlusForConditionalGeneration",
     "Gemma4ForConditionalGeneration (both ways)",
 }  # fmt: skip
 
@@ -718,10 +863,27 @@ def test_prompts_that_see_themselves_are_not_without_pictures_nor_cut(tmp_path: 
             LLM(str(tmp_path), max_model_len=64, num_gpu_blocks_override=8, **more)
 
 
-def test_tensors_of_a_head_that_guesses_are_passed_over(tmp_path: Path, tokenizer: Any) -> None:
-    save_case(tmp_path, "Qwen3_5ForConditionalGeneration", tokenizer)
+@pytest.mark.parametrize(
+    ("name", "guessing", "text"),
+    [
+        ("Qwen3_5ForConditionalGeneration", "mtp.fc.weight", {}),
+        # A layer after those of the model.
+        (
+            "GlmOcrForConditionalGeneration",
+            "model.language_model.layers.2.eh_proj.weight",
+            {"num_nextn_predict_layers": 1},
+        ),
+    ],
+)
+def test_tensors_of_a_head_that_guesses_are_passed_over(
+    tmp_path: Path, tokenizer: Any, name: str, guessing: str, text: dict[str, Any]
+) -> None:
+    save_case(tmp_path, name, tokenizer)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"] |= text
+    (tmp_path / "config.json").write_text(json.dumps(config))
     tensors = load_file(tmp_path / "model.safetensors")
-    save_file(tensors | {"mtp.fc.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    save_file(tensors | {guessing: torch.zeros(2, 2)}, tmp_path / "model.safetensors")
     sizes: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "num_gpu_blocks_override": 8}
     with LLM(str(tmp_path), language_model_only=True, **sizes) as llm:
         assert generate(llm, {"prompt": "x"})[0].outputs[0].token_ids

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import http.server
 import random
+import struct
 import threading
 import zlib
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import pytest
 from tests.e2e.server import Server, running_server
 from tests.multimodal.conftest import encoded, picture
 from tests.multimodal.test_connector import PRIVATE, Pictures
-from tests.multimodal.test_pictures import CASES, chunk, png, url
+from tests.multimodal.test_pictures import CASES, chunk, gif, png, url, webp
 from tests.multimodal.test_server import ask, image, said, text
 
 MAX_GROWTH_BYTES = 96 << 20  # of all processes of the server: less than two of the bombs
@@ -44,17 +45,24 @@ def hostile(attacker: str) -> list[str]:
     # Truncated: before their pixels end.
     found += [url(good[: chance.randrange(len(good) - 100)]) for _ in range(120)]
     found += [url(jpeg[: chance.randrange(len(jpeg) * 9 // 10)], "image/jpeg") for _ in range(80)]
+    for form in ("GIF", "WEBP"):
+        data = encoded(picture(0), form)
+        found += [url(data[: chance.randrange(len(data) * 9 // 10)], f"image/{form.lower()}") for _ in range(60)]
     # Headers that promise more than there is, and less.
     for _ in range(60):
         width, height = (chance.choice([0, 1, 999, 2**15, 2**31 - 1, 2**32 - 1]) for _ in range(2))
         found.append(url(png(width, height, zlib.compress(bytes(chance.randrange(5))))))
+        found.append(url(gif(chance.choice([2**15, 2**16 - 1]), chance.choice([2**15, 2**16 - 1]))))
+        found.append(
+            url(webp(b"VP8X", b"\2\0\0\0" + b"".join(struct.pack("<I", side)[:3] for side in (width, height))))
+        )
     # Bombs, in the pixels and in what is beside them.
     for kind in (b"iCCP", b"zTXt", b"iTXt"):
         head = b"a\0\1\0\0\0" if kind == b"iTXt" else b"a\0\0"
         found += [url(png(20, 20, zlib.compress(bytes(420)), chunk(kind, head + zeros))) for _ in range(5)]
     found += [url(png(8_000 + i, 8_000, zeros)) for i in range(15)]
     # Other kinds, and noise behind the signatures of these.
-    for form in ("GIF", "BMP", "TIFF", "WEBP", "PPM", "ICO", "TGA"):
+    for form in ("BMP", "TIFF", "PPM", "ICO", "TGA"):
         found += [url(encoded(picture(i), form)) for i in range(6)]
     for start in (
         b"",
@@ -63,6 +71,8 @@ def hostile(attacker: str) -> list[str]:
         jpeg[:4],
         b"GIF89a",
         b"RIFF",
+        encoded(picture(0), "GIF")[:800],
+        encoded(picture(0), "WEBP")[:30],
         b"%PDF-1.7",
         b"PK\3\4",
         b"<svg>",

@@ -17,6 +17,7 @@ from octavo import LLM, SamplingParams
 from octavo.entrypoints.chat_template import render_chat
 from octavo.errors import ConfigError, RequestError
 from octavo.media_kinds import IMAGE, KINDS, SentMedium
+from octavo.models.media import OTHER_NAMES
 from octavo.multimodal.kept_media import KeptMedia
 from octavo.multimodal.processor_class import load_processor
 from octavo.multimodal.tower import Tower, TowerCache
@@ -58,9 +59,12 @@ def assert_as_transformers(
     folder: Path, output: Any, text: str, media: list[Any], kind: str = "image", processor: Any = None
 ) -> None:
     """The prompt's tokens, the answer's, and log-probabilities within 1e-4."""
-    builder = getattr(transformers, transformers.AutoConfig.from_pretrained(folder).architectures[0])
+    [name] = transformers.AutoConfig.from_pretrained(folder).architectures
+    builder = getattr(transformers, OTHER_NAMES.get(name, name))
     model = builder.from_pretrained(folder)
     processor = processor or load_processor(str(folder), 0)
+    if prepare := getattr(processor, "prepare", None):
+        prepare(model)
     inputs = processor(text=text, **{KINDS[kind].argument: media or None}, return_tensors="pt")
     if media and kind == "image":
         inputs["pixel_values"] = inputs["pixel_values"].float()  # Llama 4's are bfloat16

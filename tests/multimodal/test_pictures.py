@@ -7,11 +7,14 @@ import struct
 import tracemalloc
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
-from PIL import Image
+from PIL import Image, features
 
 from octavo.errors import RequestError
+from octavo.multimodal.decoder_process import Refused
+from octavo.multimodal.picture_decoder import decode
 from octavo.multimodal.pictures import content_hash, from_bytes, from_url, normalized
 from tests.multimodal.conftest import encoded, picture
 
@@ -32,17 +35,32 @@ def png(width: int, height: int, data: bytes, *more: bytes) -> bytes:
     return b"".join([b"\x89PNG\r\n\x1a\n", header, *more, chunk(b"IDAT", data), chunk(b"IEND", b"")])
 
 
+def gif(width: int, height: int, *frame: int) -> bytes:
+    """`GIF` with another size in its header, and of its frame: from left and top, width and height."""
+    at = GIF.index(b",", 13 + 3 * 256)  # behind the palette
+    head, place = struct.pack("<HH", width, height), struct.pack("<HHHH", *frame) if frame else GIF[at + 1 : at + 9]
+    return GIF[:6] + head + GIF[10 : at + 1] + place + GIF[at + 9 :]
+
+
+def webp(kind: bytes, fields: bytes) -> bytes:
+    """A WebP file of a header that says what it likes."""
+    return b"RIFF" + struct.pack("<I", 12 + len(fields)) + b"WEBP" + kind + struct.pack("<I", len(fields)) + fields
+
+
 GOOD = encoded(picture(0))
 JPEG = encoded(picture(0), "JPEG")
+GIF, WEBP = encoded(picture(0), "GIF"), encoded(picture(0), "WEBP")
+MOVING = [picture(0), picture(1), picture(2)]
+MOVING_WEBP = encoded(MOVING[0], "WEBP", save_all=True, append_images=MOVING[1:])
 ZEROS = zlib.compress(bytes(90_000_000), 9)
 CASES: dict[str, tuple[str | Callable[[], str], str]] = {
     "no base64": ("data:image/png,abc", "must look like"),
     "no comma": ("data:image/png;base64", "must look like"),
     "long type": ("data:" + "a" * 100_000 + "/png;base64,", "must look like"),
     "many parameters": ("data:image/png" + ";a=b" * 100_000 + ";base64,", "must look like"),
-    "svg": (url(b"<svg/>", "image/svg+xml"), "only image/png and image/jpeg"),
-    "gif type": (url(GOOD, "image/gif"), "only image/png and image/jpeg"),
-    "video": (url(GOOD, "video/mp4"), "only image/png and image/jpeg"),
+    "svg": (url(b"<svg/>", "image/svg+xml"), "only image/png, image/jpeg"),
+    "tiff type": (url(GOOD, "image/tiff"), "only image/png, image/jpeg, image/webp and image/gif"),
+    "video": (url(GOOD, "video/mp4"), "only image/png, image/jpeg"),
     "not base64": ("data:image/png;base64,!!!!", "not valid base64"),
     "cut base64": (url(GOOD)[:-3], "not valid base64"),
     "other letters": ("data:image/png;base64,äöü", "not valid base64"),
@@ -54,10 +72,8 @@ CASES: dict[str, tuple[str | Callable[[], str], str]] = {
     "half a JPEG": (url(JPEG[: len(JPEG) // 2]), "not a readable"),
     "broken checksum": (url(GOOD[:20] + b"\xff" + GOOD[21:]), "not a readable"),
     "broken data": (url(png(20, 20, b"no deflate")), "not a readable"),
-    "GIF": (url(encoded(picture(0), "GIF")), "not a readable"),
     "TIFF": (url(encoded(picture(0), "TIFF")), "not a readable"),
     "BMP": (url(encoded(picture(0), "BMP")), "not a readable"),
-    "WEBP": (url(encoded(picture(0), "WEBP")), "not a readable"),
     "postscript": (url(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"), "not a readable"),
     "one pixel": (url(encoded(picture(0, 1, 1))), "1 x 1 pixels; 2 x 2 are the least"),
     "one row": (url(encoded(picture(0, 60, 1))), "60 x 1 pixels; 2 x 2 are the least"),
@@ -67,6 +83,27 @@ CASES: dict[str, tuple[str | Callable[[], str], str]] = {
     "many pixels": (lambda: url(encoded(Image.new("L", (1001, 1000)))), "1001 x 1000 pixels; 1000000 are the most"),
     "a bomb": (url(png(9_000, 10_000, ZEROS)), "9000 x 10000 pixels"),
     "a large bomb": (url(png(2**31 - 1, 2**31 - 1, ZEROS)), "pixels"),
+    "half a GIF": (url(GIF[: len(GIF) // 2], "image/gif"), "not a readable"),
+    "half a WebP": (url(WEBP[: len(WEBP) // 2], "image/webp"), "not a readable"),
+    "half of one that moves": (url(MOVING_WEBP[: len(MOVING_WEBP) // 2]), "not a readable"),
+    "a GIF without a frame": (url(GIF[: 13 + 3 * 256] + b";"), "not a readable"),
+    "a GIF with an empty frame": (url(gif(40, 60, 0, 0, 0, 0)), "not a readable"),
+    "one pixel of GIF": (url(encoded(picture(0, 1, 1), "GIF")), "1 x 1 pixels; 2 x 2 are the least"),
+    "one pixel of WebP": (url(encoded(picture(0, 1, 1), "WEBP")), "1 x 1 pixels; 2 x 2 are the least"),
+    "a GIF of many pixels": (url(gif(1001, 1000)), "1001 x 1000 pixels; 1000000 are the most"),
+    "a GIF that is a bomb": (url(gif(65535, 65535)), "more than 1000000 pixels"),
+    "a frame that is a bomb": (url(gif(40, 60, 65535, 65535, 9000, 9000)), "more than 1000000 pixels"),
+    "a frame outside": (url(gif(40, 60, 900, 1100, 101, 100)), "1001 x 1200 pixels; 1000000 are the most"),
+    "a WebP of many pixels": (
+        lambda: url(encoded(Image.new("L", (1001, 1000)), "WEBP")), "1001 x 1000 pixels; 1000000 are the most",
+    ),
+    "a WebP without loss of many pixels": (
+        lambda: url(encoded(Image.new("L", (1001, 1000)), "WEBP", lossless=True)), "1001 x 1000 pixels",
+    ),
+    "a WebP that moves on a large canvas": (url(webp(b"VP8X", b"\2\0\0\0" + b"\xff" * 6)), "16777216 x 16777216"),
+    "a WebP that is its header": (url(webp(b"VP8X", b"\2\0\0\0" + b"\x13\0\0" * 2)), "not a readable"),
+    "a WebP without pixels": (url(webp(b"VP8 ", bytes(3) + b"\x9d\1\x2a" + bytes(4))), "0 x 0 pixels"),
+    "a WebP of another codec": (url(webp(b"AVIF", bytes(20))), "not a readable"),
     "a profile that is a bomb": (
         url(png(20, 20, zlib.compress(bytes(20 * 21)), chunk(b"iCCP", b"a\0\0" + ZEROS))), "not a readable",
     ),
@@ -93,12 +130,29 @@ def test_a_hostile_picture_is_refused_before_it_costs_much(name: str) -> None:
     assert " at 0x" not in message and "PIL" not in message and "passwd" not in message
 
 
-@pytest.mark.parametrize(("data", "media_type"), [(GOOD, "image/png"), (JPEG, "image/jpeg"), (JPEG, "IMAGE/JPG")])
-def test_pngs_and_jpegs_are_taken(data: bytes, media_type: str) -> None:
+@pytest.mark.parametrize(
+    ("data", "media_type"),
+    [(GOOD, "image/png"), (JPEG, "image/jpeg"), (JPEG, "IMAGE/JPG"), (GIF, "image/gif"), (WEBP, "image/webp")],
+)
+def test_files_that_people_send_are_taken(data: bytes, media_type: str) -> None:
     found = from_url(url(data, media_type), MAX_BYTES, MAX_PIXELS)
     assert found.mode == "RGB" and found.size == (40, 60)
     if data is GOOD:
         assert found.tobytes() == picture(0).tobytes()
+
+
+@pytest.mark.parametrize(("form", "options"), [("GIF", {}), ("WEBP", {"lossless": True})])
+def test_of_what_moves_the_first_frame_is_seen(form: str, options: dict[str, Any]) -> None:
+    flat = [image.quantize(200) for image in MOVING]
+    data = encoded(flat[0], form, save_all=True, append_images=flat[1:], **options)
+    assert from_bytes(data, MAX_BYTES, MAX_PIXELS).tobytes() == flat[0].convert("RGB").tobytes()
+
+
+def test_codecs_are_those_of_the_list_and_pillow_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert features.check("webp")
+    monkeypatch.setattr(features, "check", lambda name: name != "webp")
+    with pytest.raises(Refused, match="the Pillow of this server is built without"):
+        decode(WEBP, {"max_pixels": MAX_PIXELS})
 
 
 def test_what_looks_alike_is_alike() -> None:
@@ -111,6 +165,8 @@ def test_what_looks_alike_is_alike() -> None:
     clear = Image.new("RGBA", (8, 8), (255, 0, 0, 0))
     white = Image.new("RGB", (8, 8), "white")
     palette = Image.new("P", (8, 8))
+    for data in (encoded(palette, "GIF", transparency=0), encoded(clear, "WEBP")):
+        assert from_bytes(data, 10**4, 10**4).tobytes() == white.tobytes()
     for image in (clear, Image.new("LA", (8, 8), (0, 0)), from_bytes(encoded(palette, transparency=0), 10**4, 10**4)):
         assert normalized(image, MAX_PIXELS).tobytes() == white.tobytes()
     grey = Image.new("I;16", (8, 8), 0x8000)

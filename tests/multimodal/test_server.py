@@ -151,7 +151,7 @@ def test_a_picture_is_asked_about_again_by_its_uuid(client: openai.OpenAI) -> No
 
 def test_other_roles_and_routes_refuse_pictures(client: openai.OpenAI, server: Server) -> None:
     system: Any = [{"role": "system", "content": [image(A)]}]
-    with pytest.raises(openai.BadRequestError, match="only messages of the user"):
+    with pytest.raises(openai.BadRequestError, match="only messages of the user and of tools"):
         client.chat.completions.create(model="llava", messages=system)
     with pytest.raises(openai.BadRequestError, match="are not built here"):
         client.post(
@@ -179,7 +179,7 @@ def test_responses_have_pictures(client: openai.OpenAI) -> None:
         ([{"type": "input_image", "file_id": "file-1"}], "file_id is not built"),
         ([{"type": "input_image", "uuid": "another"}], "nothing is kept under its uuid"),
         ([{"type": "input_image", "uuid": 1}], "uuid should be a string"),
-        ([{"type": "input_video", "video_url": "data:"}], "'input_video', which is not built here; text and, in"),
+        ([{"type": "input_video", "video_url": "data:"}], "'input_video', which is not built here; text and, of"),
         ([{"type": "input_image", "image_url": 1}], r"image_url should be a string"),
         ([look] * 3, "3 pictures, and 2 are the most"),
         ([{**look, "image_url": "http://127.0.0.1/"}], "not on the public internet"),
@@ -190,29 +190,89 @@ def test_responses_have_pictures(client: openai.OpenAI) -> None:
             client.responses.create(input=wrong, **more)
 
 
-def test_messages_have_pictures(client: openai.OpenAI, server: Server) -> None:
-    def shown(url: str) -> dict[str, Any]:
-        kind, data = url.removeprefix("data:").split(";base64,")
-        return {"type": "image", "source": {"type": "base64", "media_type": kind, "data": data}}
+def block(url: str) -> dict[str, Any]:
+    """A picture in Anthropic's form."""
+    kind, data = url.removeprefix("data:").split(";base64,")
+    return {"type": "image", "source": {"type": "base64", "media_type": kind, "data": data}}
 
+
+def test_messages_have_pictures(client: openai.OpenAI, server: Server) -> None:
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as other:
-        content: Any = [text("See"), shown(A), text("and"), shown(B)]
+        content: Any = [text("See"), block(A), text("and"), block(B)]
         messages: Any = [{"role": "user", "content": content}]
         message = other.messages.create(model="llava", max_tokens=6, messages=messages, extra_body={"temperature": 0})
         answer = ask(client, text("See"), image(A), text("and"), image(B))
-        words = "".join(block.model_dump()["text"] for block in message.content)
+        words = "".join(one.model_dump()["text"] for one in message.content)
         assert answer.choices[0].message.content.startswith(words)  # that one goes on after an end
         used = message.usage  # what of the prompt another test has asked before comes from the cache
         assert used.input_tokens + (used.cache_read_input_tokens or 0) == answer.usage.prompt_tokens
         assert other.messages.count_tokens(model="llava", messages=messages).input_tokens == answer.usage.prompt_tokens
-        for role, block, said in (
+        for role, wrong_block, said in (
             ("user", {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/"}}, "not on the public"),
             ("user", {"type": "image", "source": {"type": "file", "file_id": "x"}}, "'file'"),
-            ("assistant", shown(A), "belongs to a message of the user"),
+            ("assistant", block(A), "belongs to a message of the user"),
         ):
-            wrong: Any = [{"role": role, "content": [block]}]
+            wrong: Any = [{"role": role, "content": [wrong_block]}]
             with pytest.raises(anthropic.BadRequestError, match=said):
                 other.messages.create(model="llava", max_tokens=6, messages=wrong)
+
+
+def test_results_of_tools_have_pictures(client: openai.OpenAI, server: Server) -> None:
+    """The same in all three APIs, and as a message of the user that says it: the template knows nothing of tools."""
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    asked: Any = [{"role": "user", "content": "Look"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    result: Any = {"role": "tool", "tool_call_id": "c", "content": [text("Seen:"), image(A)]}
+    more: Any = {"temperature": 0, "max_tokens": 6, "extra_body": {"ignore_eos": True}, "logprobs": True}
+    found = client.chat.completions.create(model="llava", messages=[*asked, result], **more)
+    called: Any = {"role": "assistant", "content": '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'}
+    parts: Any = [text("<tool_response>\n"), text("Seen:"), image(A), text("\n</tool_response>")]
+    by_hand = client.chat.completions.create(
+        model="llava", messages=[asked[0], called, {"role": "user", "content": parts}], **more
+    )
+    assert said(found) == said(by_hand)
+    answer, num_tokens = found.choices[0].message.content, found.usage.prompt_tokens
+
+    items: Any = [
+        {"role": "user", "content": "Look"},
+        {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+        {
+            "type": "function_call_output", "call_id": "c",
+            "output": [{"type": "input_text", "text": "Seen:"}, {"type": "input_image", "image_url": A}],
+        },
+    ]  # fmt: skip
+    settings: Any = {"temperature": 0, "max_output_tokens": 6, "extra_body": {"ignore_eos": True}}
+    response = client.responses.create(model="llava", input=items, **settings)
+    assert response.output_text == answer
+    assert response.usage is not None and response.usage.input_tokens == num_tokens
+    [kept] = [
+        item.model_dump()
+        for item in client.responses.input_items.list(response.id).data
+        if item.type == "function_call_output"
+    ]
+    assert [part["type"] for part in kept["output"]] == ["input_text", "input_image"]
+    then: Any = [{"role": "user", "content": "And?"}]
+    again = client.responses.create(model="llava", input=then, previous_response_id=response.id, **settings)
+    assert again.usage is not None and again.usage.input_tokens > num_tokens
+    wrong: Any = [*items[:2], {**items[2], "output": [{"type": "input_file", "file_data": "x"}]}]
+    with pytest.raises(openai.BadRequestError, match=r"input_file.*not built"):
+        client.responses.create(model="llava", input=wrong, **settings)
+
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as other:
+        for is_error, added in ((False, 0), (True, len("Error: ") + 1)):
+            content: Any = [{"type": "text", "text": "Seen:"}, block(A)]
+            messages: Any = [
+                {"role": "user", "content": "Look"},
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "look", "input": {}}]},
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": "c", "content": content, "is_error": is_error}],
+                },
+            ]
+            counted = other.messages.count_tokens(model="llava", messages=messages)
+            assert counted.input_tokens == num_tokens + added
+        content[1] = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "x"}}
+        with pytest.raises(anthropic.BadRequestError, match="'document', which is not built; text, image are"):
+            other.messages.create(model="llava", max_tokens=6, messages=messages)
 
 
 def test_metrics_of_pictures(client: openai.OpenAI, server: Server) -> None:

@@ -56,13 +56,19 @@ def neighbours_and_alternating(ops: OverTensors, device: torch.device | None = N
         query, key, *of_values = (x.to(device or x.device) for x in rows)
         of_values, others = [x[:, order] for x in of_values], [x[order].to(query.device) for x in (rates, bias)]
         states = torch.full((1, ops.num_scan_floats(*sizes)), float("nan"), device=query.device)
-        places = [
-            torch.tensor(values, dtype=torch.int32, device=query.device)
-            for values in ([[0]], [0, len(query)], [len(query)])
-        ]
+        places = one_sequence(len(query), query.device)
         out = ops.gated_delta(query, key, *of_values, *others, scale, states, *places, 0.0, order is by_turns)
         found.append(out.unflatten(1, (4, -1)))
     return found[0][:, by_turns.to(found[0].device)], found[1]
+
+
+def one_sequence(num_tokens: int, device: torch.device | None = None) -> list[Tensor]:
+    """Slots, bounds and length of a sequence whose state is in block 0."""
+    sequence = ([0, num_tokens], [num_tokens])
+    return [
+        torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        *(torch.tensor(values, dtype=torch.int32, device=device) for values in sequence),
+    ]
 
 
 def recurrence(width: int, dtype: torch.dtype) -> Case:
@@ -97,27 +103,38 @@ class Run:
         num_floats = sizes[0] if len(sizes) == 1 else ops.num_scan_floats(*sizes)
         self.operation: Operation = getattr(ops, name)
         # Nothing may be read that was not written; and the floats behind a state are not its own.
-        self.states = torch.full((7, num_floats + 3), float("nan"), device=self.device)
-        self.tables = torch.tensor([[5], [0], [6], [2]], dtype=torch.int32)
+        self.states = torch.full((16, num_floats + 3), float("nan"), device=self.device)
+        self.blocks, self.spare = [5, 0, 6, 2], list(range(7, 16))
         self.starts = [sum(LENGTHS[:s]) for s in range(len(LENGTHS))]
 
-    def step(self, done: list[int], chunks: list[int]) -> list[Tensor]:
+    def step(self, done: list[int], chunks: list[int], guesses: list[list[int]] | None = None) -> list[Tensor]:
+        """`guesses` are the blocks that the last tokens of each sequence leave their states in."""
         places = torch.cat([torch.arange(s + d, s + d + c) for s, d, c in zip(self.starts, done, chunks, strict=True)])
+        slots: list[int] = []
+        for block, chunk, own in zip(self.blocks, chunks, guesses or [[]] * len(chunks), strict=True):
+            slots += [*[block] * (chunk - len(own)), *own]
         bounds = torch.tensor([0, *torch.tensor(chunks).cumsum(0).tolist()], dtype=torch.int32)
         lengths = torch.tensor([d + c for d, c in zip(done, chunks, strict=True)], dtype=torch.int32)
         states = self.states[:, :-3]
-        sequences = (x.to(self.device) for x in (self.tables, bounds, lengths))
+        sequences = (x.to(self.device) for x in (torch.tensor(slots), bounds, lengths))
         out = self.operation(*(row[places] for row in self.rows), *self.others, states, *sequences)
         return list(out.split(chunks))
 
     def all(self, first: list[int]) -> list[Tensor]:
-        """In steps of `first` tokens of each sequence, then of one, then of all the others -> each one's outputs."""
+        """In steps of `first` tokens of each sequence, of one, of one and up to two guesses, not all of which are
+        right, and of all the others -> each one's outputs."""
         done, outputs = [0] * len(LENGTHS), [list[Tensor]() for _ in LENGTHS]
-        for wanted in (first, [1] * len(LENGTHS), list(LENGTHS)):
+        guessing = [3] * len(LENGTHS)
+        for wanted in (first, [1] * len(LENGTHS), guessing, list(LENGTHS)):
             chunks = [min(w, length - d) for w, length, d in zip(wanted, LENGTHS, done, strict=True)]
-            if sum(chunks):
-                for s, out in enumerate(self.step(done, chunks)):
-                    outputs[s].append(out)
-            done = [d + c for d, c in zip(done, chunks, strict=True)]
+            if not sum(chunks):
+                continue
+            guesses = [[self.spare.pop() for _ in range(c - 1)] if wanted is guessing else [] for c in chunks]
+            for s, (out, own) in enumerate(zip(self.step(done, chunks, guesses), guesses, strict=True)):
+                num_wrong = min(s % 3, len(own))
+                if own[: len(own) - num_wrong]:
+                    self.blocks[s] = own[len(own) - num_wrong - 1]
+                outputs[s].append(out[: len(out) - num_wrong])
+                done[s] += len(outputs[s][-1])
         assert self.states[:, -3:].isnan().all() and self.states[[1, 3, 4]].isnan().all()
         return [torch.cat(parts) for parts in outputs]

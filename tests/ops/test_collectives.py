@@ -20,6 +20,7 @@ WORKER = f"""
 import os, sys
 import numpy as np
 from octavo.ops import cpu
+from octavo.ops.cpu_arrays import BFLOAT16
 from octavo.ops.cpu_collectives import group_bytes
 
 rank, memory, end, turns = map(int, sys.argv[1:5])
@@ -35,6 +36,9 @@ for turn in range(turns):
     found.append(x)
     first, end = rank * {CUT}, min((rank + 1) * {CUT}, {WIDTH})
     found.append(cpu.all_gather(x[:, first:end] * np.float32(1 + turn), first, {WIDTH}))
+    halves = np.ascontiguousarray(x).view(BFLOAT16)  # any bits, infinities and what is no number among them
+    gathered = cpu.all_gather(halves[:, 2 * first : 2 * end], 2 * first, {2 * WIDTH})
+    found.append(gathered.view(np.float32))
     print(turn, flush=True)
 np.savez(sys.argv[5], *found)
 sys.stdin.read()
@@ -69,12 +73,13 @@ def test_sums_and_columns_of_all(tmp_path: Path) -> None:
         assert worker.returncode == 0, errors
     found = [list(np.load(tmp_path / f"{rank}.npz").values()) for rank in range(SIZE)]
     for turn in range(turns):
-        given, summed, gathered = ([of_rank[3 * turn + i] for of_rank in found] for i in range(3))
+        given, summed, gathered, halves = ([of_rank[4 * turn + i] for of_rank in found] for i in range(4))
         expected = ((given[0] + given[1]) + (given[2] + given[3])) + given[4]
         expected = expected + np.arange(WIDTH, dtype=np.float32) if turn % 2 else expected
         for rank in range(SIZE):
             np.testing.assert_array_equal(summed[rank], expected)
             np.testing.assert_array_equal(gathered[rank], expected * np.float32(1 + turn))
+            np.testing.assert_array_equal(halves[rank], expected)
 
 
 def test_nobody_waits_for_a_process_that_has_ended(tmp_path: Path) -> None:
@@ -104,6 +109,18 @@ def test_more_numbers_than_there_is_room_for_are_refused() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert "an exchange of 9 numbers was asked of a group with room for 8." in ended.stderr
+
+
+def test_columns_that_are_not_pairs_are_refused() -> None:
+    code = (
+        "import os, numpy as np; from octavo.ops import cpu; from octavo.ops.cpu_arrays import BFLOAT16\n"
+        "memory = os.memfd_create('test'); os.ftruncate(memory, 4096)\n"
+        "cpu.join_group(0, 1, memory, 4096, [])\n"
+        "assert cpu.all_gather(np.ones((2, 4), BFLOAT16), 0, 4).dtype == BFLOAT16\n"
+        "cpu.all_gather(np.ones((2, 3), BFLOAT16), 0, 3)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert "ConfigError: columns 0 to 3 of 3 in bfloat16 are not pairs." in ended.stderr
 
 
 @pytest.mark.parametrize("arguments", [(0, 0), (2, 2), (-1, 2)])

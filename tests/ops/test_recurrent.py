@@ -11,7 +11,7 @@ from octavo import _cpu
 from octavo.errors import LoadError
 from octavo.ops import cpu as native
 from tests.ops.kernel_cases import DTYPES, assert_near, assert_same_bits, random
-from tests.ops.recurrent_cases import CASES, CHUNKS, LENGTHS, Run, delta, neighbours_and_alternating
+from tests.ops.recurrent_cases import CASES, CHUNKS, LENGTHS, Run, delta, neighbours_and_alternating, one_sequence
 from tests.ops.tensors import OverTensors, cpu, torch_ref
 
 
@@ -35,8 +35,7 @@ def test_decays_with_a_bound(isa: str, by_element: bool) -> None:
 
     def run(ops: OverTensors) -> Tensor:
         states = torch.full((1, ops.num_scan_floats(*sizes)), float("nan"))
-        places = [torch.tensor(values, dtype=torch.int32) for values in ([[0]], [0, len(rows[0])], [len(rows[0])])]
-        return ops.gated_delta(*rows, *others, states, *places, -5.0)
+        return ops.gated_delta(*rows, *others, states, *one_sequence(len(rows[0])), -5.0)
 
     assert_near(run(cpu), run(torch_ref))
 
@@ -51,16 +50,15 @@ def test_a_scan_without_time_steps_is_linear_attention(isa: str) -> None:
 
     def run(ops: OverTensors) -> Tensor:
         states = torch.full((1, ops.num_scan_floats(*sizes)), float("nan"))
-        places = [torch.tensor(values, dtype=torch.int32) for values in ([[0]], [0, len(x)], [len(x)])]
-        return ops.selective_scan(x, None, b, c, rates, None, None, (0.0, 1.0), states, *places)
+        return ops.selective_scan(x, None, b, c, rates, None, None, (0.0, 1.0), states, *one_sequence(len(x)))
 
     assert_near(run(cpu), run(torch_ref))
 
 
 def test_states_outside_the_cache_and_sizes_that_are_not_built_are_refused() -> None:
     case = Run(cpu, CASES["mamba 1"](torch.float32))
-    case.tables[2, 0] = 7
-    with pytest.raises(IndexError, match="block 7 of sequence 2 is not below 7"):
+    case.blocks[2] = 16
+    with pytest.raises(IndexError, match="block 16 of sequence 2 is not below 16"):
         case.step([0] * 4, [1] * 4)
     with pytest.raises(ValueError, match="cannot compute"):
         case.step([0, 0, -3, 0], [1, 1, 4, 1])

@@ -66,7 +66,14 @@ def test_threads_are_kept_on_the_processors_asked_for() -> None:
     )
     assert run_python(code).stdout.split() == ["1", "1"]
     result = run_python("from octavo.ops import cpu; cpu.use_threads(None, [8191])")
-    assert "ConfigError: --cpu-threads-bind 8191: this process may not run there." in result.stderr
+    assert "ConfigError: --cpu-threads-bind: this process may not run on processor 8191." in result.stderr
+    one_too_many = "import os; from octavo.ops import cpu; cpu.use_threads(None, [min(os.sched_getaffinity(0)), 8190])"
+    assert "this process may not run on processor 8190." in run_python(one_too_many).stderr
+
+
+def test_more_threads_than_processors_get_a_warning() -> None:
+    code = "import os; from octavo.ops import cpu; cpu.use_threads(1, None); cpu.use_threads(os.cpu_count() + 1, None)"
+    assert run_python(code).stderr.count("each step waits for threads that wait") == 1
 
 
 def test_the_number_of_threads_is_checked(threads: None) -> None:

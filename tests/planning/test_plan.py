@@ -15,6 +15,7 @@ from octavo.entrypoints.cli.plan import _FORMATS, _GPUS
 from octavo.execution.executor import LocalExecutor
 from octavo.models.registry import build, describe
 from octavo.ops import load
+from octavo.ops.triton.schedule import MACHINES, sum_exchanges
 from octavo.planning.cache_sizes import cache_sizes
 from octavo.planning.formats import AS_IS, FORMATS, packed_weight_bytes, weights_in
 from octavo.planning.measured_steps import MeasuredStep, _part_of, fitted, measure_steps
@@ -154,7 +155,7 @@ def test_what_does_not_fit_one_gpu_is_shared_or_refused_with_the_numbers(
     (tmp_path / "config.json").write_text(json.dumps(_SIZES | _MODELS["full"] | sizes))
     plan, code = planned(tmp_path, capsys, "--gpu", "h100", "--count", "8")
     assert code == 0 and plan["layout"]["devices_per_replica"] == 2 and plan["layout"]["replicas"] == 4
-    assert "Sums over GPUs are predicted in bfloat16" in plan["layout"]["reason"]
+    assert plan["layout"]["reason"] is None
     assert plan["model"]["weight_bytes"] == pytest.approx(2 * 70.55e9, rel=1e-3)
     assert plan["decode"][0]["limit"] == "memory bandwidth (weights)"
     # Half of the model at 3.0 TB/s, and sums over two devices.
@@ -163,6 +164,19 @@ def test_what_does_not_fit_one_gpu_is_shared_or_refused_with_the_numbers(
     assert code == 1 and not plan["layout"]["fits"] and "131." in plan["layout"]["reason"]
     plan, code = planned(tmp_path, capsys, "--gpu", "h100", "--format", "int4")
     assert code == 0 and plan["layout"]["devices_per_replica"] == 1 and plan["layout"]["reason"] is None
+
+
+def test_sums_over_gpus_take_the_exchanges_that_the_collectives_make() -> None:
+    few, many = 64 * 8192 * 4, 8192 * 8192 * 4  # bytes of rows in float32
+    assert sum_exchanges(8192 * 4, 8) == (1, 7 * 8192 * 4)
+    assert sum_exchanges(few, 2) == (1, few) and sum_exchanges(few, 8) == (2, 7 * few // 4)
+    assert sum_exchanges(many, 2) == (1, many) and sum_exchanges(many, 8) == (2, 7 * many // 4)
+    work = replace(model_work(describe(_SIZES | _MODELS["full"])), hidden_size=8192, num_layers=1)
+    limits = StepLimits(work, (), 0, (0, 0))
+    alone, shared = (
+        GpuSteps(MACHINES["h100"], limits, n).limit(StepWork(num_tokens=8192, num_samples=0)).fixed_s for n in (1, 8)
+    )
+    assert shared - alone == pytest.approx(2 * (2 * 12e-6 + 7 * many / 4 / 370e9))
 
 
 def test_a_format_is_computed_with_in_bfloat16_whatever_the_model_s_type(

@@ -80,24 +80,24 @@ class Device:
         states = []
         for position, token in enumerate(token_ids, start=planned.num_computed):
             seen = [
-                tuple(self.memory[group.pool][self._slot(row, g, p)] for p in visible(group.spec, position))
+                tuple(self.memory[group.pool][self._slot(row, g, p, end)] for p in visible(group.spec, position))
                 for g, group in enumerate(self.groups)
             ]
             state = advance(root(seq.request.prompt.cache_salt), token, position, seen)
             states.append(state)
             for g, group in enumerate(self.groups):
-                slot = self._slot(row, g, position)
+                slot = self._slot(row, g, position, end)
                 if group.spec.kind == "state":
                     self.memory[group.pool][slot : slot + self.block_size] = [state + g] * self.block_size
                 else:
                     self.memory[group.pool][slot] = state + g
         return states
 
-    def _slot(self, row: Row, g: int, position: int) -> int:
-        """Where a group has what it keeps of a token."""
+    def _slot(self, row: Row, g: int, position: int, end: int) -> int:
+        """Where a group has what it keeps of a token; tokens from `end` on are guesses."""
         table, size = row.block_tables[g], self.block_size
         if self.groups[g].spec.kind == "state":
-            return table[0] * size
+            return table[max(0, position + 1 - end)] * size
         return table[position // size] * size + position % size
 
     def _check_memory(self, seq: Sequence) -> None:

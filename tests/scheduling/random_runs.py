@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from tests.scheduling.simulation import Simulation
-from tests.scheduling.truth import MODELS, Setup
+from tests.scheduling.truth import Setup
 from tests.scheduling.workload import Workload
 
 # What is rare (an abort of what is swapped out) may not be seen by then: a run goes on until it is, this far at most.
@@ -77,7 +77,7 @@ def wanted_of(
     wanted |= {"prefix hit"} if caching else set()
     wanted |= {"overtaken"} if policy != "fcfs" and chunked else set()
     wanted |= {"ahead"} if ahead else set()
-    if guesses != "none" and all(spec.kind != "state" for spec, _ in MODELS[model]):
+    if guesses != "none":
         wanted |= {"guess"} | ({"right guess"} if guesses != "wrong" else set())
         wanted |= {"wrong guess"} if guesses != "right" else set()
     if (model, guesses) != ("full", "none"):  # what is rare, and seen in the other runs

@@ -15,7 +15,8 @@ NUM_OPERATIONS = 275
 KINDS = [(model, "none", mode, ahead) for model in MODELS if model != "full" for mode, ahead in [
     ("recompute", True), ("swap", True), ("swap", False)
 ]]  # fmt: skip
-GUESSES = [
+GUESSES = [(model, "right", "recompute", True) for model in ("state", "full and state")]
+GUESSES += [
     ("full", guesses, mode, ahead)
     for guesses, ahead in (("right", False), ("right", True), ("wrong", False), ("random", False), ("random", True))
     for mode in ("recompute", "swap")

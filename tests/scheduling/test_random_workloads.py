@@ -40,11 +40,11 @@ def test_every_answer_is_that_of_a_standalone_run_and_nothing_is_lost(
     run(policy, preemption_mode, chunked, caching, ahead, OPERATIONS_EACH)
 
 
-@pytest.mark.parametrize("guesses", ["none", "random"])
+@pytest.mark.parametrize(("model", "guesses"), [("full", "none"), ("full", "random"), ("full and state", "random")])
 @pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
-def test_stages_share_the_sequences_out_and_change_nothing(preemption_mode: str, guesses: str) -> None:
+def test_stages_share_the_sequences_out_and_change_nothing(preemption_mode: str, model: str, guesses: str) -> None:
     policy = "priority" if guesses == "none" else "fcfs"
-    run(policy, preemption_mode, True, True, True, OPERATIONS_EACH, guesses=guesses, staged=True)
+    run(policy, preemption_mode, True, True, True, OPERATIONS_EACH, model, guesses, staged=True)
 
 
 class SchedulerMachine(RuleBasedStateMachine):

@@ -1,7 +1,8 @@
 """With speculation every request is answered as without: the same tokens, log-probabilities and text, bit for bit.
 
 Both sides are whole engine cores on one small random model, with a cache that is too small for all requests, prompts
-that begin alike and chunks of 48 tokens. Whatever is guessed is verified, so that nothing depends on time.
+that begin alike and chunks of 48 tokens. Whatever is guessed is verified, so that nothing depends on time. Models whose
+layers keep states have fewer requests, and so few states that guesses have to do without at times.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from octavo.speculative.speculation import Speculation
 from octavo.stats import EngineStats
 from tests.execution.late_device import LateDevice
 from tests.execution.test_runner import EOS, VOCAB, config_of, late_executor, model
+from tests.models.small_recurrent import RECURRENT_MODELS
 from tests.speculation import guessing
 
 __all__ = ["model"]
 
 NUM_REQUESTS = 200
 NUM_ON_LATE_DEVICE = 24
+NUM_WITH_STATES = 40
 FLAGS: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "num_gpu_blocks_override": 23}
 SETTINGS: list[dict[str, Any]] = [
     {},
@@ -186,3 +189,57 @@ def test_every_answer_is_the_same_on_a_device_that_runs_ahead(
             assert (was.token_ids, was.finish_reason) == (should_be.token_ids, should_be.finish_reason), name
             # The operations behind the late device round otherwise than the native ones.
             assert was.cumulative_logprob == pytest.approx(should_be.cumulative_logprob, abs=2e-3)
+
+
+# One of each kind of state, alone and beside attention.
+STATES = [
+    "mamba", "mamba 2", "granite hybrid, rope", "qwen3 next", "lfm 2",
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("jamba", "recurrent gemma", "minimax", "kimi linear")),
+]  # fmt: skip
+Answers = dict[str, RequestOutput]
+
+
+def flags_for(name: str) -> dict[str, Any]:
+    """Too few blocks; of models that only keep states, of those."""
+    return {"num_gpu_blocks_override": 5} if name.startswith("mamba") else {"num_gpu_blocks_override": 26}
+
+
+@pytest.fixture(scope="module", params=STATES)
+def stateful(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path
+) -> tuple[Path, dict[str, Any], Answers]:
+    """A model whose layers keep states, its flags, and its answers."""
+    name = request.param
+    model = save_recurrent(name, tmp_path_factory.mktemp("states"), tiny_tokenizer)
+    flags = FLAGS | flags_for(name)
+    answers, sums = run(EngineCore(config_of(model, **flags)), model, requests(NUM_WITH_STATES, {}))
+    assert sums.num_draft_tokens == 0
+    assert sums.num_preemptions > 0 and sums.num_prefix_hits > 0
+    return model, flags, answers
+
+
+def save_recurrent(name: str, folder: Path, tokenizer: Path) -> Path:
+    small = RECURRENT_MODELS[name]
+    config = small._replace(settings=small.settings | {"vocab_size": VOCAB}).config()
+    config.architectures = [small.architecture]
+    config.save_pretrained(folder)
+    for file in tokenizer.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize(("method", "mode"), [("ngram", "recompute"), ("prediction", "recompute"), ("noise", "swap")])
+def test_every_answer_of_a_model_with_states_is_the_same(
+    stateful: tuple[Path, dict[str, Any], Answers], method: str, mode: str
+) -> None:
+    model, flags, expected = stateful
+    config = method_config(model, method, **flags, preemption_mode=mode)
+    predicted = {name: answer.outputs[0].token_ids for name, answer in expected.items()}
+    core = EngineCore(config, None, speculation(config, method))
+    found, sums = run(core, model, requests(NUM_WITH_STATES, predicted if method == "prediction" else {}))
+    assert found.keys() == expected.keys()
+    for name, answer in found.items():
+        assert told(answer) == told(expected[name]), name
+    assert sums.num_draft_tokens > 20
+    assert sums.num_accepted_tokens > 0 or method == "noise"
+    assert sums.num_prefix_hits > 0

@@ -37,7 +37,7 @@ class TextBlock(_Block):
 
 class Base64Source(RequestBody):
     type: Literal["base64"]
-    media_type: Literal["image/png", "image/jpeg"]
+    media_type: Literal["image/png", "image/jpeg", "image/webp", "image/gif"]
     data: Text
 
 
@@ -47,7 +47,7 @@ class UrlSource(RequestBody):
 
 
 class ImageBlock(_Block):
-    """A picture: a PNG or JPEG file in base64, or where it is."""
+    """A picture: a PNG, JPEG, WebP or GIF file in base64, or where it is."""
 
     type: Literal["image"]
     source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
@@ -94,12 +94,18 @@ def _known_blocks(*kinds: str) -> BeforeValidator:
 
 
 TextBlocks = Annotated[list[TextBlock], _known_blocks("text")]
+ResultBlocks = Annotated[
+    list[
+        Annotated[Annotated[TextBlock, Tag("text")] | Annotated[ImageBlock, Tag("image")], Field(discriminator="type")]
+    ],
+    _known_blocks("text", "image"),
+]
 
 
 class ToolResultBlock(_Block):
     type: Literal["tool_result"]
     tool_use_id: Text
-    content: TextBlocks | None = None
+    content: ResultBlocks | None = None
     is_error: bool | None = None
     toolset_name: Text | None = None
 

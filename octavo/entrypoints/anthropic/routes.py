@@ -53,7 +53,8 @@ async def create_message(body: MessagesRequest, raw: Request) -> Response:
         chat.thinking_token_budget = body.thinking.budget_tokens
     model = state.resolve_model(body.model)
     params = chat.to_sampling_params(state.engine.config.model.default_sampling_params)
-    conversation = Conversation(chat, state, params, clamps_max_tokens=True)
+    # Agents say how much effort to make to any model, as they do whether to think.
+    conversation = Conversation(chat, state, params, clamps_max_tokens=True, may_ignore_hints=True)
     request_id = uuid.uuid4().hex
     prompt, outputs = await conversation.submit(f"msg_{request_id}")
     answer, headers = Answer(body, f"msg_{request_id}", model), {"request-id": f"req_{request_id}"}
@@ -71,15 +72,8 @@ async def count_tokens(body: CountTokensRequest, raw: Request) -> TokenCount:
     state.resolve_model(body.model)
 
     chat = await run_off_loop(lambda: as_chat(body), length=_length())
-    conversation = Conversation(chat, state, chat.to_sampling_params({}))
-    await conversation.fetch()
-
-    def count() -> int:
-        asked = conversation.prepare()
-        assert isinstance(asked.prompt, str)
-        return state.engine.inputs.count(asked.prompt, asked.media, asked.add_special_tokens)
-
-    return TokenCount(input_tokens=await run_off_loop(count, length=_length(), has_media=conversation.has_media))
+    conversation = Conversation(chat, state, chat.to_sampling_params({}), may_ignore_hints=True)
+    return TokenCount(input_tokens=await conversation.count_tokens(_length()))
 
 
 async def _collect(answer: Answer, progress: AsyncGenerator[Progress, None]) -> dict[str, Any]:

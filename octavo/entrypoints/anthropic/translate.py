@@ -89,14 +89,11 @@ def _add_input(messages: list[dict[str, Any]], turn: Message) -> None:
     """Results of tools are messages of their own; what else is said by the same role is one message."""
     for block in turn.content:
         if isinstance(block, ToolResultBlock):
-            text = _text(block.content or ())
-            if block.is_error and not text.lower().startswith("error"):
-                text = f"Error: {text}"
-            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)})
         elif isinstance(block, TextBlock):
             _say(messages, turn.role, block.text)
         elif isinstance(block, ImageBlock):
-            _show(messages, turn.role, block.url)
+            _show(messages, turn.role, block)
     if not turn.content:
         _say(messages, turn.role, "")
 
@@ -110,14 +107,29 @@ def _say(messages: list[dict[str, Any]], role: str, text: str) -> None:
         messages.append({"role": role, "content": text})
 
 
-def _show(messages: list[dict[str, Any]], role: str, url: str) -> None:
+def _show(messages: list[dict[str, Any]], role: str, block: ImageBlock) -> None:
     """With a picture a message is a list of parts."""
     if not messages or messages[-1]["role"] != role:
         messages.append({"role": role, "content": ""})
     said = messages[-1]["content"]
     if isinstance(said, str):
         messages[-1]["content"] = said = [{"type": "text", "text": said}] if said else []
-    said.append({"type": "image_url", "image_url": {"url": url}})
+    said.append(_picture(block))
+
+
+def _picture(block: ImageBlock) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": block.url}}
+
+
+def _result(block: ToolResultBlock) -> str | list[dict[str, Any]]:
+    """What a tool has found: text, or with a picture a list of parts."""
+    blocks = block.content or []
+    text = _text([one for one in blocks if isinstance(one, TextBlock)])
+    mark = "Error: " if block.is_error and not text.lower().startswith("error") else ""
+    if not any(isinstance(one, ImageBlock) for one in blocks):
+        return mark + text
+    parts = [_picture(one) if isinstance(one, ImageBlock) else {"type": "text", "text": one.text} for one in blocks]
+    return [{"type": "text", "text": mark}, *parts] if mark else parts
 
 
 def _add_answer(messages: list[dict[str, Any]], turn: Message, *, shows_thinking: bool) -> None:

@@ -13,6 +13,7 @@ def run_command(command: Callable[[], None]) -> int:
     """Run `command` and return the exit code. Errors that are Octavo's own keep their traceback."""
     try:
         command()
+        sys.stdout.flush()  # here, where a reader that has gone is no error
     except OctavoError as error:
         print(f"octavo: error: {error}", file=sys.stderr)
         return 1

@@ -61,7 +61,10 @@ def make_bench_parser(prog: str) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    return _run_named(COMMANDS, sys.argv[1:] if argv is None else argv, _plain_parser("octavo"))
+    try:
+        return _run_named(COMMANDS, sys.argv[1:] if argv is None else argv, _plain_parser("octavo"))
+    except KeyboardInterrupt:  # while a command is imported: how it ends later is its own business
+        return 130
 
 
 def bench(argv: Sequence[str], *, prog: str) -> int:
@@ -90,7 +93,10 @@ def _run_named(commands: Commands, argv: Sequence[str], parser: argparse.Argumen
     names = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, command in commands.items():
         names.add_parser(name, help=command.help)
-    parser.parse_args(argv)
+    if not argv:
+        parser.print_help(sys.stderr)
+    else:
+        parser.parse_args(argv)
     return 2
 
 

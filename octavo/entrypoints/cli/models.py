@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from octavo.entrypoints.cli import run_command
 from octavo.models import catalogue
 
 
@@ -17,5 +18,4 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
 def main(argv: Sequence[str], *, prog: str) -> int:
     """Print the table and return the exit code."""
     args = make_parser(prog).parse_args(argv)
-    print(catalogue.as_markdown() if args.markdown else catalogue.as_text())
-    return 0
+    return run_command(lambda: print(catalogue.as_markdown() if args.markdown else catalogue.as_text()))

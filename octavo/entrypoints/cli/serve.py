@@ -19,6 +19,7 @@ from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.errors import ConfigError, OctavoError
 from octavo.flags import FlagParser, with_hyphens
 from octavo.logs import JSON, configure_logging
+from octavo.unknown_flags import advice_on
 
 
 def make_parser(prog: str) -> FlagParser:
@@ -72,7 +73,8 @@ def _config_flags(path: str, argv: Sequence[str]) -> list[str]:
     for key, value in _read_config(path).items():
         name = str(key).replace("-", "_")
         if name not in hints:
-            raise ConfigError(f"--config {path} has the unknown key {key!r}; keys are the flags' names.")
+            advice = " ".join(["keys are the flags' names.", *advice_on([name], hints)])
+            raise ConfigError(f"--config {path} has the unknown key {key!r}; {advice}")
         flag = "--" + name.replace("_", "-")
         if value is None or given & {flag, flag.replace("--", "--no-", 1)}:
             continue

@@ -66,6 +66,7 @@ LATER = {
     ),
     "octavo.entrypoints.openai.responses_api.routes": (
         "POST /v1/responses",
+        "POST /v1/responses/input_tokens",
         "GET /v1/responses/{response_id}",
         "DELETE /v1/responses/{response_id}",
         "POST /v1/responses/{response_id}/cancel",

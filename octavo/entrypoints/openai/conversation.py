@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.chat_template import render_chat
 from octavo.entrypoints.media_parts import for_template, media_of
 from octavo.entrypoints.openai.answer import (
@@ -52,7 +53,8 @@ class Progress:
 
 
 class Conversation:
-    """One chat request. `clamps_max_tokens`: a `max_tokens` that does not fit is as much as fits, not an error."""
+    """One chat request. `clamps_max_tokens`: a `max_tokens` that does not fit is as much as fits, not an error.
+    `may_ignore_hints`: a wish for reasoning that the model's template does not know is none."""
 
     def __init__(
         self,
@@ -61,12 +63,14 @@ class Conversation:
         params: SamplingParams,
         *,
         clamps_max_tokens: bool = False,
+        may_ignore_hints: bool = False,
     ) -> None:
         check_tool_choice(body, state.formats)
         self._body = body
         self._state = state
         self._params = params
         self._clamps_max_tokens = clamps_max_tokens
+        self._refuses_hints = state.args.unknown_fields == "error" and not may_ignore_hints
         self._files: dict[str, bytes] = {}  # of the media that had to be fetched, by URL
         self._format = AnswerFormat()  # known when the prompt is
         self._readers = defaultdict[int, AnswerReader](self.reader)  # by choice
@@ -98,6 +102,17 @@ class Conversation:
             has_media=self.has_media,
             clamps_max_tokens=self._clamps_max_tokens,
         )
+
+    async def count_tokens(self, length: int) -> int:
+        """The tokens of the prompt; `length` is that of the request's body."""
+        await self.fetch()
+
+        def count() -> int:
+            asked = self.prepare()
+            assert isinstance(asked.prompt, str)
+            return self._state.engine.inputs.count(asked.prompt, asked.media, asked.add_special_tokens)
+
+        return await run_off_loop(count, length=length, has_media=self.has_media)
 
     @property
     def has_media(self) -> bool:
@@ -139,7 +154,7 @@ class Conversation:
         """Render the conversation, which says how its answers are to be read and what they must be."""
         body, state, params = self._body, self._state, self._params
         tools = body.tools if body.chosen_tools else None
-        hints = hint_options(state.engine.tokenizer, body, is_strict=state.args.unknown_fields == "error")
+        hints = hint_options(state.engine.tokenizer, body, is_strict=self._refuses_hints)
         options = {**(state.args.default_chat_template_kwargs or {}), **hints}
         media, placeholders = self._decoded()
         prompt = render_messages(

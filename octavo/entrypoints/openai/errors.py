@@ -27,7 +27,7 @@ RETRY_AFTER_S = 5
 NOT_BUILT = frozenset((
     "/v1/audio/speech", "/v1/realtime", "/v1/images/generations",
     "/v1/moderations", "/v1/conversations", "/v1/fine_tuning/jobs", "/v1/uploads", "/v1/vector_stores",
-    "/v1/assistants", "/v1/threads", "/v1/messages/batches", "/v1/responses/compact", "/v1/responses/input_tokens",
+    "/v1/assistants", "/v1/threads", "/v1/messages/batches", "/v1/responses/compact",
     "/v1/completions/render", "/v1/completions/derender", "/v1/chat/completions/render",
     "/v1/chat/completions/derender", "/v1/chat/completions/batch", "/generative_scoring", "/inference/v1/generate",
     "/invocations", "/load", "/tokenizer_info", "/server_info", "/reset_mm_cache", "/reset_encoder_cache",

@@ -183,7 +183,7 @@ Uuid = Annotated[
 
 
 class ImageUrl(BaseModel):
-    """A picture, as a data: URL of a PNG or JPEG file."""
+    """A picture, as a data: URL of a PNG, JPEG, WebP or GIF file, or the address of one."""
 
     model_config = ConfigDict(defer_build=True)
 

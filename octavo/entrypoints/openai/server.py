@@ -56,7 +56,8 @@ LOGGERS = ("octavo", "uvicorn", "asyncio", "opentelemetry")
 
 def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
     """Serve until SIGINT or SIGTERM. Raises `OctavoError` when the server cannot start."""
-    if args.headless or engine_args.node_rank or engine_args.data_parallel_start_rank:
+    starts_later = engine_args.data_parallel_start_rank and not engine_args.data_parallel_hybrid_lb
+    if args.headless or engine_args.node_rank or starts_later:
         run_headless(engine_args, args)
         return
     phases = Phases()
@@ -77,7 +78,8 @@ def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
         except BaseException:
             core.close()
             raise
-        metrics = EngineMetrics(config.model.served_model_names[0], config.model.max_model_len)
+        name, length = config.model.served_model_names[0], config.model.max_model_len
+        metrics = EngineMetrics(name, length, config.served_ranks.start)
         if registry is not None:
             registry.register(metrics)
         phases.end("configuration")
@@ -106,8 +108,14 @@ def run_headless(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
     args.check()
     first, rank = engine_args.data_parallel_start_rank, engine_args.node_rank
     if not args.headless:
-        flag = f"--node-rank {rank}" if rank else f"--data-parallel-start-rank {first}"
-        raise ConfigError(f"{flag} serves nothing, and needs --headless; node 0 serves.")
+        if rank:
+            raise ConfigError(f"--node-rank {rank} serves nothing, and needs --headless; node 0 serves.")
+        raise ConfigError(
+            f"--data-parallel-start-rank {first} serves nothing, and needs --headless; engine 0's host serves. Or each "
+            "host has a server of its own: --data-parallel-hybrid-lb."
+        )
+    if engine_args.data_parallel_hybrid_lb:
+        raise ConfigError("--data-parallel-hybrid-lb is a server for each host, and --headless none: leave one out.")
     if not rank and not first:
         raise ConfigError(
             "--headless is for nodes other than node 0, which serves; give it its --node-rank, or its "
@@ -154,11 +162,11 @@ async def _serve(
         _show_banner(engine.config, ready, args, sock, phases.total)
         log_lines = [
             asyncio.create_task(
-                LogLine(one, time.monotonic(), f"engine {number}: " if len(metrics.of_engines) > 1 else "").run(
+                LogLine(one, time.monotonic(), f"engine {one.engine}: " if len(metrics.of_engines) > 1 else "").run(
                     log=engine.config.log_stats
                 )
             )
-            for number, one in enumerate(metrics.of_engines)
+            for one in metrics.of_engines
         ]
         try:
             await engine.wait_failed()

@@ -89,7 +89,7 @@ class ServerState:
         model = engine.config.model
         self.model_names = model.served_model_names
         self.adapters: AdapterNames | None = None
-        if engine.config.lora is not None:
+        if engine.config.lora is not None and engine.config.lora.takes_requests:
             from octavo.lora.names import AdapterNames
 
             self.adapters = AdapterNames(engine.config.lora, self.model_names)

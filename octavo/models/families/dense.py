@@ -14,40 +14,38 @@ from octavo.layers.norm import NormDescription
 from octavo.layers.positions import PositionsDescription
 from octavo.models.families.settings import (
     AFTER,
+    ALL_SLIDE,
     AROUND,
     ATTENTION_BIAS,
+    GRANITE_ROPE,
+    LATE_SLIDE,
+    LOGIT_SCALE,
+    LOGITS_SOFTCAP,
     MLP_BIAS,
+    MODERN_BERT,
     MULTIPLIERS,
-    NO_MULTIPLIERS,
     RESIDUAL,
+    ROOT,
     SCALE,
     all_but_every,
-    defaults,
-    late_layers_slide,
+    granite_rotates,
+    modern_bert_head,
     query_growth,
     rotates_unless_all_is_seen,
-    slides_by,
+    slides,
+    sliding,
 )
-from octavo.models.readers import Config, Family, Setting, activation_of, head_size, key, layer_norm, per_layer, rms
+from octavo.models.readers import Config, Family, Setting, head_size, key, layer_norm, per_layer, rms
 
 _STACKED = {"qkv_names": ("self_attn.qkv_proj",)}
 _STACKED_UP = {"up_names": ("mlp.gate_up_proj",)}
 _PER_HEAD = {"qkv_blocks": key("num_attention_heads")}
 _PARALLEL = {"is_parallel": True, "feed_forward_norm": None}
 _GEMMA_RMS = rms(offset=1.0)
-_ROOT = {"embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5}
 _GEMMA_SCORES = {
     "scale": lambda c, _: c["query_pre_attn_scalar"] ** -0.5,
     "softcap": lambda c, _: c["attn_logit_softcapping"] or 0.0,
 }
-_GEMMA_LOGITS = {"logits_softcap": lambda c, _: c["final_logit_softcapping"] or 0.0}
-
-
-_GELU_TANH = defaults(act="gelu_new")
-_GEMMA_2 = defaults(
-    8192, kv_heads=4, head_size=256, act="gelu_pytorch_tanh", tied=True, query_pre_attn_scalar=256, window=4096,
-    final_logit_softcapping=30.0, attn_logit_softcapping=50.0,
-)  # fmt: skip
 
 
 def _ungated(up: str, down: str, **more: Any) -> dict[str, Any]:
@@ -58,16 +56,9 @@ def _when(setting: str, value: Setting) -> Setting:
     return lambda c, i: value(c, i) if c[setting] else None
 
 
-def _all_slide(config: Config, i: int) -> bool:
-    return True
-
-
-_GEMMA_3_SLIDES = all_but_every(6, "sliding_window_pattern")
-
-
 def _gemma_3_window(config: Config, i: int) -> int:
     """Where attention goes both ways the setting counts both sides."""
-    window = int(config["sliding_window"] or 0) if slides_by(_GEMMA_3_SLIDES)(config, i) else 0
+    window = int(config["sliding_window"] or 0) if slides(config, i) else 0
     return window // 2 + 1 if window and config.get("use_bidirectional_attention") else window
 
 
@@ -80,7 +71,7 @@ def _smollm3_rotates(config: Config, i: int) -> bool:
 _EVERY_4TH_FULL = all_but_every(4, "sliding_window_pattern")
 
 
-def _gpt_neo_slides(config: Config, i: int) -> bool:
+def _is_local(config: Config, i: int) -> bool:
     kinds = [kind for pattern, repeats in config["attention_types"] for kind in list(pattern) * repeats]
     return bool(kinds[i] == "local")
 
@@ -128,18 +119,6 @@ def _where(setting: str, yes: Any, no: Any) -> Setting:
     return lambda c, _: yes if c[setting] else no
 
 
-def _modern_bert_slides(config: Config, i: int) -> bool:
-    return bool(i % config["global_attn_every_n_layers"])
-
-
-def _modern_bert_head(config: Config, _: int) -> HeadDescription:
-    norm = NormDescription(config["norm_eps"], "layer", config["norm_bias"])
-    return HeadDescription(
-        "lm_head.dense", config["hidden_size"], config["classifier_bias"],
-        activation_of(config["classifier_activation"]), norm, "lm_head.norm",
-    )  # fmt: skip
-
-
 def _opt_size(config: Config, _: int) -> int | None:
     size = config["word_embed_proj_dim"]
     return None if size in (None, config["hidden_size"]) else int(size)
@@ -169,22 +148,18 @@ _GPT2_NORMS = {"attention_norm": "ln_1", "feed_forward_norm": "ln_2"}
 _GPT2_ATTENTION = {
     "qkv_names": ("attn.c_attn",), "output_name": "attn.c_proj", "qkv_bias": True, "output_bias": True,
 }  # fmt: skip
-_GPT2_DEFAULTS = defaults(
-    1024, intermediate_size=None, eps=1e-5, tied=True, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False
-)
 _NEOX_ATTENTION = {"qkv_names": ("attention.query_key_value",), "output_name": "attention.dense"} | _PER_HEAD
 
-_MISTRAL = Family(defaults=defaults(131072, kv_heads=8, window=4096), slides=_all_slide)
+_MISTRAL = Family(layer_type=ALL_SLIDE)
 _GLM = Family(
-    defaults=defaults(131072, kv_heads=2, head_size=128, eps=1.5625e-7, attention_bias=True, partial=0.5),
     attention={"qkv_bias": key("attention_bias")}, rope={"interleaved": True}, feed_forward=_STACKED_UP,
 )  # fmt: skip
 _GEMMA2 = Family(
-    defaults=_GEMMA_2, norm=_GEMMA_RMS, attention=ATTENTION_BIAS | _GEMMA_SCORES, layer=AROUND,
-    model=_ROOT | _GEMMA_LOGITS, slides=all_but_every(2), refuses=("use_bidirectional_attention",),
+    norm=_GEMMA_RMS, attention=ATTENTION_BIAS | _GEMMA_SCORES, layer=AROUND,
+    model=ROOT | LOGITS_SOFTCAP, layer_type=all_but_every(2), refuses=("use_bidirectional_attention",),
 )  # fmt: skip
 _GPTJ = Family(
-    defaults=defaults(2048, intermediate_size=None, eps=1e-5, rotary_dim=64) | _GELU_TANH, norm=layer_norm(),
+    norm=layer_norm(),
     attention={"qkv_names": ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "output_name": "attn.out_proj"},
     rope={"interleaved": True, "theta": 10000.0, "rotary_dim": key("rotary_dim")},
     feed_forward=_ungated("mlp.fc_in", "mlp.fc_out", bias=True),
@@ -192,63 +167,28 @@ _GPTJ = Family(
 )  # fmt: skip
 
 FAMILIES = {
-    "LlamaForCausalLM": Family(defaults=defaults(2048), attention=ATTENTION_BIAS, feed_forward=MLP_BIAS),
+    "LlamaForCausalLM": Family(attention=ATTENTION_BIAS, feed_forward=MLP_BIAS),
     "MistralForCausalLM": _MISTRAL,
     "MinistralForCausalLM": _MISTRAL,
-    "Ministral3ForCausalLM": Family(
-        defaults=defaults(
-            262144, kv_heads=8, head_size=128, eps=1e-5,
-            rope_parameters={
-                "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
-                "original_max_position_embeddings": 16384, "mscale_all_dim": 1.0, "mscale": 1.0,
-                "llama_4_scaling_beta": 0.1,
-            },
-        ),
-        attention={"query_growth": query_growth}, slides=_all_slide,
-    ),
-    "CwmForCausalLM": Family(
-        defaults=defaults(
-            131072, kv_heads=8, head_size=128, eps=1e-5, window=8192, theta=1e6,
-            rope_parameters={
-                "rope_type": "llama3", "rope_theta": 1000000.0, "factor": 16.0, "high_freq_factor": 4.0,
-                "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
-            },
-        ),
-        slides=all_but_every(4, "window_pattern", first=0),
-    ),
+    "Ministral3ForCausalLM": Family(attention={"query_growth": query_growth}, layer_type=ALL_SLIDE),
+    "CwmForCausalLM": Family(layer_type=all_but_every(4, "window_pattern", first=0)),
     "SeedOssForCausalLM": Family(
-        defaults=defaults(524288, kv_heads=8, head_size=128, attention_bias=True, attention_out_bias=False),
         attention={"qkv_bias": key("attention_bias"), "output_bias": key("attention_out_bias")}, feed_forward=MLP_BIAS,
     ),
-    "Emu3ForCausalLM": Family(
-        defaults=defaults(9216, kv_heads=8, eps=1e-5, theta=1e6), attention=ATTENTION_BIAS,
-        feed_forward=MLP_BIAS,
-    ),
-    "Qwen2ForCausalLM": Family(
-        defaults=defaults(32768, kv_heads=32, window=4096, max_window_layers=28), attention={"qkv_bias": True},
-        slides=late_layers_slide, window_switch="use_sliding_window",
-    ),
+    "Emu3ForCausalLM": Family(attention=ATTENTION_BIAS, feed_forward=MLP_BIAS),
+    "Qwen2ForCausalLM": Family(attention={"qkv_bias": True}, layer_type=LATE_SLIDE, window_switch="use_sliding_window"),
     "Qwen3ForCausalLM": Family(
-        defaults=defaults(32768, kv_heads=32, head_size=128, window=4096, max_window_layers=28),
-        attention=ATTENTION_BIAS | {"qk_norm": rms()}, slides=late_layers_slide, window_switch="use_sliding_window",
+        attention=ATTENTION_BIAS | {"qk_norm": rms()}, layer_type=LATE_SLIDE, window_switch="use_sliding_window",
     ),
-    "Phi3ForCausalLM": Family(
-        defaults=defaults(4096, original_max_position_embeddings=4096, eps=1e-5), attention=_STACKED,
-        feed_forward=_STACKED_UP, slides=_all_slide,
-    ),
+    "Phi3ForCausalLM": Family(attention=_STACKED, feed_forward=_STACKED_UP, layer_type=ALL_SLIDE),
     "SmolLM3ForCausalLM": Family(
-        defaults=defaults(
-            32768, kv_heads=4, tied=True, theta=2e6, no_rope_layers=None, no_rope_layer_interval=4,
-        ),
         attention=ATTENTION_BIAS, feed_forward=MLP_BIAS, rotates=_smollm3_rotates,
-        slides=lambda c, i: not _smollm3_rotates(c, i), window_switch="use_sliding_window",
+        layer_type=sliding(lambda c, i: not _smollm3_rotates(c, i)), window_switch="use_sliding_window",
     ),
     "HeliumForCausalLM": Family(
-        defaults=defaults(4096, kv_heads=20, head_size=128, eps=1e-8, theta=1e5),
         attention={"qkv_bias": key("attention_bias")}, feed_forward=MLP_BIAS, rope={"interleaved": True},
     ),
     "Ernie4_5ForCausalLM": Family(
-        defaults=defaults(131072, kv_heads=2, head_size=128, eps=1e-5, theta=5e5, tied=True, use_bias=False),
         attention={"qkv_bias": key("use_bias"), "output_bias": key("use_bias")}, rope={"interleaved": True},
         feed_forward={"bias": key("use_bias")},
     ),
@@ -258,19 +198,14 @@ FAMILIES = {
         layer={"attention_post_norm": "post_self_attn_layernorm", "feed_forward_post_norm": "post_mlp_layernorm"},
     ),
     "GraniteForCausalLM": Family(
-        defaults=defaults(2048) | NO_MULTIPLIERS, attention=ATTENTION_BIAS | SCALE,
-        feed_forward=MLP_BIAS, layer=RESIDUAL, model=MULTIPLIERS,
+        attention=ATTENTION_BIAS | SCALE, feed_forward=MLP_BIAS, layer=RESIDUAL, model=MULTIPLIERS,
     ),
     "GraniteSWAForCausalLM": Family(
-        defaults=NO_MULTIPLIERS | defaults(8192, kv_heads=4, eps=1e-5, tied=True, window=128, layer_rope_theta=None),
         attention=ATTENTION_BIAS | {"scale": key("attention_multiplier"), "sinks": "self_attn.sinks"},
-        rope={"theta": lambda c, i: float((c["layer_rope_theta"] or [c["rope_theta"]] * (i + 1))[i])},
-        feed_forward=MLP_BIAS, layer=RESIDUAL, model=MULTIPLIERS,
-        slides=all_but_every(4, "window_pattern", first=0),
-        rotates=lambda c, i: bool((c["layer_rope_theta"] or [1] * (i + 1))[i]),
+        rope=GRANITE_ROPE, rotates=granite_rotates, feed_forward=MLP_BIAS, layer=RESIDUAL, model=MULTIPLIERS,
+        layer_type=all_but_every(4, "window_pattern", first=0),
     ),
     "HyperCLOVAXForCausalLM": Family(
-        defaults=NO_MULTIPLIERS | defaults(2048, head_size=None, attention_multiplier=None, use_post_norm=True),
         attention=ATTENTION_BIAS | {"scale": lambda c, _: c["attention_multiplier"] or head_size(c) ** -0.5},
         feed_forward=MLP_BIAS,
         layer={
@@ -283,19 +218,11 @@ FAMILIES = {
         },
     ),
     "ApertusForCausalLM": Family(
-        defaults=defaults(
-            65536, eps=1e-5, act="xielu", theta=1.2e7,
-            rope_parameters={
-                "rope_type": "llama3", "rope_theta": 12000000.0, "factor": 8.0,
-                "original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            },
-        ),
         attention=ATTENTION_BIAS | {"qk_norm": rms()},
         feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", xielu=lambda c, i: (c.get("xielu") or {i: ()})[i]),
         layer={"attention_norm": "attention_layernorm", "feed_forward_norm": "feedforward_layernorm"},
     ),
     "HunYuanDenseV1ForCausalLM": Family(
-        defaults=defaults(2048, eps=1e-5),
         attention=ATTENTION_BIAS | {
             "qk_norm": rms(), "norms_after_rotation": True,
             "qk_norm_names": ("self_attn.query_layernorm", "self_attn.key_layernorm"),
@@ -303,65 +230,50 @@ FAMILIES = {
     ),
     # A norm without weights of a rotated head is the norm of the head, rotated.
     "NanoChatForCausalLM": Family(
-        defaults=defaults(2048, act="relu2", final_logit_softcapping=15.0), norm=rms(has_weight=False),
+        norm=rms(has_weight=False),
         attention=ATTENTION_BIAS | {"qk_norm": rms(has_weight=False)}, rope={"reversed": True},
-        feed_forward=_ungated("mlp.fc1", "mlp.fc2"), model=_GEMMA_LOGITS | {"embedding_norm": rms(has_weight=False)},
+        feed_forward=_ungated("mlp.fc1", "mlp.fc2"), model=LOGITS_SOFTCAP | {"embedding_norm": rms(has_weight=False)},
     ),
     "BitNetForCausalLM": Family(
-        defaults=defaults(2048, kv_heads=5, eps=1e-5, act="relu2", theta=5e5),
         attention=ATTENTION_BIAS | {"output_norm": rms(), "output_norm_name": "self_attn.attn_sub_norm"},
         feed_forward={"inner_norm": rms(), "inner_norm_name": "mlp.ffn_sub_norm"},
     ),
-    "Olmo2ForCausalLM": Family(
-        defaults=defaults(2048, eps=1e-5), attention=ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"},
-        layer=AFTER,
-    ),
+    "Olmo2ForCausalLM": Family(attention=ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"}, layer=AFTER),
     "Olmo3ForCausalLM": Family(
-        defaults=defaults(2048, eps=1e-5, window=4096, theta=5e5, rope_local_base_freq=500000.0),
-        attention=ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"}, layer=AFTER, slides=_EVERY_4TH_FULL,
+        attention=ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"}, layer=AFTER, layer_type=_EVERY_4TH_FULL,
     ),
     "Exaone4ForCausalLM": Family(
-        defaults=defaults(2048, kv_heads=32, eps=1e-5, window=4096, sliding_window_pattern=4),
-        attention={"qk_norm": rms()}, layer=AFTER, slides=_EVERY_4TH_FULL,
-        rotates=rotates_unless_all_is_seen(_EVERY_4TH_FULL),
+        attention={"qk_norm": rms()}, layer=AFTER, layer_type=_EVERY_4TH_FULL, rotates=rotates_unless_all_is_seen,
     ),
     "GemmaForCausalLM": Family(
-        defaults=defaults(8192, kv_heads=16, head_size=256, act="gelu_pytorch_tanh", tied=True), norm=_GEMMA_RMS,
-        attention=ATTENTION_BIAS, model=_ROOT, refuses=("use_bidirectional_attention",),
+        norm=_GEMMA_RMS, attention=ATTENTION_BIAS, model=ROOT, refuses=("use_bidirectional_attention",),
     ),
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": Family(
-        defaults=_GEMMA_2 | defaults(
-            131072, final_logit_softcapping=None, attn_logit_softcapping=None, theta=1e6,
-            rope_local_base_freq=10000.0,
-        ),
         norm=_GEMMA_RMS,
         attention=ATTENTION_BIAS | _GEMMA_SCORES | {
             "qk_norm": _GEMMA_RMS, "bidirectional": lambda c, _: bool(c.get("use_bidirectional_attention")),
             "window": _gemma_3_window,
         },
-        layer=AROUND, model=_ROOT | _GEMMA_LOGITS, slides=_GEMMA_3_SLIDES,
+        layer=AROUND, model=ROOT | LOGITS_SOFTCAP, layer_type=all_but_every(6, "sliding_window_pattern"),
     ),
     "VaultGemmaForCausalLM": replace(_GEMMA2, layer={"feed_forward_norm": "pre_feedforward_layernorm"}, refuses=()),
     "ArceeForCausalLM": Family(
-        defaults=defaults(4096, eps=1e-5, act="relu2"), attention=ATTENTION_BIAS,
-        feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", **MLP_BIAS),
+        attention=ATTENTION_BIAS, feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", **MLP_BIAS),
     ),
     "NemotronForCausalLM": Family(
-        defaults=defaults(4096, eps=1e-5, act="relu2", partial=0.5), norm=layer_norm(offset=1.0),
+        norm=layer_norm(offset=1.0),
         attention=ATTENTION_BIAS, feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", **MLP_BIAS),
     ),
     "Jais2ForCausalLM": Family(
-        defaults=defaults(8192, eps=1e-5, act="relu2", attention_bias=True, mlp_bias=True), norm=layer_norm(),
-        attention=ATTENTION_BIAS, feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", **MLP_BIAS),
+        norm=layer_norm(), attention=ATTENTION_BIAS, feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", **MLP_BIAS),
     ),
     "Starcoder2ForCausalLM": Family(
-        defaults=defaults(4096, kv_heads=2, eps=1e-5, tied=True, act="gelu_pytorch_tanh", use_bias=True),
         norm=layer_norm(), attention={"qkv_bias": key("use_bias"), "output_bias": key("use_bias")},
-        feed_forward=_ungated("mlp.c_fc", "mlp.c_proj", bias=key("use_bias")), slides=_all_slide,
+        feed_forward=_ungated("mlp.c_fc", "mlp.c_proj", bias=key("use_bias")), layer_type=ALL_SLIDE,
     ),
     "PersimmonForCausalLM": Family(
-        defaults=defaults(16384, eps=1e-5, act="relu2", partial=0.5, qk_layernorm=True), norm=layer_norm(),
+        norm=layer_norm(),
         attention=_PER_HEAD | {
             "qkv_names": ("self_attn.query_key_value",), "output_name": "self_attn.dense", "qkv_bias": True,
             "output_bias": True, "qk_norm": _when("qk_layernorm", layer_norm()),
@@ -371,7 +283,7 @@ FAMILIES = {
         model={"norm_name": "model.final_layernorm"},
     ),
     "PhiForCausalLM": Family(
-        defaults=defaults(2048, eps=1e-5, partial=0.5, qk_layernorm=False) | _GELU_TANH, norm=layer_norm(),
+        norm=layer_norm(),
         attention={
             "output_name": "self_attn.dense", "qkv_bias": True, "output_bias": True,
             "qk_norm": _when("qk_layernorm", layer_norm()),
@@ -381,7 +293,6 @@ FAMILIES = {
         model={"norm_name": "model.final_layernorm", "output_bias": True},
     ),
     "GPTNeoXForCausalLM": Family(
-        defaults=defaults(2048, eps=1e-5, act="gelu", partial=0.25, attention_bias=True, use_parallel_residual=True),
         norm=layer_norm(), attention=_NEOX_ATTENTION | ATTENTION_BIAS,
         feed_forward=_ungated("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", bias=True),
         layer={"is_parallel": key("use_parallel_residual")},
@@ -391,9 +302,6 @@ FAMILIES = {
         },
     ),
     "GPTNeoXJapaneseForCausalLM": Family(
-        defaults=defaults(
-            2048, eps=1e-5, act="gelu", tied=True, intermediate_multiple_size=4, intermediate_size=None,
-        ),
         norm=layer_norm(),
         attention=_NEOX_ATTENTION | {
             "output_bias": lambda c, i: "attention.dense_bias" if i == c["num_hidden_layers"] - 1 else False,
@@ -413,22 +321,15 @@ FAMILIES = {
         },
     ),
     "CohereForCausalLM": Family(
-        defaults=defaults(8192, eps=1e-5, tied=True, logit_scale=0.0625, use_qk_norm=False, theta=5e5),
         norm=layer_norm(bias=False),
         attention=ATTENTION_BIAS | {"qk_norm": _when("use_qk_norm", layer_norm(bias=False)), "qk_norm_scope": "heads"},
-        rope={"interleaved": True}, layer=_PARALLEL, model={"logits_divisor": lambda c, _: 1 / c["logit_scale"]},
+        rope={"interleaved": True}, layer=_PARALLEL, model=LOGIT_SCALE,
     ),
     "Cohere2ForCausalLM": Family(
-        defaults=defaults(8192, eps=1e-5, tied=True, logit_scale=0.0625, window=4096), norm=layer_norm(bias=False),
-        attention=ATTENTION_BIAS, rope={"interleaved": True}, layer=_PARALLEL,
-        model={"logits_divisor": lambda c, _: 1 / c["logit_scale"]}, slides=_EVERY_4TH_FULL,
-        rotates=slides_by(_EVERY_4TH_FULL),
+        norm=layer_norm(bias=False), attention=ATTENTION_BIAS, rope={"interleaved": True}, layer=_PARALLEL,
+        model=LOGIT_SCALE, layer_type=_EVERY_4TH_FULL, rotates=slides,
     ),
     "StableLmForCausalLM": Family(
-        defaults=defaults(
-            4096, kv_heads=32, eps=1e-5, partial=0.25, use_qkv_bias=False, qk_layernorm=False,
-            use_parallel_residual=False,
-        ),
         norm=layer_norm(),
         attention={
             "qkv_bias": key("use_qkv_bias"), "qk_norm": _when("qk_layernorm", layer_norm(bias=False)),
@@ -441,10 +342,6 @@ FAMILIES = {
         },
     ),
     "FalconForCausalLM": Family(
-        defaults=defaults(
-            2048, intermediate_size=None, eps=1e-5, act="gelu", tied=True, bias=False, alibi=False, parallel_attn=True,
-            multi_query=True, new_decoder_architecture=False, num_ln_in_parallel_attn=None,
-        ),
         norm=layer_norm(),
         attention={
             "num_kv_heads": _falcon_kv_heads, "qkv_names": ("self_attention.query_key_value",),
@@ -460,8 +357,7 @@ FAMILIES = {
         model=_GPT2_MODEL | {"embedding_name": "transformer.word_embeddings"}, rotates=_where("alibi", False, True),
     ),
     "BloomForCausalLM": Family(
-        defaults=defaults(2048, intermediate_size=None, eps=1e-5, tied=True) | _GELU_TANH, norm=layer_norm(),
-        rope=None,
+        norm=layer_norm(), rope=None,
         attention=_PER_HEAD | {
             "qkv_names": ("self_attention.query_key_value",), "output_name": "self_attention.dense", "qkv_bias": True,
             "output_bias": True, "alibi_max": 8.0,
@@ -474,8 +370,7 @@ FAMILIES = {
         refuses=("apply_residual_connection_post_layernorm",),
     ),
     "MptForCausalLM": Family(
-        defaults=defaults(2048, intermediate_size=None, eps=1e-5, act="gelu", tied=True), norm=layer_norm(bias=False),
-        rope=None,
+        norm=layer_norm(bias=False), rope=None,
         attention={
             "qkv_names": ("attn.Wqkv",), "output_name": "attn.out_proj", "qkv_clip": _mpt("clip_qkv", 0.0),
             "alibi_max": _mpt("alibi_bias_max", 8.0), "scale": _mpt_scale,
@@ -488,13 +383,12 @@ FAMILIES = {
         },
     ),
     "GPT2LMHeadModel": Family(
-        defaults=_GPT2_DEFAULTS | _GELU_TANH, norm=layer_norm(), rope=None,
-        attention=_GPT2_ATTENTION | {"scale": _gpt2_scale, "is_transposed": True},
+        norm=layer_norm(), rope=None, attention=_GPT2_ATTENTION | {"scale": _gpt2_scale, "is_transposed": True},
         feed_forward=_ungated("mlp.c_fc", "mlp.c_proj", bias=True, is_transposed=True), layer=_GPT2_NORMS,
         model=_GPT2_MODEL | {"positions": _learned("transformer.wpe.weight")}, refuses=("add_cross_attention",),
     ),
     "GPTBigCodeForCausalLM": Family(
-        defaults=_GPT2_DEFAULTS | defaults(act="gelu_pytorch_tanh", multi_query=True), norm=layer_norm(), rope=None,
+        norm=layer_norm(), rope=None,
         attention=_GPT2_ATTENTION | {
             "scale": _gpt2_scale, "num_kv_heads": lambda c, _: 1 if c["multi_query"] else c["num_attention_heads"],
             "qkv_blocks": lambda c, _: 1 if c["multi_query"] else c["num_attention_heads"],
@@ -503,10 +397,6 @@ FAMILIES = {
         model=_GPT2_MODEL | {"positions": _learned("transformer.wpe.weight")}, refuses=("add_cross_attention",),
     ),
     "OPTForCausalLM": Family(
-        defaults=defaults(
-            2048, act="relu", tied=True, enable_bias=True, do_layer_norm_before=True, _remove_final_layer_norm=False,
-            layer_norm_elementwise_affine=True, word_embed_proj_dim=None,
-        ),
         norm=_opt_norm, rope=None,
         attention=_BART | {"qkv_bias": key("enable_bias"), "output_bias": key("enable_bias")},
         feed_forward=_ungated("fc1", "fc2", bias=key("enable_bias")),
@@ -526,19 +416,16 @@ FAMILIES = {
         },
     ),
     "GPTNeoForCausalLM": Family(
-        defaults=defaults(
-            2048, intermediate_size=None, eps=1e-5, tied=True, window=256, attention_types=[[["global", "local"], 12]],
-        ) | _GELU_TANH,
         norm=layer_norm(), rope=None,
         attention={
             "qkv_names": ("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
             "output_name": "attn.attention.out_proj", "output_bias": True, "scale": 1.0,
         },
         feed_forward=_ungated("mlp.c_fc", "mlp.c_proj", bias=True), layer=_GPT2_NORMS,
-        model=_GPT2_MODEL | {"positions": _learned("transformer.wpe.weight")}, slides=_gpt_neo_slides,
+        model=_GPT2_MODEL | {"positions": _learned("transformer.wpe.weight")}, layer_type=sliding(_is_local),
     ),
     "BioGptForCausalLM": Family(
-        defaults=defaults(1024, act="gelu", eps=1e-12, tied=True, scale_embedding=True), norm=layer_norm(), rope=None,
+        norm=layer_norm(), rope=None,
         attention=_BART, feed_forward=_ungated("fc1", "fc2", bias=True), layer=_BART_NORMS,
         model={
             "embedding_name": "biogpt.embed_tokens", "layer_prefix": "biogpt.layers.", "norm_name": "biogpt.layer_norm",
@@ -547,7 +434,7 @@ FAMILIES = {
         },
     ),
     "XGLMForCausalLM": Family(
-        defaults=defaults(2048, act="gelu", tied=True, scale_embedding=True), norm=layer_norm(eps=1e-5), rope=None,
+        norm=layer_norm(eps=1e-5), rope=None,
         attention=_BART, feed_forward=_ungated("fc1", "fc2", bias=True), layer=_BART_NORMS,
         model={
             "norm_name": "model.layer_norm",
@@ -556,8 +443,7 @@ FAMILIES = {
         },
     ),
     "OpenAIGPTLMHeadModel": Family(
-        defaults=defaults(512, intermediate_size=None, act="gelu", eps=1e-5, tied=True), norm=layer_norm(), rope=None,
-        attention=_GPT2_ATTENTION | {"is_transposed": True},
+        norm=layer_norm(), rope=None, attention=_GPT2_ATTENTION | {"is_transposed": True},
         feed_forward=_ungated("mlp.c_fc", "mlp.c_proj", bias=True, is_transposed=True) | {
             "activation": lambda c, _: {"gelu": "gelu_tanh", "swish": "silu"}.get(c["hidden_act"], c["hidden_act"]),
         },
@@ -571,41 +457,31 @@ FAMILIES = {
         },
     ),
     "CTRLLMHeadModel": Family(
-        defaults=defaults(256, act="relu", tied=True), norm=layer_norm(eps=1e-6), rope=None,
+        norm=layer_norm(eps=1e-6), rope=None,
         attention={
             "qkv_names": ("multi_head_attention.Wq", "multi_head_attention.Wk", "multi_head_attention.Wv"),
             "output_name": "multi_head_attention.dense", "qkv_bias": True, "output_bias": True,
         },
         feed_forward=_ungated("ffn.0", "ffn.2", bias=True),
         layer={"attention_norm": "layernorm1", "feed_forward_norm": "layernorm2"},
-        model=_ROOT | {
+        model=ROOT | {
             "embedding_name": "transformer.w", "layer_prefix": "transformer.h.", "norm_name": "transformer.layernorm",
             "output_bias": True, "positions": lambda c, _: PositionsDescription(steps=c["hidden_size"] // 2),
         },
     ),
     "OlmoForCausalLM": Family(
-        defaults=defaults(2048, clip_qkv=None), norm=layer_norm(eps=1e-5, bias=False, has_weight=False),
+        norm=layer_norm(eps=1e-5, bias=False, has_weight=False),
         attention=ATTENTION_BIAS | {"qkv_clip": lambda c, _: c["clip_qkv"] or 0.0},
     ),
-    "ModernBertDecoderForCausalLM": Family(
-        defaults=defaults(
-            8192, eps=1e-5, act="gelu", tied=True, norm_bias=False, decoder_bias=True, classifier_bias=False,
-            classifier_activation="gelu", local_attention=128, theta=160000.0, rope_local_base_freq=10000.0,
-            global_attn_every_n_layers=3,
-        ),
-        norm=lambda c, _: NormDescription(c["norm_eps"], "layer", c["norm_bias"]),
+    "ModernBertDecoderForCausalLM": replace(
+        MODERN_BERT,
         attention=ATTENTION_BIAS | {
             "qkv_names": ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "output_name": "attn.Wo",
-            "window": lambda c, i: c["local_attention"] // 2 if slides_by(_modern_bert_slides)(c, i) else 0,
+            "window": lambda c, i: c["local_attention"] // 2 if slides(c, i) else 0,
         },
-        feed_forward={"up_names": ("mlp.Wi",), "down_name": "mlp.Wo"} | MLP_BIAS,
-        layer={"attention_norm": lambda _, i: "attn_norm" if i else None, "feed_forward_norm": "mlp_norm"},
         model={
-            "embedding_name": "model.embeddings.tok_embeddings", "norm_name": "model.final_norm",
-            "embedding_norm": lambda c, _: NormDescription(c["norm_eps"], "layer", c["norm_bias"]),
-            "embedding_norm_name": "model.embeddings.norm", "head": _modern_bert_head, "output_name": "decoder",
-            "output_bias": key("decoder_bias"),
+            **MODERN_BERT.model,
+            "head": modern_bert_head("lm_head"), "output_name": "decoder", "output_bias": key("decoder_bias"),
         },
-        slides=_modern_bert_slides,
     ),
 }  # fmt: skip

@@ -11,11 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from octavo.layers.head import HeadDescription
-from octavo.layers.norm import NormDescription
 from octavo.layers.pooling import PoolingDescription
 from octavo.layers.positions import PositionsDescription
-from octavo.models.families.settings import ATTENTION_BIAS, MLP_BIAS, defaults, slides_by
-from octavo.models.readers import Config, Family, Setting, activation_of, key, layer_norm, num_labels
+from octavo.models.families.settings import ATTENTION_BIAS, MLP_BIAS, MODERN_BERT, modern_bert_head, slides
+from octavo.models.readers import Config, Family, Setting, key, layer_norm, num_labels
 
 _BOTH_WAYS = {"bidirectional": True}
 _BIASES = {"qkv_bias": True, "output_bias": True}
@@ -74,7 +73,6 @@ def _bert(
         types = {"token_types": key("type_vocab_size"), "token_types_name": name}
     positions = f"{prefix}embeddings.position_embeddings.weight"
     return Family(
-        defaults=defaults(512, eps=1e-12, act="gelu", type_vocab_size=2, pad_token_id=1 if counts_padding else 0),
         norm=layer_norm(), rope=None,
         attention=_BOTH_WAYS | _BIASES | {
             "qkv_names": (known["query"], known["key"], known["value"]), "output_name": known["output"],
@@ -126,54 +124,27 @@ def _mpnet_biases(config: Config, _: int) -> tuple[str, int]:
     return "mpnet.encoder.relative_attention_bias.weight", config["relative_attention_num_buckets"]
 
 
-def _modern_norm(config: Config, _: int = 0) -> NormDescription:
-    return NormDescription(config["norm_eps"], "layer", config["norm_bias"])
-
-
-def _modern_slides(config: Config, i: int) -> bool:
-    return bool(i % config["global_attn_every_n_layers"])
-
-
-def _modern_head(config: Config, _: int) -> HeadDescription:
-    return HeadDescription(
-        "head.dense", config["hidden_size"], config["classifier_bias"], activation_of(config["classifier_activation"]),
-        _modern_norm(config), "head.norm",
-    )  # fmt: skip
+_MODERN_HEAD = modern_bert_head("head")
 
 
 def _modern_sequences(config: Config, i: int) -> PoolingDescription:
-    heads = _modern_head(config, i), _labels()(config, i)
+    heads = _MODERN_HEAD(config, i), _labels()(config, i)
     return PoolingDescription(str(config["classifier_pooling"]).upper(), heads)
 
 
-_MODERNBERT = Family(
-    defaults=defaults(
-        8192, eps=1e-5, act="gelu", norm_bias=False, classifier_bias=False, classifier_activation="gelu",
-        classifier_pooling="cls", local_attention=128, theta=160000.0, rope_local_base_freq=10000.0,
-        global_attn_every_n_layers=3,
-    ),
-    norm=_modern_norm,
-    attention=_BOTH_WAYS | {
-        "qkv_names": ("attn.Wqkv",), "output_name": "attn.Wo", "qkv_bias": key("attention_bias"),
-        "output_bias": key("attention_bias"),
-        "window": lambda c, i: c["local_attention"] // 2 + 1 if slides_by(_modern_slides)(c, i) else 0,
+_MODERNBERT = replace(
+    MODERN_BERT,
+    attention=_BOTH_WAYS | ATTENTION_BIAS | {
+        "qkv_names": ("attn.Wqkv",), "output_name": "attn.Wo",
+        "window": lambda c, i: c["local_attention"] // 2 + 1 if slides(c, i) else 0,
     },
-    feed_forward={"up_names": ("mlp.Wi",), "down_name": "mlp.Wo"} | MLP_BIAS,
-    layer={"attention_norm": lambda _, i: "attn_norm" if i else None, "feed_forward_norm": "mlp_norm"},
-    model={
-        "embedding_name": "model.embeddings.tok_embeddings", "embedding_norm": _modern_norm,
-        "embedding_norm_name": "model.embeddings.norm", "layer_prefix": "model.layers.", "norm": _modern_norm,
-        "norm_name": "model.final_norm",
-    },
-    slides=_modern_slides,
+    model={**MODERN_BERT.model, "norm": MODERN_BERT.norm},
 )  # fmt: skip
 
 
 # Its own checkpoints' names; rotary positions and a gate, and BERT's norms (Nussbaum et al. 2024).
 _NOMIC = Family(
-    defaults=defaults(2048, eps=1e-12, act="silu", type_vocab_size=2, theta=1000.0),
-    norm=layer_norm(),
-    attention=_BOTH_WAYS | {"qkv_names": ("attn.Wqkv",), "output_name": "attn.out_proj"},
+    norm=layer_norm(), attention=_BOTH_WAYS | {"qkv_names": ("attn.Wqkv",), "output_name": "attn.out_proj"},
     feed_forward={
         "activation": "silu", "up_names": ("mlp.fc12", "mlp.fc11"), "down_name": "mlp.fc2",
     },
@@ -193,7 +164,6 @@ _NOMIC = Family(
 def _gte(prefix: str) -> Family:
     """Rotary positions, a gate and BERT's norms too, with biases (Zhang et al. 2024)."""
     return Family(
-        defaults=defaults(8192, eps=1e-12, act="gelu", type_vocab_size=1, theta=160000.0),
         norm=layer_norm(), rope_kinds=("ntk",),
         attention=_BOTH_WAYS | _BIASES | {"qkv_names": ("attention.qkv_proj",), "output_name": "attention.o_proj"},
         feed_forward={
@@ -226,21 +196,19 @@ FAMILIES: dict[str, Family] = {
     **_classes("Roberta", _ROBERTA, "roberta.", _ROBERTA_HEAD),
     **_classes("XLMRoberta", _ROBERTA, "roberta.", _ROBERTA_HEAD),
     **_classes("Camembert", _ROBERTA, "roberta.", _ROBERTA_HEAD),
-    **_classes("MPNet", replace(_MPNET, defaults={**_MPNET.defaults, "relative_attention_num_buckets": 32},
-                                attention={**_MPNET.attention, "distance_biases": _mpnet_biases}),
+    **_classes("MPNet", replace(_MPNET, attention={**_MPNET.attention, "distance_biases": _mpnet_biases}),
                "mpnet.", _ROBERTA_HEAD),
     **_classes("DistilBert", _DISTILBERT, "distilbert.",
                _pooled("CLS", _dense("pre_classifier", "relu"), _labels())),
-    **_classes("Electra", replace(_ELECTRA, defaults={**_ELECTRA.defaults, "embedding_size": 128}), "electra.",
+    **_classes("Electra", _ELECTRA, "electra.",
                _pooled("CLS", _dense("classifier.dense", "gelu"), _labels("classifier.out_proj"))),
-    **_classes("ModernBert", _MODERNBERT, "model.", _modern_sequences, _pooled("ALL", _modern_head, _labels())),
+    **_classes("ModernBert", _MODERNBERT, "model.", _modern_sequences, _pooled("ALL", _MODERN_HEAD, _labels())),
     **_classes("NomicBert", _NOMIC, "nomic_bert.", _NOMIC_HEAD),
     **_classes("Gte", _gte("gte."), "gte.", _pooled("CLS", _dense("gte.pooler.dense", "tanh"), _labels())),
     **_classes("New", _gte("new."), "new.", _pooled("CLS", _dense("new.pooler.dense", "tanh"), _labels())),
 }  # fmt: skip
 # Llama, both ways (Boizard et al. 2025).
 FAMILIES["EuroBertModel"] = FAMILIES["EuroBertForMaskedLM"] = Family(
-    defaults=defaults(8192, eps=1e-5, theta=250000.0),
     attention=_BOTH_WAYS | ATTENTION_BIAS, feed_forward=MLP_BIAS, pooling=_pooled("MEAN"),
     model={"unused": ("lm_head.",), "tie_word_embeddings": True},
 )  # fmt: skip

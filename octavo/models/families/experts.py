@@ -16,28 +16,33 @@ from octavo.layers.experts import EXPERT_NAMES, ExpertNames, stacked
 from octavo.layers.rotary import QueryGrowth
 from octavo.models.families.settings import (
     AFTER,
+    ALL_SLIDE,
     AROUND,
     ATTENTION_BIAS,
     CORRECTION,
     CORRECTION_NAMES,
-    GROUPS,
+    FULL,
+    GRANITE_EXPERTS,
+    GRANITE_ROPE,
+    GUESSES,
+    LATE_SLIDE,
+    LOGIT_SCALE,
+    LOGITS_SOFTCAP,
     MLP_BIAS,
     MULTIPLIERS,
-    NO_MULTIPLIERS,
     RESIDUAL,
+    ROUTED,
     SCALE,
     SIGMOID_GROUPS,
     W123,
     all_but_every,
-    defaults,
-    granite_shared,
-    late_layers_slide,
+    granite_rotates,
     rotates_unless_all_is_seen,
     routing,
-    said_by_types,
     several,
     shared_expert,
-    slides_by,
+    slides,
+    sliding,
     sparse_by_step,
     sparse_from,
 )
@@ -50,19 +55,14 @@ def _ernie_sparse(config: Config, i: int) -> bool:
     return bool((i + 1) % config["moe_layer_interval"] == 0 and config["moe_layer_start_index"] <= i <= last)
 
 
-_EXAONE_SLIDES = all_but_every(4, "sliding_window_pattern")
-_KOLIBRI_SLIDES = all_but_every(5)
-_AFMOE_SLIDES = all_but_every(4, "global_attn_every_n_layers")
-
-
 def _flint_slides(config: Config, i: int) -> bool:
     return not (i < 2 or i % 4 == 1 or i == config["num_hidden_layers"] - 1)
 
 
 def _cohere_rotates(config: Config, i: int) -> bool:
-    is_dense_prefix = not said_by_types(sparse_from("first_k_dense_replace"))(config, i)
+    is_dense_prefix = config["mlp_layer_types"][i] == "dense"
     has_rope = is_dense_prefix and config["prefix_dense_sliding_window_pattern"] == 1
-    return has_rope or bool(slides_by(_cohere_slides)(config, i))
+    return has_rope or slides(config, i)
 
 
 def _cohere_slides(config: Config, i: int) -> bool:
@@ -80,7 +80,7 @@ def _cohere_norm(config: Config, _: int) -> Any:
 
 def _half_if_averaged(config: Config, _: int) -> float:
     is_average = config["shared_expert_combination_strategy"] == "average"
-    return 0.5 if is_average and config["num_shared_experts"] else 1.0
+    return 0.5 if is_average and config["n_shared_experts"] else 1.0
 
 
 def _llama4_rotates(config: Config, i: int) -> bool:
@@ -119,36 +119,27 @@ def _by_layer(setting: str) -> Setting:
     return lambda c, i: c[setting][i] if isinstance(c[setting], list) else c[setting]
 
 
-def _mimo_slides(_: Config, i: int) -> bool:
-    return i > 0 and (i + 1) % 6 != 0
-
-
 def _of_sliding(sliding: Any, other: Any) -> Setting:
-    return lambda c, i: sliding if slides_by(_mimo_slides)(c, i) else other
+    return lambda c, i: sliding if slides(c, i) else other
 
 
 def _mimo_kv_heads(config: Config, i: int) -> int:
-    return int(config["num_key_value_heads"] * (2 if slides_by(_mimo_slides)(config, i) else 1))
+    return int(config["num_key_value_heads"] * (2 if slides(config, i) else 1))
 
 
 def _mimo_window(config: Config, i: int) -> int:
     """Beside itself a token sees as many as the setting of other engines says, which counts."""
     before = config.get("sliding_window_size")
     window = config["sliding_window"] if before is None else before + 1
-    return int(window) if slides_by(_mimo_slides)(config, i) else 0
+    return int(window) if slides(config, i) else 0
 
 
 def _laguna_gate(config: Config, _: int) -> GateDescription:
     return GateDescription("self_attn.g_proj", "softplus", by_head=config["gating"] in (True, "per-head"))
 
 
-def _beam_slides(config: Config, i: int) -> bool:
-    return (i + 1) % 6 != 0 and i + 1 != config["num_hidden_layers"]
-
-
 def _beam_rotates(config: Config, i: int) -> bool:
-    kind = "sliding_attention" if slides_by(_beam_slides)(config, i) else "full_attention"
-    return config["rope_parameters"].get(kind) is not None
+    return config["rope_parameters"].get(config["layer_types"][i]) is not None
 
 
 def _beam_depth(keeps_stream: bool) -> Setting:
@@ -164,81 +155,42 @@ def _beam_depth(keeps_stream: bool) -> Setting:
     return find
 
 
-def _granite(more: Config | None = None, attention: Config | None = None, is_renamed: bool = True) -> Family:
-    """With the names of before transformers 5, which `is_renamed`, or of it."""
-    routers = ("block_sparse_moe.router.layer", "block_sparse_moe.router")
-    names = (
-        stacked("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
-        stacked("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
-    )
-
-    return Family(
-        defaults={
-            **NO_MULTIPLIERS, "max_position_embeddings": 2048, "shared_intermediate_size": 0, "num_experts": 8,
-            "num_experts_per_tok": 2, **(more or {}),
-        },
-        attention={**ATTENTION_BIAS, **SCALE, **(attention or {})},
-        layer=RESIDUAL,
-        experts={
-            "routing": routing(), "router_names": routers if is_renamed else routers[::-1],
-            "names": names if is_renamed else names[::-1], "shared": granite_shared,
-        },
-        model=MULTIPLIERS,
-    )  # fmt: skip
-
+_GRANITE = Family(
+    attention=ATTENTION_BIAS | SCALE, layer=RESIDUAL, experts=GRANITE_EXPERTS, model=MULTIPLIERS,
+)  # fmt: skip
 
 FAMILIES = {
     "MixtralForCausalLM": Family(
-        defaults=defaults(131072, kv_heads=8, eps=1e-5, theta=1000000.0, top_k=2, experts=8),
         experts={
             "routing": routing(), "router_names": ("block_sparse_moe.gate", "mlp.gate"), "names": W123,
         },
-        slides=lambda c, _: bool(c["sliding_window"]),
+        layer_type=ALL_SLIDE,
     ),
     "Qwen2MoeForCausalLM": Family(
-        defaults=defaults(
-            32768, kv_heads=16, max_window_layers=28, qkv_bias=True, window=0, decoder_sparse_step=1, expert_size=1408,
-            shared_expert_intermediate_size=5632, top_k=4, experts=60, norm_topk_prob=False, mlp_only_layers=[],
-        ),
         attention={"qkv_bias": key("qkv_bias")},
         experts={
             "routing": routing(), "shared": shared_expert(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
             "shared_gate_name": "mlp.shared_expert_gate",
         },
-        is_sparse=sparse_by_step, slides=late_layers_slide, window_switch="use_sliding_window",
+        is_sparse=sparse_by_step, layer_type=LATE_SLIDE, window_switch="use_sliding_window",
     ),
     "Qwen3MoeForCausalLM": Family(
-        defaults=defaults(
-            32768, kv_heads=4, decoder_sparse_step=1, expert_size=768, top_k=8, experts=128, norm_topk_prob=False,
-            mlp_only_layers=[],
-        ),
         attention=ATTENTION_BIAS | {"qk_norm": rms()}, experts={"routing": routing()}, is_sparse=sparse_by_step,
-        slides=lambda c, _: bool(c["sliding_window"]), window_switch="use_sliding_window",
+        layer_type=ALL_SLIDE, window_switch="use_sliding_window",
     ),
     "MellumForCausalLM": Family(
-        defaults=defaults(
-            131072, kv_heads=4, head_size=128, window=1024, expert_size=896, top_k=8, experts=64,
-            rope_parameters={
-                "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            },
-        ),
-        attention=ATTENTION_BIAS | {"qk_norm": rms()}, experts={"routing": routing()},
-        is_sparse=said_by_types(lambda *_: True), slides=lambda *_: False,
+        attention=ATTENTION_BIAS | {"qk_norm": rms()}, experts={"routing": routing()}, layer_type=FULL,
         model={"num_unused_layers": lambda c, _: c.get("num_nextn_predict_layers") or 0},
     ),
     "OlmoeForCausalLM": Family(
-        defaults=defaults(4096, eps=1e-5, top_k=8, experts=64, norm_topk_prob=False),
         attention=ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"}, experts={"routing": routing()},
         refuses=("clip_qkv",),
     ),
     "FlexOlmoForCausalLM": Family(
-        defaults=defaults(4096, theta=500000.0, top_k=5, experts=7, norm_topk_prob=False),
         attention=ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"}, experts={"routing": routing()},
         layer=AFTER,
     ),
     "HunYuanMoEV1ForCausalLM": Family(
-        defaults=defaults(2048, eps=1e-5, experts=1, top_k=1),
         attention=ATTENTION_BIAS | {
             "qk_norm": rms(), "norms_after_rotation": True,
             "qk_norm_names": ("self_attn.query_layernorm", "self_attn.key_layernorm"),
@@ -249,62 +201,40 @@ FAMILIES = {
         },
     ),
     "MiMoV2FlashForCausalLM": Family(
-        defaults=GROUPS | defaults(
-            131072, eps=1e-5, kv_heads=4, head_size=192, v_head_dim=128, window=129, top_k=8, experts=256,
-            expert_size=2048, attention_value_scale=0.707, rope_parameters={
-                "full_attention": {"rope_theta": 5000000.0, "partial_rotary_factor": 0.334},
-                "sliding_attention": {"rope_theta": 10000.0, "partial_rotary_factor": 0.334},
-            },
-        ),
         attention={
             "qkv_bias": key("attention_bias"), "num_kv_heads": _mimo_kv_heads, "head_value_size": key("v_head_dim"),
             "window": _mimo_window, "sinks": _of_sliding("self_attn.attention_sink_bias", None),
         },
         layer={"multipliers": lambda c, _: (c["attention_value_scale"] or 1.0, 1.0, 1.0)},  # of all values
-        experts=CORRECTION | {"routing": SIGMOID_GROUPS}, is_sparse=said_by_types(lambda _, i: i > 0),
-        slides=_mimo_slides,
+        experts=CORRECTION | {"routing": SIGMOID_GROUPS}, is_sparse=lambda _, i: i > 0,
+        layer_type=sliding(lambda _, i: i > 0 and (i + 1) % 6 != 0),
     ),
     "LagunaForCausalLM": Family(
-        defaults=defaults(
-            131072, kv_heads=8, head_size=128, window=512, top_k=8, experts=256, expert_size=512,
-            shared_expert_intermediate_size=512, num_attention_heads_per_layer=None, gating=True,
-            moe_routed_scaling_factor=1.0, moe_router_logit_softcapping=0.0, rope_parameters={
-                "full_attention": {"rope_theta": 500000.0, "partial_rotary_factor": 0.5},
-                "sliding_attention": {"rope_theta": 10000.0},
-            },
-        ),
         attention=ATTENTION_BIAS | {
             "num_heads": lambda c, i: (c["num_attention_heads_per_layer"] or [c["num_attention_heads"]] * (i + 1))[i],
             "qk_norm": rms(), "gate": _laguna_gate,
         },
         experts={
             "routing": routing(
-                scoring="sigmoid", normalize=True, scale=key("moe_routed_scaling_factor"),
+                scoring="sigmoid", normalize=True, scale=key("routed_scaling_factor"),
                 softcap=key("moe_router_logit_softcapping"),
             ),
             "correction_names": ("mlp.experts.e_score_correction_bias", *CORRECTION_NAMES),
             "shared": shared_expert(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
         },
-        is_sparse=said_by_types(lambda _, i: i > 0), slides=lambda *_: False,
-        refuses=("moe_apply_router_weight_on_input",),
+        is_sparse=lambda _, i: i > 0, layer_type=FULL, refuses=("moe_apply_router_weight_on_input",),
     ),
     "BeamForCausalLM": Family(
-        defaults=defaults(
-            8192, kv_heads=8, head_size=128, window=512, top_k=8, experts=256, expert_size=2560, n_group=8,
-            topk_group=4, routed_scaling_factor=2.5, final_logit_softcapping=30.0,
-            rope_parameters={"sliding_attention": {"rope_theta": 10000.0}, "full_attention": None},
-        ),
         attention={
             "qk_norm": rms(), "gate": GateDescription("self_attn.gate_proj", bias="self_attn.gate_bias"),
             "query_growth": lambda c, i: None if _beam_rotates(c, i) else QueryGrowth(0.1, 2048, 1, is_power=True),
         },
         layer=AROUND | {"stream_multipliers": _beam_depth(True), "multipliers": _beam_depth(False)},
-        experts=CORRECTION | {"routing": SIGMOID_GROUPS}, is_sparse=said_by_types(lambda _, i: i > 2),
-        slides=_beam_slides, rotates=_beam_rotates,
-        model={"logits_softcap": lambda c, _: c["final_logit_softcapping"] or 0.0}, refuses=("attention_bias",),
+        experts=CORRECTION | {"routing": SIGMOID_GROUPS}, is_sparse=lambda _, i: i > 2,
+        layer_type=sliding(lambda c, i: (i + 1) % 6 != 0 and i + 1 != c["num_hidden_layers"]), rotates=_beam_rotates,
+        model=LOGITS_SOFTCAP, refuses=("attention_bias",),
     ),
     "DbrxForCausalLM": Family(
-        defaults=defaults(2048, eps=1e-5, intermediate_size=None, experts=4, top_k=1),
         norm=layer_norm(bias=False),
         attention={
             "num_kv_heads": _dbrx("attn_config", "kv_n_heads", 1),
@@ -332,33 +262,22 @@ FAMILIES = {
         },
     ),
     "PhimoeForCausalLM": Family(
-        defaults=defaults(
-            131072, kv_heads=8, eps=1e-5, theta=1000000.0, top_k=2, experts=16, router_jitter_noise=0.01,
-            lm_head_bias=False,
-        ),
         norm=layer_norm(), attention=ATTENTION_BIAS, rope={"attention_factor": _phimoe_attention_factor},
         experts={
             "routing": routing(scoring="sparsemixer", jitter=key("router_jitter_noise")), "names": W123,
             "router_names": ("block_sparse_moe.gate", "mlp.router"),
         },
-        model={"output_bias": key("lm_head_bias")}, slides=lambda c, _: bool(c["sliding_window"]),
+        model={"output_bias": key("lm_head_bias")}, layer_type=ALL_SLIDE,
     ),
-    "GraniteMoeForCausalLM": _granite(),
-    "GraniteMoeSharedForCausalLM": _granite(),
+    "GraniteMoeForCausalLM": _GRANITE,
+    "GraniteMoeSharedForCausalLM": _GRANITE,
     "GraniteMoeSWAForCausalLM": replace(
-        _granite({"sliding_window": 128, "layer_rope_theta": None}, {"sinks": "self_attn.sinks"}, is_renamed=False),
-        rope={"theta": lambda c, i: float((c["layer_rope_theta"] or [c["rope_theta"]] * (i + 1))[i])},
-        rotates=lambda c, i: bool((c["layer_rope_theta"] or [1] * (i + 1))[i]), slides=lambda c, i: i % 4 != 0,
+        _GRANITE, attention=ATTENTION_BIAS | SCALE | {"sinks": "self_attn.sinks"},
+        rope=GRANITE_ROPE, rotates=granite_rotates, layer_type=sliding(lambda _, i: i % 4 != 0),
+        # Newer names first.
+        experts={name: v[::-1] if isinstance(v, tuple) else v for name, v in GRANITE_EXPERTS.items()},
     ),
     "GptOssForCausalLM": Family(
-        defaults=defaults(
-            131072, kv_heads=8, head_size=64, eps=1e-5, window=128, attention_bias=True, top_k=4, experts=128,
-            swiglu_alpha=1.702, swiglu_limit=7.0,
-            rope_parameters={
-                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-                "original_max_position_embeddings": 4096, "rope_theta": 150000.0,
-            },
-        ),
         attention=ATTENTION_BIAS | {"sinks": "self_attn.sinks"},
         experts={
             "routing": routing(), "bias": True, "router_names": ("mlp.router",), "router_bias": True,
@@ -368,10 +287,9 @@ FAMILIES = {
                 EXPERT_NAMES[2],
             ),
         },
-        slides=lambda _, i: i % 2 == 0,
+        layer_type=sliding(lambda _, i: i % 2 == 0),
     ),
     "AriaTextForCausalLM": Family(
-        defaults=defaults(2048, experts=8, top_k=2, moe_num_shared_experts=2),
         attention=ATTENTION_BIAS, feed_forward=MLP_BIAS,
         experts={
             "routing": routing(), "activation": "silu", "router_names": ("mlp.router",),
@@ -379,16 +297,10 @@ FAMILIES = {
                 stacked("mlp.experts.fc1.weight", "mlp.experts.fc2.weight", is_transposed=True),
                 stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj", is_transposed=True),
             ),
-            "shared": shared_expert(several("moe_num_shared_experts", "intermediate_size"), bias=key("mlp_bias")),
+            "shared": shared_expert(several("n_shared_experts", "intermediate_size"), bias=key("mlp_bias")),
         },
     ),
     "Cohere2MoeForCausalLM": Family(
-        defaults=defaults(
-            8192, head_size=128, layer_norm_eps=1e-5, rms_norm_eps=None, tied=True, logit_scale=0.0625, window=4096,
-            experts=8, top_k=2, num_shared_experts=0, shared_expert_combination_strategy="average",
-            expert_selection_fn="softmax", prefix_dense_sliding_window_pattern=1, sliding_window_pattern=4,
-            prefix_dense_intermediate_size=None, first_k_dense_replace=0,
-        ),
         norm=_cohere_norm, attention=ATTENTION_BIAS, rope={"interleaved": True},
         feed_forward={
             "intermediate_size": lambda c, _: c["prefix_dense_intermediate_size"] or c["intermediate_size"]
@@ -399,22 +311,17 @@ FAMILIES = {
                 scoring=key("expert_selection_fn"), scale=_half_if_averaged,
                 normalize=lambda c, _: c["expert_selection_fn"] == "softmax" or c["norm_topk_prob"],
             ),
-            "shared": shared_expert(several("num_shared_experts", "intermediate_size")),
+            "shared": shared_expert(several("n_shared_experts", "intermediate_size")),
             "shared_scale": _half_if_averaged,
         },
-        is_sparse=said_by_types(sparse_from("first_k_dense_replace")),
-        model={"logits_divisor": lambda c, _: 1 / c["logit_scale"]}, slides=_cohere_slides, rotates=_cohere_rotates,
+        is_sparse=sparse_from("first_k_dense_replace"), model=LOGIT_SCALE,
+        layer_type=sliding(_cohere_slides), rotates=_cohere_rotates,
     ),
     "Ernie4_5_MoeForCausalLM": Family(
-        defaults=defaults(
-            131072, kv_heads=4, eps=1e-5, theta=500000.0, tied=True, use_bias=False, expert_size=1536, top_k=6,
-            experts=64, moe_num_shared_experts=2, moe_layer_start_index=1, moe_layer_end_index=-1,
-            moe_layer_interval=1,
-        ),
         attention={"qkv_bias": key("use_bias"), "output_bias": key("use_bias")}, rope={"interleaved": True},
         feed_forward={"bias": key("use_bias")},
         experts={
-            "routing": routing(), "shared": shared_expert(several("moe_num_shared_experts"), bias=key("use_bias")),
+            "routing": routing(), "shared": shared_expert(several("n_shared_experts"), bias=key("use_bias")),
             "correction_names": (
                 "mlp.moe_statics.e_score_correction_bias", "mlp.gate.moe_statics.e_score_correction_bias"
             ),
@@ -424,12 +331,6 @@ FAMILIES = {
     ),
     # Queries see the keys of their own chunk in most layers: up to a chunk's length that is all keys.
     "Llama4ForCausalLM": Family(
-        defaults=defaults(
-            131072, kv_heads=8, head_size=128, eps=1e-5, theta=500000.0, top_k=1, experts=16,
-            intermediate_size_mlp=16384, moe_layers=None, interleave_moe_layer_step=1, use_qk_norm=True,
-            no_rope_layers=None, no_rope_layer_interval=4, attention_chunk_size=8192, attn_temperature_tuning=True,
-            floor_scale=8192, attn_scale=0.1,
-        ),
         # A norm without weights of a rotated head is the norm of the head, rotated.
         attention=ATTENTION_BIAS | {
             "qk_norm": lambda c, i: rms(has_weight=False)(c, i)
@@ -456,48 +357,26 @@ FAMILIES = {
         is_sparse=_llama4_sparse, rotates=_llama4_rotates, longest=("attention_chunk_size",),
     ),
     "Dots1ForCausalLM": Family(
-        defaults=GROUPS | defaults(
-            2048, expert_size=1408, first_k_dense_replace=0, norm_topk_prob=False, window=4096, max_window_layers=62,
-            n_shared_experts=None,
-        ),
-        attention=ATTENTION_BIAS | {"qk_norm": rms()},
-        experts=CORRECTION | {"routing": SIGMOID_GROUPS, "shared": shared_expert(several("n_shared_experts"))},
-        is_sparse=sparse_from("first_k_dense_replace"), slides=late_layers_slide,
+        attention=ATTENTION_BIAS | {"qk_norm": rms()}, experts=ROUTED, is_sparse=sparse_from("first_k_dense_replace"),
+        layer_type=LATE_SLIDE,
     ),
     "Glm4MoeForCausalLM": Family(
-        defaults=GROUPS | defaults(
-            131072, kv_heads=8, eps=1e-5, partial=0.5, expert_size=1408, top_k=8, n_shared_experts=1, experts=128,
-            first_k_dense_replace=1, use_qk_norm=False, num_nextn_predict_layers=1,
-        ),
         attention={
             "qkv_bias": key("attention_bias"), "qk_norm": lambda c, i: rms()(c, i) if c["use_qk_norm"] else None,
         },
-        experts=CORRECTION | {"routing": SIGMOID_GROUPS, "shared": shared_expert(several("n_shared_experts"))},
-        is_sparse=sparse_from("first_k_dense_replace"), model={"num_unused_layers": key("num_nextn_predict_layers")},
+        experts=ROUTED, is_sparse=sparse_from("first_k_dense_replace"), model=GUESSES,
     ),
-    "SolarOpenForCausalLM": Family(
-        defaults=GROUPS | defaults(
-            131072, kv_heads=8, head_size=128, eps=1e-5, theta=1000000.0, expert_size=1280, top_k=8,
-            n_shared_experts=1, experts=128, intermediate_size=None,
-        ),
-        attention={"qkv_bias": key("attention_bias")},
-        experts=CORRECTION | {"routing": SIGMOID_GROUPS, "shared": shared_expert(several("n_shared_experts"))},
-    ),
+    "SolarOpenForCausalLM": Family(attention={"qkv_bias": key("attention_bias")}, experts=ROUTED),
     "ExaoneMoeForCausalLM": Family(
-        defaults=GROUPS | defaults(
-            2048, kv_heads=32, eps=1e-5, window=4096, sliding_window_pattern=4, first_k_dense_replace=1,
-            expert_size=1024, experts=64, top_k=8, num_shared_experts=1, routed_scaling_factor=2.5,
-        ),
         attention={"qk_norm": rms()},
         experts={
-            "routing": SIGMOID_GROUPS, "shared": shared_expert(several("num_shared_experts")),
+            "routing": SIGMOID_GROUPS, "shared": shared_expert(several("n_shared_experts")),
             "correction_names": CORRECTION_NAMES[::-1],
         },
-        is_sparse=said_by_types(sparse_from("first_k_dense_replace")), slides=_EXAONE_SLIDES,
-        rotates=rotates_unless_all_is_seen(_EXAONE_SLIDES),
+        is_sparse=sparse_from("first_k_dense_replace"), layer_type=all_but_every(4, "sliding_window_pattern"),
+        rotates=rotates_unless_all_is_seen,
     ),
     "MiniMaxM2ForCausalLM": Family(
-        defaults=defaults(196608, kv_heads=8, head_size=128, theta=5000000.0, top_k=8, experts=256, rotary_dim=None),
         attention={"qk_norm": rms(), "qk_norm_scope": "all"},
         rope={
             "rotary_dim": lambda c, _: c["rotary_dim"] or int(
@@ -512,36 +391,24 @@ FAMILIES = {
         },
     ),
     "HYV3ForCausalLM": Family(
-        defaults=defaults(
-            131072, kv_heads=8, head_size=128, eps=1e-5, theta=11158840.0, experts=192, top_k=8, num_shared_experts=1,
-            expert_size=1536, router_scaling_factor=2.826,
-        ),
         attention=ATTENTION_BIAS | {"qk_norm": rms()}, feed_forward=MLP_BIAS,
         experts={
-            "routing": routing(scoring="sigmoid", scale=key("router_scaling_factor")),
+            "routing": routing(scoring="sigmoid", scale=key("routed_scaling_factor")),
             "router_names": ("mlp.router.gate", "mlp.gate"),
             "correction_names": ("mlp.expert_bias", "mlp.e_score_correction_bias"),
-            "shared": shared_expert(several("num_shared_experts"), "mlp.shared_mlp", bias=key("mlp_bias")),
+            "shared": shared_expert(several("n_shared_experts"), "mlp.shared_mlp", bias=key("mlp_bias")),
         },
-        is_sparse=said_by_types(lambda _, i: i > 0),
+        is_sparse=lambda _, i: i > 0,
     ),
     "FlintForCausalLM": Family(
-        defaults=defaults(
-            262144, kv_heads=4, head_size=128, window=513, decoder_sparse_step=1, expert_size=512,
-            shared_expert_intermediate_size=1024, top_k=6, experts=256, mlp_only_layers=[0, 1],
-        ),
         attention=ATTENTION_BIAS | {"qk_norm": rms(), "sinks": "self_attn.softmax_offset"},
         experts={
             "routing": routing(scoring="sigmoid"),
             "shared": shared_expert(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
         },
-        is_sparse=sparse_by_step, slides=_flint_slides, rotates=slides_by(_flint_slides),
+        is_sparse=sparse_by_step, layer_type=sliding(_flint_slides), rotates=slides,
     ),
     "Kolibri1ForCausalLM": Family(
-        defaults=defaults(
-            262144, kv_heads=4, head_size=128, window=513, expert_size=512, shared_expert_intermediate_size=512,
-            top_k=6, experts=384, norm_topk_prob=False, intermediate_size=None,
-        ),
         attention={"qk_norm": rms()},
         layer={"attention_post_norm": "post_attn_norm", "feed_forward_post_norm": "post_ffn_norm"},
         experts={
@@ -549,21 +416,18 @@ FAMILIES = {
             "correction_names": ("moe.router.expert_bias", "mlp.gate.e_score_correction_bias"),
             "shared": shared_expert(key("shared_expert_intermediate_size")),
         },
-        slides=_KOLIBRI_SLIDES, rotates=rotates_unless_all_is_seen(_KOLIBRI_SLIDES),
+        layer_type=all_but_every(5), rotates=rotates_unless_all_is_seen,
     ),
     "AfmoeForCausalLM": Family(
-        defaults=defaults(
-            16384, head_size=128, eps=1e-5, window=1024, global_attn_every_n_layers=4, expert_size=1408,
-            num_dense_layers=1, experts=64, top_k=6, num_shared_experts=2, route_scale=1.0, mup_enabled=False,
-        ),
         attention={"qk_norm": rms(), "gate": GateDescription("self_attn.gate_proj")},
         layer=AROUND | {"feed_forward_norm": "pre_mlp_layernorm", "feed_forward_post_norm": "post_mlp_layernorm"},
         experts={
-            "routing": routing(scoring="sigmoid", normalize=True, scale=key("route_scale")),
+            "routing": routing(scoring="sigmoid", normalize=True, scale=key("routed_scaling_factor")),
             "router_names": ("mlp.router.gate",), "correction_names": ("mlp.expert_bias",),
-            "shared": shared_expert(several("num_shared_experts")),
+            "shared": shared_expert(several("n_shared_experts")),
         },
-        is_sparse=sparse_from("num_dense_layers"), slides=_AFMOE_SLIDES, rotates=slides_by(_AFMOE_SLIDES),
+        is_sparse=sparse_from("first_k_dense_replace"), layer_type=all_but_every(4, "global_attn_every_n_layers"),
+        rotates=slides,
         model={"embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5 if c["mup_enabled"] else 1.0},
         refuses=("attention_bias",),
     ),

@@ -12,10 +12,18 @@ from octavo.layers.experts import PartNorms, stacked
 from octavo.layers.rotary import RopeConfig
 from octavo.layers.streams import StreamsDescription
 from octavo.layers.token_inputs import TokenInputsDescription
-from octavo.models.families.settings import AROUND, ATTENTION_BIAS, all_but_every, defaults, routing, shared_expert
+from octavo.models.families.settings import (
+    AROUND,
+    ATTENTION_BIAS,
+    LOGITS_SOFTCAP,
+    ROOT,
+    all_but_every,
+    routing,
+    shared_expert,
+    sliding,
+)
 from octavo.models.readers import Config, Family, Setting, activation_of, rms, rope_of
 
-_SLIDES = all_but_every(6)
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
@@ -23,9 +31,7 @@ def _layer_type(config: Config, i: int) -> str:
     """The last layer sees everything, whatever is said of it."""
     if i == config["num_hidden_layers"] - 1:
         return "full_attention"
-    if config["layer_types"] is not None:
-        return str(config["layer_types"][i])
-    return "sliding_attention" if _SLIDES(config, i) else "full_attention"
+    return str(config["layer_types"][i])
 
 
 def _own(config: Config, i: int, setting: str, of_full: str) -> Any:
@@ -101,13 +107,8 @@ def _part_norms(config: Config, _: int) -> PartNorms:
     )  # fmt: skip
 
 
-def _type_3n(config: Config, i: int) -> str:
-    types = config["layer_types"]
-    return str(types[i]) if types is not None else "sliding_attention" if (i + 1) % 5 else "full_attention"
-
-
 def _reads_layer_3n(config: Config, i: int) -> int | None:
-    return _reads_layer(config, i, _type_3n)
+    return _reads_layer(config, i, lambda c, i: c["layer_types"][i])
 
 
 def _by_layer(setting: str) -> Setting:
@@ -138,17 +139,6 @@ def _unused_3n(config: Config, _: int) -> tuple[str, ...]:
 
 
 _GEMMA_4 = Family(
-    defaults=defaults(
-        131072, kv_heads=4, head_size=256, act="gelu_pytorch_tanh", tied=True, window=512, theta=1e6,
-        final_logit_softcapping=None, use_bidirectional_attention=None, global_head_dim=512,
-        num_global_key_value_heads=None, attention_k_eq_v=False, num_kv_shared_layers=0, enable_moe_block=False,
-        use_double_wide_mlp=False, experts=None, hidden_size_per_layer_input=256,
-        vocab_size_per_layer_input=262144,
-        rope_parameters={
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-        },
-    ),
     attention=ATTENTION_BIAS | {
         "head_size": _head_size, "num_kv_heads": _kv_heads, "scale": 1.0, "rope": _rope, "window": _window,
         "qk_norm": rms(), "value_norm": rms(has_weight=False), "keys_are_values": _keys_are_values,
@@ -166,34 +156,21 @@ _GEMMA_4 = Family(
         "stream_scale": "layer_scalar",
         "feed_forward_norm": lambda c, _: None if c["enable_moe_block"] else AROUND["feed_forward_norm"],
     },
-    model={
-        "embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5, "token_inputs": _token_inputs,
-        "logits_softcap": lambda c, _: c["final_logit_softcapping"] or 0.0,
-    },
-    slides=_SLIDES,
+    model=ROOT | LOGITS_SOFTCAP | {"token_inputs": _token_inputs}, layer_type=all_but_every(6),
 )  # fmt: skip
 FAMILIES = {
     "Gemma3nForCausalLM": Family(
-        defaults=defaults(
-            32768, kv_heads=2, head_size=256, act="gelu_pytorch_tanh", tied=True, window=512, laurel_rank=64,
-            final_logit_softcapping=30.0, num_kv_shared_layers=15, hidden_size_per_layer_input=256,
-            vocab_size_per_layer_input=262144, altup_num_inputs=4, altup_correct_scale=True,
-            activation_sparsity_pattern=None, theta=1e6, rope_local_base_freq=10000.0,
-        ),
         attention=ATTENTION_BIAS | {
             "scale": 1.0, "qk_norm": rms(), "value_norm": rms(has_weight=False), "reads_layer": _reads_layer_3n,
             "qkv_names": lambda c, i: _QKV if _reads_layer_3n(c, i) is None else _QKV[:1],
         },
         feed_forward={"intermediate_size": _by_layer("intermediate_size"), "sparsity": _sparsity}, layer=AROUND,
-        model={
-            "embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5, "token_inputs": _token_inputs_3n,
-            "logits_softcap": lambda c, _: c["final_logit_softcapping"] or 0.0,
+        model=ROOT | LOGITS_SOFTCAP | {
+            "token_inputs": _token_inputs_3n,
             "streams": lambda c, _: StreamsDescription(c["altup_num_inputs"], c["laurel_rank"]), "unused": _unused_3n,
         },
-        slides=lambda c, i: _type_3n(c, i) == "sliding_attention", refuses=("altup_active_idx",),
+        layer_type=sliding(lambda _, i: (i + 1) % 5), refuses=("altup_active_idx",),
     ),
     "Gemma4ForCausalLM": _GEMMA_4,
-    "Gemma4UnifiedForCausalLM": replace(
-        _GEMMA_4, defaults={**_GEMMA_4.defaults, **defaults(262144, window=1024, hidden_size_per_layer_input=0)}
-    ),
+    "Gemma4UnifiedForCausalLM": _GEMMA_4,
 }  # fmt: skip

@@ -8,18 +8,7 @@ from typing import Any
 
 from octavo.layers.experts import EXPERT_NAMES
 from octavo.layers.latent import LatentDescription
-from octavo.models.families.settings import (
-    CORRECTION,
-    GROUPS,
-    SIGMOID_GROUPS,
-    defaults,
-    query_growth,
-    routing,
-    said_by_types,
-    several,
-    shared_expert,
-    sparse_from,
-)
+from octavo.models.families.settings import GUESSES, ROUTED, query_growth, routing, several, shared_expert, sparse_from
 from octavo.models.readers import Config, Family, Setting, key, rms, rope_of
 
 
@@ -55,6 +44,10 @@ def _group_limited(config: Config, _: int) -> bool:
     return bool(config["topk_method"] == "group_limited_greedy")
 
 
+def _is_sparse(config: Config, i: int) -> bool:
+    return bool(config["mlp_layer_types"][i] == "sparse")
+
+
 def _rank_scale(rank: str) -> Setting:
     """What LongCat multiplies compressed vectors with, whose size the setting says."""
     return lambda c, _: (c["hidden_size"] / c[rank]) ** 0.5
@@ -68,37 +61,17 @@ def _longcat_mixer(config: Config, i: int) -> LatentDescription | None:
     return latent(**scales, name=f"self_attn.{i % 3 // 2}")(config, i)
 
 
-def _indexed(**changes: Any) -> Family:
-    """An index chooses the keys that a query sees: up to so many all of them."""
-    return Family(
-        defaults=SIZES | defaults(
-            163840, first_k_dense_replace=3, experts=256, n_shared_experts=1, top_k=8, routed_scaling_factor=2.5,
-            expert_size=2048, num_nextn_predict_layers=1, index_topk=2048,
-        ) | changes,
-        mixer=latent(), experts=_SHARED | CORRECTION | {"routing": SIGMOID_GROUPS},
-        is_sparse=said_by_types(sparse_from("first_k_dense_replace")),
-        longest=("index_topk",),
-        model=_UNUSED | {
-            "unused": lambda c, _: tuple(
-                f"model.layers.{i}.self_attn.indexer." for i in range(c["num_hidden_layers"])
-            ),
-        },
-    )  # fmt: skip
-
-
-SIZES = {
-    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-    "rope_interleave": True,
-}  # fmt: skip
-_UNUSED = {"num_unused_layers": lambda c, _: c["num_nextn_predict_layers"] or 0}
 _SHARED = {"shared": shared_expert(several("n_shared_experts"))}
+# An index chooses the keys that a query sees: up to so many all of them.
+_INDEXED = Family(
+    mixer=latent(), experts=ROUTED, is_sparse=sparse_from("first_k_dense_replace"), longest=("index_topk",),
+    model=GUESSES | {
+        "unused": lambda c, _: tuple(f"model.layers.{i}.self_attn.indexer." for i in range(c["num_hidden_layers"])),
+    },
+)  # fmt: skip
 
 FAMILIES = {
     "DeepseekV2ForCausalLM": Family(
-        defaults=SIZES | defaults(
-            2048, first_k_dense_replace=0, experts=64, n_shared_experts=2, routed_scaling_factor=1.0,
-            topk_method="greedy", expert_size=1407, n_group=1, topk_group=1,
-        ),
         mixer=latent(),
         experts=_SHARED | {
             "routing": routing(
@@ -110,48 +83,24 @@ FAMILIES = {
         is_sparse=sparse_from("first_k_dense_replace"), refuses=("mlp_bias",),
     ),
     "DeepseekV3ForCausalLM": Family(
-        defaults=SIZES | defaults(
-            4096, first_k_dense_replace=3, experts=256, n_shared_experts=1, top_k=8, routed_scaling_factor=2.5,
-            expert_size=2048, n_group=8, topk_group=4, num_nextn_predict_layers=1,
-        ),
-        mixer=latent(), experts=_SHARED | CORRECTION | {"routing": SIGMOID_GROUPS},
-        is_sparse=sparse_from("first_k_dense_replace"), model=_UNUSED,
+        mixer=latent(), experts=ROUTED, is_sparse=sparse_from("first_k_dense_replace"), model=GUESSES,
     ),
-    "Glm4MoeLiteForCausalLM": Family(
-        defaults=SIZES | GROUPS | defaults(
-            202752, eps=1e-5, q_lora_rank=768, v_head_dim=256, qk_nope_head_dim=192, experts=64, top_k=4,
-            n_shared_experts=1, routed_scaling_factor=1.8, expert_size=1536, num_nextn_predict_layers=1,
-        ),
-        mixer=latent(), experts=_SHARED | CORRECTION | {"routing": SIGMOID_GROUPS},
-        is_sparse=said_by_types(lambda _, i: i > 0), model=_UNUSED,
-    ),
+    "Glm4MoeLiteForCausalLM": Family(mixer=latent(), experts=ROUTED, is_sparse=lambda _, i: i > 0, model=GUESSES),
     "AXK1ForCausalLM": Family(
-        defaults=SIZES | defaults(
-            32768, first_k_dense_replace=1, experts=192, n_shared_experts=1, top_k=8, routed_scaling_factor=2.5,
-            expert_size=2048, n_group=8, topk_group=4, moe_layer_freq=1,
-        ),
         mixer=latent(),
         layer={
             "feed_forward_post_norm": lambda c, i: "post_mlp_layernorm|mlp.post_mlp_layernorm"
-            if _axk1_sparse(c, i) else None
+            if _is_sparse(c, i) else None
         },
-        experts=_SHARED | CORRECTION | {"routing": SIGMOID_GROUPS, "needs_correction": False},
-        is_sparse=lambda c, i: _axk1_sparse(c, i),
+        experts=ROUTED | {"needs_correction": False},
+        is_sparse=lambda c, i: i >= c["first_k_dense_replace"] and i % c["moe_layer_freq"] == 0,
         model={  # released checkpoints have the norm in dense layers too, which do not use it
             "unused": lambda c, _: tuple(
-                f"model.layers.{i}.post_mlp_layernorm" for i in range(c["num_hidden_layers"]) if not _axk1_sparse(c, i)
+                f"model.layers.{i}.post_mlp_layernorm" for i in range(c["num_hidden_layers"]) if not _is_sparse(c, i)
             )
         },
     ),
     "Mistral4ForCausalLM": Family(
-        defaults=SIZES | defaults(
-            1048576, q_lora_rank=1024, kv_lora_rank=256, qk_nope_head_dim=64, first_k_dense_replace=0, experts=128,
-            n_shared_experts=1, top_k=4, routed_scaling_factor=1.0, expert_size=2048, n_group=1, topk_group=1,
-            rope_parameters={
-                "type": "yarn", "rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192,
-                "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
-            },
-        ),
         mixer=latent(query_growth=query_growth),
         experts=_SHARED | {
             "routing": routing(
@@ -163,10 +112,6 @@ FAMILIES = {
         is_sparse=sparse_from("first_k_dense_replace"),
     ),
     "MiniCPM3ForCausalLM": Family(
-        defaults=SIZES | defaults(
-            32768, eps=1e-5, tied=True, kv_lora_rank=256, q_lora_rank=768, qk_nope_head_dim=64, qk_rope_head_dim=32,
-            v_head_dim=None, rope_interleave=False, scale_emb=12, scale_depth=1.4, dim_model_base=256,
-        ),
         mixer=latent(),
         layer={
             "residual_multiplier": lambda c, _: (c["scale_depth"] or math.sqrt(c["num_hidden_layers"]))
@@ -178,16 +123,9 @@ FAMILIES = {
         },
         refuses=("mlp_bias",),
     ),
-    "DeepseekV32ForCausalLM": _indexed(n_group=8, topk_group=4),
-    "GlmMoeDsaForCausalLM": _indexed(
-        n_group=1, topk_group=1, max_position_embeddings=202752, norm_eps=1e-5, q_lora_rank=2048, v_head_dim=256,
-        qk_nope_head_dim=192,
-    ),
+    "DeepseekV32ForCausalLM": _INDEXED,
+    "GlmMoeDsaForCausalLM": _INDEXED,
     "LongcatFlashForCausalLM": Family(
-        defaults=SIZES | defaults(
-            131072, eps=1e-5, theta=10000000.0, experts=512, top_k=12, zero_expert_num=256, expert_size=2048,
-            routed_scaling_factor=6.0, router_bias=False, norm_topk_prob=False,
-        ),
         num_layers=lambda c, _: 3 * c["num_hidden_layers"], mixer=_longcat_mixer,
         feed_forward={
             "up_names": lambda _, i: (f"mlps.{i % 3 - 1}.gate_proj", f"mlps.{i % 3 - 1}.up_proj"),
@@ -210,14 +148,5 @@ FAMILIES = {
             for i in range(c["num_hidden_layers"]) for e in range(c["zero_expert_num"] or 0)
         ))},
     ),
-    "YoutuForCausalLM": Family(
-        defaults=SIZES | defaults(131072, tied=True), mixer=latent()
-    ),
+    "YoutuForCausalLM": Family(mixer=latent()),
 }  # fmt: skip
-
-
-def _axk1_sparse(config: Config, i: int) -> bool:
-    def by_frequency(config: Config, i: int) -> bool:
-        return bool(i >= config["first_k_dense_replace"] and i % config["moe_layer_freq"] == 0)
-
-    return bool(said_by_types(by_frequency)(config, i))

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from octavo.layers.experts import EXPERT_NAMES, one_by_one
+from octavo.layers.experts import EXPERT_NAMES, one_by_one, stacked
 from octavo.layers.feed_forward import FeedForwardDescription
+from octavo.layers.head import HeadDescription
+from octavo.layers.norm import NormDescription
 from octavo.layers.rotary import QueryGrowth
-from octavo.models.readers import Config, Setting, activation_of, key, per_layer
+from octavo.models.readers import Config, Family, Setting, activation_of, key
 from octavo.ops import Routing
-
-# Names of settings in the tables.
-_SHORT = {
-    "eps": "norm_eps", "kv_heads": "num_key_value_heads", "head_size": "head_dim", "act": "hidden_act",
-    "tied": "tie_word_embeddings", "theta": "rope_theta", "partial": "partial_rotary_factor",
-    "window": "sliding_window", "experts": "num_experts", "top_k": "num_experts_per_tok",
-    "expert_size": "moe_intermediate_size",
-}  # fmt: skip
-
-
-def defaults(max_positions: int | None = None, /, **settings: Any) -> dict[str, Any]:
-    """Of a configuration class, some by short names."""
-    found = {_SHORT.get(name, name): value for name, value in settings.items()}
-    return found if max_positions is None else found | {"max_position_embeddings": max_positions}
-
 
 ATTENTION_BIAS = {"qkv_bias": key("attention_bias"), "output_bias": key("attention_bias")}
 MLP_BIAS = {"bias": key("mlp_bias")}
@@ -34,15 +20,19 @@ AROUND = {
     "feed_forward_post_norm": "post_feedforward_layernorm",
 }  # fmt: skip
 AFTER = AROUND | {"attention_norm": None, "feed_forward_norm": None}
-# Granite's: their defaults, of scores, of what is added to the residual stream, of embedding and logits.
-NO_MULTIPLIERS = {
-    "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0, "logits_scaling": 1.0
-}  # fmt: skip
+# Granite's, of scores, of what is added to the residual stream, of embedding and logits.
 SCALE = {"scale": key("attention_multiplier")}
 RESIDUAL = {"residual_multiplier": key("residual_multiplier")}
 MULTIPLIERS = {"embedding_multiplier": key("embedding_multiplier"), "logits_divisor": key("logits_scaling")}
+# And by layer the base of the rotation, where 0 is none.
+GRANITE_ROPE = {"theta": lambda c, i: float((c["layer_rope_theta"] or [c["rope_theta"]] * (i + 1))[i])}
+# Others', of embedding and logits.
+ROOT = {"embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5}
+LOGITS_SOFTCAP = {"logits_softcap": lambda c, _: c["final_logit_softcapping"] or 0.0}
+LOGIT_SCALE = {"logits_divisor": lambda c, _: 1 / c["logit_scale"]}
 
 
+_OTHER_TYPES = ("linear_attention", "mamba", "recurrent", "conv", "mlp", "moe")
 # Mixtral's names of experts, and those of files and of transformers 5.
 W123 = (
     one_by_one("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3", "block_sparse_moe.experts.{}.w2"),
@@ -50,14 +40,18 @@ W123 = (
 )
 
 
-def mamba_rank(config: Config, setting: str) -> int:
-    """Of the product that Mamba 1 makes its time steps by."""
-    rank = config[setting]
-    return math.ceil(config["hidden_size"] / 16) if rank == "auto" else int(rank)
+def granite_rotates(config: Config, i: int) -> bool:
+    return config["layer_rope_theta"] is None or bool(config["layer_rope_theta"][i])
 
 
-def late_layers_slide(config: Config, i: int) -> bool:
-    return bool(i >= config["max_window_layers"])
+def sliding(rule: Setting) -> Setting:
+    """The types of layers that have the window, by the rule, or do not."""
+    return lambda c, i: "sliding_attention" if rule(c, i) else "full_attention"
+
+
+FULL = sliding(lambda *_: False)
+ALL_SLIDE = sliding(lambda *_: True)
+LATE_SLIDE = sliding(lambda c, i: i >= c["max_window_layers"])
 
 
 def all_but_every(number: int, setting: str = "", first: int = 1) -> Setting:
@@ -69,23 +63,22 @@ def all_but_every(number: int, setting: str = "", first: int = 1) -> Setting:
         period = len(period) if isinstance(period, str) else period  # "LLLG"
         return bool(config["sliding_window"]) and (i + first) % period != 0
 
-    return slides
+    return sliding(slides)
 
 
-def slides_by(rule: Setting) -> Setting:
-    """Whether the layer has the window, said by its type or else by the rule."""
-
-    def find(config: Config, i: int) -> bool:
-        if config["layer_types"] is None:
-            return bool(rule(config, i))
-        return bool(config["layer_types"][i] == "sliding_attention")
-
-    return find
+def slides(config: Config, i: int) -> bool:
+    """Whether the layer has the window."""
+    return bool(config["layer_types"][i] == "sliding_attention")
 
 
-def rotates_unless_all_is_seen(rule: Setting) -> Setting:
+def rotates_unless_all_is_seen(config: Config, i: int) -> bool:
     """Layers without the window do not rotate, in models that have one."""
-    return lambda c, i: not c["sliding_window"] or slides_by(rule)(c, i)
+    return not config["sliding_window"] or slides(config, i)
+
+
+def where_no_attention(mixer: Setting) -> Setting:
+    """In layers of other types. Those of unknown types are taken for attention's, which refuses them."""
+    return lambda c, i: mixer(c, i) if c["layer_types"][i] in _OTHER_TYPES else "attention"
 
 
 def routing(**changes: Any) -> Setting:
@@ -134,12 +127,20 @@ def granite_shared(config: Config, _: int) -> FeedForwardDescription | None:
     )  # fmt: skip
 
 
+# Of checkpoints, and of transformers 5.
+GRANITE_EXPERTS = {
+    "routing": routing(), "shared": granite_shared,
+    "router_names": ("block_sparse_moe.router.layer", "block_sparse_moe.router"),
+    "names": (
+        stacked("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+        stacked("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
+    ),
+}  # fmt: skip
 # Of DeepSeek-V3 and all that follow it.
 SIGMOID_GROUPS = routing(
     scoring="sigmoid", scale=key("routed_scaling_factor"), num_groups=key("n_group"), kept_groups=key("topk_group"),
     group_by_two=lambda c, _: c["topk_group"] < c["n_group"],
 )  # fmt: skip
-GROUPS = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
 # Of checkpoints, of what transformers 5 makes of some, of GGUF files.
 CORRECTION_NAMES = (
     "mlp.gate.e_score_correction_bias", "mlp.gate.e_score_correction.bias", "mlp.e_score_correction_bias"
@@ -152,13 +153,32 @@ def several(count: str, size: str = "moe_intermediate_size") -> Setting:
     return lambda c, _: (c[count] or 0) * c[size]
 
 
+ROUTED = CORRECTION | {"routing": SIGMOID_GROUPS, "shared": shared_expert(several("n_shared_experts"))}
+GUESSES = {"num_unused_layers": lambda c, _: c["num_nextn_predict_layers"] or 0}
+
+
 def sparse_from(setting: str) -> Setting:
     """All layers but the first ones are sparse."""
     return lambda c, i: i >= c[setting]
 
 
-def said_by_types(first: Setting) -> Setting:
-    """By `mlp_layer_types`, or where that is absent by `first`."""
-    return lambda c, i: (
-        first(c, i) if c.get("mlp_layer_types") is None else per_layer("mlp_layer_types")(c, i) == "sparse"
-    )
+def _modern_bert_norm(config: Config, _: int) -> NormDescription:
+    return NormDescription(config["norm_eps"], "layer", config["norm_bias"])
+
+
+def modern_bert_head(name: str) -> Setting:
+    return lambda c, i: HeadDescription(
+        f"{name}.dense", c["hidden_size"], c["classifier_bias"], activation_of(c["classifier_activation"]),
+        _modern_bert_norm(c, i), f"{name}.norm",
+    )  # fmt: skip
+
+
+MODERN_BERT = Family(
+    norm=_modern_bert_norm, layer_type=sliding(lambda c, i: i % c["global_attn_every_n_layers"]),
+    feed_forward={"up_names": ("mlp.Wi",), "down_name": "mlp.Wo"} | MLP_BIAS,
+    layer={"attention_norm": lambda _, i: "attn_norm" if i else None, "feed_forward_norm": "mlp_norm"},
+    model={
+        "embedding_name": "model.embeddings.tok_embeddings", "embedding_norm": _modern_bert_norm,
+        "embedding_norm_name": "model.embeddings.norm", "norm_name": "model.final_norm",
+    },
+)  # fmt: skip

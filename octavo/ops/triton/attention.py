@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops import LayerKVCache
+from octavo.ops import BIAS_PADDING, LayerKVCache
 from octavo.ops.triton import attention_plan, launch
 from octavo.ops.triton.attention_math import (
     LOG2E,
@@ -61,16 +61,17 @@ _NEXT_ITEM, _FINISHED_PROGRAMS, _NUM_GLOBAL_COUNTERS = tl.constexpr(0), tl.const
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "num_seqs", "num_partials", "table_stride"],
+    do_not_specialize=["num_tokens", "num_seqs", "num_partials", "table_stride", "bias_stride"],
     do_not_specialize_on_alignment=["block_tables", "key_ends", *LENGTHS],
 )
 def _attention_kernel(
-    query, key, value, scales, block_tables, query_start_loc, seq_lens, out, plan, partials, counters, slopes, sinks,
-    key_ends, num_tokens, num_seqs, num_partials, query_stride, table_stride, score_scale,
+    query, key, value, scales, block_tables, query_start_loc, seq_lens, out, plan, partials, counters, by_distance,
+    sinks, key_ends, num_tokens, num_seqs, num_partials, query_stride, table_stride, bias_stride, score_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P2: tl.constexpr, D: tl.constexpr, D_P2: tl.constexpr,
     V: tl.constexpr, V_P2: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    SLOPES: tl.constexpr, SINKS: tl.constexpr, AHEAD: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BY_DISTANCE: tl.constexpr, SINKS: tl.constexpr, AHEAD: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, MASKS_ALL: tl.constexpr, NESTED: tl.constexpr, SEQS: tl.constexpr, SCALED: tl.constexpr,
+    PADDING: tl.constexpr,
 ):  # fmt: skip
     """`partials` holds sums [Q, V] for each (split of a sequence, token), then maxima and sums [Q, 2] for each of them.
     `counters` are 0 before and after."""
@@ -101,9 +102,15 @@ def _attention_kernel(
             begin = tl.maximum(first_position - WINDOW + 1, 0)
         end = tl.minimum(first_position + TILE_TOKENS, num_keys)
         last = position
+        seen_by_all = first_position  # the last key that is, at least
         if AHEAD == "all":
             last = position * 0 + num_keys - 1
             end = num_keys
+            seen_by_all = num_keys - 1
+            if WINDOW > 0:
+                last = tl.minimum(last, position + WINDOW - 1)
+                end = tl.minimum(end, first_position + TILE_TOKENS + WINDOW - 1)
+                seen_by_all = tl.minimum(seen_by_all, first_position + WINDOW - 1)
         elif AHEAD == "to key_ends":
             key_end = tl.load(key_ends + seq_token + row // GROUP, mask=is_row, other=0)
             last = tl.maximum(position, key_end - 1)
@@ -129,11 +136,13 @@ def _attention_kernel(
         block = block_of(table, begin, end, BLOCK_SIZE, BLOCK_N)  # a tile ahead
         split_acc, split_max, split_sum = acc, row_max, row_sum
         scale = score_scale * LOG2E
-        if (SOFTCAP > 0) or SLOPES:
+        if (SOFTCAP > 0) or (BY_DISTANCE != ""):
             scale = scale * 0 + LOG2E
-        slope = row_max  # which nobody reads without ALiBi
-        if SLOPES:
-            slope = tl.load(slopes + head, mask=is_row, other=0.0)
+        slope = row_max  # which nobody reads where scores do not depend on the distance
+        if BY_DISTANCE == "slopes":
+            slope = tl.load(by_distance + head, mask=is_row, other=0.0)
+        elif BY_DISTANCE == "biases":  # what is added for key 0
+            slope = head * bias_stride + (bias_stride - PADDING) // 2 - position
         if NESTED:
             while begin < end:
                 split += 1
@@ -149,8 +158,9 @@ def _attention_kernel(
                     scores = exact_dot(q, tl.trans(as_query(k, q.dtype)), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
                     scores = scaled(scores, pair, 16, SCALED)
                     weights, before, split_max, split_sum = weigh(
-                        scores, split_max, split_sum, tile_key, first_position, position, last, slope, score_scale,
-                        scale, TILE_TOKENS, WINDOW, SOFTCAP, SLOPES, MASKS_ALL, BLOCK_N,
+                        scores, split_max, split_sum, tile_key, first_position, seen_by_all, position, last,
+                        by_distance, slope, score_scale, scale, TILE_TOKENS, WINDOW, SOFTCAP, BY_DISTANCE, MASKS_ALL,
+                        BLOCK_N,
                     )  # fmt: skip
                     # Nothing waits for this product before the next tile's scores are under way.
                     weights = scaled(weights, pair, 0, SCALED)
@@ -173,8 +183,8 @@ def _attention_kernel(
                     split += 1
                     split_end = split_begin(split + 1, SPLIT)
                 weights, before, split_max, split_sum = weigh(
-                    scores, split_max, split_sum, tile_key, first_position, position, last, slope, score_scale,
-                    scale, TILE_TOKENS, WINDOW, SOFTCAP, SLOPES, MASKS_ALL, BLOCK_N,
+                    scores, split_max, split_sum, tile_key, first_position, seen_by_all, position, last, by_distance,
+                    slope, score_scale, scale, TILE_TOKENS, WINDOW, SOFTCAP, BY_DISTANCE, MASKS_ALL, BLOCK_N,
                 )  # fmt: skip
                 weights = scaled(weights, pair, 0, SCALED)
                 split_acc = exact_dot(weights.to(q.dtype), as_query(v, q.dtype), split_acc * before[:, None])
@@ -269,11 +279,12 @@ class Tiles:
     nested: bool = False
 
 
-def _tiles(query: Tensor, cache_dtype: torch.dtype, group: int, is_prefill: bool) -> Tiles:
+def _tiles(query: Tensor, cache_dtype: torch.dtype, group: int, is_prefill: bool, has_biases: bool = False) -> Tiles:
     """Bits depend on block_n, and on where the warps lie: only along rows, or there is one layout for all batches.
 
     64 rows and four warps are the least that Hopper's instructions take. Registers decide the rest: a thread holds
-    block_m * head_size / (32 * num_warps) sums, as many merged ones, and half as many scores.
+    block_m * head_size / (32 * num_warps) sums, as many merged ones, and half as many scores; and as many biases as
+    scores where they have some.
     """
     padded = triton.next_power_of_2(query.shape[2])
     has_wgmma = launch.capability(query.device) >= (9, 0)
@@ -281,7 +292,7 @@ def _tiles(query: Tensor, cache_dtype: torch.dtype, group: int, is_prefill: bool
         return Tiles(max(16, triton.next_power_of_2(group)), 16, 4, 1, 2)
     if padded > 128:
         return Tiles(128 if group > 64 else 64, 32, 8, 2, 1)
-    block_n = (8192 if has_wgmma else 4096) // max(padded, 64)
+    block_n = (8192 if has_wgmma and not has_biases else 4096) // max(padded, 64)
     num_stages = 2 if block_n == 128 else 3
     unpacks_float8 = cache_dtype.itemsize == 1 and not has_wgmma
     if (is_prefill and has_wgmma) or unpacks_float8 or group > 64:
@@ -309,7 +320,6 @@ def paged_attention(
     Rows of sequences without keys and rows after the last sequence's are zeros. Entries of a block table that
     `seq_lens` does not reach may be anything.
     """
-    assert distance_biases is None and not (bidirectional and sliding_window), "encoders are refused on GPUs"
     num_tokens, num_heads, head_size = query.shape
     num_blocks, block_size, num_kv_heads, _ = cache.key.shape
     num_seqs, group = len(seq_lens), num_heads // num_kv_heads
@@ -329,12 +339,17 @@ def paged_attention(
     if key_ends is not None:
         assert key_ends.shape == (num_tokens,) and key_ends.dtype is torch.int32
     assert slopes is None or not (bidirectional or key_ends is not None)
+    by_distance, bias_stride = slopes, 0
+    if distance_biases is not None:
+        by_distance, bias_stride = distance_biases, distance_biases.shape[1]
+        assert bidirectional and distance_biases.dtype is torch.float32 and distance_biases.is_contiguous()
+        assert len(distance_biases) == num_heads
     assert len(query_start_loc) == num_seqs + 1 and len(block_tables) >= num_seqs
     out = torch.empty((num_tokens, num_heads * value_size), dtype=query.dtype, device=query.device)
     if num_tokens == 0:
         return out
 
-    tiles = _tiles(query, cache.key.dtype, group, is_prefill=num_tokens > 2 * num_seqs)
+    tiles = _tiles(query, cache.key.dtype, group, num_tokens > 2 * num_seqs, distance_biases is not None)
     padded_size = triton.next_power_of_2(head_size)
     num_programs = launch.num_multiprocessors(query.device) * tiles.programs_per_multiprocessor
     partials, counters = _workspace(query.device, launch.stream(query.device))
@@ -350,15 +365,16 @@ def paged_attention(
     _attention_kernel[(num_programs,)](
         query, key, value, key if cache.scales is None else cache.scales.view(torch.int32), block_tables,
         query_start_loc, seq_lens, out, plan, partials, counters,
-        partials if slopes is None else slopes, partials if sinks is None else sinks,
+        partials if by_distance is None else by_distance, partials if sinks is None else sinks,
         seq_lens if key_ends is None else key_ends,
-        num_tokens, num_seqs, num_partials, query.stride(0), block_tables.stride(0), float(scale),
+        num_tokens, num_seqs, num_partials, query.stride(0), block_tables.stride(0), bias_stride, float(scale),
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_P2=triton.next_power_of_2(group), D=head_size, D_P2=padded_size,
         V=value_size, V_P2=triton.next_power_of_2(value_size), BLOCK_SIZE=block_size, WINDOW=sliding_window,
-        SOFTCAP=float(softcap), SLOPES=slopes is not None, SINKS=sinks is not None, AHEAD=ahead,
-        SPLIT=attention_plan.SPLIT_KEYS,
+        SOFTCAP=float(softcap),
+        BY_DISTANCE="slopes" if slopes is not None else "" if distance_biases is None else "biases",
+        SINKS=sinks is not None, AHEAD=ahead, SPLIT=attention_plan.SPLIT_KEYS,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, MASKS_ALL=tiles.masks_all, NESTED=tiles.nested,
-        SEQS=attention_plan.SEQS_AT_ONCE, SCALED=cache.scales is not None,
+        SEQS=attention_plan.SEQS_AT_ONCE, SCALED=cache.scales is not None, PADDING=BIAS_PADDING,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -122,22 +122,26 @@ def scaled(x, scales, LEFT: tl.constexpr, SCALED: tl.constexpr):
 
 @triton.jit
 def weigh(
-    scores, split_max, split_sum, tile_key, first_position, position, last, slope, score_scale, scale,
-    TILE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SLOPES: tl.constexpr,
-    MASKS_ALL: tl.constexpr, BLOCK_N: tl.constexpr,
+    scores, split_max, split_sum, tile_key, first_position, seen_by_all, position, last, by_distance, slope,
+    score_scale, scale, TILE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    BY_DISTANCE: tl.constexpr, MASKS_ALL: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """-> (weights of a tile of keys, what earlier sums are multiplied with, the split's new maximum and sum). The key
-    at `last` is the last that a row sees."""
+    at `last` is the last that a row sees; up to `seen_by_all` all rows see them, as far as windows let them. `slope` is
+    that of ALiBi, or where in `by_distance` a row has what is added to the score of key 0."""
     keys = tile_key + tl.arange(0, BLOCK_N)
     if SOFTCAP > 0:
         scores = soft_capped(scores * score_scale, SOFTCAP)
-    if SLOPES:
-        if SOFTCAP == 0:
-            scores = scores * score_scale
+    if (BY_DISTANCE != "") and (SOFTCAP == 0):
+        scores = scores * score_scale
+    if BY_DISTANCE == "slopes":
         distance = (keys[None, :] - position[:, None]).to(tl.float32)
         scores = tl.fma(tl.broadcast_to(slope[:, None], scores.shape), distance, scores)
+    elif BY_DISTANCE == "biases":
+        is_seen = (keys[None, :] <= last[:, None]) & (position <= last)[:, None]
+        scores += tl.load(by_distance + (slope[:, None] + keys[None, :]), mask=is_seen, other=0.0)
     if not MASKS_ALL:
-        hides = tile_key + BLOCK_N > first_position + 1
+        hides = tile_key + BLOCK_N > seen_by_all + 1
         if WINDOW > 0:
             hides = hides | (tile_key <= first_position + TILE_TOKENS - 1 - WINDOW)
         if hides:

@@ -1,7 +1,8 @@
 """Layers with a state: short convolutions, selective scans and the gated delta rule, token by token, in float32.
 
 A program has some channels of one sequence, and walks over its tokens in this step; so no result depends on how a
-prompt is cut into steps. States lie as rows of the channels: [K - 1, C], [N, C], [V, Dk, Dv].
+prompt is cut into steps. States lie as rows of the channels: [K - 1, C], [N, C], [V, Dk, Dv]. One is written where the
+next token is to leave its own in another block.
 """
 
 from __future__ import annotations
@@ -74,27 +75,32 @@ def multiply(x: Tensor, y: Tensor, activation: str = "identity", consumer: Linea
 
 
 @triton.jit
-def _sequence(block_tables, table_stride, query_start_loc, seq_lens, states, state_stride):
-    """Program (s, ...): the tokens of sequence s, how many came before, and where its state lies."""
+def _sequence(query_start_loc, seq_lens):
+    """Program (s, ...): the tokens of sequence s, and how many came before."""
     s = tl.program_id(0).to(tl.int64)
     begin = tl.load(query_start_loc + s).to(tl.int64)
     end = tl.load(query_start_loc + s + 1).to(tl.int64)
-    block = tl.load(block_tables + s * table_stride).to(tl.int64)
-    return begin, end, tl.load(seq_lens + s) - (end - begin), states + block * state_stride
+    return begin, end, tl.load(seq_lens + s) - (end - begin)
+
+
+@triton.jit
+def _is_left(slot_mapping, t, end):
+    """Whether no later token of the sequence overwrites the state that token t leaves."""
+    following = tl.load(slot_mapping + t + 1, mask=t + 1 < end, other=-1)
+    return following != tl.load(slot_mapping + t)
 
 
 @triton.jit
 def _conv(
-    block_tables, table_stride, query_start_loc, seq_lens, states, state_stride, x, x_stride, weight, bias, out,
+    slot_mapping, query_start_loc, seq_lens, states, state_stride, x, x_stride, weight, bias, out,
     WIDTH: tl.constexpr, KERNEL: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, KIND: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip
     """Program (s, c): piece c of the channels. ROWS is a power of two that holds KERNEL - 1."""
-    begin, end, num_before, state = _sequence(
-        block_tables, table_stride, query_start_loc, seq_lens, states, state_stride
-    )
+    begin, end, num_before = _sequence(query_start_loc, seq_lens)
     if begin == end:
         return
+    state = states + tl.load(slot_mapping + begin) * state_stride
     lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
     inside = lane < WIDTH
     for t in range(begin, end):
@@ -108,25 +114,32 @@ def _conv(
             old = tl.load(state + (row - begin + KERNEL - 1) * WIDTH + lane, mask=is_old, other=0.0)
             total = tl.fma(tl.load(weight + j * WIDTH + lane, mask=inside, other=0.0), new + old, total)
         tl.store(out + t * WIDTH + lane, _factor(total, KIND).to(out.dtype.element_ty), mask=inside)
-    # All rows are read before any is written: they may move within the state.
+    # From the last token back to one that leaves its state where all of them read the old one from. Of that all rows
+    # are read before any is written: they may move within it.
     kept = tl.arange(0, ROWS)[:, None]
-    row = end - (KERNEL - 1) + kept
     is_row = inside[None] & (kept < KERNEL - 1)
-    new = tl.load(x + row * x_stride + lane[None], mask=is_row & (row >= begin), other=0.0).to(tl.float32)
-    is_old = is_row & (row < begin) & (num_before + 0 * kept > 0)
-    old = tl.load(state + (row - begin + KERNEL - 1) * WIDTH + lane[None], mask=is_old, other=0.0)
-    tl.debug_barrier()
-    tl.store(state + kept * WIDTH + lane[None], new + old, mask=is_row)
+    first = tl.load(slot_mapping + begin)
+    t = end - 1
+    while t >= begin:
+        slot = tl.load(slot_mapping + t)
+        if _is_left(slot_mapping, t, end):
+            row = t + 1 - (KERNEL - 1) + kept
+            new = tl.load(x + row * x_stride + lane[None], mask=is_row & (row >= begin), other=0.0).to(tl.float32)
+            is_old = is_row & (row < begin) & (num_before + 0 * kept > 0)
+            old = tl.load(state + (row - begin + KERNEL - 1) * WIDTH + lane[None], mask=is_old, other=0.0)
+            tl.debug_barrier()
+            tl.store(states + slot * state_stride + kept * WIDTH + lane[None], new + old, mask=is_row)
+        t = tl.where(slot == first, begin, t) - 1
 
 
-def _of_sequences(states: Tensor, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> tuple[Any, ...]:
-    assert states.dtype is torch.float32 and states.stride(1) == 1
-    assert block_tables.dtype is query_start_loc.dtype is seq_lens.dtype is torch.int32
-    return block_tables, block_tables.stride(0), query_start_loc, seq_lens, states, states.stride(0)
+def _of_sequences(states: Tensor, slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> tuple[Any, ...]:
+    assert states.dtype is torch.float32 and states.stride(1) == 1 and slot_mapping.is_contiguous()
+    assert slot_mapping.dtype is torch.int64 and query_start_loc.dtype is seq_lens.dtype is torch.int32
+    return slot_mapping, query_start_loc, seq_lens, states, states.stride(0)
 
 
 def causal_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, states: Tensor, block_tables: Tensor,
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, states: Tensor, slot_mapping: Tensor,
     query_start_loc: Tensor, seq_lens: Tensor,
 ) -> Tensor:  # fmt: skip
     """`Ops.causal_conv`."""
@@ -135,7 +148,7 @@ def causal_conv(
     # Rows of no sequence, with which steps are padded, are read by later operations.
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     _conv[(len(seq_lens), triton.cdiv(width, _CONV_LANES))](
-        *_of_sequences(states, block_tables, query_start_loc, seq_lens), x, x.stride(0), weight, bias, out, WIDTH=width,
+        *_of_sequences(states, slot_mapping, query_start_loc, seq_lens), x, x.stride(0), weight, bias, out, WIDTH=width,
         KERNEL=kernel, ROWS=max(triton.next_power_of_2(kernel - 1), 1), HAS_BIAS=bias is not None,
         KIND=_FACTORS.index(activation), LANES=_CONV_LANES, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
@@ -144,17 +157,16 @@ def causal_conv(
 
 @triton.jit
 def _scan(
-    block_tables, table_stride, query_start_loc, seq_lens, states, state_stride, x, x_stride, time, time_stride, b,
+    slot_mapping, query_start_loc, seq_lens, states, state_stride, x, x_stride, time, time_stride, b,
     b_stride, c, c_stride, a, d, time_bias, out, time_min, time_max, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
     HEAD: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, HAS_TIME: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_SKIP: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Program (s, p): the p-th piece of a group's channels, group by group. ROWS is a power of two that holds SIZE."""
-    begin, end, num_before, state = _sequence(
-        block_tables, table_stride, query_start_loc, seq_lens, states, state_stride
-    )
+    begin, end, num_before = _sequence(query_start_loc, seq_lens)
     if begin == end:
         return
+    state = states + tl.load(slot_mapping + begin) * state_stride
     PIECES: tl.constexpr = (GROUP + LANES - 1) // LANES
     group = tl.program_id(1) // PIECES
     within = tl.program_id(1) % PIECES * LANES + tl.arange(0, LANES)
@@ -180,7 +192,8 @@ def _scan(
         if HAS_SKIP:
             y = tl.fma(values, tl.load(d + lane, mask=inside, other=0.0), y)
         tl.store(out + t * CHANNELS + lane, y.to(out.dtype.element_ty), mask=inside)
-    tl.store(state + place, h, mask=has)
+        if _is_left(slot_mapping, t, end):
+            tl.store(states + tl.load(slot_mapping + t) * state_stride + place, h, mask=has)
 
 
 def num_scan_floats(channels: int, num_groups: int, state_size: int) -> int:
@@ -190,7 +203,7 @@ def num_scan_floats(channels: int, num_groups: int, state_size: int) -> int:
 
 def selective_scan(
     x: Tensor, time: Tensor | None, b: Tensor, c: Tensor, a: Tensor, d: Tensor | None, time_bias: Tensor | None,
-    time_limit: tuple[float, float], states: Tensor, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
+    time_limit: tuple[float, float], states: Tensor, slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
 ) -> Tensor:  # fmt: skip
     """`Ops.selective_scan`."""
     channels, (groups, size) = x.shape[1], b.shape[1:]
@@ -199,7 +212,7 @@ def selective_scan(
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     group = channels // groups
     _scan[(len(seq_lens), groups * triton.cdiv(group, _LANES))](
-        *_of_sequences(states, block_tables, query_start_loc, seq_lens), x, x.stride(0), time,
+        *_of_sequences(states, slot_mapping, query_start_loc, seq_lens), x, x.stride(0), time,
         0 if time is None else time.stride(0), b, b.stride(0), c, c.stride(0), a, d, time_bias, out, *time_limit,
         CHANNELS=channels, GROUP=group, HEAD=1 if time is None else channels // time.shape[1], SIZE=size,
         ROWS=triton.next_power_of_2(size), HAS_TIME=time is not None, HAS_BIAS=time_bias is not None,
@@ -210,17 +223,16 @@ def selective_scan(
 
 @triton.jit
 def _delta(
-    block_tables, table_stride, query_start_loc, seq_lens, states, state_stride, query, query_stride, key, key_stride,
+    slot_mapping, query_start_loc, seq_lens, states, state_stride, query, query_stride, key, key_stride,
     value, value_stride, decay, decay_stride, beta, beta_stride, a, decay_bias, beta_scale, lowest, out,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     LANES: tl.constexpr, BY_ELEMENT: tl.constexpr, BOUNDED: tl.constexpr, ALTERNATES: tl.constexpr,
 ):  # fmt: skip
     """Program (s, p): the p-th piece of a head's values, head by head."""
-    begin, end, num_before, state = _sequence(
-        block_tables, table_stride, query_start_loc, seq_lens, states, state_stride
-    )
+    begin, end, num_before = _sequence(query_start_loc, seq_lens)
     if begin == end:
         return
+    state = states + tl.load(slot_mapping + begin) * state_stride
     PIECES: tl.constexpr = (WIDTH + LANES - 1) // LANES
     head = tl.program_id(1) // PIECES
     lane = tl.program_id(1) % PIECES * LANES + tl.arange(0, LANES)
@@ -251,12 +263,13 @@ def _delta(
         h = tl.fma(k[:, None] + tl.zeros_like(h), change[None] + tl.zeros_like(h), h)
         y = tl.sum(h * q[:, None], 0)
         tl.store(out + (t * HEADS + head) * WIDTH + lane, y.to(out.dtype.element_ty), mask=lane < WIDTH)
-    tl.store(state + place, h, mask=has)
+        if _is_left(slot_mapping, t, end):
+            tl.store(states + tl.load(slot_mapping + t) * state_stride + place, h, mask=has)
 
 
 def gated_delta(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, a: Tensor, decay_bias: Tensor,
-    beta_scale: float, states: Tensor, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
+    beta_scale: float, states: Tensor, slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
     lowest: float = 0.0, alternates: bool = False,
 ) -> Tensor:  # fmt: skip
     """`Ops.gated_delta`."""
@@ -267,7 +280,7 @@ def gated_delta(
     by_element = decay.shape[1] != heads
     lanes = _LANES // 2 if by_element else _LANES  # decays of all rows take registers
     _delta[(len(seq_lens), heads * triton.cdiv(width, lanes))](
-        *_of_sequences(states, block_tables, query_start_loc, seq_lens), query, query.stride(0), key, key.stride(0),
+        *_of_sequences(states, slot_mapping, query_start_loc, seq_lens), query, query.stride(0), key, key.stride(0),
         value, value.stride(0), decay, decay.stride(0), beta, beta.stride(0), a, decay_bias, beta_scale, lowest, out,
         HEADS=heads, KEY_HEADS=key_heads, SIZE=size, ROWS=triton.next_power_of_2(size), WIDTH=width, LANES=lanes,
         BY_ELEMENT=by_element, BOUNDED=lowest != 0.0, ALTERNATES=alternates, num_warps=4, enable_fp_fusion=False,
@@ -277,15 +290,14 @@ def gated_delta(
 
 @triton.jit
 def _recurrence(
-    block_tables, table_stride, query_start_loc, seq_lens, states, state_stride, x, x_stride, input_gate, input_stride,
+    slot_mapping, query_start_loc, seq_lens, states, state_stride, x, x_stride, input_gate, input_stride,
     decay_gate, decay_stride, a, input_bias, decay_bias, out, WIDTH: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Program (s, c): piece c of the channels."""
-    begin, end, num_before, state = _sequence(
-        block_tables, table_stride, query_start_loc, seq_lens, states, state_stride
-    )
+    begin, end, num_before = _sequence(query_start_loc, seq_lens)
     if begin == end:
         return
+    state = states + tl.load(slot_mapping + begin) * state_stride
     lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
     inside = lane < WIDTH
     rate = tl.load(a + lane, mask=inside, other=0.0)
@@ -302,12 +314,13 @@ def _recurrence(
         is_first = (t == begin) & (num_before == 0)
         h = tl.fma(tl.exp(exponent), h, tl.where(is_first, gated, root * gated))
         tl.store(out + t * WIDTH + lane, h.to(out.dtype.element_ty), mask=inside)
-    tl.store(state + lane, h, mask=inside)
+        if _is_left(slot_mapping, t, end):
+            tl.store(states + tl.load(slot_mapping + t) * state_stride + lane, h, mask=inside)
 
 
 def gated_recurrence(
     x: Tensor, input_gate: Tensor, decay_gate: Tensor, a: Tensor, input_bias: Tensor, decay_bias: Tensor,
-    states: Tensor, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
+    states: Tensor, slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
 ) -> Tensor:  # fmt: skip
     """`Ops.gated_recurrence`."""
     width = x.shape[1]
@@ -315,7 +328,7 @@ def gated_recurrence(
     assert x.stride(1) == input_gate.stride(1) == decay_gate.stride(1) == 1
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     _recurrence[(len(seq_lens), triton.cdiv(width, _LANES))](
-        *_of_sequences(states, block_tables, query_start_loc, seq_lens), x, x.stride(0), input_gate,
+        *_of_sequences(states, slot_mapping, query_start_loc, seq_lens), x, x.stride(0), input_gate,
         input_gate.stride(0), decay_gate, decay_gate.stride(0), a, input_bias, decay_bias, out, WIDTH=width,
         LANES=_LANES, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -27,6 +27,7 @@ class Machine:
     between_s: float  # from the end of a kernel of a graph to the first instruction of the next
     shared_bytes: int  # of a multiprocessor
     is_hopper: bool
+    link_gbs: float  # that it receives from others of its host by NVLink
 
     @property
     def flops(self) -> float:
@@ -35,11 +36,12 @@ class Machine:
 
 
 # Rates as such devices have measured. The cache's: Chips and Cheese, "Nvidia's H100: Funny L2, and Tons of Bandwidth"
-# (2023), some 5.5 TB/s on an H100 with fewer multiprocessors, and less on an A100.
+# (2023), some 5.5 TB/s on an H100 with fewer multiprocessors, and less on an A100. Links: four fifths of what NVIDIA's
+# data sheets have for one direction.
 MACHINES = {
-    "h100": Machine(132, 3000, 790, 6000, 75, 0.9e-6, 1.0e-6, 227 << 10, True),
-    "h200": Machine(132, 4300, 790, 6000, 75, 0.9e-6, 1.0e-6, 227 << 10, True),
-    "a100": Machine(108, 1700, 270, 4000, 60, 0.8e-6, 1.2e-6, 163 << 10, False),
+    "h100": Machine(132, 3000, 790, 6000, 75, 0.9e-6, 1.0e-6, 227 << 10, True, 370),
+    "h200": Machine(132, 4300, 790, 6000, 75, 0.9e-6, 1.0e-6, 227 << 10, True, 370),
+    "a100": Machine(108, 1700, 270, 4000, 60, 0.8e-6, 1.2e-6, 163 << 10, False, 250),
 }
 
 
@@ -48,6 +50,20 @@ def machine_like(capability: tuple[int, int], multiprocessors: int) -> Machine:
     known = MACHINES["h100" if capability[0] in (9, 10) else "a100"]
     share = multiprocessors / known.multiprocessors
     return replace(known, multiprocessors=multiprocessors, tflops=known.tflops * share)
+
+
+# What an exchange of rows between devices takes to begin, and bytes that an H100's link carries meanwhile.
+EXCHANGE_S = 12e-6
+_SECOND_EXCHANGE_BYTES = 4 << 20
+
+
+def sum_exchanges(num_bytes: int, size: int) -> tuple[int, int]:
+    """How `num_bytes` of each of `size` devices are added up: the number of exchanges, and bytes that each receives.
+
+    One exchange brings the rows of all; two, of parts of the rows and of their sums, are less to carry.
+    """
+    one, two = (size - 1) * num_bytes, 2 * (size - 1) * num_bytes // size
+    return (1, one) if one - two <= _SECOND_EXCHANGE_BYTES else (2, two)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from octavo.pooling_params import PoolingConfig
+
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
     "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
@@ -49,6 +51,23 @@ MODELS: dict[str, dict[str, Any]] = {
         "decoder_attention_heads": 20, "decoder_ffn_dim": 5120, "vocab_size": 51866, "max_source_positions": 1500,
         "max_target_positions": 448, "dtype": "bfloat16",
     },
+    "bert": {
+        "architectures": ["BertForSequenceClassification"], "vocab_size": 30522, "hidden_size": 768,
+        "intermediate_size": 3072, "num_hidden_layers": 2, "num_attention_heads": 12, "max_position_embeddings": 512,
+        "num_labels": 3,
+    },
+    "mpnet": {
+        "architectures": ["MPNetModel"], "vocab_size": 30527, "hidden_size": 768, "intermediate_size": 3072,
+        "num_hidden_layers": 2, "num_attention_heads": 12, "max_position_embeddings": 514, "layer_norm_eps": 1e-5,
+    },
+    "modernbert": {
+        "architectures": ["ModernBertForTokenClassification"], "vocab_size": 50368, "hidden_size": 768,
+        "intermediate_size": 1152, "num_hidden_layers": 4, "num_attention_heads": 12, "num_labels": 3,
+    },
+}  # fmt: skip
+POOLING = {
+    "bert": PoolingConfig("classify", "CLS", 3), "mpnet": PoolingConfig("embed", "MEAN", 768),
+    "modernbert": PoolingConfig("token_classify", "ALL", 3),
 }  # fmt: skip
 SEEING = ("qwen3-vl", "gemma-3")
 MAX_TOKENS, MAX_SEQS = 8192, 400
@@ -98,7 +117,7 @@ def main() -> None:
 
     JITFunction._do_compile = note
     config: Any = SimpleNamespace(
-        model=SimpleNamespace(dtype="bfloat16", max_model_len=8192),
+        model=SimpleNamespace(dtype="bfloat16", max_model_len=8192, pooling=POOLING.get(model)),
         cache=SimpleNamespace(block_size=16, dtype="bfloat16"),
         scheduler=SimpleNamespace(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS),
         media=model in SEEING or None, sound=model == "whisper" or None, lora=None,
@@ -109,7 +128,8 @@ def main() -> None:
         )
     weights: Any = _Formats(matrix_format)
     cuda_collectives._size = size
-    description = with_share(describe(MODELS[model]), Share(0, size), reproducible=False)
+    description = describe(MODELS[model], pooling=POOLING.get(model))
+    description = with_share(description, Share(0, size), reproducible=False)
     with outline.outlining(outline._compile):
         runner = outline_runner(config, description, weights, load_cuda())
         runner.warm_up()
@@ -120,7 +140,8 @@ def main() -> None:
                 for num_seqs in {1, num_tokens // 2, min(num_tokens, MAX_SEQS)} - {0}:
                     num_seqs = min(num_seqs, MAX_SEQS)
                     for adapted in {False, config.lora is not None}:
-                        runner._rehearse(num_tokens, num_seqs, min(num_tokens, MAX_SEQS), adapted)
+                        num_samples = num_tokens if model in POOLING else min(num_tokens, MAX_SEQS)
+                        runner._rehearse(num_tokens, num_seqs, num_samples, adapted)
     names = sorted({name for name, _ in found})
     late = sorted({name for name, _ in found - at_start})
     print(json.dumps({"kernels": names, "variants": len(at_start), "late": late}))

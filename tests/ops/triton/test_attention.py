@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops import LayerKVCache
+from octavo.ops.ref_attention import to_cache
 from octavo.ops.triton import attention, attention_plan, launch
 from octavo.ops.triton.attention import Tiles, paged_attention
 from tests.ops.kernel_cases import score_settings
@@ -70,7 +71,7 @@ class Paged:
             self.tables[s, : counts[s]] = blocks
             slots = (blocks.long()[:, None] * block_size + torch.arange(block_size)).flatten()[:length]
             for i, (part, rows) in enumerate(zip(parts, (k, v), strict=True)):
-                elements, of_rows = torch_ref.module._to_cache(rows[..., : sizes[i]], cache_dtype)
+                elements, of_rows = to_cache(rows[..., : sizes[i]], cache_dtype)
                 part.view(-1, num_kv_heads, sizes[i])[slots] = elements
                 if scales is not None:
                     scales.view(-1, num_kv_heads, 2)[slots, :, i] = of_rows.bfloat16()
@@ -199,6 +200,31 @@ def test_spans_that_see_ahead_match_the_reference_whatever_their_company(
     seen = torch.zeros(260, dtype=torch.bool, device=DEVICE)
     seen[[*range(3, 59), 61, *range(100, 249)]] = True
     assert torch.equal((whole != causal).any(1), seen)
+
+
+@pytest.mark.parametrize(
+    ("window", "scores", "masks_all", "nested"),
+    [
+        (0, (), False, True), (33, (), False, True), (20, (), True, False), (0, ("distance_biases",), False, True),
+        (40, ("distance_biases", "softcap"), True, False),
+    ],
+)  # fmt: skip
+def test_attention_both_ways_matches_the_reference_whatever_its_company(
+    monkeypatch: pytest.MonkeyPatch, window: int, scores: tuple[str, ...], masks_all: bool, nested: bool
+) -> None:
+    """Texts of some tiles of queries and keys, and of some splits."""
+    use_tiles(monkeypatch, Tiles(32, 16, 4, 1, 2, masks_all, nested))
+    settings = score_settings(scores, 2) | {"bidirectional": True}
+    settings = {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in settings.items()}
+    paged = Paged([7, 110, 20], (2, 1, 64), dtype=torch.float16, seed=1)
+    together = [(0, 0, 7), (1, 0, 110), (2, 0, 20)]
+    paged.check(together, window, **settings)
+    whole = paged.attend(together, window, **settings)
+    for row, (begin, end) in zip(together, [(0, 7), (7, 117), (117, 137)], strict=True):
+        assert torch.equal(paged.attend([row], window, **settings), whole[begin:end])
+    # With few rows beside many keys each split is summed by itself.
+    rows = [(1, 108, 110), (2, 19, 20)]
+    assert torch.equal(paged.attend(rows, window, **settings), whole[[115, 116, 136]])
 
 
 @pytest.mark.parametrize("head_size", [64, 128])

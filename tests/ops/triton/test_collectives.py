@@ -22,6 +22,7 @@ WORKER = f"""
 import sys
 import numpy as np, torch
 from octavo.ops import cuda, cuda_collectives
+from octavo.ops.triton import schedule
 
 rank, file = map(int, sys.argv[1:3])
 cuda_collectives.join_group(rank, {SIZE}, file, [])
@@ -31,12 +32,13 @@ bias = torch.arange({WIDTH}, dtype=torch.float32)
 found = [x.clone()]
 for rows in (x, x[:1], x[:3]):
     for limit in (1 << 20, -1):  # in one exchange, and in two
-        cuda_collectives._SECOND_EXCHANGE_BYTES = limit
+        schedule._SECOND_EXCHANGE_BYTES = limit
         summed = rows.clone()
         cuda.all_reduce(summed, bias)
         found.append(summed)
 first, end = min(rank * 3, {COLUMNS}), min(rank * 3 + 3, {COLUMNS})
 found.append(cuda.all_gather(x[:, first:end], first, {COLUMNS}))
+found.append(cuda.all_gather(x[:, first:end].bfloat16(), first, {COLUMNS}).float())
 tokens = torch.arange(4) + 10 * rank
 cuda.from_first(tokens)
 np.savez(sys.argv[3], *found, tokens)
@@ -83,11 +85,13 @@ def test_all_have_the_same_bits_whichever_way_rows_take(tmp_path: Path) -> None:
     given = np.stack([of_rank[0] for of_rank in found])
     expected = in_tree(given) + np.arange(WIDTH, dtype=np.float32)
     columns = np.concatenate([given[rank][:, 3 * rank : min(3 * rank + 3, COLUMNS)] for rank in range(SIZE)], 1)
-    for _, *summed, gathered, tokens in found:
+    rounded = torch.from_numpy(columns).bfloat16().float().numpy()
+    for _, *summed, gathered, halves, tokens in found:
         for rows in summed:
             np.testing.assert_array_equal(rows, expected[: len(rows)])
         assert [len(rows) for rows in summed] == [5, 5, 1, 1, 3, 3]
         np.testing.assert_array_equal(gathered, columns)
+        np.testing.assert_array_equal(halves, rounded)
         assert tokens.tolist() == [0, 1, 2, 3]
 
 

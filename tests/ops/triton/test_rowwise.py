@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops import ACTIVATIONS
+from octavo.ops import ACTIVATIONS, POOLINGS
 from octavo.ops.triton import norm
 from octavo.ops.triton.norm import layer_norm, rms_norm
+from octavo.ops.triton.pooling import pool
 from octavo.ops.triton.quantize import codes_of, quantize_rows, scales_of
 from octavo.ops.triton.rows import activation, add, take_rows
 from tests.ops.kernel_cases import PARAMETERS, assert_near, assert_same_bits, random
@@ -183,3 +184,19 @@ def test_take_rows(dtype: torch.dtype) -> None:
     rows = torch.tensor([8, 0, 3, 3])
     assert torch.equal(take_rows(x, rows), x[rows])
     assert take_rows(x, rows[:0]).shape == (0, 2100)
+
+
+@pytest.mark.parametrize("kind", POOLINGS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_pooled_each_text_for_itself(dtype: torch.dtype, kind: str) -> None:
+    lengths = torch.tensor([1, 3, 32, 33, 100])
+    ends = (lengths.cumsum(0) - 1).to(DEVICE)
+    starts = ends - (lengths - 1).to(DEVICE)
+    x = on_device(0, int(lengths.sum()) + 5, 2 * 300, dtype=dtype)[:, :300] + 0.5
+    for out in ("float32", None):
+        pooled = pool(x, starts, ends, kind, out)
+        assert_near(pooled, torch_ref.pool(x, starts, ends, kind, out))
+        assert torch.equal(pooled[0], x[0].to(pooled.dtype))
+        last = slice(int(starts[-1]), None)
+        assert_same_bits(pool(x[last], starts[-1:] * 0, ends[-1:] - starts[-1], kind, out), pooled[-1:])
+    assert pool(x, starts[:0], ends[:0], kind).shape == (0, 300)

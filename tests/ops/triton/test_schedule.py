@@ -14,7 +14,7 @@ from tests.ops.triton.conftest import DEVICE
 # Two multiprocessors that read 10 GB/s each through their ports, and 16 from memory together.
 SMALL = Machine(
     2, copy_gbs=16, tflops=2e-3, cache_gbs=100, port_gbs=10, latency_s=1e-6, between_s=0, shared_bytes=1 << 17,
-    is_hopper=True,
+    is_hopper=True, link_gbs=1,
 )  # fmt: skip
 READS = Item(memory_bytes=8e3, cache_bytes=8e3, in_flight=1e6)
 

@@ -16,7 +16,7 @@ from octavo.errors import RequestError
 Item = dict[str, Any]
 
 _ROLES = ("user", "assistant", "system", "developer")
-_MEDIA = ("input_image", "input_audio")  # parts of messages of the user
+_MEDIA = ("input_image", "input_audio")  # parts of messages of the user, and of what functions have found
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 _KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 
@@ -66,11 +66,8 @@ def _read_item(item: Mapping[str, Any], where: str, new_id: str) -> Item:
         fields = {name: _text(item, name, where) for name in ("call_id", "name", "arguments")}
         return {"type": kind, "id": id, **fields, "status": "completed"}
     if kind == "function_call_output":
-        output = item.get("output")
-        if not isinstance(output, str):
-            output = "\n".join(part["text"] for part in _parts(output, f"{where}.output", "input_text"))
-        else:
-            _check_unicode(output, f"{where}.output")
+        found = _parts(item.get("output"), f"{where}.output", "input_text", takes_media=True)
+        output = found if _has_media(found) else "\n".join(part["text"] for part in found)
         call_id = _text(item, "call_id", where)
         return {"type": kind, "id": id, "call_id": call_id, "output": output, "status": "completed"}
     return _read_reasoning(item, where, id)
@@ -108,7 +105,7 @@ def _parts(value: Any, where: str, kind: str, takes_media: bool = False) -> list
             parts.append(_picture(part, f"{where}[{i}]") if of == "input_image" else _sound(part, f"{where}[{i}]"))
             continue
         if not isinstance(of, str) or of not in _TEXTS:
-            built = "text and, in messages of the user, input_image and input_audio are"
+            built = "text and, of the user and of functions, input_image and input_audio are"
             raise _wrong(f"{where}[{i}]", f"has the type {of!r:.60}, which is not built here; {built}")
         text = _text(part, "refusal" if of == "refusal" else "text", f"{where}[{i}]")
         parts.append(_part(kind, text))
@@ -172,7 +169,7 @@ def to_messages(items: Sequence[Item], instructions: str | None) -> list[dict[st
         match item["type"]:
             case "message":
                 role = item["role"]
-                if any(part["type"] in _MEDIA for part in item["content"]):
+                if _has_media(item["content"]):
                     messages.append({"role": role, "content": [_for_chat(part) for part in item["content"]]})
                     continue
                 text = "\n".join(part["text"] for part in item["content"])
@@ -192,8 +189,14 @@ def to_messages(items: Sequence[Item], instructions: str | None) -> list[dict[st
                 call = {"id": item["call_id"], "type": "function", "function": function}
                 _answer(messages).setdefault("tool_calls", []).append(call)
             case "function_call_output":
-                messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
+                found = item["output"]
+                content = found if isinstance(found, str) else [_for_chat(part) for part in found]
+                messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
     return messages
+
+
+def _has_media(parts: Sequence[Mapping[str, Any]]) -> bool:
+    return any(part["type"] in _MEDIA for part in parts)
 
 
 def _for_chat(part: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The routes of the Responses API: create, retrieve, delete, cancel, input items."""
+"""The routes of the Responses API: create, count tokens, retrieve, delete, cancel, input items."""
 
 from __future__ import annotations
 
@@ -46,6 +46,11 @@ class ResponseObject(Body):
     usage: dict[str, Any] | None
 
 
+class InputTokens(Body):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
 @router.post("/v1/responses", response_model=ResponseObject)
 async def create_response(body: ResponsesRequest, raw: Request) -> Response:
     """Answer, and keep the answer."""
@@ -64,6 +69,21 @@ async def create_response(body: ResponsesRequest, raw: Request) -> Response:
         return EventStream(run.stream(), headers)
     response = await run_until_disconnect(run.collect(), raw.receive)
     return Response(status_code=499) if response is None else _json(response, headers)
+
+
+@router.post("/v1/responses/input_tokens")
+async def count_input_tokens(body: ResponsesRequest, raw: Request) -> InputTokens:
+    """The tokens of the prompt that a response would have."""
+    state = state_of(raw)
+    state.resolve_model(body.model)
+    history, items = await _read(body, state, "resp_count")
+    messages = await run_off_loop(lambda: to_messages([*history, *items], body.instructions), length=_length())
+    try:
+        chat = await run_off_loop(lambda: as_chat(body, messages), length=_length())
+        conversation = Conversation(chat, state, chat.to_sampling_params({}))
+        return InputTokens(input_tokens=await conversation.count_tokens(_length()))
+    except RequestError as error:
+        raise renamed(error) from None
 
 
 async def _read(body: ResponsesRequest, state: ServerState, response_id: str) -> tuple[list[Item], list[Item]]:

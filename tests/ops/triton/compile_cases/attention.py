@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from octavo.ops import LayerKVCache
+from octavo.ops import BIAS_PADDING, LayerKVCache
 from octavo.ops.triton.attention import paged_attention
 from octavo.ops.triton.latent import latent_attention
 from tests.ops.triton.compiling import Case
@@ -19,6 +19,7 @@ def attend(
     heads: tuple[int, int, int], num_tokens: int, num_seqs: int = 64, dtype: torch.dtype = BF16,
     cache_dtype: torch.dtype | None = None, block_size: int = 16, window: int = 0, softcap: float = 0.0,
     scores: bool = False, value_size: int | None = None, ahead: bool = False, both_ways: bool = False,
+    biases: bool = False,
 ) -> None:  # fmt: skip
     num_heads, num_kv_heads, head_size = heads
     query = torch.empty(num_tokens, num_heads + 2 * num_kv_heads, head_size, dtype=dtype)[:, :num_heads]
@@ -32,6 +33,7 @@ def attend(
     paged_attention(
         query, cache, tables, starts, lengths, head_size**-0.5, window, softcap, by_head, by_head,
         bidirectional=both_ways, value_size=value_size,
+        distance_biases=torch.empty(num_heads, 2 * 512 + BIAS_PADDING) if biases else None,
         key_ends=torch.zeros(num_tokens, dtype=torch.int32) if ahead else None,
     )  # fmt: skip
 
@@ -70,6 +72,12 @@ CASES = {
     "gemma_3_prefill": case(GEMMA, 2048, window=1024, ahead=True),
     "whisper_decode": case((20, 20, 64), 64, both_ways=True),
     "whisper_prefill": case((20, 20, 64), 448, 4, both_ways=True),
+    "minilm_prefill": case((12, 12, 32), 2048, both_ways=True),
+    "bert_prefill": case((12, 12, 64), 2048, dtype=torch.float16, both_ways=True),
+    "bert_short": case((12, 12, 64), 64, dtype=torch.float16, both_ways=True),
+    "modernbert_prefill": case((12, 12, 64), 2048, window=65, both_ways=True),
+    "mpnet_prefill": case((12, 12, 64), 2048, dtype=torch.float16, both_ways=True, biases=True),
+    "mpnet_short": case((12, 12, 64), 64, dtype=torch.float16, both_ways=True, biases=True),
     "paligemma_prefill": case((8, 1, 256), 2048, ahead=True),
     "bloom_decode": case(BLOOM, 64, scores=True),
     "bloom_prefill": case(BLOOM, 2048, scores=True),

@@ -15,8 +15,8 @@ def rows(*shape: int) -> torch.Tensor:
 
 
 def sequences(num_floats: int) -> tuple[torch.Tensor, ...]:
-    tables, bounds, lengths = (torch.zeros(n, dtype=torch.int32) for n in (SEQUENCES, SEQUENCES + 1, SEQUENCES))
-    return torch.empty(2, num_floats), tables[:, None], bounds, lengths
+    bounds, lengths = (torch.zeros(n, dtype=torch.int32) for n in (SEQUENCES + 1, SEQUENCES))
+    return torch.empty(2, num_floats), torch.zeros(TOKENS, dtype=torch.int64), bounds, lengths
 
 
 def convolve() -> None:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from octavo.ops import ACTIVATIONS, PARAMETRIC_ACTIVATIONS
+from octavo.ops import ACTIVATIONS, PARAMETRIC_ACTIVATIONS, POOLINGS
 from octavo.ops.triton.logits import apply_masks, penalize
 from octavo.ops.triton.norm import layer_norm, rms_norm
+from octavo.ops.triton.pooling import pool
 from octavo.ops.triton.quantize import quantize_rows
 from octavo.ops.triton.rows import activation, add, sum_in_tree, take_rows
 from octavo.ops.triton.sampling import argmax, sample
@@ -57,6 +58,12 @@ def draw(vocab: int) -> None:
     sample(empty(rows, vocab, dtype=F32), *settings)
 
 
+def pool_rows() -> None:
+    places = empty(64, dtype=torch.int64)
+    for kind in POOLINGS:
+        pool(empty(2048, 1024), places, places, kind, "float32")
+
+
 def add_up(count: int) -> None:
     for bias in (None, empty(8192, dtype=F32)):
         sum_in_tree(empty(count, 64, 8192, dtype=F32), bias, empty(64, 8192, dtype=F32))
@@ -77,6 +84,7 @@ CASES = {
     "norm_heads": Case(lambda: norm_of_heads(32, 40, 128), min_warps=32),
     "norm_int8": Case(lambda: norm(4096, INT8), min_warps=32),
     "norm_fp8": Case(lambda: norm(4096, FP8), min_warps=32, capabilities=(90,)),
+    "pool": Case(pool_rows, min_warps=32),
     "quantize_int8": Case(lambda: quantize_rows(empty(64, 4096), INT8), min_warps=32),
     "quantize_fp8": Case(lambda: quantize_rows(empty(64, 4096), FP8), min_warps=32, capabilities=(90,)),
     "layer_norm": Case(lambda: centered(4096), min_warps=32),

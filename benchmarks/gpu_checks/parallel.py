@@ -1,0 +1,101 @@
+"""Several GPUs that share a model: the answers of one, the same bits in two runs, the end of a worker, times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from gpu_collectives import times_us
+from gpu_limits import LLAMA_3_1_8B
+
+from gpu_checks.engines import (
+    DEVICE,
+    HAS_GPU,
+    SHAPES,
+    Row,
+    drain,
+    free_memory,
+    make_core,
+    prompt_of,
+    request,
+    timed_run,
+)
+from octavo.engine.core import EngineCore
+
+
+def parallel(smoke: bool) -> Iterator[Row]:
+    """Several workers, with a device each."""
+    num_devices = torch.cuda.device_count() if HAS_GPU else 2
+    sizes = [size for size in (2, 4, 8) if size <= num_devices]
+    if not sizes:
+        yield "several GPUs", "", "not checked: there is one"
+        return
+    config = SHAPES["Llama"]
+    vocab, num_out = config["vocab_size"], 8 if smoke else 48
+    layouts = [{"tensor_parallel_size": size} for size in sizes] + [{"pipeline_parallel_size": 2}]
+    if num_devices >= 4:
+        layouts.append({"tensor_parallel_size": 2, "pipeline_parallel_size": 2})
+    few = {"max_model_len": 512, "max_num_seqs": 16, "num_gpu_blocks_override": 600}
+
+    def answers(core: EngineCore, order: int) -> dict[str, list[tuple[list[int], list[float]]]]:
+        for i in range(8)[::order]:
+            core.add(request(f"{i}", prompt_of(i, 20 + 17 * i, vocab), num_out, logprobs=1))
+        entries = {
+            key: [e for output in outputs for e in output.logprobs or []] for key, outputs in drain(core).items()
+        }
+        return {key: [(e.token_ids, e.logprobs) for e in of_one if e is not None] for key, of_one in entries.items()}
+
+    core = make_core(config, DEVICE.type, **few)
+    expected = answers(core, 1)
+    del core
+    free_memory()
+    for layout in layouts:
+        name = ", ".join(f"-{'tp' if flag.startswith('tensor') else 'pp'} {count}" for flag, count in layout.items())
+        found = []
+        for order in (1, -1):
+            core, team = make_team(config, few | layout)
+            found.append(answers(core, order))
+            if order == 1:
+                team.close()
+        same = total = 0
+        for key, of_one in expected.items():
+            pairs = [(a[0][0], b[0][0]) for a, b in zip(found[0][key], of_one, strict=True)]
+            same += next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+            total += len(pairs)
+        yield f"{name}: greedy tokens of one device before a difference", "", f"{same} of {total}"
+        yield f"{name}: same bits in two runs, in another order", "", "yes" if found[0] == found[1] else "NO"
+        core.add(request("last", prompt_of(1, 20, vocab), 400))
+        core.step()
+        team.processes[0].kill()
+        begun = time.perf_counter()
+        try:
+            drain(core)
+            yield f"{name}: the end of a worker is noticed", "", "NO"
+        except (RuntimeError, OSError):
+            yield f"{name}: the end of a worker is noticed after", "s", f"{time.perf_counter() - begun:.2f}"
+        team.close()
+        del core, team
+        free_memory()
+    if smoke or not HAS_GPU:
+        return
+    for size in (1, *sizes):
+        core, team = make_team(LLAMA_3_1_8B, {"max_model_len": 4096, "max_num_seqs": 64, "tensor_parallel_size": size})
+        for batch in (1, 64):
+            _, step_s = timed_run(core, batch, 512, 64, LLAMA_3_1_8B["vocab_size"])
+            yield f"decode step, -tp {size}, {batch} rows", "ms", f"{step_s * 1e3:.2f}"
+        if team is not None:
+            team.close()
+        del core, team
+        free_memory()
+    for size in sizes:
+        for times in times_us(size, 4096):
+            for way in ("one", "two", "graph"):
+                yield f"sum of {times['rows']} rows of 4096 over {size}, {way}", "us", f"{times[way]:.1f}"
+
+
+def make_team(config: dict[str, Any], flags: dict[str, Any]) -> tuple[EngineCore, Any]:
+    """A core, and its team if there are several workers."""
+    core = make_core(config, DEVICE.type, **flags)
+    return core, getattr(core.executor, "team", None)

@@ -1,0 +1,81 @@
+"""What a device keeps of the running sequences because it has memory of its own: block tables, and the last token of
+each, which it knows before the host does. The runner says what is new with each step."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.execution.device import Device
+from octavo.execution.sequence_table import SequenceTable
+from octavo.execution.step_arrays import StepArrays
+from octavo.ops import Array, DeviceOps, Ops
+from octavo.plan import StepPlan
+from octavo.sampling.batch import Samples
+
+# Of block tables: flat places that change, and the blocks that come there.
+Updates = tuple[NDArray[np.int64], NDArray[np.int32]]
+
+
+class DeviceTables:
+    """The device's part of a `SequenceTable`. The host says with each step where states lie, so that the block tables
+    of those are not kept here."""
+
+    def __init__(self, device: Device, table: SequenceTable) -> None:
+        self._table = table
+        num_groups, self._num_rows, self._width = table.blocks.shape
+        # [groups, rows + 1, width] int32; the last row is no sequence's
+        self._blocks = device.zeros([num_groups, self._num_rows + 1, self._width], "int32")
+        self._last_tokens = device.zeros([self._num_rows + 1], "int32")  # likewise
+        self._groups = [group for group in range(num_groups) if group not in table.state_groups]
+
+    def updates(self, plan: StepPlan, stale: set[int]) -> Updates:
+        """What a plan changes. Rows in `stale` that the plan has are sent whole, and are stale no longer."""
+        width, rows = self._width, self._num_rows + 1
+        resent = stale.intersection(planned.row for planned in plan.rows)
+        stale -= resent
+        new = [entry for entry in plan.new_blocks if entry.row not in resent and entry.group in self._groups]
+        places = [np.array([(e.group * rows + e.row) * width + e.position for e in new], np.int64)]
+        blocks = [np.array([entry.block for entry in new], np.int32)]
+        lengths = {
+            (group, admission.row): len(admission.block_tables[group])
+            for admission in plan.admissions
+            for group in self._groups
+        }
+        lengths |= {(group, row): width for row in resent for group in self._groups}
+        for (group, row), length in lengths.items():
+            first = (group * rows + row) * width
+            places.append(np.arange(first, first + length))
+            blocks.append(self._table.blocks[group, row, :length])
+        return np.concatenate(places), np.concatenate(blocks)
+
+    def fill_owners(
+        self, plan: StepPlan, arrays: StepArrays[NDArray[Any]], row_of: NDArray[np.int64], samples: Samples,
+        updates: Updates,
+    ) -> None:  # fmt: skip
+        """What the device needs to know whose tokens and blocks are whose; `row_of` are the rows of the tokens."""
+        table, no_row = self._table, self._num_rows
+        num_tokens, num_samples = len(row_of), len(samples.rows)
+        # The last token of a row may be one that only the device knows.
+        is_unknown = arrays.positions[:num_tokens] + table.num_ahead >= table.num_known[row_of]
+        arrays.token_owners[:num_tokens] = np.where(is_unknown, row_of, no_row)
+        arrays.seq_owners[: len(plan.rows)] = [planned.row for planned in plan.rows]
+        # Forks bring their token when they are admitted, and guesses that were sampled right are known to the host.
+        is_kept = (samples.forks == 0) & ~np.isin(samples.rows, list(samples.guessed))
+        arrays.sample_owners[:num_samples] = np.where(is_kept, samples.rows, no_row)
+        places, blocks = updates
+        arrays.block_places[: len(places)] = places
+        arrays.new_blocks[: len(places)] = blocks
+
+    def resolve(self, ops: Ops, inputs: StepArrays[Array]) -> tuple[Array, Array]:
+        """-> the step's token ids [T] and block tables [groups, S, width]."""
+        return cast(DeviceOps, ops).resolve_step(
+            self._blocks, inputs.block_places, inputs.new_blocks, self._last_tokens, inputs.token_owners,
+            inputs.token_ids, inputs.seq_owners,
+        )  # fmt: skip
+
+    def keep(self, ops: Ops, owners: Array, tokens: Array) -> None:
+        """Tokens that were sampled, and the rows whose they are."""
+        cast(DeviceOps, ops).keep_tokens(self._last_tokens, owners, tokens)

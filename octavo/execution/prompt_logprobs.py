@@ -1,0 +1,80 @@
+"""The log-probabilities of prompts' tokens: which rows of the runner's tables want them, and what of them each step
+finds. How they are measured is `octavo.sampling.logprobs`'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.ops import Array, Ops
+from octavo.plan import Admission, StepPlan
+from octavo.sampling.logprobs import MeasuredLogprobs, measure
+
+# Rows computed at a time: 256 x 128k vocabulary entries are 128 MiB of float32.
+MOST_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """Prompt tokens of a row that wants their log-probabilities, and the tokens of the step that predict them."""
+
+    row: int
+    first: int  # token of the step
+    predicted: NDArray[np.int64]
+    num_top: int
+
+    def measure(self, ops: Ops, logits: Callable[[int, int], Array]) -> list[tuple[int, MeasuredLogprobs]]:
+        """`logits` are those after the tokens begin .. end of the step."""
+        measured = []
+        for start in range(0, len(self.predicted), MOST_ROWS):
+            tokens = self.predicted[start : start + MOST_ROWS]
+            first = self.first + start
+            found = logits(first, first + len(tokens))
+            measured.append((self.row, measure(ops, found, ops.place(tokens), np.full(len(tokens), self.num_top))))
+        return measured
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    num_top: int
+    num_prompt_tokens: int
+
+
+class PromptLogprobs:
+    """Rows whose prompts are being computed and want log-probabilities."""
+
+    def __init__(self) -> None:
+        self._wishes: dict[int, _Wish] = {}  # by row
+
+    def admit(self, admission: Admission) -> None:
+        """A sequence takes a row. One that has put out tokens has been told of its prompt."""
+        self._wishes.pop(admission.row, None)
+        num_top, num_prompt = admission.params.prompt_logprobs, admission.num_prompt_tokens
+        if num_top is not None and len(admission.token_ids) <= num_prompt:
+            self._wishes[admission.row] = _Wish(num_top, num_prompt)
+
+    def parts(self, plan: StepPlan, tokens: NDArray[np.int32]) -> list[PromptPart]:
+        """The prompt tokens that a step's tokens predict, of each row that wants them; `tokens` are those of all
+        rows."""
+        found: list[PromptPart] = []
+        start = 0
+        for planned in plan.rows if self._wishes else ():
+            row, computed = planned.row, planned.num_computed
+            first, start = start, start + planned.num_tokens
+            if (wish := self._wishes.get(row)) is None:
+                continue
+            end = min(computed + planned.num_tokens, wish.num_prompt_tokens - 1)
+            if end > computed:
+                predicted = tokens[row, computed + 1 : end + 1].astype(np.int64)
+                found.append(PromptPart(row, first, predicted, wish.num_top))
+        return found
+
+    def forget(self, plan: StepPlan) -> None:
+        """No longer watch for prompts that the plan, which the device has been given, comes to the end of."""
+        for planned in plan.rows if self._wishes else ():
+            wish = self._wishes.get(planned.row)
+            if wish is not None and planned.num_computed + planned.num_tokens >= wish.num_prompt_tokens:
+                del self._wishes[planned.row]

@@ -1,0 +1,70 @@
+"""A step that a device has been given, until its results are collected: the runner's, which fills it in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.execution.cross_outputs import Alignment
+from octavo.execution.device import CapturedStep, Event
+from octavo.execution.step_arrays import StepArrays, StepLayout
+from octavo.ops import Array
+from octavo.plan import StepPlan, StepResult
+from octavo.sampling.batch import Samples
+from octavo.sampling.logprobs import MeasuredLogprobs
+from octavo.sampling.sampler import SampledTokens
+
+if TYPE_CHECKING:
+    from octavo.execution.runner import Runner
+
+
+@dataclass(slots=True)
+class Stage:
+    """Pinned memory of one step: what the device is told, and the tokens that come back."""
+
+    number: int
+    inputs: NDArray[np.uint8]
+    tokens: NDArray[np.int64]  # [max_num_samples]
+    is_free: Event | None = None  # the device is done with it
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A captured step, and the arrays that it reads: on the device, and on the host in each stage, by the stage's
+    number."""
+
+    layout: StepLayout
+    inputs: StepArrays[Array]
+    staged: list[StepArrays[NDArray[Any]]]
+    step: CapturedStep
+
+
+class SubmittedStep:
+    """A step that the device has been given."""
+
+    def __init__(self, runner: Runner, plan: StepPlan, stage: Stage, samples: Samples) -> None:
+        self._runner = runner
+        self.plan = plan
+        self.stage = stage
+        self.samples = samples
+        self.occupants = runner.occupants[samples.rows]
+        self.sampled: SampledTokens | None = None  # set when the device's turn has come
+        self.vectors: Array | None = None  # likewise, [samples, size] float32: of a model that pools
+        self.prompts: list[tuple[int, MeasuredLogprobs]] = []  # with their rows
+        self.alignment: dict[int, Alignment] = {}
+        self.done: Event | None = None
+        self.features: Array | None = None  # [T, F]; a captured step's are there until the next replay
+        self.leaving: Array | None = None  # [T, bytes]: hidden states for the stage behind
+
+    def result(self) -> StepResult:
+        """Wait until the device has computed the step."""
+        return self._runner.collect(self)
+
+    def take_tokens(self, tokens: NDArray[np.int64]) -> None:
+        """What the first worker of the team has sampled, [N]."""
+        sampled: Any = self.stage.tokens[: len(tokens)]
+        sampled[:] = tokens
+        self.sampled = SampledTokens(sampled)

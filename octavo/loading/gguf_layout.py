@@ -1,0 +1,103 @@
+"""How a GGUF file's tensors differ from those of a checkpoint: what `gguf_tensors` needs to know of an architecture,
+and the names that most of them share. The table is `gguf_architectures`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.loading.gguf_metadata import Metadata
+
+RANK = 4  # llama.cpp's number of the pooling of rerankers
+# Of config.json and the number of rows in the file: the file's rows in the order of `transformers`.
+RowOrder = Callable[[Mapping[str, Any], int], list[int]]
+Setting = Callable[[Metadata], Any]
+Names = Mapping[str, str | tuple[str, ...]]
+
+
+def shared(name: str) -> dict[str, str]:
+    """The expert that sees every token, where checkpoints have it under this name."""
+    return {f"ffn_{part}_shexp": f"{name}.{part}_proj" for part in ("gate", "up", "down")}
+
+
+# Modules of a layer, and of the model, as most checkpoints have them.
+_NAMES: Names = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm", "post_attention_norm": "post_attention_layernorm",
+    "attn_q_a": "self_attn.q_a_proj", "attn_q_b": "self_attn.q_b_proj", "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa", "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj", "attn_k_b": "self_attn.k_b_proj", "attn_v_b": "self_attn.v_b_proj",
+    "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj", "post_ffw_norm": "post_feedforward_layernorm", "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj", "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "exp_probs_b": "mlp.gate.e_score_correction", **shared("mlp.shared_experts"),
+}  # fmt: skip
+_TOP_NAMES: Names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """Names are those of modules that are called otherwise than most: in a file after "blk.N.", in a checkpoint after
+    the layer's prefix and number. A tuple of names is a stack of matrices of equally many rows, or, with "{}" in its
+    one name, of one for each row."""
+
+    class_name: str
+    variants: Mapping[str, Callable[[Metadata], bool]] = field(default_factory=dict)  # classes of some of the files
+    settings: Mapping[str, Any] = field(default_factory=dict)  # values or `Setting`s; None is not said
+    names: Names | Callable[[Metadata], Names] = field(default_factory=dict)
+    tensor_names: Mapping[str, str] = field(default_factory=dict)  # of tensors: those that end in another way
+    top_names: Names | Callable[[Metadata], Names] = field(default_factory=dict)
+    layer_prefix: str = "model.layers."
+    rows: Mapping[str, RowOrder] = field(default_factory=dict)  # by the file's module
+    norm_offset: float = 0.0  # what files have added to the weights of norms
+    # Whether weights of a token's experts are normalized where the file does not say; None: it never has experts.
+    experts: bool | None = None
+    is_without_heads: bool = False  # no layer has attention
+    turned: tuple[str, ...] = ()  # modules whose matrices `transformers` has the other way round
+
+    def all_names(self, metadata: Metadata) -> Names:
+        return {**_NAMES, **(self.names(metadata) if callable(self.names) else self.names)}
+
+    def all_top_names(self, metadata: Metadata) -> Names:
+        return {**_TOP_NAMES, **(self.top_names(metadata) if callable(self.top_names) else self.top_names)}
+
+
+def _pairs(heads: str) -> RowOrder:
+    """From rows that alternate between the two halves of a head, for ggml's rotary kernel, to one half after the
+    other."""
+
+    def order(config: Mapping[str, Any], n: int) -> list[int]:
+        size = n // config[heads]
+        return [row for head in range(0, n, size) for half in (0, 1) for row in range(head + half, head + size, 2)]
+
+    return order
+
+
+def per_head(config: Mapping[str, Any], n: int) -> list[int]:
+    """From all queries, all keys, all values to those of one head after the other."""
+    size = n // (3 * config["num_attention_heads"])
+    return [part + row for head in range(0, n // 3, size) for part in range(0, n, n // 3) for row in _run(head, size)]
+
+
+def per_group(config: Mapping[str, Any], n: int) -> list[int]:
+    """From all queries, all keys, all values to those of one key/value head after the other."""
+    groups, heads = config["num_key_value_heads"], config["num_attention_heads"]
+    size = n // (heads + 2 * groups)
+    queries = heads // groups * size
+    runs = [
+        run
+        for i in range(groups)
+        for run in (_run(i * queries, queries), _run((heads + i) * size, size), _run((heads + groups + i) * size, size))
+    ]
+    return [row for run in runs for row in run]
+
+
+def _run(begin: int, count: int) -> range:
+    return range(begin, begin + count)
+
+
+PERMUTED = {"attn_q": _pairs("num_attention_heads"), "attn_k": _pairs("num_key_value_heads")}

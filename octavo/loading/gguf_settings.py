@@ -1,0 +1,221 @@
+"""What GGUF files say of a model, setting by setting, in config.json's words: the parts that `gguf_architectures` puts
+together. What files leave unsaid is what llama.cpp assumes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from statistics import NormalDist
+from typing import Any
+
+from octavo.errors import LoadError
+from octavo.loading.gguf_layout import Setting
+from octavo.loading.gguf_metadata import Metadata
+
+QKVO = ("attn_q", "attn_k", "attn_v", "attn_output")
+
+
+def number(key: str, default: int | None = None) -> Setting:
+    return lambda m: m.number(key, default)
+
+
+def real(key: str, default: float | None = None) -> Setting:
+    return lambda m: m.real(key, default)
+
+
+def biases(*modules: str) -> Setting:
+    return lambda m: m.has_biases(modules)
+
+
+def has(tensor: str) -> Setting:
+    """Whether any layer has it."""
+    return lambda m: m.has(tensor)
+
+
+def rows_of(tensor: str) -> Setting:
+    return lambda m: m.tensors[tensor].shape[0] if tensor in m.tensors else None
+
+
+def each(m: Metadata, key: str) -> list[Any]:
+    """A value for each layer, where files may have one for all."""
+    value, count = m.get(key), m.number("block_count")
+    return value[:count] if isinstance(value, list) else [value] * count
+
+
+def _layer_types(period: int) -> Setting:
+    """All layers but every n-th slide, unless the file lists them."""
+
+    def find(m: Metadata) -> list[str] | None:
+        if not m.number("attention.sliding_window", 0):
+            return None
+        listed = m.get("attention.sliding_window_pattern")
+        count = m.number("block_count")
+        if not isinstance(listed, list):
+            step = listed if isinstance(listed, int) and listed > 0 else period
+            listed = [(i + 1) % step != 0 for i in range(count)]
+        return ["sliding_attention" if slides else "full_attention" for slides in listed[:count]]
+
+    return find
+
+
+WINDOW: dict[str, Setting] = {"sliding_window": lambda m: m.number("attention.sliding_window", 0) or None}
+
+
+def window(period: int) -> dict[str, Setting]:
+    return WINDOW | {"layer_types": _layer_types(period)}
+
+
+def of_layers(key: str, slides: bool) -> Setting:
+    """The number of layers with a window, or without."""
+
+    def find(m: Metadata) -> int | None:
+        pattern = each(m, "attention.sliding_window_pattern")
+        found = {n for n, has_window in zip(each(m, key), pattern, strict=True) if bool(has_window) == slides}
+        if len(found) > 1:
+            raise LoadError(f"{m.file.path}: {key} of {sorted(found, key=str)} in layers of one kind is not built.")
+        return found.pop() if found else None
+
+    return find
+
+
+def layers_by(kinds: Mapping[str, str], otherwise: str) -> Setting:
+    """The type of each layer by the first of these tensors that it has."""
+    return lambda m: [
+        next((kind for tensor, kind in kinds.items() if m.has(tensor, i)), otherwise)
+        for i in range(m.number("block_count"))
+    ]
+
+
+def _period(tensor: str) -> Setting:
+    """Every how many layers that have this tensor come, and the first one's number."""
+
+    def find(m: Metadata) -> tuple[int, int]:
+        count = m.number("block_count")
+        having = [i for i in range(count) if m.has(tensor, i)] or [count]
+        period = having[1] - having[0] if len(having) > 1 else count + 1
+        if having != list(range(having[0], max(count, having[0] + 1), period)):
+            raise LoadError(f"{m.file.path}: {tensor} in the layers {having} of {count}, in no period, is not built.")
+        return period, having[0]
+
+    return find
+
+
+def periods(tensor: str, name: str) -> dict[str, Setting]:
+    find = _period(tensor)
+    return {f"{name}_layer_period": lambda m: find(m)[0], f"{name}_layer_offset": lambda m: find(m)[1]}
+
+
+def _experts() -> dict[str, Setting]:
+    settings: dict[str, Setting] = {
+        "num_experts": number("expert_count"),
+        "num_experts_per_tok": lambda m: m.number("expert_used_count"),
+        "moe_intermediate_size": number("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": number("expert_shared_feed_forward_length"),
+        "n_shared_experts": number("expert_shared_count", 0),
+        "routed_scaling_factor": lambda m: m.real("expert_weights_scale", 1.0) or 1.0,
+        "n_group": number("expert_group_count", 1),
+        "topk_group": number("expert_group_used_count", 1),
+        "first_k_dense_replace": number("leading_dense_block_count", 0),
+        # A layer without a router is dense.
+        "mlp_only_layers": lambda m: [
+            i for i in range(m.number("block_count")) if f"blk.{i}.ffn_gate_inp.weight" not in m.tensors
+        ],
+    }
+
+    def of_experts(setting: Setting) -> Setting:
+        return lambda m: setting(m) if m.number("expert_count", 0) else None
+
+    return {name: of_experts(setting) for name, setting in settings.items()}
+
+
+# What any file with experts says, and no other.
+EXPERTS = _experts()
+
+
+def by_layer_type(m: Metadata, local_theta: float = 10000.0) -> dict[str, Any]:
+    """The file's rotary embedding is that of layers without a window."""
+    local = {"rope_type": "default", "rope_theta": m.real("rope.freq_base_swa", local_theta)}
+    return {"full_attention": m.rope(), "sliding_attention": local}
+
+
+def growing_rope(m: Metadata) -> dict[str, Any]:
+    """Queries grow with their positions from where the original context ends on."""
+    rope, growth = m.rope(), m.real("attention.temperature_scale", 0.0)
+    if not growth:
+        return rope
+    sharper = m.real("rope.scaling.yarn_log_multiplier", 0.0)
+    rope |= {"mscale": 1.0, "mscale_all_dim": sharper} if sharper else {}
+    for key, name in (("beta_fast", "rope.scaling.yarn_beta_fast"), ("beta_slow", "rope.scaling.yarn_beta_slow")):
+        if (beta := m.real(name, None)) is not None:
+            rope[key] = beta
+    return rope | {"llama_4_scaling_beta": growth}
+
+
+def _latent_rope(m: Metadata) -> dict[str, Any]:
+    """llama.cpp's one number for yarn's mscale stands for two, which are equal in the models that there are."""
+    rope, sharper = m.rope() | {"partial_rotary_factor": 1.0}, m.real("rope.scaling.yarn_log_multiplier", 0.0)
+    return rope | ({"mscale": 10 * sharper, "mscale_all_dim": 10 * sharper} if sharper else {})
+
+
+def _plain_size(m: Metadata) -> int:
+    """Of a query: files say how large keys are once they are made under another name than older ones."""
+    return m.number("attention.key_length_mla", m.head_dim) - m.number("rope.dimension_count")
+
+
+LATENT: dict[str, Setting] = {
+    "head_dim": lambda m: m.number("rope.dimension_count"),
+    "q_lora_rank": number("attention.q_lora_rank", 0),  # 0 is none
+    "kv_lora_rank": lambda m: m.number("attention.kv_lora_rank"),
+    "qk_rope_head_dim": lambda m: m.number("rope.dimension_count"),
+    "qk_nope_head_dim": _plain_size,
+    "rope_parameters": _latent_rope,
+}
+
+
+_STATE_SPACE: dict[str, Setting] = {
+    "mamba_d_state": number("ssm.state_size"), "mamba_d_conv": number("ssm.conv_kernel"),
+    "mamba_conv_bias": biases("ssm_conv1d"),
+}  # fmt: skip
+MAMBA_1 = _STATE_SPACE | {
+    "mamba_dt_rank": number("ssm.time_step_rank"),
+    "mamba_expand": lambda m: m.number("ssm.inner_size") / m.number("embedding_length"),
+    **{name: biases("ssm_in", "ssm_out") for name in ("use_bias", "mamba_proj_bias")},
+}  # fmt: skip
+MAMBA_2 = _STATE_SPACE | {
+    "mamba_n_heads": number("ssm.time_step_rank"), "mamba_n_groups": number("ssm.group_count"),
+    "mamba_d_head": lambda m: m.number("ssm.inner_size") // m.number("ssm.time_step_rank"),
+    **{name: biases("ssm_in") for name in ("use_bias", "mamba_proj_bias")},
+}  # fmt: skip
+
+
+def gemma_scalar(num_layers_of_27b: int) -> Setting:
+    """Queries are scaled by the size of a head, but in the model of 27B by hidden size over heads."""
+
+    def find(m: Metadata) -> float:
+        if m.number("block_count") == num_layers_of_27b:
+            return m.number("embedding_length") / m.number("attention.head_count")
+        return m.head_dim
+
+    return find
+
+
+def keys_are_values(m: Metadata) -> bool:
+    """Whether layers without a window have no values' matrices: their keys are that too."""
+    full = [i for i, slides in enumerate(each(m, "attention.sliding_window_pattern")) if not slides]
+    return any(m.has("attn_k.weight", i) and not m.has("attn_v.weight", i) for i in full)
+
+
+def share_cut_off(m: Metadata) -> list[float]:
+    """Of gates in each layer: files have how many standard deviations, checkpoints which share."""
+    scales = each(m, "activation_sparsity_scale")
+    return [NormalDist().cdf(scale) if math.isfinite(scale) else 0.0 for scale in scales]
+
+
+def xielu(m: Metadata) -> list[tuple[float, ...]]:
+    """The activation's numbers of each layer, which checkpoints have as tensors."""
+    parts = [m.file.metadata.get(f"xielu.{name}") for name in ("alpha_p", "alpha_n", "beta", "eps")]
+    count = m.number("block_count")
+    if not all(isinstance(part, list) and len(part) >= count for part in parts):
+        raise LoadError(f"{m.file.path} is damaged: xielu.alpha_p, alpha_n, beta and eps are not {count} numbers each.")
+    return [tuple(float(x) for x in numbers) for numbers in zip(*(part or () for part in parts), strict=True)]

@@ -1,0 +1,133 @@
+"""What to do about a flag that is unknown: vLLM's has a counterpart, or a reason for having none; others are misspelt.
+
+`flags.FlagParser` asks for the words of a command line, `octavo serve` for the keys of its file, `LLM` for keywords.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+_NEEDLESS = "leave it out: "
+_NOT_BUILT = "it is not built yet; leave it out"
+_COMPILED = f"{_NEEDLESS}nothing is compiled at start, and graphs are captured for the sizes that steps have"
+_GRAMMARS = f"{_NEEDLESS}structured outputs are always made by llguidance"
+_OF_REQUESTS = f"{_NEEDLESS}requests ask for it by the field "
+_MIXED = f"{_NEEDLESS}prompts are cut to steps of a length in time, see --target-step-time"
+_OF_SPECULATION = f"{_NEEDLESS}as many tokens are guessed as pay in each step, see docs/speculation.md"
+_NO_CLASSES = "classes of vLLM's cannot be plugged in; leave it out"
+
+# By name, as fields are. Those that vLLM has, or had until a few versions ago, and Octavo has not.
+_ADVICE = {
+    "additional_config": _NOT_BUILT,
+    "aggregate_engine_logging": f"{_NEEDLESS}the log has a line for all engines",
+    "all2all_backend": f"{_NEEDLESS}there is one way to exchange what experts give",
+    "api_server_count": f"{_NEEDLESS}one process serves all engines of --data-parallel-size",
+    "code_revision": "--revision is that of the code too",
+    "collect_detailed_traces": f"{_NEEDLESS}spans of --otlp-traces-endpoint have the phases of a request",
+    "config_format": f"{_NEEDLESS}it is recognised",
+    "cpu_offload_gb": "weights stay where the model runs; --quantization int8 or int4 makes them smaller",
+    "cuda_graph_sizes": _COMPILED,
+    "cudagraph_capture_sizes": _COMPILED,
+    "decode_context_parallel_size": _NOT_BUILT,
+    "default_mm_loras": _NOT_BUILT,
+    "disable_async_output_proc": f"{_NEEDLESS}text is made in another process than tokens",
+    "disable_cascade_attn": f"{_NEEDLESS}attention does not depend on what else is in the batch",
+    "disable_chunked_mm_input": _NOT_BUILT,
+    "disable_custom_all_reduce": f"{_NEEDLESS}sums among workers are Octavo's own, the same in every run",
+    "disable_fastapi_docs": _NOT_BUILT,
+    "disable_frontend_multiprocessing": f"{_NEEDLESS}the engine has a process of its own",
+    "disable_hybrid_kv_cache_manager": f"{_NEEDLESS}layers with windows give blocks back where the model has some",
+    "disable_sliding_window": "windows are part of the model; --max-model-len is what to shorten",
+    "enable_dbo": _NOT_BUILT,
+    "enable_eplb": _NOT_BUILT,
+    "enable_force_include_usage": "requests ask for it: stream_options.include_usage",
+    "enable_log_outputs": _NOT_BUILT,
+    "enable_lora_bias": _NOT_BUILT,
+    "enable_prompt_embeds": _NOT_BUILT,
+    "enable_reasoning": f"{_NEEDLESS}--reasoning-parser, or the model's template, says so",
+    "enable_return_routed_experts": _NOT_BUILT,
+    "enable_server_load_tracking": f"{_NEEDLESS}vllm:num_requests_running of /metrics has it",
+    "enable_sleep_mode": f"{_NEEDLESS}LLM.sleep always works, /sleep with --enable-server-dev-mode",
+    "enable_ssl_refresh": "restart the server when its certificate changes",
+    "enable_tokenizer_info_endpoint": _NOT_BUILT,
+    "engine_use_ray": "--distributed-executor-backend ray",
+    "eplb_config": _NOT_BUILT,
+    "exclude_tools_when_tool_choice_none": _NOT_BUILT,
+    "guided_decoding_backend": _GRAMMARS,
+    "guided_decoding_disable_fallback": _GRAMMARS,
+    "h11_max_header_count": f"{_NEEDLESS}a request's head has 64 KiB at most",
+    "h11_max_incomplete_event_size": f"{_NEEDLESS}a request's head has 64 KiB at most, its body --max-body-bytes",
+    "hf_config_path": "--hf-overrides changes settings of config.json",
+    "hf_token": "set HF_TOKEN in the environment",
+    "ignore_patterns": f"{_NEEDLESS}only the weights that are used are fetched",
+    "interleave_mm_strings": _NOT_BUILT,
+    "kv_events_config": _NOT_BUILT,
+    "kv_offloading_size": _NOT_BUILT,
+    "kv_sharing_fast_prefill": _NOT_BUILT,
+    "kv_transfer_config": _NOT_BUILT,
+    "log_config_file": "--log-format json and --uvicorn-log-level",
+    "logits_processor_pattern": _NOT_BUILT,
+    "logits_processors": "SamplingParams takes some, from Python",
+    "logprobs_mode": f"{_NEEDLESS}log-probabilities are the model's own, before penalties and temperature",
+    "long_lora_scaling_factors": _NOT_BUILT,
+    "long_prefill_token_threshold": _MIXED,
+    "lora_extra_vocab_size": _NOT_BUILT,
+    "mamba_cache_dtype": _NOT_BUILT,
+    "mamba_ssm_cache_dtype": _NOT_BUILT,
+    "max_context_len_to_capture": _COMPILED,
+    "max_long_partial_prefills": _MIXED,
+    "max_num_partial_prefills": _MIXED,
+    "max_parallel_loading_workers": f"{_NEEDLESS}weights are mapped and packed by all threads",
+    "max_seq_len_to_capture": _COMPILED,
+    "mm_encoder_tp_mode": _NOT_BUILT,
+    "mm_processor_kwargs": _NOT_BUILT,
+    "model_loader_extra_config": _NOT_BUILT,
+    "multi_step_stream_outputs": f"{_NEEDLESS}each token is streamed when it is there",
+    "num_lookahead_slots": _OF_SPECULATION,
+    "prefill_context_parallel_size": _NOT_BUILT,
+    "prefix_caching_hash_algo": f"{_NEEDLESS}there is one",
+    "pt_load_map_location": f"{_NEEDLESS}files are mapped into the host's memory",
+    "qlora_adapter_name_or_path": "--enable-lora --lora-modules name=path",
+    "ray_workers_use_nsight": _NOT_BUILT,
+    "reasoning_parser_plugin": _NOT_BUILT,
+    "return_tokens_as_token_ids": f"{_OF_REQUESTS}return_tokens_as_token_ids",
+    "rope_scaling": "--hf-overrides.rope_scaling JSON",
+    "rope_theta": "--hf-overrides.rope_theta NUMBER",
+    "safetensors_load_strategy": f"{_NEEDLESS}files are mapped",
+    "scheduler_cls": _NO_CLASSES,
+    "scheduler_delay_factor": _MIXED,
+    "show_hidden_metrics_for_version": f"{_NEEDLESS}no metric is hidden",
+    "skip_mm_profiling": f"{_NEEDLESS}nothing is profiled at start",
+    "skip_tokenizer_init": _NOT_BUILT,
+    "spec_decoding_acceptance_method": f"{_NEEDLESS}guesses change no answer",
+    "speculative_disable_by_batch_size": _OF_SPECULATION,
+    "speculative_max_model_len": "--speculative-config.max_model_len NUMBER",
+    "ssl_cert_reqs": "--ssl-ca-certs has clients show a certificate",
+    "stream_interval": f"{_NEEDLESS}each token is streamed when it is there",
+    "structured_outputs_config": f"{_GRAMMARS}; --allow-additional-properties is its one option",
+    "tokenizer_revision": "--revision is that of the model's tokenizer too",
+    "trust_request_chat_template": _NOT_BUILT,
+    "typical_acceptance_sampler_posterior_alpha": f"{_NEEDLESS}guesses change no answer",
+    "typical_acceptance_sampler_posterior_threshold": f"{_NEEDLESS}guesses change no answer",
+    "use_tqdm_on_load": f"{_NEEDLESS}loading shows no bar",
+    "use_v2_block_manager": f"{_NEEDLESS}there is one block manager",
+    "video_pruning_rate": _NOT_BUILT,
+    "worker_cls": _NO_CLASSES,
+    "worker_extension_cls": _NO_CLASSES,
+    "worker_use_ray": "--distributed-executor-backend ray",
+}
+
+
+def advice_on(names: Iterable[str], known: Iterable[str]) -> list[str]:
+    """A line for each of `names` of which there is something to say, given the names that there are. Both are as fields
+    are called, or with hyphens."""
+    known = list(known)
+    lines = [(name, _advice(name, known)) for name in names]
+    return [f"{name}: {advice}." for name, advice in lines if advice]
+
+
+def _advice(name: str, known: list[str]) -> str | None:
+    found = _ADVICE.get(name.replace("-", "_").removeprefix("no_"))
+    close = difflib.get_close_matches(name, known, 1, 0.8)
+    return found or (f"perhaps {close[0]} is meant" if close else None)

@@ -1,0 +1,1 @@
+"""The engines under the names of vLLM's modules."""
