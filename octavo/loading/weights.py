@@ -53,8 +53,9 @@ class Weights:
         they are read. Raises `LoadError` if it is absent or of another shape."""
         stored = self.stored(name, shape)
         if own is not None:
-            rows = math.prod(shape[1:-1])
-            stored = _as_matrix(stored, shape).rows(own.start * rows, own.stop * rows)
+            rows, matrix = math.prod(shape[1:-1]), _as_matrix(stored, shape)
+            is_row = len(shape) == 1
+            stored = matrix.columns(own.start, own.stop) if is_row else matrix.rows(own.start * rows, own.stop * rows)
             shape = (len(own), *shape[1:])
         return dequantize(stored, dtype or self._dtype).reshape(shape)
 
