@@ -242,7 +242,7 @@ def _delta(
     h = tl.load(state + place, mask=has & (num_before + 0 * place > 0), other=0.0)
     rate = tl.load(a + head)
     if BY_ELEMENT:
-        decays, bias = head * SIZE + row, tl.load(decay_bias + head * SIZE + row, mask=row < SIZE, other=0.0)
+        decays, bias = head * SIZE + row, 0.0
     else:
         decays, bias = head, tl.load(decay_bias + head)
     key_head = head % KEY_HEADS if ALTERNATES else head // (HEADS // KEY_HEADS)
@@ -252,7 +252,9 @@ def _delta(
         k = tl.load(key + t * key_stride + first + row, mask=row < SIZE, other=0.0).to(tl.float32)
         v = tl.load(value + t * value_stride + head * WIDTH + lane, mask=lane < WIDTH, other=0.0).to(tl.float32)
         if BY_ELEMENT:
-            raw = tl.load(decay + t * decay_stride + decays, mask=row < SIZE, other=0.0).to(tl.float32) + bias
+            # Biases are loaded again for each token: they would take registers from the state.
+            raw = tl.load(decay + t * decay_stride + decays, mask=row < SIZE, other=0.0).to(tl.float32)
+            raw += tl.load(decay_bias + decays, mask=row < SIZE, other=0.0)
         else:
             raw = tl.load(decay + t * decay_stride + decays).to(tl.float32) + bias
         exponent = lowest * _factor(-rate * raw, 2) if BOUNDED else rate * _softplus(raw)
