@@ -17,7 +17,7 @@ import pytest
 from torch import Tensor
 
 from octavo.engine import core_client, core_process
-from octavo.execution import cuda_device, executor, follower, host_workers
+from octavo.execution import cuda_device, executor, follower, host_workers, rehearsal
 from octavo.ops import cuda, cuda_collectives, torch_ref
 from octavo.processes import python_command
 from tests.execution.late_device import LateDevice, LateStream
@@ -59,6 +59,8 @@ def _install(device: type[LateDevice], ops: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(executor, "load_cuda", lambda: cuda if ops == "triton" else _reference())
     if ops != "triton":
         monkeypatch.setattr(cuda_collectives, "sum_in_tree", _sum_in_tree)
+        # It has no kernels to compile, and its arrays are none without memory: it would wait for others' rows.
+        monkeypatch.setattr(rehearsal, "rehearse", lambda *_: None)
 
 
 def _own_command(_module: str, *arguments: str) -> list[str]:

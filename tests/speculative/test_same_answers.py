@@ -201,7 +201,7 @@ Answers = dict[str, RequestOutput]
 
 def flags_for(name: str) -> dict[str, Any]:
     """Too few blocks; of models that only keep states, of those."""
-    return {"num_gpu_blocks_override": 5} if name.startswith("mamba") else {"num_gpu_blocks_override": 26}
+    return {"num_gpu_blocks_override": 6} if name.startswith("mamba") else {"num_gpu_blocks_override": 26}
 
 
 @pytest.fixture(scope="module", params=STATES)
