@@ -16,7 +16,6 @@ import pytest
 from octavo import LLM, SamplingParams
 from tests.e2e.server import MODEL, Server, openai_client, running_server, served
 from tests.execution.small_overrides import CUT, DEEPSEEK, QWEN_3_NEXT
-from tests.execution.test_runner import save_model
 
 pytestmark = pytest.mark.slow
 
@@ -91,6 +90,8 @@ def test_a_worker_that_dies_while_nothing_runs_is_replaced_with_the_others(
 @pytest.mark.long
 @pytest.mark.parametrize("overrides", [DEEPSEEK, QWEN_3_NEXT], ids=["latent attention", "gated delta rule"])
 def test_two_workers_serve_what_one_answers(overrides: dict[str, Any], tiny_tokenizer: Path, tmp_path: Path) -> None:
+    from tests.execution.test_runner import save_model  # with torch, which other tests here do without
+
     model = str(save_model(tmp_path, tiny_tokenizer))
     config = CUT | overrides | {"max_position_embeddings": 256}
     alone = LLM(model, load_format="dummy", dtype="float32", seed=3, hf_overrides=config)
