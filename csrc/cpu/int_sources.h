@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "float_bits.h"
 #include "kernels.h"
 
 namespace octavo {
@@ -14,40 +15,6 @@ namespace {
 
 constexpr int kScales = 4;  // of a block, at the finest: one for 16 elements
 constexpr int kMinima = 2;
-
-template <class T>
-T load(const void* from) {
-    T value;
-    std::memcpy(&value, from, sizeof(T));
-    return value;
-}
-
-uint32_t bits_of(float value) { return load<uint32_t>(&value); }
-
-float float_of(uint32_t bits) { return load<float>(&bits); }
-
-float half_to_float(uint16_t half) {
-    const uint32_t sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31, mantissa = half & 1023;
-    if (exponent == 0) return float_of(sign | bits_of(static_cast<float>(mantissa) * 0x1p-24f));
-    return float_of(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13);
-}
-
-// To nearest even, as all conversions here.
-uint16_t float_to_half(float value) {
-    const uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
-    if (magnitude >= bits_of(65536.0f)) return static_cast<uint16_t>(sign | (magnitude > 0x7f800000 ? 0x7e00 : 0x7c00));
-    if (magnitude < bits_of(0x1p-14f)) {
-        // Below the normal numbers: from 0.5 on, floats lie as far apart as these halves, so the addition rounds.
-        return static_cast<uint16_t>(sign | (bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f)));
-    }
-    return static_cast<uint16_t>(sign | (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13);
-}
-
-uint16_t float_to_bf16(float value) {
-    const uint32_t bits = bits_of(value);
-    if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>(bits >> 16 | 0x40);
-    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
 
 // A source reads 64 elements of a row, of which the first `valid` exist (0 elsewhere). `read_scales` finds
 // scales by 16 elements and, if kHasMinima, minima by 32; `read_codes` finds codes. An element is

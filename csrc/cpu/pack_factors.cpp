@@ -5,25 +5,15 @@
 #include <algorithm>
 #include <cstring>
 
+#include "float_bits.h"
 #include "kernels.h"
 
 namespace octavo {
 
 namespace {
 
-constexpr int64_t kBlock =
-    64;  // columns at a time, so that lines of the panels stay in the cache until all rows are in
-
-uint32_t bits_of(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof(bits));
-    return bits;
-}
-
-uint32_t bf16_bits(float value) {  // to nearest even; without a branch, so that compilers make vectors of it
-    const uint32_t bits = bits_of(value), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    return (bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded;
-}
+// Columns at a time, so that lines of the panels stay in the cache until all rows are in.
+constexpr int64_t kBlock = 64;
 
 // The words of 32 bits that `count` floats become: themselves, or pairs of bf16, the last of which may be alone.
 int64_t words_of(const float* from, int64_t count, int32_t dtype, uint32_t* words) {
@@ -32,8 +22,10 @@ int64_t words_of(const float* from, int64_t count, int32_t dtype, uint32_t* word
         return count;
     }
     const int64_t pairs = count / 2;
-    for (int64_t i = 0; i < pairs; ++i) words[i] = bf16_bits(from[2 * i]) | bf16_bits(from[2 * i + 1]) << 16;
-    if (count % 2 != 0) words[pairs] = bf16_bits(from[count - 1]);
+    for (int64_t i = 0; i < pairs; ++i) {
+        words[i] = float_to_bf16(from[2 * i]) | static_cast<uint32_t>(float_to_bf16(from[2 * i + 1])) << 16;
+    }
+    if (count % 2 != 0) words[pairs] = float_to_bf16(from[count - 1]);
     return pairs + count % 2;
 }
 

@@ -182,6 +182,7 @@ class Attention:
         head_size, num_heads, share = description.head_size, description.num_heads, description.share
         self._query_size = len(description.own_heads) * head_size
         self._key_size = len(description.own_kv_heads) * head_size
+        self._gate_size = len(description.own_gates)
         value_size = len(description.own_heads) * description.value_size
         gate = description.gate
         names, orders = [f"{prefix}{name}" for name in description.qkv_names], description.row_orders()
@@ -309,7 +310,7 @@ class Attention:
             **further,
         )
         if description.gate is not None:
-            gate = qkv[:, self._query_size : self._query_size + len(description.own_gates)]
+            gate = qkv[:, self._query_size : self._query_size + self._gate_size]
             attended = ops.multiply(attended, gate, description.gate.activation, self._output)
         if self._output_norm is not None:
             attended = self._output_norm.forward(attended, self._output)
@@ -318,7 +319,7 @@ class Attention:
     def _write_cache(self, qkv: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Array:
         """Keys and values of the step's tokens, out of [T, outputs of the product] -> queries [T, heads, D]."""
         description, ops = self.description, self._ops
-        size, first_key = description.head_size, self._query_size + len(description.own_gates)
+        size, first_key = description.head_size, self._query_size + self._gate_size
         both = first_key + self._key_size
         query, key = qkv[:, : self._query_size], qkv[:, first_key:both]
         if description.norms_after_rotation:

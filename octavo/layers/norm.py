@@ -25,8 +25,7 @@ class NormDescription:
 
 class Norm:
     """One norm, whose weights are [size] or, where `heads` have their own, [heads, size], of which `own_heads` may be
-    the only ones that are wanted. With `groups` it is of as
-    many equal parts of x [T, size].
+    the only ones that are wanted. With `groups` it is of as many equal parts of x [T, size].
 
     The checkpoint's module is `name`, or with "{head}" in it one for each head. `order` is that of the elements where
     it is not the checkpoint's. What the norm returns may be divided by a number, at no cost: its weights are. Weights

@@ -74,9 +74,8 @@ class Weights:
         order: NDArray[np.intp] | None = None,
     ) -> StoredWeight:
         """A matrix of `shape` [N, K] that is going to be packed, or a share of its rows and columns, or of its rows
-        those that `order` names, in this order. Only that is read.
-        One that is stored transposed has `shape` [K, N]. Matrices stacked in a tensor [..., N, K] are one below the
-        other.
+        those that `order` names, in this order. Only that is read. One that is stored transposed has `shape` [K, N].
+        Matrices stacked in a tensor [..., N, K] are one below the other.
 
         Raises `LoadError` as `take` does, and `ConfigError` for a share that cannot be cut.
         """

@@ -141,10 +141,12 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4_text": ("Gemma4ForCausalLM", _GEMMA_4),
     "gemma4_unified_text": ("Gemma4UnifiedForCausalLM", _GEMMA_4),
 }  # fmt: skip
+DECODERS["kimi_k2"] = DECODERS["deepseek_v3"]  # as Kimi's own files call it
 # Where experts lie otherwise than in the decoder's own checkpoints.
 _EXPERTS = {"qwen3_vl_moe_text": (stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj", is_transposed=True),)}
+# What is refused beside what the decoder's own architecture refuses, and what a class takes whatever config.json says.
 _REFUSES = {"paddleocr_vl_text": ("use_bias",)}
-_WHATEVER_IS_SAID: dict[str, dict[str, Any]] = {"glm_ocr_text": {"attention_bias": False}}  # its class never reads it
+_FIXED: dict[str, dict[str, Any]] = {"glm_ocr_text": {"attention_bias": False}}
 # Those that go with any family that does not have one of its own.
 _ANY_FAMILY = ("llama", "mistral", "qwen2", "qwen3", "granite", "cohere2", "aria_text")
 
@@ -228,7 +230,7 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "LightOnOcrForConditionalGeneration": MediaFamily("qwen3", 151655),
     "Cohere2VisionForConditionalGeneration": MediaFamily("cohere2", 255036),
     "Lfm2VlForConditionalGeneration": MediaFamily("lfm2", 396),
-    "Kimi_K25ForConditionalGeneration": MediaFamily("deepseek_v3", 163605),
+    "Kimi_K25ForConditionalGeneration": MediaFamily("deepseek_v3", 163605, other_decoders=("kimi_k2",)),
     "Gemma3ForConditionalGeneration": MediaFamily(
         "gemma3_text", 262144, sees_ahead="picture", multiplies_rows=False
     ),
@@ -264,7 +266,6 @@ _TOWERS = tuple(
         "merger.",
         "visual.",
         "multi_modal_projector.",
-        "projector.",
         "mlp_AR.",
         "aligner.",
         "vision_encoder.",
@@ -296,7 +297,7 @@ def read_media(name: str, config: Mapping[str, Any]) -> ModelDescription:
         assert reader.experts is not None
         reader = replace(reader, experts={**reader.experts, "names": _EXPERTS[kind]})
     reader = replace(reader, refuses=(*reader.refuses, *_REFUSES.get(kind, ())))
-    description = read(decoder, reader, {**defaults, **family.defaults, **text, **_WHATEVER_IS_SAID.get(kind, {})})
+    description = read(decoder, reader, {**defaults, **family.defaults, **text, **_FIXED.get(kind, {})})
     if media_token(config, name) >= description.vocab_size:
         raise LoadError(
             f"the token of media is {media_token(config, name)}, and the decoder's are 0 to "
@@ -340,8 +341,6 @@ def _text_config(family: MediaFamily, config: Mapping[str, Any]) -> dict[str, An
     """That of the decoder, which earlier files have beside everything else (Qwen2-VL)."""
     text = dict(config["text_config"]) if "text_config" in config else {**config, "model_type": family.decoder}
     text.setdefault("model_type", family.decoder)
-    if text["model_type"] == "kimi_k2":
-        text["model_type"] = "deepseek_v3"
     if family.sees_ahead == "prompt":
         text.pop("use_bidirectional_attention", None)  # which is that
     for name in ("rope_scaling", "rope_parameters"):

@@ -29,6 +29,7 @@ class GraniteSpeechProcessor:
     def __init__(self, folder: str, token_id: int) -> None:
         import torch
         from transformers import AutoTokenizer
+        from transformers.audio_utils import mel_filter_bank
 
         self.feature_extractor = _Settings(_settings(folder))
         if self.feature_extractor["sampling_rate"] != RATE:
@@ -37,8 +38,8 @@ class GraniteSpeechProcessor:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self.audio_token = str(getattr(tokenizer, "audio_token", self.audio_token))
         self._window = torch.hann_window(self.feature_extractor["win_length"])
-        num_bins = self.feature_extractor["n_fft"] // 2 + 1
-        self._filters = mel_filters(num_bins, self.feature_extractor["n_mels"], RATE)
+        num_bins, num_mels = self.feature_extractor["n_fft"] // 2 + 1, self.feature_extractor["n_mels"]
+        self._filters = torch.from_numpy(mel_filter_bank(num_bins, num_mels, 0.0, RATE / 2, RATE)).float()
 
     def __call__(self, *, audio: list[Any], **_: Any) -> dict[str, Any]:
         """Of a sound two frames of mel features side by side for each step of the encoder, [1, steps, 2 * mels], and as
@@ -89,17 +90,3 @@ def _settings(folder: str) -> dict[str, int]:
     if (size := found.get("feature_size")) is not None:  # as saved files call it
         found["n_mels"] = size
     return {name: int(found.get(name, default)) for name, default in _DEFAULTS.items()}
-
-
-def mel_filters(num_bins: int, num_mels: int, rate: int) -> Tensor:
-    """Triangles on HTK's scale, 2595 log10(1 + f / 700), [bins, mels]: torchaudio.functional.melscale_fbanks by its
-    defaults."""
-    import torch
-
-    frequencies = torch.linspace(0, rate // 2, num_bins)
-    top = 2595.0 * math.log10(1.0 + rate // 2 / 700.0)
-    corners = 700.0 * (10.0 ** (torch.linspace(0.0, top, num_mels + 2) / 2595.0) - 1.0)
-    widths = corners[1:] - corners[:-1]
-    slopes = corners[None, :] - frequencies[:, None]
-    falling, rising = -slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]
-    return torch.minimum(falling, rising).clip(min=0.0)

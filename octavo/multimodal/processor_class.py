@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
+
+# In the place of transformers' own, which ask for what cannot be had: the modules and classes by the model's type.
+_OWN = {
+    "voxtral": ("voxtral", "VoxtralProcessor"),
+    "granite_speech": ("granite_speech", "GraniteSpeechProcessor"),
+    "granite_speech_plus": ("granite_speech", "GraniteSpeechProcessor"),
+    "phi4_multimodal": ("phi4_multimodal", "Phi4Processor"),
+}
 
 
 def load_processor(folder: str, token_id: int, sees_videos: bool = False) -> Any:
-    from transformers import AutoConfig, AutoProcessor, Glm46VProcessor
+    import transformers
+    from transformers import AutoConfig, AutoProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     # Pillow's arithmetic, whether torchvision is installed or not: the same picture has the same rows.
     options = {"backend": "pil", "trust_remote_code": False}
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if config.model_type == "voxtral":
-        from octavo.multimodal.voxtral import VoxtralProcessor
-
-        return VoxtralProcessor(folder, token_id)
-    if config.model_type in ("granite_speech", "granite_speech_plus"):
-        from octavo.multimodal.granite_speech import GraniteSpeechProcessor
-
-        return GraniteSpeechProcessor(folder, token_id)
-    if config.model_type == "phi4_multimodal":
-        from octavo.multimodal.phi4_multimodal import Phi4Processor
-
-        return Phi4Processor(folder, token_id)
-    # GLM-OCR's class is not listed there.
-    known = Glm46VProcessor if config.model_type == "glm_ocr" else PROCESSOR_MAPPING.get(type(config), None)
+    if config.model_type in _OWN:
+        module, name = _OWN[config.model_type]
+        return getattr(import_module(f"octavo.multimodal.{module}"), name)(folder, token_id)
+    known = PROCESSOR_MAPPING.get(type(config), None)
+    if config.model_type == "glm_ocr":  # which is not listed there
+        known = transformers.Glm46VProcessor
     if known is not None and "video_processor" in known.get_attributes():
         return (with_videos if sees_videos else without_videos)(known).from_pretrained(folder, **options)
     return AutoProcessor.from_pretrained(folder, **options)

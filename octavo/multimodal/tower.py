@@ -61,7 +61,7 @@ class Tower:
                     setattr(text, name, 0)
             if kind == "image" and getattr(config, "audio_config", None) is not None:
                 config.audio_config = None  # the other tower of models with two
-            [name] = config.architectures
+            name = config.architectures[0]
             builder = getattr(transformers, OTHER_NAMES.get(name, name))
             with quiet(transformers.logging):  # it would report the decoder's weights as left over
                 model, report = builder.from_pretrained(

@@ -289,10 +289,9 @@ class CpuExpertsTable:
         self.factors = np.zeros((num_experts, num_slots), _FACTORS)
 
     def pack(self, factors: Mapping[int, Factors], page_bytes: int) -> PackedExpertFactors:
-        names = _ADDRESSES
         ranks = np.zeros(self.num_experts, np.int32)
-        owners = {name: np.full(self.num_experts, -1, np.intp) for name in names}
-        offsets = {name: np.zeros(self.num_experts, np.int64) for name in names}
+        owners = {name: np.full(self.num_experts, -1, np.intp) for name in _ADDRESSES}
+        offsets = {name: np.zeros(self.num_experts, np.int64) for name in _ADDRESSES}
         tables: dict[bytes, int] = {}  # of panels, which most experts share: numbers of their arrays
         arrays: list[NDArray[np.uint8]] = []
         wanted: list[tuple[str, int, int]] = []  # field, expert, number of its array

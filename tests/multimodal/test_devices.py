@@ -24,7 +24,8 @@ from octavo.ops import cuda, torch_ref
 from octavo.request import MediaInput
 from tests.execution.late_device import LateDevice
 from tests.multimodal.conftest import picture
-from tests.multimodal.test_families import CASES, MORE_TOKENS, TOKENS, save_case
+from tests.multimodal.small_media import CASES, save_case
+from tests.multimodal.small_processors import MORE_TOKENS, TOKENS
 from tests.multimodal.test_llava import generate, tower
 from tests.ops.triton.conftest import DEVICE
 from tests.speech.conftest import sound

@@ -21,7 +21,8 @@ from octavo.multimodal.sounds import from_bytes
 from octavo.multimodal.voxtral import VoxtralProcessor
 from tests.e2e.server import Server, openai_client, served
 from tests.multimodal.conftest import encoded, picture
-from tests.multimodal.test_families import Voxtral, save_case
+from tests.multimodal.small_media import save_case
+from tests.multimodal.small_processors import Voxtral
 from tests.speech.conftest import sound
 
 MODEL = "Qwen2AudioForConditionalGeneration"

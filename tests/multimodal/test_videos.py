@@ -26,7 +26,8 @@ from octavo.multimodal.processor_class import load_processor
 from octavo.multimodal.videos import Video, from_bytes, normalized
 from octavo.request import MediaItem
 from tests.multimodal.conftest import picture, save
-from tests.multimodal.test_families import CASES, GRID, MORE_TOKENS, SQUARE, TOKENS, tiles
+from tests.multimodal.small_media import CASES
+from tests.multimodal.small_processors import GRID, MORE_TOKENS, SQUARE, TOKENS, tiles
 from tests.multimodal.test_llava import GREEDY, generate, tower
 
 BOUNDS = VideoConfig(

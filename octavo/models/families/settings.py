@@ -30,8 +30,7 @@ GRANITE_ROPE = {"theta": lambda c, i: float((c["layer_rope_theta"] or [c["rope_t
 ROOT = {"embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5}
 LOGITS_SOFTCAP = {"logits_softcap": lambda c, _: c["final_logit_softcapping"] or 0.0}
 LOGIT_SCALE = {"logits_divisor": lambda c, _: 1 / c["logit_scale"]}
-
-
+# Types of layers without attention.
 _OTHER_TYPES = ("linear_attention", "mamba", "recurrent", "conv", "mlp", "moe")
 # Mixtral's names of experts, and those of files and of transformers 5.
 W123 = (
