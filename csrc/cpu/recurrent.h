@@ -13,6 +13,13 @@ namespace {
 // Where the state after token t is left; that before the first token of a sequence is found where it leaves its own.
 inline float* state_of(const StateArgs& a, int64_t t) { return a.states + a.slots[t] * a.state_stride; }
 
+// The state at `place` that token t changes where it leaves it: that of the token before, which may lie elsewhere.
+inline float* continued(const StateArgs& a, int64_t t, int64_t place, int64_t num_floats, float* state) {
+    float* own = state_of(a, t) + place;
+    if (own != state) memcpy(own, state, static_cast<size_t>(num_floats) * sizeof(float));
+    return own;
+}
+
 // Whether no later token overwrites what token t leaves.
 inline bool is_kept(const StateArgs& a, int64_t t, int64_t end) { return t + 1 == end || a.slots[t + 1] != a.slots[t]; }
 
@@ -84,7 +91,7 @@ void scan_tile(const ScanArgs& a, int64_t tile, int64_t begin, int64_t end, bool
     if (fresh) memset(state, 0, static_cast<size_t>(n * kStateTile) * sizeof(float));
     alignas(64) float b[kMaxStateSize + kStateTile], c[kMaxStateSize + kStateTile];
     for (int64_t t = begin; t < end; ++t) {
-        float* left = state_of(a, t) + place;
+        state = continued(a, t, place, n * kStateTile, state);
         widen(static_cast<const T*>(a.b) + t * a.b_stride + group * n, n, b);
         widen(static_cast<const T*>(a.c) + t * a.c_stride + group * n, n, c);
         const T* x_row = static_cast<const T*>(a.x) + t * a.x_stride + first;
@@ -106,17 +113,17 @@ void scan_tile(const ScanArgs& a, int64_t tile, int64_t begin, int64_t end, bool
             const Vec input = mul(step, x);
             Vec decay = kWide ? zero() : exp(mul(step, load_some(a.a + first + i, lanes)));
             Vec sums[4] = {zero(), zero(), zero(), zero()};
-            for (int64_t k = 0; k < n; ++k) {
+            float* h = state + i;
+            for (int64_t k = 0; k < n; ++k, h += kStateTile) {
                 if (kWide) decay = exp(mul(step, load_some(a.a + k * a.channels + first + i, lanes)));
-                const Vec next = fma(load(state + k * kStateTile + i), decay, mul(input, set1(b[k])));
-                store(left + k * kStateTile + i, next);
+                const Vec next = fma(load(h), decay, mul(input, set1(b[k])));
+                store(h, next);
                 sums[k % 4] = fma(next, set1(c[k]), sums[k % 4]);
             }
             Vec y = add(add(sums[0], sums[1]), add(sums[2], sums[3]));
             if (a.d) y = fma(x, load_some(a.d + first + i, lanes), y);
             store_some(out + i, y, lanes);
         });
-        state = left;
     }
 }
 
@@ -158,7 +165,7 @@ void delta_tile(const DeltaArgs& a, int64_t tile, int64_t begin, int64_t end, bo
     alignas(64) float decays[kMaxStateSize + kStateTile], decayed[kMaxStateSize + kStateTile];
     const Vec rate = set1(a.a[head]);
     for (int64_t t = begin; t < end; ++t) {
-        float* left = state_of(a, t) + place;
+        state = continued(a, t, place, n * kStateTile, state);
         widen(static_cast<const T*>(a.query) + t * a.query_stride + key_head * n, n, query);
         widen(static_cast<const T*>(a.key) + t * a.key_stride + key_head * n, n, key);
         const T* of_token = static_cast<const T*>(a.decay) + t * a.decay_stride;
@@ -188,15 +195,15 @@ void delta_tile(const DeltaArgs& a, int64_t tile, int64_t begin, int64_t end, bo
             const Vec known = kByElement ? sum : mul(decay, sum);
             const Vec change = mul(beta, sub(load_some(value + i, lanes), known));
             Vec sums[4] = {zero(), zero(), zero(), zero()};
-            for (int64_t k = 0; k < n; ++k) {
+            float* h = state + i;
+            for (int64_t k = 0; k < n; ++k, h += kStateTile) {
                 const Vec kept = kByElement ? set1(decays[k]) : decay;
-                const Vec next = fma(set1(key[k]), change, mul(load(state + k * kStateTile + i), kept));
-                store(left + k * kStateTile + i, next);
+                const Vec next = fma(set1(key[k]), change, mul(load(h), kept));
+                store(h, next);
                 sums[k % 4] = fma(next, set1(query[k]), sums[k % 4]);
             }
             store_some(out + i, add(add(sums[0], sums[1]), add(sums[2], sums[3])), lanes);
         });
-        state = left;
     }
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,23 @@ def requests(num: int, predicted: dict[str, list[int]]) -> list[EngineRequest]:
     return found
 
 
+def without_time(core: EngineCore) -> None:
+    """What is scheduled depends on how long steps took and on when a grammar is compiled: here on neither."""
+    prepare = core.executor.prepare_grammar
+
+    def prepare_now(grammar: str, eos_token_ids: list[int]) -> Future[None]:
+        prepared = prepare(grammar, eos_token_ids)
+        wait([prepared])
+        return prepared
+
+    core.executor.prepare_grammar = prepare_now
+    core.cost.observe = lambda *measured: None
+
+
 def run(core: EngineCore, model: Path, todo: list[EngineRequest]) -> tuple[dict[str, RequestOutput], EngineStats]:
     """What callers are told at the end, and the sums of guesses and preemptions. Requests come at random."""
     rng, todo = random.Random(2), list(todo)
+    without_time(core)
     front = OutputProcessor(load_tokenizer(config_of(model).model.checkpoint))
     answers: dict[str, RequestOutput] = {}
     sums = EngineStats()
@@ -201,7 +216,7 @@ Answers = dict[str, RequestOutput]
 
 def flags_for(name: str) -> dict[str, Any]:
     """Too few blocks; of models that only keep states, of those."""
-    return {"num_gpu_blocks_override": 6} if name.startswith("mamba") else {"num_gpu_blocks_override": 26}
+    return {"num_gpu_blocks_override": 6} if name.startswith("mamba") else {"num_gpu_blocks_override": 22}
 
 
 @pytest.fixture(scope="module", params=STATES)
@@ -228,12 +243,20 @@ def save_recurrent(name: str, folder: Path, tokenizer: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("method", "mode"), [("ngram", "recompute"), ("prediction", "recompute"), ("noise", "swap")])
+FEW_AND_SWAPPED = {"preemption_mode": "swap"}
+ENOUGH = {"num_gpu_blocks_override": 100, "speculative_config": {"method": "ngram", "num_speculative_tokens": 8}}
+
+
+@pytest.mark.parametrize(
+    ("method", "changed"),
+    [("ngram", {}), ("prediction", {}), ("noise", FEW_AND_SWAPPED), ("noise", ENOUGH)],
+    ids=["ngram", "prediction", "noise-swap", "noise"],
+)
 def test_every_answer_of_a_model_with_states_is_the_same(
-    stateful: tuple[Path, dict[str, Any], Answers], method: str, mode: str
+    stateful: tuple[Path, dict[str, Any], Answers], method: str, changed: dict[str, Any]
 ) -> None:
     model, flags, expected = stateful
-    config = method_config(model, method, **flags, preemption_mode=mode)
+    config = method_config(model, method, **(flags | changed))
     predicted = {name: answer.outputs[0].token_ids for name, answer in expected.items()}
     core = EngineCore(config, None, speculation(config, method))
     found, sums = run(core, model, requests(NUM_WITH_STATES, predicted if method == "prediction" else {}))
@@ -242,4 +265,5 @@ def test_every_answer_of_a_model_with_states_is_the_same(
         assert told(answer) == told(expected[name]), name
     assert sums.num_draft_tokens > 20
     assert sums.num_accepted_tokens > 0 or method == "noise"
-    assert sums.num_prefix_hits > 0
+    # Where all the states there are may be guesses' none may be left of a prompt.
+    assert sums.num_prefix_hits > 0 or changed is FEW_AND_SWAPPED
