@@ -59,6 +59,7 @@ Launch plan(ConvArgs& args, const KernelTable& table, int threads);
 Launch plan(ScanArgs& args, const KernelTable& table, int threads);
 Launch plan(DeltaArgs& args, const KernelTable& table, int threads);
 Launch plan(RecurrenceArgs& args, const KernelTable& table, int threads);
+Launch plan(ChooseArgs& args, const KernelTable& table, int threads);
 // By plans of this thread, which are good until the next of its calls.
 Launch plan(ShrinkArgs& args, const KernelTable& table, int threads);
 Launch plan(AttentionArgs& args, const KernelTable& table, int threads);

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,9 @@ from octavo.layers.rotary import QueryGrowth, RopeConfig, distance_buckets, iden
 from octavo.layers.share import Share
 from octavo.loading.weights import Weights, floats
 from octavo.ops import BIAS_PADDING, Array, ExpertsWeight, LinearWeight, Ops, SegmentOps
+
+if TYPE_CHECKING:
+    from octavo.layers.index import Index
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +97,7 @@ class Parameters:
         # Those of each layer's experts, which are many: named when somebody asks.
         self.expert_matrices: list[Callable[[], Iterator[NamedMatrix]]] = []
         self._made: dict[object, object] = {}  # once, for all layers of the same settings
+        self.index: Index | None = None  # of the last layer that has one: those after it may share what it chooses
         self._has_warned = False
 
     def array(self, name: str, shape: tuple[int, ...]) -> Array:

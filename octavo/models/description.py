@@ -13,6 +13,7 @@ from octavo.layers.cross_attention import CrossAttentionDescription
 from octavo.layers.experts import ExpertsDescription
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.head import HeadDescription
+from octavo.layers.latent import LatentDescription
 from octavo.layers.layer import MixerDescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.pooling import PoolingDescription
@@ -162,6 +163,13 @@ class ModelDescription:
         """Of another network's output that each sequence attends to; 0 is none."""
         mixers = [layer.attention for layer in self.layers]
         return max((mixer.num_tokens for mixer in mixers if isinstance(mixer, CrossAttentionDescription)), default=0)
+
+    @property
+    def num_chosen_keys(self) -> int:
+        """That a token reads at most, as indexes of layers choose them; 0: it reads all it sees."""
+        mixers = [layer.attention for layer in self.layers]
+        indexes = [mixer.index for mixer in mixers if isinstance(mixer, LatentDescription)]
+        return min((index.num_chosen for index in indexes if index is not None), default=0)
 
     @property
     def layer_caches(self) -> tuple[LayerCacheSpec, ...]:

@@ -136,6 +136,11 @@ def with_stage(description: ModelDescription, layers: range) -> ModelDescription
         "another network's output": description.num_cross_tokens > 0,
         "several residual streams": description.streams is not None,
         "a transformer that layers share": any(layer.shared is not None for layer in description.layers),
+        "a layer that reads what an index of another stage chooses": any(
+            isinstance(a, LatentDescription) and a.shares_index
+            for start in (layers.start, layers.stop)
+            for a in attentions[start : start + 1]
+        ),
     }
     for name, has in refused.items():
         if has:

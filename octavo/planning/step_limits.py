@@ -91,7 +91,10 @@ def model_work(description: ModelDescription) -> ModelWork:
             if isinstance(mixer, AttentionDescription):
                 attention.append((2 * mixer.num_heads * mixer.head_size, mixer.window))
             elif isinstance(mixer, LatentDescription):  # in absorbed form heads meet compressed vectors
-                attention.append((mixer.num_heads * (2 * mixer.latent_size + mixer.rotated_size), 0))
+                num_chosen = 0 if mixer.index is None else mixer.index.num_chosen
+                attention.append((mixer.num_heads * (2 * mixer.latent_size + mixer.rotated_size), num_chosen))
+                if mixer.index is not None:
+                    attention.append((mixer.index.num_heads * mixer.index.head_size, 0))
     head = 0 if description.pooling is not None else embedding
     tables = embedding if head == 0 or description.tie_word_embeddings else 2 * embedding
     if (inputs := description.token_inputs) is not None:

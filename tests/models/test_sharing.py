@@ -46,14 +46,21 @@ REFUSED = {
 )
 
 EVERY = ALL_MODELS | RECURRENT_MODELS | LATENT_MODELS
-NOT_STAGED = dict.fromkeys(
-    ("gemma 4", "gemma 4, shared keys", "gemma 3n", "gemma 3n, three streams, not scaled"),
-    "inputs of tokens to every layer",
-) | dict.fromkeys(("zamba", "zamba 2", "zamba 2, biases, no adapters of attention"), "a transformer that layers share")
+GLM_SHARED = "glm moe dsa, of whose keys indexes of some layers choose 8"
+NOT_STAGED = (
+    {GLM_SHARED: "a layer that reads what an index of another stage chooses"}
+    | dict.fromkeys(
+        ("gemma 4", "gemma 4, shared keys", "gemma 3n", "gemma 3n, three streams, not scaled"),
+        "inputs of tokens to every layer",
+    )
+    | dict.fromkeys(
+        ("zamba", "zamba 2", "zamba 2, biases, no adapters of attention"), "a transformer that layers share"
+    )
+)
 # A tied and an untied one, learned positions, a projection of embeddings, windows, experts, states, latent attention.
 QUICK = {
     "llama ratio 3, head 64, tied", "llama, all biases", "gpt 2", "opt, projections, norms after", "gemma 3", "gpt-oss",
-    "jamba", "deepseek v3", "gemma 4",
+    "jamba", "deepseek v3", "gemma 4", "deepseek v3.2, of whose keys its index chooses 8", GLM_SHARED,
 }  # fmt: skip
 
 
