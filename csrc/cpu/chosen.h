@@ -81,47 +81,91 @@ void score_keys(const ChooseArgs& a, const Head<E>& h, const TileRefs<E>& refs, 
     }
 }
 
+// The best of the keys that were added so far, in the order of their positions, and no more than twice as many.
+struct BestKeys {
+    uint64_t ranks[2 * kMaxChosen], least = 0;
+    int count = 0, wanted;
+
+    explicit BestKeys(int n) : wanted(n) {}
+
+    void add(uint64_t rank) {
+        if (rank < least) return;
+        ranks[count++] = rank;
+        if (count == 2 * wanted) finish();
+    }
+    void finish() {
+        if (count <= wanted) return;
+        least = keep_largest(ranks, count, wanted);
+        count = wanted;
+    }
+};
+
+// Where a token of a step is: its sequence, and its position, which is that of the last key it sees. A row of no
+// sequence sees none.
+struct TokenPlace {
+    int seq = 0, last = -1;
+
+    TokenPlace(const ChooseArgs& a, int64_t row) {
+        while (seq < a.num_seqs && a.query_start[seq + 1] <= row) ++seq;
+        if (seq < a.num_seqs) last = static_cast<int>(a.seq_lens[seq] - (a.query_start[seq + 1] - row));
+    }
+};
+
+// The best keys of one of the equal parts of what a token sees.
 template <class E>
-void choose_row(const ChooseArgs& a, int64_t row) {
-    int32_t* chosen = a.chosen + row * a.num_chosen;
-    int seq = 0;
-    while (seq < a.num_seqs && a.query_start[seq + 1] <= row) ++seq;
-    // The row's position; a row of no sequence sees nothing.
-    const int last = seq == a.num_seqs ? -1 : static_cast<int>(a.seq_lens[seq] - (a.query_start[seq + 1] - row));
-    if (last < a.num_chosen) {  // all of them
-        for (int i = 0; i < a.num_chosen; ++i) chosen[i] = i <= last ? i : -1;
-        return;
-    }
-    const Head<E> h = find_index<E>(a, seq);
-    uint64_t best[2 * kMaxChosen], least = 0;
+void add_part(const ChooseArgs& a, int64_t row, const TokenPlace& place, int64_t part, BestKeys& best) {
+    const int64_t tiles = place.last / kKeyTile + 1;
+    const int begin = static_cast<int>(tiles * part / a.parts) * kKeyTile;
+    const int end = min_of(static_cast<int>(tiles * (part + 1) / a.parts) * kKeyTile, place.last + 1);
+    const Head<E> h = find_index<E>(a, place.seq);
     alignas(64) float totals[kKeyTile];
-    int count = 0;
     TileRefs<E> refs[2];
-    find_tile(h, 0, 0, last, refs[0]);
-    for (int tile = 0, turn = 0; tile <= last; tile += kKeyTile, turn ^= 1) {
+    find_tile(h, begin, 0, place.last, refs[0]);
+    for (int tile = begin, turn = 0; tile < end; tile += kKeyTile, turn ^= 1) {
         refs[turn].next = &refs[turn ^ 1];
-        find_tile(h, tile + kKeyTile, 0, last, refs[turn ^ 1]);
-        const int num_keys = min_of(kKeyTile, last + 1 - tile);
+        find_tile(h, tile + kKeyTile, 0, place.last, refs[turn ^ 1]);
+        const int num_keys = min_of(kKeyTile, end - tile);
         score_keys(a, h, refs[turn], row, num_keys, totals);
-        for (int i = 0; i < num_keys; ++i) {
-            const uint64_t rank = ranked(totals[i], tile + i);
-            if (rank < least) continue;
-            best[count++] = rank;
-            if (count == 2 * a.num_chosen) {
-                least = keep_largest(best, count, a.num_chosen);
-                count = a.num_chosen;
-            }
-        }
+        for (int i = 0; i < num_keys; ++i) best.add(ranked(totals[i], tile + i));
     }
-    keep_largest(best, count, a.num_chosen);
-    for (int i = 0; i < a.num_chosen; ++i) chosen[i] = position_of(best[i]);
+    best.finish();
 }
 
+void write_chosen(const ChooseArgs& a, int64_t row, const BestKeys& best) {
+    int32_t* chosen = a.chosen + row * a.num_chosen;
+    for (int i = 0; i < a.num_chosen; ++i) chosen[i] = i < best.count ? position_of(best.ranks[i]) : -1;
+}
+
+// A task is a part of a row. Where there is one only, it is what is chosen; else the merge comes after.
 void choose(const void* args, int64_t task) {
     const ChooseArgs& a = *static_cast<const ChooseArgs*>(args);
-    with_element(a.dtype, [&](auto element) {
-        for_rows(a, task, a.rows, [&](int64_t row) { choose_row<PlainCache<decltype(element)>>(a, row); });
-    });
+    const int64_t row = task / a.parts;
+    const TokenPlace place(a, row);
+    BestKeys best(a.num_chosen);
+    if (place.last < a.num_chosen) {  // all of them
+        for (int i = 0; i <= place.last; ++i) best.ranks[best.count++] = ranked(0.0f, i);
+    } else {
+        with_element(a.dtype, [&](auto element) {
+            add_part<PlainCache<decltype(element)>>(a, row, place, task % a.parts, best);
+        });
+    }
+    if (a.parts == 1) return write_chosen(a, row, best);
+    uint64_t* ranks = a.scratch + task * a.num_chosen;
+    for (int i = 0; i < a.num_chosen; ++i) ranks[i] = i < best.count ? best.ranks[i] : 0;
+}
+
+// A task is a row, of whose parts the best are known.
+void merge_chosen(const void* args, int64_t row) {
+    const ChooseArgs& a = *static_cast<const ChooseArgs*>(args);
+    BestKeys best(a.num_chosen);
+    const uint64_t* ranks = a.scratch + row * a.parts * a.num_chosen;
+    // Of few keys every part has all.
+    const int64_t parts = TokenPlace(a, row).last < a.num_chosen ? 1 : a.parts;
+    for (int64_t i = 0; i < parts * a.num_chosen; ++i) {
+        if (ranks[i] != 0) best.add(ranks[i]);
+    }
+    best.finish();
+    write_chosen(a, row, best);
 }
 
 // The chosen keys of one token, gathered tile by tile as if they lay side by side.

@@ -45,6 +45,7 @@ const KernelTable OCTAVO_CONCAT(kTable_, OCTAVO_ISA) = {
     OCTAVO_ISA::latent_attention,
     OCTAVO_ISA::chosen_attention,
     OCTAVO_ISA::choose,
+    OCTAVO_ISA::merge_chosen,
     OCTAVO_ISA::replace_rows,
 };
 

@@ -443,12 +443,16 @@ struct AttentionArgs : RowArgs {
 // largest, of equals the earlier ones: their positions in order, then -1. A key is the last `size` of `key_size`
 // elements that the cache has of its token.
 constexpr int kMaxChosen = 4096;
-struct ChooseArgs : RowWiseArgs {
+struct ChooseArgs : RowArgs {
     const void *query, *weights, *key_cache;
     const int32_t *block_tables, *query_start, *seq_lens;
     int32_t* chosen;
     int64_t query_stride, weights_stride, table_stride, max_blocks;
     int32_t num_seqs, heads, size, key_size, block_size, num_chosen, dtype;
+    int32_t merges;     // whether this is the call that merges what the one before has left in the scratch
+    uint64_t* scratch;  // [scratch_rows, num_chosen]
+    int64_t scratch_rows;
+    int64_t parts;  // Planned: of the keys of each row.
 };
 
 // Experts are chosen by score + bias or, with `bias_logits`, logit + bias; without a bias by logit. Of equals the first
@@ -596,7 +600,7 @@ struct KernelTable {
     Kernel experts_shrink_up, experts_shrink_down;    // before either, where there are adapters
     Kernel multiply, conv, scan, delta, recurrence;
     Kernel shrink, pool;
-    Kernel latent_attention, chosen_attention, choose;
+    Kernel latent_attention, chosen_attention, choose, merge_chosen;
     Kernel replace_rows;
 };
 // What an instruction set with products of its own brings.

@@ -413,10 +413,12 @@ Launch plan(RouteArgs& args, const KernelTable& table, int threads) {
     return by_rows(table.route, args, args.rows, static_cast<double>(args.num_experts * (args.top_k + 4)), threads);
 }
 
-Launch plan(ChooseArgs& args, const KernelTable& table, int threads) {
+Launch plan(ChooseArgs& args, const KernelTable& table, int) {
     double keys = 0;
+    int64_t longest = 0;
     for (int32_t s = 0; s < args.num_seqs; ++s) {
         const int64_t num_queries = args.query_start[s + 1] - args.query_start[s];
+        if (num_queries == 0) continue;
         if (num_queries < 0 || num_queries > args.seq_lens[s] || args.query_start[s + 1] > args.rows ||
             ceil_div(args.seq_lens[s], args.block_size) > args.max_blocks) {
             throw std::invalid_argument("choose_keys: sequence " + std::to_string(s) + " has " +
@@ -424,11 +426,20 @@ Launch plan(ChooseArgs& args, const KernelTable& table, int threads) {
                                         std::to_string(args.seq_lens[s]) + " keys.");
         }
         keys += static_cast<double>(num_queries) * args.seq_lens[s];
+        longest = std::max<int64_t>(longest, args.seq_lens[s]);
     }
-    const double flops = 2.0 * keys * args.heads * args.size;
-    const double row_ns = flops / static_cast<double>(args.rows) / kF32FlopsPerNs;
-    return by_rows(table.choose, args, args.rows, row_ns, threads);
+    // Few rows: their keys are shared out, partitions at least.
+    const int64_t most = std::max<int64_t>(args.scratch_rows / std::max<int64_t>(args.rows, 1), 1);
+    args.parts = std::clamp<int64_t>(ceil_div(longest, kKeyPartition), 1, most);
+    if (args.merges) {
+        const double cost_ns = static_cast<double>(args.rows * args.parts * args.num_chosen) * 10;
+        return {table.merge_chosen, &args, args.parts == 1 ? 0 : args.rows, cost_ns};
+    }
+    const double flops_per_ns = args.dtype == kF32 ? kF32FlopsPerNs : kBf16FlopsPerNs;
+    return {table.choose, &args, args.rows * args.parts, 2.0 * keys * args.heads * args.size / flops_per_ns};
 }
+
+int64_t choose_scratch_rows() { return kTasksPerThread * num_threads(); }
 
 int64_t shrink_scratch_rows(int64_t rows) { return rows + kAdapterRows * num_threads(); }
 

@@ -105,6 +105,8 @@ class ExpertsPlan {
 
 // Rows of scratch that calls of ShrinkArgs for `rows` rows need.
 int64_t shrink_scratch_rows(int64_t rows);
+// For keys that are shared out among threads.
+int64_t choose_scratch_rows();
 
 // A step's rows in the order of their adapters: planned once for all calls that read the same slots.
 class AdapterPlan {

@@ -320,7 +320,8 @@ void define_operations(nb::module_& m) {
     using H = ChooseArgs;
     define<H, &H::query, &H::query_stride, &H::weights, &H::weights_stride, &H::rows, &H::key_cache, &H::block_tables,
            &H::table_stride, &H::max_blocks, &H::query_start, &H::seq_lens, &H::num_seqs, &H::heads, &H::size,
-           &H::key_size, &H::block_size, &H::num_chosen, &H::dtype, &H::chosen>(m, "choose_keys");
+           &H::key_size, &H::block_size, &H::num_chosen, &H::dtype, &H::chosen, &H::scratch, &H::scratch_rows,
+           &H::merges>(m, "choose_keys");
     define<ArgmaxArgs, &ArgmaxArgs::x, &ArgmaxArgs::stride, &ArgmaxArgs::rows, &ArgmaxArgs::width, &ArgmaxArgs::out>(
         m, "argmax");
     define<SampleArgs, &SampleArgs::logits, &SampleArgs::stride, &SampleArgs::rows, &SampleArgs::width,
@@ -457,6 +458,7 @@ NB_MODULE(_cpu, m) {
     m.attr("SOURCE_FORMATS") = numbered(octavo::source_formats());
     m.def("packed_bytes", &octavo::packed_bytes);
     m.def("shrink_scratch_rows", &octavo::shrink_scratch_rows);
+    m.def("choose_scratch_rows", &octavo::choose_scratch_rows);
     m.def("max_scale", &max_scale);
     m.def("pack_factor_rows", &pack_factor_rows, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -2,7 +2,8 @@
 which its attention reads the best. Its keys lie behind those of the layer's attention in the cache. Who attends to what
 was chosen is `octavo.layers.latent`.
 
-As in `transformers` nothing of it is in eight bits, and no Hadamard transform comes before.
+As in `transformers` no key of it is in eight bits, and no Hadamard transform comes before. Heads' weights, which are
+float32 there, are of the model's type.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 import octavo._cpu as _cpu
 from octavo.errors import ConfigError
 from octavo.ops import ExpertsWeight, LayerKVCache
-from octavo.ops.cpu_arrays import INT32, code_of, is_dense, stride
+from octavo.ops.cpu_arrays import INT32, INT64, code_of, is_dense, stride
 from octavo.ops.cpu_experts import PackedExperts
 from octavo.ops.cpu_program import check_inputs, empty
 
@@ -82,9 +82,12 @@ def choose_keys(
         seq_lens=seq_lens,
     )  # fmt: skip
     out = empty((tokens, num_chosen), INT32)
-    _cpu.choose_keys(
-        query, stride(query), weights, stride(weights), tokens, cache.key, block_tables, stride(block_tables),
-        block_tables.shape[1], query_start_loc, seq_lens, seq_lens.shape[0], heads, size, key_size,
-        cache.key.shape[3], num_chosen, code_of("choose_keys", query, weights, cache.key), out,
-    )  # fmt: skip
+    scratch = empty((_cpu.choose_scratch_rows(), num_chosen), INT64)
+    for merges in (False, True):  # what threads have found that shared the keys of a row
+        _cpu.choose_keys(
+            query, stride(query), weights, stride(weights), tokens, cache.key, block_tables, stride(block_tables),
+            block_tables.shape[1], query_start_loc, seq_lens, seq_lens.shape[0], heads, size, key_size,
+            cache.key.shape[3], num_chosen, code_of("choose_keys", query, weights, cache.key), out, scratch,
+            len(scratch), merges,
+        )  # fmt: skip
     return out
