@@ -128,7 +128,6 @@ def with_stage(description: ModelDescription, layers: range) -> ModelDescription
     attentions = [layer.attention for layer in description.layers]
     refused = {
         "models that transformers computes": description.impl != "octavo",
-        "pooling": description.pooling is not None,
         "inputs of tokens to every layer": description.token_inputs is not None,
         "keys of another layer": any(
             isinstance(a, AttentionDescription) and a.reads_layer is not None for a in attentions
@@ -158,7 +157,6 @@ def _not_built(description: ModelDescription) -> dict[str, bool]:
     attentions = [mixer for mixer in mixers if isinstance(mixer, AttentionDescription)]
     return {
         "models that transformers computes": description.impl != "octavo",
-        "pooling": description.pooling is not None,
         "attention to another network's output": not all(isinstance(mixer, _SHAREABLE) for mixer in mixers),
         "a transformer that layers share": any(layer.shared is not None for layer in description.layers),
         "attention of several inputs": any(a.num_inputs > 1 for a in attentions),
