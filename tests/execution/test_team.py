@@ -30,6 +30,8 @@ from tests.execution.small_overrides import (
     CUT,
     DEEPSEEK,
     FALCON_H1,
+    GEMMA_3N,
+    GEMMA_4,
     JAMBA,
     LFM_2,
     MAMBA,
@@ -39,6 +41,8 @@ from tests.execution.small_overrides import (
     QWEN_3_5,
     QWEN_3_NEXT,
     RECURRENT_GEMMA,
+    ZAMBA,
+    ZAMBA_2,
 )
 from tests.execution.test_guesses import guessed_requests
 from tests.execution.test_runner import VOCAB, config_of, model, requests, run, told
@@ -140,6 +144,8 @@ BIASES = {"architectures": ["Starcoder2ForCausalLM"], "use_bias": True, "hidden_
                 ((2, 4), {**INT8, "num_gpu_blocks_override": 24, "preemption_mode": "swap"}, CUT | BAMBA),
                 *(((2, 4), {**INT8, "num_gpu_blocks_override": 60}, CUT | overrides)
                   for overrides in (FALCON_H1, MAMBA, LFM_2, RECURRENT_GEMMA)),
+                *(((2, 4), {"dtype": "bfloat16", "num_gpu_blocks_override": 60}, CUT | overrides)
+                  for overrides in (ZAMBA, ZAMBA_2, GEMMA_3N, GEMMA_4)),
                 *(((2, 4), {"dtype": "bfloat16"} if overrides is COHERE else INT8, CUT | overrides)
                   for overrides in (OLMO_2, COHERE, BITNET)),
             ]

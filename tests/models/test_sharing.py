@@ -32,18 +32,13 @@ from octavo.models.registry import build, describe
 from octavo.models.sharing import stage_layers, with_share, with_stage
 from octavo.ops import LayerKVCache, Ops
 from tests.models.driving import ArrayWeights, all_logits
-from tests.models.small_experts import ALL_MODELS, EXPERT_MODELS
+from tests.models.small_experts import ALL_MODELS, EXPERT_MODELS, GEMMA_4_MODELS
 from tests.models.small_latent import LATENT_MODELS
 from tests.models.small_models import MODELS, VOCAB
 from tests.models.small_recurrent import RECURRENT_MODELS
 
 # What is refused, and the reason.
-REFUSED = {
-    "llama ratio 3, head 64, tied": "cannot share out 3 attention heads; these sizes could: 1, 3"
-} | dict.fromkeys(
-    ("zamba", "zamba 2", "zamba 2, biases, no adapters of attention"),
-    "not built yet for a transformer that layers share",
-)
+REFUSED = {"llama ratio 3, head 64, tied": "cannot share out 3 attention heads; these sizes could: 1, 3"}
 
 EVERY = ALL_MODELS | RECURRENT_MODELS | LATENT_MODELS
 NOT_STAGED = dict.fromkeys(
@@ -173,12 +168,13 @@ def test_layers_are_shared_out_among_stages() -> None:
         stage_layers(2, 3)
 
 
-# Without experts; norms over all heads, gates, states of every kind, latent attention.
+# Without experts; norms over all heads, gates, states of every kind, latent attention, what layers share, several
+# residual streams.
 SHARED_QUICK = {
     *MODELS, "minicpm 3", "mamba", "mamba 2", "falcon h1, norm after the gate", "qwen 3.5", "lfm 2", "recurrent gemma",
-    "olmo hybrid",
+    "olmo hybrid", "zamba", "zamba 2", "gemma 3n", "gemma 4, shared keys",
 }  # fmt: skip
-OTHERS = RECURRENT_MODELS | LATENT_MODELS
+OTHERS = RECURRENT_MODELS | LATENT_MODELS | GEMMA_4_MODELS
 
 
 def has_experts(description: ModelDescription) -> bool:
@@ -256,6 +252,8 @@ def test_workers_that_have_whole_experts_give_the_logits_of_the_whole(name: str,
         ("qwen 3.5", {}),  # gates; heads of keys that serve two of values
         ("qwen 3.5", {"linear_value_heads_alternate": True}),  # as in GGUF files
         ("deepseek v3", {}),
+        ("zamba", {}),  # inner matrices of a group of channels that two workers share
+        ("gemma 4, shared keys", {}),
     ],
 )
 def test_few_heads_of_keys_are_several_workers(name: str, settings: dict[str, Any], ops: Ops, tmp_path: Path) -> None:
