@@ -165,8 +165,10 @@ def _not_built(description: ModelDescription) -> dict[str, bool]:
 
 
 def gathered_size(description: ModelDescription) -> int:
-    """Elements of a row that all workers are brought within a layer, at most."""
-    sizes = [0]
+    """Elements of a row that all workers are brought within a layer, or before the first, at most."""
+    sizes = [description.embedding_size or description.hidden_size]
+    if description.token_inputs is not None:
+        sizes.append(len(description.layer_numbers) * description.token_inputs.size)
     for layer in description.layers:
         feed_forward = layer.feed_forward
         if isinstance(feed_forward, ExpertsDescription):

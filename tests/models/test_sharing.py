@@ -332,13 +332,25 @@ QWEN_3_NEXT: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("config", [DEEPSEEK_V3, QWEN_3_NEXT], ids=["DeepSeek V3", "Qwen3-Next 80B-A3B"])
+# Whose embedding is large beside the layers.
+NEMOTRON_H: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"], "vocab_size": 131072, "hidden_size": 8192, "num_hidden_layers": 20,
+    "hybrid_override_pattern": "M-M-M-M-M-M-M-M-M*-M", "num_attention_heads": 64, "num_key_value_heads": 8,
+    "head_dim": 128, "intermediate_size": 30720, "mamba_num_heads": 256, "mamba_head_dim": 64, "ssm_state_size": 256,
+    "n_groups": 8, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config", [DEEPSEEK_V3, QWEN_3_NEXT, NEMOTRON_H], ids=["DeepSeek V3", "Qwen3-Next 80B-A3B", "Nemotron-H"]
+)
 def test_a_worker_needs_little_more_than_its_part_of_the_weights(config: dict[str, Any]) -> None:
     description = describe(config)
 
     def num_bytes(size: int) -> int:
         weights = RecordingWeights("bfloat16")
-        record(with_share(description, Share(size - 1, size), shares_experts=size > 1), weights)
+        shares_experts = size > 1 and has_experts(description)
+        record(with_share(description, Share(size - 1, size), shares_experts), weights)
         return weights.packed_bytes()[0]
 
     whole = num_bytes(1)
