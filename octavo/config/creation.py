@@ -53,7 +53,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
     code_folder = _code_folder(args, checkpoint)
     description = describe(checkpoint.config, args.model_impl, code_folder)
     pooling, checkpoint = pooling_of(args, checkpoint, description)
-    check_shared(args, description, pooling, device)
+    check_shared(args, description, device)
     # Tokens of a prompt that see later ones are computed in one step, and are not those of another prompt.
     whole_prompts = pooling.whole_prompts if pooling is not None else description.sees_ahead == "prompt"
     enable_chunked_prefill = args.enable_chunked_prefill and not whole_prompts

@@ -245,11 +245,11 @@ class Parameters:
         """What queries are multiplied with, [max_positions] float32."""
         return None if growth is None else self._table((growth,), lambda: growth.table(self.max_positions))
 
-    def distance_biases(self, name: str, num_buckets: int, num_heads: int) -> Array:
-        """What scores of attention get by the key's distance, [num_heads, 2 * max_positions + BIAS_PADDING] float32."""
+    def distance_biases(self, name: str, num_buckets: int, num_heads: int, own: range) -> Array:
+        """What scores of our `own` heads get by the key's distance, [own, 2 * max_positions + BIAS_PADDING] float32."""
 
         def make() -> NDArray[np.float32]:
-            buckets = self.weights.take(name, (num_buckets, num_heads)).astype(np.float32)
+            buckets = self.weights.take(name, (num_buckets, num_heads))[:, own].astype(np.float32)
             distances = np.arange(2 * self.max_positions + BIAS_PADDING) - self.max_positions
             return np.ascontiguousarray(buckets[distance_buckets(distances, num_buckets)].T)
 

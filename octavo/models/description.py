@@ -133,12 +133,13 @@ class ModelDescription:
         start = [self.embedding_norm_name, self.embedding_projection_name, self.token_types_name]
         if self.positions is not None and self.positions.name is not None:
             start.append(self.positions.name.removesuffix(".weight"))
-        if not (self.is_last_stage and self.tie_word_embeddings):
+        if not (self.is_last_stage and self.tie_word_embeddings and self.pooling is None):
             start.append(self.embedding_name)
         others = [] if self.is_first_stage else start
         if not self.is_last_stage:
             others += [self.norm_name, self.output_name]
-            others += [] if self.head is None else [self.head.name, self.head.norm_name]
+            heads = [*(() if self.head is None else (self.head,)), *(() if self.pooling is None else self.pooling.head)]
+            others += [name for head in heads for name in (head.name, head.norm_name)]
         return tuple(f"{name}." for name in others if name)
 
     @property
