@@ -198,6 +198,14 @@ def generate(llm: LLM, *beginnings: list[int], params: SamplingParams | None = N
     return llm.generate(prompts, params or SamplingParams(max_tokens=1), use_tqdm=False)
 
 
+def test_metrics_of_a_script_are_those_of_each_engine(llm: LLM) -> None:
+    generate(llm, *[ANSWER] * 6)
+    counted = {one.labels["engine"]: one for one in llm.get_metrics() if one.name == "vllm:request_prompt_tokens"}
+    assert sorted(counted) == ["0", "1"]
+    counts = [one.count for one in counted.values() if isinstance(one, Histogram)]
+    assert len(counts) == 2 and sum(counts) >= 6 and llm.llm_engine.model_config is llm.model_config
+
+
 def test_a_script_has_several_engines_too(llm: LLM, cores: list[subprocess.Popen[bytes]]) -> None:
     """Also where an event loop runs already, as in notebooks."""
     with_processor = SamplingParams(max_tokens=1, logits_processors=[lambda tokens, logits: logits])
