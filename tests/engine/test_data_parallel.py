@@ -18,6 +18,7 @@ from octavo.engine.data_parallel import DataParallelEngine
 from octavo.engine.data_parallel_llm import DataParallelLLMEngine
 from octavo.errors import ConfigError, EngineDeadError, OctavoError, RequestError
 from octavo.metrics.prometheus import EngineMetrics
+from octavo.metrics.reader import Histogram
 from tests.engine.stub_engine import ANSWER, EXIT, HANG, ask
 
 Engines = Callable[..., EngineMetrics]
