@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from octavo import LLM, SamplingParams, StructuredOutputsParams
+from octavo import LLM, EngineArgs, SamplingParams, StructuredOutputsParams
 from octavo.errors import ConfigError, RequestError
 from octavo.sampling.grammar import ReasoningMarks, ThinkingBudget, WantedGrammar
 from octavo.sampling_params import GuidedDecodingParams
@@ -345,6 +345,14 @@ def test_a_method_that_only_vllm_has_says_so(llm: LLM, name: str, said: str) -> 
         getattr(llm, name)
     with pytest.raises(AttributeError, match=r"LLM has no generrate\."):
         llm.generrate  # noqa: B018
+
+
+def test_arguments_may_be_put_together_before() -> None:
+    args = EngineArgs(max_model_len=64, num_gpu_blocks_override=64, dtype=torch.bfloat16)  # type: ignore[arg-type]
+    with LLM.from_engine_args(args) as llm:
+        assert (llm.model_config.max_model_len, llm.model_config.dtype) == (64, "bfloat16")
+        completion = llm.generate("a", greedy(1), use_tqdm=False)[0].outputs[0]
+        assert completion.finished()
 
 
 def test_the_form_of_a_messages_content_may_be_said(llm: LLM) -> None:

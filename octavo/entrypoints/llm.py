@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from octavo.config import EngineArgs, ModelConfig
@@ -39,6 +40,7 @@ _ABSENT = {
     "apply_model": "models are Octavo's own and no torch.nn.Module; what they compute comes out of generate and encode",
     "collective_rpc": "workers take no methods of callers; -tp and -pp are arguments of LLM",
     "preprocess_chat": "llm.get_tokenizer().apply_chat_template renders messages",
+    "set_tokenizer": "tokenizer is an argument of LLM",
     "start_profile": "/ui and /metrics of a server show where time goes",
     "stop_profile": "/ui and /metrics of a server show where time goes",
 }
@@ -70,6 +72,11 @@ class LLM(PoolingMethods):
             self.llm_engine = DataParallelLLMEngine(config)
         self.config, self.tokenizer = self.llm_engine.config, self.llm_engine.tokenizer
         self.inputs = self.llm_engine.inputs
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> LLM:
+        """The same of arguments that have been put together already."""
+        return cls(**{field.name: getattr(args, field.name) for field in fields(args)})
 
     def __getattr__(self, name: str) -> Any:
         """Only asked for names that there are not."""
