@@ -262,4 +262,6 @@ class Parameters:
         """What several layers share, made for the first of them."""
         if key not in self._made:
             self._made[key] = make()
+        else:
+            self.weights.read_again(make)
         return cast(_Made, self._made[key])

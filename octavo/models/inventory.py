@@ -37,6 +37,13 @@ def required_tensors(description: ModelDescription, builder: Builder = build) ->
     return list({tensor.name: tensor for tensor in weights.tensors}.values())
 
 
+def repeated_tensors(description: ModelDescription) -> list[RecordedTensor]:
+    """Those that a step reads again, for each time: layers share them with layers before."""
+    weights = RecordingWeights("float32")
+    record(description, weights)
+    return weights.repeated
+
+
 class _NoOps:
     """As much of `Ops` as constructors call, doing nothing."""
 
