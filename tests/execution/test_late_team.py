@@ -25,6 +25,7 @@ from tests.execution.small_overrides import BAMBA, CUT, DEEPSEEK, OLMO_2
 from tests.execution.test_guesses import guessed_requests
 from tests.execution.test_runner import EOS, config_of, model, requests, run
 from tests.execution.test_team import EXPERTS, FEW_ADAPTERS, adapted, assert_near, told_exactly, write_adapters
+from tests.lora.random_adapters import TINY_SIZES, write_adapter_of
 
 __all__ = ["model"]
 
@@ -147,6 +148,20 @@ def test_each_device_has_its_share_of_adapters(
     assert core.adapters is not None
     assert 0 < len(core.adapters.pool.resident) < len(folders)
     core.adapters.pool.check([])
+
+
+@pytest.mark.long
+def test_workers_of_unequally_many_experts_agree_on_slots(
+    model: Path, start: Callable[..., EngineCore], tmp_path: Path
+) -> None:
+    """A device's tables have a row for each slot and expert; the first worker, of the last stage, has no experts."""
+    flags = FEW_ADAPTERS | {"hf_overrides": EXPERTS | {"mlp_only_layers": [1]}, "lora_memory_gb": 1.0}
+    sizes = {name: size for name, size in TINY_SIZES.items() if "self_attn" in name}
+    folders = [write_adapter_of(tmp_path / f"a{i}", i, 4, sizes, 0.05) for i in range(3)]
+    expected = run(of_one_on_cpu(model, **flags), adapted(requests(1, 8), folders))
+    core = start(pipeline_parallel_size=2, **flags)
+    assert core.executor.adapter_memory.num_slots == 4096 // 8
+    assert_near(run(core, adapted(requests(1, 8), folders)), expected)
 
 
 @pytest.mark.long
