@@ -59,6 +59,6 @@ class DraftingRunner:
         draft_s = time.monotonic() - begin
         rows = plan.rows
         if guesses:
-            rows = [p._replace(guesses=guesses[p.row]) if p.guesses else p for p in rows]
+            rows = [p._replace(guesses=guesses.get(p.row, p.guesses)) for p in rows]
         plan = replace(plan, rows=rows)
         return DraftedStep(self._drafter, plan, self._runner.compute(plan), guesses, draft_s)

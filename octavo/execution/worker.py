@@ -285,6 +285,8 @@ class Worker:
         self._use(small, [0] * len(small))
         other_bytes = sum(runner.captured_bytes for runner in self._runners if self._captures(runner))
         other_bytes += self._tower_bytes()
+        if self._draft is not None and device.shares_memory:
+            other_bytes += self._draft.state_bytes  # which are in use when they are written
         del small
         budget, source = self._team.smallest(self._cache_offer(other_bytes))
 
