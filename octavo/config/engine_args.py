@@ -167,7 +167,9 @@ class EngineArgs(Flags):
     )  # fmt: skip
     speculative_model: str | None = flag(None, "An older way to say it: [ngram], or a model that guesses.")
     num_speculative_tokens: int | None = flag(None, "Tokens that are guessed for a sequence in a step at most.")
-    speculative_draft_tensor_parallel_size: int | None = flag(None, "Devices of a model that guesses.", positive=True)
+    speculative_draft_tensor_parallel_size: int | None = flag(
+        None, "Workers of a model that guesses: 1.", positive=True
+    )
     ngram_prompt_lookup_max: int | None = flag(None, "Tokens that [ngram] compares at most; default 5.")
     ngram_prompt_lookup_min: int | None = flag(None, "Tokens that must agree for [ngram] to guess; default 5.")
     tensor_parallel_size: int = flag(

@@ -14,9 +14,11 @@ from octavo.config.data_parallel import (
 )
 from octavo.config.engine_args import EngineArgs
 from octavo.config.engine_config import NodesConfig
+from octavo.config.speculation import speculative_config
 from octavo.errors import ConfigError
 from octavo.hardware import num_cuda_devices
 from octavo.node_token import check_token
+from octavo.speculative_config import DRAFT_METHODS, HEAD_METHODS
 
 if TYPE_CHECKING:
     from octavo.models.description import ModelDescription
@@ -55,11 +57,14 @@ def check_parallel(args: EngineArgs, device: str) -> None:
     if size * num_stages == 1:
         return
     asked = f"--tensor-parallel-size {size}" if num_stages == 1 else f"--pipeline-parallel-size {num_stages}"
-    draws_otherwise = (args.speculative_config or {}).get("synthetic_acceptance_rates") is not None
-    guesses_by_model = "model" in (args.speculative_config or {}) or args.speculative_model not in (None, "[ngram]")
+    speculative = speculative_config(args)
+    if speculative is None:
+        return
+    method = speculative.method
     for name, is_asked in {
-        "with a model that guesses": guesses_by_model,
-        "with synthetic_acceptance_rates": draws_otherwise,
+        f"with {method}, which reads what the model computes": method in HEAD_METHODS,
+        "with a model that guesses": (num_stages > 1 or device == "cuda") and method in DRAFT_METHODS,
+        "with synthetic_acceptance_rates": speculative.synthetic_acceptance_rates is not None,
     }.items():
         if is_asked:
             raise ConfigError(f"{asked} is not built yet {name}; leave one of them out.")

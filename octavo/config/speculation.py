@@ -44,7 +44,7 @@ def draft_config(
     if speculative.draft_tensor_parallel_size not in (None, 1):
         raise ConfigError(
             f"draft_tensor_parallel_size {speculative.draft_tensor_parallel_size} is not built yet: what guesses "
-            "runs on one device."
+            f"runs whole on the first of {args.tensor_parallel_size} workers; leave it out, or say 1."
         )
     if method == "mtp":
         for name in ("model", "revision", "quantization"):

@@ -122,8 +122,6 @@ class _PoolMover:
 
     def warm_up(self) -> None:
         """A copy of the first block onto itself."""
-        if not all(cache.value.nbytes for cache in self._caches):
-            return  # states are not copied
         self._device.compute.run(lambda: self._ops.copy_blocks([(0, 0)], self._caches))
 
 

@@ -85,7 +85,9 @@ class CpuDevice:
 
     def cache_bytes(self, config: CacheConfig, step: Callable[[], None], other_bytes: int) -> tuple[int, str]:
         share, available = config.cpu_memory_utilization, available_memory_bytes()
-        return int(available * share), f"--cpu-memory-utilization {share} of {available / _GIB:.2f} GiB free RAM"
+        return int(
+            available * share
+        ) - other_bytes, f"--cpu-memory-utilization {share} of {available / _GIB:.2f} GiB free RAM"
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
         return 0

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from octavo.config import EngineConfig, ModelConfig
 from octavo.errors import ConfigError, LoadError
-from octavo.execution.block_mover import BlockMover
+from octavo.execution.block_mover import BlockMover, layer_cache
 from octavo.execution.device import Device
+from octavo.execution.draft_states import STATES_PER_ROW, DraftStates
 from octavo.execution.drafting_runner import Drafter
 from octavo.execution.filled_slots import FilledSlots
 from octavo.execution.head_drafter import ChainDrafter, MedusaDrafter
@@ -26,17 +27,16 @@ _LEAST_COMMON = 0.95  # of a model's tokens; families add a few from model to mo
 
 def group_for(groups: Sequence[CacheGroup], specs: Sequence[LayerCacheSpec], name: str) -> int:
     """The group of a model's cache whose blocks can hold what a draft model keeps: the first that gives no block back
-    which the draft still reads. Raises `ConfigError` if there is none."""
-    if any(spec.kind == "state" for spec in specs):
-        raise ConfigError(
-            f"{name} cannot guess: a layer of it keeps a state, for which the model's blocks have no room."
-        )
-    if specs and all(group.spec.kind == "state" for group in groups):
+    which the draft still reads. States are no matter of blocks, but where a layer keeps one the draft reads all keys
+    again. Raises `ConfigError` if there is none."""
+    if all(spec.kind == "state" for spec in specs):
+        return 0
+    if all(group.spec.kind == "state" for group in groups):
         raise ConfigError(
             f"{name} cannot guess for this model: what it keeps lies in the model's blocks of keys and values, and all "
             "layers of the model keep a state instead. Take ngram, suffix or medusa."
         )
-    reads_all = any(spec.kind == "full" for spec in specs)
+    reads_all = any(spec.kind in ("full", "state") for spec in specs)
     longest = max((spec.window for spec in specs), default=0)
     for number, group in enumerate(groups):
         if group.spec.kind == "full" or (not reads_all and group.spec.window >= longest):
@@ -59,8 +59,14 @@ class Draft:
         self._block_size = config.cache.block_size
         self.dtype, self.runner = own.dtype, None
         self.num_weight_bytes = model.num_weight_bytes()
-        self.layer_caches: Sequence[LayerCacheSpec] = () if isinstance(model, MedusaHeads) else model.layer_caches
-        self._group = group_for(groups, self.layer_caches, own.checkpoint.name)
+        self._specs: Sequence[LayerCacheSpec] = () if isinstance(model, MedusaHeads) else model.layer_caches
+        self.layer_caches = [spec for spec in self._specs if spec.kind != "state"]  # in the model's blocks
+        num_states = STATES_PER_ROW * config.scheduler.max_num_seqs
+        self._states = [
+            layer_cache(config.cache, device, ops, spec, num_states) for spec in self._specs if spec.kind == "state"
+        ]
+        self.state_bytes = sum(int(part.nbytes) for cache in self._states for part in cache.arrays)
+        self._group = group_for(groups, self._specs, own.checkpoint.name)
         self.pool = groups[self._group].pool
         self._has_null_block = any(group.pool == self.pool and group.spec.kind == "window" for group in groups)
         self._drafter: Drafter | None = None
@@ -70,6 +76,7 @@ class Draft:
             medusa.use_features(model.hidden_size, own.dtype, limits.max_num_seqs)
             return
         is_head = isinstance(model, ChainHead)
+        assert not (is_head and self._states), "heads have attention"
         table = SequenceTable(
             limits.max_num_seqs, config.model.max_model_len, config.cache.block_size, group_layers(model.layer_caches),
             tokens_of=target.table, num_ahead=int(is_head),
@@ -87,15 +94,22 @@ class Draft:
 
     def use_caches(self, caches: Sequence[LayerKVCache], num_blocks: int, num_host_blocks: int) -> Drafter:
         """Keep what the layers keep in `caches`, which are moved with the blocks of the model that serves."""
+        mover = BlockMover(self._ops, self._device, [self._states] if self._states else [], [0] if self._states else [])
         if self.runner is not None:
-            self.runner.use_caches(caches, BlockMover(self._ops, self._device, [], []))
+            states, in_blocks = iter(self._states), iter(caches)
+            by_layer = [next(states if spec.kind == "state" else in_blocks) for spec in self._specs]
+            self.runner.use_caches(by_layer, mover)
         if self._drafter is not None:
             return self._drafter
         assert self.runner is not None
-        filled = FilledSlots(num_blocks, num_host_blocks, self._block_size, self._has_null_block)
+        kept: FilledSlots | DraftStates
+        if self._states:
+            kept = DraftStates(self.runner.table, mover)
+        else:
+            kept = FilledSlots(num_blocks, num_host_blocks, self._block_size, self._has_null_block)
         table, longest = self._target.table, self._own.max_model_len
         vocab_size = self._target.model.vocab_size
-        return ModelDrafter(self.runner, table, self._group, self.pool, filled, longest, vocab_size)
+        return ModelDrafter(self.runner, table, self._group, self.pool, kept, longest, vocab_size)
 
 
 def build_head(

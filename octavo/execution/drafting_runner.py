@@ -1,7 +1,8 @@
 """A runner whose plans leave guesses to be made: a `Drafter` makes them before the step that verifies them runs.
 
 The plan says how many tokens are to be guessed for each of its rows, and has blocks for them; the guesses become part
-of it, so that nothing else knows where they came from. The result says what they were.
+of it, so that nothing else knows where they came from: neither the workers that share the model with the first one,
+which alone guesses and tells them the plan only then. The result says what they were.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Protocol
 from octavo.execution.model_drafter import Guesses
 from octavo.execution.runner import Runner
 from octavo.execution.submitted_step import SubmittedStep
+from octavo.execution.team import Team
 from octavo.plan import StepPlan, StepResult
 
 
@@ -48,8 +50,8 @@ class DraftedStep:
 class DraftingRunner:
     """`Runner.submit` for plans with guesses to be made."""
 
-    def __init__(self, runner: Runner, drafter: Drafter) -> None:
-        self._runner, self._drafter = runner, drafter
+    def __init__(self, runner: Runner, drafter: Drafter, team: Team) -> None:
+        self._runner, self._drafter, self._team = runner, drafter, team
 
     def submit(self, plan: StepPlan) -> DraftedStep:
         """Guess, then have the device compute the plan. Raises `DeviceMemoryError` as `Runner.submit`."""
@@ -59,6 +61,7 @@ class DraftingRunner:
         draft_s = time.monotonic() - begin
         rows = plan.rows
         if guesses:
-            rows = [p._replace(guesses=guesses[p.row]) if p.guesses else p for p in rows]
+            rows = [p._replace(guesses=guesses.get(p.row, p.guesses)) for p in rows]
         plan = replace(plan, rows=rows)
+        self._team.tell_plan(plan)
         return DraftedStep(self._drafter, plan, self._runner.compute(plan), guesses, draft_s)

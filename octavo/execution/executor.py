@@ -144,6 +144,7 @@ class TeamExecutor(LocalExecutor):
         model = config.model
         description = describe(model.checkpoint.config, model.impl, model.code_folder, model.pooling)
         self.team = Leader(config, description)
+        self._guesses = config.draft is not None  # then the worker tells plans, with its guesses
         try:
             super().__init__(config, team=self.team)
             self.team.wait_until_ready()
@@ -156,7 +157,8 @@ class TeamExecutor(LocalExecutor):
         hashes = {item.content_hash for admission in plan.admissions for item in admission.media}
         if media is not None and hashes:
             self.team.tell_rows({content_hash: media.rows(content_hash) for content_hash in hashes})
-        self.team.tell_plan(plan)
+        if not self._guesses:
+            self.team.tell_plan(plan)
         return super().submit(plan) if self.num_stages == 1 else _LastStage(partial(super().submit, plan))
 
     def prepare_adapter(self, source: AdapterSource) -> Future[int]:

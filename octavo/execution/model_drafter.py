@@ -6,19 +6,21 @@ distributions with the random numbers that the model is going to draw with at th
 numbers), so that it guesses right where the two distributions are close and not only where both are sure.
 
 The parts of prompts are computed in the steps that the model computes them in. Where nothing was guessed for a while
-it lags, and catches up when it is asked again.
+it lags, and catches up when it is asked again. Where its layers keep states (`DraftStates`), which are in no block, it
+begins anew with each sequence that is admitted.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from octavo.errors import DeviceMemoryError
+from octavo.execution.draft_states import DraftStates
 from octavo.execution.filled_slots import FilledSlots
 from octavo.execution.runner import Runner
 from octavo.execution.sequence_table import SequenceTable
@@ -36,17 +38,20 @@ Guesses = Mapping[int, tuple[int, ...]]  # by row
 
 class ModelDrafter:
     """Guesses with `runner`, whose model keeps what it keeps in the blocks of group `group` of `table`, the sequences
-    of the model that serves; `pool` is that group's. Sequences that become longer than `max_len` are
-    left alone; `vocab_size` is the model's."""
+    of the model that serves; `pool` is that group's. `kept` says what is there of sequences that are admitted. Those
+    that become longer than `max_len` are left alone; `vocab_size` is the model's."""
 
     def __init__(
-        self, runner: Runner, table: SequenceTable, group: int, pool: int, filled: FilledSlots, max_len: int,
-        vocab_size: int,
+        self, runner: Runner, table: SequenceTable, group: int, pool: int, kept: FilledSlots | DraftStates,
+        max_len: int, vocab_size: int,
     ) -> None:  # fmt: skip
         self._runner, self._table, self._group, self._pool = runner, table, group, pool
-        self._filled, self._max_len, self._vocab_size = filled, max_len, vocab_size
+        self._filled = kept if isinstance(kept, FilledSlots) else None
+        self._states = kept if isinstance(kept, DraftStates) else None
+        self._max_len, self._vocab_size = max_len, vocab_size
         num_rows = table.max_num_seqs
-        self._num_drafted = np.zeros(num_rows, np.int64)  # tokens that the draft has computed, guesses included
+        # Tokens that the draft has computed; guesses included, unless they were computed in copies of states.
+        self._num_drafted = np.zeros(num_rows, np.int64)
         self._num_filled = np.zeros(num_rows, np.int64)  # of those, the ones that `filled` knows of
 
     def draft(self, plan: StepPlan) -> Guesses:
@@ -79,6 +84,8 @@ class ModelDrafter:
             try:
                 self._run(replace(changes, rows=first), ready, found)
             except DeviceMemoryError as e:
+                rows = [planned.row for planned in first]
+                self._num_drafted[rows] = self._num_filled[rows]
                 logger.debug("no tokens are guessed: %s", e)
         else:
             self._runner.put_off(changes)
@@ -89,23 +96,34 @@ class ModelDrafter:
 
     def _take_in(self, plan: StepPlan) -> StepPlan:
         """What comes before the plan's rows -> as much of that as concerns the draft."""
-        if plan.moves:
-            self._filled.move(plan.moves[self._pool])
-        changes = changes_of(plan, self._group, len(self._runner.table.blocks))
+        table = self._runner.table
+        changes = changes_of(plan, self._group, len(table.blocks), state_groups=table.state_groups)
         self._runner.take_in(changes)
+        if self._filled is not None:
+            self._look_up(plan, self._filled)
+            return changes
+        self._num_drafted[[admission.row for admission in plan.admissions]] = 0
+        for planned in plan.rows:
+            if self._num_drafted[planned.row] > planned.num_computed:  # a step was not computed: states do not go back
+                self._num_drafted[planned.row] = 0
+        return changes
+
+    def _look_up(self, plan: StepPlan, filled: FilledSlots) -> None:
+        """How much of the plan's rows has been computed, as their blocks say."""
+        if plan.moves:
+            filled.move(plan.moves[self._pool])
         admitted = {admission.row for admission in plan.admissions}
         for row, num_computed, num_tokens, _, _, _ in plan.rows:
             blocks = self._table.blocks[self._group, row]
             if row in admitted:
-                num_drafted = num_filled = self._filled.num_filled(blocks, num_computed)
+                num_drafted = num_filled = filled.num_filled(blocks, num_computed)
             else:  # wrong guesses do not count
                 num_drafted = min(int(self._num_drafted[row]), num_computed)
                 num_filled = min(int(self._num_filled[row]), num_drafted)
             if num_filled < num_drafted:
-                self._filled.fill(blocks, num_filled, num_drafted)
+                filled.fill(blocks, num_filled, num_drafted)
             self._num_drafted[row] = self._num_filled[row] = num_drafted
-            self._filled.overwrite(blocks, num_computed, num_computed + num_tokens)
-        return changes
+            filled.overwrite(blocks, num_computed, num_computed + num_tokens)
 
     def _num_lacking(self, planned: PlannedRow) -> int:
         """Tokens to compute before the first guess, or up to the end of a prompt's part."""
@@ -129,6 +147,8 @@ class ModelDrafter:
                 found[row].append(token if token < self._vocab_size else 0)
 
         num_guessed = 1
+        if self._states is not None:
+            self._states.use_right()
         while plan.rows:
             under_way.append((plan.rows, self._runner.compute(plan)))
             while len(under_way) >= (_MOST_UNDER_WAY if self._runner.device.runs_ahead else 1):
@@ -136,8 +156,11 @@ class ModelDrafter:
             plan = StepPlan()
             for planned in ready:
                 if len(planned.guesses) > num_guessed:
-                    self._num_drafted[planned.row] = planned.num_computed + num_guessed + 1
+                    if self._states is None:
+                        self._num_drafted[planned.row] = planned.num_computed + num_guessed + 1
                     plan.rows.append(PlannedRow(planned.row, planned.num_computed + num_guessed, 1, 1))
+            if num_guessed == 1 and self._states is not None and plan.rows:
+                self._states.use_copies([planned.row for planned in plan.rows])
             num_guessed += 1
         while under_way:
             collect()
@@ -148,13 +171,16 @@ def made_up(guesses: list[int], count: int) -> tuple[int, ...]:
     return (*guesses, *[0] * count)[:count]
 
 
-def changes_of(plan: StepPlan, group: int, num_groups: int, has_vocabulary: bool = True) -> StepPlan:
-    """What comes before a plan's rows, for a runner all of whose `num_groups` groups use the blocks of `group`."""
-    copies = range(num_groups)
+def changes_of(
+    plan: StepPlan, group: int, num_groups: int, has_vocabulary: bool = True, state_groups: Container[int] = ()
+) -> StepPlan:
+    """What comes before a plan's rows, for a runner all of whose `num_groups` groups use the blocks of `group`, but for
+    those that keep states."""
+    copies = [number for number in range(num_groups) if number not in state_groups]
     admissions = [
         replace(
             admission, params=draft_params(admission.params, has_vocabulary),
-            block_tables=[admission.block_tables[group] for _ in copies],
+            block_tables=[admission.block_tables[group] if n in copies else [] for n in range(num_groups)],
         )
         for admission in plan.admissions
     ]  # fmt: skip

@@ -96,6 +96,9 @@ class Team:
         """The largest number that a worker says."""
         return own
 
+    def tell_plan(self, plan: StepPlan) -> None:
+        """Nobody is to be told."""
+
     def tell_tokens(self, tokens: NDArray[np.int64]) -> None:
         """What the first worker has sampled, [N]."""
 

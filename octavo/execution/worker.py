@@ -26,6 +26,7 @@ from octavo.execution.device import Device
 from octavo.execution.media_table import MediaRows, MediaTable
 from octavo.execution.runner import Runner, RunnerAdapters
 from octavo.execution.sequence_table import SequenceTable
+from octavo.execution.stage_links import Seat
 from octavo.execution.submitted_step import SubmittedStep
 from octavo.execution.team import ALONE, Team
 from octavo.execution.team_messages import Offer, Sizes
@@ -67,7 +68,7 @@ class Worker:
         self._config, self._device, self._ops, self._team = config, device, ops, team
         model_config, limits = config.model, config.scheduler
         checkpoint = model_config.checkpoint
-        description, weights, ops = self._open(model_config, phases)
+        description, weights, ops = self._open(model_config, phases, team.seat)
         compiling = self._compile_ahead(description, weights, ops)
         adapted = self._with_adapters(ops)
         model = build(
@@ -135,7 +136,9 @@ class Worker:
             model, ops, device, table, limits.max_num_batched_tokens, self.grammars, runner_adapters,
             model_config.pooling, team, self._media_table, cross,
         )  # fmt: skip
-        self._draft = self._load_draft(config.draft, phases) if config.draft is not None else None
+        self._draft: Draft | None = None
+        if config.draft is not None and team.is_leader:  # the others are told what it guesses
+            self._draft = self._load_draft(config.draft, phases)
         self.submit: Callable[[StepPlan], SubmittedStep | DraftedStep] = self.runner.submit
         self._set_synthetic_acceptance(model.vocab_size)
         self._allocate(phases)
@@ -153,15 +156,15 @@ class Worker:
             self.weight_bytes / _GIB, phases.seconds["weights opened"] + phases.seconds["weights packed"],
         )  # fmt: skip
 
-    def _open(self, config: ModelConfig, phases: Phases) -> tuple[ModelDescription, Weights, Ops]:
-        """A model that fits: what it is, its weights, and the operations that it computes with."""
+    def _open(self, config: ModelConfig, phases: Phases, seat: Seat) -> tuple[ModelDescription, Weights, Ops]:
+        """What a seat has of a model, which fits: what it is, its weights, and the operations that it computes with."""
         checkpoint = config.checkpoint
         description = describe(checkpoint.config, config.impl, config.code_folder, config.pooling)
-        seat = self._team.seat
         description = with_share(
             description, seat.share, self._config.enable_expert_parallel, self._config.reproducible_parallel
         )
-        description = with_stage(description, self._config.stages(len(description.layers))[seat.stage])
+        if seat.num_stages > 1:
+            description = with_stage(description, self._config.stages(len(description.layers))[seat.stage])
         ops = self._with_attention(description, config.dtype, phases)
         weights = open_weights(
             checkpoint, config.dtype, config.seed, config.quantization, description.tie_word_embeddings
@@ -182,7 +185,7 @@ class Worker:
             model = build_head(config, own, target.model, ops, config.speculative.num_speculative_tokens)
         else:
             check_vocabulary(config.model, own)
-            description, weights, ops = self._open(own, phases)
+            description, weights, ops = self._open(own, phases, ALONE.seat)  # whole, whatever the model's share is
             model = build(description, weights, ops, config.model.max_model_len, own.dtype)
             weights.check_all_taken()
             weights.close()
@@ -284,6 +287,8 @@ class Worker:
         self._use(small, [0] * len(small))
         other_bytes = sum(runner.captured_bytes for runner in self._runners if self._captures(runner))
         other_bytes += self._tower_bytes()
+        if self._draft is not None and device.shares_memory:
+            other_bytes += self._draft.state_bytes  # which are in use when they are written
         del small
         budget, source = self._team.smallest(self._cache_offer(other_bytes))
 
@@ -399,7 +404,7 @@ class Worker:
             in_pool = caches[draft.pool]
             of_draft = in_pool[len(in_pool) - len(draft.layer_caches) :]
             drafter = draft.use_caches(of_draft, in_pool[0].num_blocks, num_host_blocks[draft.pool])
-            self.submit = DraftingRunner(self.runner, drafter).submit
+            self.submit = DraftingRunner(self.runner, drafter, self._team).submit
 
 
 def _agree_on_stream(model: StageModel, dtype: str, team: Team) -> None:

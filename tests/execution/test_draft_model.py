@@ -175,6 +175,9 @@ def test_a_draft_shares_blocks_that_hold_what_it_reads() -> None:
     state = LayerCacheSpec("state", num_bytes=64)
     assert group_for(group_layers([state, full]), [full], "draft") == 1
     assert group_for(group_layers([state]), [], "medusa, which keeps nothing") == 0
-    for target, draft in ((state, full), (full, state)):
-        with pytest.raises(ConfigError, match=r"keeps? a state"):
-            group_for(group_layers([target]), [draft], "draft")
+    assert group_for(group_layers([narrow, full]), [state, full], "draft") == 1
+    assert group_for(group_layers([narrow]), [state], "draft, which keeps nothing in blocks") == 0
+    with pytest.raises(ConfigError, match=r"all layers of the model keep a state"):
+        group_for(group_layers([state]), [full], "draft")
+    with pytest.raises(ConfigError, match=r"draft cannot guess for this model: it reads further back"):
+        group_for(group_layers([narrow]), [state, narrow], "draft")

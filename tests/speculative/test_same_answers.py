@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ import pytest
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
+from octavo.errors import ConfigError
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.outputs import RequestOutput
+from octavo.plan import TO_BE_GUESSED, StepPlan, num_standing
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling.grammar import make_grammar
 from octavo.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -145,8 +148,8 @@ def method_config(model: Path, method: str, **flags: Any) -> EngineConfig:
         flags["speculative_config"] = {"method": method} | (
             {"prompt_lookup_min": 1, "prompt_lookup_max": 3} if method == "ngram" else {}
         )
-    if method == "draft_model":  # which the model is to itself
-        flags["speculative_config"] = {"model": str(model), "num_speculative_tokens": 3}
+    if method == "draft_model":  # which the model is to itself, unless another one is named
+        flags["speculative_config"] = {"model": flags.pop("draft", str(model)), "num_speculative_tokens": 3}
     return config_of(model, **(FLAGS | flags))
 
 
@@ -243,6 +246,11 @@ def save_recurrent(name: str, folder: Path, tokenizer: Path) -> Path:
     return folder
 
 
+def is_windowed(model: Path) -> bool:
+    """Whether a model's attention, beside its states, is to the last tokens only."""
+    return "attention_window_size" in (model / "config.json").read_text()
+
+
 FEW_AND_SWAPPED = {"preemption_mode": "swap"}
 ENOUGH = {"num_gpu_blocks_override": 100, "speculative_config": {"method": "ngram", "num_speculative_tokens": 8}}
 
@@ -267,3 +275,93 @@ def test_every_answer_of_a_model_with_states_is_the_same(
     assert sums.num_accepted_tokens > 0 or method == "noise"
     # Where all the states there are may be guesses' none may be left of a prompt.
     assert sums.num_prefix_hits > 0 or changed is FEW_AND_SWAPPED
+
+
+@pytest.mark.parametrize("changed", [{}, FEW_AND_SWAPPED], ids=["few", "few-swap"])
+def test_every_answer_is_the_same_with_a_draft_that_keeps_states(
+    stateful: tuple[Path, dict[str, Any], Answers], changed: dict[str, Any]
+) -> None:
+    """The model guesses for itself. It begins anew with what is found in the cache, and each time it is preempted."""
+    model, flags, expected = stateful
+    config = method_config(model, "draft_model", **(flags | changed))
+    if is_windowed(model):
+        with pytest.raises(ConfigError, match="it reads further back than the window of"):
+            EngineCore(config)
+        return
+    core = EngineCore(config, None, speculation(config, "draft_model"))
+    found, sums = run(core, model, requests(NUM_WITH_STATES, {}))
+    assert found.keys() == expected.keys()
+    for name, answer in found.items():
+        assert told(answer) == told(expected[name]), name
+    assert sums.num_draft_tokens > 20
+    assert sums.num_accepted_tokens > sums.num_draft_tokens / 3
+
+
+def test_every_answer_is_the_same_with_a_draft_of_another_kind(
+    model: Path, expected: dict[str, RequestOutput], tmp_path: Path, tiny_tokenizer: Path
+) -> None:
+    draft = save_recurrent("granite hybrid, rope", tmp_path, tiny_tokenizer)
+    config = method_config(model, "draft_model", draft=str(draft))
+    found, sums = run(EngineCore(config, None, speculation(config, "draft_model")), model, requests(NUM_REQUESTS, {}))
+    for name, answer in found.items():
+        assert told(answer) == told(expected[name]), name
+    assert sums.num_draft_tokens > 300
+    assert sums.num_preemptions > 0
+
+
+@pytest.mark.parametrize("place", ["cpu", "late device"])
+def test_a_draft_goes_on_from_the_state_after_the_last_right_token(
+    stateful: tuple[Path, dict[str, Any], Answers], place: str
+) -> None:
+    """The model guesses for itself: each of its guesses is right, or its state were another one. Whatever was guessed
+    otherwise, or not at all, is no part of the state."""
+    model, _, _ = stateful
+    if is_windowed(model):
+        pytest.skip("a draft with states needs all keys")
+    config = method_config(model, "draft_model", num_gpu_blocks_override=100)
+    rng = random.Random(0)
+    guesses = guessing(lambda seq, most: rng.choice([(), (7, 8)[:most], *[(TO_BE_GUESSED,) * min(most, 3)] * 3]))
+    core = EngineCore(config, None if place == "cpu" else late_executor(config, LateDevice(1)), guesses)
+    submit, num_guessed = core.executor.submit, 0
+
+    def watched(plan: StepPlan) -> Any:
+        nonlocal num_guessed
+        result, first = submit(plan).result(), 0
+        for planned in plan.rows:
+            tokens = result.tokens[first : first + planned.num_samples]
+            first += planned.num_samples
+            if guessed := result.guesses.get(planned.row):
+                assert num_standing(guessed, tokens) == 1 + len(guessed)
+                num_guessed += len(guessed)
+        return SimpleNamespace(result=lambda: result)
+
+    core.executor.submit = watched  # type: ignore[method-assign]
+    without_time(core)
+    for i in range(4):
+        params = SamplingParams(temperature=i % 2, max_tokens=24, ignore_eos=True, seed=i)
+        core.add(EngineRequest(f"r{i}", Prompt([5, 6 + i, 7] * (3 + 6 * i)), params, [EOS], 24, 0.0))
+    while core.has_work:
+        core.step()
+    assert num_guessed > 30
+
+
+@pytest.mark.parametrize("method", ["prediction", "noise", "draft_model"])
+def test_every_answer_of_a_model_with_states_is_the_same_on_a_device_that_runs_ahead(
+    stateful: tuple[Path, dict[str, Any], Answers], method: str
+) -> None:
+    model, flags, expected = stateful
+    if method == "draft_model" and is_windowed(model):
+        pytest.skip("a draft with states needs all keys")
+    config = method_config(model, method, **flags)
+    predicted = {name: answer.outputs[0].token_ids for name, answer in expected.items()}
+    device = LateDevice(1)
+    core = EngineCore(config, late_executor(config, device), speculation(config, method))
+    todo = requests(NUM_WITH_STATES, predicted if method == "prediction" else {})[:NUM_ON_LATE_DEVICE]
+    found, sums = run(core, model, todo)
+    assert len(found) == NUM_ON_LATE_DEVICE
+    assert sums.num_draft_tokens > 0
+    assert device.num_replays > 0
+    for name, answer in found.items():
+        for was, should_be in zip(answer.outputs, expected[name].outputs, strict=True):
+            assert (was.token_ids, was.finish_reason) == (should_be.token_ids, should_be.finish_reason), name
+            assert was.cumulative_logprob == pytest.approx(should_be.cumulative_logprob, abs=2e-3)
