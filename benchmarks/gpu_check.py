@@ -5,10 +5,10 @@
 Parts, each of which takes less than eight minutes on a machine that has never compiled a kernel: `kernels` (their tests
 on the device, and a request's bits alone, among others, in chunks, preempted), `parity` (answers of a GPU and of the
 CPU on the same random weights, for every family), `pooling` (the same of models that pool, and texts a second),
-`parallel` (several GPUs, where there are some: the answers of one, the same bits in two runs, the end of a worker,
-steps and exchanges), `model` (an 8B-shaped model: decode, prefill, where a step's time goes), `adapters` (what they add
-to such a model's steps), `transformers` (the same work on the same device), `start` (with an empty cache of kernels,
-and again), `serve` (over HTTP, by `octavo bench serve`).
+`parallel` (several GPUs, where there are some, that share a model or have one each: the answers of one, the same bits
+in two runs, the end of a worker, steps, exchanges, output of engines), `model` (an 8B-shaped model: decode, prefill,
+where a step's time goes), `adapters` (what they add to such a model's steps), `transformers` (the same work on the same
+device), `start` (with an empty cache of kernels, and again), `serve` (over HTTP, by `octavo bench serve`).
 
 Each part is a process of its own. What it finds is in FOLDER/PART.json as soon as it is found, what it prints in
 FOLDER/PART.log, and FOLDER/page.md has predictions, measurements and their ratios of all parts so far: parts may be run

@@ -38,7 +38,6 @@ class CompletionOutput:
     finish_reason: str | None = None  # "stop", "length" or "abort"; None while it runs
     stop_reason: int | str | None = None  # the stop string or stop token id that ended it; None for end-of-sequence
 
-    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 

@@ -200,6 +200,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         self._check_types()
         self._check_ranges()
 
+    @classmethod
+    def from_optional(cls, **given: Any) -> SamplingParams:
+        """Of parameters that may be None, which is as if they were left out; `max_tokens` of None is as many as
+        `max_model_len` allows."""
+        optional = {name for name in cls.__struct_fields__ if name != "max_tokens"}
+        return cls(**{name: value for name, value in given.items() if value is not None or name not in optional})
+
     def clone(self) -> SamplingParams:
         """A copy that shares nothing with this but its logits processors."""
         processors = {id(processor): processor for processor in self.logits_processors or ()}

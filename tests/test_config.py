@@ -359,6 +359,33 @@ def test_a_gpu_is_taken_if_there_is_one_and_nothing_else_was_said(model: dict[st
     assert [config(device=device, **model).device for device in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
 
 
+def test_an_index_of_keys_is_left_out_where_it_would_choose_all_and_refused_where_there_is_none(
+    tmp_path: Path, gpu: None
+) -> None:
+    sizes = {
+        "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+        "first_k_dense_replace": 9, "num_nextn_predict_layers": 0, "index_topk": 48,
+    }  # fmt: skip
+    model: dict[str, Any] = {
+        "model": write_model(tmp_path, architectures=["DeepseekV32ForCausalLM"], **sizes),
+        "load_format": "dummy",
+    }
+
+    def num_chosen(**args: Any) -> tuple[int, int]:
+        made = config(**model, **args).model
+        return made.max_model_len, describe(made.checkpoint.config).num_chosen_keys
+
+    assert num_chosen(device="cpu") == (512, 48)
+    assert num_chosen(device="cpu", max_model_len=49) == (49, 48)
+    assert num_chosen(device="cpu", max_model_len=48) == (48, 0)
+    assert num_chosen(device="cuda") == (48, 0)
+    assert num_chosen(device="cuda", max_model_len=40) == (40, 0)
+    with pytest.raises(
+        ConfigError, match=r"--max-model-len 49 is more than the 48 keys \(index_topk\) .* 48 is the most"
+    ):
+        config(device="cuda", max_model_len=49, **model)
+
+
 def test_an_encoder_on_a_gpu_is_float16_and_has_room_for_two_steps(tmp_path: Path, gpu: None) -> None:
     """As vLLM has what is stored in float32, or was before there was anything else: tensor cores take no float32."""
     bert = {"architectures": ["BertModel"], "model_type": "bert", "hidden_size": 64, "num_attention_heads": 4}
@@ -391,9 +418,6 @@ def test_a_gpu_has_types_and_sizes_of_its_own(model: dict[str, Any], gpu: None) 
             config(**(model | args))
 
 
-def test_several_gpus_have_no_adapters(model: dict[str, Any], gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_gpus_have_adapters(model: dict[str, Any], gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.config.parallel.num_cuda_devices", lambda: 2)
-    assert config(tensor_parallel_size=2, **model).tensor_parallel_size == 2
-    assert config(enable_lora=True, **model).lora is not None
-    with pytest.raises(ConfigError, match="--enable-lora is not built yet for models that several GPUs share"):
-        config(tensor_parallel_size=2, enable_lora=True, **model)
+    assert config(tensor_parallel_size=2, enable_lora=True, **model).lora is not None

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from octavo import LLM, SamplingParams, StructuredOutputsParams
+from octavo import LLM, EngineArgs, SamplingParams, StructuredOutputsParams
 from octavo.errors import ConfigError, RequestError
 from octavo.sampling.grammar import ReasoningMarks, ThinkingBudget, WantedGrammar
 from octavo.sampling_params import GuidedDecodingParams
+from octavo.v1.metrics.reader import Counter, Gauge, Histogram, Metric, Vector
 
 
 @pytest.fixture(scope="module")
@@ -291,6 +292,77 @@ def test_token_ids_may_stand_for_a_prompt(llm: LLM) -> None:
         assert [(one.prompt_token_ids, one.outputs[0].token_ids) for one in found] == [
             (wanted.prompt_token_ids, wanted.outputs[0].token_ids)
         ]
+
+
+def test_token_ids_may_be_given_as_earlier_versions_of_vllm_took_them(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=2, temperature=0)
+    wanted = llm.generate([[504, 3575], [29]], params, use_tqdm=False)
+    found = llm.generate(prompt_token_ids=[[504, 3575], [29]], sampling_params=params, use_tqdm=False)
+    shown = llm.generate(["a", "b"], params, use_tqdm=False, prompt_token_ids=[[504, 3575], [29]])
+    for outputs, prompts in ((found, [None, None]), (shown, ["a", "b"])):
+        assert [one.outputs[0].token_ids for one in outputs] == [one.outputs[0].token_ids for one in wanted]
+        assert [one.prompt for one in outputs] == prompts
+    assert llm.generate(prompt_token_ids=[29], sampling_params=params, use_tqdm=False)[0].prompt_token_ids == [29]
+    with pytest.raises(RequestError, match="1 prompt_token_ids for 2 prompts"):
+        llm.generate(["a", "b"], params, prompt_token_ids=[[29]])
+
+
+def test_metrics_are_vllms_objects(llm: LLM) -> None:
+    def counted() -> dict[str, Metric]:
+        return {f"{one.name}{''.join(map(str, one.labels.values()))}": one for one in llm.get_metrics()}
+
+    def counter(name: str) -> int:
+        (found,) = [one for one in llm.get_metrics() if one.name == name and one.labels.get("finished_reason") != "x"]
+        assert isinstance(found, Counter)
+        return found.value
+
+    before = counter("vllm:generation_tokens"), counter("vllm:prompt_tokens")
+    llm.generate({"prompt_token_ids": [29] * 5}, greedy(7, ignore_eos=True), use_tqdm=False)
+    assert (counter("vllm:generation_tokens") - before[0], counter("vllm:prompt_tokens") - before[1]) == (7, 5)
+    found = counted()
+    assert len(found) == len(llm.get_metrics())
+    assert all(one.labels["model_name"] == llm.model_config.served_model_names[0] for one in found.values())
+    by_kind = {kind: {one.name for one in found.values() if type(one) is kind} for kind in (Gauge, Histogram, Vector)}
+    assert "vllm:num_requests_running" in by_kind[Gauge] and "vllm:e2e_request_latency_seconds" in by_kind[Histogram]
+    assert by_kind[Vector] == {"vllm:spec_decode_num_accepted_tokens_per_pos"}
+    for one in found.values():
+        if isinstance(one, Histogram):
+            assert one.count == one.buckets["+Inf"] >= max(one.buckets.values())
+
+
+def test_the_engine_says_what_its_model_is(llm: LLM) -> None:
+    model = llm.llm_engine.model_config
+    assert model is llm.llm_engine.get_model_config() is llm.model_config
+    assert (model.max_model_len, model.get_vocab_size()) == (512, model.hf_config.vocab_size)
+    assert llm.get_tokenizer().encode("Hello") and llm.get_default_sampling_params() == SamplingParams(
+        **model.default_sampling_params
+    )
+
+
+@pytest.mark.parametrize(("name", "said"), [("apply_model", "generate and encode"), ("collective_rpc", "no methods")])
+def test_a_method_that_only_vllm_has_says_so(llm: LLM, name: str, said: str) -> None:
+    with pytest.raises(AttributeError, match=f"LLM has no {name}: .*{said}"):
+        getattr(llm, name)
+    with pytest.raises(AttributeError, match=r"LLM has no generrate\."):
+        llm.generrate  # noqa: B018
+
+
+def test_arguments_may_be_put_together_before() -> None:
+    args = EngineArgs(max_model_len=64, num_gpu_blocks_override=64, dtype=torch.bfloat16)  # type: ignore[arg-type]
+    with LLM.from_engine_args(args) as llm:
+        assert (llm.model_config.max_model_len, llm.model_config.dtype) == (64, "bfloat16")
+        completion = llm.generate("a", greedy(1), use_tqdm=False)[0].outputs[0]
+        assert completion.finished()
+
+
+def test_the_form_of_a_messages_content_may_be_said(llm: LLM) -> None:
+    template = "{% for m in messages %}{{ m.content if m.content is string else m.content[0].text * 2 }}{% endfor %}"
+    for content_format, shown in (("string", "x"), ("openai", "xx"), ("auto", "x")):
+        (output,) = llm.chat(
+            [{"role": "user", "content": "x"}], greedy(1), use_tqdm=False, chat_template=template,
+            chat_template_content_format=content_format,
+        )  # fmt: skip
+        assert output.prompt == shown
 
 
 def test_guided_decoding_is_the_former_name_of_structured_outputs(llm: LLM) -> None:

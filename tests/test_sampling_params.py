@@ -151,3 +151,11 @@ def test_a_clone_shares_only_the_logits_processors() -> None:
     clone.stop.append("b")
     assert params.stop == ["a"]
     assert clone.logits_processors == [processor]
+
+
+def test_optional_parameters_that_are_none_are_left_out() -> None:
+    given = {"n": None, "temperature": None, "stop": None, "seed": None, "top_k": 3, "max_tokens": None}
+    assert SamplingParams.from_optional(**given) == SamplingParams(top_k=3, max_tokens=None)
+    assert SamplingParams.from_optional(max_tokens=5).max_tokens == 5
+    with pytest.raises(TypeError, match="nonsense"):
+        SamplingParams.from_optional(nonsense=None)

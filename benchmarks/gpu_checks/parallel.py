@@ -1,9 +1,11 @@
-"""Several GPUs that share a model: the answers of one, the same bits in two runs, the end of a worker, times."""
+"""Several GPUs that share a model, or have one each: the answers of one, the same bits in two runs, the end of a
+worker, times."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from gpu_checks.engines import (
     HAS_GPU,
     SHAPES,
     Row,
+    config_folder,
     drain,
     free_memory,
     make_core,
@@ -22,7 +25,11 @@ from gpu_checks.engines import (
     request,
     timed_run,
 )
+from gpu_checks.serving import save_tokenizer
+from octavo import LLM, SamplingParams
 from octavo.engine.core import EngineCore
+
+Answers = dict[str, list[tuple[list[int], list[float]]]]  # by request: of each token what its log-probability row has
 
 
 def parallel(smoke: bool) -> Iterator[Row]:
@@ -39,7 +46,7 @@ def parallel(smoke: bool) -> Iterator[Row]:
         layouts.append({"tensor_parallel_size": 2, "pipeline_parallel_size": 2})
     few = {"max_model_len": 512, "max_num_seqs": 16, "num_gpu_blocks_override": 600}
 
-    def answers(core: EngineCore, order: int) -> dict[str, list[tuple[list[int], list[float]]]]:
+    def answers(core: EngineCore, order: int) -> Answers:
         for i in range(8)[::order]:
             core.add(request(f"{i}", prompt_of(i, 20 + 17 * i, vocab), num_out, logprobs=1))
         entries = {
@@ -59,13 +66,7 @@ def parallel(smoke: bool) -> Iterator[Row]:
             found.append(answers(core, order))
             if order == 1:
                 team.close()
-        same = total = 0
-        for key, of_one in expected.items():
-            pairs = [(a[0][0], b[0][0]) for a, b in zip(found[0][key], of_one, strict=True)]
-            same += next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-            total += len(pairs)
-        yield f"{name}: greedy tokens of one device before a difference", "", f"{same} of {total}"
-        yield f"{name}: same bits in two runs, in another order", "", "yes" if found[0] == found[1] else "NO"
+        yield from _compared(name, found, expected)
         core.add(request("last", prompt_of(1, 20, vocab), 400))
         core.step()
         team.processes[0].kill()
@@ -78,8 +79,23 @@ def parallel(smoke: bool) -> Iterator[Row]:
         team.close()
         del core, team
         free_memory()
+    for layout in [{"data_parallel_size": 2}, {"data_parallel_size": 2, "tensor_parallel_size": 2}]:
+        if layout["data_parallel_size"] * layout.get("tensor_parallel_size", 1) > num_devices:
+            continue
+        name = "-dp 2, -tp 2" if len(layout) > 1 else "-dp 2"
+        with make_engines(config, few | layout) as llm:
+            prompts = [prompt_of(i, 20 + 17 * i, vocab) for i in range(8)]
+            found = [_answers_of_engines(llm, prompts, num_out, order) for order in (1, -1)]
+        yield from _compared(name, found, expected)
     if smoke or not HAS_GPU:
         return
+    for size in (1, *sizes):
+        with make_engines(LLAMA_3_1_8B, {"max_model_len": 4096, "max_num_seqs": 64, "data_parallel_size": size}) as llm:
+            prompts = [prompt_of(i, 512, LLAMA_3_1_8B["vocab_size"]) for i in range(64 * size)]
+            begun = time.perf_counter()
+            _answers_of_engines(llm, prompts, 64, 1)
+            rate = 64 * len(prompts) / (time.perf_counter() - begun)
+            yield f"output, -dp {size}, 64 requests of 512 tokens each", "tok/s", f"{rate:.0f}"
     for size in (1, *sizes):
         core, team = make_team(LLAMA_3_1_8B, {"max_model_len": 4096, "max_num_seqs": 64, "tensor_parallel_size": size})
         for batch in (1, 64):
@@ -99,3 +115,33 @@ def make_team(config: dict[str, Any], flags: dict[str, Any]) -> tuple[EngineCore
     """A core, and its team if there are several workers."""
     core = make_core(config, DEVICE.type, **flags)
     return core, getattr(core.executor, "team", None)
+
+
+def make_engines(config: dict[str, Any], flags: dict[str, Any]) -> LLM:
+    """Engines of processes of their own, or one in this one. All have the same kernels of attention, and not what is
+    measured to be faster."""
+    folder = config_folder(config)
+    save_tokenizer(Path(folder))
+    same = {"attention_backend": "triton"} if HAS_GPU else {}
+    common = {"load_format": "dummy", "seed": 1, "device": DEVICE.type, "enable_prefix_caching": False}
+    return LLM(folder, **common | same | flags)
+
+
+def _answers_of_engines(llm: LLM, prompts: list[list[int]], num_out: int, order: int) -> Answers:
+    """`order` is 1, or -1 for the last prompt first, so that other engines get it."""
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_out, logprobs=1)
+    asked: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts[::order]]
+    outputs = llm.generate(asked, params, use_tqdm=False)[::order]
+    rows = {f"{i}": output.outputs[0].logprobs or [] for i, output in enumerate(outputs)}
+    return {key: [([*row], [one.logprob for one in row.values()]) for row in of_one] for key, of_one in rows.items()}
+
+
+def _compared(name: str, found: list[Answers], expected: Answers) -> Iterator[Row]:
+    """Two runs of several devices, and what one has answered."""
+    same = total = 0
+    for key, of_one in expected.items():
+        pairs = [(a[0][0], b[0][0]) for a, b in zip(found[0][key], of_one, strict=True)]
+        same += next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        total += len(pairs)
+    yield f"{name}: greedy tokens of one device before a difference", "", f"{same} of {total}"
+    yield f"{name}: same bits in two runs, in another order", "", "yes" if found[0] == found[1] else "NO"

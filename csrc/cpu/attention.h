@@ -13,12 +13,12 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// How the kernel reads tiles and queries: as they lie. Latent attention has a view of its own.
+// How the kernel reads tiles and queries: as they lie. Latent attention has views of its own.
 template <class E>
 struct StoredView {
     const Head<E>& head;
 
-    const TileRefs<E>& tile(const TileRefs<E>& refs) { return refs; }
+    const TileRefs<E>& tile(const TileRefs<E>& refs, int) { return refs; }
     const typename E::T* query(const AttentionArgs& a, int64_t token, int64_t head_number, int) {
         return static_cast<const typename E::T*>(a.query) + token * a.query_stride + head_number * a.head_size;
     }
@@ -57,7 +57,7 @@ void attend_partition(const Head<E>& h, View& view, Rows<E>& rows, int partition
             find_tile(h, tile + kKeyTile, first, last, refs[turn ^ 1]);
             refs[turn].next = &refs[turn ^ 1];
         }
-        const TileRefs<E>& seen = view.tile(refs[turn]);
+        const TileRefs<E>& seen = view.tile(refs[turn], tile);
         for (int g = 0; g < groups; ++g) {
             const int begin = rows.count * g / groups;
             const int count = rows.count * (g + 1) / groups - begin;
@@ -150,7 +150,7 @@ Head<E> find_head(const AttentionArgs& a, const AttentionTask& task, int kv_head
     h.block_size = a.block_size;
     h.block_shift = __builtin_ctz(static_cast<unsigned>(a.block_size));
     h.value_stride = padded * E::kStep;
-    h.key_block = a.kv_heads * key_elements<E>(key_size, a.block_size);
+    h.key_block = a.kv_heads * key_elements<E>(key_size + a.index_size, a.block_size);
     h.value_block = static_cast<int64_t>(a.kv_heads) * padded * a.block_size;
     h.keys = static_cast<const Cached*>(a.key_cache) + kv_head * (h.key_block / a.kv_heads);
     h.values = static_cast<const Cached*>(a.value_cache) + kv_head * (h.value_block / a.kv_heads);
@@ -163,9 +163,10 @@ inline int first_key(const AttentionArgs& a, const AttentionTask& task, int toke
     return a.window > 0 ? max_of(task.first_position + token - a.window + 1, 0) : 0;
 }
 
-// The last one.
+// The last one. Those that are chosen are counted as if there were no others.
 inline int last_key(const AttentionArgs& a, const AttentionTask& task, int token) {
     const int position = task.first_position + token;
+    if (a.chosen) return min_of(position, a.num_chosen - 1);
     if (a.key_ends) return max_of(position, a.key_ends[task.first_token + token] - 1);
     if (!a.bidirectional) return position;
     const int last = a.seq_lens[task.seq] - 1;

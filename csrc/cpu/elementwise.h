@@ -187,7 +187,7 @@ inline CacheSlot<C> find_slot(const RotaryArgs& a, int64_t slot) {
     const int64_t block = slot / a.block_size;
     const int64_t offset = slot % a.block_size;
     CacheSlot<C> s;
-    s.key_head = key_elements<C>(a.key_size, a.block_size);
+    s.key_head = key_elements<C>(a.key_size + a.index_size, a.block_size);
     s.value_head = padded * a.block_size;
     s.key = static_cast<Cached*>(a.key_cache) + block * a.kv_heads * s.key_head + offset * C::kStep;
     s.value =
@@ -212,13 +212,19 @@ inline void prefetch_slot(const RotaryArgs& a, int64_t slot) {
     }
 }
 
+// A row's steps, which lie `stride` elements apart in a block.
+template <class C>
+inline void write_steps(const typename C::T* row, int64_t size, int64_t stride, typename C::T* slot) {
+    for (int64_t i = 0; i < size / C::kStep; ++i) {
+        memcpy(slot + i * stride, row + i * C::kStep, C::kStep * sizeof(*row));
+    }
+}
+
 // A rotated key and a value go to their places in a cache of floats.
 template <class E>
 inline void write_slot(PlainCache<E>, const typename E::T* key, const typename E::T* value, int64_t key_size,
                        int64_t value_size, int64_t key_stride, typename E::T* key_slot, typename E::T* value_slot) {
-    for (int64_t i = 0; i < key_size / E::kStep; ++i) {
-        memcpy(key_slot + i * key_stride, key + i * E::kStep, E::kStep * sizeof(*key));
-    }
+    write_steps<E>(key, key_size, key_stride, key_slot);
     for (int64_t i = 0; i < value_size; ++i) value_slot[i * E::kStep] = value[i];
 }
 
@@ -267,6 +273,10 @@ inline void write_tokens(const RotaryArgs& a, int64_t begin, int64_t end, float*
             }
             write_slot(C{}, key, value, a.key_size, a.value_size, stride, s.key + g * s.key_head,
                        s.value + g * s.value_head);
+            if constexpr (!C::kHasScales) {
+                const T* index = static_cast<const T*>(a.index_key) + t * a.index_stride;
+                write_steps<C>(index, a.index_size, stride, s.key + a.key_size / C::kStep * stride);
+            }
         }
     }
 }

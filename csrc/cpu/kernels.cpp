@@ -3,10 +3,10 @@
 #include "activation.h"
 #include "adapters.h"
 #include "attention.h"
+#include "chosen.h"
 #include "elementwise.h"
 #include "embedding.h"
 #include "experts.h"
-#include "latent.h"
 #include "logprobs.h"
 #include "recurrent.h"
 #include "route.h"
@@ -43,6 +43,9 @@ const KernelTable OCTAVO_CONCAT(kTable_, OCTAVO_ISA) = {
     OCTAVO_ISA::shrink,
     OCTAVO_ISA::pool,
     OCTAVO_ISA::latent_attention,
+    OCTAVO_ISA::chosen_attention,
+    OCTAVO_ISA::choose,
+    OCTAVO_ISA::merge_chosen,
     OCTAVO_ISA::replace_rows,
 };
 

@@ -385,9 +385,11 @@ struct RotaryArgs : RowWiseArgs {
     const float *cos_sin, *query_scales;
     void *key_cache, *value_cache;
     const int64_t* slots;
-    int64_t query_stride, key_stride, value_stride;
+    const void* index_key;  // of the one key/value head: elements that follow its key in the cache, not rotated here
+    int64_t query_stride, key_stride, value_stride, index_stride;
     int64_t max_positions, num_slots;
     int32_t query_heads, kv_heads, head_size, key_size, value_size, rotary_size, block_size, dtype, cache_dtype;
+    int32_t index_size;
 };
 
 // Rows [row_begin, row_end) of a sequence for each key/value head, over partitions [part_begin, part_end). Row r is
@@ -431,7 +433,26 @@ struct AttentionArgs : RowArgs {
     const void* rotated_query;
     int64_t rotated_stride, rotated_head_stride;
     int32_t rotated_size;
+    int32_t index_size;                 // elements behind them in the cache, which are for ChooseArgs
+    int32_t num_chosen;                 // keys of a token at most, where `chosen` is not null
+    const int32_t* chosen;              // [rows, num_chosen], of ChooseArgs: the keys that each token sees
     const AttentionSchedule* schedule;  // Filled in by AttentionPlan.
+};
+
+// chosen[r] = of the keys that token r sees the `num_chosen` whose sum over heads of weight * relu(query . key) is
+// largest, of equals the earlier ones: their positions in order, then -1. A key is the last `size` of `key_size`
+// elements that the cache has of its token.
+constexpr int kMaxChosen = 4096;
+struct ChooseArgs : RowArgs {
+    const void *query, *weights, *key_cache;
+    const int32_t *block_tables, *query_start, *seq_lens;
+    int32_t* chosen;
+    int64_t query_stride, weights_stride, table_stride, max_blocks;
+    int32_t num_seqs, heads, size, key_size, block_size, num_chosen, dtype;
+    int32_t merges;     // whether this is the call that merges what the one before has left in the scratch
+    uint64_t* scratch;  // [scratch_rows, num_chosen]
+    int64_t scratch_rows;
+    int64_t parts;  // Planned: of the keys of each row.
 };
 
 // Experts are chosen by score + bias or, with `bias_logits`, logit + bias; without a bias by logit. Of equals the first
@@ -579,7 +600,7 @@ struct KernelTable {
     Kernel experts_shrink_up, experts_shrink_down;    // before either, where there are adapters
     Kernel multiply, conv, scan, delta, recurrence;
     Kernel shrink, pool;
-    Kernel latent_attention;
+    Kernel latent_attention, chosen_attention, choose, merge_chosen;
     Kernel replace_rows;
 };
 // What an instruction set with products of its own brings.

@@ -73,18 +73,21 @@ struct LatentView {
         return queries[row];
     }
 
-    const TileRefs<E>& tile(const TileRefs<E>& refs) {
+    const TileRefs<E>& tile(const TileRefs<E>& refs, int) { return turned(stored, refs); }
+
+    // The tile of `from` with its vectors as keys too.
+    const TileRefs<E>& turned(const Head<E>& from, const TileRefs<E>& refs) {
         constexpr int64_t kRow = kKeyTile * E::kStep;
-        const int64_t padded = stored.value_stride / E::kStep;
-        const int64_t stride = static_cast<int64_t>(stored.block_size) * E::kStep;
+        const int64_t padded = from.value_stride / E::kStep;
+        const int64_t stride = static_cast<int64_t>(from.block_size) * E::kStep;
         for (int g = 0; g < kTileGroups; ++g) {
             T* column = keys + g * kGroupKeys * E::kStep;
-            for (int64_t i = 0; i < stored.steps; ++i) {
+            for (int64_t i = 0; i < from.steps; ++i) {
                 memcpy(column + i * kRow, refs.keys[g] + i * stride, kGroupKeys * E::kStep * sizeof(T));
             }
-            T* latent = column + stored.steps * kRow;
+            T* latent = column + from.steps * kRow;
             for (int64_t d = 0; d < padded; d += 8) {
-                turn_group(refs.values[g] + d * E::kStep, stored.value_stride, latent + d / E::kStep * kRow);
+                turn_group(refs.values[g] + d * E::kStep, from.value_stride, latent + d / E::kStep * kRow);
             }
             seen.keys[g] = ahead.keys[g] = column;
             seen.values[g] = refs.values[g];

@@ -45,8 +45,9 @@ void check_indices(const char* what, const T* indices, int64_t count, int64_t lo
     }
 }
 
-// The last key that the token of sequence `seq` at `position` sees.
+// The last key that the token of sequence `seq` at `position` sees, of those that are chosen for it if any are.
 int64_t last_key(const AttentionArgs& args, int32_t seq, int64_t position) {
+    if (args.chosen) return std::min<int64_t>(position, args.num_chosen - 1);
     if (args.key_ends) {
         const int64_t token = position - args.seq_lens[seq] + args.query_start[seq + 1];
         return std::max<int64_t>(position, args.key_ends[token] - 1);
@@ -301,11 +302,14 @@ void AttentionPlan::plan(const AttentionArgs& args, int threads) {
         task.seq = s;
         task.first_token = args.query_start[s];
         task.first_position = static_cast<int32_t>(seq_len - num_queries);
-        const int64_t rows = num_queries * ratio;
+        // Tokens that see chosen keys share none.
+        const int64_t runs = args.chosen ? num_queries : 1;
+        const int64_t rows = num_queries / runs * ratio;
         const int64_t chunks = ceil_div(rows, kQueryRows);
-        for (int64_t c = 0; c < chunks; ++c) {
-            task.row_begin = static_cast<int32_t>(rows * c / chunks);
-            task.row_end = static_cast<int32_t>(rows * (c + 1) / chunks);
+        for (int64_t c = 0; c < runs * chunks; ++c) {
+            const int64_t first_of_run = c / chunks * rows;
+            task.row_begin = static_cast<int32_t>(first_of_run + rows * (c % chunks) / chunks);
+            task.row_end = static_cast<int32_t>(first_of_run + rows * (c % chunks + 1) / chunks);
             const int64_t last = last_key(args, s, task.first_position + (task.row_end - 1) / ratio);
             const int64_t first_row = task.first_position + task.row_begin / ratio;
             const int64_t first = args.window > 0 ? std::max<int64_t>(first_row - args.window + 1, 0) : 0;
@@ -412,6 +416,34 @@ Launch plan(RouteArgs& args, const KernelTable& table, int threads) {
     return by_rows(table.route, args, args.rows, static_cast<double>(args.num_experts * (args.top_k + 4)), threads);
 }
 
+Launch plan(ChooseArgs& args, const KernelTable& table, int) {
+    double keys = 0;
+    int64_t longest = 0;
+    for (int32_t s = 0; s < args.num_seqs; ++s) {
+        const int64_t num_queries = args.query_start[s + 1] - args.query_start[s];
+        if (num_queries == 0) continue;
+        if (num_queries < 0 || num_queries > args.seq_lens[s] || args.query_start[s + 1] > args.rows ||
+            ceil_div(args.seq_lens[s], args.block_size) > args.max_blocks) {
+            throw std::invalid_argument("choose_keys: sequence " + std::to_string(s) + " has " +
+                                        std::to_string(num_queries) + " query rows and " +
+                                        std::to_string(args.seq_lens[s]) + " keys.");
+        }
+        keys += static_cast<double>(num_queries) * args.seq_lens[s];
+        longest = std::max<int64_t>(longest, args.seq_lens[s]);
+    }
+    // Few rows: their keys are shared out, partitions at least.
+    const int64_t most = std::max<int64_t>(args.scratch_rows / std::max<int64_t>(args.rows, 1), 1);
+    args.parts = std::clamp<int64_t>(ceil_div(longest, kKeyPartition), 1, most);
+    if (args.merges) {
+        const double cost_ns = static_cast<double>(args.rows * args.parts * args.num_chosen) * 10;
+        return {table.merge_chosen, &args, args.parts == 1 ? 0 : args.rows, cost_ns};
+    }
+    const double flops_per_ns = args.dtype == kF32 ? kF32FlopsPerNs : kBf16FlopsPerNs;
+    return {table.choose, &args, args.rows * args.parts, 2.0 * keys * args.heads * args.size / flops_per_ns};
+}
+
+int64_t choose_scratch_rows() { return kTasksPerThread * num_threads(); }
+
 int64_t shrink_scratch_rows(int64_t rows) { return rows + kAdapterRows * num_threads(); }
 
 void AdapterPlan::plan(const ShrinkArgs& args, int threads) {
@@ -451,7 +483,8 @@ Launch plan(ShrinkArgs& args, const KernelTable& table, int threads) {
 
 Launch AttentionPlan::launch(AttentionArgs& args, const KernelTable& table) const {
     args.schedule = &schedule_;
-    return {args.rotated_query ? table.latent_attention : table.attention, &args, schedule_.num_tasks, cost_ns_};
+    const Kernel latent = args.chosen ? table.chosen_attention : table.latent_attention;
+    return {args.rotated_query ? latent : table.attention, &args, schedule_.num_tasks, cost_ns_};
 }
 
 }  // namespace octavo

@@ -59,6 +59,7 @@ Launch plan(ConvArgs& args, const KernelTable& table, int threads);
 Launch plan(ScanArgs& args, const KernelTable& table, int threads);
 Launch plan(DeltaArgs& args, const KernelTable& table, int threads);
 Launch plan(RecurrenceArgs& args, const KernelTable& table, int threads);
+Launch plan(ChooseArgs& args, const KernelTable& table, int threads);
 // By plans of this thread, which are good until the next of its calls.
 Launch plan(ShrinkArgs& args, const KernelTable& table, int threads);
 Launch plan(AttentionArgs& args, const KernelTable& table, int threads);
@@ -104,6 +105,8 @@ class ExpertsPlan {
 
 // Rows of scratch that calls of ShrinkArgs for `rows` rows need.
 int64_t shrink_scratch_rows(int64_t rows);
+// For keys that are shared out among threads.
+int64_t choose_scratch_rows();
 
 // A step's rows in the order of their adapters: planned once for all calls that read the same slots.
 class AdapterPlan {

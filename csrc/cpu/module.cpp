@@ -305,7 +305,8 @@ void define_operations(nb::module_& m) {
     define<R, &R::query, &R::query_stride, &R::key, &R::key_stride, &R::value, &R::value_stride, &R::positions,
            &R::cos_sin, &R::max_positions, &R::rotary_size, &R::key_cache, &R::value_cache, &R::num_slots, &R::slots,
            &R::rows, &R::query_heads, &R::kv_heads, &R::head_size, &R::key_size, &R::value_size, &R::block_size,
-           &R::dtype, &R::cache_dtype, &R::query_scales, &R::axes, &R::positions_stride>(m, "rotary_and_cache");
+           &R::dtype, &R::cache_dtype, &R::query_scales, &R::axes, &R::positions_stride, &R::index_key,
+           &R::index_stride, &R::index_size>(m, "rotary_and_cache");
     define<A, &A::query, &A::rows, &A::query_stride, &A::key_cache, &A::value_cache, &A::block_tables, &A::table_stride,
            &A::max_blocks, &A::query_start, &A::seq_lens, &A::num_seqs, &A::query_heads, &A::kv_heads, &A::head_size,
            &A::block_size, &A::window, &A::scale, &A::dtype, &A::cache_dtype, &A::out, &A::softcap, &A::slopes,
@@ -314,7 +315,13 @@ void define_operations(nb::module_& m) {
     define<A, &A::query, &A::rows, &A::query_stride, &A::rotated_query, &A::rotated_stride, &A::rotated_head_stride,
            &A::rotated_size, &A::key_cache, &A::value_cache, &A::block_tables, &A::table_stride, &A::max_blocks,
            &A::query_start, &A::seq_lens, &A::num_seqs, &A::query_heads, &A::kv_heads, &A::head_size, &A::block_size,
-           &A::scale, &A::dtype, &A::cache_dtype, &A::out, &A::value_size>(m, "latent_attention");
+           &A::scale, &A::dtype, &A::cache_dtype, &A::out, &A::value_size, &A::index_size, &A::chosen, &A::num_chosen>(
+        m, "latent_attention");
+    using H = ChooseArgs;
+    define<H, &H::query, &H::query_stride, &H::weights, &H::weights_stride, &H::rows, &H::key_cache, &H::block_tables,
+           &H::table_stride, &H::max_blocks, &H::query_start, &H::seq_lens, &H::num_seqs, &H::heads, &H::size,
+           &H::key_size, &H::block_size, &H::num_chosen, &H::dtype, &H::chosen, &H::scratch, &H::scratch_rows,
+           &H::merges>(m, "choose_keys");
     define<ArgmaxArgs, &ArgmaxArgs::x, &ArgmaxArgs::stride, &ArgmaxArgs::rows, &ArgmaxArgs::width, &ArgmaxArgs::out>(
         m, "argmax");
     define<SampleArgs, &SampleArgs::logits, &SampleArgs::stride, &SampleArgs::rows, &SampleArgs::width,
@@ -415,6 +422,7 @@ NB_MODULE(_cpu, m) {
     m.attr("VALUE_PAD") = octavo::kValuePad;
     m.attr("MAX_HEAD_SIZE") = octavo::kMaxHeadSize;
     m.attr("MAX_ROTATED_SIZE") = octavo::kMaxRotatedSize;
+    m.attr("MAX_CHOSEN") = octavo::kMaxChosen;
     m.def("available_isas", &octavo::available_isas);
     m.def("isa", [] { return std::string(octavo::kernels().name); });
     m.def("set_isa", &octavo::set_isa);
@@ -450,6 +458,7 @@ NB_MODULE(_cpu, m) {
     m.attr("SOURCE_FORMATS") = numbered(octavo::source_formats());
     m.def("packed_bytes", &octavo::packed_bytes);
     m.def("shrink_scratch_rows", &octavo::shrink_scratch_rows);
+    m.def("choose_scratch_rows", &octavo::choose_scratch_rows);
     m.def("max_scale", &max_scale);
     m.def("pack_factor_rows", &pack_factor_rows, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -39,7 +39,8 @@ constexpr const char* kNames[] = {"linear",
                                   "linear_by_head",
                                   "exchange",
                                   "replace_rows",
-                                  "gated_recurrence"};
+                                  "gated_recurrence",
+                                  "choose_keys"};
 static_assert(std::size(kNames) == std::variant_size_v<Program::Args>);
 
 const char* name_of(const Program::Args& args) {
@@ -54,7 +55,8 @@ bool are_planned_alike(const AttentionArgs& a, const AttentionArgs& b) {
            a.query_heads == b.query_heads && a.kv_heads == b.kv_heads && a.head_size == b.head_size &&
            a.value_size == b.value_size && a.block_size == b.block_size && a.window == b.window &&
            a.bidirectional == b.bidirectional && a.dtype == b.dtype && a.cache_dtype == b.cache_dtype &&
-           a.bias_reach == b.bias_reach && a.key_ends == b.key_ends;
+           a.bias_reach == b.bias_reach && a.key_ends == b.key_ends && !a.chosen == !b.chosen &&
+           a.num_chosen == b.num_chosen;
 }
 
 }  // namespace
@@ -118,7 +120,7 @@ void Program::plan(int64_t tokens, int32_t seqs, int64_t samples) {
             [&](auto& args) {
                 using A = std::decay_t<decltype(args)>;
                 args.rows = rows;
-                if constexpr (std::is_base_of_v<StateArgs, A>) args.num_seqs = seqs;
+                if constexpr (std::is_base_of_v<StateArgs, A> || std::is_same_v<A, ChooseArgs>) args.num_seqs = seqs;
                 // The calls of most layers read the same positions and slots.
                 if constexpr (std::is_same_v<A, RotaryArgs>) {
                     const bool seen = std::any_of(checked.begin(), checked.end(), [&](const RotaryArgs* other) {

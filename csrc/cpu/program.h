@@ -18,7 +18,7 @@ class Program {
     using Args =
         std::variant<LinearArgs, EmbeddingArgs, TakeRowsArgs, NormArgs, RotaryArgs, AttentionArgs, ArgmaxArgs,
                      ActivationArgs, AddArgs, RouteArgs, ExpertsArgs, MultiplyArgs, ConvArgs, ScanArgs, DeltaArgs,
-                     ShrinkArgs, PoolArgs, HeadLinearArgs, ExchangeArgs, ReplaceRowsArgs, RecurrenceArgs>;
+                     ShrinkArgs, PoolArgs, HeadLinearArgs, ExchangeArgs, ReplaceRowsArgs, RecurrenceArgs, ChooseArgs>;
 
     Program() = default;
     Program(const Program&) = delete;

@@ -20,7 +20,7 @@ def lora_config(args: EngineArgs, impl: str, device: str, dtype: str, media: Med
     """None where no adapters are served. Raises `ConfigError` for what cannot be honoured."""
     own = list(media.adapters.values()) if media is not None else []
     if own:
-        _check_beside_own(args, device)
+        _check_beside_own(args)
     if not args.enable_lora:
         idle = EngineArgs()
         for name in (
@@ -32,11 +32,6 @@ def lora_config(args: EngineArgs, impl: str, device: str, dtype: str, media: Med
         return _of_own(own, dtype) if own else None
     if impl != "octavo":
         raise ConfigError("--enable-lora is not built for models that transformers computes (--model-impl).")
-    if device == "cuda" and args.tensor_parallel_size * args.pipeline_parallel_size > 1:
-        raise ConfigError(
-            "--enable-lora is not built yet for models that several GPUs share; leave out --tensor-parallel-size and "
-            "--pipeline-parallel-size, or --enable-lora."
-        )
     if args.max_lora_rank > MAX_LORA_RANK:
         raise ConfigError(f"--max-lora-rank must be at most {MAX_LORA_RANK}, got {args.max_lora_rank}.")
     if args.lora_dtype == "float16" and device == "cpu":
@@ -60,12 +55,10 @@ def lora_config(args: EngineArgs, impl: str, device: str, dtype: str, media: Med
     )
 
 
-def _check_beside_own(args: EngineArgs, device: str) -> None:
+def _check_beside_own(args: EngineArgs) -> None:
     """Raise `ConfigError` for what is not built beside adapters that media choose."""
-    shares = args.tensor_parallel_size * args.pipeline_parallel_size > 1
     for what, is_so in {
         "--enable-lora": args.enable_lora,
-        "several GPUs": device == "cuda" and shares,
         "--reproducible-parallel": bool(args.reproducible_parallel) and args.tensor_parallel_size > 1,
     }.items():
         if is_so:

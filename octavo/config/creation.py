@@ -9,6 +9,7 @@ from typing import Any
 
 from octavo.config.adapters import lora_config
 from octavo.config.checks import SAMPLING_DEFAULTS, check
+from octavo.config.chosen_keys import check_has_index, longest_without_index, without_needless_index
 from octavo.config.data_parallel import engine_hosts_config
 from octavo.config.engine_args import AUTO_LENGTH, EngineArgs
 from octavo.config.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -52,13 +53,14 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
     code_folder = _code_folder(args, checkpoint)
     description = describe(checkpoint.config, args.model_impl, code_folder)
     pooling, checkpoint = pooling_of(args, checkpoint, description)
-    check_shared(args, description, pooling, device)
+    check_shared(args, description, device)
     # Tokens of a prompt that see later ones are computed in one step, and are not those of another prompt.
     whole_prompts = pooling.whole_prompts if pooling is not None else description.sees_ahead == "prompt"
     enable_chunked_prefill = args.enable_chunked_prefill and not whole_prompts
     if args.kv_cache_memory_bytes is not None and pooling is not None and pooling.whole_prompts:
         raise ConfigError(f"{checkpoint.name} keeps no KV cache; leave --kv-cache-memory-bytes out.")
-    max_model_len = _max_model_len(args, checkpoint, description, pooling)
+    max_model_len = _max_model_len(args, checkpoint, description, pooling, device)
+    checkpoint = without_needless_index(checkpoint, description, max_model_len)
     budget = _step_budget(args, enable_chunked_prefill, max_model_len)
     dtype = model_dtype(args, checkpoint, device, description.is_bidirectional)
     model = ModelConfig(
@@ -132,18 +134,20 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
 
 
 def _max_model_len(
-    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, pooling: PoolingConfig | None
+    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, pooling: PoolingConfig | None, device: str
 ) -> int:
-    """Raises `ConfigError` for more than the model's positions."""
+    """Raises `ConfigError` for more than the model's positions, or than the device has an index for."""
     config = checkpoint.config.get("text_config") or checkpoint.config
     longest = longest_context(config, description.max_position_embeddings)
     if args.max_model_len is None or args.max_model_len == AUTO_LENGTH:
+        longest = longest_without_index(longest, description, device)
         return longest if pooling is None else min(longest, pooling.max_length or longest)
     if args.max_model_len > longest:
         raise ConfigError(
             f"--max-model-len {args.max_model_len} is more than the model's {longest} positions; --hf-overrides can "
             "give it another max_position_embeddings or rope scaling."
         )
+    check_has_index(args.max_model_len, description, device)
     return args.max_model_len
 
 

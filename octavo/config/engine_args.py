@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from octavo.config.engine_config import EngineConfig
 from octavo.errors import ConfigError
@@ -313,6 +313,7 @@ class EngineArgs(Flags):
     def __post_init__(self) -> None:
         if isinstance(self.served_model_name, str):
             self.served_model_name = [self.served_model_name]
+        self.dtype = cast(Dtype, str(self.dtype).removeprefix("torch."))  # scripts give types of torch too
         if isinstance(self.max_model_len, str):
             try:
                 self.max_model_len = num_tokens(self.max_model_len)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from octavo.errors import ConfigError
@@ -37,6 +38,14 @@ class ModelConfig:
     def model(self) -> str:
         """What --model named."""
         return self.checkpoint.name
+
+    @property
+    def hf_config(self) -> SimpleNamespace:
+        """The settings of config.json, or what a GGUF file has in their place, as attributes."""
+        return SimpleNamespace(**self.checkpoint.config)
+
+    def get_vocab_size(self) -> int:
+        return self.vocab_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ from octavo.node_token import check_token
 
 if TYPE_CHECKING:
     from octavo.models.description import ModelDescription
-    from octavo.pooling_params import PoolingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -158,9 +157,7 @@ def layer_partition(args: EngineArgs) -> list[int] | None:
     return [int(count) for count in counts]
 
 
-def check_shared(
-    args: EngineArgs, description: ModelDescription, pooling: PoolingConfig | None, device: str
-) -> None:  # fmt: skip
+def check_shared(args: EngineArgs, description: ModelDescription, device: str) -> None:
     """Raises `ConfigError` for a model that so many workers cannot share, or not yet."""
     size, num_stages = args.tensor_parallel_size, args.pipeline_parallel_size
     if size * num_stages == 1:
@@ -168,9 +165,6 @@ def check_shared(
     from octavo.layers.share import Share
     from octavo.models.sharing import stage_layers, why_not_reproducible, with_share, with_stage
 
-    if pooling is not None:
-        name = "tensor" if num_stages == 1 else "pipeline"
-        raise ConfigError(f"--{name}-parallel-size is not built yet for models that pool; leave it out.")
     reproducible = is_reproducible(args, device)
     shared = with_share(description, Share(0, size), args.enable_expert_parallel, reproducible)
     if reproducible is not False and (reason := why_not_reproducible(description, size)) is not None:

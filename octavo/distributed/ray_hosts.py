@@ -28,8 +28,10 @@ logger = logging.getLogger(__name__)
 
 # Within which a start that cannot succeed says so. Ray itself would wait for ever for room, and for minutes for a
 # cluster that is not there.
-_PROBE_S, _PLACEMENT_S = 4.0, 8.0
+_PROBE_S, _ANSWER_S, _PLACEMENT_S = 4.0, 10.0, 8.0
 _CONNECT_S = 60.0  # to one that is
+# What a client of HTTP/2, which Ray speaks, begins with, and settings without an entry (RFC 9113, 3.4 and 4.1).
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 _CARRIED = ("OCTAVO_", "HF_")  # variables of these names are those of this host on all hosts
 
 # Of a module that imports nothing which reads the environment: an actor changes that before it is called.
@@ -151,15 +153,27 @@ def _connect(flag: str) -> None:
 
     try:
         address: str = canonicalize_bootstrap_address_or_die("auto")
-        host, _, port = address.rpartition(":")
-        socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
+        _probe(address)
         # A thread, because Ray neither takes a timeout nor lets the main thread keep its SIGTERM.
         threading.Thread(target=connect, args=(address,), name="Ray", daemon=True).start()
         connected.result(_CONNECT_S)
     except Exception as error:
         where = f" at RAY_ADDRESS {os.environ['RAY_ADDRESS']}" if os.environ.get("RAY_ADDRESS") else ""
-        why = _first_line(error) or f"it does not answer within {_CONNECT_S:g} s"
+        why = _first_line(error) or f"it has not let this host in within {_CONNECT_S:g} s"
         raise ConfigError(
             f"{flag} ray finds no cluster{where} that this host belongs to: {why}. Run `ray start --head` here, and "
             "`ray start --address` on the other hosts."
         ) from None
+
+
+def _probe(address: str) -> None:
+    """Raises `OSError` where nobody listens, or who does says nothing."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host.strip("[]"), int(port)), _PROBE_S) as probe:
+        probe.settimeout(_ANSWER_S)
+        try:
+            with contextlib.suppress(ConnectionError):  # with TLS it hangs up, which is an answer too
+                probe.sendall(_HELLO)
+                probe.recv(1)
+        except TimeoutError:
+            raise TimeoutError(f"{address} accepts connections and says nothing within {_ANSWER_S:g} s") from None

@@ -180,6 +180,10 @@ class AsyncLLMEngine:
         """Do not start a core that dies from now on again."""
         self._supervisor.restarts.limit = 0
 
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.config.model
+
     async def get_model_config(self) -> ModelConfig:
         return self.config.model
 

@@ -12,11 +12,12 @@ from collections.abc import Coroutine, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, ModelConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.data_parallel import DataParallelEngine
 from octavo.engine.sleeping import check_level
 from octavo.errors import ConfigError, OctavoError, RequestError
+from octavo.metrics.prometheus import EngineMetrics
 from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from octavo.processes import event_loop_factory
 from octavo.request import EngineRequest
@@ -37,7 +38,9 @@ class DataParallelLLMEngine:
         self._is_closed = False
         self._loop = event_loop_factory()()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engines", daemon=True)
-        self._engine = DataParallelEngine(config)
+        model = config.model
+        self.metrics = EngineMetrics(model.served_model_names[0], model.max_model_len, config.served_ranks.start)
+        self._engine = DataParallelEngine(config, metrics=self.metrics)
         self._thread.start()
         try:
             self._await(self._engine.wait_ready())
@@ -49,6 +52,13 @@ class DataParallelLLMEngine:
     @property
     def core(self) -> EngineCore:
         raise OctavoError("the engines of data_parallel_size are processes of their own; none has its core here.")
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.config.model
+
+    def get_model_config(self) -> ModelConfig:
+        return self.config.model
 
     def add(self, request: EngineRequest, shown_id: str | None = None) -> None:
         if self._is_closed or self.is_sleeping:

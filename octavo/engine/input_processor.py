@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 PromptInput = str | list[int] | Mapping[str, Any]
 
 
-def as_prompts(prompts: PromptInput | Sequence[PromptInput]) -> Sequence[PromptInput]:
+def as_prompts(prompts: PromptInput | Sequence[PromptInput] | None) -> Sequence[PromptInput]:
     """A list of prompts, where there may be one. Raises `RequestError` for what is neither."""
     if isinstance(prompts, str | Mapping) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], int)):
         return [cast(PromptInput, prompts)]

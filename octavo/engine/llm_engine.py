@@ -14,6 +14,7 @@ from octavo.engine.sleeping import SLEEPERS, check_level, woken_by
 from octavo.errors import OctavoError, RequestError
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.lora.request import LoRARequest
+from octavo.metrics.prometheus import EngineMetrics
 from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from octavo.request import EngineRequest
 from octavo.sampling_params import SamplingParams
@@ -31,7 +32,8 @@ class LLMEngine:
         self._asleep: frozenset[str] = frozenset()  # of `SLEEPERS`
         self.config = config.with_max_model_len(self._core.executor.max_model_len)
         self.inputs = InputProcessor(self.config, self.tokenizer)
-        self._outputs = OutputProcessor(self.tokenizer)
+        self.metrics = EngineMetrics(config.model.served_model_names[0], self.config.model.max_model_len)
+        self._outputs = OutputProcessor(self.tokenizer, self.metrics)
         self._failed: list[RequestFailed] = []  # whose errors are to be raised
         self._ids: dict[str, str] = {}  # the core's, by the caller's
 
@@ -45,6 +47,10 @@ class LLMEngine:
         if self._core is None or self._asleep:
             raise OctavoError("this engine sleeps, or has been closed; wake_up() loads the model again.")
         return self._core
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.config.model
 
     def get_model_config(self) -> ModelConfig:
         return self.config.model
@@ -96,7 +102,9 @@ class LLMEngine:
         returned."""
         if self._failed:
             raise self._failed.pop(0).error
-        results, aborts = self._outputs.process(self.core.step().outputs)
+        step = self.core.step()
+        self.metrics.record_step(step.stats)
+        results, aborts = self._outputs.process(step.outputs)
         for abort in aborts:
             self.core.abort(abort.request_id, abort.index)
         self._failed += [result for result in results if isinstance(result, RequestFailed)]

@@ -48,6 +48,7 @@ class _Replica:
     load: dict[str, int] = field(default_factory=dict)  # tokens to compute, by request
     num_tokens: int = 0  # sum of `load`
     num_recent_tokens: float = 0.0  # that it was given, where older ones count less
+    was_lost: bool = False  # and has been given nothing since
 
 
 @dataclass(slots=True)
@@ -88,6 +89,7 @@ class Router:
         `end`. `hashes` are the `block_hashes` of its prompt. Raises `ValueError` if none is available."""
         num_tokens = len(request.prompt.token_ids)
         missing = {i: self._num_missing(i, num_tokens, hashes) for i in available}
+        self._take_back(missing)
         chosen = min(missing, key=lambda i: missing[i] + _LOAD_WEIGHT * self._load(i))
         replica = self._replicas[chosen]
         expected = min(request.max_tokens, round(self._answer_tokens)) * request.params.num_completions
@@ -124,7 +126,7 @@ class Router:
             del self._routed[request_id]
         replica.load.clear()
         replica.num_tokens = 0
-        replica.num_recent_tokens = min(one.num_recent_tokens for one in self._replicas)
+        replica.was_lost = True
         replica.index.clear()
 
     def forget_caches(self) -> None:
@@ -135,6 +137,14 @@ class Router:
     def load(self, number: int) -> int:
         """Tokens that a replica is expected to have still to compute."""
         return self._replicas[number].num_tokens
+
+    def _take_back(self, available: Iterable[int]) -> None:
+        """Those that were lost count as given as much lately as the least of the others: with what they were given
+        before, or nothing, all new requests would be theirs until they had caught up."""
+        lost = [i for i in available if self._replicas[i].was_lost]
+        least = min((self._load(i) for i in available if i not in lost), default=0.0)
+        for replica in (self._replicas[i] for i in lost):
+            replica.num_recent_tokens, replica.was_lost = least, False
 
     def _load(self, number: int) -> float:
         """What it was lately given. More may be outstanding, where that goes back further."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Literal
 
-from octavo.config import EngineArgs
+from octavo.config import EngineArgs, ModelConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import PromptInput, as_prompts
 from octavo.engine.llm_engine import LLMEngine
@@ -17,6 +18,7 @@ from octavo.entrypoints.media_parts import media_of, message_for_template, read_
 from octavo.errors import RequestError
 from octavo.logs import configure_logging
 from octavo.lora.request import LoRARequest
+from octavo.metrics.reader import Metric, snapshot
 from octavo.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -31,6 +33,17 @@ from octavo.unknown_flags import advice_on
 
 if TYPE_CHECKING:
     from octavo.engine.data_parallel_llm import DataParallelLLMEngine
+
+
+# What vLLM's has and this one has not, with what to do instead.
+_ABSENT = {
+    "apply_model": "models are Octavo's own and no torch.nn.Module; what they compute comes out of generate and encode",
+    "collective_rpc": "workers take no methods of callers; -tp and -pp are arguments of LLM",
+    "preprocess_chat": "llm.get_tokenizer().apply_chat_template renders messages",
+    "set_tokenizer": "tokenizer is an argument of LLM",
+    "start_profile": "/ui and /metrics of a server show where time goes",
+    "stop_profile": "/ui and /metrics of a server show where time goes",
+}
 
 
 class LLM(PoolingMethods):
@@ -59,6 +72,16 @@ class LLM(PoolingMethods):
             self.llm_engine = DataParallelLLMEngine(config)
         self.config, self.tokenizer = self.llm_engine.config, self.llm_engine.tokenizer
         self.inputs = self.llm_engine.inputs
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> LLM:
+        """The same of arguments that have been put together already."""
+        return cls(**{field.name: getattr(args, field.name) for field in fields(args)})
+
+    def __getattr__(self, name: str) -> Any:
+        """Only asked for names that there are not."""
+        advice = f": {_ABSENT[name]}" if name in _ABSENT else ""
+        raise AttributeError(f"LLM has no {name}{advice}.", name=name, obj=self)
 
     def __enter__(self) -> LLM:
         return self
@@ -95,26 +118,37 @@ class LLM(PoolingMethods):
         """What `generate` and `chat` use when they are given no parameters: the model's own recommendations."""
         return SamplingParams(**self.config.model.default_sampling_params)
 
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.config.model
+
+    def get_metrics(self) -> list[Metric]:
+        """What has been counted so far, under vLLM's names: counters, gauges, histograms and vectors of
+        `octavo.v1.metrics.reader`. The same as `/metrics` of a server has."""
+        return snapshot(self.llm_engine.metrics)
+
     def get_tokenizer(self) -> Any:
         """The tokenizer of the model, with `transformers`' names: `encode`, `decode`, `apply_chat_template`."""
         return self.tokenizer
 
     def generate(
         self,
-        prompts: PromptInput | Sequence[PromptInput],
+        prompts: PromptInput | Sequence[PromptInput] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        prompt_token_ids: list[int] | list[list[int]] | None = None,
         priority: Sequence[int] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts: text, token ids, `{"prompt": …}`, `{"prompt_token_ids": […]}`, or a list of them.
 
-        `sampling_params` is one for all or one a prompt; so is `lora_request`, the adapter to compute with. Raises
-        `RequestError` before anything runs if a request is refused, and while it runs if its adapter cannot be read, or
-        one of its logits processors fails or leaves no token to choose.
+        `prompt_token_ids`, as earlier versions of vLLM had it, are those of the prompts, in their place or beside their
+        texts. `sampling_params` is one for all or one a prompt; so is `lora_request`, the adapter to compute with.
+        Raises `RequestError` before anything runs if a request is refused, and while it runs if its adapter cannot be
+        read, or one of its logits processors fails or leaves no token to choose.
         """
-        prompts = as_prompts(prompts)
+        prompts = as_prompts(prompts) if prompt_token_ids is None else _with_ids(prompts, prompt_token_ids)
         params = self._params_for(prompts, sampling_params)
         if priority is None:
             priority = [0] * len(prompts)
@@ -133,6 +167,7 @@ class LLM(PoolingMethods):
         use_tqdm: bool = True,
         *,
         chat_template: str | None = None,
+        chat_template_content_format: Literal["auto", "string", "openai"] = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
@@ -159,6 +194,7 @@ class LLM(PoolingMethods):
                 continue_final_message=continue_final_message,
                 template_options=chat_template_kwargs,
                 tools=tools,
+                content_format=chat_template_content_format,
                 placeholders=processor.placeholders if processor else None,
             )
             for conversation, processor in zip(taken, processors, strict=True)
@@ -259,3 +295,16 @@ class LLM(PoolingMethods):
             engine.abort_request(request.request_id for request in requests)
             bar.close()
         return [finished[request.request_id] for request in requests]
+
+
+def _with_ids(
+    texts: PromptInput | Sequence[PromptInput] | None, ids: list[int] | list[list[int]]
+) -> Sequence[PromptInput]:
+    """Prompts of token ids, each with the text that it is shown with, if there are texts."""
+    prompts = as_prompts(ids)
+    if texts is None:
+        return prompts
+    texts = as_prompts(texts)
+    if len(texts) != len(prompts):
+        raise RequestError(f"{len(prompts)} prompt_token_ids for {len(texts)} prompts.", param="prompt_token_ids")
+    return [{"prompt": text, "prompt_token_ids": one} for text, one in zip(texts, prompts, strict=True)]

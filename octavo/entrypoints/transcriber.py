@@ -187,10 +187,10 @@ class Transcriber:
                 [output] = request_output.outputs
                 tokens += output.token_ids
                 text = self.text(Segment(0, 0, tokens))
-                if not output.finished and text.endswith("\N{REPLACEMENT CHARACTER}"):
+                if not output.finished() and text.endswith("\N{REPLACEMENT CHARACTER}"):
                     continue  # a character that is not whole yet
                 new, shown = text[len(shown) :], text
-                if new or output.finished:
+                if new or output.finished():
                     yield Said(new, [], 0, num_prompt_tokens=len(prompt), num_tokens=len(tokens))
 
     def _prompt(self, wish: Wish, language: str, has_times: bool) -> list[int]:

@@ -131,9 +131,9 @@ class AdapterStore:
         else:
             share = int(_SHARE_OF_HOST * available_memory_bytes()) // team.seat.on_host.size
             self.num_host_pages = max(self.num_pages, -team.largest(-(share // self.page_bytes)))
-        # A device's tables have a row for each slot and expert.
-        num_experts = max(
-            (cast(ExpertsWeight, m.weight).num_experts for m in firsts if m.expert is not None), default=1
+        # A device's tables have a row for each slot and expert, of which workers have different numbers.
+        num_experts = team.largest(
+            max((cast(ExpertsWeight, m.weight).num_experts for m in firsts if m.expert is not None), default=1)
         )
         self.num_slots = min(self.num_pages, max(lora.max_loras, _MAX_SLOTS // num_experts))
         self._arena: Array | None = None

@@ -75,7 +75,7 @@ def _run(leader: Connection, orders: Orders) -> None:
         match team.hear():
             case Plan(plan):
                 step = executor.worker.runner.submit(plan)
-                if len(step.samples.rows):
+                if len(step.samples.rows) and executor.worker.runner.pooling is None:
                     steps.append(step)
             case SampledTokens() as sampled:
                 step = steps.popleft()

@@ -33,6 +33,7 @@ from octavo.loading.recording import RecordingWeights
 from octavo.loading.weights import Weights
 from octavo.lora.ops import AdaptedOps
 from octavo.models.description import ModelDescription
+from octavo.models.inventory import adaptable_modules
 from octavo.models.registry import build
 from octavo.multimodal.tower import ReceivedRows
 from octavo.ops import AdapterOps, Array, Ops
@@ -90,7 +91,8 @@ def outline_runner(
     elif config.media is not None:
         media = MediaTable(ReceivedRows(), description, limits.max_num_seqs)
     if adapted is not None:
-        adapters = RunnerAdapters(adapted, AdapterStore(model.matrices, adapted, config, device))
+        others = adaptable_modules(description)
+        adapters = RunnerAdapters(adapted, AdapterStore(model.matrices, adapted, config, device, others=others))
     runner = Runner(
         model, ops, device, table, limits.max_num_batched_tokens, pooling=config.model.pooling, media=media,
         cross=cross, adapters=adapters, team=team,

@@ -392,12 +392,12 @@ class Runner:
                 step.alignment = self._cross.alignment(self.ops, cast(CrossModel, self.model), aligned, self.caches)
             if self.keeps_features:
                 step.features = outputs.features[: used.tokens]
-            if self.pooling is not None:
+            if self._links.behind is not None:
+                step.leaving = self.device.view(outputs.hidden[: used.tokens], "uint8")
+            elif self.pooling is not None:
                 step.vectors = outputs.logits[:num_samples]
                 if captured is not None and self.device.runs_ahead:  # before the next replay overwrites them
                     step.vectors = self.ops.rows_of(step.vectors, np.arange(num_samples))
-            elif self._links.behind is not None:
-                step.leaving = self.device.view(outputs.hidden[: used.tokens], "uint8")
             elif num_samples:
                 tokens = outputs.best[:num_samples]
                 if self._team.is_leader:

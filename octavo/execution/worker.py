@@ -96,8 +96,7 @@ class Worker:
         if adapted is not None:
             from octavo.execution.adapter_store import AdapterStore
 
-            others = adaptable_modules(description) if team.seat.num_stages > 1 else []
-            self.adapters = AdapterStore(model.matrices, adapted, config, device, team, others)
+            self.adapters = AdapterStore(model.matrices, adapted, config, device, team, adaptable_modules(description))
             runner_adapters = RunnerAdapters(adapted, self.adapters)
             phases.end("adapter memory")
         of_tower = "cpu", "float32"  # which processors are better at

@@ -121,6 +121,13 @@ class AttentionDescription:
         return tuple(name for name, value in found.items() if value)
 
     @property
+    def made_parts(self) -> str:
+        """Which of query, key and value are made of the input; the others are what those are, or another layer's."""
+        if self.reads_layer is not None:
+            return "q"
+        return "qk" if self.keys_are_values else "qkv"
+
+    @property
     def own_gates(self) -> range:
         """Numbers that our heads' values are multiplied with, of those of all heads."""
         if self.gate is None:
@@ -147,11 +154,10 @@ class AttentionDescription:
             keys = np.array(elements(self.own_kv_heads, self.head_size))
             return [pairs[self.own_heads].transpose(1, 0, 2).reshape(-1), keys, keys]
         within = {"q": self.element_order, "k": self.element_order, "v": np.arange(self.value_size)}
-        if self.keys_are_values or self.reads_layer is not None:
-            assert self.share.is_whole and np.array_equal(self.element_order, own)
-            return None
+        parts = self.made_parts
+        assert not self.keys_are_values or np.array_equal(self.element_order, own)
         first = {}  # the first row of each head, [heads]
-        if len(self.qkv_names) == 3:
+        if len(self.qkv_names) == len(parts):
             first = {part: np.arange(count) * sizes[part] for part, count in heads.items()}
         else:
             assert self.value_size == self.head_size
@@ -162,8 +168,8 @@ class AttentionDescription:
                 first[part] = (blocks + begin + np.arange(in_block[part])).reshape(-1) * self.head_size
                 begin += in_block[part]
         own_heads = {"q": self.own_heads, "k": self.own_kv_heads, "v": self.own_kv_heads}
-        orders = [(first[part][own_heads[part]][:, None] + within[part]).reshape(-1) for part in "qkv"]
-        orders = orders if len(self.qkv_names) == 3 else [np.concatenate(orders)]
+        orders = [(first[part][own_heads[part]][:, None] + within[part]).reshape(-1) for part in parts]
+        orders = orders if len(self.qkv_names) == len(parts) else [np.concatenate(orders)]
         if not self.share.is_whole or any(not np.array_equal(order, np.arange(len(order))) for order in orders):
             return orders
         return None
@@ -188,10 +194,7 @@ class Attention:
         names, orders = [f"{prefix}{name}" for name in description.qkv_names], description.row_orders()
         kv_heads, has_gates = description.num_kv_heads, gate is not None and gate.name is None
         sizes = [num_heads * head_size * (1 + has_gates), kv_heads * head_size, kv_heads * description.value_size]
-        if description.reads_layer is not None:
-            sizes = sizes[:1]
-        elif description.keys_are_values:
-            sizes = sizes[:2]
+        sizes = sizes[: len(description.made_parts)]
         without_bias = () if description.keys_have_bias else names[1:2]
         qkv_bias: bool | NDArray[Any] = description.qkv_bias
         if gate is not None and gate.name is not None:
@@ -255,7 +258,7 @@ class Attention:
             self._sinks = self._ops.place(np.asarray(sinks[description.own_heads], np.float32))
         self._biases = None
         if description.distance_biases is not None:
-            self._biases = parameters.distance_biases(*description.distance_biases, num_heads)
+            self._biases = parameters.distance_biases(*description.distance_biases, num_heads, description.own_heads)
         self._growth = parameters.query_growth(description.query_growth)
 
     def _qk_norm(

@@ -8,6 +8,7 @@ from statistics import NormalDist
 import numpy as np
 
 from octavo.errors import LoadError
+from octavo.layers.gathered import Gathered
 from octavo.layers.norm import NormDescription, SharedNorm
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Adapters, Summand
@@ -52,7 +53,7 @@ class FeedForwardDescription:
     @property
     def gathered_size(self) -> int:
         """Elements of a row that all workers are brought."""
-        return 0 if self.inner_norm is None else self.intermediate_size
+        return self.intermediate_size if self.inner_norm is not None or self.sparsity else 0
 
     def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> FeedForward:
         return FeedForward(self, hidden_size, parameters, prefix)
@@ -67,8 +68,9 @@ class FeedForward:
         own = share.of(size, "inner elements of a feed-forward")
         names = [f"{prefix}{name}" for name in description.up_names]
         sizes = (size, size) if description.gated else (size,)
-        self._sparse = _Cutoff(description.sparsity, size, parameters) if description.sparsity else None
-        assert self._sparse is None or (description.gated and share.is_whole)
+        self._sparse = _Cutoff(description.sparsity, size, share, own, parameters) if description.sparsity else None
+        assert self._sparse is None or description.gated
+        self._size = len(own)
         is_fused = description.gated and self._sparse is None and not description.has_adapters
         self._up = parameters.linear(
             names, sizes, hidden_size, description.bias, is_fused, is_transposed=transposed,
@@ -99,7 +101,7 @@ class FeedForward:
             both = ops.linear(hidden, self._up, self._dtype)
             if adapters is not None:
                 adapters.add_to(both, hidden)
-            size = self.description.intermediate_size
+            size = self._size
             gate = both[:, :size] if self._sparse is None else self._sparse.forward(both[:, :size])
             inner = ops.multiply(ops.activation(gate, activation), both[:, size:], consumer=consumer)
         elif self.description.gated:
@@ -114,20 +116,23 @@ class FeedForward:
 
 
 class _Cutoff:
-    """How far x [T, I] lies above what so much of a normal distribution with its mean and deviation lies below."""
+    """How far x [T, I] lies above what so much of a normal distribution with its mean and deviation lies below. These
+    are of all workers' elements, which are brought to each."""
 
-    def __init__(self, share: float, size: int, parameters: Parameters) -> None:
-        self._ops, self._dtype = parameters.ops, parameters.dtype
-        ones, threshold = np.ones(size, parameters.dtype), NormalDist().inv_cdf(share)
+    def __init__(self, below: float, size: int, share: Share, own: range, parameters: Parameters) -> None:
+        self._ops, self._dtype, self._own = parameters.ops, parameters.dtype, slice(own.start, own.stop)
+        self._gathered = Gathered(parameters.ops, share, own, size, "inner elements of a feed-forward")
+        ones, threshold = np.ones(size, parameters.dtype), NormalDist().inv_cdf(below)
         self._ones, self._shift = self._ops.place(ones), self._ops.place((-threshold * ones).astype(ones.dtype))
         self._mean = parameters.mean_of(size)
 
     def forward(self, x: Array) -> Array:
-        ops = self._ops
+        """x [T, own] -> the same shape"""
+        ops, x = self._ops, self._gathered.forward(x)
         # The mean product of a row and what its norm makes of it is its deviation.
         deviation = ops.multiply(x, ops.layer_norm(x, self._ones, None, _LEAST_VARIANCE))
         above = ops.activation(ops.layer_norm(x, self._ones, self._shift, _LEAST_VARIANCE), "relu")
-        return ops.multiply(above, ops.linear(deviation, self._mean, self._dtype))
+        return ops.multiply(above, ops.linear(deviation, self._mean, self._dtype))[:, self._own]
 
 
 def _taken_xielu(parameters: Parameters, name: str) -> tuple[float, ...]:

@@ -11,19 +11,22 @@ depend on where its prompt is cut. See docs/kernels.md for what either costs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.batch import GroupTables, StepBatch
+from octavo.errors import LoadError
 from octavo.kv_cache.groups import LayerCacheSpec
+from octavo.layers.index import Index, IndexDescription
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Summand
 from octavo.layers.rotary import QueryGrowth, RopeConfig
 from octavo.layers.share import WHOLE, Share, elements
 from octavo.loading.weights import floats
-from octavo.ops import Array, ExpertsWeight, LayerKVCache
+from octavo.ops import Array, ExpertsWeight, IndexOps, LayerKVCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ class LatentDescription:
     name: str = "self_attn"
     output_name: str = "o_proj"
     share: Share = WHOLE  # of the heads
+    index: IndexDescription | None = None  # chooses the keys that a token reads; None: it reads all
+    shares_index: bool = False  # reads those that the index of a layer before has chosen
 
     @property
     def units(self) -> int:
@@ -64,7 +69,10 @@ class LatentDescription:
     @property
     def cache(self) -> LayerCacheSpec:
         """What the layer keeps of each token."""
-        return LayerCacheSpec("full", num_kv_heads=1, key_size=self.rotated_size, value_size=self.latent_size)
+        index_size = 0 if self.index is None else self.index.head_size
+        return LayerCacheSpec(
+            "full", num_kv_heads=1, key_size=self.rotated_size + index_size, value_size=self.latent_size
+        )
 
     @property
     def query_size(self) -> int:
@@ -93,7 +101,8 @@ class Latent:
     """Queries and compressed vectors, the cache, and the output matrix."""
 
     def __init__(self, description: LatentDescription, hidden_size: int, parameters: Parameters, prefix: str) -> None:
-        self.description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
+        self.description, self._dtype = description, parameters.dtype
+        self._ops = cast(IndexOps, parameters.ops)
         d, prefix = description, f"{prefix}{description.name}."
         latent, all_queries = d.latent_size + d.rotated_size, d.num_heads * d.query_size
         self._num_heads = len(d.own_heads)
@@ -107,15 +116,25 @@ class Latent:
             assert not d.bias
             names, sizes = [*names, f"{prefix}{d.gate_name}"], [*sizes, d.num_heads]
             orders.append(np.array(d.own_heads))
-        self.consumer = parameters.linear(names, sizes, hidden_size, d.bias, orders=orders)
+        unbiased, of_index = list[str](), f"{prefix}{d.index.name}." if d.index is not None else ""
+        if d.index is not None:
+            assert d.gate_name is None and d.query_rank is not None
+            unbiased = [f"{of_index}wk", f"{of_index}weights_proj"]
+            names, sizes = [*names, *unbiased], [*sizes, d.index.head_size, d.index.num_heads]
+            orders += [d.index.element_order(), np.arange(d.index.num_heads)]
+        self.consumer = parameters.linear(
+            names, sizes, hidden_size, d.bias, orders=orders, without_bias=unbiased if d.bias else ()
+        )
         self._query_norm: Norm | None = None
         if d.query_rank is not None:
             self._query_norm = Norm(
                 d.norm, parameters, f"{prefix}q_a_layernorm", d.query_rank, divisor=1 / d.query_scale
             )
-            self._query = parameters.linear(
-                [f"{prefix}q_b_proj"], [all_queries], d.query_rank, orders=[d.query_order()]
-            )
+            names, sizes, orders = [f"{prefix}q_b_proj"], [all_queries], [d.query_order()]
+            if d.index is not None:
+                names, sizes = [*names, f"{of_index}wq_b"], [*sizes, d.index.num_heads * d.index.head_size]
+                orders.append(d.index.query_order())
+            self._query = parameters.linear(names, sizes, d.query_rank, orders=orders)
         self._latent_norm = Norm(
             d.norm, parameters, f"{prefix}kv_a_layernorm", d.latent_size, divisor=1 / d.latent_scale
         )
@@ -124,6 +143,11 @@ class Latent:
             f"{prefix}{d.output_name}", hidden_size, self._num_heads * d.value_size, d.bias, d.share
         )
         self._rotary = parameters.rotary(d.rope, d.rotated_size)
+        if d.index is not None:
+            parameters.index = Index(d.index, parameters, of_index, self._rotary)
+        elif d.shares_index and parameters.index is None:
+            raise LoadError(f"{prefix} reads the keys that an index of a layer before chooses, and there is none.")
+        self._index = parameters.index if d.index is not None or d.shares_index else None
         self._growth = parameters.query_growth(d.query_growth)
 
     def _stacks(self, parameters: Parameters, prefix: str) -> list[ExpertsWeight]:
@@ -150,22 +174,28 @@ class Latent:
         """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
         d, ops, num_tokens = self.description, self._ops, hidden.shape[0]
         first = ops.linear(hidden, self.consumer, self._dtype)
-        queries, end = first[:, : self._first_size], self._first_size + d.latent_size
-        gates = end + d.rotated_size
+        end = self._first_size + d.latent_size
+        queries, rotated, further = first[:, : self._first_size], first[:, end:], first[:, end + d.rotated_size :]
         if self._query_norm is not None:
             queries = ops.linear(self._query_norm.forward(queries, self._query), self._query, self._dtype)
-        queries = queries.reshape(num_tokens, self._num_heads, d.query_size)
+        size, index, index_key = self._num_heads * d.query_size, self._index, {}
+        queries, index_queries = queries[:, :size].reshape(num_tokens, self._num_heads, -1), queries[:, size:]
         latent = self._latent_norm.forward(first[:, self._first_size : end])
+        if index is not None and d.index is not None:
+            index_key = {"index_key": index.keys(further[:, : d.index.head_size], batch)}
         ops.rotary_and_cache(
-            queries, first[:, end:gates].reshape(num_tokens, 1, d.rotated_size),
+            queries, rotated[:, : d.rotated_size].reshape(num_tokens, 1, d.rotated_size),
             latent.reshape(num_tokens, 1, d.latent_size), batch.positions, self._rotary, cache, tables.slot_mapping,
-            self._growth,
+            self._growth, **index_key,
         )  # fmt: skip
+        if index is not None and d.index is not None:
+            index.choose(index_queries, further[:, d.index.head_size :], batch, tables, cache)
+        chosen = {} if index is None or index.chosen is None else {"chosen": index.chosen}
         gathered = ops.latent_attention(
             ops.linear_by_head(queries[:, :, d.rotated_size :], self._keys), queries[:, :, : d.rotated_size], cache,
-            tables.block_tables, batch.query_start_loc, batch.seq_lens, d.scale,
+            tables.block_tables, batch.query_start_loc, batch.seq_lens, d.scale, **chosen,
         )  # fmt: skip
         attended = ops.linear_by_head(gathered, self._values).reshape(num_tokens, -1)
         if d.gate_name is not None:
-            attended = ops.multiply(attended, first[:, gates:], "sigmoid", self._ending.weight)
+            attended = ops.multiply(attended, further, "sigmoid", self._ending.weight)
         return self._ending.product(attended)

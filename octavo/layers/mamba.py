@@ -96,22 +96,26 @@ class Mamba:
         group, own, own_group = d.num_groups * size, elements(own_heads, d.head_size), elements(d.own_groups, size)
         in_sizes = [channels, channels] if d.time_rank else [channels, channels, group, group, d.num_heads]
         in_owns = [own, own] if d.time_rank else [own, own, own_group, own_group, own_heads]
-        orders = [np.arange(2 * channels).reshape(-1, 2).T.reshape(-1)] if d.tensors_by_group else None
+        orders = [np.arange(2 * channels).reshape(-1, 2).T[:, own].reshape(-1)] if d.tensors_by_group else None
         self.consumer = parameters.linear(
             [f"{prefix}in_proj"], in_sizes, hidden_size, d.bias, scales=d.multipliers, orders=orders,
-            own=None if d.share.is_whole else in_owns,
+            own=None if d.share.is_whole or orders is not None else in_owns,
         )  # fmt: skip
         convolved = [own] if d.time_rank else [own, *(range(begin + own_group.start, begin + own_group.stop)
                                                       for begin in (channels, channels + group))]  # fmt: skip
         self._conv = Convolution(
             parameters, {f"{prefix}conv1d": d.conv_width}, d.kernel, d.conv_bias, "silu", np.concatenate(convolved)
         )
-        self._gathered = Gathered(parameters.ops, d.share, own, channels, "channels")
+        # What inner matrices read: all channels of the groups that ours are in.
+        read = elements(d.own_groups, channels // d.num_groups)
+        self._read = slice(read.start, read.stop)
+        self._gathered = None if read == own else Gathered(parameters.ops, d.share, own, channels, "channels")
         self._inner_norms: list[Norm] = []
         by_head = (d.num_groups, channels // d.num_groups) if d.tensors_by_group else (d.num_heads,)
         if d.time_rank:
             if d.tensors_by_group:
-                self._inner, self._time = self._by_group(parameters, prefix)
+                of_time = slice(own.start - read.start, own.stop - read.start)
+                self._inner, self._time = self._by_group(parameters, prefix, d, of_time)
             else:
                 self._inner = parameters.linear([f"{prefix}x_proj"], [d.time_rank + 2 * size], channels)
                 self._time = parameters.linear(
@@ -135,20 +139,24 @@ class Mamba:
             self._norm = SharedNorm(d.norm, parameters, f"{prefix}norm", channels, d.share, own, groups=d.num_groups)
         self._ending = parameters.ending(f"{prefix}out_proj", hidden_size, len(own), d.output_bias, d.share)
 
-    def _by_group(self, parameters: Parameters, prefix: str) -> tuple[LinearWeight, LinearWeight]:
-        """Matrices of all groups, with nothing where one's outputs meet another's inputs."""
-        d, take = self._part, parameters.weights.take
-        groups, rank, width = d.num_groups, d.time_rank, d.channels // d.num_groups
-        inner = take(f"{prefix}x_proj_weight", (groups, rank + 2 * d.state_size, width))
-        time = take(f"{prefix}dt_proj_weight", (groups, width, rank))
+    def _by_group(
+        self, parameters: Parameters, prefix: str, d: MambaDescription, own: slice
+    ) -> tuple[LinearWeight, LinearWeight]:
+        """Matrices of all groups that we have, with nothing where one's outputs meet another's inputs; time steps are
+        of our `own` channels of theirs."""
+        take, rank, width = parameters.weights.take, d.time_rank, d.channels // d.num_groups
+        inner = take(f"{prefix}x_proj_weight", (d.num_groups, rank + 2 * d.state_size, width), own=d.own_groups)
+        time = take(f"{prefix}dt_proj_weight", (d.num_groups, width, rank), own=d.own_groups)
+        groups = len(d.own_groups)
 
-        def packed(*parts: NDArray[Any]) -> LinearWeight:
+        def matrix(*parts: NDArray[Any]) -> NDArray[Any]:
             blocks = [np.zeros((groups, part.shape[1], groups, part.shape[2]), part.dtype) for part in parts]
             for block, part in zip(blocks, parts, strict=True):
                 block[np.arange(groups), :, np.arange(groups)] = part
-            return parameters.packed(np.concatenate([b.reshape(b.shape[0] * b.shape[1], -1) for b in blocks]))
+            return np.concatenate([b.reshape(b.shape[0] * b.shape[1], -1) for b in blocks])
 
-        return packed(*np.split(inner, (rank, rank + d.state_size), 1)), packed(time)
+        of_inputs = matrix(*np.split(inner, (rank, rank + d.state_size), 1))
+        return parameters.packed(of_inputs), parameters.packed(matrix(time)[own])
 
     def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
         """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
@@ -158,7 +166,8 @@ class Mamba:
         if d.time_rank:
             x, gate = projected[:, :channels], projected[:, channels:]
             x = self._conv.forward(x, batch, tables, cache)
-            inner = ops.linear(self._gathered.forward(x), self._inner, self._dtype)
+            read = x if self._gathered is None else self._gathered.forward(x)[:, self._read]
+            inner = ops.linear(read, self._inner, self._dtype)
             ranks, group = d.num_groups * d.time_rank, d.num_groups * size
             time, b, c = inner[:, :ranks], inner[:, ranks:-group], inner[:, -group:]
             if self._inner_norms:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,9 @@ from octavo.layers.rotary import QueryGrowth, RopeConfig, distance_buckets, iden
 from octavo.layers.share import Share
 from octavo.loading.weights import Weights, floats
 from octavo.ops import BIAS_PADDING, Array, ExpertsWeight, LinearWeight, Ops, SegmentOps
+
+if TYPE_CHECKING:
+    from octavo.layers.index import Index
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +97,7 @@ class Parameters:
         # Those of each layer's experts, which are many: named when somebody asks.
         self.expert_matrices: list[Callable[[], Iterator[NamedMatrix]]] = []
         self._made: dict[object, object] = {}  # once, for all layers of the same settings
+        self.index: Index | None = None  # of the last layer that has one: those after it may share what it chooses
         self._has_warned = False
 
     def array(self, name: str, shape: tuple[int, ...]) -> Array:
@@ -241,11 +245,11 @@ class Parameters:
         """What queries are multiplied with, [max_positions] float32."""
         return None if growth is None else self._table((growth,), lambda: growth.table(self.max_positions))
 
-    def distance_biases(self, name: str, num_buckets: int, num_heads: int) -> Array:
-        """What scores of attention get by the key's distance, [num_heads, 2 * max_positions + BIAS_PADDING] float32."""
+    def distance_biases(self, name: str, num_buckets: int, num_heads: int, own: range) -> Array:
+        """What scores of our `own` heads get by the key's distance, [own, 2 * max_positions + BIAS_PADDING] float32."""
 
         def make() -> NDArray[np.float32]:
-            buckets = self.weights.take(name, (num_buckets, num_heads)).astype(np.float32)
+            buckets = self.weights.take(name, (num_buckets, num_heads))[:, own].astype(np.float32)
             distances = np.arange(2 * self.max_positions + BIAS_PADDING) - self.max_positions
             return np.ascontiguousarray(buckets[distance_buckets(distances, num_buckets)].T)
 
@@ -258,4 +262,6 @@ class Parameters:
         """What several layers share, made for the first of them."""
         if key not in self._made:
             self._made[key] = make()
+        else:
+            self.weights.read_again(make)
         return cast(_Made, self._made[key])

@@ -6,6 +6,7 @@ residual stream does not keep it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.batch import GroupTables, StepBatch
@@ -14,6 +15,8 @@ from octavo.layers.attention import AttentionDescription
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
+from octavo.layers.product import Summand
+from octavo.layers.share import Share, elements
 from octavo.ops import Array, LayerKVCache
 
 
@@ -50,13 +53,28 @@ class _Transformer:
         self.feed_forward = d.feed_forward.build(hidden_size, parameters, f"{name}.")
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Of a product: the name of its adapter, its projections' sizes, and which outputs of each this worker has."""
+
+    name: str
+    sizes: tuple[int, ...]
+    own: range
+
+
 class _Adapters:
     """Low-rank summands of a product, one for each of its parts."""
 
-    def __init__(self, names: list[str], sizes: list[int], num_in: int, rank: int, parameters: Parameters) -> None:
-        self._ops, self._dtype, self._rank, self._sizes = parameters.ops, parameters.dtype, rank, sizes
-        self._down = parameters.linear([f"{name}.0" for name in names], [rank] * len(names), num_in)
-        self._up = [parameters.linear([f"{n}.1"], [size], rank) for n, size in zip(names, sizes, strict=True)]
+    def __init__(
+        self, parts: Sequence[_Part], num_in: int, rank: int, share: Share, parameters: Parameters
+    ) -> None:  # fmt: skip
+        self._ops, self._dtype, self._rank = parameters.ops, parameters.dtype, rank
+        self._sizes = [len(part.own) * len(part.sizes) for part in parts]
+        self._down = parameters.linear([f"{part.name}.0" for part in parts], [rank] * len(parts), num_in)
+        self._up = [
+            parameters.linear([f"{part.name}.1"], part.sizes, rank, own=None if share.is_whole else part.own)
+            for part in parts
+        ]
 
     def add_to(self, product: Array, x: Array) -> None:
         """product [T, sum of sizes] += that of x [T, K]"""
@@ -71,19 +89,27 @@ class _Adapters:
 class Shared:
     def __init__(self, description: SharedDescription, hidden_size: int, parameters: Parameters, prefix: str) -> None:
         d, self._ops, self._dtype, self._size = description, parameters.ops, parameters.dtype, hidden_size
+        self._share = share = d.feed_forward.share
         self._shared = parameters.once(d.name, lambda: _Transformer(d, hidden_size, parameters))
         self._output = parameters.linear([f"{prefix}{d.output_name}"], [hidden_size], hidden_size)
         self._of_attention: _Adapters | None = None
         self._of_feed_forward: _Adapters | None = None
         if d.adapter_rank:
             name = f"{d.name}.feed_forward.gate_up_proj_adapter_list.{d.adapter}"
-            size, rank = 2 * d.feed_forward.intermediate_size, d.adapter_rank
-            self._of_feed_forward = _Adapters([name], [size], hidden_size, rank, parameters)
+            size = d.feed_forward.intermediate_size
+            gate_up = _Part(name, (size, size), share.of(size, "inner elements of a feed-forward"))
+            self._of_feed_forward = _Adapters([gate_up], hidden_size, d.adapter_rank, share, parameters)
         if d.adapts_attention:
-            names = [f"{d.name}.self_attn.linear_{part}_adapter_list.{d.adapter}" for part in "qkv"]
             a = d.attention
-            sizes = [a.num_heads * a.head_size, *[a.num_kv_heads * a.head_size] * 2]
-            self._of_attention = _Adapters(names, sizes, 2 * hidden_size, d.adapter_rank, parameters)
+            queries, keys = (a.num_heads, a.own_heads), (a.num_kv_heads, a.own_kv_heads)
+            of_heads = [
+                _Part(
+                    f"{d.name}.self_attn.linear_{part}_adapter_list.{d.adapter}", (count * a.head_size,),
+                    elements(own, a.head_size),
+                )
+                for part, (count, own) in zip("qkv", (queries, keys, keys), strict=True)
+            ]  # fmt: skip
+            self._of_attention = _Adapters(of_heads, 2 * hidden_size, d.adapter_rank, share, parameters)
 
     def forward(
         self, residual: Array, pair: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache
@@ -96,8 +122,16 @@ class Shared:
         hidden = shared.attention_norm.forward(pair, None if self._of_attention else shared.attention.consumer)
         attended = shared.attention.forward(hidden, batch, tables, cache, adapters=self._of_attention)
         consumer = None if self._of_feed_forward else shared.feed_forward.consumer
-        hidden = shared.feed_forward_norm.forward(attended.value(self._dtype), consumer)
+        hidden = shared.feed_forward_norm.forward(self._rounded(attended, first), consumer)
         fed = shared.feed_forward.forward(hidden, self._of_feed_forward)
-        stream = ops.linear(fed.value(self._dtype), self._output, self._dtype)
+        stream = ops.linear(self._rounded(fed, first), self._output, self._dtype)
         ops.add(stream, residual)
         return stream
+
+    def _rounded(self, summand: Summand, place: Array) -> Array:
+        """Its value in the model's type; the sum of several workers, which is float32, takes the `place` [T, H]."""
+        if self._share.is_whole:
+            return summand.value(self._dtype)
+        self._ops.add(place, place, -1.0)
+        summand.add_to(place)
+        return place

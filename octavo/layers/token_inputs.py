@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from octavo.layers.embedding import Embedding
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
+from octavo.layers.share import Share
 from octavo.ops import Array, LinearWeight
 
 
@@ -41,11 +43,12 @@ class TokenInputs:
         hidden_size: int,
         parameters: Parameters,
         layer_prefix: str,
+        share: Share,
     ) -> None:
         self._description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
         size, norm = description.size, description.norm
-        names = [description.embedding_name]
-        self._embedding = parameters.linear(names, [description.vocab_size], num_layers * size)
+        name, vocab_size = description.embedding_name, description.vocab_size
+        self._embedding = Embedding(name, vocab_size, num_layers * size, parameters, share)
         self._projection = parameters.linear([description.projection_name], [num_layers * size], hidden_size)
         # The embedding is the mean of two that are independent: over the square root of two. What the norm sees is
         # divided by the root of the hidden size, which its epsilon alone shows.
@@ -68,7 +71,7 @@ class TokenInputs:
     def embed(self, token_ids: Array, embedded: Array) -> Array:
         """token_ids [T] int32, embedded [T, H] as the first layer gets it -> [T, layers * size]"""
         ops = self._ops
-        found = ops.embedding(token_ids, self._embedding, self._dtype, self._scale)
+        found = self._embedding.forward(token_ids, self._dtype, self._scale)
         projected = ops.linear(embedded, self._projection, self._dtype)
         parts = projected.reshape(projected.shape[0], -1, self._description.size)
         ops.add(found, self._projection_norm.forward(parts).reshape(found.shape[0], -1))

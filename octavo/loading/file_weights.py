@@ -39,6 +39,9 @@ _IGNORED = re.compile(
 _TIED = {"lm_head.weight", "embed_out.weight", "output_projection.weight", "decoder.weight"}
 # The decoder of a model that sees, as transformers 4 and 5 call it.
 _LANGUAGE_MODEL = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(lm_head\.)?")
+# What PEFT puts around a model and around its modules, where it is saved with them.
+_PEFT_MODEL, _PEFT_MODULE = re.compile(r"^base_model\.model\."), ".base_layer."
+_PEFT_ADAPTER = re.compile(r"\.(lora_\w+|modules_to_save|original_module)\.")
 _READ_FORMATS = {t.name for t in TENSOR_TYPES.values()} | AXES.keys()
 
 
@@ -199,7 +202,20 @@ def _element_tensors(files: list[str]) -> tuple[dict[str, FileTensor], list[Mapp
         for file in opened
         for name, tensor in file.tensors.items()
     }
-    return tensors, [file.file for file in opened]
+    return _without_peft(tensors, files[0]), [file.file for file in opened]
+
+
+def _without_peft(tensors: dict[str, FileTensor], path: str) -> dict[str, FileTensor]:
+    """The tensors of a model that PEFT wraps, by the names that they have in the model itself."""
+    if not any(_PEFT_MODEL.match(name) for name in tensors):
+        return tensors
+    if adapter := next((name for name in tensors if _PEFT_ADAPTER.search(name)), None):
+        raise LoadError(
+            f"{path} has a model of PEFT's, with the model's weights and those of an adapter beside them ({adapter}); "
+            "merge them with model.merge_and_unload().save_pretrained(...), or serve the base model with --enable-lora "
+            "and the adapter as PEFT's save_pretrained writes it."
+        )
+    return {_PEFT_MODEL.sub("", name).replace(_PEFT_MODULE, "."): tensor for name, tensor in tensors.items()}
 
 
 def _of_mistral(tensors: dict[str, FileTensor], config: Mapping[str, Any]) -> dict[str, FileTensor]:

@@ -6,6 +6,7 @@ The model's constructor is the one statement of its tensors; memory estimates an
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,8 @@ class RecordedTensor:
 
 
 class RecordingWeights(Weights):
-    """`Weights` that give zeros which take no memory, and note in `tensors` what was asked for, in order.
+    """`Weights` that give zeros which take no memory, and note in `tensors` what was asked for, in order, and in
+    `repeated` what layers share with layers before them, for each of them.
 
     `weights` is the checkpoint whose formats and optional tensors are looked up; nothing is taken from it. Without one
     there is every tensor, in floats of `dtype`.
@@ -43,6 +45,7 @@ class RecordingWeights(Weights):
     def __init__(self, dtype: str, weights: Weights | None = None) -> None:
         super().__init__(dtype, None)
         self.tensors: list[RecordedTensor] = []
+        self.repeated: list[RecordedTensor] = []
         self._weights = weights
 
     def __contains__(self, name: str) -> bool:
@@ -104,12 +107,18 @@ class RecordingWeights(Weights):
     def matrix_format(self, name: str) -> str:
         return PLAIN_OF_DTYPE[self._dtype] if self._weights is None else self._weights.matrix_format(name)
 
-    def packed_bytes(self, keeps_superblocks: bool = False) -> tuple[int, str]:
+    def read_again(self, take: Callable[[], object]) -> None:
+        taken, self.tensors = self.tensors, []
+        take()
+        self.repeated += self.tensors
+        self.tensors = taken
+
+    def packed_bytes(self, keeps_superblocks: bool = False, *, with_repeated: bool = False) -> tuple[int, str]:
         """Bytes of the matrices that were asked for once they are packed, each by itself, and in what they are held.
         Arrays of several dimensions count as they are, such as what latent attention makes matrices of; norms and
-        biases are noise."""
+        biases are noise. `with_repeated` they are the bytes that a step reads."""
         num_bytes, kinds = 0, dict[str, None]()
-        for tensor in self.tensors:
+        for tensor in self.tensors + self.repeated if with_repeated else self.tensors:
             if tensor.share is not None:
                 share = tensor.share
                 num_bytes += packed_bytes(share.format, share.shape, tensor.layout, keeps_superblocks)

@@ -7,6 +7,7 @@ Hugging Face's whatever the format. `octavo.loading.file_weights` opens checkpoi
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,9 @@ class Weights:
         if stored_format in PLAIN or self._dtype == "float32":
             return PLAIN_OF_DTYPE[self._dtype]
         return stored_format
+
+    def read_again(self, take: Callable[[], object]) -> None:
+        """A layer shares what `take` would take with one before it: nothing is taken, but a step reads it again."""
 
     def pass_over(self, prefix: str) -> None:
         """The model knows tensors whose names begin so, and has no use for them."""

@@ -209,10 +209,9 @@ def _factors(matrix: NamedMatrix, adapters: Iterable[ModuleAdapter | None], base
         found = adapter or ModuleAdapter()
         low_rank: LowRank | Whole | None = None
         if found.whole is not None:
-            low_rank = Whole(_ordered(found.whole, module))
+            low_rank = Whole(_ordered(found.whole[:, matrix.columns], module))
         if found.a is not None and found.b is not None:
-            a = found.a if matrix.part[1] == 1 else found.a[:, matrix.columns]
-            low_rank = LowRank(a, _ordered(found.b, module))
+            low_rank = LowRank(found.a[:, matrix.columns], _ordered(found.b, module))
         projections.append(low_rank)
         if found.magnitude is not None:
             assert found.a is not None and found.b is not None

@@ -39,6 +39,7 @@ ERROR_BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 # fmt: on
 PARAMS_N_BOUNDS = (1, 2, 5, 10, 20)
+POSITIONS = "vllm:spec_decode_num_accepted_tokens_per_pos"
 FINISH_REASONS = ("stop", "length", "abort", "error")
 # Fields of `EngineStats` that are added up, with the names and the help of their metrics.
 _COUNTERS = {
@@ -227,7 +228,7 @@ class EngineMetrics:
         kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
         found: dict[str, Any] = {}
         for metrics in self.of_engines:
-            for family in metrics._families():
+            for family in metrics.families():
                 if family.name not in found:
                     labels = ["model_name", "engine", *family.labels]
                     found[family.name] = kinds[family.kind](family.name, family.help, labels=labels)
@@ -241,15 +242,15 @@ class EngineMetrics:
         for collector in (ProcessCollector(registry=None), *self.others):
             yield from collector.collect()
 
-    def _families(self) -> Iterator[_Family]:
+    def families(self) -> Iterator[_Family]:
+        """The metrics of this engine alone."""
         for name, help, number in self._gauges():
             yield _Family("gauge", f"vllm:{name}", help, {(): number})
         for name, help, number in self._counters():
             yield _Family("counter", f"vllm:{name}", help, {(): number})
         accepted = {(str(position),): number for position, number in enumerate(self.accepted_by_position)}
         help = "Guessed tokens that the model sampled too, by their place in the guess."
-        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
-        yield _Family("counter", name, help, accepted or {("0",): 0}, ("position",))
+        yield _Family("counter", POSITIONS, help, accepted or {("0",): 0}, ("position",))
         finished = {(reason,): number for reason, number in self.num_finished.items()}
         help = "Requests that ended, by reason."
         yield _Family("counter", "vllm:request_success", help, finished, ("finished_reason",))

@@ -15,6 +15,7 @@ from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import group_layers
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.cross_attention import CrossAttention
+from octavo.layers.embedding import Embedding
 from octavo.layers.head import Head
 from octavo.layers.layer import FeedForwardLike, Mixer
 from octavo.layers.norm import Norm
@@ -204,10 +205,10 @@ class Decoder:
         output_bias = f"{description.output_name}.bias" if has_output_bias else False
         is_tied, embedding_size = description.tie_word_embeddings, description.embedding_size or hidden_size
         has_output = description.pooling is None and is_last
-        self._embedding: LinearWeight | None = None
+        self._embedding: Embedding | None = None
         if is_first or (is_tied and has_output and share.is_whole):
-            self._embedding = parameters.linear(
-                [description.embedding_name], [vocab_size], embedding_size,
+            self._embedding = Embedding(
+                description.embedding_name, vocab_size, embedding_size, parameters, share,
                 output_bias if is_tied and is_last and share.is_whole else False,
             )  # fmt: skip
         self._projection: LinearWeight | None = None
@@ -246,7 +247,7 @@ class Decoder:
         self._token_inputs: TokenInputs | None = None
         if description.token_inputs is not None:
             self._token_inputs = TokenInputs(
-                description.token_inputs, len(numbers), hidden_size, parameters, description.layer_prefix
+                description.token_inputs, len(numbers), hidden_size, parameters, description.layer_prefix, share
             )
         # What the residual stream is multiplied with after each layer.
         self._stream_scales = {
@@ -276,7 +277,7 @@ class Decoder:
         self._head: Head | None = None
         if description.head is not None and has_output:
             self._head = Head(description.head, hidden_size, parameters)
-        self._output = self._embedding if is_last else None
+        self._output = self._embedding.weight if is_last and self._embedding is not None else None
         if description.num_unsaid_tokens and has_output:
             self._output = self._padded_output(parameters)
         elif not is_tied and has_output:
@@ -288,7 +289,7 @@ class Decoder:
                 output_bias,
                 own=None if share.is_whole else self._own_vocab,
             )
-        elif not share.is_whole and has_output:  # looked up whole, multiplied in shares
+        elif not share.is_whole and has_output:  # looked up by columns, multiplied by rows
             names, bias = [description.embedding_name], output_bias
             self._output = parameters.linear(names, [vocab_size], embedding_size, bias, own=self._own_vocab)
         # Sums of many layers in bfloat16 lose what quantized products can use (docs/performance.md).
@@ -321,14 +322,15 @@ class Decoder:
 
     def _adaptable(self) -> Iterator[NamedMatrix]:
         output_name, is_tied = self.description.output_name, self.description.tie_word_embeddings
+        embedding = None if self._embedding is None else self._embedding.weight
         for matrix in self._matrices:
-            if matrix.weight is self._embedding and self.description.is_first_stage:
+            if matrix.weight is embedding and self.description.is_first_stage:
                 yield replace(matrix, replaceable=True, looked_up=True)
             if matrix.weight is self._output:
                 [module] = matrix.modules
                 modules = (replace(module, name=output_name),) if is_tied else matrix.modules
                 yield replace(matrix, modules=modules, replaceable=True)
-            elif matrix.weight is not self._embedding:
+            elif matrix.weight is not embedding:
                 yield matrix
 
     def num_weight_bytes(self) -> int:
@@ -412,8 +414,8 @@ class Decoder:
         ops, multiplier = self._ops, self.description.embedding_multiplier
         assert self._embedding is not None, "the first stage embeds"
         if self._projection is None:
-            return ops.embedding(token_ids, self._embedding, dtype or self._dtype, multiplier)
-        embedded = ops.embedding(token_ids, self._embedding, self._dtype, multiplier)
+            return self._embedding.forward(token_ids, dtype or self._dtype, multiplier)
+        embedded = self._embedding.forward(token_ids, self._dtype, multiplier)
         if self.description.projects_last:  # after positions, token types and a norm
             return embedded
         return ops.linear(embedded, self._projection, dtype or self._dtype)

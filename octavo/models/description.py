@@ -13,6 +13,7 @@ from octavo.layers.cross_attention import CrossAttentionDescription
 from octavo.layers.experts import ExpertsDescription
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.head import HeadDescription
+from octavo.layers.latent import LatentDescription
 from octavo.layers.layer import MixerDescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.pooling import PoolingDescription
@@ -136,12 +137,13 @@ class ModelDescription:
         start = [self.embedding_norm_name, self.embedding_projection_name, self.token_types_name]
         if self.positions is not None and self.positions.name is not None:
             start.append(self.positions.name.removesuffix(".weight"))
-        if not (self.is_last_stage and self.tie_word_embeddings):
+        if not (self.is_last_stage and self.tie_word_embeddings and self.pooling is None):
             start.append(self.embedding_name)
         others = [] if self.is_first_stage else start
         if not self.is_last_stage:
             others += [self.norm_name, self.output_name]
-            others += [] if self.head is None else [self.head.name, self.head.norm_name]
+            heads = [*(() if self.head is None else (self.head,)), *(() if self.pooling is None else self.pooling.head)]
+            others += [name for head in heads for name in (head.name, head.norm_name)]
         return tuple(f"{name}." for name in others if name)
 
     @property
@@ -166,6 +168,13 @@ class ModelDescription:
         """Of another network's output that each sequence attends to; 0 is none."""
         mixers = [layer.attention for layer in self.layers]
         return max((mixer.num_tokens for mixer in mixers if isinstance(mixer, CrossAttentionDescription)), default=0)
+
+    @property
+    def num_chosen_keys(self) -> int:
+        """That a token reads at most, as indexes of layers choose them; 0: it reads all it sees."""
+        mixers = [layer.attention for layer in self.layers]
+        indexes = [mixer.index for mixer in mixers if isinstance(mixer, LatentDescription)]
+        return min((index.num_chosen for index in indexes if index is not None), default=0)
 
     @property
     def layer_caches(self) -> tuple[LayerCacheSpec, ...]:

@@ -20,8 +20,10 @@ def record(description: ModelDescription, weights: RecordingWeights, builder: Bu
 
 
 def adaptable_modules(description: ModelDescription) -> list[str]:
-    """Names of the checkpoint's modules whose products adapters may add to, of all stages and workers, and of tensors
-    of all experts in which they are."""
+    """Names of the checkpoint's modules whose products adapters may add to, and of tensors of all experts in which they
+    are: those of all stages and workers, of a model in stages; none of another, which has them itself."""
+    if description.own_layers is None:
+        return []
     whole = replace(description, own_layers=None)
     model = build(whole, RecordingWeights("float32"), cast(Ops, _NoOps()), 1, "float32")
     modules = [module for matrix in model.matrices for module in matrix.modules]
@@ -33,6 +35,13 @@ def required_tensors(description: ModelDescription, builder: Builder = build) ->
     weights = RecordingWeights("float32")
     record(description, weights, builder)
     return list({tensor.name: tensor for tensor in weights.tensors}.values())
+
+
+def repeated_tensors(description: ModelDescription) -> list[RecordedTensor]:
+    """Those that a step reads again, for each time: layers share them with layers before."""
+    weights = RecordingWeights("float32")
+    record(description, weights)
+    return weights.repeated
 
 
 class _NoOps:

@@ -1,7 +1,8 @@
 """config.json -> `ModelDescription`: what the configurations of all families have in common. `octavo.models.families`
 is the table of what differs.
 
-A setting that config.json leaves out has the default of the architecture's configuration class in transformers 5.
+A setting that config.json leaves out has the default of the architecture's configuration class in transformers 5. One
+that is null is as if it were left out, where null says nothing of its own.
 """
 
 from __future__ import annotations
@@ -80,6 +81,13 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "mamba_dt_rank": ("time_step_rank",),
     "mamba_conv_bias": ("use_conv_bias",),
 }
+# Settings of which null says that the model has none of it, or that it follows from others.
+_NULLABLE = {
+    "attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping", "global_head_dim", "head_dim",
+    "hidden_size_per_layer_input", "intermediate_size", "logits_soft_cap", "mamba_d_ssm", "mlp_only_layers",
+    "moe_intermediate_size", "n_shared_experts", "num_key_value_heads", "num_nextn_predict_layers", "q_lora_rank",
+    "rms_norm_eps", "rotary_dim", "shared_expert_intermediate_size", "sliding_window", "swiglu_limit",
+}  # fmt: skip
 _ATTENTION_TYPES = ("full_attention", "sliding_attention")
 _ACTIVATIONS = {
     "swish": "silu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
@@ -153,9 +161,14 @@ def _merged(name: str, given: Config) -> dict[str, Any]:
         standard: given[own]
         for standard, names in _ALIASES.items()
         for own in reversed(names)
-        if own in given and standard not in given
+        if own in given and given.get(standard) is None
     }
-    config = {**_DEFAULTS, **_OWN_DEFAULTS.get(_HEADS.sub("", name), {}), **given, **renamed}
+    config: dict[str, Any] = {**_DEFAULTS, **_OWN_DEFAULTS.get(_HEADS.sub("", name), {})}
+    for setting, value in {**given, **renamed}.items():
+        if value is not None or setting in _NULLABLE:
+            config[setting] = value
+        elif isinstance(config.get(setting), bool):  # which transformers takes null for
+            config[setting] = False
     if config["layer_types"] is not None:
         config["layer_types"] = ["full_attention" if kind == "attention" else kind for kind in config["layer_types"]]
         config.setdefault("num_hidden_layers", len(config["layer_types"]))

@@ -74,6 +74,8 @@ def _summands(description: ModelDescription) -> int:
     for layer in description.layers:
         feed_forward = layer.feed_forward
         counts.update(mixer.units for mixer in (layer.attention, layer.beside) if isinstance(mixer, _SHAREABLE))
+        if layer.shared is not None:
+            counts |= {layer.shared.attention.units, layer.shared.feed_forward.intermediate_size}
         if isinstance(feed_forward, ExpertsDescription):
             counts.add(feed_forward.num_experts)
             feed_forward = feed_forward.shared
@@ -128,7 +130,6 @@ def with_stage(description: ModelDescription, layers: range) -> ModelDescription
     attentions = [layer.attention for layer in description.layers]
     refused = {
         "models that transformers computes": description.impl != "octavo",
-        "pooling": description.pooling is not None,
         "inputs of tokens to every layer": description.token_inputs is not None,
         "keys of another layer": any(
             isinstance(a, AttentionDescription) and a.reads_layer is not None for a in attentions
@@ -136,6 +137,11 @@ def with_stage(description: ModelDescription, layers: range) -> ModelDescription
         "another network's output": description.num_cross_tokens > 0,
         "several residual streams": description.streams is not None,
         "a transformer that layers share": any(layer.shared is not None for layer in description.layers),
+        "a layer that reads what an index of another stage chooses": any(
+            isinstance(a, LatentDescription) and a.shares_index
+            for start in (layers.start, layers.stop)
+            for a in attentions[start : start + 1]
+        ),
     }
     for name, has in refused.items():
         if has:
@@ -158,27 +164,22 @@ def _not_built(description: ModelDescription) -> dict[str, bool]:
     attentions = [mixer for mixer in mixers if isinstance(mixer, AttentionDescription)]
     return {
         "models that transformers computes": description.impl != "octavo",
-        "pooling": description.pooling is not None,
         "attention to another network's output": not all(isinstance(mixer, _SHAREABLE) for mixer in mixers),
-        "a transformer that layers share": any(layer.shared is not None for layer in description.layers),
         "attention of several inputs": any(a.num_inputs > 1 for a in attentions),
-        "keys that are values too, or another layer's": any(
-            a.keys_are_values or a.reads_layer is not None for a in attentions
-        ),
-        "inputs of tokens to every layer": description.token_inputs is not None,
-        "several residual streams": description.streams is not None,
-        "biases by distance": any(a.distance_biases is not None for a in attentions),
     }
 
 
 def gathered_size(description: ModelDescription) -> int:
-    """Elements of a row that all workers are brought within a layer, at most."""
-    sizes = [0]
+    """Elements of a row that all workers are brought within a layer, or before the first, at most."""
+    sizes = [description.embedding_size or description.hidden_size]
+    if description.token_inputs is not None:
+        sizes.append(len(description.layer_numbers) * description.token_inputs.size)
     for layer in description.layers:
         feed_forward = layer.feed_forward
         if isinstance(feed_forward, ExpertsDescription):
             feed_forward = feed_forward.shared
-        parts = (layer.attention, layer.beside, feed_forward)
+        of_shared = () if layer.shared is None else (layer.shared.attention, layer.shared.feed_forward)
+        parts = (layer.attention, layer.beside, feed_forward, *of_shared)
         sizes += [part.gathered_size for part in parts if isinstance(part, _GATHERING)]
     return max(sizes)
 
@@ -188,11 +189,16 @@ def _with_share(layer: LayerDescription, share: Share) -> LayerDescription:
     if isinstance(feed_forward, FeedForwardDescription):
         feed_forward = replace(feed_forward, share=share)
     elif isinstance(feed_forward, ExpertsDescription):
-        shared = None if feed_forward.shared is None else replace(feed_forward.shared, share=share)
-        feed_forward = replace(feed_forward, share=share, shared=shared)
+        beside_experts = None if feed_forward.shared is None else replace(feed_forward.shared, share=share)
+        feed_forward = replace(feed_forward, share=share, shared=beside_experts)
         feed_forward.own  # noqa: B018  # which may be refused
     attention, beside = _shared_mixer(layer.attention, share), _shared_mixer(layer.beside, share)
-    return replace(layer, attention=attention, beside=beside, feed_forward=feed_forward)
+    shared = layer.shared
+    if shared is not None:
+        of_all, inner = shared.attention, replace(shared.feed_forward, share=share)
+        shared = replace(shared, attention=replace(of_all, share=share), feed_forward=inner)
+        shared.attention.own_heads, shared.cache  # noqa: B018  # which may be refused
+    return replace(layer, attention=attention, beside=beside, feed_forward=feed_forward, shared=shared)
 
 
 def _shared_mixer(mixer: MixerDescription | None, share: Share) -> MixerDescription | None:

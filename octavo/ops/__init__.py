@@ -35,6 +35,7 @@ from octavo.ops.arrays import (
 from octavo.ops.capabilities import (
     AdapterOpsOver,
     DeviceOpsOver,
+    IndexOpsOver,
     ParallelDeviceOpsOver,
     ParallelOpsOver,
     SegmentOpsOver,
@@ -57,15 +58,17 @@ from octavo.ops.operations import OpsOver
 __all__ = [
     "ACTIVATIONS", "BIAS_PADDING", "NO_TOKEN", "PARAMETRIC_ACTIVATIONS", "POOLINGS", "AdapterOps", "AdapterOpsOver",
     "AdapterTable", "Array", "DeviceOps", "DeviceOpsOver", "Expand", "ExpandExperts", "ExpertsAdapterTable",
-    "ExpertsFactors", "ExpertsWeight", "FactorShape", "Factors", "HostArray", "LayerKVCache", "LinearWeight", "Lookup",
-    "LowRank", "Ops", "OpsOver", "PackedFactors", "ParallelDeviceOps", "ParallelDeviceOpsOver", "ParallelOps",
-    "ParallelOpsOver", "Routing", "SegmentOps", "SegmentOpsOver", "Whole", "load", "load_cuda",
+    "ExpertsFactors", "ExpertsWeight", "FactorShape", "Factors", "HostArray", "IndexOps", "IndexOpsOver",
+    "LayerKVCache", "LinearWeight", "Lookup", "LowRank", "Ops", "OpsOver", "PackedFactors", "ParallelDeviceOps",
+    "ParallelDeviceOpsOver", "ParallelOps", "ParallelOpsOver", "Routing", "SegmentOps", "SegmentOpsOver", "Whole",
+    "load", "load_cuda",
 ]  # fmt: skip
 
 # What models, runner and sampler are written against: the same over arrays of which they know no more than `Array`.
 Ops = OpsOver[Array]
 DeviceOps = DeviceOpsOver[Array]
 AdapterOps = AdapterOpsOver[Array]
+IndexOps = IndexOpsOver[Array]
 SegmentOps = SegmentOpsOver[Array]
 ParallelOps = ParallelOpsOver[Array]
 ParallelDeviceOps = ParallelDeviceOpsOver[Array]
@@ -98,8 +101,10 @@ if TYPE_CHECKING:
 
     from octavo.ops import cpu, cuda, torch_ref
 
+    _index: IndexOpsOver[HostArray] = cpu
     _segments: SegmentOpsOver[HostArray] = cpu
     _parallel: ParallelOpsOver[HostArray] = cpu
     _reference: DeviceOpsOver[Tensor] = torch_ref
+    _reference_of_index: IndexOpsOver[Tensor] = torch_ref
     _reference_of_adapters: AdapterOpsOver[Tensor] = torch_ref
     _adapters_of_devices: AdapterOpsOver[Tensor] = cuda

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from octavo.ops.arrays import ExpertsWeight, LinearWeight
+from octavo.ops.arrays import ExpertsWeight, LayerKVCache, LinearWeight
 from octavo.ops.factors import AdapterTable, Expand, ExpandExperts, ExpertsAdapterTable, FactorShape, Lookup
 from octavo.ops.operations import A, OpsOver
 
@@ -60,6 +60,33 @@ class AdapterOpsOver(OpsOver[A], Protocol[A]):
         self, x: A, weight: LinearWeight, activation: str, consumer: LinearWeight | None = None,
         out_dtype: str | None = None, expand: Expand | None = None,
     ) -> A: ...  # fmt: skip
+
+
+class IndexOpsOver(OpsOver[A], Protocol[A]):
+    """What a backend provides beyond that where an index chooses the keys of latent attention (DeepSeek-AI 2025)."""
+
+    def rotary_and_cache(
+        self, query: A, key: A, value: A, positions: A, cos_sin: A, cache: LayerKVCache, slot_mapping: A,
+        query_scales: A | None = None, axes: A | None = None, index_key: A | None = None,
+    ) -> None:  # fmt: skip
+        """`index_key` [T, 1, E] goes behind the only head's key in the cache, as it is."""
+
+    def choose_keys(
+        self, query: A, weights: A, cache: LayerKVCache, block_tables: A, query_start_loc: A, seq_lens: A,
+        num_chosen: int,
+    ) -> A:  # fmt: skip
+        """Of the keys that a token sees those of the largest score, the sum over heads i of weights[t, i] *
+        relu(query[t, i] . key), of equals the earlier: their positions [T, num_chosen] int32 in order, then -1.
+
+        query [T, I, E], weights [T, I]. A key is the last E elements that the cache has as its token's key. Sequences
+        are as in `paged_attention`. Scores are summed up in float32, each in an order of its own."""
+
+    def latent_attention(
+        self, query: A, rotated: A, cache: LayerKVCache, block_tables: A, query_start_loc: A, seq_lens: A,
+        scale: float, chosen: A | None = None,
+    ) -> A:  # fmt: skip
+        """Of the keys that a token sees only those that `choose_keys` has `chosen`. Rows are summed up as if these were
+        all and lay side by side."""
 
 
 class SegmentOpsOver(OpsOver[A], Protocol[A]):

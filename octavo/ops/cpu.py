@@ -31,7 +31,7 @@ from octavo.ops.cpu_arrays import CACHE_CODES, CODES, DTYPES, FLOAT32, INT32, IN
 from octavo.ops.cpu_cache import allocate_kv_cache, cache_code, copy_blocks, gather_blocks, keys_of, scatter_blocks
 from octavo.ops.cpu_collectives import all_gather, all_reduce, join_group
 from octavo.ops.cpu_experts import experts, route, stack_experts
-from octavo.ops.cpu_latent import latent_attention, linear_by_head
+from octavo.ops.cpu_latent import choose_keys, latent_attention, linear_by_head
 from octavo.ops.cpu_logits import (
     add_bias,
     argmax,
@@ -51,8 +51,8 @@ from octavo.ops.cpu_recurrent import causal_conv, gated_delta, gated_recurrence,
 
 __all__ = [
     "PackedWeight", "Program", "activation", "adapter_table", "add", "add_bias", "add_chosen", "add_rows", "all_gather",
-    "all_reduce", "allocate_arena", "allocate_kv_cache", "argmax", "causal_conv", "copy_blocks", "embedding", "experts",
-    "experts_adapter_table",
+    "all_reduce", "allocate_arena", "allocate_kv_cache", "argmax", "causal_conv", "choose_keys", "copy_blocks",
+    "embedding", "experts", "experts_adapter_table",
     "gated_delta", "gated_recurrence", "gather_blocks", "join_group", "keys_of", "latent_attention", "layer_norm",
     "linear", "linear_activated", "linear_add", "linear_by_head", "linear_silu_and_mul", "logprobs",
     "mask_tokens", "multiply",
@@ -383,14 +383,14 @@ def rotate(x: NDArray[Any], positions: NDArray[Any], cos_sin: NDArray[Any]) -> N
     check_inputs("rotate", x=x, positions=positions)
     _cpu.rotary_and_cache(
         x, stride(x), 0, 0, 0, 0, positions, cos_sin, cos_sin.shape[0], rotary_size, 0, 0, 0, 0, tokens,
-        heads, 0, head_size, 0, 0, 0, code_of("rotate", x), 0, 0, 0, 0,
+        heads, 0, head_size, 0, 0, 0, code_of("rotate", x), 0, 0, 0, 0, 0, 0, 0,
     )  # fmt: skip
 
 
 def rotary_and_cache(
     query: NDArray[Any], key: NDArray[Any], value: NDArray[Any], positions: NDArray[Any], cos_sin: NDArray[Any],
     cache: LayerKVCache, slot_mapping: NDArray[Any], query_scales: NDArray[Any] | None = None,
-    axes: NDArray[Any] | None = None,
+    axes: NDArray[Any] | None = None, index_key: NDArray[Any] | None = None,
 ) -> None:  # fmt: skip
     tokens, query_heads, head_size = query.shape
     kv_heads = key.shape[1]
@@ -398,10 +398,15 @@ def rotary_and_cache(
     for x in (query, key, value):
         assert x.shape[0] == tokens
         assert _has_dense_heads(x), "the heads of a token must be contiguous"
-    key_size, value_size = key.shape[2], value.shape[2]
+    key_size, value_size, index_size = key.shape[2], value.shape[2], 0
+    if index_key is not None:
+        index_size = index_key.shape[2]
+        assert index_key.shape == (tokens, 1, index_size) and kv_heads == 1 and index_key.dtype == key.dtype
+        assert is_dense(index_key) and cache.key.dtype not in CACHE_CODES and key_size % 2 == index_size % 2 == 0
+        check_inputs("rotary_and_cache", index_key=index_key)
     assert key.shape[:2] == value.shape[:2] == (tokens, kv_heads)
     steps = cache.key.shape[2] - (cache.key.dtype in CACHE_CODES)  # without that of the scales
-    assert cache.key.shape[1] == kv_heads and steps * cache.key.shape[4] == key_size
+    assert cache.key.shape[1] == kv_heads and steps * cache.key.shape[4] == key_size + index_size
     assert cache.value.shape[3] - _cpu.VALUE_PAD < value_size <= cache.value.shape[3]
     assert rotary_size <= min(head_size, key_size) and rotary_size % 2 == 0
     assert positions.dtype == slot_mapping.dtype == INT64 and is_dense(positions) and is_dense(slot_mapping)
@@ -418,7 +423,8 @@ def rotary_and_cache(
         cache.key, cache.value, cache.num_blocks * block_size, slot_mapping, tokens, query_heads, kv_heads, head_size,
         key_size, value_size, block_size, code_of("rotary_and_cache", query, key, value),
         cache_code("rotary_and_cache", cache, query), 0 if query_scales is None else query_scales,
-        0 if axes is None else axes, 0 if axes is None else stride(positions),
+        0 if axes is None else axes, 0 if axes is None else stride(positions), 0 if index_key is None else index_key,
+        0 if index_key is None else stride(index_key), index_size,
     )  # fmt: skip
 
 

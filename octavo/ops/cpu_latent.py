@@ -1,5 +1,5 @@
-"""Latent attention in the native backend: products by head, and attention over the compressed cache that heads share
-(csrc/cpu/latent.h)."""
+"""Latent attention in the native backend: products by head, attention over the compressed cache that heads share
+(csrc/cpu/latent.h), and the index that may choose its keys (csrc/cpu/chosen.h)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 import octavo._cpu as _cpu
+from octavo.errors import ConfigError
 from octavo.ops import ExpertsWeight, LayerKVCache
-from octavo.ops.cpu_arrays import INT32, code_of, is_dense, stride
+from octavo.ops.cpu_arrays import INT32, INT64, code_of, is_dense, stride
 from octavo.ops.cpu_experts import PackedExperts
 from octavo.ops.cpu_program import check_inputs, empty
 
@@ -34,26 +35,59 @@ def linear_by_head(x: NDArray[Any], weight: ExpertsWeight) -> NDArray[Any]:
 
 def latent_attention(
     query: NDArray[Any], rotated: NDArray[Any], cache: LayerKVCache, block_tables: NDArray[Any],
-    query_start_loc: NDArray[Any], seq_lens: NDArray[Any], scale: float,
+    query_start_loc: NDArray[Any], seq_lens: NDArray[Any], scale: float, chosen: NDArray[Any] | None = None,
 ) -> NDArray[Any]:  # fmt: skip
     tokens, heads, size = query.shape
     rotated_size = rotated.shape[2]
     assert rotated.shape[:2] == (tokens, heads) and rotated_size <= _cpu.MAX_ROTATED_SIZE and size % 2 == 0
     assert is_dense(query) and stride(query, 1) == size and is_dense(rotated)
     assert cache.key.shape[1] == cache.value.shape[1] == 1 and cache.value.shape[3] - _cpu.VALUE_PAD < size
-    assert cache.key.shape[2] * cache.key.shape[4] == rotated_size and size <= cache.value.shape[3]
+    index_size = cache.key.shape[2] * cache.key.shape[4] - rotated_size
+    assert index_size >= 0 and size <= cache.value.shape[3]
     assert block_tables.dtype == query_start_loc.dtype == seq_lens.dtype == INT32
     assert is_dense(block_tables) and is_dense(query_start_loc) and is_dense(seq_lens)
     check_inputs(
         "latent_attention", query=query, rotated=rotated, block_tables=block_tables, query_start_loc=query_start_loc,
         seq_lens=seq_lens,
     )  # fmt: skip
+    if chosen is not None:
+        assert chosen.dtype == INT32 and chosen.shape[0] == tokens and chosen.flags.c_contiguous
+        check_inputs("latent_attention", chosen=chosen)
     code = code_of("latent_attention", query, rotated, cache.key, cache.value)
     out = empty((tokens, heads, size), query.dtype)
     _cpu.latent_attention(
         query, tokens, stride(query), rotated, stride(rotated), stride(rotated, 1), rotated_size, cache.key,
         cache.value, block_tables, stride(block_tables), block_tables.shape[1], query_start_loc, seq_lens,
         seq_lens.shape[0], heads, 1, size, cache.key.shape[3], scale,
-        code, code, out, size,
+        code, code, out, size, index_size, 0 if chosen is None else chosen, 0 if chosen is None else chosen.shape[1],
     )  # fmt: skip
+    return out
+
+
+def choose_keys(
+    query: NDArray[Any], weights: NDArray[Any], cache: LayerKVCache, block_tables: NDArray[Any],
+    query_start_loc: NDArray[Any], seq_lens: NDArray[Any], num_chosen: int,
+) -> NDArray[Any]:  # fmt: skip
+    tokens, heads, size = query.shape
+    key_size = cache.key.shape[2] * cache.key.shape[4]
+    if not 0 < num_chosen <= _cpu.MAX_CHOSEN:
+        raise ConfigError(f"an index that chooses {num_chosen} keys is not built: {_cpu.MAX_CHOSEN} are the most.")
+    assert weights.shape == (tokens, heads) and is_dense(weights)
+    assert is_dense(query) and stride(query, 1) == size and size % 2 == key_size % 2 == 0 and size <= key_size
+    assert cache.key.shape[1] == 1
+    assert block_tables.dtype == query_start_loc.dtype == seq_lens.dtype == INT32
+    assert is_dense(block_tables) and is_dense(query_start_loc) and is_dense(seq_lens)
+    check_inputs(
+        "choose_keys", query=query, weights=weights, block_tables=block_tables, query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+    )  # fmt: skip
+    out = empty((tokens, num_chosen), INT32)
+    scratch = empty((_cpu.choose_scratch_rows(), num_chosen), INT64)
+    for merges in (False, True):  # what threads have found that shared the keys of a row
+        _cpu.choose_keys(
+            query, stride(query), weights, stride(weights), tokens, cache.key, block_tables, stride(block_tables),
+            block_tables.shape[1], query_start_loc, seq_lens, seq_lens.shape[0], heads, size, key_size,
+            cache.key.shape[3], num_chosen, code_of("choose_keys", query, weights, cache.key), out, scratch,
+            len(scratch), merges,
+        )  # fmt: skip
     return out

@@ -26,6 +26,7 @@ def rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
 def rotary_and_cache(
     query: Tensor, key: Tensor, value: Tensor, positions: Tensor, cos_sin: Tensor, cache: LayerKVCache,
     slot_mapping: Tensor, query_scales: Tensor | None = None, axes: Tensor | None = None,
+    index_key: Tensor | None = None,
 ) -> None:  # fmt: skip
     rows = cos_sin[positions]
     if axes is not None:  # [3, T, R] -> [T, R]
@@ -39,6 +40,8 @@ def rotary_and_cache(
     has_slot = slot_mapping >= 0
     block, offset = slot_mapping[has_slot] // block_size, slot_mapping[has_slot] % block_size
     rotated = _rotate(key, cos, sin)
+    if index_key is not None:
+        rotated = torch.cat([rotated, index_key], -1)
     for i, (part, rows) in enumerate(((cache.key, rotated), (cache.value, value))):
         elements, scales = to_cache(rows[has_slot], part.dtype)
         _bytes_of(part)[block, offset] = _bytes_of(elements)
@@ -74,7 +77,7 @@ def paged_attention(
     query: Tensor, cache: LayerKVCache, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor, scale: float,
     sliding_window: int = 0, softcap: float = 0.0, slopes: Tensor | None = None, sinks: Tensor | None = None,
     bidirectional: bool = False, distance_biases: Tensor | None = None, key_ends: Tensor | None = None,
-    value_size: int | None = None,
+    value_size: int | None = None, chosen: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     num_tokens, num_heads, head_size = query.shape
     assert cache.value.shape[3] == (value_size or head_size)
@@ -104,6 +107,8 @@ def paged_attention(
         hidden = distance < 0 if not bidirectional else torch.zeros_like(distance, dtype=torch.bool)
         if key_ends is not None:
             hidden &= positions[None, :] >= key_ends[start:end, None]
+        if chosen is not None:
+            hidden |= ~(chosen[start:end, :, None] == positions).any(1)
         if sliding_window > 0:
             hidden |= (distance.abs() if bidirectional else distance) >= sliding_window
         scores.masked_fill_(hidden, float("-inf"))
@@ -116,17 +121,37 @@ def paged_attention(
 
 def latent_attention(
     query: Tensor, rotated: Tensor, cache: LayerKVCache, block_tables: Tensor, query_start_loc: Tensor,
-    seq_lens: Tensor, scale: float,
+    seq_lens: Tensor, scale: float, chosen: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     (num_tokens, num_heads, size), rotated_size = query.shape, rotated.shape[2]
     key, value = cache.key.float(), cache.value.float()
     if cache.scales is not None:
         scales = cache.scales.float()
         key, value = key * scales[..., :1], value * scales[..., 1:]
+    key = key[..., :rotated_size]  # an index's keys lie behind
     joint = LayerKVCache(torch.cat([key, value], -1), torch.cat([key * 0, value], -1))
     both = torch.cat([rotated, query], -1)
-    attended = paged_attention(both, joint, block_tables, query_start_loc, seq_lens, scale)
+    attended = paged_attention(both, joint, block_tables, query_start_loc, seq_lens, scale, chosen=chosen)
     return attended.view(num_tokens, num_heads, rotated_size + size)[..., rotated_size:]
+
+
+def choose_keys(
+    query: Tensor, weights: Tensor, cache: LayerKVCache, block_tables: Tensor, query_start_loc: Tensor,
+    seq_lens: Tensor, num_chosen: int,
+) -> Tensor:  # fmt: skip
+    num_tokens, _, size = query.shape
+    out = torch.full((num_tokens, num_chosen), -1, dtype=torch.int32, device=query.device)
+    for s, seq_len in enumerate(seq_lens.tolist()):
+        start, end = int(query_start_loc[s]), int(query_start_loc[s + 1])
+        blocks = block_tables[s, : -(-seq_len // cache.key.shape[1])].long()
+        keys = cache.key[blocks].flatten(0, 2)[:seq_len, -size:].float()
+        products = torch.einsum("qhd,kd->qhk", query[start:end].float(), keys).relu()
+        scores = torch.einsum("qh,qhk->qk", weights[start:end].float(), products)
+        for row in range(start, end):
+            num_seen = seq_len - (end - row) + 1
+            best = scores[row - start, :num_seen].sort(descending=True, stable=True).indices[:num_chosen]
+            out[row, : len(best)] = best.sort().values.int()
+    return out
 
 
 def copy_blocks(pairs: Sequence[tuple[int, int]], caches: Sequence[LayerKVCache]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from octavo.ops import LinearWeight
 from octavo.ops.ref_attention import (
     allocate_kv_cache,
+    choose_keys,
     copy_blocks,
     latent_attention,
     paged_attention,
@@ -59,7 +60,7 @@ from octavo.ops.torch_ops import (
 
 __all__ = [
     "DenseWeight", "activation", "adapter_table", "add", "add_bias", "add_chosen", "add_rows", "allocate_arena",
-    "allocate_kv_cache", "argmax", "begin_step", "causal_conv", "copy_blocks", "embedding", "experts",
+    "allocate_kv_cache", "argmax", "begin_step", "causal_conv", "choose_keys", "copy_blocks", "embedding", "experts",
     "experts_adapter_table", "exponentials", "fake_quantize", "gated_delta", "gated_recurrence", "gather_blocks",
     "keep_tokens", "keys_of", "latent_attention", "layer_norm", "linear", "linear_activated", "linear_add",
     "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply", "normalize", "num_scan_floats",

@@ -49,12 +49,13 @@ def weights_like(weights: Weights, description: ModelDescription, dtype: str) ->
 
 
 def packed_weight_bytes(
-    description: ModelDescription, weights: Weights, dtype: str, *, on_gpu: bool = False
+    description: ModelDescription, weights: Weights, dtype: str, *, on_gpu: bool = False, with_repeated: bool = False
 ) -> tuple[int, str]:
-    """Bytes that the model's matrices take once they are packed, and in what they are held."""
+    """Bytes that the model's matrices take once they are packed, and in what they are held. `with_repeated`, those that
+    layers share count for each of them: as a step reads them."""
     recorded = RecordingWeights(dtype, weights)
     record(description, recorded)
-    return recorded.packed_bytes(keeps_superblocks=not on_gpu)
+    return recorded.packed_bytes(keeps_superblocks=not on_gpu, with_repeated=with_repeated)
 
 
 class BlockWeights(DummyWeights):

@@ -104,7 +104,7 @@ def _part_of(description: ModelDescription, weights: Weights, dtype: str) -> tup
         return replace(description, layers=description.layers[:count], vocab_size=num_tokens)
 
     def num_bytes(count: int) -> int:
-        return packed_weight_bytes(with_layers(count), weights, dtype)[0]
+        return packed_weight_bytes(with_layers(count), weights, dtype, with_repeated=True)[0]
 
     none, all_layers, total = num_bytes(0), len(description.layers), num_bytes(len(description.layers))
     of_layers = total - none

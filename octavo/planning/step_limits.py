@@ -15,8 +15,9 @@ from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.experts import ExpertsDescription
 from octavo.layers.latent import LatentDescription
+from octavo.loading.recording import RecordedTensor
 from octavo.models.description import ModelDescription
-from octavo.models.inventory import required_tensors
+from octavo.models.inventory import repeated_tensors, required_tensors
 from octavo.ops.triton.schedule import EXCHANGE_S, MACHINES, Machine, sum_exchanges
 from octavo.step_cost import StepWork
 
@@ -51,7 +52,7 @@ class ModelWork:
     """Of a model: parameters in matrices, by when they are read, and what attention does."""
 
     num_parameters: int  # of all matrices
-    layer_parameters: int  # read for every token, experts left out
+    layer_parameters: int  # read for every token, experts left out; for each layer that shares them
     head_parameters: int  # of the output matrix: read where a token is sampled
     expert_parameters: int  # of all experts of all layers
     expert_share: float  # of the experts that a token takes
@@ -78,7 +79,8 @@ class ModelWork:
 
 
 def model_work(description: ModelDescription) -> ModelWork:
-    total = sum(prod(tensor.shape) for tensor in required_tensors(description) if tensor.is_matrix)
+    total = _num_parameters(required_tensors(description))
+    repeated = _num_parameters(repeated_tensors(description))
     embedding = description.vocab_size * (description.embedding_size or description.hidden_size)
     experts, share, attention = 0, 0.0, []
     for layer in description.layers:
@@ -91,15 +93,22 @@ def model_work(description: ModelDescription) -> ModelWork:
             if isinstance(mixer, AttentionDescription):
                 attention.append((2 * mixer.num_heads * mixer.head_size, mixer.window))
             elif isinstance(mixer, LatentDescription):  # in absorbed form heads meet compressed vectors
-                attention.append((mixer.num_heads * (2 * mixer.latent_size + mixer.rotated_size), 0))
+                num_chosen = 0 if mixer.index is None else mixer.index.num_chosen
+                attention.append((mixer.num_heads * (2 * mixer.latent_size + mixer.rotated_size), num_chosen))
+                if mixer.index is not None:
+                    attention.append((mixer.index.num_heads * mixer.index.head_size, 0))
     head = 0 if description.pooling is not None else embedding
     tables = embedding if head == 0 or description.tie_word_embeddings else 2 * embedding
     if (inputs := description.token_inputs) is not None:
         tables += inputs.vocab_size * inputs.size * len(description.layers)
     return ModelWork(
-        total, total - tables - experts, head, experts, share, tuple(attention), description.hidden_size,
+        total, total + repeated - tables - experts, head, experts, share, tuple(attention), description.hidden_size,
         len(description.layers),
     )  # fmt: skip
+
+
+def _num_parameters(tensors: Sequence[RecordedTensor]) -> int:
+    return sum(prod(tensor.shape) for tensor in tensors if tensor.is_matrix)
 
 
 def cached_bytes(specs: Sequence[LayerCacheSpec], num_keys: int, num_rows: int, later: int, early: int) -> float:

@@ -19,6 +19,7 @@ from tests.execution.small_overrides import CUT, DEEPSEEK, QWEN_3_NEXT
 
 pytestmark = pytest.mark.slow
 
+INDEX = {"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 8, "index_n_heads": 4, "index_head_dim": 32}
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -88,7 +89,11 @@ def test_a_worker_that_dies_while_nothing_runs_is_replaced_with_the_others(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("overrides", [DEEPSEEK, QWEN_3_NEXT], ids=["latent attention", "gated delta rule"])
+@pytest.mark.parametrize(
+    "overrides",
+    [DEEPSEEK, QWEN_3_NEXT, DEEPSEEK | INDEX],
+    ids=["latent attention", "gated delta rule", "an index of keys"],
+)
 def test_two_workers_serve_what_one_answers(overrides: dict[str, Any], tiny_tokenizer: Path, tmp_path: Path) -> None:
     from tests.execution.test_runner import save_model  # with torch, which other tests here do without
 

@@ -39,6 +39,7 @@ async def until_idle(engine: AsyncLLMEngine) -> None:
 
 def test_output_kinds_agree_and_deltas_add_up() -> None:
     async def use(engine: AsyncLLMEngine) -> None:
+        assert engine.model_config is await engine.get_model_config()
         params = {
             kind: SamplingParams(max_tokens=30, temperature=0.7, seed=3, n=2, logprobs=1, output_kind=kind)
             for kind in RequestOutputKind

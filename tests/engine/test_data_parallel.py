@@ -18,6 +18,7 @@ from octavo.engine.data_parallel import DataParallelEngine
 from octavo.engine.data_parallel_llm import DataParallelLLMEngine
 from octavo.errors import ConfigError, EngineDeadError, OctavoError, RequestError
 from octavo.metrics.prometheus import EngineMetrics
+from octavo.metrics.reader import Histogram
 from tests.engine.stub_engine import ANSWER, EXIT, HANG, ask
 
 Engines = Callable[..., EngineMetrics]
@@ -196,6 +197,14 @@ def llm(stub_config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 def generate(llm: LLM, *beginnings: list[int], params: SamplingParams | None = None) -> list[RequestOutput]:
     prompts: list[Any] = [{"prompt_token_ids": [*beginning, 9 + number]} for number, beginning in enumerate(beginnings)]
     return llm.generate(prompts, params or SamplingParams(max_tokens=1), use_tqdm=False)
+
+
+def test_metrics_of_a_script_are_those_of_each_engine(llm: LLM) -> None:
+    generate(llm, *[ANSWER] * 6)
+    counted = {one.labels["engine"]: one for one in llm.get_metrics() if one.name == "vllm:request_prompt_tokens"}
+    assert sorted(counted) == ["0", "1"]
+    counts = [one.count for one in counted.values() if isinstance(one, Histogram)]
+    assert len(counts) == 2 and sum(counts) >= 6 and llm.llm_engine.model_config is llm.model_config
 
 
 def test_a_script_has_several_engines_too(llm: LLM, cores: list[subprocess.Popen[bytes]]) -> None:

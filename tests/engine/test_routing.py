@@ -50,6 +50,19 @@ def test_a_dead_replica_has_neither_load_nor_prefixes() -> None:
     assert router.load(1) == 40 + 1
 
 
+def test_a_replica_that_comes_back_gets_its_share_and_not_all_that_is_new() -> None:
+    router = Router(3, SIZE, 1000)
+    streams = (request(str(i), [i] * 40, max_tokens=100) for i in range(1000))
+    for _ in range(30):
+        route(router, next(streams), range(3))
+    router.forget(1)
+    for _ in range(90):
+        route(router, next(streams), (0, 2))
+    given = [route(router, next(streams), range(3)) for _ in range(30)]
+    assert set(given[:5]) == {0, 1, 2}
+    assert max(given.count(i) for i in range(3)) <= 20
+
+
 def test_an_index_is_bounded_and_forgets_the_ends_of_old_prefixes_first() -> None:
     index = PrefixIndex(3)
     index.add([b"a", b"b", b"c"])

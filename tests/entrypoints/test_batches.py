@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -153,8 +154,27 @@ def answer_files(engine: FakeEngine, source: Path, target: Path) -> None:
     try:
         app = build_app(engine, ServerArgs(disable_log_requests=True))  # type: ignore[arg-type]
         asyncio.run(files.run(app, at_once=4, progress=tqdm(disable=True)))
+        files.put_in_order()
     finally:
         files.close()
+
+
+def test_answers_are_in_the_order_of_the_input_whatever_came_first(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "folder" / "out.jsonl"
+    target.parent.mkdir()
+    source.write_bytes(b"".join(line(str(i)) + b"\n" for i in range(30)))
+    answer_files(FakeEngine(tiny_tokenizer), source, target)
+    whole = target.read_bytes().splitlines(keepends=True)
+    ids = [str(i) for i in range(30)]
+    assert [json.loads(one)["custom_id"] for one in whole] == ids
+    # As a batch leaves it that is killed with its last answer.
+    target.write_bytes(b"".join(random.Random(0).sample(whole, len(whole))))
+    target.chmod(0o600)
+    engine = FakeEngine(tiny_tokenizer)
+    answer_files(engine, source, target)
+    assert not engine.seen and [json.loads(one)["custom_id"] for one in target.read_bytes().splitlines()] == ids
+    assert target.stat().st_mode & 0o777 == 0o600
+    assert list(target.parent.iterdir()) == [target]
 
 
 def test_a_file_is_gone_on_with_where_it_was_left(tiny_tokenizer: Path, tmp_path: Path) -> None:

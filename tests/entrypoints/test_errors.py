@@ -58,6 +58,12 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ({"use_beam_search": True, "top_p": 0.5}, "top_p", "top_p must be left out with use_beam_search"),
         ({"length_penalty": 2.0}, "length_penalty", "length_penalty must be 1.0 without use_beam_search"),
         ({"guided_decoding_backend": "x"}, "guided_decoding_backend", "guided_decoding_backend is not built yet"),
+        ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend", "always made by llguidance"),
+        ({"vllm_xargs": {"a": 1}}, "vllm_xargs", "vllm_xargs is not built yet; leave it out: nothing here reads it"),
+        ({"repetition_detection": {"max_pattern_size": 4}}, "repetition_detection", "frequency_penalty and rep"),
+        ({"media_io_kwargs": {"video": {}}}, "media_io_kwargs", "--media-io-kwargs is the server's"),
+        ({"prompt_token_ids": [1]}, "prompt_token_ids", "supplied: prompt_token_ids; what is meant is perhaps prompt,"),
+        ({"lora_request": {}}, "lora_request", "what is meant is perhaps model, which is the adapter's name."),
         ({"colour": "red"}, "colour", "Unrecognized request argument supplied: colour"),
     ],
 )

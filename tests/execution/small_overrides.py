@@ -50,3 +50,24 @@ MINIMAX = _MIXED | {
 OLMO_2 = {"architectures": ["Olmo2ForCausalLM"], "num_key_value_heads": 2}
 COHERE = {"architectures": ["CohereForCausalLM"], "use_qk_norm": True}
 BITNET = {"architectures": ["BitNetForCausalLM"], "hidden_act": "relu2"}
+ZAMBA = {
+    "architectures": ["ZambaForCausalLM"], "layers_block_type": ["linear_attention", "hybrid"],
+    "num_key_value_heads": 8, "attention_hidden_size": 128, "attention_head_dim": 16,
+    "mamba_d_state": 8, "mamba_expand": 8, "n_mamba_heads": 2,
+}  # fmt: skip
+ZAMBA_2 = ZAMBA | {
+    "architectures": ["Zamba2ForCausalLM"], "n_mamba_heads": 8, "mamba_ngroups": 2, "adapter_rank": 4,
+    "use_shared_attention_adapter": True, "use_mem_rope": True, "num_mem_blocks": 1,
+}  # fmt: skip
+GEMMA_4 = {
+    "architectures": ["Gemma4ForCausalLM"], "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 64, "sliding_window": 16,
+    "attention_k_eq_v": True, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 320,
+}  # fmt: skip
+GEMMA_3N = {
+    "architectures": ["Gemma3nForCausalLM"], "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16, "laurel_rank": 12,
+    "activation_sparsity_pattern": [0.9, 0.0, 0.6, 0.0], "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 320,
+}  # fmt: skip

@@ -172,9 +172,17 @@ _DELTA = {
     [
         {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe"},
         {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", **_LATENT},
+        {
+            "architectures": ["DeepseekV32ForCausalLM"],
+            "model_type": "deepseek_v32",
+            "index_topk": 6,
+            "index_n_heads": 4,
+            "index_head_dim": 16,
+            **_LATENT,
+        },
         {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", **_DELTA},
     ],
-    ids=["keys and values", "latent attention", "states beside keys and values"],
+    ids=["keys and values", "latent attention", "an index of keys", "states beside keys and values"],
 )
 def test_modules_of_multi_token_prediction_change_no_answer(
     tmp_path: Path, tiny_tokenizer: Path, settings: dict[str, Any]

@@ -24,7 +24,7 @@ from tests.execution.late_team import late_followers
 from tests.execution.small_overrides import BAMBA, CUT, DEEPSEEK, OLMO_2
 from tests.execution.test_guesses import guessed_requests
 from tests.execution.test_runner import EOS, config_of, model, requests, run
-from tests.execution.test_team import EXPERTS, assert_near, told_exactly
+from tests.execution.test_team import EXPERTS, FEW_ADAPTERS, adapted, assert_near, told_exactly, write_adapters
 
 __all__ = ["model"]
 
@@ -130,6 +130,33 @@ def test_kernels_of_gpus_answer_likewise(
     common = FEW | {"hf_overrides": ONE_LAYER | overrides}
     expected = run(of_one_on_cpu(model, **common), few_requests())
     assert_near(run(start("triton", tensor_parallel_size=2, **common, **flags), few_requests()), expected)
+
+
+@pytest.mark.parametrize(
+    ("size", "num_stages", "is_tied"), [(2, 1, False), (1, 2, True), pytest.param(2, 2, True, marks=pytest.mark.long)]
+)
+def test_each_device_has_its_share_of_adapters(
+    model: Path, start: Callable[..., EngineCore], tmp_path: Path, size: int, num_stages: int, is_tied: bool
+) -> None:
+    """In pages, which all workers number alike, of more adapters than there is room for."""
+    flags = FEW_ADAPTERS | {"hf_overrides": {"tie_word_embeddings": is_tied}, "lora_memory_gb": 0.0004}
+    folders = write_adapters(tmp_path)
+    expected = run(of_one_on_cpu(model, **flags), adapted(requests(1, 12), folders))
+    core = start(tensor_parallel_size=size, pipeline_parallel_size=num_stages, **flags)
+    assert_near(run(core, adapted(requests(1, 12), folders)), expected)
+    assert core.adapters is not None
+    assert 0 < len(core.adapters.pool.resident) < len(folders)
+    core.adapters.pool.check([])
+
+
+@pytest.mark.long
+def test_kernels_of_gpus_add_shares_of_adapters(model: Path, start: Callable[..., EngineCore], tmp_path: Path) -> None:
+    """Triton's: factors of the inputs and outputs that a worker has."""
+    flags = FEW | FEW_ADAPTERS | {"hf_overrides": {"num_hidden_layers": 1}, "lora_memory_gb": 0.01}
+    folders = write_adapters(tmp_path)[1:3]
+    expected = run(of_one_on_cpu(model, **flags), adapted(few_requests(), folders))
+    found = run(start("triton", tensor_parallel_size=2, **flags), adapted(few_requests(), folders))
+    assert_near(found, expected)
 
 
 @pytest.mark.long

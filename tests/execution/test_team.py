@@ -22,7 +22,7 @@ from octavo.execution import capacity
 from octavo.execution.executor import TeamExecutor
 from octavo.lora.files import source
 from octavo.plan import StepPlan
-from octavo.request import SequenceOutput
+from octavo.request import EngineRequest, SequenceOutput
 from tests.execution.small_overrides import (
     BAMBA,
     BITNET,
@@ -30,6 +30,8 @@ from tests.execution.small_overrides import (
     CUT,
     DEEPSEEK,
     FALCON_H1,
+    GEMMA_3N,
+    GEMMA_4,
     JAMBA,
     LFM_2,
     MAMBA,
@@ -39,6 +41,8 @@ from tests.execution.small_overrides import (
     QWEN_3_5,
     QWEN_3_NEXT,
     RECURRENT_GEMMA,
+    ZAMBA,
+    ZAMBA_2,
 )
 from tests.execution.test_guesses import guessed_requests
 from tests.execution.test_runner import VOCAB, config_of, model, requests, run, told
@@ -140,6 +144,8 @@ BIASES = {"architectures": ["Starcoder2ForCausalLM"], "use_bias": True, "hidden_
                 ((2, 4), {**INT8, "num_gpu_blocks_override": 24, "preemption_mode": "swap"}, CUT | BAMBA),
                 *(((2, 4), {**INT8, "num_gpu_blocks_override": 60}, CUT | overrides)
                   for overrides in (FALCON_H1, MAMBA, LFM_2, RECURRENT_GEMMA)),
+                *(((2, 4), {"dtype": "bfloat16", "num_gpu_blocks_override": 60}, CUT | overrides)
+                  for overrides in (ZAMBA, ZAMBA_2, GEMMA_3N, GEMMA_4)),
                 *(((2, 4), {"dtype": "bfloat16"} if overrides is COHERE else INT8, CUT | overrides)
                   for overrides in (OLMO_2, COHERE, BITNET)),
             ]
@@ -315,6 +321,27 @@ def change_ends(folder: Path, rank: int, replaces: bool) -> None:
     save_file(tensors, folder / "adapter_model.safetensors")
 
 
+FEW_ADAPTERS: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8}
+
+
+def write_adapters(folder: Path) -> list[Path]:
+    """Four, of every product, with magnitudes and biases; one with an embedding, one with new matrices at both ends."""
+    folders = [write_adapter_of(folder / f"a{i}", i, 3 + i, SIZES, 0.05, magnitudes=i % 2 == 1) for i in range(4)]
+    change_ends(folders[0], 3, replaces=False)
+    change_ends(folders[2], 5, replaces=True)
+    return folders
+
+
+def adapted(asked: list[EngineRequest], folders: list[Path]) -> list[EngineRequest]:
+    """With these adapters in turns, and then with none."""
+    for i, request in enumerate(asked):
+        turn = i % (len(folders) + 1)
+        if turn < len(folders):
+            request.adapter = source(folders[turn].name, str(folders[turn]))
+            request.prompt = msgspec.structs.replace(request.prompt, adapter=request.adapter.identity)
+    return asked
+
+
 @pytest.mark.parametrize(
     ("size", "num_stages", "is_tied"), [(2, 1, False), (1, 2, True), pytest.param(4, 2, True, marks=pytest.mark.long)]
 )
@@ -323,23 +350,16 @@ def test_each_worker_has_its_share_of_adapters(
 ) -> None:
     """Of every product, with ranks, magnitudes and biases, an adapted embedding, new matrices at both ends, more
     of them than there is memory for; one whose files are broken fails its own, and is served once they are mended."""
-    flags: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8}
+    flags: dict[str, Any] = FEW_ADAPTERS.copy()
     model_flags = {"hf_overrides": {"tie_word_embeddings": is_tied}}
     flags |= model_flags
-    folders = [write_adapter_of(tmp_path / f"a{i}", i, 3 + i, SIZES, 0.05, magnitudes=i % 2 == 1) for i in range(4)]
-    change_ends(folders[0], 3, replaces=False)
-    change_ends(folders[2], 5, replaces=True)
+    folders = write_adapters(tmp_path)
     config = folders[3] / "adapter_config.json"
     settings = json.loads(config.read_text())
     config.write_text(json.dumps(settings | {"r": 5}))
 
     def outputs(core: EngineCore) -> Outputs:
-        asked = requests(1, 12)
-        for i, request in enumerate(asked):
-            if i % 5 < 4:
-                request.adapter = source(f"a{i % 5}", str(folders[i % 5]))
-                request.prompt = msgspec.structs.replace(request.prompt, adapter=request.adapter.identity)
-        return run(core, asked)
+        return run(core, adapted(requests(1, 12), folders))
 
     alone = EngineCore(config_of(model, **flags))
     team = start(tensor_parallel_size=size, pipeline_parallel_size=num_stages, **flags)

@@ -332,6 +332,30 @@ def test_names_may_lack_the_first_module(hf_folder: Path, hf_tensors: HfTensors)
         weights.take("model.layers.9.weight", (8,))
 
 
+@pytest.mark.parametrize("file_format", ["safetensors", "pt"])
+def test_a_model_that_peft_wraps_is_read_without_the_wrapping_or_refused_with_what_to_do(
+    file_format: str, hf_folder: Path, hf_tensors: HfTensors
+) -> None:
+    wrapped = {
+        f"base_model.model.{name}".replace("q_proj.", "q_proj.base_layer."): tensor
+        for name, tensor in hf_tensors().items()
+    }
+    assert any("q_proj.base_layer.weight" in name for name in wrapped)
+
+    def write(tensors: dict[str, torch.Tensor]) -> Checkpoint:
+        (hf_folder / "model.safetensors").unlink(missing_ok=True)
+        save, name = (
+            (save_file, "model.safetensors") if file_format == "safetensors" else (torch.save, "pytorch_model.bin")
+        )
+        save(tensors, hf_folder / name)
+        return resolve(str(hf_folder))
+
+    _all_equal(write(wrapped), hf_tensors(), "float32")
+    adapter = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight": torch.ones(2, 4)}
+    with pytest.raises(LoadError, match=r"q_proj.lora_A.*merge_and_unload\(\)"):
+        _open(write(wrapped | adapter))
+
+
 def test_a_share_that_divides_blocks_is_refused(mixed_gguf: Path) -> None:
     weights = _open(resolve(str(mixed_gguf)), "bfloat16")
     name = "model.layers.0.mlp.up_proj.weight"

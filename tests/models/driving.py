@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,9 @@ class ArrayWeights:
 
     def matrix_format(self, name: str) -> str:
         return "F32"
+
+    def read_again(self, take: Callable[[], object]) -> None:
+        """What a layer shares with one before it."""
 
     def check_all_taken(self) -> None:
         assert not self.left

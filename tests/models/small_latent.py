@@ -50,6 +50,14 @@ LATENT_MODELS: dict[str, SmallModel] = {
     "glm moe dsa, likewise": _model(
         "GlmMoeDsa", first_k_dense_replace=1, index_n_heads=2, index_head_dim=16, **_EXPERTS, **_GROUPS
     ),
+    "deepseek v3.2, of whose keys its index chooses 8": _model(
+        "DeepseekV32", first_k_dense_replace=1, index_n_heads=16, index_head_dim=16, index_topk=8,
+        attention_bias=True, rope_parameters=_YARN, **_EXPERTS, **_GROUPS,
+    ),
+    "glm moe dsa, of whose keys indexes of some layers choose 8": _model(
+        "GlmMoeDsa", first_k_dense_replace=1, index_n_heads=16, index_head_dim=24, index_topk=8,
+        indexer_types=["full", "shared"], **_EXPERTS, **_GROUPS,
+    ),
     "longcat flash": SmallModel(
         "LongcatFlashForCausalLM", {
             **{name: size for name, size in _SIZES.items() if name not in ("num_hidden_layers", "intermediate_size")},

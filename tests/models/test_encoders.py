@@ -60,6 +60,21 @@ def expected(reference: Any, architecture: str, tokens: list[int]) -> np.ndarray
     return output.logits[0].numpy()
 
 
+@pytest.mark.parametrize(
+    "name", [
+        pytest.param(name, marks=() if name == "MPNetModel" else pytest.mark.long)  # which has biases by distance
+        for name in MODELS if name in DECODERS or name.endswith(("Model", "ForSequenceClassification"))
+    ],
+)  # fmt: skip
+def test_two_workers_have_the_bits_of_one(name: str, tmp_path: Path, tiny_tokenizer: Path) -> None:
+    model = MODELS[name]
+    model.save(model.reference(seed=0), tmp_path)
+    texts = [list(range(3, 3 + length)) for length in LENGTHS]
+    flags: dict[str, Any] = {"tensor_parallel_size": 2, "reproducible_parallel": True}
+    expected, found = (pooled(tmp_path, texts, RAW, tokenizer=str(tiny_tokenizer), **f) for f in ({}, flags))
+    assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("name", ["mistral", "qwen 3 classifier", "EuroBertModel"])
 def test_quantized_models_keep_the_direction(name: str, tmp_path: Path, tiny_tokenizer: Path) -> None:
     """Where every block quantizes what it reads, the stream that is pooled is float32 in a model of bfloat16."""
@@ -78,9 +93,9 @@ def test_quantized_models_keep_the_direction(name: str, tmp_path: Path, tiny_tok
 
 
 def pooled(folder: Path, texts: list[Any], params: PoolingParams | None = None, **settings: Any) -> list[np.ndarray]:
-    llm = LLM(str(folder), **{"dtype": "float32", "max_num_seqs": 4, **settings})
-    prompts = [text if isinstance(text, str) else {"prompt_token_ids": text} for text in texts]
-    return [output.outputs.data for output in llm.encode(prompts, params, use_tqdm=False)]
+    with LLM(str(folder), **{"dtype": "float32", "max_num_seqs": 4, **settings}) as llm:
+        prompts = [text if isinstance(text, str) else {"prompt_token_ids": text} for text in texts]
+        return [output.outputs.data for output in llm.encode(prompts, params, use_tqdm=False)]
 
 
 def test_pooling_normalization_and_dense_layers_of_a_sentence_transformers_folder(tmp_path: Path) -> None:

@@ -148,3 +148,35 @@ def test_a_configuration_without_a_size_is_refused(size: str) -> None:
     config = {name: value for name, value in SIZES.items() if name != size} | {"architectures": ["LlamaForCausalLM"]}
     with pytest.raises(LoadError, match=f"has no '{size}'"):
         describe(config)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "names", "given"),
+    [
+        ("DeepseekV2ForCausalLM", ["n_group", "topk_group", "n_routed_experts"], {"num_experts_per_tok": 2}),
+        ("Dots1ForCausalLM", ["n_group", "topk_group"], {"n_routed_experts": 8, "num_experts_per_tok": 2}),
+        ("LlamaForCausalLM", ["rms_norm_eps", "rope_theta", "hidden_act", "rope_scaling", "mlp_bias"], {}),
+        ("ApertusForCausalLM", ["rope_parameters"], {}),
+        ("RobertaModel", ["pad_token_id"], {}),
+    ],
+)
+def test_null_is_as_if_it_were_left_out(architecture: str, names: list[str], given: dict[str, Any]) -> None:
+    assert described(architecture, **given, **dict.fromkeys(names)) == described(architecture, **given)
+
+
+def test_null_is_none_where_configurations_mean_that_and_no_where_they_have_a_switch() -> None:
+    assert windows(described("MistralForCausalLM", sliding_window=None)) == [0] * 30
+    assert windows(described("MistralForCausalLM", sliding_window=None, window_size=7)) == [7] * 30
+    assert described("Gemma2ForCausalLM", final_logit_softcapping=None).logits_softcap == 0
+    assert not described("SmolLM3ForCausalLM", tie_word_embeddings=None).tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [("DeepseekV2ForCausalLM", "num_experts_per_tok"), ("Dots1ForCausalLM", "num_experts"),
+     ("LlamaForCausalLM", "hidden_size")],
+)  # fmt: skip
+def test_null_in_the_place_of_what_a_model_must_have_is_refused_by_name(architecture: str, name: str) -> None:
+    given = {"num_experts": 8, "num_experts_per_tok": 2} | {name: None}
+    with pytest.raises(LoadError, match=f"the model's configuration has no '{name}'"):
+        described(architecture, **given)

@@ -32,28 +32,30 @@ from octavo.models.registry import build, describe
 from octavo.models.sharing import stage_layers, with_share, with_stage
 from octavo.ops import LayerKVCache, Ops
 from tests.models.driving import ArrayWeights, all_logits
-from tests.models.small_experts import ALL_MODELS, EXPERT_MODELS
+from tests.models.small_experts import ALL_MODELS, EXPERT_MODELS, GEMMA_4_MODELS
 from tests.models.small_latent import LATENT_MODELS
 from tests.models.small_models import MODELS, VOCAB
 from tests.models.small_recurrent import RECURRENT_MODELS
 
 # What is refused, and the reason.
-REFUSED = {
-    "llama ratio 3, head 64, tied": "cannot share out 3 attention heads; these sizes could: 1, 3"
-} | dict.fromkeys(
-    ("zamba", "zamba 2", "zamba 2, biases, no adapters of attention"),
-    "not built yet for a transformer that layers share",
-)
+REFUSED = {"llama ratio 3, head 64, tied": "cannot share out 3 attention heads; these sizes could: 1, 3"}
 
 EVERY = ALL_MODELS | RECURRENT_MODELS | LATENT_MODELS
-NOT_STAGED = dict.fromkeys(
-    ("gemma 4", "gemma 4, shared keys", "gemma 3n", "gemma 3n, three streams, not scaled"),
-    "inputs of tokens to every layer",
-) | dict.fromkeys(("zamba", "zamba 2", "zamba 2, biases, no adapters of attention"), "a transformer that layers share")
+GLM_SHARED = "glm moe dsa, of whose keys indexes of some layers choose 8"
+NOT_STAGED = (
+    {GLM_SHARED: "a layer that reads what an index of another stage chooses"}
+    | dict.fromkeys(
+        ("gemma 4", "gemma 4, shared keys", "gemma 3n", "gemma 3n, three streams, not scaled"),
+        "inputs of tokens to every layer",
+    )
+    | dict.fromkeys(
+        ("zamba", "zamba 2", "zamba 2, biases, no adapters of attention"), "a transformer that layers share"
+    )
+)
 # A tied and an untied one, learned positions, a projection of embeddings, windows, experts, states, latent attention.
 QUICK = {
     "llama ratio 3, head 64, tied", "llama, all biases", "gpt 2", "opt, projections, norms after", "gemma 3", "gpt-oss",
-    "jamba", "deepseek v3", "gemma 4",
+    "jamba", "deepseek v3", "gemma 4", "deepseek v3.2, of whose keys its index chooses 8", GLM_SHARED,
 }  # fmt: skip
 
 
@@ -173,12 +175,13 @@ def test_layers_are_shared_out_among_stages() -> None:
         stage_layers(2, 3)
 
 
-# Without experts; norms over all heads, gates, states of every kind, latent attention.
+# Without experts; norms over all heads, gates, states of every kind, latent attention, what layers share, several
+# residual streams.
 SHARED_QUICK = {
     *MODELS, "minicpm 3", "mamba", "mamba 2", "falcon h1, norm after the gate", "qwen 3.5", "lfm 2", "recurrent gemma",
-    "olmo hybrid",
+    "olmo hybrid", "zamba", "zamba 2", "gemma 3n", "gemma 4, shared keys",
 }  # fmt: skip
-OTHERS = RECURRENT_MODELS | LATENT_MODELS
+OTHERS = RECURRENT_MODELS | LATENT_MODELS | GEMMA_4_MODELS
 
 
 def has_experts(description: ModelDescription) -> bool:
@@ -256,6 +259,8 @@ def test_workers_that_have_whole_experts_give_the_logits_of_the_whole(name: str,
         ("qwen 3.5", {}),  # gates; heads of keys that serve two of values
         ("qwen 3.5", {"linear_value_heads_alternate": True}),  # as in GGUF files
         ("deepseek v3", {}),
+        ("zamba", {}),  # inner matrices of a group of channels that two workers share
+        ("gemma 4, shared keys", {}),
     ],
 )
 def test_few_heads_of_keys_are_several_workers(name: str, settings: dict[str, Any], ops: Ops, tmp_path: Path) -> None:
@@ -334,13 +339,25 @@ QWEN_3_NEXT: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("config", [DEEPSEEK_V3, QWEN_3_NEXT], ids=["DeepSeek V3", "Qwen3-Next 80B-A3B"])
+# Whose embedding is large beside the layers.
+NEMOTRON_H: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"], "vocab_size": 131072, "hidden_size": 8192, "num_hidden_layers": 20,
+    "hybrid_override_pattern": "M-M-M-M-M-M-M-M-M*-M", "num_attention_heads": 64, "num_key_value_heads": 8,
+    "head_dim": 128, "intermediate_size": 30720, "mamba_num_heads": 256, "mamba_head_dim": 64, "ssm_state_size": 256,
+    "n_groups": 8, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config", [DEEPSEEK_V3, QWEN_3_NEXT, NEMOTRON_H], ids=["DeepSeek V3", "Qwen3-Next 80B-A3B", "Nemotron-H"]
+)
 def test_a_worker_needs_little_more_than_its_part_of_the_weights(config: dict[str, Any]) -> None:
     description = describe(config)
 
     def num_bytes(size: int) -> int:
         weights = RecordingWeights("bfloat16")
-        record(with_share(description, Share(size - 1, size), shares_experts=size > 1), weights)
+        shares_experts = size > 1 and has_experts(description)
+        record(with_share(description, Share(size - 1, size), shares_experts), weights)
         return weights.packed_bytes()[0]
 
     whole = num_bytes(1)

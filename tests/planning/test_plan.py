@@ -320,3 +320,21 @@ def test_steps_of_gpus_are_those_of_the_model_of_tiles(name: str) -> None:
     halves = replace(steps, num_devices=2)
     alone = StepWork.of([(0, 576, 1, 1, 1, ())])
     assert steps.seconds(alone) / 2 < halves.seconds(alone) < steps.seconds(alone)
+
+
+def test_what_layers_share_is_held_once_and_read_for_each_of_them() -> None:
+    types = ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid"]
+    config = {
+        "architectures": ["Zamba2ForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 4, "layers_block_type": types,
+        "adapter_rank": 4, "use_shared_attention_adapter": True, "mamba_ngroups": 1, "n_mamba_heads": 2,
+        "mamba_d_state": 8,
+    }  # fmt: skip
+    shared, each_its_own = (describe(config | {"num_mem_blocks": number}) for number in (1, 3))
+    found, own = model_work(shared), model_work(each_its_own)
+    assert found.num_parameters < own.num_parameters
+    assert found.layer_parameters == own.layer_parameters
+    assert found.read_share(1, 1) * found.num_parameters == pytest.approx(own.read_share(1, 1) * own.num_parameters)
+    weights = weights_in("bf16", shared)
+    held, read = (packed_weight_bytes(shared, weights, "bfloat16", with_repeated=r)[0] for r in (False, True))
+    assert held < read == packed_weight_bytes(each_its_own, weights, "bfloat16")[0]

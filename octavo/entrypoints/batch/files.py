@@ -1,7 +1,8 @@
 """A batch from a file to a file: answers are appended as they come, and a batch that was killed goes on where it was.
 
 An answer is written in one piece. What a kill has left of the last one is cut off, and each line that has an answer is
-passed over. Memory is bounded: of each line of the input 4 bytes are kept, and the lines that are being answered.
+passed over. When all have one they are put into the order of the input. Memory is bounded: of each line of the input
+some bytes are kept, and the lines that are being answered.
 """
 
 from __future__ import annotations
@@ -71,6 +72,35 @@ class BatchFiles:
 
         await answer_lines(app, self._left(), write, at_once=at_once)
         os.fsync(self._output)
+
+    def put_in_order(self) -> None:
+        """Have the answers, all of which are there, in the order of their lines. Raises `OSError` when the disk is
+        full: what is there stands."""
+        begins = array("Q", bytes(8 * self.num_lines))  # where the answer to each line does, by number
+        with open(self._output_path, "rb") as file:
+            begin = 0
+            for line in file:
+                found = answered(line)
+                assert found is not None
+                begins[found[0]] = begin
+                begin += len(line)
+            if all(begins[i] < begins[i + 1] for i in range(len(begins) - 1)):
+                return
+            path = os.path.realpath(self._output_path)
+            ordered = f"{path}.ordering"
+            try:
+                with open(ordered, "wb") as out:
+                    os.chmod(ordered, os.fstat(self._output).st_mode & 0o7777)
+                    for begin in begins:
+                        file.seek(begin)
+                        out.write(file.readline())
+                    out.flush()
+                    os.fsync(out.fileno())
+                os.replace(ordered, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(ordered)
+                raise
 
     def close(self) -> None:
         """Give the output back."""

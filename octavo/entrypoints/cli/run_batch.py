@@ -31,7 +31,7 @@ _SERVER_FLAGS = (
 def make_parser(prog: str) -> FlagParser:
     parser = FlagParser(prog=prog, description="Answer the requests of a file in OpenAI's batch format.")
     parser.add_argument("-i", "--input-file", type=Path, required=True, help="JSON lines of requests.")
-    parser.add_argument("-o", "--output-file", type=Path, required=True, help="JSON lines of answers, as they come.")
+    parser.add_argument("-o", "--output-file", type=Path, required=True, help="JSON lines of answers.")
     AsyncEngineArgs.add_cli_args(parser)
     ServerArgs.add_cli_args(parser, only=_SERVER_FLAGS)
     return parser
@@ -58,6 +58,7 @@ def run_batch(engine_args: AsyncEngineArgs, args: ServerArgs, input_path: Path, 
             print(f"{files.num_lines} requests have been answered already.", file=sys.stderr)
         else:
             asyncio.run(_run(engine_args, args, files))
+        files.put_in_order()  # which a kill may have kept from being done, too
     except OSError as error:
         raise OctavoError(f"{output_path} cannot be written: {error.strerror}; what is there stands.") from None
     finally:

@@ -23,6 +23,14 @@ from octavo.errors import EngineDeadError, EngineRestartingError, EngineStopping
 logger = logging.getLogger("octavo.server")
 
 RETRY_AFTER_S = 5
+# Unknown fields that users take for known ones, and those that they mean.
+_MEANT = {
+    "enable_thinking": 'chat_template_kwargs {"enable_thinking": ...}',
+    "lora_request": "model, which is the adapter's name",
+    "max_new_tokens": "max_tokens",
+    "prompt_token_ids": "prompt, which takes token ids too",
+    "thinking": 'chat_template_kwargs {"thinking": ...}',
+}
 # Routes of OpenAI's and vLLM's servers that none of ours answers.
 NOT_BUILT = frozenset((
     "/v1/audio/speech", "/v1/realtime", "/v1/images/generations",
@@ -112,7 +120,8 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> RequestError:
     for part in location[1:]:
         param += f"[{part}]" if isinstance(part, int) else f".{part}"
     if error["type"] == "extra_forbidden":
-        return RequestError(f"Unrecognized request argument supplied: {param}", param=param)
+        meant = f"; what is meant is perhaps {_MEANT[param]}." if param in _MEANT else ""
+        return RequestError(f"Unrecognized request argument supplied: {param}{meant}", param=param)
     if error["type"] == "missing":
         return RequestError(f"{param} is required.", param=param)
     message = str(error["msg"]).removeprefix("Value error, ")

@@ -21,20 +21,39 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "chat_template": (),
     "documents": ([],),
+    "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "guided_decoding_backend": ("auto", "guidance"),
     "kv_transfer_params": (),
     "logits_processors": ([],),
+    "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "moderation": (),
     "prompt_cache_retention": ("in_memory", "24h"),  # how long is the cache's to decide
     "prompt_embeds": (),
+    "repetition_detection": (),
     "return_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "suffix": ("",),
+    "vllm_xargs": ({},),
     "web_search_options": (),
+}
+# What to do instead, where there is something.
+_INSTEAD = {
+    "chat_template": "the server's --chat-template is taken",
+    "documents": 'chat_template_kwargs {"documents": [...]} gives them to the chat template',
+    "echo": "completions have it, and a chat's last message is the client's own",
+    "function_call": "tool_choice says it",
+    "functions": "tools has them",
+    "guided_decoding_backend": "structured outputs are always made by llguidance",
+    "logits_processors": "SamplingParams takes some, from Python",
+    "media_io_kwargs": "--media-io-kwargs is the server's",
+    "mm_processor_kwargs": "the model's own settings are taken",
+    "prompt_embeds": "prompt takes token ids",
+    "repetition_detection": "frequency_penalty and repetition_penalty keep answers from repeating themselves",
+    "vllm_xargs": "nothing here reads it; what requests can say has fields of its own",
 }
 
 
@@ -47,7 +66,8 @@ def refuse_unbuilt(data: Any, built: Container[str] = ()) -> Any:
     for name in unbuilt:
         value = data[name]
         if value is not None and not any(type(value) is type(idle) and value == idle for idle in _NOT_BUILT[name]):
-            raise RequestError(f"{name} is not built yet; leave it out.", param=name)
+            instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise RequestError(f"{name} is not built yet; leave it out{instead}.", param=name)
     return {name: value for name, value in data.items() if name not in unbuilt} if unbuilt else data
 
 

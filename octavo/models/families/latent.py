@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from octavo.layers.experts import EXPERT_NAMES
+from octavo.layers.index import IndexDescription
 from octavo.layers.latent import LatentDescription
 from octavo.models.families.settings import GUESSES, ROUTED, query_growth, routing, several, shared_expert, sparse_from
 from octavo.models.readers import Config, Family, Setting, key, rms, rope_of
@@ -62,13 +63,37 @@ def _longcat_mixer(config: Config, i: int) -> LatentDescription | None:
 
 
 _SHARED = {"shared": shared_expert(several("n_shared_experts"))}
-# An index chooses the keys that a query sees: up to so many all of them.
-_INDEXED = Family(
-    mixer=latent(), experts=ROUTED, is_sparse=sparse_from("first_k_dense_replace"), longest=("index_topk",),
-    model=GUESSES | {
-        "unused": lambda c, _: tuple(f"model.layers.{i}.self_attn.indexer." for i in range(c["num_hidden_layers"])),
-    },
-)  # fmt: skip
+
+
+def _shares_index(config: Config, i: int) -> bool:
+    """Whether layer i reads the keys that were chosen for a layer before (GLM), as `transformers` finds it out."""
+    if types := config.get("indexer_types") or config.get("index_topk_pattern"):
+        return bool(types[i] in ("shared", "S"))
+    every, first = max(config.get("index_topk_freq") or 1, 1), config.get("index_skip_topk_offset", 2)
+    return bool(max(i - first + 1, 0) % every)
+
+
+def _indexed(is_interleaved: bool, shares: Callable[[Config, int], bool] = lambda _, __: False) -> Family:
+    """An index chooses the keys that a query sees. Its rotated pairs are halves, or neighbours in the checkpoint."""
+
+    def index(config: Config, i: int) -> IndexDescription | None:
+        if not config["index_topk"] or shares(config, i):
+            return None
+        rotated = config["qk_rope_head_dim"]
+        return IndexDescription(
+            num_heads=config["index_n_heads"], head_size=config["index_head_dim"], num_chosen=config["index_topk"],
+            rope=rope_of(config, i, rotated, {"interleaved": is_interleaved, "rotary_dim": rotated}),
+        )  # fmt: skip
+
+    def unused(config: Config, _: int) -> tuple[str, ...]:
+        layers = (i for i in range(config["num_hidden_layers"]) if index(config, i) is None)
+        return tuple(f"model.layers.{i}.self_attn.indexer." for i in layers)
+
+    return Family(
+        mixer=latent(index=index, shares_index=lambda c, i: bool(c["index_topk"]) and shares(c, i)), experts=ROUTED,
+        is_sparse=sparse_from("first_k_dense_replace"), model=GUESSES | {"unused": unused},
+    )  # fmt: skip
+
 
 FAMILIES = {
     "DeepseekV2ForCausalLM": Family(
@@ -123,8 +148,8 @@ FAMILIES = {
         },
         refuses=("mlp_bias",),
     ),
-    "DeepseekV32ForCausalLM": _INDEXED,
-    "GlmMoeDsaForCausalLM": _INDEXED,
+    "DeepseekV32ForCausalLM": _indexed(is_interleaved=False),
+    "GlmMoeDsaForCausalLM": _indexed(is_interleaved=True, shares=_shares_index),
     "LongcatFlashForCausalLM": Family(
         num_layers=lambda c, _: 3 * c["num_hidden_layers"], mixer=_longcat_mixer,
         feed_forward={
