@@ -281,7 +281,10 @@ void AttentionPlan::plan(const AttentionArgs& args, int threads) {
         const int64_t num_queries = args.query_start[s + 1] - args.query_start[s];
         const int64_t seq_len = args.seq_lens[s];
         if (num_queries == 0) continue;
-        if (num_queries < 0 || num_queries > seq_len || ceil_div(seq_len, args.block_size) > args.max_blocks) {
+        // Where places do not count, as in cross attention, there may be fewer keys than queries.
+        const bool has_places = !args.bidirectional || args.window > 0 || args.biases;
+        if (num_queries < 0 || seq_len < 1 || (has_places && num_queries > seq_len) ||
+            ceil_div(seq_len, args.block_size) > args.max_blocks) {
             throw std::invalid_argument("paged_attention: sequence " + std::to_string(s) + " has " +
                                         std::to_string(num_queries) + " query rows, " + std::to_string(seq_len) +
                                         " keys and a table of " + std::to_string(args.max_blocks) + " blocks of " +

@@ -133,6 +133,7 @@ class MediaConfig:
     video: VideoConfig | None = None  # None: no videos are taken
     hidden_size: int = 0  # of a row of the tower
     num_parts: int = 1  # rows of a token: others are for early layers
+    tile_rows: int = 0  # of one of a picture's tiles, which layers attend to; 0: rows stand in the place of tokens
     has_grids: bool = False  # positions follow from those of pictures
     takes_embeddings: bool = False  # rows in the place of pictures
     kept_bytes: int = 1 << 30  # of media that are kept for later requests

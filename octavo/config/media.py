@@ -8,10 +8,12 @@ from typing import Any
 
 from octavo.config.engine_args import EngineArgs
 from octavo.config.engine_config import MediaConfig, VideoConfig
+from octavo.config.sound import check_cross_attention
 from octavo.errors import ConfigError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.weight_files import read_json
 from octavo.media_kinds import IMAGE, KINDS, VIDEO
+from octavo.models.crossing import tile_rows
 from octavo.models.description import ModelDescription
 from octavo.models.media import MEDIA_FAMILIES, media_adapters, media_token, video_token
 
@@ -30,7 +32,7 @@ _PILLOW_PIXELS = 89_478_485  # PIL.Image.MAX_IMAGE_PIXELS: a quarter of a GiB of
 
 
 def media_config(
-    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, max_model_len: int
+    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, max_model_len: int, device: str
 ) -> MediaConfig | None:
     """None where no media are taken. Raises `ConfigError` for what cannot be honoured."""
     limits = _limits(args)
@@ -51,6 +53,8 @@ def media_config(
                     f"--{name.replace('_', '-')} is for models that see or hear; {checkpoint.name} does not."
                 )
         return None
+    if description.num_cross_tokens:
+        _check_crossing(args, checkpoint, limits, device)
     if args.language_model_only:
         if description.sees_ahead == "prompt":
             raise ConfigError(f"{checkpoint.name} is no language model without pictures; drop --language-model-only.")
@@ -89,13 +93,14 @@ def media_config(
         counts_pictures=family.counts_pictures,
         frames_prompts=family.frames_prompts,
         row_multiplier=description.embedding_multiplier if family.multiplies_rows else 1.0,
-        max_count=limits.get(kind.name, _DEFAULT_COUNT),
+        max_count=limits.get(kind.name, 1 if description.num_cross_tokens else _DEFAULT_COUNT),
         max_bytes=args.max_image_bytes if kind is IMAGE else args.max_audio_bytes,
         max_pixels=args.max_image_pixels,
         max_seconds=args.max_audio_seconds,
         longest_s=family.longest_s,
         adapters=_adapters(checkpoint, description),
-        cache_tokens=max(args.media_cache_tokens, max_model_len),
+        cache_tokens=max(args.media_cache_tokens, max_model_len, description.num_cross_tokens),
+        tile_rows=tile_rows(checkpoint.config.get("vision_config") or {}) if description.num_cross_tokens else 0,
         video=_video_config(args, checkpoint, description, limits),
         hidden_size=description.hidden_size,
         num_parts=1 + description.num_media_layers,
@@ -108,6 +113,25 @@ def media_config(
         fetch_timeout_s=args.media_fetch_timeout,
         max_redirects=args.max_media_redirects,
     )
+
+
+def _check_crossing(args: EngineArgs, checkpoint: Checkpoint, limits: dict[str, int], device: str) -> None:
+    """Raise `ConfigError` for what is not built of models whose layers attend to a picture."""
+    check_cross_attention(args, checkpoint, "models that attend to a picture", pools=False)
+    if limits.get(IMAGE.name, 1) > 1:
+        raise ConfigError(
+            f"--limit-mm-per-prompt has {limits[IMAGE.name]} pictures; one a prompt is built of {checkpoint.name}, "
+            "whose tokens would see different ones."
+        )
+    if device == "cuda":
+        raise ConfigError("models that attend to a picture are not built yet on GPUs.")
+    for flag, is_set in {
+        "--enable-mm-embeds": args.enable_mm_embeds, "--language-model-only": args.language_model_only,
+    }.items():  # fmt: skip
+        if is_set:
+            raise ConfigError(
+                f"{flag} is not built yet for models that attend to a picture, as {checkpoint.name} does."
+            )
 
 
 def _adapters(checkpoint: Checkpoint, description: ModelDescription) -> dict[str, str]:

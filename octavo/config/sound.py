@@ -1,4 +1,4 @@
-"""The flags of sound, checked: `SoundConfig`."""
+"""The flags of sound, checked: `SoundConfig`, and what goes with no model that has cross attention."""
 
 from __future__ import annotations
 
@@ -15,13 +15,8 @@ _EXTRACTOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _MODULES = ("torch", "transformers", "soundfile", "soxr")
 
 
-def sound_config(
-    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, device: str, *, pools: bool
-) -> SoundConfig | None:
-    """None for a model that hears nothing. Raises `ConfigError` for what cannot be honoured."""
-    num_rows = description.num_cross_tokens
-    if not num_rows:
-        return None
+def check_cross_attention(args: EngineArgs, checkpoint: Checkpoint, models: str, *, pools: bool) -> None:
+    """Raise `ConfigError` for what cannot be had with attention to another network's output, which `models` have."""
     for what, is_so in {
         "for pooling": pools,
         "with several workers": args.tensor_parallel_size * args.pipeline_parallel_size > 1,
@@ -31,7 +26,17 @@ def sound_config(
         "with --load-format dummy": checkpoint.format == "dummy",
     }.items():
         if is_so:
-            raise ConfigError(f"models that hear are not built yet {what}.")
+            raise ConfigError(f"{models} are not built yet {what}.")
+
+
+def sound_config(
+    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, device: str, *, pools: bool
+) -> SoundConfig | None:
+    """None for a model that hears nothing. Raises `ConfigError` for what cannot be honoured."""
+    num_rows = description.num_cross_tokens
+    if not num_rows or description.takes_media:
+        return None
+    check_cross_attention(args, checkpoint, "models that hear", pools=pools)
     missing = [module for module in _MODULES if find_spec(module) is None]
     if missing:
         raise ConfigError(

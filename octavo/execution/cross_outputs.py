@@ -17,10 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.execution.media_table import MediaRows
+from octavo.execution.step_arrays import StepArrays
 from octavo.kv_cache.groups import CacheGroup
 from octavo.models.registry import CrossModel
 from octavo.ops import Array, LayerKVCache, Ops
 from octavo.plan import Admission, StepPlan
+
+_NEVER = np.iinfo(np.int64).max
 
 
 class _Wish(NamedTuple):
@@ -55,13 +58,18 @@ class Alignment(NamedTuple):
 
 
 class CrossOutputs:
-    """Of the sequences of a plan; `groups` are the model's, which computes in `dtype`."""
+    """Of the sequences of a plan, in the runner's tables of `num_rows`; `groups` are the model's, which computes in
+    `dtype`. A sequence has one medium, which the tokens from its place on see, or none."""
 
-    def __init__(self, found: MediaRows, groups: tuple[CacheGroup, ...], block_size: int, dtype: str) -> None:
+    def __init__(
+        self, found: MediaRows, groups: tuple[CacheGroup, ...], block_size: int, dtype: str, num_rows: int
+    ) -> None:
         self._found, self._dtype = found, np.dtype(dtype)
         self._group = next(number for number, group in enumerate(groups) if group.spec.kind == "cross")
         self._block_size, num_tokens = block_size, groups[self._group].spec.num_tokens
-        self._num_tokens = num_tokens
+        self._num_tokens = num_tokens  # of an output, at most
+        self._lens = np.ones(num_rows, np.int32)  # what a row's tokens attend to
+        self._starts = np.full(num_rows, _NEVER)  # the first of them that sees it
         self._wishes: dict[int, _Wish] = {}  # by row
         self._offsets = np.arange(num_tokens) % block_size
         self._blocks = np.arange(num_tokens) // block_size
@@ -71,21 +79,37 @@ class CrossOutputs:
         of it."""
         starts = {planned.row for planned in plan.rows if not planned.num_computed}
         for admission in plan.admissions:
-            if admission.row in starts:
-                [item] = admission.media
-                blocks = np.array(admission.block_tables[self._group], np.int64)[self._blocks]
-                rows = self._found.rows(item.content_hash).astype(self._dtype)
-                yield rows, blocks * self._block_size + self._offsets
+            if admission.row in starts and admission.media:
+                rows = self._output(admission).astype(self._dtype)
+                blocks = np.array(admission.block_tables[self._group], np.int64)[self._blocks[: len(rows)]]
+                yield rows, blocks * self._block_size + self._offsets[: len(rows)]
 
     def nothing(self, hidden_size: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """An output that is written nowhere, as `starting` has it."""
         return np.zeros((self._num_tokens, hidden_size), self._dtype), np.full(self._num_tokens, -1)
 
+    def _output(self, admission: Admission) -> NDArray[np.float32]:
+        """[N, H], of a sequence that has a medium."""
+        [item] = admission.media
+        rows = self._found.rows(item.content_hash)
+        return rows.reshape(-1, rows.shape[-1])
+
     def admit(self, admission: Admission) -> None:
+        row = admission.row
+        self._lens[row], self._starts[row] = 1, _NEVER  # of something: who sees nothing attends in vain
+        if admission.media:
+            self._lens[row], self._starts[row] = len(self._output(admission)), admission.media[0].position
         self._wishes.pop(admission.row, None)
         num_prompt, heads = admission.num_prompt_tokens, admission.params.alignment_heads
         if heads and len(admission.token_ids) == num_prompt:
             self._wishes[admission.row] = _Wish(heads, num_prompt, admission.block_tables[self._group])
+
+    def gather(self, plan: StepPlan, row_of: NDArray[np.int64], into: StepArrays[NDArray[Any]]) -> None:
+        """Fill in a step whose tokens' positions and rows of the runner's tables [T] are known."""
+        rows = [planned.row for planned in plan.rows]
+        into.cross_lens[: len(rows)] = self._lens[rows]
+        positions = into.positions[: len(row_of)]
+        into.blind[: len(row_of)] = np.where(positions < self._starts[row_of], 0, -1)
 
     def aligned(self, plan: StepPlan) -> list[_Part]:
         """The prompt tokens of the step whose cross attention is wanted. To be called once."""

@@ -85,10 +85,11 @@ def outline_runner(
     model = build(description, recorded, model_ops, _ROTARY_POSITIONS, config.model.dtype)
     groups = group_layers(model.layer_caches)
     table = SequenceTable(limits.max_num_seqs, config.model.max_model_len, config.cache.block_size, groups)
-    media = MediaTable(ReceivedRows(), description, limits.max_num_seqs) if config.media is not None else None
-    cross = adapters = None
-    if config.sound is not None:
-        cross = CrossOutputs(ReceivedRows(), groups, config.cache.block_size, config.model.dtype)
+    media = cross = adapters = None
+    if description.num_cross_tokens:
+        cross = CrossOutputs(ReceivedRows(), groups, config.cache.block_size, config.model.dtype, limits.max_num_seqs)
+    elif config.media is not None:
+        media = MediaTable(ReceivedRows(), description, limits.max_num_seqs)
     if adapted is not None:
         others = adaptable_modules(description)
         adapters = RunnerAdapters(adapted, AdapterStore(model.matrices, adapted, config, device, others=others))

@@ -105,6 +105,7 @@ class Runner:
         )  # fmt: skip
         if media is not None:
             self._largest = replace(self._largest, media=max_num_tokens, **media.extents)
+        self._largest = replace(self._largest, crosses=cross is not None)
         if self._links.before is not None:
             of_stage = cast(StageModel, model)
             self._stream_dtype = of_stage.stream_dtype
@@ -360,6 +361,8 @@ class Runner:
             self.table.gather_adapters(row_of, arrays)
         if self._media is not None:
             self._media.gather(plan, row_of, arrays)
+        if self._cross is not None:
+            self._cross.gather(plan, row_of, arrays)
         if self._tables is not None and updates is not None:
             self._tables.fill_owners(plan, arrays, row_of, samples, updates)
             pad(arrays, used, self._padding_of(used))
@@ -470,6 +473,7 @@ class Runner:
             media_rows=None if self._media is None else inputs.media_rows,
             media_indices=None if self._media is None else inputs.media_indices,
             cross_lens=inputs.cross_lens,
+            blind=inputs.blind,
             token_types=inputs.token_types,
             entering=self.device.view(inputs.entering, self._stream_dtype) if self._largest.entering_bytes else None,
             axis_positions=inputs.axis_positions if self._largest.axes else None,
@@ -488,7 +492,7 @@ class Runner:
             num_samples = sum([planned.num_samples for planned in plan.rows])
         used = StepShape(
             sum(num_tokens), num_seqs, num_samples, num_updates, largest.groups, largest.blocks,
-            entering_bytes=largest.entering_bytes,
+            entering_bytes=largest.entering_bytes, crosses=largest.crosses,
             adapted=largest.adapted and self.table.has_adapters([planned.row for planned in plan.rows]),
         )  # fmt: skip
         if self._media is None:

@@ -99,7 +99,6 @@ class SequenceTable:
                 before_guesses = seq_lens - [len(of_row) for of_row in guesses] - 1
                 state_entries = np.maximum(positions - np.repeat(before_guesses, counts), 0)
         into.seq_lens[:num_seqs] = seq_lens
-        into.cross_lens[:num_seqs] = self.num_cross
         tokens = into.token_ids[: len(row_of)]
         tokens[:] = self.tokens[row_of, positions + self.num_ahead]
         if self._vocab_size is not None:

@@ -38,6 +38,7 @@ class StepShape:
     media_parts: int = 1  # rows that such a token has: others are for layers
     axes: int = 0  # positions of a token beside that in its sequence
     sees_ahead: bool = False  # whether tokens may see later ones
+    crosses: bool = False  # whether tokens attend to another network's output
     entering_bytes: int = 0  # of a token, which the stage before sends
     adapted: bool = False  # whether rows may have adapters; a step where none has one needs not look for them
     # Of models that pool, whether whole "texts" are computed in a step, or prompts in "parts".
@@ -50,6 +51,8 @@ class StepShape:
             return self.tokens if self.media_width else 0
         if name == "tokens_ahead":
             return self.tokens if self.sees_ahead else 0
+        if name == "crossing_tokens":
+            return self.tokens if self.crosses else 0
         if name == "tokens_entering":
             return self.tokens if self.entering_bytes else 0
         if name in ("adapted_tokens", "adapted_samples"):
@@ -60,9 +63,9 @@ class StepShape:
 def array_of(*dims: str, dtype: type[np.generic], padding: int | str = 0) -> Any:
     """A field of `StepArrays`: what its dimensions are, named by `StepShape`'s fields ("bounds" is one more than the
     sequences, "media_tokens" the tokens of models that take media, "tokens_ahead" those of models where tokens see
-    later ones, "tokens_entering" those of stages that are not the first, "adapted_tokens" and "adapted_samples" those
-    of steps with adapters), its type, and what lies behind the entries of
-    a step: a number, or the name of a `Padding`."""
+    later ones, "crossing_tokens" those of models with cross attention, "tokens_entering" those of stages that are not
+    the first, "adapted_tokens" and "adapted_samples" those of steps with adapters), its type, and what lies behind the
+    entries of a step: a number, or the name of a `Padding`."""
     return field(metadata={"dims": dims, "dtype": np.dtype(dtype), "padding": padding})
 
 
@@ -114,6 +117,8 @@ class StepArrays(Generic[_A]):
     media_rows: _A = array_of("media_parts", "media", "media_width", dtype=np.float32)
     axis_positions: _A = array_of("axes", "tokens", dtype=np.int64)
     key_ends: _A = array_of("tokens_ahead", dtype=np.int32)
+    # Of models that attend to another network's output: 0 for tokens that see nothing of it, -1 for others.
+    blind: _A = array_of("crossing_tokens", dtype=np.int32, padding=-1)
     entering: _A = array_of("tokens_entering", "entering_bytes", dtype=np.uint8)
 
 

@@ -116,12 +116,13 @@ class Worker:
 
                 made_by = Tower(media.folder, media.kind, media.row_multiplier, *of_tower)
                 rows = self.media = TowerCache(made_by, media.cache_tokens)
-                self._largest_media = lambda: MediaProcessor(media).largest(model_config.max_model_len)
+                most_rows = description.num_cross_tokens or model_config.max_model_len
+                self._largest_media = lambda: MediaProcessor(media).largest(most_rows)
             else:
                 rows = self._received = ReceivedRows()
-            self._media_table = MediaTable(rows, description, limits.max_num_seqs)
+            if not description.num_cross_tokens:
+                self._media_table = MediaTable(rows, description, limits.max_num_seqs)
             phases.end("tower")
-        cross = None
         if (sound := config.sound) is not None:
             from octavo.multimodal.speech import SpeechEncoder
             from octavo.multimodal.tower import TowerCache
@@ -129,8 +130,13 @@ class Worker:
             encoder = SpeechEncoder(sound.folder, *of_tower)
             self.media = TowerCache(encoder, sound.cache_tokens)
             self._largest_media = lambda: [encoder.example()]
-            cross = CrossOutputs(self.media, self.groups, config.cache.block_size, model_config.dtype)
             phases.end("encoder")
+        cross = None
+        if description.num_cross_tokens:
+            assert self.media is not None, "several workers are refused"
+            cross = CrossOutputs(
+                self.media, self.groups, config.cache.block_size, model_config.dtype, limits.max_num_seqs
+            )
         table = SequenceTable(limits.max_num_seqs, model_config.max_model_len, config.cache.block_size, self.groups)
         self.runner = Runner(
             model, ops, device, table, limits.max_num_batched_tokens, self.grammars, runner_adapters,

@@ -17,7 +17,7 @@ class LayerCacheSpec:
     """What one layer keeps of each sequence. Sizes are in elements, of one token and one head."""
 
     # "full": all keys and values; "window": those of the last tokens; "cross": those of another network's output, of
-    # which there are equally many for each sequence; "state": a fixed number of bytes
+    # which there is room for equally many in each sequence; "state": a fixed number of bytes
     kind: str
     num_kv_heads: int = 0
     key_size: int = 0

@@ -31,6 +31,7 @@ from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.streams import StreamsBlock
 from octavo.ops import Array, LayerKVCache, LinearWeight, Ops, ParallelOps
 
+_NEVER_SAID = -3e4  # a logit, which float16 has too
 Place = tuple[GroupTables, LayerKVCache]  # where a mixer keeps what it keeps
 _NO_PLACE: Place = cast(Any, (None, None))  # of a layer that keeps nothing, and does not look
 
@@ -46,8 +47,17 @@ class Block:
             found = next((n for n in names if f"{n}.weight" in parameters.weights), names[0])
             return Norm(layer.norm, parameters, found, hidden_size)
 
-        self._layer, self._ops = layer, parameters.ops
-        self.reads_float32 = not (layer.beside or layer.shared or layer.is_parallel or layer.keeps_normed)
+        self._layer, self._ops, self._multipliers = layer, parameters.ops, layer.multipliers
+        self.reads_float32 = not (
+            layer.beside or layer.shared or layer.is_parallel or layer.keeps_normed or layer.gates
+        )
+        if layer.gates is not None:
+            of_attention, of_feed_forward = (
+                float(np.tanh(np.float32(parameters.weights.take(f"{prefix}{name}", (1,))[0]))) for name in layer.gates
+            )
+            self._multipliers = of_attention, 1.0, of_feed_forward
+            nothing = np.zeros((1, hidden_size), np.float32)
+            self._nothing = parameters.once(("nothing", hidden_size), lambda: parameters.ops.place(nothing))
         self._attention: Mixer | None = None
         if layer.attention is not None:
             self._attention_norm = norm(layer.attention_norm)
@@ -89,17 +99,19 @@ class Block:
             attended = self._attention.forward(hidden, batch, tables, cache)
             if self._beside is not None and beside is not None:
                 other = self._beside.forward(hidden, batch, *beside)
-                residual = self._add(residual, other, self._attention_post_norm, self._layer.multipliers[1])
+                residual = self._add(residual, other, self._attention_post_norm, self._multipliers[1])
             self._multiply_stream(residual, 0)
-            residual = self._add(residual, attended, self._attention_post_norm, self._layer.multipliers[0])
+            residual = self._add(residual, attended, self._attention_post_norm, self._multipliers[0])
         if self._feed_forward is not None:
             residual, hidden = self._before(self._feed_forward_norm, residual, self._feed_forward)
+            if self._layer.gates is not None:
+                self._ops.replace_rows(hidden, self._nothing, batch.blind)  # without biases nothing comes of nothing
             fed = self._feed_forward.forward(hidden)
             self._multiply_stream(residual, 1)
             if self._layer.added_after:
                 self._late = fed.value()
                 return residual
-            residual = self._add(residual, fed, self._feed_forward_post_norm, self._layer.multipliers[2])
+            residual = self._add(residual, fed, self._feed_forward_post_norm, self._multipliers[2])
         return residual
 
     def take_late(self) -> Array | None:
@@ -113,7 +125,8 @@ class Block:
             normed = _normed(norm, residual, None)
             return normed, normed
         is_shared = layer is self._attention and self._beside is not None
-        return residual, _normed(norm, residual, None if is_shared else layer.consumer)
+        is_changed = self._layer.gates is not None
+        return residual, _normed(norm, residual, None if is_shared or is_changed else layer.consumer)
 
     def _multiply_stream(self, residual: Array, part: int) -> None:
         if (multiplier := self._layer.stream_multipliers[part]) != 1.0:
@@ -265,7 +278,9 @@ class Decoder:
         if description.head is not None and has_output:
             self._head = Head(description.head, hidden_size, parameters)
         self._output = self._embedding.weight if is_last and self._embedding is not None else None
-        if not is_tied and has_output:
+        if description.num_unsaid_tokens and has_output:
+            self._output = self._padded_output(parameters)
+        elif not is_tied and has_output:
             size = hidden_size if description.head is None else description.head.size
             self._output = parameters.linear(
                 [description.output_name],
@@ -289,6 +304,16 @@ class Decoder:
         self._matrices, self._expert_matrices = parameters.matrices, parameters.expert_matrices
         # Told of each layer's number and what enters it [T, H], in order: heads that guess tokens look on.
         self.watch: Callable[[int, Array], None] | None = None
+
+    def _padded_output(self, parameters: Parameters) -> LinearWeight:
+        """An output matrix that has rows of all tokens, whose logits of those that are never said are too low."""
+        description = self.description
+        assert not description.tie_word_embeddings and description.share.is_whole and not description.output_bias
+        num_said = description.vocab_size - description.num_unsaid_tokens
+        rows = parameters.weights.take(f"{description.output_name}.weight", (num_said, self.hidden_size))
+        bias = np.zeros(description.vocab_size, rows.dtype)
+        bias[num_said:] = _NEVER_SAID
+        return parameters.packed(np.pad(rows, ((0, description.num_unsaid_tokens), (0, 0))), bias)
 
     @property
     def matrices(self) -> tuple[NamedMatrix, ...]:

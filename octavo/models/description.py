@@ -52,6 +52,9 @@ class LayerDescription:
     # Of what attention, the mixer beside it and the feed-forward return.
     multipliers: tuple[float, float, float] = (1.0, 1.0, 1.0)
     residual_multiplier: float = 1.0  # of what is added to the residual stream
+    # Tensors [1] of numbers whose tanh what attention, and the feed-forward, return is multiplied with. A token that
+    # sees nothing of another network's output passes by a layer that has them.
+    gates: tuple[str, str] | None = None
     stream_scale: str | None = None  # tensor [1] that the residual stream is multiplied with at the end
     added_after: int = 0  # so many layers further on what the feed-forward returns is added to the residual stream
     number: int | None = None  # of the checkpoint's layer, where several of these are one of its
@@ -89,6 +92,7 @@ class ModelDescription:
     logits_divisor: float = 1.0
     logits_softcap: float = 0.0  # 0 is none
     output_bias: bool = False
+    num_unsaid_tokens: int = 0  # the last of the vocabulary, which the output matrix of checkpoints has no rows of
     num_unused_layers: int = 0  # in the checkpoint after those of the model: they guess tokens
     impl: str = "octavo"  # or "transformers": who computes it
     embedding_name: str = "model.embed_tokens"

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from octavo.errors import LoadError
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.experts import stacked
+from octavo.models.crossing import with_cross_attention
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.families import FAMILIES
 from octavo.models.readers import read
@@ -141,12 +142,19 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4_text": ("Gemma4ForCausalLM", _GEMMA_4),
     "gemma4_unified_text": ("Gemma4UnifiedForCausalLM", _GEMMA_4),
 }  # fmt: skip
+DECODERS["mllama_text_model"] = ("LlamaForCausalLM", {
+    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 40,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+})  # fmt: skip
 DECODERS["kimi_k2"] = DECODERS["deepseek_v3"]  # as Kimi's own files call it
 # Where experts lie otherwise than in the decoder's own checkpoints.
 _EXPERTS = {"qwen3_vl_moe_text": (stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj", is_transposed=True),)}
 # What is refused beside what the decoder's own architecture refuses, and what a class takes whatever config.json says.
 _REFUSES = {"paddleocr_vl_text": ("use_bias",)}
-_FIXED: dict[str, dict[str, Any]] = {"glm_ocr_text": {"attention_bias": False}}
+_FIXED: dict[str, dict[str, Any]] = {
+    "glm_ocr_text": {"attention_bias": False}, "mllama_text_model": {"attention_bias": False, "mlp_bias": False},
+}  # fmt: skip
 # Those that go with any family that does not have one of its own.
 _ANY_FAMILY = ("llama", "mistral", "qwen2", "qwen3", "granite", "cohere2", "aria_text")
 
@@ -174,6 +182,8 @@ class MediaFamily:
     # By kind, the folder below the checkpoint's with the adapter that a prompt with such a medium takes; of several
     # kinds in one prompt the first that is here.
     adapters: Mapping[str, str] = field(default_factory=dict)
+    # Layers of the decoder attend to a picture's rows, which stand in the place of no token: `with_cross_attention`.
+    crosses: bool = False
     longest_s: float | None = None  # what its tower hears of a sound; None: all that its processor takes
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of its text_config, before those of the decoder's class
 
@@ -244,6 +254,7 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
         "gemma4_unified_text", 258880, sees_ahead="picture", multiplies_rows=False
     ),
     "Llama4ForConditionalGeneration": MediaFamily("llama4_text", 200092),
+    "MllamaForConditionalGeneration": MediaFamily("mllama_text_model", 128256, crosses=True),
     "Qwen2AudioForConditionalGeneration": MediaFamily("qwen2", 151646, kind="audio", longest_s=30.0),
     "AudioFlamingo3ForConditionalGeneration": MediaFamily("qwen2", 151669, kind="audio"),
     "GlmAsrForConditionalGeneration": MediaFamily("llama", 59260, kind="audio", defaults=_GLM_ASR),
@@ -298,15 +309,19 @@ def read_media(name: str, config: Mapping[str, Any]) -> ModelDescription:
         reader = replace(reader, experts={**reader.experts, "names": _EXPERTS[kind]})
     reader = replace(reader, refuses=(*reader.refuses, *_REFUSES.get(kind, ())))
     description = read(decoder, reader, {**defaults, **family.defaults, **text, **_FIXED.get(kind, {})})
+    # Most files do not say it of the whole; the class's own default there is not what was trained (Mistral 3).
+    is_tied = description.tie_word_embeddings
+    if (whole := config.get("tie_word_embeddings")) is not None:
+        is_tied = bool(whole) or (family.may_tie_in_text and bool(text.get("tie_word_embeddings")))
+    if family.crosses:
+        description = with_cross_attention(
+            replace(description, tie_word_embeddings=is_tied), text, config.get("vision_config") or {}
+        )
     if media_token(config, name) >= description.vocab_size:
         raise LoadError(
             f"the token of media is {media_token(config, name)}, and the decoder's are 0 to "
             f"{description.vocab_size - 1}."
         )
-    # Most files do not say it of the whole; the class's own default there is not what was trained (Mistral 3).
-    is_tied = description.tie_word_embeddings
-    if (whole := config.get("tie_word_embeddings")) is not None:
-        is_tied = bool(whole) or (family.may_tie_in_text and bool(text.get("tie_word_embeddings")))
     layers = description.layers
     if family.sections is not None:
         layers = tuple(_with_axes(layer, family, text) for layer in layers)

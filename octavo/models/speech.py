@@ -40,7 +40,7 @@ def read_whisper(given: Mapping[str, Any]) -> ModelDescription:
         num_heads, num_heads, head_size, head_size**-0.5, rope=None, qkv_bias=True, keys_have_bias=False,
         output_bias=True, output_name="self_attn.out_proj",
     )  # fmt: skip
-    cross = CrossAttentionDescription(num_heads, head_size, head_size**-0.5, config["max_source_positions"])
+    cross = CrossAttentionDescription(num_heads, head_size, head_size**-0.5, config["max_source_positions"], num_heads)
     feed_forward = FeedForwardDescription(
         config["decoder_ffn_dim"], activation_of(config["activation_function"]), gated=False, bias=True,
         up_names=("fc1",), down_name="fc2",

@@ -225,6 +225,8 @@ class MediaProcessor:
         """The runs of tokens that stand for the rows of `media`, which have them one after the other."""
         tokens = set(self._tokens.values())
         places = [i for i, token in enumerate(token_ids) if token in tokens]
+        if self.config.tile_rows and len(places) == len(media):
+            return tuple(MediaItem(place, 0, one.content_hash) for place, one in zip(places, media, strict=True))
         if len(places) != sum(one.num_tokens for one in media):
             nouns = " or a ".join(kind.noun for kind in self.kinds)
             raise RequestError(f"the prompt's own text has tokens that stand for a {nouns}.", param="prompt")
@@ -299,6 +301,8 @@ class MediaProcessor:
         if intake.kind is VIDEO:
             return self._process_video(medium, digest)
         kind = intake.kind
+        if self.config.tile_rows:
+            return self._process_tiles(medium, digest)
         is_sound = kind is AUDIO
         if is_sound:
             longest_s = self.config.longest_s or getattr(self._processor, "max_audio_len", None)
@@ -326,6 +330,14 @@ class MediaProcessor:
             time, height, width = found["image_grid_thw"][0].tolist()
             grid = time, height // merge, width // merge
         return Processed(text, MediaInput(digest, int(num_tokens), tuple(arrays), grid))
+
+    def _process_tiles(self, picture: Any, digest: bytes) -> Processed:
+        """A picture whose rows stand in the place of no token: its token stays as it is."""
+        found = self._processor.image_processor([[picture]], return_tensors="np")
+        [[num_tiles]] = found.pop("num_tiles")
+        arrays = tuple(_array(name, values) for name, values in found.items())
+        num_rows = int(num_tiles) * self.config.tile_rows
+        return Processed(self.placeholders[IMAGE.name], MediaInput(digest, num_rows, arrays))
 
     def _process_video(self, video: Video, digest: bytes) -> Processed:
         """Frames that have been sampled, as the model's processor makes them. Raises `RequestError`."""

@@ -83,6 +83,8 @@ class Tower:
         if config.model_type == "phi4_multimodal":
             self._model.embed_tokens_extend.image_embed = None
             features = partial(_of_phi4_multimodal, self._model.embed_tokens_extend.audio_embed)
+        if config.model_type == "mllama":
+            features = partial(_of_mllama, self._model)
         to_device(self._model, self._device)
         self._features = getattr(self._model, f"get_{kind}_features", None) or features
 
@@ -161,6 +163,16 @@ def _of_phi4_multimodal(embed: Any, audio_input_features: Any, return_dict: bool
     heard = embed.up_proj_for_speech(embed.encoder(audio_input_features, None))
     rows = embed.down_proj_for_speech(torch.nn.functional.gelu(heard))
     return BaseModelOutputWithPooling(pooler_output=rows)
+
+
+def _of_mllama(model: Any, pixel_values: Any, aspect_ratio_ids: Any, aspect_ratio_mask: Any, return_dict: bool) -> Any:
+    """What Llama 3.2 Vision has of a picture, [tokens, H], without tiles of padding; its class in transformers 5 makes
+    that only within a whole step."""
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    seen = model.vision_model(pixel_values, aspect_ratio_ids, aspect_ratio_mask, return_dict=return_dict)
+    tiles = seen.last_hidden_state[0, 0, : int(aspect_ratio_mask.sum())]
+    return BaseModelOutputWithPooling(pooler_output=model.multi_modal_projector(tiles).flatten(0, 1))
 
 
 def _check_floats(model: Any, unexpected: Iterable[str], folder: str) -> None:

@@ -311,7 +311,7 @@ def add_rows(x: NDArray[Any], summands: NDArray[Any], indices: NDArray[Any]) -> 
 def _put_rows(op: str, x: NDArray[Any], replacements: NDArray[Any], indices: NDArray[Any], adds: bool) -> None:
     assert indices.dtype == INT32 and is_dense(indices) and replacements.dtype == FLOAT32 and is_dense(replacements)
     assert x.shape == (indices.shape[0], replacements.shape[1])
-    check_inputs(op, x=x, replacements=replacements, indices=indices)
+    check_inputs(op, x=x, indices=indices)
     count, width = replacements.shape
     _cpu.replace_rows(
         replacements, count, width, indices, indices.shape[0], x, stride(x), code_of(op, x), adds

@@ -169,7 +169,7 @@ class OpsOver(Protocol[A]):
 
     def replace_rows(self, x: A, replacements: A, indices: A) -> None:
         """x[t] = replacements[indices[t]] in place, rounded once, where indices [T] int32 are not negative; other rows
-        stay. x [T, H], replacements [M, H] float32."""
+        stay. x [T, H], replacements [M, H] float32, which may be a constant."""
 
     def add_rows(self, x: A, summands: A, indices: A) -> None:
         """x[t] += summands[indices[t]] as in `replace_rows`, in float32, rounded once."""
@@ -228,7 +228,8 @@ class OpsOver(Protocol[A]):
         2018, over fixed tiles of keys).
 
         Where attention is `bidirectional`, without slopes, a token also sees the keys after it, all of which must be
-        in the cache: all of its sequence, or p - W + 1 .. p + W - 1. Then scores may have `distance_biases`
+        in the cache: all of its sequence, or p - W + 1 .. p + W - 1. With neither a window nor biases a sequence may
+        have more rows than keys, from 1 on, on CPUs. Then scores may have `distance_biases`
         [Q, 2 P + BIAS_PADDING] float32 for sequences of up to P tokens: column P + key's position - query's is added
         (Raffel et al. 2020).
 

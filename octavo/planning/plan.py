@@ -51,7 +51,9 @@ def make_plan(config: EngineConfig, options: PlanOptions) -> dict[str, Any]:
     if description.impl != "octavo":
         raise ConfigError(f"{checkpoint.name} is computed by transformers, which says nothing of sizes before it runs.")
     if description.num_cross_tokens:
-        raise ConfigError(f"{checkpoint.name} hears, and plans of models that do are not built yet.")
+        raise ConfigError(
+            f"{checkpoint.name} attends to what it hears or sees, and plans of models that do are not built yet."
+        )
     weights, notes = _weights(config, description, options)
     if options.format != AS_IS:
         dtype = "bfloat16"  # of what is not quantized

@@ -106,6 +106,23 @@ def test_attention_both_ways_matches_the_reference_and_does_not_see_its_company(
     assert_same_bits(alone, attended[-lengths[-1] :])
 
 
+@pytest.mark.parametrize("num_keys", [1, 20, 69])
+def test_sequences_may_have_more_rows_than_keys_that_all_of_them_see(isa: str, num_keys: int) -> None:
+    """As in cross attention: each row has the bits that it has alone."""
+    heads = Heads(2, 2, 64)
+    batch = PagedBatch(cpu, heads, torch.float32, 16, [make_sequence(0, 70, heads, torch.float32)])
+
+    def attend(counts: list[int], **settings: bool) -> torch.Tensor:
+        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        lens = torch.full((len(counts),), num_keys, dtype=torch.int32)
+        tables = batch.tables.repeat(len(counts), 1)
+        return cpu.paged_attention(batch.queries[0], batch.cache, tables, starts, lens, 0.125, **settings)
+
+    assert_same_bits(attend([70], bidirectional=True), attend([1] * 70, bidirectional=True))
+    with pytest.raises(ValueError, match="has 70 query rows"):
+        attend([70])
+
+
 @pytest.mark.parametrize(("dtype", "cached"), CACHES)
 @generated_few
 @given(
