@@ -31,4 +31,4 @@ def without_needless_index(checkpoint: Checkpoint, description: ModelDescription
     """The checkpoint as of a model that has no index, if contexts are so short that it would choose every key."""
     if not 0 < max_model_len <= description.num_chosen_keys:
         return checkpoint
-    return replace(checkpoint, config=dict(checkpoint.config) | {"index_topk": None})
+    return replace(checkpoint, config=dict(checkpoint.config) | {"index_topk": 0})
