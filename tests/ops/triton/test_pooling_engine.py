@@ -47,6 +47,7 @@ def config(request: pytest.FixtureRequest, tmp_path: Path, tiny_tokenizer: Path)
     return EngineArgs(
         model=str(tmp_path), tokenizer=str(tiny_tokenizer), dtype="float32", max_num_seqs=3, max_model_len=24,
         max_num_batched_tokens=32, device="cpu", enforce_eager=True, num_gpu_blocks_override=24, block_size=8,
+        reproducible_parallel=False,  # as on GPUs
     ).create_engine_config()  # fmt: skip
 
 
