@@ -77,8 +77,21 @@ def paged_attention(
     query: Tensor, cache: LayerKVCache, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor, scale: float,
     sliding_window: int = 0, softcap: float = 0.0, slopes: Tensor | None = None, sinks: Tensor | None = None,
     bidirectional: bool = False, distance_biases: Tensor | None = None, key_ends: Tensor | None = None,
+    value_size: int | None = None,
+) -> Tensor:  # fmt: skip
+    return _attend(
+        query, cache, block_tables, query_start_loc, seq_lens, scale, sliding_window, softcap, slopes, sinks,
+        bidirectional, distance_biases, key_ends, value_size,
+    )  # fmt: skip
+
+
+def _attend(
+    query: Tensor, cache: LayerKVCache, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor, scale: float,
+    sliding_window: int = 0, softcap: float = 0.0, slopes: Tensor | None = None, sinks: Tensor | None = None,
+    bidirectional: bool = False, distance_biases: Tensor | None = None, key_ends: Tensor | None = None,
     value_size: int | None = None, chosen: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    """`paged_attention`, of `chosen` [T, ...] keys only if these are given."""
     num_tokens, num_heads, head_size = query.shape
     assert cache.value.shape[3] == (value_size or head_size)
     group = num_heads // cache.key.shape[2]
@@ -131,7 +144,7 @@ def latent_attention(
     key = key[..., :rotated_size]  # an index's keys lie behind
     joint = LayerKVCache(torch.cat([key, value], -1), torch.cat([key * 0, value], -1))
     both = torch.cat([rotated, query], -1)
-    attended = paged_attention(both, joint, block_tables, query_start_loc, seq_lens, scale, chosen=chosen)
+    attended = _attend(both, joint, block_tables, query_start_loc, seq_lens, scale, chosen=chosen)
     return attended.view(num_tokens, num_heads, rotated_size + size)[..., rotated_size:]
 
 

@@ -54,8 +54,8 @@ def test_a_host_that_dies_or_falls_silent_costs_its_streams_only_and_comes_back(
                     for process in tree:
                         process.kill() if kill else process.suspend()
                     whole = [stream.read().decode() for stream in streams]
-                    # Later both go to the engine that was lost, and has less behind it.
-                    assert sorted(LOST in one for one in whole) == [not kill, True]
+                    # Each engine has one of them, the one that came back a while ago as well.
+                    assert sorted(LOST in one for one in whole) == [False, True]
                     assert server.get("/health")[0] == 200
                     assert json.load(complete(server.url, prompts[3], max_tokens=8))["choices"] == answers[3]
                     num_back = server.log.read_text().count("takes requests again")

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import inspect
 from types import ModuleType
+from typing import Generic, Protocol
 
 import pytest
 
-from octavo.ops import AdapterOpsOver, DeviceOpsOver, OpsOver, ParallelOpsOver, cuda, torch_ref
+from octavo.ops import AdapterOpsOver, DeviceOpsOver, IndexOpsOver, OpsOver, ParallelOpsOver, cuda, torch_ref
 
 
-def operations(protocol: type) -> dict[str, inspect.Signature]:
-    return {name: inspect.signature(getattr(protocol, name)) for name in dir(protocol) if name[0] != "_"}
+def operations(*protocols: type) -> dict[str, inspect.Signature]:
+    """Of an operation that several have, the last one's arguments are meant, if it is not the one that all inherit."""
+    classes = dict.fromkeys(base for protocol in protocols for base in reversed(protocol.__mro__))
+    found = [item for base in classes for item in vars(base).items() if base not in (object, Protocol, Generic)]
+    return {name: inspect.signature(value) for name, value in found if name[0] != "_"}
 
 
 def check(module: ModuleType, *protocols: type) -> None:
-    """Of an operation that several have, the last one's arguments are meant."""
-    wanted = {name: expected for protocol in protocols for name, expected in operations(protocol).items()}
-    for name, expected in wanted.items():
+    for name, expected in operations(*protocols).items():
         found = [(p.name, p.default) for p in inspect.signature(getattr(module, name)).parameters.values()]
         assert found == [(p.name, p.default) for p in list(expected.parameters.values())[1:]], name
 
@@ -26,10 +28,10 @@ def test_the_native_backend_provides_what_hosts_need() -> None:
     pytest.importorskip("octavo._cpu", exc_type=ImportError)
     from octavo.ops import cpu
 
-    check(cpu, ParallelOpsOver, AdapterOpsOver)
+    check(cpu, ParallelOpsOver, AdapterOpsOver, IndexOpsOver)
 
 
-@pytest.mark.parametrize("module", [cuda, torch_ref])
-def test_other_backends_provide_what_devices_need(module: ModuleType) -> None:
-    check(module, DeviceOpsOver, AdapterOpsOver)
+@pytest.mark.parametrize(("module", "protocols"), [(cuda, ()), (torch_ref, (IndexOpsOver,))])
+def test_other_backends_provide_what_devices_need(module: ModuleType, protocols: tuple[type, ...]) -> None:
+    check(module, DeviceOpsOver, AdapterOpsOver, *protocols)
     assert operations(OpsOver).keys() < operations(DeviceOpsOver).keys()
