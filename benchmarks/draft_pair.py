@@ -117,8 +117,8 @@ def llama_rate(server: str, target: Path, draft: Path | None, num_tokens: int) -
     """The same by llama.cpp's server, and what it says of its guesses."""
     command = [server, "-m", str(target), "--port", str(PORT), "-c", "2048", "-t", "2", "-np", "1"]
     if draft:
-        command += ["-md", str(draft), "--spec-draft-n-max", str(NUM_GUESSES), "--spec-draft-n-min", "0"]
-        command += ["--spec-draft-p-min", "0"]
+        command += ["-md", str(draft), "--spec-type", "draft-simple", "--spec-draft-p-min", "0"]
+        command += ["--spec-draft-n-max", str(NUM_GUESSES), "--spec-draft-n-min", "0"]
     address = f"http://127.0.0.1:{PORT}"
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:

@@ -128,7 +128,9 @@ class Scheduler:
         assert plan.rows or not any(moves.swap_out or moves.copy or moves.swap_in for moves in plan.moves)
         if plan.rows:
             plan.work = StepWork.of(plan.rows)
-            plan.drafts_prompts = self._speculation is not None and self._speculation.is_guessing
+            if self._speculation is not None:
+                self._speculation.planned(plan.rows)
+                plan.drafts_prompts = self._speculation.is_guessing
             if plan.work.num_chunks and self._cost is not None and not all(row.is_decode for row in plan.rows):
                 self._prompt_token_s = prompt_token_s(self._cost, plan, self.config.max_num_batched_tokens, limit)
             step.set_off(self._runs_ahead and not self._must_wait(step), of_stages=self._num_stages > 1)

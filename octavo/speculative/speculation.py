@@ -22,8 +22,9 @@ from octavo.step_cost import StepCost, StepWork
 _MOST_PREDICTED = 32  # guesses of a sequence in a step, from the prediction that came with its request
 # So much faster must a step with guesses be for one without them to be followed by it: predictions are not exact.
 _LEAST_GAIN = 1.03
-# Where a drafter's guesses were not worth their time, one sequence has so many of them again in every so many steps.
-_TRIAL_STEPS, _TRIAL_GUESSES = 128, 2
+# Where a drafter's guesses were not worth their time, one sequence has so many of them again: after so many steps, then
+# after as many as have passed, and in the end in every so many. So a bad beginning is soon made good.
+_TRIAL_GUESSES, _FIRST_TRIAL, _TRIAL_STEPS = 2, 4, 128
 
 
 @dataclass(slots=True)
@@ -53,7 +54,9 @@ class Speculation:
         self._num_sequences = 0  # that are guessed
         self._was_worth_it = False  # the last step that could have guesses had some
         self._draft_s = 0.0  # that a token more of all drafts takes
-        self._num_idle_steps = 0  # that could have had guesses, and had none
+        self._num_idle_steps = 0  # that could have had a drafter's guesses, and had none but for trials
+        self._next_trial = _FIRST_TRIAL
+        self._was_asked = False  # since the last step was planned, what a drafter should guess
 
     @property
     def is_idle(self) -> bool:
@@ -73,6 +76,8 @@ class Speculation:
             right, wrong = compare(about.guess, tokens)
             about.acceptance.observe(right, wrong, self._acceptance.rates[about.guess.level])
             self._acceptance.observe(about.guess.level, right, wrong)
+        elif about.guess.tokens:  # which nobody has made
+            about.acceptance.forget()
         about.guess, about.is_predicted = NO_GUESS, False
         if about.prediction_state is not None:
             most = max(0, min(_MOST_PREDICTED, seq.num_remaining_tokens - 1))
@@ -120,12 +125,23 @@ class Speculation:
     ) -> list[int]:
         """How many tokens a drafter guesses for each: what it costs is the same for one as for all. Its guesses are
         known only if it makes them; so where they were not worth it one sequence has some now and then."""
+        self._was_asked = True
         count = choose_draft_count(cost, work, prompts, candidates, self._draft_s, gain)
         counts = [min(count, candidate.num_guesses) for candidate in candidates]
-        self._num_idle_steps = 0 if count else self._num_idle_steps + 1
-        if self._num_idle_steps % _TRIAL_STEPS == _TRIAL_STEPS - 1:
+        if not count and self._num_idle_steps >= self._next_trial:
             counts[-1] = min(_TRIAL_GUESSES, candidates[-1].num_guesses)
         return counts
+
+    def planned(self, rows: List[PlannedRow]) -> None:
+        """A step of `rows` is going to run."""
+        was_asked, self._was_asked = self._was_asked, False
+        has_drafts = any(row.guesses and row.guesses[0] == TO_BE_GUESSED for row in rows)
+        if has_drafts and self._num_idle_steps < self._next_trial:
+            self._num_idle_steps, self._next_trial = 0, _FIRST_TRIAL
+        elif was_asked:
+            self._num_idle_steps += 1
+            if has_drafts:
+                self._next_trial = self._num_idle_steps + min(self._num_idle_steps, _TRIAL_STEPS)
 
     def must_wait(self, seqs: List[Sequence], rows: List[PlannedRow]) -> bool:
         """Whether the step after that of `rows` had better know the tokens of this one: it would verify guesses."""

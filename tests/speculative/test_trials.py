@@ -1,0 +1,59 @@
+"""A drafter's guesses are known only if it makes them: how often it is tried where they have been wrong."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from octavo.plan import TO_BE_GUESSED, PlannedRow
+from octavo.request import EngineRequest, Prompt
+from octavo.sampling_params import SamplingParams
+from octavo.sequence import Sequence
+from octavo.speculative.proposer import ToBeDrafted
+from octavo.speculative.speculation import Speculation
+from octavo.step_cost import StepCostModel
+
+COST = StepCostModel((40e-3, 1e-3, 1e-3, 1e-3, 1e-4, 0, 0, 0))
+MOST, A_GUESS_S = 4, 5e-3
+
+
+def guessed_steps(is_right: Callable[[int], bool], num_tokens: int) -> tuple[list[int], int]:
+    """Of one sequence that gets `num_tokens`: the numbers of its steps that had guesses, and how many steps it took.
+    `is_right` says of each token's place whether it would be guessed."""
+    speculation = Speculation(ToBeDrafted(100_000), MOST, COST)
+    request = EngineRequest("a", Prompt([1]), SamplingParams(), [], num_tokens + MOST + 2, 0.0)
+    seq = Sequence(request, (0.0, 0), 0)
+    speculation.took(seq, [0], None)
+    place, step, found = 0, 0, []
+    while place < num_tokens:
+        (guesses,) = speculation.choose([(seq, MOST)], [PlannedRow(0, 10, 1, 1)])
+        assert all(guess == TO_BE_GUESSED for guess in guesses)
+        rows = [PlannedRow(0, 10, 1 + len(guesses), 1 + len(guesses), 1, guesses)]
+        speculation.planned(rows)
+        # The token of a place is its number; a wrong guess is none of them.
+        drafts = tuple(place + i if is_right(place + i) else -7 for i in range(len(guesses)))
+        right = next((i for i, token in enumerate(drafts) if token < 0), len(drafts))
+        if guesses:
+            found.append(step)
+            speculation.drafted(rows, {0: drafts}, len(drafts) * A_GUESS_S)
+        speculation.took(seq, [place + i for i in range(right + 1)], drafts or None)
+        place, step = place + right + 1, step + 1
+    return found, step
+
+
+@pytest.mark.parametrize("num_wrong", [3, 20, 60])
+def test_a_bad_beginning_is_made_good_in_about_as_many_tokens(num_wrong: int) -> None:
+    found, num_steps = guessed_steps(lambda place: place >= num_wrong, num_wrong + 600)
+    without = [step for step in range(num_steps) if step not in found]
+    assert without[-1] < 3 * num_wrong + 16
+    assert num_steps < 3 * num_wrong + 16 + 600 / (MOST + 1) + 10
+
+
+def test_guesses_that_are_never_right_are_tried_in_fewer_than_two_steps_of_a_hundred() -> None:
+    found, num_steps = guessed_steps(lambda _: False, 4000)
+    assert num_steps == 4000
+    assert len(found) < 80
+    assert max(after - before for before, after in itertools.pairwise(found)) <= 130
+    assert sum(step > 400 for step in found) <= 72
