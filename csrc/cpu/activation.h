@@ -47,7 +47,8 @@ void activation(const void* args, int64_t task) {
         case kClip:
             return activate(a, task, [&](Vec x) { return min(set1(a.parameter0), max(set1(-a.parameter0), x)); });
         default:
-            return with_activation(a.kind, [&](auto f) { activate(a, task, f); });
+            return a.out_dtype == kBF16 ? with_activation<BF16>(a.kind, [&](auto f) { activate(a, task, f); })
+                                        : with_activation<F32>(a.kind, [&](auto f) { activate(a, task, f); });
     }
 }
 

@@ -65,11 +65,11 @@ inline Vec with_bias(const LinearArgs& a, const Products& p, int64_t r, int64_t 
     return a.matrix.bias ? add(y, load(a.matrix.bias + p.col + i)) : y;
 }
 
-// Calls f with what becomes of gate and up.
-template <class F>
+// Calls f with what becomes of gate and up, as exact as elements of type E can tell.
+template <class E, class F>
 inline void with_gate(const LinearArgs& a, F f) {
     if (a.activation != kClamped) {
-        return with_activation(a.activation, [&](auto activation) {
+        return with_activation<E>(a.activation, [&](auto activation) {
             f([=](Vec gate, Vec up) __attribute__((always_inline)) { return mul(activation(gate), up); });
         });
     }
@@ -208,16 +208,17 @@ void finish(const LinearArgs& a, const Products& p) {
     if (a.expands) expand(a, p);
     if (a.epilogue == kScatter) return scatter(a, p);
     if (a.epilogue == kGated && a.out_dtype == kQ8) {
-        return with_gate(a, [&](auto f) { quantize_gated(a, p, f); });
+        return with_gate<F32>(a, [&](auto f) { quantize_gated(a, p, f); });
     }
     if (a.epilogue == kActivated && a.out_dtype == kQ8) {
-        return with_activation(a.activation, [&](auto f) { quantize_activated(a, p, f); });
+        return with_activation<F32>(a.activation, [&](auto f) { quantize_activated(a, p, f); });
     }
     with_element(a.out_dtype, [&](auto element) {
-        using T = typename decltype(element)::T;
+        using E = decltype(element);
+        using T = typename E::T;
         const int64_t width = min_of(p.width, a.matrix.n - p.col);
         if (a.epilogue == kActivated) {
-            with_activation(a.activation, [&](auto f) {
+            with_activation<E>(a.activation, [&](auto f) {
                 write_outputs<T>(a, p, p.col, width,
                                  [&](const T*, int64_t r, int64_t i, int) { return f(with_bias(a, p, r, i)); });
             });
@@ -230,7 +231,7 @@ void finish(const LinearArgs& a, const Products& p) {
                 return fma(scale, with_bias(a, p, r, i), load_some(out, lanes));
             });
         } else {
-            with_gate(a, [&](auto f) {
+            with_gate<E>(a, [&](auto f) {
                 write_outputs<T>(a, p, p.col / 2, width / 2,
                                  [&](const T*, int64_t r, int64_t i, int) { return gated(a, p, r, i, f); });
             });

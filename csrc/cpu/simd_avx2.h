@@ -23,6 +23,7 @@ inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
 inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
 inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
+inline Vec reciprocal(Vec a) { return _mm256_div_ps(_mm256_set1_ps(1.0f), a); }
 inline Vec sqrt(Vec a) { return _mm256_sqrt_ps(a); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }

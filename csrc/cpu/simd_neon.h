@@ -31,6 +31,7 @@ inline Vec add(Vec a, Vec b) { return vaddq_f32(a, b); }
 inline Vec sub(Vec a, Vec b) { return vsubq_f32(a, b); }
 inline Vec mul(Vec a, Vec b) { return vmulq_f32(a, b); }
 inline Vec div(Vec a, Vec b) { return vdivq_f32(a, b); }
+inline Vec reciprocal(Vec a) { return vdivq_f32(vdupq_n_f32(1.0f), a); }
 inline Vec sqrt(Vec a) { return vsqrtq_f32(a); }
 inline Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
 // As on x86: the second operand where either is NaN.

@@ -24,6 +24,7 @@ inline Vec add(Vec a, Vec b) { return a + b; }
 inline Vec sub(Vec a, Vec b) { return a - b; }
 inline Vec mul(Vec a, Vec b) { return a * b; }
 inline Vec div(Vec a, Vec b) { return a / b; }
+inline Vec reciprocal(Vec a) { return 1.0f / a; }
 inline Vec sqrt(Vec a) {
     for (int i = 0; i < kLanes; ++i) a[i] = __builtin_sqrtf(a[i]);
     return a;
