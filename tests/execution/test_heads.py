@@ -161,6 +161,7 @@ _LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }  # fmt: skip
+_INDEX = _LATENT | {"index_topk": 6, "index_n_heads": 4, "index_head_dim": 16}
 _DELTA = {
     "linear_key_head_dim": 12, "linear_value_head_dim": 20, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention"], "num_experts": 4, "shared_expert_intermediate_size": 40,
@@ -172,17 +173,22 @@ _DELTA = {
     [
         {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe"},
         {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", **_LATENT},
+        {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", **_INDEX},
         {
-            "architectures": ["DeepseekV32ForCausalLM"],
-            "model_type": "deepseek_v32",
-            "index_topk": 6,
-            "index_n_heads": 4,
-            "index_head_dim": 16,
-            **_LATENT,
+            "architectures": ["GlmMoeDsaForCausalLM"],
+            "model_type": "glm_moe_dsa",
+            "indexer_types": ["full", "shared"],
+            **_INDEX,
         },
         {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", **_DELTA},
     ],
-    ids=["keys and values", "latent attention", "an index of keys", "states beside keys and values"],
+    ids=[
+        "keys and values",
+        "latent attention",
+        "an index of keys",
+        "an index, where the last layer has none",
+        "states beside keys and values",
+    ],
 )
 def test_modules_of_multi_token_prediction_change_no_answer(
     tmp_path: Path, tiny_tokenizer: Path, settings: dict[str, Any]
