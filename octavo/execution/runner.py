@@ -366,11 +366,15 @@ class Runner:
             def prompt_logits(begin: int, end: int) -> Array:
                 return self.computation.logits_after(inputs, outputs.hidden, begin, end)
 
-            if self._cross is not None and aligned:
-                self._cross.keep_queries(cast(CrossModel, self.model))
-            outputs = self.computation.outputs(inputs, num_samples) if captured is None else captured.step.outputs
-            if self._cross is not None and aligned:
-                step.alignment = self._cross.alignment(self.ops, cast(CrossModel, self.model), aligned, self.caches)
+            if captured is not None:
+                outputs = captured.step.outputs
+            elif self._cross is not None and aligned:
+                crossing = cast(CrossModel, self.model)
+                with self._cross.keeping_queries(crossing):
+                    outputs = self.computation.outputs(inputs, num_samples)
+                step.alignment = self._cross.alignment(self.ops, crossing, aligned, self.caches)
+            else:
+                outputs = self.computation.outputs(inputs, num_samples)
             if self.keeps_features:
                 step.features = outputs.features[: used.tokens]
             if self._links.behind is not None:
@@ -403,6 +407,8 @@ class Runner:
         if self._links.behind is not None:
             self._send(step, used.tokens)
         self._prompt_logprobs.forget(plan)
+        if self._cross is not None:
+            self._cross.submitted(plan, aligned)
         return step
 
     def _send(self, step: SubmittedStep, num_tokens: int) -> None:
