@@ -16,6 +16,7 @@ from octavo.execution.executor import LocalExecutor
 from octavo.models.heads import ChainHead
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
+from octavo.speculative.methods import make_speculation
 from octavo.speculative.proposer import ToBeDrafted
 from octavo.speculative.speculation import Speculation
 from tests.execution.late_device import LateDevice
@@ -103,6 +104,27 @@ def test_a_head_changes_no_answer(model: Path, heads: dict[str, Path], method: s
     assert_same(found, expected, place)
 
 
+def answer_of(core: EngineCore) -> tuple[list[int], dict[int, tuple[int, ...]]]:
+    """The prompt and answer of one request, and what was guessed by the place of the first guess."""
+    guessed: dict[int, tuple[int, ...]] = {}
+    submit = core.executor.submit
+
+    def watched(plan: Any) -> Any:
+        step: Any = submit(plan)
+        [planned] = plan.rows
+        if planned.guesses:
+            guessed[planned.num_computed + 1] = step._guesses[planned.row]
+        return step
+
+    core.executor.submit = watched  # type: ignore[method-assign]
+    tokens = [5 + i * 7 % 90 for i in range(31)]
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    core.add(EngineRequest("r", Prompt(list(tokens)), params, [EOS], 20, 0.0))
+    while core.has_work:
+        tokens += [token for output in core.step().outputs for token in output.token_ids]
+    return tokens, guessed
+
+
 @pytest.mark.parametrize("eager", [False, True], ids=["recorded", "call by call"])
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_guesses_are_those_of_the_whole_sequence(model: Path, heads: dict[str, Path], method: str, eager: bool) -> None:
@@ -110,23 +132,7 @@ def test_guesses_are_those_of_the_whole_sequence(model: Path, heads: dict[str, P
     core = EngineCore(config, None, Speculation(ToBeDrafted(96), 3))
     executor = core.executor
     assert isinstance(executor, LocalExecutor)
-    guessed: dict[int, tuple[int, ...]] = {}  # by the place of the first guess
-    submit = executor.submit
-
-    def watched(plan: Any) -> Any:
-        step = submit(plan)
-        [planned] = plan.rows
-        if planned.guesses:
-            guessed[planned.num_computed + 1] = step._guesses[planned.row]
-        return step
-
-    executor.submit = watched  # type: ignore[method-assign]
-    prompt = [5 + i * 7 % 90 for i in range(31)]
-    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    core.add(EngineRequest("r", Prompt(prompt), params, [EOS], 20, 0.0))
-    tokens = list(prompt)
-    while core.has_work:
-        tokens += [token for output in core.step().outputs for token in output.token_ids]
+    tokens, guessed = answer_of(core)
     assert len(guessed) > 5
     runner = executor.worker.runner
     head: Any = executor.worker._draft.runner.model  # type: ignore[union-attr]
@@ -150,6 +156,17 @@ def test_guesses_are_those_of_the_whole_sequence(model: Path, heads: dict[str, P
         expected = head.target_ids[expected]
     assert {at: guesses[0] for at, guesses in guessed.items()} == {at: int(expected[at - 2]) for at in guessed}
     assert any(len(set(guesses)) > 1 for guesses in guessed.values())
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa"])
+def test_a_head_guesses_on_a_device_that_runs_ahead_what_it_guesses_elsewhere(
+    model: Path, heads: dict[str, Path], method: str
+) -> None:
+    config = config_of(model, **settings(method, heads))
+    of_method = make_speculation(config.speculative, None, 96)
+    expected = answer_of(EngineCore(config, None, of_method))
+    of_method = make_speculation(config.speculative, None, 96)
+    assert answer_of(EngineCore(config, late_executor(config, LateDevice(0)), of_method)) == expected
 
 
 _EXPERTS = {
