@@ -11,6 +11,7 @@ keys of those heads: to multiply them is left to who asks, so that no step waits
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,6 +71,7 @@ class CrossOutputs:
         self._num_tokens = num_tokens  # of an output, at most
         self._lens = np.ones(num_rows, np.int32)  # what a row's tokens attend to
         self._starts = np.full(num_rows, _NEVER)  # the first of them that sees it
+        self._unkept: dict[int, Admission] = {}  # by row: of sequences with a medium that nothing is computed of
         self._wishes: dict[int, _Wish] = {}  # by row
         self._offsets = np.arange(num_tokens) % block_size
         self._blocks = np.arange(num_tokens) // block_size
@@ -77,9 +79,8 @@ class CrossOutputs:
     def starting(self, plan: StepPlan) -> Iterator[tuple[NDArray[Any], NDArray[np.int64]]]:
         """Of each sequence that starts: the output [N, H] in the model's type, and the slots [N] int64 of what is made
         of it."""
-        starts = {planned.row for planned in plan.rows if not planned.num_computed}
-        for admission in plan.admissions:
-            if admission.row in starts and admission.media:
+        for planned in plan.rows if self._unkept else ():
+            if not planned.num_computed and (admission := self._unkept.get(planned.row)) is not None:
                 rows = self._output(admission).astype(self._dtype)
                 blocks = np.array(admission.block_tables[self._group], np.int64)[self._blocks[: len(rows)]]
                 yield rows, blocks * self._block_size + self._offsets[: len(rows)]
@@ -97,7 +98,9 @@ class CrossOutputs:
     def admit(self, admission: Admission) -> None:
         row = admission.row
         self._lens[row], self._starts[row] = 1, _NEVER  # of something: who sees nothing attends in vain
+        self._unkept.pop(row, None)
         if admission.media:
+            self._unkept[row] = admission
             self._lens[row], self._starts[row] = len(self._output(admission)), admission.media[0].position
         self._wishes.pop(admission.row, None)
         num_prompt, heads = admission.num_prompt_tokens, admission.params.alignment_heads
@@ -112,7 +115,7 @@ class CrossOutputs:
         into.blind[: len(row_of)] = np.where(positions < self._starts[row_of], 0, -1)
 
     def aligned(self, plan: StepPlan) -> list[_Part]:
-        """The prompt tokens of the step whose cross attention is wanted. To be called once."""
+        """The prompt tokens of a step whose cross attention is wanted."""
         found = []
         end = 0
         for planned in plan.rows if self._wishes else ():
@@ -120,14 +123,28 @@ class CrossOutputs:
             if (wish := self._wishes.get(planned.row)) is not None:
                 is_last = planned.num_computed + planned.num_tokens >= wish.num_prompt_tokens
                 found.append(_Part(planned.row, wish, first, end, is_last))
-                if is_last:
-                    del self._wishes[planned.row]
         return found
 
-    def keep_queries(self, model: CrossModel) -> None:
-        """For the step that runs next, after which `alignment` is to be called."""
-        for layer, _ in model.cross_layers:
+    def submitted(self, plan: StepPlan, parts: Sequence[_Part]) -> None:
+        """The device has been given the step of a plan, of which `aligned` has told these parts: what has started has
+        its output, and of prompts that end with it nothing more is wanted."""
+        for planned in plan.rows if self._unkept else ():
+            self._unkept.pop(planned.row, None)
+        for part in parts:
+            if part.is_last:
+                del self._wishes[part.row]
+
+    @contextmanager
+    def keeping_queries(self, model: CrossModel) -> Iterator[None]:
+        """Meanwhile the model computes a step, after which `alignment` is to be called."""
+        layers = [layer for layer, _ in model.cross_layers]
+        for layer in layers:
             layer.keeps_query = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.keeps_query = False
 
     def alignment(
         self, ops: Ops, model: CrossModel, parts: Sequence[_Part], caches: Sequence[LayerKVCache]
@@ -146,5 +163,5 @@ class CrossOutputs:
                 [query[first:end, head] for query, (_, head) in pairs], [one[:, : self._num_tokens] for one in keys]
             )
         for layer, _ in layers:
-            layer.keeps_query, layer.query = False, None
+            layer.query = None
         return found

@@ -85,7 +85,7 @@ class Draft:
         self.runner = runner = Runner(model, ops, device, table, limits.max_num_batched_tokens)
         if isinstance(model, ChainHead):
             if isinstance(model, Eagle3Head):
-                target.taps = model.taps
+                target.computation.taps = model.taps
                 model.target.watch = model.taps.see
             if model.target_ids is not None:
                 runner.target_ids = ops.place(model.target_ids.reshape(-1, 1))

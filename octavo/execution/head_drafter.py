@@ -72,6 +72,7 @@ class ChainDrafter:
     def draft(self, plan: StepPlan) -> Guesses:
         """Guess for the rows of a plan that leaves guesses to be made."""
         has_vocabulary = self._head.target_ids is None
+        self._runner.put_off(self._changes)  # where nothing has been computed since
         self._changes = changes_of(plan, self._group, len(self._runner.table.blocks), has_vocabulary)
         self._runner.take_in(self._changes)
         for admission in plan.admissions:

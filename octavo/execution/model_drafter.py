@@ -86,6 +86,7 @@ class ModelDrafter:
             except DeviceMemoryError as e:
                 rows = [planned.row for planned in first]
                 self._num_drafted[rows] = self._num_filled[rows]
+                self._runner.put_off(changes)
                 logger.debug("no tokens are guessed: %s", e)
         else:
             self._runner.put_off(changes)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.batch import GroupTables, StepBatch
 from octavo.errors import DeviceMemoryError
 from octavo.execution.block_mover import BlockMover
 from octavo.execution.cross_outputs import CrossOutputs
@@ -29,9 +27,10 @@ from octavo.execution.pooling_table import PoolingTable
 from octavo.execution.prompt_logprobs import MOST_ROWS, PromptLogprobs
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import UPDATES_PER_DECODE, Padding, StepArrays, StepLayout, StepShape, pad
+from octavo.execution.step_computation import StepComputation
 from octavo.execution.submitted_step import Captured, Stage, SubmittedStep
 from octavo.execution.team import ALONE, Team
-from octavo.models.registry import CrossModel, Model, PoolingModel, StageModel
+from octavo.models.registry import CrossModel, Model, StageModel
 from octavo.ops import Array, DeviceOps, LayerKVCache, Ops, ParallelDeviceOps
 from octavo.plan import StepPlan, StepResult
 from octavo.pooling_params import PoolingConfig
@@ -45,7 +44,6 @@ from octavo.speculative.synthetic import SyntheticAcceptance
 if TYPE_CHECKING:
     from octavo.execution.adapter_store import AdapterStore
     from octavo.lora.ops import AdaptedOps
-    from octavo.models.heads import Taps
 
 # Where steps run ahead two may be under way, and a third is written meanwhile.
 _NUM_STAGES_AHEAD = 3
@@ -108,9 +106,11 @@ class Runner:
         self._largest = replace(self._largest, crosses=cross is not None)
         if self._links.before is not None:
             of_stage = cast(StageModel, model)
-            self._stream_dtype = of_stage.stream_dtype
-            item_bytes = 4 if self._stream_dtype == "float32" else 2
+            item_bytes = 4 if of_stage.stream_dtype == "float32" else 2
             self._largest = replace(self._largest, entering_bytes=of_stage.hidden_size * item_bytes)
+        self.computation = StepComputation(
+            model, ops, device, self._largest, self._tables, self._links, None if adapters is None else adapters.ops
+        )
         # What goes to the stage behind, on its way from a device with memory of its own.
         self._leaving: NDArray[np.uint8] | None = None
         if self._links.behind is not None and not device.shares_memory:
@@ -124,32 +124,14 @@ class Runner:
         self._buffer = device.beside(self._stages[0].inputs)  # what the stages are uploaded to
         self.captured: list[Captured] = []
         self.keeps_features = False  # whether steps have their `features`
-        self.taps: Taps | None = None  # what makes them of other layers than the last
         self.target_ids: Array | None = None  # [vocab_size, 1] int64: what its tokens are to others, if not the same
         self.synthetic: SyntheticAcceptance | None = None  # for benchmarks
 
     def use_caches(self, caches: Sequence[LayerKVCache], mover: BlockMover) -> None:
         """Where keys and values are kept, by layer. To be called before anything runs; captured steps stay with what
         they were captured with."""
-        self.caches, self._mover = caches, mover
-
-    def hidden(self, inputs: StepArrays[Array]) -> tuple[Array, Array]:
-        """`StepModel.hidden`."""
-        with self._taking(inputs.adapter_slots):
-            hidden = self.model.forward(self._batch(inputs), self.caches)
-        features = None if self.taps is None else self.taps.features
-        return hidden, hidden if features is None else features
-
-    def logits(self, inputs: StepArrays[Array], hidden: Array) -> tuple[Array, Array]:
-        """`StepModel.logits`."""
-        if self._links.behind is not None:
-            return hidden, hidden  # which nobody reads
-        if self.pooling is not None:
-            vectors = cast(PoolingModel, self.model).pool(hidden, inputs.pool_starts, inputs.sample_rows)
-            return vectors, vectors
-        with self._taking(inputs.sample_adapter_slots):
-            logits = self.model.logits(self.ops.take_rows(hidden, inputs.sample_rows))
-        return logits, self.ops.argmax(logits)
+        self.caches = self.computation.caches = caches
+        self._mover = mover
 
     def capture(self) -> None:
         """Capture the steps that are worth it, the largest first: the smaller ones find their memory already there."""
@@ -163,7 +145,7 @@ class Runner:
             self._upload(self._stages[0], layout.num_bytes)
             self.device.compute.record().wait()
             inputs = layout.on_device(self._buffer, self.device.view)
-            self.captured.insert(0, Captured(layout, inputs, staged, self.device.capture(self, inputs)))
+            self.captured.insert(0, Captured(layout, inputs, staged, self.device.capture(self.computation, inputs)))
 
     @property
     def captured_bytes(self) -> int:
@@ -228,7 +210,7 @@ class Runner:
         inputs = layout.on_device(self._buffer, self.device.view)
 
         def work() -> None:
-            logits, best = self.logits(inputs, self.hidden(inputs)[0])
+            logits, best = self.computation.logits(inputs, self.computation.hidden(inputs)[0])
             if self.pooling is not None or self._links.behind is not None:
                 return
             raw = self.ops.rows_of(logits, np.arange(num_samples))  # as if all asked what they were before
@@ -382,14 +364,17 @@ class Runner:
 
         def finish() -> None:
             def prompt_logits(begin: int, end: int) -> Array:
-                with self._taking(inputs.adapter_slots[begin:end]):
-                    return self.model.logits(outputs.hidden[begin:end])
+                return self.computation.logits_after(inputs, outputs.hidden, begin, end)
 
-            if self._cross is not None and aligned:
-                self._cross.keep_queries(cast(CrossModel, self.model))
-            outputs = self._run(inputs, num_samples) if captured is None else captured.step.outputs
-            if self._cross is not None and aligned:
-                step.alignment = self._cross.alignment(self.ops, cast(CrossModel, self.model), aligned, self.caches)
+            if captured is not None:
+                outputs = captured.step.outputs
+            elif self._cross is not None and aligned:
+                crossing = cast(CrossModel, self.model)
+                with self._cross.keeping_queries(crossing):
+                    outputs = self.computation.outputs(inputs, num_samples)
+                step.alignment = self._cross.alignment(self.ops, crossing, aligned, self.caches)
+            else:
+                outputs = self.computation.outputs(inputs, num_samples)
             if self.keeps_features:
                 step.features = outputs.features[: used.tokens]
             if self._links.behind is not None:
@@ -422,6 +407,8 @@ class Runner:
         if self._links.behind is not None:
             self._send(step, used.tokens)
         self._prompt_logprobs.forget(plan)
+        if self._cross is not None:
+            self._cross.submitted(plan, aligned)
         return step
 
     def _send(self, step: SubmittedStep, num_tokens: int) -> None:
@@ -450,39 +437,6 @@ class Runner:
             known: Any = sampled.tokens
             sampled.tokens = self.ops.take_rows(self.target_ids, known * (known > 0)).reshape(-1)
         return sampled
-
-    def _run(self, inputs: StepArrays[Array], num_samples: int) -> StepOutputs:
-        hidden, features = self.hidden(inputs)
-        if not num_samples or self._links.behind is not None:
-            return StepOutputs(hidden, features, hidden[:0], hidden[:0])
-        return StepOutputs(hidden, features, *self.logits(inputs, hidden))
-
-    def _batch(self, inputs: StepArrays[Array]) -> StepBatch:
-        """The model's input. What only the device knows comes from its own tables."""
-        token_ids, tables = inputs.token_ids, inputs.block_tables
-        if self._tables is not None:
-            token_ids, tables = self._tables.resolve(self.ops, inputs)
-            _device_ops(self.ops).begin_step(inputs.query_start_loc, inputs.seq_lens)
-        return StepBatch(
-            token_ids=token_ids,
-            positions=inputs.positions,
-            query_start_loc=inputs.query_start_loc,
-            seq_lens=inputs.seq_lens,
-            sample_rows=inputs.sample_rows,
-            groups=tuple(GroupTables(inputs.slot_mapping[g], tables[g]) for g in range(self._largest.groups)),
-            media_rows=None if self._media is None else inputs.media_rows,
-            media_indices=None if self._media is None else inputs.media_indices,
-            cross_lens=inputs.cross_lens,
-            blind=inputs.blind,
-            token_types=inputs.token_types,
-            entering=self.device.view(inputs.entering, self._stream_dtype) if self._largest.entering_bytes else None,
-            axis_positions=inputs.axis_positions if self._largest.axes else None,
-            key_ends=inputs.key_ends if self._largest.sees_ahead else None,
-        )
-
-    def _taking(self, slots: Array) -> AbstractContextManager[None]:
-        """Meanwhile each row of the model takes the adapter of its slot, if the step has any."""
-        return nullcontext() if self._adapters is None or not len(slots) else self._adapters.ops.taking(slots)
 
     def _shape_of(self, plan: StepPlan, num_updates: int) -> StepShape:
         _, _, num_tokens, num_positions, num_forks, _ = zip(*plan.rows, strict=True)

@@ -1,6 +1,6 @@
 """The GGUF architectures: for each the class of `transformers` that its files are of, what its metadata says in
 config.json's words, and how its tensors are called and laid out. `gguf_config` and `gguf_tensors` read files by it,
-`gguf_settings` and `gguf_layout` have what its entries share.
+`gguf_settings` and `gguf_layout` have what its entries share. Those whose layers keep states are in `gguf_recurrent`.
 
 An architecture has a line here once a test has compared its logits with those of `transformers`; the others are refused
 by name.
@@ -9,14 +9,13 @@ by name.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from octavo.loading.gguf_layout import PERMUTED, RANK, Architecture, Names, per_group, per_head, shared
 from octavo.loading.gguf_metadata import Metadata
+from octavo.loading.gguf_recurrent import GRANITE, GRANITE_MULTIPLIERS, RECURRENT
 from octavo.loading.gguf_settings import (
     LATENT,
-    MAMBA_1,
-    MAMBA_2,
+    MLP,
     QKVO,
     WINDOW,
     biases,
@@ -26,10 +25,8 @@ from octavo.loading.gguf_settings import (
     growing_rope,
     has,
     keys_are_values,
-    layers_by,
     number,
     of_layers,
-    periods,
     real,
     rows_of,
     share_cut_off,
@@ -47,31 +44,6 @@ _GPT2 = {
 _GPT2_TOP = {
     "token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f",
 }  # fmt: skip
-# Gate and up are one matrix in checkpoints. Files of models without experts have the shared one's as others their own.
-_GRANITE = {"ffn_gate_inp": "block_sparse_moe.router.layer"} | {
-    f"ffn_{part}{end}": f"shared_mlp.{name}"
-    for part, name in (("gate", "input_linear.0"), ("up", "input_linear.1"), ("down", "output_linear"))
-    for end in ("", "_shexp")
-}
-_JAMBA = {
-    "ffn_norm": "pre_ff_layernorm", "ffn_gate": "feed_forward.gate_proj", "ffn_up": "feed_forward.up_proj",
-    "ffn_down": "feed_forward.down_proj",
-}  # fmt: skip
-_FINAL_NORM = {"output_norm": "model.final_layernorm"}
-_BACKBONE_TOP = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"}
-_LFM_TOP = {"token_embd_norm": "model.embedding_norm"}
-_LFM = {
-    "attn_norm": "operator_norm", "attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm",
-    "attn_output": "self_attn.out_proj", "ffn_norm": "ffn_norm", "ffn_gate": "feed_forward.w1",
-    "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2", "shortconv.conv": "conv.conv",
-    "shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj",
-}  # fmt: skip
-_DELTA = {
-    "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z", "ssm_in": "linear_attn.in_proj_qkvz",
-    "ssm_ba": "linear_attn.in_proj_ba", "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a",
-    "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
-    **shared("mlp.shared_expert"),
-}  # fmt: skip
 _TOKEN_INPUTS_TOP = {
     "per_layer_token_embd": "model.embed_tokens_per_layer", "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
@@ -85,26 +57,6 @@ _ENCODER_TOP = {
     "token_embd": "embeddings.word_embeddings", "position_embd": "embeddings.position_embeddings",
     "token_types": "embeddings.token_type_embeddings", "token_embd_norm": "embeddings.LayerNorm",
 }  # fmt: skip
-
-
-def _state_space(name: str) -> dict[str, str]:
-    """Modules of Mamba 1 and 2, which checkpoints have under this one."""
-    modules = {
-        "in": "in_proj", "conv1d": "conv1d", "x": "x_proj", "dt": "dt_proj", "dt_norm": "dt_layernorm",
-        "b_norm": "b_layernorm", "c_norm": "c_layernorm", "norm": "norm", "out": "out_proj",
-    }  # fmt: skip
-    return {f"ssm_{own}": f"{name}.{module}" for own, module in modules.items()}
-
-
-def _state_tensors(name: str, has_time_matrix: bool = False) -> dict[str, str]:
-    """Tensors of theirs whose names end in another way."""
-    found = {"ssm_a": f"{name}.A_log", "ssm_d": f"{name}.D"}
-    return found if has_time_matrix else found | {"ssm_dt.bias": f"{name}.dt_bias"}
-
-
-def _is_bamba(m: Metadata) -> bool:
-    """Of the two hybrids in files of Granite's kind, the one whose layers rotate."""
-    return bool(m.get("rope.scaling.finetuned", True))
 
 
 def _has_two_norms(m: Metadata) -> bool:
@@ -122,23 +74,8 @@ def _falcon_names(m: Metadata) -> Names:
 # Settings. Values that are no functions of the metadata stand for themselves.
 _SILU = {"hidden_act": "silu"}
 _QKV_BIAS = {"attention_bias": biases("attn_q", "attn_k", "attn_v")}
-_LLAMA_BIASES = {"attention_bias": biases(*QKVO), "mlp_bias": biases("ffn_gate", "ffn_up", "ffn_down")}
+_LLAMA_BIASES = {"attention_bias": biases(*QKVO), "mlp_bias": biases(*MLP)}
 _SOFTCAPS = {name: real(name) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
-_MULTIPLIERS = {
-    "attention_multiplier": real("attention.scale"), "embedding_multiplier": real("embedding_scale"),
-    "residual_multiplier": real("residual_scale"), "logits_scaling": real("logit_scale"),
-}  # fmt: skip
-_LFM_SETTINGS: dict[str, Any] = {
-    "layer_types": layers_by({"attn_q.weight": "full_attention"}, "conv"), "conv_L_cache": number("shortconv.l_cache"),
-    "conv_bias": biases("shortconv.conv", "shortconv.in_proj", "shortconv.out_proj"),
-}  # fmt: skip
-_DELTA_SETTINGS: dict[str, Any] = {
-    "linear_conv_kernel_dim": number("ssm.conv_kernel"), "linear_key_head_dim": number("ssm.state_size"),
-    "linear_num_key_heads": number("ssm.group_count"), "linear_num_value_heads": number("ssm.time_step_rank"),
-    "linear_value_head_dim": lambda m: m.number("ssm.inner_size") // m.number("ssm.time_step_rank"),
-    "layer_types": layers_by({"attn_q.weight": "full_attention"}, "linear_attention"),
-}  # fmt: skip
-_BY_TURNS = {"linear_value_heads_alternate": True}  # heads of values go by turns to those of keys
 _ENCODER = {"type_vocab_size": rows_of("token_types.weight")}
 
 # Architectures of which files have several names, or nearly.
@@ -148,27 +85,6 @@ _QWEN_3_MOE = Architecture(class_name="Qwen3MoeForCausalLM", experts=True)
 _GEMMA_3 = Architecture(
     class_name="Gemma3ForCausalLM", names=_AROUND, norm_offset=1.0,
     settings=_SOFTCAPS | window(6) | {"query_pre_attn_scalar": gemma_scalar(62), "rope_parameters": by_layer_type},
-)  # fmt: skip
-_NEMOTRON_H = Architecture(
-    class_name="NemotronHForCausalLM", top_names=_BACKBONE_TOP, layer_prefix="backbone.layers.", experts=False,
-    names=_state_space("mixer") | shared("mixer.shared_experts") | {
-        "attn_norm": "norm", "attn_q": "mixer.q_proj", "attn_k": "mixer.k_proj", "attn_v": "mixer.v_proj",
-        "attn_output": "mixer.o_proj", "ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj",
-        "ffn_gate_inp": "mixer.gate",
-    },
-    tensor_names=_state_tensors("mixer") | {"exp_probs_b.bias": "mixer.gate.e_score_correction_bias"},
-    settings=MAMBA_2 | {
-        "moe_shared_expert_intermediate_size": number("expert_shared_feed_forward_length"),
-        "mlp_bias": biases("ffn_up", "ffn_down"),
-        "layer_types": layers_by(
-            {"attn_q.weight": "full_attention", "ssm_in.weight": "linear_attention", "ffn_gate_inp.weight": "moe"},
-            "mlp",
-        ),
-    },
-)  # fmt: skip
-_QWEN_3_5 = Architecture(
-    class_name="Qwen3_5ForCausalLM", norm_offset=1.0, names=_DELTA, tensor_names=_state_tensors("linear_attn"),
-    settings=_DELTA_SETTINGS | _BY_TURNS,
 )  # fmt: skip
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -198,74 +114,18 @@ ARCHITECTURES: dict[str, Architecture] = {
     "seed_oss": Architecture(class_name="SeedOssForCausalLM", settings=_QKV_BIAS),
     "smollm3": Architecture(class_name="SmolLM3ForCausalLM", rows=PERMUTED),
     "ernie4_5": Architecture(class_name="Ernie4_5ForCausalLM", settings={"use_bias": biases(*QKVO)}),
-    "granite": Architecture(class_name="GraniteForCausalLM", rows=PERMUTED, settings=_LLAMA_BIASES | _MULTIPLIERS),
+    "granite": Architecture(
+        class_name="GraniteForCausalLM", rows=PERMUTED, settings=_LLAMA_BIASES | GRANITE_MULTIPLIERS
+    ),
     "granitemoe": Architecture(
-        class_name="GraniteMoeForCausalLM", names=_GRANITE, rows=PERMUTED, experts=True,
+        class_name="GraniteMoeForCausalLM", names=GRANITE, rows=PERMUTED, experts=True,
         variants={"GraniteMoeSharedForCausalLM": lambda m: m.number("expert_shared_feed_forward_length", 0) > 0},
-        settings=_MULTIPLIERS | {
+        settings=GRANITE_MULTIPLIERS | {
             "shared_intermediate_size": number("expert_shared_feed_forward_length", 0),
             "attention_bias": biases(*QKVO),
         },
     ),
-    "granitehybrid": Architecture(
-        class_name="GraniteMoeHybridForCausalLM", variants={"BambaForCausalLM": _is_bamba}, rows=PERMUTED, experts=True,
-        names=lambda m: _state_space("mamba") | (_JAMBA if _is_bamba(m) else _GRANITE),
-        top_names=lambda m: _FINAL_NORM if _is_bamba(m) else {}, tensor_names=_state_tensors("mamba"),
-        settings=_MULTIPLIERS | MAMBA_2 | {
-            "num_experts": number("expert_count", 0), "position_embedding_type": "nope",
-            "shared_intermediate_size": lambda m: m.number(
-                "expert_shared_feed_forward_length", m.number("feed_forward_length")
-            ),
-            "layer_types": layers_by({"attn_q.weight": "full_attention"}, "linear_attention"),
-            "attn_layer_indices": lambda m: [i for i in range(m.number("block_count")) if m.has("attn_q.weight", i)],
-        },
-    ),
-    "mamba": Architecture(
-        class_name="MambaForCausalLM", variants={"FalconMambaForCausalLM": lambda m: bool(m.get("ssm.dt_b_c_rms"))},
-        names=_state_space("mixer") | {"attn_norm": "norm"}, tensor_names=_state_tensors("mixer", has_time_matrix=True),
-        top_names=_BACKBONE_TOP, layer_prefix="backbone.layers.", is_without_heads=True,
-        settings=MAMBA_1,
-    ),
-    "mamba2": Architecture(
-        class_name="Mamba2ForCausalLM", names=_state_space("mixer") | {"attn_norm": "norm"},
-        tensor_names=_state_tensors("mixer"), top_names=_BACKBONE_TOP, layer_prefix="backbone.layers.",
-        is_without_heads=True,
-        settings=MAMBA_2 | {"num_heads": MAMBA_2["mamba_n_heads"], "head_dim": MAMBA_2["mamba_d_head"]},
-    ),
-    "jamba": Architecture(
-        class_name="JambaForCausalLM", tensor_names=_state_tensors("mamba", has_time_matrix=True), experts=False,
-        names=_JAMBA | _state_space("mamba") | {"ffn_gate_inp": "feed_forward.router"}, top_names=_FINAL_NORM,
-        settings=MAMBA_1 | periods("attn_q.weight", "attn") | periods("ffn_gate_inp.weight", "expert") | {
-            "num_experts": number("expert_count", 0),
-        },
-    ),
-    # The multipliers are in the weights, and what llama.cpp normalizes is what the gate has multiplied.
-    "falcon-h1": Architecture(
-        class_name="FalconH1ForCausalLM", names=_JAMBA | _state_space("mamba"), top_names=_FINAL_NORM,
-        tensor_names=_state_tensors("mamba") | {"ffn_norm": "pre_ff_layernorm.weight"},
-        settings=MAMBA_2 | {
-            "mamba_d_ssm": number("ssm.inner_size"), "mamba_norm_before_gate": False,
-            "mamba_rms_norm": has("ssm_norm.weight"), "projectors_bias": biases("ssm_out"),
-            "mlp_bias": _LLAMA_BIASES["mlp_bias"],
-        },
-    ),
-    "nemotron_h": _NEMOTRON_H,
-    "nemotron_h_moe": _NEMOTRON_H,
-    "lfm2": Architecture(
-        class_name="Lfm2ForCausalLM", names=_LFM, top_names=_LFM_TOP,
-        settings=_LFM_SETTINGS | {"block_auto_adjust_ff_dim": False},  # it is what the file says
-    ),
-    "lfm2moe": Architecture(
-        class_name="Lfm2MoeForCausalLM", names=_LFM | {"ffn_gate_inp": "feed_forward.gate"}, top_names=_LFM_TOP,
-        tensor_names={"exp_probs_b.bias": "feed_forward.expert_bias"}, experts=True,
-        settings=_LFM_SETTINGS | {"use_expert_bias": has("exp_probs_b.bias")},
-    ),
-    "qwen3next": Architecture(
-        class_name="Qwen3NextForCausalLM", norm_offset=1.0, names=_DELTA, tensor_names=_state_tensors("linear_attn"),
-        settings=_DELTA_SETTINGS, experts=True,
-    ),
-    "qwen35": _QWEN_3_5,
-    "qwen35moe": replace(_QWEN_3_5, class_name="Qwen3_5MoeForCausalLM", experts=True),
+    **RECURRENT,
     "dots1": Architecture(class_name="Dots1ForCausalLM", settings={"sliding_window": 0}, experts=False),
     "glm4moe": Architecture(
         class_name="Glm4MoeForCausalLM", settings=_QKV_BIAS | {"use_qk_norm": has("attn_q_norm.weight")}, experts=False
@@ -440,7 +300,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
     ),
     "phi2": Architecture(
-        class_name="PhiForCausalLM", top_names=_FINAL_NORM,
+        class_name="PhiForCausalLM", top_names={"output_norm": "model.final_layernorm"},
         names={
             "attn_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             "attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2",

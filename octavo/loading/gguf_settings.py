@@ -14,6 +14,7 @@ from octavo.loading.gguf_layout import Setting
 from octavo.loading.gguf_metadata import Metadata
 
 QKVO = ("attn_q", "attn_k", "attn_v", "attn_output")
+MLP = ("ffn_gate", "ffn_up", "ffn_down")
 
 
 def number(key: str, default: int | None = None) -> Setting:

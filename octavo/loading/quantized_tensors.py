@@ -2,15 +2,14 @@
 configuration names. What the tensors mean is `octavo.quantization`'s business.
 
 A module's matrix gets the name that it has where nothing is quantized, so that models know nothing of this. Shapes and
-scales are checked here; what is wrong is said in one line.
+scales are checked here and in `quantized_module`; what is wrong is said in one line.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,11 +18,8 @@ from numpy.typing import NDArray
 
 from octavo.errors import LoadError
 from octavo.loading.file_tensor import FileTensor
+from octavo.loading.quantized_module import FLOATS, INT8, QuantizedFiles, QuantizedModule, Settings, Tensors
 from octavo.quantization import Layout, StoredWeight
-from octavo.quantization.formats import PLAIN
-
-Tensors = dict[str, FileTensor]
-Settings = Mapping[str, Any]
 
 # What is left of a quantized checkpoint that nothing here computes with: activations are quantized as they come, and
 # the cache is not quantized by a checkpoint's scales.
@@ -31,7 +27,6 @@ _UNUSED = re.compile(
     r".*\.(input_scale|input_scale_ub|input_zero_point|input_global_scale|output_scale|k_scale|v_scale|kv_scale|q_scale"
     r"|prob_scale|weight_shape|weight_format)"
 )
-_INT8 = Layout(8, 32, False)
 
 
 def method_of(settings: Settings) -> str:
@@ -48,93 +43,15 @@ def quantized_tensors(tensors: Tensors, settings: Settings, source: str) -> Tens
             f"{source} is quantized with {method!r}, which is not built; {', '.join(sorted(METHODS))} are, and GGUF "
             "files."
         )
-    files = _Files(tensors, settings, source)
+    files = QuantizedFiles(tensors, settings, source)
     try:
         METHODS[method](files)
-    except (KeyError, TypeError, AttributeError, re.error) as e:
+    except (KeyError, TypeError, ValueError, AttributeError, re.error) as e:
         raise LoadError(f"{source}: its quantization configuration is damaged ({type(e).__name__}: {e}).") from None
     return {name: tensor for name, tensor in files.left.items() if not _UNUSED.fullmatch(name)} | files.made
 
 
-@dataclass(slots=True)
-class _Module:
-    """One module's tensors while they are put together. What is wrong with them is raised from here."""
-
-    name: str
-    files: _Files
-
-    def fail(self, why: str) -> LoadError:
-        return LoadError(f"{self.files.source}: {self.name}: {why}.")
-
-    def __contains__(self, part: str) -> bool:
-        return f"{self.name}.{part}" in self.files.left
-
-    def tensor(self, part: str, dtypes: Sequence[str]) -> FileTensor:
-        """One that the matrix needs, which is not for others from now on."""
-        found = self.files.left.pop(f"{self.name}.{part}", None)
-        if found is None or found.array is None:
-            raise self.fail(f"it has no {part}, which its quantization calls for")
-        name = PLAIN.get(found.format, found.format)
-        if name not in dtypes:
-            raise self.fail(f"{part} is {name}, not {' or '.join(dtypes)}")
-        return found
-
-    def expect(self, part: str, found: tuple[int, ...], *expected: tuple[int, ...]) -> None:
-        if found not in expected:
-            shapes = " or ".join(str(list(shape)) for shape in expected)
-            raise self.fail(f"{part} has the shape {list(found)}; the matrix makes it {shapes}")
-
-    def group(self, group: int | None, num_in: int) -> int:
-        """Elements that share a scale: the whole row for -1."""
-        if group in (-1, None):
-            return num_in
-        if type(group) is not int or group <= 0 or num_in % group:
-            raise self.fail(f"groups of {group} do not divide its {num_in} inputs")
-        if group % 32:
-            raise self.fail(f"groups of {group} are not built; multiples of 32 are")
-        return group
-
-    def scales(self, tensor: FileTensor) -> NDArray[Any]:
-        """Read, and finite. bfloat16 becomes float32."""
-        assert tensor.array is not None
-        scales = tensor.array()
-        wide = scales.astype(np.float32)
-        if not np.isfinite(wide).all():
-            raise self.fail("some of its scales are not finite")
-        return scales if scales.dtype == np.float16 else wide
-
-    def make(self, format: str, shape: tuple[int, ...], layout: Layout, read: Callable[[], dict[str, Any]]) -> None:
-        rows = (int(np.prod(shape[:-1])), shape[-1])
-        self.files.made[f"{self.name}.weight"] = FileTensor(
-            format, shape, lambda: StoredWeight(format, read(), rows), is_turned=True, layout=layout
-        )
-
-
-@dataclass(slots=True, init=False)
-class _Files:
-    settings: Settings
-    source: str
-    left: Tensors
-    made: Tensors
-
-    def __init__(self, tensors: Tensors, settings: Settings, source: str) -> None:
-        self.settings, self.source, self.left, self.made = settings, source, dict(tensors), {}
-
-    def modules(self, part: str, *dtypes: str) -> Iterator[_Module]:
-        """Those that have a tensor of that name, of one of these types."""
-        suffix = f".{part}"
-        for name, tensor in list(self.left.items()):
-            if name.endswith(suffix) and (not dtypes or tensor.format in dtypes):
-                yield _Module(name.removesuffix(suffix), self)
-
-    def fail(self, why: str) -> LoadError:
-        return LoadError(f"{self.source}: {why}.")
-
-
-_FLOATS = ("float16", "bfloat16", "float32")
-
-
-def _gptq(files: _Files) -> None:
+def _gptq(files: QuantizedFiles) -> None:
     settings = files.settings
     checkpoint_format = settings.get("checkpoint_format") or "gptq"
     if checkpoint_format not in ("gptq", "gptq_v2") or settings.get("is_marlin_format"):
@@ -153,7 +70,7 @@ def _gptq(files: _Files) -> None:
         if bits not in (2, 3, 4, 8):
             raise module.fail(f"GPTQ with {bits} bits is not built; 2, 3, 4 and 8 are")
         qweight, qzeros = module.tensor("qweight", ("int32",)), module.tensor("qzeros", ("int32",))
-        scales = module.tensor("scales", _FLOATS)
+        scales = module.tensor("scales", FLOATS)
         if len(qweight.shape) != 2 or qweight.shape[0] * 32 % bits:
             raise module.fail(f"qweight has the shape {list(qweight.shape)}, which is no matrix of {bits} bits")
         num_out, num_in = qweight.shape[1], qweight.shape[0] * 32 // bits
@@ -171,7 +88,12 @@ def _gptq(files: _Files) -> None:
 
 
 def _read_gptq(
-    module: _Module, qweight: FileTensor, qzeros: FileTensor, scales: FileTensor, g_idx: FileTensor | None, groups: int
+    module: QuantizedModule,
+    qweight: FileTensor,
+    qzeros: FileTensor,
+    scales: FileTensor,
+    g_idx: FileTensor | None,
+    groups: int,
 ) -> dict[str, Any]:
     assert qweight.array is not None and qzeros.array is not None
     tensors = {"qweight": qweight.array(), "qzeros": qzeros.array(), "scales": module.scales(scales)}
@@ -185,7 +107,7 @@ def _read_gptq(
     return tensors
 
 
-def _awq(files: _Files) -> None:
+def _awq(files: QuantizedFiles) -> None:
     settings = files.settings
     bits, group = settings.get("bits", settings.get("w_bit")), settings.get("group_size", settings.get("q_group_size"))
     version = str(settings.get("version") or "gemm").lower()
@@ -196,7 +118,7 @@ def _awq(files: _Files) -> None:
     layout = Layout(4, 32, bool(settings.get("zero_point", True)))
     for module in files.modules("qweight"):
         qweight, qzeros = module.tensor("qweight", ("int32",)), module.tensor("qzeros", ("int32",))
-        scales = module.tensor("scales", _FLOATS)
+        scales = module.tensor("scales", FLOATS)
         if len(qweight.shape) != 2:
             raise module.fail(f"qweight has the shape {list(qweight.shape)}, which is no matrix")
         if version == "gemv":
@@ -214,7 +136,7 @@ def _awq(files: _Files) -> None:
             module.expect("qzeros", qzeros.shape, (num_in // size, num_out // 8))
 
         def read(
-            module: _Module = module, qweight: FileTensor = qweight, qzeros: FileTensor = qzeros,
+            module: QuantizedModule = module, qweight: FileTensor = qweight, qzeros: FileTensor = qzeros,
             scales: FileTensor = scales, size: int = size,
         ) -> dict[str, Any]:  # fmt: skip
             assert qweight.array is not None and qzeros.array is not None
@@ -224,7 +146,7 @@ def _awq(files: _Files) -> None:
         module.make("AWQ_GEMV" if version == "gemv" else "AWQ", (num_out, num_in), layout, read)
 
 
-def _compressed_tensors(files: _Files) -> None:
+def _compressed_tensors(files: QuantizedFiles) -> None:
     settings = files.settings
     if (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise files.fail("sparse matrices of compressed-tensors are not built")
@@ -242,7 +164,7 @@ def _compressed_tensors(files: _Files) -> None:
         _fp8_matrix(module, "weight_scale", weights.get("block_structure"))
 
 
-def _group_of(module: _Module) -> Settings:
+def _group_of(module: QuantizedModule) -> Settings:
     """The configuration's group that the module belongs to."""
     settings = module.files.settings
     for name in settings.get("ignore") or ():
@@ -264,11 +186,11 @@ def _is_target(target: str, name: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _packed_integers(module: _Module, weights: Settings) -> None:
+def _packed_integers(module: QuantizedModule, weights: Settings) -> None:
     bits = weights["num_bits"]
     if bits not in (4, 8) or weights.get("type", "int") != "int":
         raise module.fail(f"packed {weights.get('type')} of {bits} bits are not built; int of 4 and 8 are")
-    qweight, scales = module.tensor("weight_packed", ("int32",)), module.tensor("weight_scale", _FLOATS)
+    qweight, scales = module.tensor("weight_packed", ("int32",)), module.tensor("weight_scale", FLOATS)
     module.files.left.pop(f"{module.name}.weight_shape", None)
     if len(qweight.shape) != 2:
         raise module.fail(f"weight_packed has the shape {list(qweight.shape)}, which is no matrix")
@@ -299,7 +221,7 @@ def _packed_integers(module: _Module, weights: Settings) -> None:
 
 
 def _num_groups(
-    module: _Module, scales: FileTensor, shape: tuple[int, int], strategy: str | None, group: int | None
+    module: QuantizedModule, scales: FileTensor, shape: tuple[int, int], strategy: str | None, group: int | None
 ) -> int:
     """Scales of a row; those of an output or of all are one."""
     if strategy == "group" or (strategy is None and group not in (None, -1)):
@@ -319,10 +241,10 @@ def _by_output(scales: NDArray[Any], num_out: int) -> NDArray[Any]:
     return np.broadcast_to(scales, (num_out, scales.shape[1]))
 
 
-def _scaled_integers(module: _Module, bits: int, strategy: str | None, group: int | None) -> None:
+def _scaled_integers(module: QuantizedModule, bits: int, strategy: str | None, group: int | None) -> None:
     if bits not in (4, 8):
         raise module.fail(f"integers of {bits} bits are not built; 4 and 8 are")
-    codes, scales = module.tensor("weight", ("int8",)), module.tensor("weight_scale", _FLOATS)
+    codes, scales = module.tensor("weight", ("int8",)), module.tensor("weight_scale", FLOATS)
     if len(codes.shape) != 2:
         raise module.fail(f"weight has the shape {list(codes.shape)}, which is no matrix")
     num_out, num_in = codes.shape
@@ -347,9 +269,9 @@ def _scaled_integers(module: _Module, bits: int, strategy: str | None, group: in
     assert groups
 
 
-def _fp8_matrix(module: _Module, scale_name: str, block: Sequence[int] | None) -> None:
+def _fp8_matrix(module: QuantizedModule, scale_name: str, block: Sequence[int] | None) -> None:
     codes = module.tensor("weight", ("float8_e4m3fn",))
-    scales = module.tensor(scale_name, (*_FLOATS, "float8_e8m0fnu"))
+    scales = module.tensor(scale_name, (*FLOATS, "float8_e8m0fnu"))
     if len(codes.shape) != 2:
         raise module.fail(f"weight has the shape {list(codes.shape)}, which is no matrix")
     num_out, num_in = codes.shape
@@ -370,10 +292,10 @@ def _fp8_matrix(module: _Module, scale_name: str, block: Sequence[int] | None) -
             return {"codes": found, "scales": _by_output(factors, num_out)}
         return {"codes": found, "scales": factors.repeat(block[0], 0)[:num_out], "group": np.array([block[1]])}
 
-    module.make("FP8_SCALED", (num_out, num_in), _INT8, read)
+    module.make("FP8_SCALED", (num_out, num_in), INT8, read)
 
 
-def _fp4(module: _Module, weights: Settings, part: str, factor_name: str, *, is_divisor: bool) -> None:
+def _fp4(module: QuantizedModule, weights: Settings, part: str, factor_name: str, *, is_divisor: bool) -> None:
     """MXFP4, whose scales are powers of two by 32, or NVFP4, with eight-bit floats by 16 and a factor for all."""
     codes, scales = module.tensor(part, ("uint8",)), module.tensor("weight_scale", ("uint8", "float8_e4m3fn"))
     if len(codes.shape) != 2:
@@ -401,14 +323,14 @@ def _fp4(module: _Module, weights: Settings, part: str, factor_name: str, *, is_
     module.make("FP4_SCALED", (num_out, num_in), Layout(8, min(group, 32), False), read)
 
 
-def _fp8(files: _Files) -> None:
+def _fp8(files: QuantizedFiles) -> None:
     block = files.settings.get("weight_block_size")
     for module in files.modules("weight", "float8_e4m3fn"):
         name = "weight_scale_inv" if "weight_scale_inv" in module else "weight_scale"
         _fp8_matrix(module, name, block)
 
 
-def _modelopt(files: _Files) -> None:
+def _modelopt(files: QuantizedFiles) -> None:
     settings = files.settings.get("quantization", files.settings)
     algorithm = settings.get("quant_algo")
     if algorithm == "FP8":
@@ -420,10 +342,10 @@ def _modelopt(files: _Files) -> None:
         raise files.fail(f"ModelOpt's {algorithm!r} is not built; FP8 and NVFP4 are")
 
 
-def _mxfp4(files: _Files) -> None:
+def _mxfp4(files: QuantizedFiles) -> None:
     """gpt-oss: experts of a layer in one tensor, [experts, outputs, groups, 16]."""
     for name in [name for name in files.left if name.endswith("_blocks")]:
-        module = _Module(name.removesuffix("_blocks"), files)
+        module = QuantizedModule(name.removesuffix("_blocks"), files)
         codes, scales = files.left.pop(name), files.left.pop(f"{module.name}_scales", None)
         if scales is None or codes.format != "uint8" or scales.format != "uint8":
             raise module.fail("its _blocks and _scales are not both there as uint8")
@@ -443,27 +365,29 @@ def _mxfp4(files: _Files) -> None:
         files.made[module.name] = FileTensor(
             "FP4_SCALED", (num_experts, num_out, num_in),
             lambda read=read, stored=stored: StoredWeight("FP4_SCALED", read(), stored),  # type: ignore[misc]
-            is_turned=True, layout=_INT8,
+            is_turned=True, layout=INT8,
         )  # fmt: skip
 
 
-def _bitsandbytes(files: _Files) -> None:
+def _bitsandbytes(files: QuantizedFiles) -> None:
     for module in files.modules("weight", "int8"):
         codes, scales = module.tensor("weight", ("int8",)), module.tensor("SCB", ("float32",))
         if len(codes.shape) != 2:
             raise module.fail(f"weight has the shape {list(codes.shape)}, which is no matrix")
         module.expect("SCB", scales.shape, codes.shape[:1])
 
-        def read(module: _Module = module, codes: FileTensor = codes, scales: FileTensor = scales) -> dict[str, Any]:
+        def read(
+            module: QuantizedModule = module, codes: FileTensor = codes, scales: FileTensor = scales
+        ) -> dict[str, Any]:
             assert codes.array is not None
             return {"codes": codes.array(), "scales": module.scales(scales).reshape(-1, 1) / np.float32(127)}
 
-        module.make("INT8_SCALED", (codes.shape[0], codes.shape[1]), _INT8, read)
+        module.make("INT8_SCALED", (codes.shape[0], codes.shape[1]), INT8, read)
     for module in files.modules("weight", "uint8"):
         _codebook(module)
 
 
-def _codebook(module: _Module) -> None:
+def _codebook(module: QuantizedModule) -> None:
     """NF4 and FP4: blocks of a matrix that is one long row."""
     kinds = [kind for kind in ("nf4", "fp4") if f"weight.quant_state.bitsandbytes__{kind}" in module]
     if not kinds:
@@ -509,10 +433,10 @@ def _codebook(module: _Module) -> None:
             "table": module.scales(table),
         }  # fmt: skip
 
-    module.make("CODEBOOK4", (num_out, num_in), _INT8, read)
+    module.make("CODEBOOK4", (num_out, num_in), INT8, read)
 
 
-METHODS: dict[str, Callable[[_Files], None]] = {
+METHODS: dict[str, Callable[[QuantizedFiles], None]] = {
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed_tensors,

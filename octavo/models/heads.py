@@ -21,11 +21,12 @@ from octavo.batch import StepBatch
 from octavo.errors import LoadError
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.attention import Attention, AttentionDescription
+from octavo.layers.latent import LatentDescription
 from octavo.layers.norm import Norm
 from octavo.layers.parameters import NamedMatrix, Parameters
 from octavo.loading.weights import Weights
 from octavo.models.decoder import Block, Decoder
-from octavo.models.description import ModelDescription
+from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.families import FAMILIES
 from octavo.models.readers import read
 from octavo.ops import Array, LayerKVCache, LinearWeight, Ops
@@ -140,7 +141,7 @@ class EagleHead(ChainHead):
     """A matrix from embedding and hidden state to the hidden size, and a layer or more of a decoder.
 
     EAGLE reads the model's hidden states after the final norm and gives such itself. Modules of multi-token prediction
-    (`module`) norm both inputs, and their result; their layer is as the model's last one with attention.
+    (`module`) norm both inputs, and their result; their layer is `_module_layer`.
     """
 
     def __init__(
@@ -160,10 +161,7 @@ class EagleHead(ChainHead):
                 layers = (replace(layers[0], attention_norm=None), *layers[1:])
         else:
             super().__init__(target, weights, parameters, module.tables)
-            attention = [
-                one for one in target.description.layers if one.attention and one.attention.cache.kind != "state"
-            ]
-            layers = tuple(attention[-1:])
+            layers = (_module_layer(target.description),)
             joint, layer_prefixes = module.joint, [module.layer]
             norms = [Norm(layers[0].norm, parameters, name, size) for name in module.norms]
             self._norms = norms[0], norms[1], norms[2]
@@ -190,6 +188,18 @@ class EagleHead(ChainHead):
 
     def logits(self, hidden: Array) -> Array:
         return self._project(hidden if self._norms is None or self._passes_normed else self._norms[2].forward(hidden))
+
+
+def _module_layer(description: ModelDescription) -> LayerDescription:
+    """Of a module of multi-token prediction: as the model's last one with attention. Where that reads the keys that a
+    layer before has chosen (GLM 5.2), the module has an index of its own, as there is no layer before it."""
+    layers = [layer for layer in description.layers if layer.attention and layer.attention.cache.kind != "state"]
+    attention = layers[-1].attention
+    if not isinstance(attention, LatentDescription) or not attention.shares_index:
+        return layers[-1]
+    latent = [layer.attention for layer in layers if isinstance(layer.attention, LatentDescription)]
+    index = [one.index for one in latent if one.index is not None][-1]
+    return replace(layers[-1], attention=replace(attention, index=index, shares_index=False))
 
 
 class Eagle3Head(ChainHead):

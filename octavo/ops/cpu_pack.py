@@ -194,8 +194,8 @@ def _pack_floats(parts: list[NDArray[Any]], bias: NDArray[Any] | None, gated: bo
 
 @dataclass(frozen=True, slots=True)
 class PackedIntegers:
-    """A packed integer matrix (csrc/cpu/kernels.h: Matrix) without its bias. Where `format` keeps superblocks, `layout`
-    is what products see of them."""
+    """A packed integer matrix (csrc/cpu/kernel_types.h: Matrix) without its bias. Where `format` keeps superblocks,
+    `layout` is what products see of them."""
 
     data: NDArray[np.uint8]
     num_out: int  # of all parts; gate and up together

@@ -207,9 +207,7 @@ class Scheduler:
 
     def _must_wait(self, step: Step) -> bool:
         """Whether guesses are to follow the tokens of this step, which must be known then."""
-        if self._speculation is None or self._speculation.is_idle:
-            return False
-        return self._speculation.must_wait(step.sequences, step.plan.rows)
+        return self._speculation is not None and self._speculation.must_wait(step.sequences, step.plan.rows)
 
     def _schedule_waiting(self, step: Step, before: Sequence | None = None, num_behind: int = 0) -> int:
         """Admit waiting sequences in their order: all that there is room for, or those that come `before` a prompt that

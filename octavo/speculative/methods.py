@@ -6,7 +6,7 @@ from octavo.speculative.lookup import NgramProposer
 from octavo.speculative.proposer import Proposer, ToBeDrafted
 from octavo.speculative.speculation import Speculation
 from octavo.speculative.suffix import SuffixProposer
-from octavo.speculative_config import SpeculativeConfig
+from octavo.speculative_config import HEAD_METHODS, SpeculativeConfig
 from octavo.step_cost import StepCost
 
 
@@ -27,4 +27,4 @@ def make_speculation(config: SpeculativeConfig | None, cost: StepCost | None, ma
         proposer = ToBeDrafted(max_draft_len)
     # Benchmarks of given rates verify all that is guessed.
     known = None if config.synthetic_acceptance_rates is not None else cost
-    return Speculation(proposer, config.num_speculative_tokens, known)
+    return Speculation(proposer, config.num_speculative_tokens, known, reads_steps=config.method in HEAD_METHODS)

@@ -40,13 +40,15 @@ class Speculated:
 
 class Speculation:
     """Guesses of one engine. `max_guesses` is the most for a sequence in a step. Without a `proposer` only requests
-    that bring a prediction are guessed. The proposer may leave its guesses to a drafter, in the worker. Without a
-    `cost` there are always as many guesses as can be."""
+    that bring a prediction are guessed. The proposer may leave its guesses to a drafter, in the worker, which may be
+    one that `reads_steps`: what the model has computed in one, before the next. Without a `cost` there are always as
+    many guesses as can be."""
 
     def __init__(
-        self, proposer: Proposer | None = None, max_guesses: int = _MOST_PREDICTED, cost: StepCost | None = None
-    ) -> None:
-        self.cost = cost
+        self, proposer: Proposer | None = None, max_guesses: int = _MOST_PREDICTED, cost: StepCost | None = None,
+        reads_steps: bool = False,
+    ) -> None:  # fmt: skip
+        self.cost, self._reads_steps = cost, reads_steps
         self._proposer = proposer
         self._predictions = PredictionProposer()
         self._max_guesses = max_guesses
@@ -144,9 +146,14 @@ class Speculation:
                 self._next_trial = self._num_idle_steps + min(self._num_idle_steps, _TRIAL_STEPS)
 
     def must_wait(self, seqs: List[Sequence], rows: List[PlannedRow]) -> bool:
-        """Whether the step after that of `rows` had better know the tokens of this one: it would verify guesses."""
+        """Whether the step after that of `rows` had better know the tokens of this one: it would verify guesses, or
+        what this one computes of prompts is to be read."""
         if any(row.guesses for row in rows):
             return True
+        if self._reads_steps and not all(row.is_decode for row in rows):
+            return True
+        if self.is_idle:
+            return False
         speculated = [(seq, seq.speculated) for seq in seqs if seq.speculated is not None]
         found = [(seq, len(about.guess.tokens)) for seq, about in speculated if about.guess.tokens]
         return bool(found) and any(self.choose(found, rows))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from octavo import LLM, RequestOutput, SamplingParams
 from octavo.engine.output_processor import OutputProcessor
 from octavo.stats import EngineStats
+from tests.untimed import without_time
 
 
 @dataclass
@@ -29,6 +30,7 @@ class Run:
 
 def run_arriving(llm: LLM, prompts: Sequence[str | list[int]], params: Sequence[SamplingParams], seed: int) -> Run:
     """Run requests that arrive in random order at random steps."""
+    without_time(llm.core)
     rng = random.Random(seed)
     order = rng.sample(range(len(prompts)), len(prompts))
     outputs = OutputProcessor(llm.tokenizer)

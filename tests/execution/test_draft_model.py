@@ -96,8 +96,40 @@ def test_a_draft_that_lags_catches_up_whatever_became_of_its_blocks(model: Path,
     """The model guesses for itself: where its keys were lost, guesses would be wrong."""
     config = config_of(model, speculative_config={"model": str(model), "num_speculative_tokens": 3}, **flags)
     rng = random.Random(0)
-    speculation = guessing(lambda seq, most: (TO_BE_GUESSED,) * min(most, rng.choice([0, 0, 0, 1, 3])))
-    core = EngineCore(config, None, speculation)
+    found, num_guessed = run_with_right_guesses(EngineCore(config, None, sometimes(rng)), rng)
+    assert num_guessed > 50
+    num_preemptions = sum(outputs[-1].num_preemptions for outputs in found.values())
+    assert num_preemptions or "num_gpu_blocks_override" not in flags
+
+
+def test_a_draft_that_finds_no_memory_loses_no_block(model: Path) -> None:
+    """Of sequences that were admitted with a step, when it found none for others of that."""
+    config = config_of(model, speculative_config={"model": str(model), "num_speculative_tokens": 3})
+    rng, device = random.Random(0), LateDevice(0)
+    core = EngineCore(config, late_executor(config, device), sometimes(rng))
+    drafter: Any = core.executor.worker._draft.runner  # type: ignore[attr-defined]
+    compute = drafter.compute
+
+    def without_memory(plan: StepPlan) -> Any:
+        others = {admission.row for admission in plan.admissions} - {planned.row for planned in plan.rows}
+        device.memory_failures = 1.0 if others else 0.0
+        try:
+            return compute(plan)
+        finally:
+            device.memory_failures = 0.0
+
+    drafter.compute = without_memory
+    _, num_guessed = run_with_right_guesses(core, rng)
+    assert device.num_failures > 3 and num_guessed > 30
+
+
+def sometimes(rng: random.Random) -> Speculation:
+    """Leaves some guesses to a model, at times."""
+    return guessing(lambda seq, most: (TO_BE_GUESSED,) * min(most, rng.choice([0, 0, 0, 1, 3])))
+
+
+def run_with_right_guesses(core: EngineCore, rng: random.Random) -> tuple[Outputs, int]:
+    """Every guess of a model that guesses for itself must be right, but for those that were made up. How many were."""
     submit, num_guessed = core.executor.submit, 0
 
     def watched(plan: StepPlan) -> PendingStep:
@@ -115,9 +147,7 @@ def test_a_draft_that_lags_catches_up_whatever_became_of_its_blocks(model: Path,
 
     core.executor.submit = watched  # type: ignore[method-assign]
     found = run(core, [request for request in requests(2, 40) if is_followed(request)], 2)
-    assert num_guessed > 50
-    num_preemptions = sum(outputs[-1].num_preemptions for outputs in found.values())
-    assert num_preemptions or "num_gpu_blocks_override" not in flags
+    return found, num_guessed
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

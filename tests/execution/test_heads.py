@@ -16,6 +16,7 @@ from octavo.execution.executor import LocalExecutor
 from octavo.models.heads import ChainHead
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
+from octavo.speculative.methods import make_speculation
 from octavo.speculative.proposer import ToBeDrafted
 from octavo.speculative.speculation import Speculation
 from tests.execution.late_device import LateDevice
@@ -103,6 +104,27 @@ def test_a_head_changes_no_answer(model: Path, heads: dict[str, Path], method: s
     assert_same(found, expected, place)
 
 
+def answer_of(core: EngineCore) -> tuple[list[int], dict[int, tuple[int, ...]]]:
+    """The prompt and answer of one request, and what was guessed by the place of the first guess."""
+    guessed: dict[int, tuple[int, ...]] = {}
+    submit = core.executor.submit
+
+    def watched(plan: Any) -> Any:
+        step: Any = submit(plan)
+        [planned] = plan.rows
+        if planned.guesses:
+            guessed[planned.num_computed + 1] = step._guesses[planned.row]
+        return step
+
+    core.executor.submit = watched  # type: ignore[method-assign]
+    tokens = [5 + i * 7 % 90 for i in range(31)]
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    core.add(EngineRequest("r", Prompt(list(tokens)), params, [EOS], 20, 0.0))
+    while core.has_work:
+        tokens += [token for output in core.step().outputs for token in output.token_ids]
+    return tokens, guessed
+
+
 @pytest.mark.parametrize("eager", [False, True], ids=["recorded", "call by call"])
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_guesses_are_those_of_the_whole_sequence(model: Path, heads: dict[str, Path], method: str, eager: bool) -> None:
@@ -110,23 +132,7 @@ def test_guesses_are_those_of_the_whole_sequence(model: Path, heads: dict[str, P
     core = EngineCore(config, None, Speculation(ToBeDrafted(96), 3))
     executor = core.executor
     assert isinstance(executor, LocalExecutor)
-    guessed: dict[int, tuple[int, ...]] = {}  # by the place of the first guess
-    submit = executor.submit
-
-    def watched(plan: Any) -> Any:
-        step = submit(plan)
-        [planned] = plan.rows
-        if planned.guesses:
-            guessed[planned.num_computed + 1] = step._guesses[planned.row]
-        return step
-
-    executor.submit = watched  # type: ignore[method-assign]
-    prompt = [5 + i * 7 % 90 for i in range(31)]
-    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    core.add(EngineRequest("r", Prompt(prompt), params, [EOS], 20, 0.0))
-    tokens = list(prompt)
-    while core.has_work:
-        tokens += [token for output in core.step().outputs for token in output.token_ids]
+    tokens, guessed = answer_of(core)
     assert len(guessed) > 5
     runner = executor.worker.runner
     head: Any = executor.worker._draft.runner.model  # type: ignore[union-attr]
@@ -141,7 +147,7 @@ def test_guesses_are_those_of_the_whole_sequence(model: Path, heads: dict[str, P
         )  # fmt: skip
 
     hidden: Any = runner.model.forward(batch(tokens), runner.caches)
-    features: Any = head.features_of(hidden if runner.taps is None else runner.taps.features)  # type: ignore[arg-type]
+    features: Any = head.features_of(hidden if (taps := runner.computation.taps) is None else taps.features)  # type: ignore[arg-type]
     head.features, head.rows = features[:-1], np.arange(len(tokens) - 1)
     own: Any = head.forward(batch(tokens[1:]), executor.worker._draft.runner.caches)  # type: ignore[union-attr]
     best: Any = head.logits(own)
@@ -150,6 +156,17 @@ def test_guesses_are_those_of_the_whole_sequence(model: Path, heads: dict[str, P
         expected = head.target_ids[expected]
     assert {at: guesses[0] for at, guesses in guessed.items()} == {at: int(expected[at - 2]) for at in guessed}
     assert any(len(set(guesses)) > 1 for guesses in guessed.values())
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa"])
+def test_a_head_guesses_on_a_device_that_runs_ahead_what_it_guesses_elsewhere(
+    model: Path, heads: dict[str, Path], method: str
+) -> None:
+    config = config_of(model, **settings(method, heads))
+    of_method = make_speculation(config.speculative, None, 96)
+    expected = answer_of(EngineCore(config, None, of_method))
+    of_method = make_speculation(config.speculative, None, 96)
+    assert answer_of(EngineCore(config, late_executor(config, LateDevice(0)), of_method)) == expected
 
 
 _EXPERTS = {
@@ -161,6 +178,7 @@ _LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }  # fmt: skip
+_INDEX = _LATENT | {"index_topk": 6, "index_n_heads": 4, "index_head_dim": 16}
 _DELTA = {
     "linear_key_head_dim": 12, "linear_value_head_dim": 20, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention"], "num_experts": 4, "shared_expert_intermediate_size": 40,
@@ -172,17 +190,22 @@ _DELTA = {
     [
         {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe"},
         {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", **_LATENT},
+        {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", **_INDEX},
         {
-            "architectures": ["DeepseekV32ForCausalLM"],
-            "model_type": "deepseek_v32",
-            "index_topk": 6,
-            "index_n_heads": 4,
-            "index_head_dim": 16,
-            **_LATENT,
+            "architectures": ["GlmMoeDsaForCausalLM"],
+            "model_type": "glm_moe_dsa",
+            "indexer_types": ["full", "shared"],
+            **_INDEX,
         },
         {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", **_DELTA},
     ],
-    ids=["keys and values", "latent attention", "an index of keys", "states beside keys and values"],
+    ids=[
+        "keys and values",
+        "latent attention",
+        "an index of keys",
+        "an index, where the last layer has none",
+        "states beside keys and values",
+    ],
 )
 def test_modules_of_multi_token_prediction_change_no_answer(
     tmp_path: Path, tiny_tokenizer: Path, settings: dict[str, Any]

@@ -21,6 +21,7 @@ from octavo.sampling_params import SamplingParams
 from tests.execution.late_device import LateDevice
 from tests.execution.test_runner import EOS, VOCAB, config_of, device_core, save_model
 from tests.lora.random_adapters import TINY_SIZES, write_adapter_of
+from tests.untimed import without_time
 
 NUM_ADAPTERS = 7
 
@@ -63,6 +64,7 @@ def adapted_requests(seed: int, adapters: list[AdapterSource], num: int = 24) ->
 
 def tokens_of(core: EngineCore, requests: list[EngineRequest], seed: int = 0, aborts: float = 0.0) -> dict[str, Any]:
     """Requests come in between steps, and some are aborted, whose tokens so far are told too."""
+    without_time(core)
     rng, todo = random.Random(seed), list(requests)
     found: dict[str, list[int]] = {request.request_id: [] for request in requests}
     live: list[str] = []

@@ -35,7 +35,7 @@ BLOCKS = {
     "TQ1_0": (54, 256, (52,)),
     "TQ2_0": (66, 256, (64,)),
 }
-# Bits of a weight in layouts that keep superblocks, by their number (csrc/cpu/kernels.h: WeightFormat).
+# Bits of a weight in layouts that keep superblocks, by their number (csrc/cpu/kernel_types.h: WeightFormat).
 KEPT_BITS = {4: 4.5, 5: 6.5625, 6: 5.5, 7: 3.4375, 8: 2.625}
 # What a float16 can be at its worst.
 EXTREMES = np.array(

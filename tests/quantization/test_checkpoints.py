@@ -197,6 +197,7 @@ def test_damaged_tensors_are_refused(name: str, tensor: str, value: Any, message
         ("w4a16", {"config_groups": 7}, "its quantization configuration is damaged"),
         ("fp8 blocks", {"weight_block_size": [0, 128]}, r"blocks of \[0, 128\] are none"),
         ("fp8 blocks", {"weight_block_size": 7}, "its quantization configuration is damaged"),
+        ("fp8 blocks", {"weight_block_size": [32]}, "its quantization configuration is damaged"),
         ("modelopt fp8", {"quant_algo": "W4A8_AWQ"}, "ModelOpt's 'W4A8_AWQ' is not built; FP8 and NVFP4 are"),
     ],
 )  # fmt: skip

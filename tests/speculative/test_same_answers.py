@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +33,7 @@ from tests.execution.late_device import LateDevice
 from tests.execution.test_runner import EOS, VOCAB, config_of, late_executor, model
 from tests.models.small_recurrent import RECURRENT_MODELS
 from tests.speculation import guessing
+from tests.untimed import without_time
 
 __all__ = ["model"]
 
@@ -83,19 +83,6 @@ def requests(num: int, predicted: dict[str, list[int]]) -> list[EngineRequest]:
             request.prediction = right[:wrong] + phrase + right[wrong + i % 4 :]
         found.append(request)
     return found
-
-
-def without_time(core: EngineCore) -> None:
-    """What is scheduled depends on how long steps took and on when a grammar is compiled: here on neither."""
-    prepare = core.executor.prepare_grammar
-
-    def prepare_now(grammar: str, eos_token_ids: list[int]) -> Future[None]:
-        prepared = prepare(grammar, eos_token_ids)
-        wait([prepared])
-        return prepared
-
-    core.executor.prepare_grammar = prepare_now
-    core.cost.observe = lambda *measured: None
 
 
 def run(core: EngineCore, model: Path, todo: list[EngineRequest]) -> tuple[dict[str, RequestOutput], EngineStats]:

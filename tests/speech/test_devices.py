@@ -55,6 +55,33 @@ def test_answers_are_the_cpus_on_a_device_that_is_late(
     assert (device.num_replays > 0) == (not more.get("enforce_eager"))
 
 
+def test_a_step_without_memory_loses_nothing_of_what_tokens_attend_to(
+    monkeypatch: pytest.MonkeyPatch, whisper: Path
+) -> None:
+    """But for the newest request, which it ends."""
+    device = LateDevice(0)
+    monkeypatch.setattr(executor, "_open_device", lambda config, team: (device, torch_ref))
+    llm = engine(whisper)
+    start = marks(whisper, "startoftranscript", "de", "transcribe", "notimestamps")
+    prompts = [asked(start, sound(seed)) for seed in range(2)]
+    expected, _ = generate(llm, *prompts, params=ALIGNED)  # whose sounds are heard from now on
+    for prompt in prompts:
+        llm.core.add(llm.inputs.process(prompt, ALIGNED))
+    found, errors = list[bytes | None](), list[int]()
+    device.memory_failures = 1.0
+    while llm.core.has_work:
+        for output in llm.core.step().outputs:
+            device.memory_failures = 0.0
+            if output.error is None:
+                found.append(output.alignment)
+            else:
+                errors.append(output.error_status)
+    llm.close()
+    [alignment] = found
+    assert errors == [503] and alignment is not None
+    np.testing.assert_allclose(*(np.frombuffer(one, np.float32) for one in (alignment, expected.alignment)), atol=1e-5)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)  # in the interpreter, beside others
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a device that is late has the host's memory")

@@ -1,0 +1,104 @@
+// What the arguments of all kernels are made of: element types, packed matrices, what becomes of a product's outputs.
+#pragma once
+
+#include <cstdint>
+
+namespace octavo {
+
+// Element types, as the Python side names them. kQ8 is rows of QBlock; the last three are of caches of keys and values.
+enum DType : int32_t { kF32 = 0, kBF16 = 1, kQ8 = 2, kInt8 = 3, kFloat8E4M3 = 4, kFloat8E5M2 = 5 };
+
+// Output channels that share a panel of a packed matrix.
+constexpr int kPanel = 32;
+// How a packed matrix holds its weights. Codes of 4 and 8 bits come with scales and, in some formats, minima; those
+// from kWeightQ4K on keep the scales of a file's superblocks. All from kWeightInt4 on are multiplied as integers.
+enum WeightFormat : int32_t {
+    kWeightF32 = 0,
+    kWeightBF16 = 1,
+    kWeightInt4 = 2,
+    kWeightInt8 = 3,
+    kWeightQ4K = 4,
+    kWeightQ6K = 5,
+    kWeightQ5K = 6,
+    kWeightQ3K = 7,
+    kWeightQ2K = 8,
+};
+
+// Elements of a row that are quantized together, and the blocks that k is padded to in integer matrices.
+constexpr int kQBlock = 64;
+// Elements of k whose scales share a unit, in layouts that keep the superblocks of files.
+constexpr int kSuperblock = 256;
+
+// 64 elements of a quantized row. An integer accumulator starts at minus z times the sum of the elements that it will
+// see, because codes stand for code - z (z = 8 in 4-bit matrices, 128 in 8-bit ones). One or two elements that stand
+// out of their 32 would take the scale's range from the others: they are kept apart, as floats, and are zero in q.
+constexpr int kMaxOutliers = 2;
+struct QBlock {
+    int8_t q[kQBlock];
+    float scale[2];                       // of each 32 elements
+    float outlier[2][kMaxOutliers];       // of each 32 elements those that are kept apart, and zeros
+    uint16_t sums[2];                     // bf16: scale times the sum of each 32 elements, to be multiplied by minima
+    int32_t start4[2];                    // -8 times the sum of each 32 elements
+    int32_t start8[2];                    // -128 times the same
+    int32_t start16[4];                   // -128 times the sum of each 16 elements
+    uint8_t outlier_at[2][kMaxOutliers];  // where in the block the outliers stand
+};
+
+// How many times the next magnitude of 32 elements those that are kept apart exceed: measured, see docs/kernels.md.
+constexpr float kOutlierRatio = 3.0f;
+
+// A packed matrix [n, k]. Integer weights are factor * (scale * (code - z) + minimum), with a scale for every `group`
+// (16 or 32) elements of k and a minimum, if there are any, for every 32. Gate and up projections that are `gated`
+// alternate panel by panel; n counts both. Products with it are the sums of those of `segments` equal parts of k, each
+// from zero, in the order of tree.h: what a process with some of them adds up does not depend on who has the others. A
+// segment ends where a block does (kQBlock, kSuperblock, two elements of bf16).
+struct Matrix {
+    const void* data;
+    const float* bias;  // padded to whole panels, or null
+    int64_t n, k;
+    float factor;
+    int32_t format, group, minima, gated;
+    int32_t segments;
+};
+
+// What becomes of the outputs y of a product. kGated is for gated matrices alone, and they take nothing else.
+enum Epilogue : int32_t {
+    kStore = 0,     // out = y
+    kAdd = 1,       // out += scale * y, in float32, rounded once
+    kGated = 2,     // out = activation(gate) * up, as floats or as quantized rows
+    kScatter = 3,   // out[out_rows[r]] += row_scales[r] * y[r], in float32
+    kActivated = 4  // out = activation(y), as floats or as quantized rows
+};
+
+// Element-wise functions, as the Python side names them.
+enum ActivationKind : int32_t {
+    kSilu = 0,
+    kGelu = 1,
+    kGeluTanh = 2,
+    kRelu = 3,
+    kRelu2 = 4,
+    kIdentity = 5,
+    kXielu = 6,
+    kSoftcap = 7,
+    kClip = 8,
+    kClamped = 9,
+    kLogistic = 10,
+    kSoftplus = 11
+};
+// Of kClamped, which gates alone have: gate sigmoid(slope gate) (up + 1), gate at most the limit, up within it
+// (gpt-oss).
+struct Clamp {
+    float slope, limit;
+};
+
+// What a program may run for fewer rows than it was recorded with.
+struct RowArgs {
+    int64_t rows;
+};
+
+// Kernels whose tasks are so many whole rows each.
+struct RowWiseArgs : RowArgs {
+    int64_t rows_per_task;  // Planned.
+};
+
+}  // namespace octavo

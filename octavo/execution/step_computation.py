@@ -1,0 +1,94 @@
+"""The model's part of a step, over the arrays that the runner has gathered: hidden states, then logits or vectors. Here
+is what these arrays are to the model, whether a step is run call by call or is captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, cast
+
+from octavo.batch import GroupTables, StepBatch
+from octavo.execution.device import Device, StepOutputs
+from octavo.execution.device_tables import DeviceTables
+from octavo.execution.stage_links import StageLinks
+from octavo.execution.step_arrays import StepArrays, StepShape
+from octavo.models.registry import Model, PoolingModel, StageModel
+from octavo.ops import Array, DeviceOps, LayerKVCache, Ops
+
+if TYPE_CHECKING:
+    from octavo.lora.ops import AdaptedOps
+    from octavo.models.heads import Taps
+
+
+class StepComputation:
+    """`octavo.execution.device.StepModel`, of a model whose steps have the arrays of the `largest`. `tables` are those
+    of a device with memory of its own, `adapters` what takes the adapter of each row where there may be some."""
+
+    caches: Sequence[LayerKVCache]  # by layer; to be set before anything is computed
+
+    def __init__(
+        self, model: Model, ops: Ops, device: Device, largest: StepShape, tables: DeviceTables | None,
+        links: StageLinks, adapters: AdaptedOps | None,
+    ) -> None:  # fmt: skip
+        self._model, self._ops, self._device, self._largest = model, ops, device, largest
+        self._tables, self._links, self._adapters = tables, links, adapters
+        self._entering_dtype = cast(StageModel, model).stream_dtype if largest.entering_bytes else ""
+        self.taps: Taps | None = None  # what makes features of other layers than the last
+
+    def hidden(self, inputs: StepArrays[Array]) -> tuple[Array, Array]:
+        """`StepModel.hidden`."""
+        with self._taking(inputs.adapter_slots):
+            hidden = self._model.forward(self._batch(inputs), self.caches)
+        features = None if self.taps is None else self.taps.features
+        return hidden, hidden if features is None else features
+
+    def logits(self, inputs: StepArrays[Array], hidden: Array) -> tuple[Array, Array]:
+        """`StepModel.logits`."""
+        if self._links.behind is not None:
+            return hidden, hidden  # which nobody reads
+        if self._largest.pools:
+            vectors = cast(PoolingModel, self._model).pool(hidden, inputs.pool_starts, inputs.sample_rows)
+            return vectors, vectors
+        with self._taking(inputs.sample_adapter_slots):
+            logits = self._model.logits(self._ops.take_rows(hidden, inputs.sample_rows))
+        return logits, self._ops.argmax(logits)
+
+    def logits_after(self, inputs: StepArrays[Array], hidden: Array, begin: int, end: int) -> Array:
+        """[end - begin, V] float32, after the tokens begin .. end of the step, whose `hidden` states are known."""
+        with self._taking(inputs.adapter_slots[begin:end]):
+            return self._model.logits(hidden[begin:end])
+
+    def outputs(self, inputs: StepArrays[Array], num_samples: int) -> StepOutputs:
+        """All of it, call by call."""
+        hidden, features = self.hidden(inputs)
+        if not num_samples or self._links.behind is not None:
+            return StepOutputs(hidden, features, hidden[:0], hidden[:0])
+        return StepOutputs(hidden, features, *self.logits(inputs, hidden))
+
+    def _batch(self, inputs: StepArrays[Array]) -> StepBatch:
+        """The model's input. What only the device knows comes from its own tables."""
+        token_ids, tables = inputs.token_ids, inputs.block_tables
+        if self._tables is not None:
+            token_ids, tables = self._tables.resolve(self._ops, inputs)
+            cast(DeviceOps, self._ops).begin_step(inputs.query_start_loc, inputs.seq_lens)
+        return StepBatch(
+            token_ids=token_ids,
+            positions=inputs.positions,
+            query_start_loc=inputs.query_start_loc,
+            seq_lens=inputs.seq_lens,
+            sample_rows=inputs.sample_rows,
+            groups=tuple(GroupTables(inputs.slot_mapping[g], tables[g]) for g in range(self._largest.groups)),
+            media_rows=inputs.media_rows if self._largest.media else None,
+            media_indices=inputs.media_indices if self._largest.media else None,
+            cross_lens=inputs.cross_lens,
+            blind=inputs.blind,
+            token_types=inputs.token_types,
+            entering=self._device.view(inputs.entering, self._entering_dtype) if self._largest.entering_bytes else None,
+            axis_positions=inputs.axis_positions if self._largest.axes else None,
+            key_ends=inputs.key_ends if self._largest.sees_ahead else None,
+        )
+
+    def _taking(self, slots: Array) -> AbstractContextManager[None]:
+        """Meanwhile each row of the model takes the adapter of its slot, if the step has any."""
+        return nullcontext() if self._adapters is None or not len(slots) else self._adapters.taking(slots)

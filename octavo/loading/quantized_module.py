@@ -1,0 +1,98 @@
+"""A quantized checkpoint while its matrices are put together: the tensors that are left, those of one module, and what
+is checked of them whatever the method is. The methods are in `quantized_tensors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.errors import LoadError
+from octavo.loading.file_tensor import FileTensor
+from octavo.quantization import Layout, StoredWeight
+from octavo.quantization.formats import PLAIN
+
+Tensors = dict[str, FileTensor]
+Settings = Mapping[str, Any]
+
+FLOATS = ("float16", "bfloat16", "float32")
+INT8 = Layout(8, 32, False)
+
+
+@dataclass(slots=True)
+class QuantizedModule:
+    """One module's tensors while they are put together. What is wrong with them is raised from here."""
+
+    name: str
+    files: QuantizedFiles
+
+    def fail(self, why: str) -> LoadError:
+        return LoadError(f"{self.files.source}: {self.name}: {why}.")
+
+    def __contains__(self, part: str) -> bool:
+        return f"{self.name}.{part}" in self.files.left
+
+    def tensor(self, part: str, dtypes: Sequence[str]) -> FileTensor:
+        """One that the matrix needs, which is not for others from now on."""
+        found = self.files.left.pop(f"{self.name}.{part}", None)
+        if found is None or found.array is None:
+            raise self.fail(f"it has no {part}, which its quantization calls for")
+        name = PLAIN.get(found.format, found.format)
+        if name not in dtypes:
+            raise self.fail(f"{part} is {name}, not {' or '.join(dtypes)}")
+        return found
+
+    def expect(self, part: str, found: tuple[int, ...], *expected: tuple[int, ...]) -> None:
+        if found not in expected:
+            shapes = " or ".join(str(list(shape)) for shape in expected)
+            raise self.fail(f"{part} has the shape {list(found)}; the matrix makes it {shapes}")
+
+    def group(self, group: int | None, num_in: int) -> int:
+        """Elements that share a scale: the whole row for -1."""
+        if group in (-1, None):
+            return num_in
+        if type(group) is not int or group <= 0 or num_in % group:
+            raise self.fail(f"groups of {group} do not divide its {num_in} inputs")
+        if group % 32:
+            raise self.fail(f"groups of {group} are not built; multiples of 32 are")
+        return group
+
+    def scales(self, tensor: FileTensor) -> NDArray[Any]:
+        """Read, and finite. bfloat16 becomes float32."""
+        assert tensor.array is not None
+        scales = tensor.array()
+        wide = scales.astype(np.float32)
+        if not np.isfinite(wide).all():
+            raise self.fail("some of its scales are not finite")
+        return scales if scales.dtype == np.float16 else wide
+
+    def make(self, format: str, shape: tuple[int, ...], layout: Layout, read: Callable[[], dict[str, Any]]) -> None:
+        rows = (int(np.prod(shape[:-1])), shape[-1])
+        self.files.made[f"{self.name}.weight"] = FileTensor(
+            format, shape, lambda: StoredWeight(format, read(), rows), is_turned=True, layout=layout
+        )
+
+
+@dataclass(slots=True, init=False)
+class QuantizedFiles:
+    settings: Settings
+    source: str
+    left: Tensors
+    made: Tensors
+
+    def __init__(self, tensors: Tensors, settings: Settings, source: str) -> None:
+        self.settings, self.source, self.left, self.made = settings, source, dict(tensors), {}
+
+    def modules(self, part: str, *dtypes: str) -> Iterator[QuantizedModule]:
+        """Those that have a tensor of that name, of one of these types."""
+        suffix = f".{part}"
+        for name, tensor in list(self.left.items()):
+            if name.endswith(suffix) and (not dtypes or tensor.format in dtypes):
+                yield QuantizedModule(name.removesuffix(suffix), self)
+
+    def fail(self, why: str) -> LoadError:
+        return LoadError(f"{self.source}: {why}.")
