@@ -294,7 +294,7 @@ class AsyncLLMEngine:
     async def _is_taken(self, stream: _Stream) -> bool:
         """Wait until the engine takes requests. False if this one is ended before."""
         self._supervisor.listen()
-        if self.is_ready and not self.is_paused:
+        if self.is_ready and not self._control.is_paused:
             return True
         opening = stream.opening = asyncio.ensure_future(self._control.wait_open())
         try:
@@ -356,12 +356,12 @@ class AsyncLLMEngine:
         """
         return await self._control.block_map()
 
-    @property
-    def is_paused(self) -> bool:
+    async def is_paused(self) -> bool:
+        """Whether new requests wait."""
         return self._control.is_paused
 
-    @property
-    def is_sleeping(self) -> bool:
+    async def is_sleeping(self) -> bool:
+        """Whether memory has been freed that nothing has waked."""
         return self._control.is_sleeping
 
     async def pause_generation(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
@@ -396,7 +396,7 @@ class AsyncLLMEngine:
 
     def _is_busy(self) -> bool:
         """Whether the core must be doing something."""
-        return bool(self._outputs.requests) and not self.is_paused
+        return bool(self._outputs.requests) and not self._control.is_paused
 
     def _abort_all(self) -> None:
         """End the requests under way; those that wait go on to."""

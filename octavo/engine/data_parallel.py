@@ -253,13 +253,11 @@ class DataParallelEngine:
         """Of the first that is ready."""
         return await (self._ready or self._engines)[0].block_map()
 
-    @property
-    def is_paused(self) -> bool:
-        return any(engine.is_paused for engine in self._engines)
+    async def is_paused(self) -> bool:
+        return any(await self._all(lambda engine: engine.is_paused()))
 
-    @property
-    def is_sleeping(self) -> bool:
-        return any(engine.is_sleeping for engine in self._engines)
+    async def is_sleeping(self) -> bool:
+        return any(await self._all(lambda engine: engine.is_sleeping()))
 
     async def pause_generation(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
         await self._all(lambda engine: engine.pause_generation(mode, clear_cache=clear_cache))

@@ -35,7 +35,7 @@ class DataParallelLLMEngine:
         self._under_way: dict[str, Future[None]] = {}  # by the caller's ids
         self._outputs = queue.SimpleQueue[tuple[str, Output | Exception]]()
         self._failed: list[Exception] = []  # to be raised
-        self._is_closed = False
+        self._is_closed = self._is_asleep = False
         self._loop = event_loop_factory()()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engines", daemon=True)
         model = config.model
@@ -61,7 +61,7 @@ class DataParallelLLMEngine:
         return self.config.model
 
     def add(self, request: EngineRequest, shown_id: str | None = None) -> None:
-        if self._is_closed or self.is_sleeping:
+        if self._is_closed or self._is_asleep:
             raise OctavoError("these engines sleep, or have been closed; wake_up() loads the model again.")
         name = shown_id or request.request_id
         self._under_way[name] = asyncio.run_coroutine_threadsafe(self._answer(request, name), self._loop)
@@ -98,13 +98,14 @@ class DataParallelLLMEngine:
         if self.has_unfinished_requests():
             raise RequestError("requests are under way; step until none is left, or abort them.")
         self._await(self._engine.sleep(level))
+        self._is_asleep = True
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         self._await(self._engine.wake_up(tags))
+        self._is_asleep = self._await(self._engine.is_sleeping())
 
-    @property
     def is_sleeping(self) -> bool:
-        return self._engine.is_sleeping
+        return self._is_asleep
 
     def reset_prefix_cache(self) -> bool:
         return self._await(self._engine.reset_prefix_cache())

@@ -135,7 +135,6 @@ class LLMEngine:
         if self._core is None:
             self._core = EngineCore(self.config)
 
-    @property
     def is_sleeping(self) -> bool:
         return bool(self._asleep)
 

@@ -106,9 +106,8 @@ class LLM(PoolingMethods):
         """Have the memory again that `sleep` freed, for "weights", the "kv_cache", or both."""
         self.llm_engine.wake_up(tags)
 
-    @property
     def is_sleeping(self) -> bool:
-        return self.llm_engine.is_sleeping
+        return self.llm_engine.is_sleeping()
 
     def reset_prefix_cache(self) -> bool:
         """Forget what has been computed for others to share."""

@@ -105,7 +105,7 @@ def test_what_is_asked_of_all_is_done_by_all(with_engine: Engines) -> None:
         assert await engine.reset_prefix_cache()
         assert engine._router._replicas[0].index.num_found([]) == 0 == len(engine._router._replicas[0].index)
         await engine.pause_generation("wait")
-        assert engine.is_paused and all(one.is_paused for one in engine._engines)
+        assert await engine.is_paused() and all([await one.is_paused() for one in engine._engines])
         waiting = asyncio.create_task(ask(engine, ANSWER, "waits"))
         await asyncio.sleep(0.05)
         assert not waiting.done()
