@@ -198,14 +198,15 @@ class AsyncLLMEngine:
         lora_request: LoRARequest | None = None,
         *,
         priority: int = 0,
+        data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield a request's outputs as they come (`SamplingParams.output_kind` says how much each holds), computed with
-        an adapter if one is named.
+        an adapter if one is named. `data_parallel_rank` is the engine that is to do it, of several.
 
         Raises `RequestError` for a request that cannot run, `EngineDeadError` when the core has gone. Closing the
         generator, or cancelling the task that iterates it, aborts the request and frees its blocks.
         """
-        request = await self.prepare(prompt, sampling_params, request_id, lora_request, priority)
+        request = await self.prepare(prompt, sampling_params, request_id, lora_request, priority, data_parallel_rank)
         async with contextlib.aclosing(self.generate_from(request, request_id)) as outputs:
             async for output in outputs:
                 yield output
@@ -217,6 +218,7 @@ class AsyncLLMEngine:
         request_id: str,
         lora_request: LoRARequest | None,
         priority: int,
+        data_parallel_rank: int | None,
     ) -> EngineRequest:
         """What `generate` is asked for, for `generate_from`. Raises `RequestError`."""
         if not isinstance(request_id, str) or not is_unicode(request_id):
@@ -225,7 +227,12 @@ class AsyncLLMEngine:
         adapter = None if lora_request is None else await self._adapters.find(lora_request)
         request = await run_off_loop(
             lambda: self.inputs.process(
-                prompt, sampling_params, priority=priority, arrival_time=arrival_time, adapter=adapter
+                prompt,
+                sampling_params,
+                priority=priority,
+                arrival_time=arrival_time,
+                adapter=adapter,
+                data_parallel_rank=data_parallel_rank,
             ),
             length=_length(prompt),
             has_grammar=sampling_params is not None and sampling_params.structured_outputs is not None,

@@ -176,8 +176,11 @@ class DataParallelEngine:
         lora_request: LoRARequest | None = None,
         *,
         priority: int = 0,
+        data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        request = await self._engines[0].prepare(prompt, sampling_params, request_id, lora_request, priority)
+        request = await self._engines[0].prepare(
+            prompt, sampling_params, request_id, lora_request, priority, data_parallel_rank
+        )
         async with contextlib.aclosing(self.generate_from(request, request_id)) as outputs:
             async for output in outputs:
                 yield output
@@ -214,6 +217,8 @@ class DataParallelEngine:
             hashes = await run_off_loop(lambda: block_hashes(request.prompt, size), length=length)
             # While none is ready a request waits for the one that it would go to; those that are given up get none.
             available = [i for i, engine in enumerate(self._engines) if engine in self._ready]
+            if request.data_parallel_rank is not None:  # whoever names one waits for it, or hears that it is dead
+                available = [request.data_parallel_rank]
             available = available or [i for i, engine in enumerate(self._engines) if not engine.has_died]
             if not available:
                 await self.check_health()

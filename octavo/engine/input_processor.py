@@ -53,6 +53,7 @@ class InputProcessor:
         self.model = model = config.model
         self.scheduler = config.scheduler
         self._lora = config.lora
+        self._num_engines = len(config.served_ranks)
         self._own_adapters = config.media.adapters if config.media is not None else {}
         self._allows_additional_properties = config.allow_additional_properties
         self.tokenizer = tokenizer
@@ -122,6 +123,7 @@ class InputProcessor:
         grammar: WantedGrammar | None = None,
         clamps_max_tokens: bool = True,
         adapter: AdapterSource | None = None,
+        data_parallel_rank: int | None = None,
     ) -> EngineRequest:
         """The request for the core, under an id that no other has. No `params` are the model's defaults.
 
@@ -130,6 +132,7 @@ class InputProcessor:
         has found.
         """
         self.refuse_if_it_pools()
+        self.check_rank(data_parallel_rank)
         if params is None:
             params = SamplingParams(**self.model.default_sampling_params)
         self._check_scheduling(params, priority)
@@ -157,6 +160,7 @@ class InputProcessor:
             priority=priority,
             prediction=self._prediction(prompt.get("prediction")) if isinstance(prompt, Mapping) else [],
             adapter=adapter,
+            data_parallel_rank=data_parallel_rank,
             media=media,
         )
 
@@ -349,6 +353,14 @@ class InputProcessor:
                 param="n" if params.best_of is None else "best_of",
             )
         self.check_priority(priority)
+
+    def check_rank(self, rank: int | None) -> None:
+        """Raise `RequestError` for an engine that is not behind this server."""
+        if rank is not None and not (type(rank) is int and 0 <= rank < self._num_engines):
+            raise RequestError(
+                f"data_parallel_rank must be 0 to {self._num_engines - 1}, of the engines here, got {rank!r}.",
+                param="data_parallel_rank",
+            )
 
     def check_priority(self, priority: int) -> None:
         """Raise `RequestError` for a priority that is none, or that nothing follows."""

@@ -48,6 +48,21 @@ def test_a_prompt_goes_where_it_is_cached_and_another_elsewhere(with_engine: Eng
         assert f'vllm:e2e_request_latency_seconds_count{{engine="{engine}",model_name="stub"}} {count}.0' in text
 
 
+def test_a_request_goes_to_the_engine_that_it_names(with_engine: Engines) -> None:
+    async def use(engine: DataParallelEngine) -> None:
+        await engine.wait_ready()
+        for number, rank in enumerate([1, 1, 0, 1]):
+            params = SamplingParams(max_tokens=1, temperature=0)
+            given = engine.generate({"prompt_token_ids": ANSWER}, params, str(number), data_parallel_rank=rank)
+            assert [output.finished async for output in given][-1]
+        for wrong in (2, -1, "1", True):
+            given = engine.generate({"prompt_token_ids": ANSWER}, None, "wrong", data_parallel_rank=wrong)  # type: ignore[arg-type]
+            with pytest.raises(RequestError, match="data_parallel_rank must be 0 to 1"):
+                await anext(given)
+
+    assert finished(with_engine(use, replicas=2), "length") == [1, 3]
+
+
 def test_an_engine_that_dies_takes_its_own_requests_only(with_engine: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarts, "MAX_DELAY_S", 0.2)
 
