@@ -17,7 +17,7 @@ import msgspec
 
 from octavo.errors import RequestError
 
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 20  # unless --max-logprobs says otherwise
 MAX_N = 128
 MAX_LENGTH_PENALTY = 10  # beyond it the powers of long outputs leave what floating-point numbers can hold
 # Sees (prompt_token_ids, output_token_ids, logits [vocab_size] float32) and returns the logits to use.
@@ -138,8 +138,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     min_tokens: int = 0
     """End-of-sequence and stop tokens are masked until this many tokens are out."""
     logprobs: int | None = None
-    """Log-probabilities of the chosen token and of this many most likely ones, before penalties and temperature."""
+    """Log-probabilities of the chosen token and of this many most likely ones, before penalties and temperature; -1 is
+    all of the vocabulary. --max-logprobs bounds both."""
     prompt_logprobs: int | None = None
+    """The same of each token of the prompt but the first."""
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -288,7 +290,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             require("logit_bias", all(-100 <= b <= 100 for b in self.logit_bias.values()), "between -100 and 100")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            require(name, value is None or 0 <= value <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
+            require(name, value is None or value >= -1, "-1 (all of the vocabulary), 0 or more")
         require(
             "truncate_prompt_tokens",
             self.truncate_prompt_tokens is None or self.truncate_prompt_tokens == -1 or self.truncate_prompt_tokens > 0,

@@ -59,7 +59,7 @@ WORKING = [
     "--allow-credentials", '--allowed-methods ["GET","POST"]', "--allowed-headers x-mine",
     "--kv-cache-memory-bytes 4G", "--no-async-scheduling", "--enable-prompt-tokens-details",
     "--no-enable-prompt-tokens-details", "--tokenizer-mode hf", '--limit-mm-per-prompt {"image":4}',
-    "--language-model-only",
+    "--language-model-only", "--max-logprobs -1", "--max-logprobs 100",
 ]  # fmt: skip
 # Flags that are not built, or not for this device, and what is said.
 REFUSED = {

@@ -17,7 +17,7 @@ from octavo.v1.metrics.reader import Counter, Gauge, Histogram, Metric, Vector
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    llm = LLM(max_model_len=512, num_gpu_blocks_override=512, check_invariants=True)
+    llm = LLM(max_model_len=512, num_gpu_blocks_override=512, max_logprobs=-1, check_invariants=True)
     yield llm
     assert llm.core.scheduler.cache.pools[0].num_used == 0, "blocks are in use when idle"
 
@@ -147,6 +147,18 @@ def test_logprobs_are_those_of_the_models_distribution(llm: LLM) -> None:
         assert set(expected.topk(3).indices.tolist()) <= set(position)
     total = sum(next(iter(position.values())).logprob for position in completion.logprobs)
     assert completion.cumulative_logprob == pytest.approx(total)
+
+
+def test_logprobs_of_all_the_vocabulary_are_those_of_the_likeliest_and_the_rest(llm: LLM) -> None:
+    size = llm.model_config.get_vocab_size()
+    all_of_them, some = llm.generate(
+        ["Two words"] * 2, [greedy(1, logprobs=-1, prompt_logprobs=-1), greedy(1, logprobs=20)], use_tqdm=False
+    )
+    assert all_of_them.prompt_logprobs is not None and len(all_of_them.prompt_logprobs[1]) == size
+    position = all_of_them.outputs[0].logprobs[0]
+    assert len(position) == size and sum(math.exp(entry.logprob) for entry in position.values()) == pytest.approx(1)
+    assert dict(list(position.items())[:20]) == some.outputs[0].logprobs[0]
+    assert [entry.rank for entry in position.values()] == list(range(1, size + 1))
 
 
 def test_prompt_logprobs_score_the_prompt(llm: LLM) -> None:

@@ -51,7 +51,7 @@ def test_the_defaults_are_those_that_users_of_vllm_know() -> None:
         ("bad_words", [""]), ("bad_words", "word"), ("bad_words", ["\udfff"]),
         ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 2**63), ("max_tokens", "5"),
         ("min_tokens", -1), ("min_tokens", 17), ("min_tokens", None),
-        ("logprobs", -1), ("logprobs", 21), ("logprobs", True), ("prompt_logprobs", 21),
+        ("logprobs", -2), ("logprobs", 1.5), ("logprobs", True), ("prompt_logprobs", -2),
         ("logit_bias", {"a": 1}), ("logit_bias", {1: "x"}), ("logit_bias", [1]), ("logit_bias", {1: math.inf}),
         ("logit_bias", {1: math.nan}), ("logit_bias", {1: 10**400}),
         ("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("allowed_token_ids", "1"),
@@ -74,7 +74,8 @@ def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
     [
         {"n": 128}, {"n": 2, "best_of": 5}, {"temperature": 0}, {"temperature": 1e9}, {"top_p": 1e-9}, {"top_k": -1},
         {"min_p": 1}, {"seed": -(2**63)}, {"seed": 2**64 - 1}, {"max_tokens": None, "min_tokens": 10**6},
-        {"logprobs": 0, "prompt_logprobs": 20}, {"logit_bias": {}}, {"logit_bias": None}, {"stop": None},
+        {"logprobs": 0, "prompt_logprobs": 20}, {"logprobs": -1, "prompt_logprobs": 21}, {"logit_bias": {}},
+        {"logit_bias": None}, {"stop": None},
         {"stop_token_ids": None, "bad_words": None}, {"truncate_prompt_tokens": -1}, {"repetition_penalty": 1e-3},
     ],
 )  # fmt: skip

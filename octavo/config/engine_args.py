@@ -154,7 +154,7 @@ class EngineArgs(Flags):
         None, "Processors to keep one thread each on, as 0-3,8; default: any, or one node's where there are several."
     )
     max_logprobs: int = flag(
-        MAX_LOGPROBS, f"Log-probabilities of a position that a request may ask for, {MAX_LOGPROBS} at most."
+        MAX_LOGPROBS, "Log-probabilities of a position that a request may ask for; -1: all of the vocabulary."
     )
     disable_log_stats: bool = flag(False, "Do not log throughput and cache use every few seconds.")
     check_invariants: bool = flag(

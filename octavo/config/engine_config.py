@@ -32,7 +32,7 @@ class ModelConfig:
     default_sampling_params: dict[str, Any] = field(default_factory=dict)  # for fields that a request leaves out
     default_max_tokens: int | None = None  # for chats that leave it out; None: as many as fit
     pooling: PoolingConfig | None = None  # of a model that pools; others generate
-    max_logprobs: int = MAX_LOGPROBS  # of a position that a request may ask for
+    max_logprobs: int = MAX_LOGPROBS  # of a position that a request may ask for; -1: all
 
     @property
     def model(self) -> str:

@@ -136,13 +136,13 @@ class InputProcessor:
         if params is None:
             params = SamplingParams(**self.model.default_sampling_params)
         self._check_scheduling(params, priority)
-        self._check_logprobs(params)
+        counts = self._logprobs(params)
         made, media = self._make_prompt(prompt, params, add_special_tokens)
         if made.media and self._own_adapters and not isinstance(prompt, str | list):
             adapter = self._adapter_of(prompt["multi_modal_data"])
         if adapter is not None:
             made = msgspec.structs.replace(made, adapter=adapter.identity)
-        params = msgspec.structs.replace(params)
+        params = msgspec.structs.replace(params, **counts)
         self._check_token_ids(params)
         if grammar is None and params.structured_outputs is not None:
             grammar = WantedGrammar(params.structured_outputs)
@@ -205,11 +205,22 @@ class InputProcessor:
             tokens = self.check_ids(given, "prediction")
         return [token for token in tokens[:limit] if token < self.model.vocab_size]
 
-    def _check_logprobs(self, params: SamplingParams) -> None:
-        limit = self.model.max_logprobs
+    def _logprobs(self, params: SamplingParams) -> dict[str, int]:
+        """How many are asked for, by the field that does. Raises `RequestError` for more than a request may have."""
+        size, limit = self.model.vocab_size, self.model.max_logprobs
+        counts = {}
         for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > limit:
-                raise RequestError(f"{name} must be at most {limit} here (--max-logprobs).", param=name)
+            if (asked := getattr(params, name)) is None:
+                continue
+            counts[name] = min(size if asked == -1 else asked, size)
+            if counts[name] > limit != -1:
+                all_of_it = f" (all {size} of the vocabulary)" if asked == -1 else ""
+                raise RequestError(
+                    f"{name}: a request may have {limit} log-probabilities of a position here (--max-logprobs), got "
+                    f"{asked}{all_of_it}.",
+                    param=name,
+                )
+        return counts
 
     def _make_prompt(
         self, prompt: PromptInput, params: SamplingParams, add_special_tokens: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -123,6 +124,9 @@ def test_an_impossible_token_has_a_logprob_that_json_can_hold(client: openai.Ope
     engine.answer = "a"
     logprobs = complete(client, max_tokens=1, logprobs=3).choices[0].logprobs
     assert logprobs.top_logprobs == [{"b": -0.25, "a": -0.5, "c": -9999.0}]
+    engine.inputs.model = replace(engine.inputs.model, max_logprobs=-1)
+    of_all = complete(client, max_tokens=1, logprobs=-1).choices[0].logprobs
+    assert of_all.top_logprobs == logprobs.top_logprobs, "the stand-in has three"
 
 
 @pytest.mark.parametrize("fields", [{"logprobs": 2}, {"logprobs": 0}, {"logprobs": 1, "echo": True}])
