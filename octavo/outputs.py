@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from octavo.lora.request import LoRARequest
+
     Vectors = NDArray[np.float32]
 
 
@@ -99,6 +101,7 @@ class RequestOutput:
     # Of `SamplingParams.alignment_heads`, A of them: float32 queries [prompt tokens, A, D] and, behind them, the keys
     # [A, rows, D] of what is heard.
     alignment: bytes | None = None
+    lora_request: LoRARequest | None = None  # the adapter that it was computed with, where Python named one
 
 
 @dataclass(slots=True)

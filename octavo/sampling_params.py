@@ -164,6 +164,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     """What the answer must be. `LLM` and the async engine take a dictionary of its fields too."""
     guided_decoding: StructuredOutputsParams | None = None
     """The former name of `structured_outputs`, under which it is kept."""
+    extra_args: dict[str, Any] | None = None
+    """For plugins of vLLM's, of which there are none here: None or empty."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     bad_words_token_ids: list[list[int]] | None = None
     """Filled in by the engine from `bad_words`; not the caller's to set."""
@@ -191,6 +193,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             if self.structured_outputs is not None:
                 _refuse("guided_decoding", self.guided_decoding, "left out beside structured_outputs")
             self.structured_outputs, self.guided_decoding = self.guided_decoding, None
+        if self.extra_args:
+            _refuse("extra_args", self.extra_args, "left out: nothing reads it; logits_processors take any callable")
+        self.extra_args = None
         structured: Any = self.structured_outputs
         if isinstance(structured, dict):
             unknown = structured.keys() - set(StructuredOutputsParams.__struct_fields__)

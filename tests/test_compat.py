@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from pathlib import Path
 
 import pytest
 
 import octavo
-from octavo import unknown_flags
+from octavo import envs, unknown_flags
 from octavo.config import AsyncEngineArgs
 from octavo.config.checks import check as check_engine_args
 from octavo.entrypoints.cli.serve import make_parser, parse_args
 from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.errors import ConfigError
+from octavo.logger import init_logger
 from octavo.sampling_params import SamplingParams
 from octavo.utils import FlexibleArgumentParser, random_uuid
 from octavo.v1.engine.async_llm import AsyncLLM
@@ -187,6 +189,29 @@ def test_an_argument_parser_of_scripts_for_vllm_makes_an_engines_arguments() -> 
 def test_the_engines_have_vllms_newer_names() -> None:
     assert AsyncLLM is octavo.AsyncLLMEngine
     assert LLMEngine is octavo.LLMEngine
+
+
+def test_a_logger_of_vllms_examples_says_things_once(caplog: pytest.LogCaptureFixture) -> None:
+    logger = init_logger("a.plugin")
+    assert logger is init_logger("a.plugin") is logging.getLogger("a.plugin")
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            logger.info_once("begins with %d", 3)
+            logger.warning("and goes on")
+    assert caplog.messages == ["begins with 3", "and goes on", "and goes on"]
+
+
+def test_variables_of_the_environment_are_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_CPU_THREADS", "3")
+    assert envs.OCTAVO_CPU_THREADS == "3" and envs.is_set("OCTAVO_CPU_THREADS") and envs.VLLM_NO_USAGE_STATS is None
+    assert "OCTAVO_CPU_THREADS" in dir(envs)
+    for name, said in {
+        "VLLM_ATTENTION_BACKEND": "has no effect here; use --attention-backend",
+        "VLLM_USE_V1": "is a variable of vLLM's and has no effect here.",
+        "OCTAVO_SPEED": "has no attribute 'OCTAVO_SPEED'",
+    }.items():
+        with pytest.raises(AttributeError, match=said):
+            getattr(envs, name)
 
 
 def test_sampling_params_have_every_field() -> None:

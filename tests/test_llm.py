@@ -56,6 +56,22 @@ def test_chat_takes_one_conversation_or_several(llm: LLM) -> None:
     assert [output.outputs[0].text for output in several] == [one.outputs[0].text] * 2
 
 
+def test_an_engine_tells_what_it_was_made_of(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    engine = llm.llm_engine
+    assert engine.vllm_config is engine.get_vllm_config() is llm.config
+    assert engine.model_config.max_model_len == 512 and engine.model_config.hf_text_config.vocab_size > 0
+    assert engine.cache_config.num_gpu_blocks == 512 and engine.cache_config.block_size == 16
+    assert engine.cache_config.cache_dtype == "bfloat16" and engine.scheduler_config.max_num_seqs > 0
+    assert engine.parallel_config.world_size == 1 and engine.lora_config is engine.speculative_config is None
+    assert llm.supported_tasks == engine.get_supported_tasks() == ("generate",)
+    assert not llm.is_sleeping()
+    (output,) = llm.generate("Hello", greedy(2), use_tqdm=False)
+    assert output.lora_request is None
+    caplog.set_level("INFO", "octavo.stats")
+    engine.do_log_stats()
+    assert "generation" in caplog.messages[-1] and "running 0" in caplog.messages[-1]
+
+
 def test_the_progress_bar_shows_tokens_per_second(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(["Hello"] * 3, greedy(4))
     shown = capsys.readouterr().err

@@ -56,6 +56,7 @@ def test_the_defaults_are_those_that_users_of_vllm_know() -> None:
         ("logit_bias", {1: math.nan}), ("logit_bias", {1: 10**400}),
         ("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("allowed_token_ids", "1"),
         ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("structured_outputs", {"jason": {}}),
+        ("extra_args", {"a": 1}), ("extra_args", 5),
     ],
 )  # fmt: skip
 def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
@@ -77,6 +78,7 @@ def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
         {"logprobs": 0, "prompt_logprobs": 20}, {"logprobs": -1, "prompt_logprobs": 21}, {"logit_bias": {}},
         {"logit_bias": None}, {"stop": None},
         {"stop_token_ids": None, "bad_words": None}, {"truncate_prompt_tokens": -1}, {"repetition_penalty": 1e-3},
+        {"extra_args": None}, {"extra_args": {}},
     ],
 )  # fmt: skip
 def test_values_at_the_edge_are_accepted(values: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig, ModelConfig
+from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig
 from octavo.engine.adapter_requests import AdapterRequests
 from octavo.engine.control import EngineControl
 from octavo.engine.core_client import Core, CoreProcess
@@ -25,10 +25,13 @@ from octavo.engine.off_loop import run_off_loop
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
 from octavo.engine.request_log import log_request
 from octavo.engine.supervisor import Supervisor
+from octavo.engine.vllm_names import AsyncConfigNames
 from octavo.engine.wire import Abort, BlockMap, CacheWasReset, CoreMessage, Ready, StepOutputs
 from octavo.errors import EngineDeadError, EngineStoppingError, OctavoError, RequestError
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.lora.request import LoRARequest
+from octavo.metrics.log_line import LogLine
+from octavo.metrics.prometheus import EngineMetrics
 from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from octavo.request import AdapterSource, EngineRequest
 from octavo.sampling_params import SamplingParams, is_unicode
@@ -36,7 +39,6 @@ from octavo.stats import EngineStats
 
 if TYPE_CHECKING:
     from octavo.loading.tokenizer import ModelTokenizer
-    from octavo.metrics.prometheus import EngineMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,10 @@ Output = RequestOutput | PoolingRequestOutput[PoolingOutput]
 def _length(prompt: PromptInput) -> int:
     given = prompt.get("prompt_token_ids") or prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return len(given) if isinstance(given, str | list | tuple) else 0
+
+
+def _log_prefix(config: EngineConfig) -> str:
+    return f"engine {config.data_parallel_rank}: " if len(config.served_ranks) > 1 else ""
 
 
 class _Stream(asyncio.Queue[Output | OctavoError]):
@@ -58,7 +64,7 @@ class _Stream(asyncio.Queue[Output | OctavoError]):
         self.has_ended_early = False  # meanwhile
 
 
-class AsyncLLMEngine:
+class AsyncLLMEngine(AsyncConfigNames):
     """Many requests at once over one engine core.
 
     Make it with `from_engine_args`; servers start the `core` before they have a configuration. All coroutines belong to
@@ -89,6 +95,7 @@ class AsyncLLMEngine:
         self.forecast = FirstTokenForecast()
         if metrics is not None and config.lora is not None:
             metrics.max_loras = config.lora.max_loras
+        self._log_line = None if metrics is None else LogLine(metrics, time.monotonic(), _log_prefix(config))
         self._logs_requests, self._max_log_len = logs_requests, max_log_len
         self._supervisor = Supervisor(
             config, core, handle=self._handle, lose=self._lose, is_busy=self._is_busy, max_restarts=max_restarts,
@@ -113,13 +120,15 @@ class AsyncLLMEngine:
         cls, args: AsyncEngineArgs | EngineArgs, *, metrics: EngineMetrics | None = None
     ) -> AsyncLLMEngine:
         """Find the model, start the core's process and load the tokenizer. Returns before the core is ready; requests
-        made before that wait."""
+        made before that wait. Without `metrics` it counts for itself, unless `disable_log_stats`."""
         if isinstance(args, AsyncEngineArgs):
             log: Any = {"logs_requests": args.logs_requests, "max_log_len": args.max_log_len}
         else:
             log = {}
-        config = args.create_engine_config()
-        return cls(config.one_engine(), metrics=metrics, **log)
+        config = args.create_engine_config().one_engine()
+        if metrics is None and config.log_stats:
+            metrics = EngineMetrics(config.model.served_model_name, config.model.max_model_len)
+        return cls(config, metrics=metrics, **log)
 
     @property
     def config(self) -> EngineConfig:
@@ -180,12 +189,13 @@ class AsyncLLMEngine:
         """Do not start a core that dies from now on again."""
         self._supervisor.restarts.limit = 0
 
-    @property
-    def model_config(self) -> ModelConfig:
-        return self.config.model
+    async def is_tracing_enabled(self) -> bool:
+        return False  # spans are the server's
 
-    async def get_model_config(self) -> ModelConfig:
-        return self.config.model
+    async def do_log_stats(self) -> None:
+        """Log a line of throughput and use since the last one, if anything ran and is counted."""
+        if self._log_line is not None:
+            self._log_line.log(time.monotonic())
 
     async def get_tokenizer(self) -> ModelTokenizer:
         return self.tokenizer
@@ -209,6 +219,7 @@ class AsyncLLMEngine:
         request = await self.prepare(prompt, sampling_params, request_id, lora_request, priority, data_parallel_rank)
         async with contextlib.aclosing(self.generate_from(request, request_id)) as outputs:
             async for output in outputs:
+                output.lora_request = lora_request
                 yield output
 
     async def prepare(

@@ -23,6 +23,7 @@ from octavo.engine.forecast import FirstTokenForecast
 from octavo.engine.input_processor import PromptInput
 from octavo.engine.off_loop import run_off_loop
 from octavo.engine.routing import Router, block_hashes
+from octavo.engine.vllm_names import AsyncConfigNames
 from octavo.engine.wire import BlockMap, Ready
 from octavo.errors import EngineDeadError, RequestError
 from octavo.lora.request import LoRARequest
@@ -65,7 +66,7 @@ def _open_to_others(config: EngineConfig, options: dict[str, Any]) -> EngineHost
         raise
 
 
-class DataParallelEngine:
+class DataParallelEngine(AsyncConfigNames):
     """What `AsyncLLMEngine` does, over several. See there what each method does, and raises."""
 
     def __init__(
@@ -164,6 +165,9 @@ class DataParallelEngine:
         """Return when none is left."""
         await self._all(lambda engine: engine.wait_failed())
 
+    async def do_log_stats(self) -> None:
+        await self._all(lambda engine: engine.do_log_stats())
+
     def stop_restarting(self) -> None:
         for engine in self._engines:
             engine.stop_restarting()
@@ -183,6 +187,7 @@ class DataParallelEngine:
         )
         async with contextlib.aclosing(self.generate_from(request, request_id)) as outputs:
             async for output in outputs:
+                output.lora_request = lora_request
                 yield output
 
     async def generate_from(

@@ -16,6 +16,7 @@ from octavo.config import EngineConfig, ModelConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.data_parallel import DataParallelEngine
 from octavo.engine.sleeping import check_level
+from octavo.engine.vllm_names import ConfigNames
 from octavo.errors import ConfigError, OctavoError, RequestError
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
@@ -26,8 +27,10 @@ T = TypeVar("T")
 Output = RequestOutput | PoolingRequestOutput[PoolingOutput]
 
 
-class DataParallelLLMEngine:
+class DataParallelLLMEngine(ConfigNames):
     """What `LLM` asks of `LLMEngine`. See there what each method does, and raises."""
+
+    config: EngineConfig
 
     def __init__(self, config: EngineConfig) -> None:
         if len(config.served_ranks) > len(config.local_ranks):
@@ -53,12 +56,17 @@ class DataParallelLLMEngine:
     def core(self) -> EngineCore:
         raise OctavoError("the engines of data_parallel_size are processes of their own; none has its core here.")
 
-    @property
-    def model_config(self) -> ModelConfig:
-        return self.config.model
-
     def get_model_config(self) -> ModelConfig:
         return self.config.model
+
+    def get_vllm_config(self) -> EngineConfig:
+        return self.config
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return self.config.supported_tasks
+
+    def do_log_stats(self) -> None:
+        self._await(self._engine.do_log_stats())
 
     def add(self, request: EngineRequest, shown_id: str | None = None) -> None:
         if self._is_closed or self._is_asleep:

@@ -121,6 +121,11 @@ class LLM(PoolingMethods):
     def model_config(self) -> ModelConfig:
         return self.config.model
 
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """What the model does: "generate", or the tasks of one that pools."""
+        return self.config.supported_tasks
+
     def get_metrics(self) -> list[Metric]:
         """What has been counted so far, under vLLM's names: counters, gauges, histograms and vectors of
         `octavo.v1.metrics.reader`. The same as `/metrics` of a server has."""
@@ -153,11 +158,12 @@ class LLM(PoolingMethods):
             priority = [0] * len(prompts)
         elif len(priority) != len(prompts):
             raise RequestError(f"{len(priority)} priorities for {len(prompts)} prompts.", param="priority")
-        asked = zip(prompts, params, priority, self._adapters_for(prompts, lora_request), strict=True)
+        loras = _one_each(prompts, lora_request)
+        asked = zip(prompts, params, priority, self._adapters_for(loras), strict=True)
         requests = [
             self.inputs.process(prompt, one, priority=its, adapter=adapter) for prompt, one, its, adapter in asked
         ]
-        return self._generated(requests, use_tqdm)
+        return self._generated(requests, loras, use_tqdm)
 
     def chat(
         self,
@@ -203,13 +209,13 @@ class LLM(PoolingMethods):
             {"prompt": text, "multi_modal_data": processor.open(given)} if processor else text
             for text, processor, given in zip(texts, processors, media, strict=True)
         ]
-        params = self._params_for(prompts, sampling_params)
+        params, loras = self._params_for(prompts, sampling_params), _one_each(prompts, lora_request)
         requests = [
             # The template has put special tokens in.
             self.inputs.process(prompt, one, add_special_tokens=False, adapter=adapter)
-            for prompt, one, adapter in zip(prompts, params, self._adapters_for(prompts, lora_request), strict=True)
+            for prompt, one, adapter in zip(prompts, params, self._adapters_for(loras), strict=True)
         ]
-        return self._generated(requests, use_tqdm)
+        return self._generated(requests, loras, use_tqdm)
 
     def beam_search(
         self, prompts: PromptInput | Sequence[PromptInput], params: BeamSearchParams, use_tqdm: bool = False
@@ -251,21 +257,20 @@ class LLM(PoolingMethods):
             raise RequestError(f"{len(params)} sampling_params for {len(prompts)} prompts.", param="sampling_params")
         return list(params)
 
-    def _adapters_for(
-        self, prompts: Sequence[PromptInput], asked: LoRARequest | Sequence[LoRARequest | None] | None
-    ) -> list[AdapterSource | None]:
-        if asked is None or isinstance(asked, LoRARequest):
-            asked = [asked] * len(prompts)
-        elif len(asked) != len(prompts):
-            raise RequestError(f"{len(asked)} lora_requests for {len(prompts)} prompts.", param="lora_request")
+    def _adapters_for(self, asked: Sequence[LoRARequest | None]) -> list[AdapterSource | None]:
         found = {one: self.inputs.find_adapter(one) for one in asked if one is not None}
         return [None if one is None else found[one] for one in asked]
 
-    def _generated(self, requests: list[EngineRequest], use_tqdm: bool) -> list[RequestOutput]:
+    def _generated(
+        self, requests: list[EngineRequest], loras: Sequence[LoRARequest | None], use_tqdm: bool
+    ) -> list[RequestOutput]:
         for request in requests:
             # Only the last output of each is returned: what comes between need not be put together.
             request.params.output_kind = RequestOutputKind.FINAL_ONLY
-        return [output for output in self.run(requests, use_tqdm) if isinstance(output, RequestOutput)]
+        outputs = [output for output in self.run(requests, use_tqdm) if isinstance(output, RequestOutput)]
+        for output, lora in zip(outputs, loras, strict=True):
+            output.lora_request = lora
+        return outputs
 
     def run(
         self, requests: list[EngineRequest], use_tqdm: bool
@@ -294,6 +299,16 @@ class LLM(PoolingMethods):
             engine.abort_request(request.request_id for request in requests)
             bar.close()
         return [finished[request.request_id] for request in requests]
+
+
+def _one_each(
+    prompts: Sequence[PromptInput], asked: LoRARequest | Sequence[LoRARequest | None] | None
+) -> Sequence[LoRARequest | None]:
+    if asked is None or isinstance(asked, LoRARequest):
+        return [asked] * len(prompts)
+    if len(asked) != len(prompts):
+        raise RequestError(f"{len(asked)} lora_requests for {len(prompts)} prompts.", param="lora_request")
+    return asked
 
 
 def _with_ids(

@@ -29,7 +29,9 @@ def finished(metrics: EngineMetrics, reason: str) -> list[int]:
     return [one.num_finished[reason] for one in metrics.of_engines]
 
 
-def test_a_prompt_goes_where_it_is_cached_and_another_elsewhere(with_engine: Engines) -> None:
+def test_a_prompt_goes_where_it_is_cached_and_another_elsewhere(
+    with_engine: Engines, caplog: pytest.LogCaptureFixture
+) -> None:
     async def use(engine: DataParallelEngine) -> None:
         await engine.wait_ready()
         for _ in range(3):
@@ -37,6 +39,14 @@ def test_a_prompt_goes_where_it_is_cached_and_another_elsewhere(with_engine: Eng
         assert finished(engine.metrics, "length") == [3, 0]  # type: ignore[arg-type]
         assert await ask(engine, ANSWER + [6] * 48) == "length"
         assert engine.stats.num_blocks == 20
+        for config in (engine.vllm_config, await engine.get_vllm_config()):
+            assert config.parallel_config.data_parallel_size == config.parallel_config.world_size_across_dp == 2
+            assert config.cache_config.num_gpu_blocks == 10
+        caplog.set_level("INFO")
+        await engine.do_log_stats()
+        assert [line.partition(" tok/s")[0].split()[:3] for line in caplog.messages[-2:]] == [
+            ["engine", f"{number}:", "prompt"] for number in (0, 1)
+        ]
 
     metrics = with_engine(use, replicas=2)
     assert finished(metrics, "length") == [3, 1]
