@@ -56,6 +56,27 @@ class RequestMetrics:
     num_preemptions: int = 0
 
     @property
+    def queued_ts(self) -> float:
+        """vLLM's newer names of these times."""
+        return self.arrival_time
+
+    @property
+    def scheduled_ts(self) -> float | None:
+        return self.first_scheduled_time
+
+    @property
+    def first_token_ts(self) -> float | None:
+        return self.first_token_time
+
+    @property
+    def last_token_ts(self) -> float | None:
+        return self.last_token_time
+
+    @property
+    def first_token_latency(self) -> float | None:
+        return self.intervals().get("time_to_first_token")
+
+    @property
     def time_in_queue(self) -> float | None:
         return self.intervals().get("time_in_queue")
 

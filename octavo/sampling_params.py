@@ -58,6 +58,14 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
     whitespace_pattern: str | None = None
     """For JSON: a regular expression for the whitespace where some may stand."""
 
+    @classmethod
+    def from_optional(cls, **given: Any) -> StructuredOutputsParams:
+        """Of fields that may be None; `json` may be a class of pydantic's too."""
+        schema: Any = given.get("json")
+        if hasattr(schema, "model_json_schema"):
+            given["json"] = schema.model_json_schema()
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
     def __post_init__(self) -> None:
         given = [name for name in STRUCTURES if getattr(self, name) not in (None, False)]
         if len(given) != 1:

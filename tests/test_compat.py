@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import logging
 import re
 from pathlib import Path
@@ -18,6 +19,7 @@ from octavo.entrypoints.openai.server_args import ServerArgs
 from octavo.errors import ConfigError
 from octavo.logger import init_logger
 from octavo.sampling_params import SamplingParams
+from octavo.usage.usage_lib import UsageContext
 from octavo.utils import FlexibleArgumentParser, random_uuid
 from octavo.v1.engine.async_llm import AsyncLLM
 from octavo.v1.engine.llm_engine import LLMEngine
@@ -61,7 +63,8 @@ WORKING = [
     "--allow-credentials", '--allowed-methods ["GET","POST"]', "--allowed-headers x-mine",
     "--kv-cache-memory-bytes 4G", "--no-async-scheduling", "--enable-prompt-tokens-details",
     "--no-enable-prompt-tokens-details", "--tokenizer-mode hf", '--limit-mm-per-prompt {"image":4}',
-    "--language-model-only", "--max-logprobs -1", "--max-logprobs 100",
+    "--language-model-only", "--max-logprobs -1", "--max-logprobs 100", "--enable-sleep-mode",
+    "--logprobs-mode raw_logprobs",
 ]  # fmt: skip
 # Flags that are not built, or not for this device, and what is said.
 REFUSED = {
@@ -78,6 +81,7 @@ REFUSED = {
     "--fully-sharded-loras": "--fully-sharded-loras True is not built yet",
     "--num-scheduler-steps 8": "--num-scheduler-steps 8 is not built yet",
     "--async-scheduling": "--async-scheduling is not built",
+    "--logprobs-mode processed_logprobs": "--logprobs-mode processed_logprobs is not built yet; leave it out.",
     "-O 3": "--optimization-level 3 is not built yet",
     '--compilation-config {"mode":3}': "--compilation-config .* is not built yet",
     "--tokenizer-mode slow": "--tokenizer-mode slow is not built; use auto",
@@ -158,9 +162,9 @@ def test_what_is_advised_exists_and_what_exists_needs_no_advice() -> None:
 
 def test_keywords_and_keys_of_a_file_get_the_same_advice(tmp_path: Path) -> None:
     with pytest.raises(
-        TypeError, match=r"LLM.. has no arguments enable_sleep_mode. enable_sleep_mode: leave it out: LLM"
+        TypeError, match=r"LLM.. has no arguments scheduler_delay_factor. scheduler_delay_factor: leave it out: prompts"
     ):
-        octavo.LLM(enable_sleep_mode=True)
+        octavo.LLM(scheduler_delay_factor=0.5, tokenizer_revision=None)
     (tmp_path / "config.yaml").write_text("max-modal-len: 5")
     with pytest.raises(ConfigError, match=r"unknown key 'max-modal-len'.*perhaps max_model_len is meant"):
         parse_args(["--config", str(tmp_path / "config.yaml")], "octavo serve")
@@ -186,9 +190,19 @@ def test_an_argument_parser_of_scripts_for_vllm_makes_an_engines_arguments() -> 
     assert len(random_uuid()) == 32
 
 
-def test_the_engines_have_vllms_newer_names() -> None:
+def test_modules_have_vllms_other_names() -> None:
     assert AsyncLLM is octavo.AsyncLLMEngine
     assert LLMEngine is octavo.LLMEngine
+    for module, name, home in [
+        ("v1.engine.exceptions", "EngineDeadError", "errors"), ("engine.protocol", "EngineClient", "engine.client"),
+        ("logprobs", "Logprob", "outputs"), ("inputs", "PromptType", ""), ("version", "__version_tuple__", ""),
+    ]:  # fmt: skip
+        homes = [importlib.import_module(f"octavo.{place}".rstrip(".")) for place in (module, home)]
+        assert getattr(homes[0], name) is getattr(homes[1], name)
+    assert UsageContext.OPENAI_API_SERVER in UsageContext
+    assert octavo.__version_tuple__[:2] == (0, 1)
+    with pytest.raises(AttributeError, match="no attribute 'ModelRegistry': classes of vLLM's models"):
+        _ = octavo.ModelRegistry
 
 
 def test_a_logger_of_vllms_examples_says_things_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
+from tqdm import tqdm
 
 from octavo import LLM, EngineArgs, SamplingParams, StructuredOutputsParams
 from octavo.errors import ConfigError, RequestError
@@ -54,6 +56,17 @@ def test_chat_takes_one_conversation_or_several(llm: LLM) -> None:
     assert one.outputs[0].stop_reason is None
     several = llm.chat([conversation, conversation], greedy(30), use_tqdm=False)
     assert [output.outputs[0].text for output in several] == [one.outputs[0].text] * 2
+    parts = [{"type": "text", "text": "What is the capital"}, {"type": "text", "text": "of France?"}]
+    (of_parts,) = llm.chat([{"role": "user", "content": parts}], greedy(1), False, None)
+    assert of_parts.prompt == one.prompt.replace("capital of", "capital\nof"), "by lines, as the server joins them"
+
+
+def test_what_vllm_hands_on_to_others_is_refused_where_it_says_anything(llm: LLM) -> None:
+    for name in ("tokenization_kwargs", "mm_processor_kwargs"):
+        llm.generate("Hi", greedy(1), use_tqdm=False, **{name: None})
+        for ask in (llm.generate, llm.chat):
+            with pytest.raises(RequestError, match=f"{name} is not built"):
+                ask("Hi", greedy(1), **{name: {"a": 1}})
 
 
 def test_an_engine_tells_what_it_was_made_of(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
@@ -77,6 +90,8 @@ def test_the_progress_bar_shows_tokens_per_second(llm: LLM, capsys: pytest.Captu
     shown = capsys.readouterr().err
     assert "3/3" in shown
     assert "tok/s" in shown
+    llm.generate(["Hello"] * 2, greedy(1), use_tqdm=partial(tqdm, ascii=" #"))
+    assert "##| 2/2" in capsys.readouterr().err
 
 
 def test_forks_share_the_blocks_of_their_prompt(llm: LLM) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from pydantic import BaseModel
 
 from octavo import SamplingParams
 from octavo.errors import OctavoError, RequestError
@@ -141,6 +142,14 @@ def test_parameters_survive_the_wire_and_are_checked_again_there() -> None:
 def test_the_former_name_of_structured_outputs_is_kept_under_the_new_one() -> None:
     params = SamplingParams(guided_decoding=GuidedDecodingParams(regex="a+"))
     assert params == SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
+
+
+def test_structured_outputs_are_made_of_optional_fields_and_of_classes() -> None:
+    class Car(BaseModel):
+        brand: str
+
+    made = GuidedDecodingParams.from_optional(json=Car, regex=None, choice=None, whitespace_pattern=None)
+    assert made == StructuredOutputsParams(json=Car.model_json_schema())
     with pytest.raises(RequestError, match="guided_decoding must be left out beside structured_outputs"):
         SamplingParams(structured_outputs={"regex": "a"}, guided_decoding={"regex": "a"})  # type: ignore[arg-type]
 

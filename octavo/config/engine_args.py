@@ -156,6 +156,13 @@ class EngineArgs(Flags):
     max_logprobs: int = flag(
         MAX_LOGPROBS, "Log-probabilities of a position that a request may ask for; -1: all of the vocabulary."
     )
+    logprobs_mode: str = flag(
+        "raw_logprobs", "What log-probabilities are of: the model's own logits, before penalties and temperature.",
+        built=False,
+    )  # fmt: skip
+    enable_sleep_mode: bool = flag(
+        False, "Let memory be freed while nothing runs. It always may be: LLM.sleep, and /sleep of servers in dev mode."
+    )
     disable_log_stats: bool = flag(False, "Do not log throughput and cache use every few seconds.")
     check_invariants: bool = flag(
         False, "Check the scheduler's and the cache's invariants after each step (debugging)."

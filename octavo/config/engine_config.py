@@ -14,6 +14,27 @@ from octavo.sampling_params import MAX_LOGPROBS
 from octavo.speculative_config import SpeculativeConfig
 
 
+class HfConfig(SimpleNamespace):
+    """A configuration of `transformers` as attributes, those within it too, for programs that look at it."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__(
+            **{
+                name: HfConfig(value) if name.endswith("_config") and isinstance(value, Mapping) else value
+                for name, value in settings.items()
+            }
+        )
+        self._settings = settings
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self._settings)
+
+    def get_text_config(self) -> HfConfig:
+        """That of the language model, where there is one apart."""
+        found = getattr(self, "text_config", None)
+        return found if isinstance(found, HfConfig) else self
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Which model, in which type, for sequences of which length."""
@@ -40,14 +61,17 @@ class ModelConfig:
         return self.checkpoint.name
 
     @property
-    def hf_config(self) -> SimpleNamespace:
+    def hf_config(self) -> HfConfig:
         """The settings of config.json, or what a GGUF file has in their place, as attributes."""
-        return SimpleNamespace(**self.checkpoint.config)
+        return HfConfig(self.checkpoint.config)
 
     @property
-    def hf_text_config(self) -> SimpleNamespace:
+    def hf_text_config(self) -> HfConfig:
         """Those of the language model, where config.json has them apart."""
-        return SimpleNamespace(**(self.checkpoint.config.get("text_config") or self.checkpoint.config))
+        return HfConfig(self.checkpoint.config.get("text_config") or self.checkpoint.config)
+
+    def get_hidden_size(self) -> int:
+        return int(self.hf_text_config.hidden_size)
 
     @property
     def tokenizer(self) -> str:

@@ -39,6 +39,7 @@ from octavo.stats import EngineStats
 
 if TYPE_CHECKING:
     from octavo.loading.tokenizer import ModelTokenizer
+    from octavo.usage.usage_lib import UsageContext
 
 logger = logging.getLogger(__name__)
 
@@ -117,15 +118,20 @@ class AsyncLLMEngine(AsyncConfigNames):
 
     @classmethod
     def from_engine_args(
-        cls, args: AsyncEngineArgs | EngineArgs, *, metrics: EngineMetrics | None = None
+        cls,
+        engine_args: AsyncEngineArgs | EngineArgs,
+        *,
+        usage_context: UsageContext | None = None,
+        metrics: EngineMetrics | None = None,
     ) -> AsyncLLMEngine:
         """Find the model, start the core's process and load the tokenizer. Returns before the core is ready; requests
-        made before that wait. Without `metrics` it counts for itself, unless `disable_log_stats`."""
-        if isinstance(args, AsyncEngineArgs):
-            log: Any = {"logs_requests": args.logs_requests, "max_log_len": args.max_log_len}
+        made before that wait. Without `metrics` it counts for itself, unless `disable_log_stats`.
+        `usage_context` is for vLLM's statistics of use, of which there are none."""
+        if isinstance(engine_args, AsyncEngineArgs):
+            log: Any = {"logs_requests": engine_args.logs_requests, "max_log_len": engine_args.max_log_len}
         else:
             log = {}
-        config = args.create_engine_config().one_engine()
+        config = engine_args.create_engine_config().one_engine()
         if metrics is None and config.log_stats:
             metrics = EngineMetrics(config.model.served_model_name, config.model.max_model_len)
         return cls(config, metrics=metrics, **log)

@@ -24,6 +24,7 @@ from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from octavo.loading.tokenizer import ModelTokenizer
+    from octavo.usage.usage_lib import UsageContext
 
 
 class LLMEngine(ConfigNames):
@@ -46,9 +47,10 @@ class LLMEngine(ConfigNames):
         self._lora_requests: dict[str, LoRARequest] = {}  # by the caller's ids
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
-        """Raises `ConfigError` or `LoadError` if the model cannot be served that way."""
-        return cls(args.create_engine_config().one_engine())
+    def from_engine_args(cls, engine_args: EngineArgs, usage_context: UsageContext | None = None) -> LLMEngine:
+        """Raises `ConfigError` or `LoadError` if the model cannot be served that way. `usage_context` is for vLLM's
+        statistics of use, of which there are none."""
+        return cls(engine_args.create_engine_config().one_engine())
 
     @property
     def core(self) -> EngineCore:
