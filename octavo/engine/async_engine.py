@@ -17,6 +17,7 @@ import msgspec
 
 from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig
 from octavo.engine.adapter_requests import AdapterRequests
+from octavo.engine.calls import EngineCalls, length_of
 from octavo.engine.control import EngineControl
 from octavo.engine.core_client import Core, CoreProcess
 from octavo.engine.forecast import FirstTokenForecast
@@ -25,10 +26,11 @@ from octavo.engine.off_loop import run_off_loop
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
 from octavo.engine.request_log import log_request
 from octavo.engine.supervisor import Supervisor
-from octavo.engine.vllm_names import AsyncConfigNames
+from octavo.engine.vllm_names import refuse_kwargs
 from octavo.engine.wire import Abort, BlockMap, CacheWasReset, CoreMessage, Ready, StepOutputs
 from octavo.errors import EngineDeadError, EngineStoppingError, OctavoError, RequestError
 from octavo.loading.tokenizer import load_tokenizer
+from octavo.logs import configure_logging
 from octavo.lora.request import LoRARequest
 from octavo.metrics.log_line import LogLine
 from octavo.metrics.prometheus import EngineMetrics
@@ -46,11 +48,6 @@ logger = logging.getLogger(__name__)
 Output = RequestOutput | PoolingRequestOutput[PoolingOutput]
 
 
-def _length(prompt: PromptInput) -> int:
-    given = prompt.get("prompt_token_ids") or prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    return len(given) if isinstance(given, str | list | tuple) else 0
-
-
 def _log_prefix(config: EngineConfig) -> str:
     return f"engine {config.data_parallel_rank}: " if len(config.served_ranks) > 1 else ""
 
@@ -65,7 +62,7 @@ class _Stream(asyncio.Queue[Output | OctavoError]):
         self.has_ended_early = False  # meanwhile
 
 
-class AsyncLLMEngine(AsyncConfigNames):
+class AsyncLLMEngine(EngineCalls):
     """Many requests at once over one engine core.
 
     Make it with `from_engine_args`; servers start the `core` before they have a configuration. All coroutines belong to
@@ -131,6 +128,7 @@ class AsyncLLMEngine(AsyncConfigNames):
             log: Any = {"logs_requests": engine_args.logs_requests, "max_log_len": engine_args.max_log_len}
         else:
             log = {}
+        configure_logging("engine")
         config = engine_args.create_engine_config().one_engine()
         if metrics is None and config.log_stats:
             metrics = EngineMetrics(config.model.served_model_name, config.model.max_model_len)
@@ -206,28 +204,6 @@ class AsyncLLMEngine(AsyncConfigNames):
     async def get_tokenizer(self) -> ModelTokenizer:
         return self.tokenizer
 
-    async def generate(
-        self,
-        prompt: PromptInput,
-        sampling_params: SamplingParams | None,
-        request_id: str,
-        lora_request: LoRARequest | None = None,
-        *,
-        priority: int = 0,
-        data_parallel_rank: int | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield a request's outputs as they come (`SamplingParams.output_kind` says how much each holds), computed with
-        an adapter if one is named. `data_parallel_rank` is the engine that is to do it, of several.
-
-        Raises `RequestError` for a request that cannot run, `EngineDeadError` when the core has gone. Closing the
-        generator, or cancelling the task that iterates it, aborts the request and frees its blocks.
-        """
-        request = await self.prepare(prompt, sampling_params, request_id, lora_request, priority, data_parallel_rank)
-        async with contextlib.aclosing(self.generate_from(request, request_id)) as outputs:
-            async for output in outputs:
-                output.lora_request = lora_request
-                yield output
-
     async def prepare(
         self,
         prompt: PromptInput,
@@ -251,7 +227,7 @@ class AsyncLLMEngine(AsyncConfigNames):
                 adapter=adapter,
                 data_parallel_rank=data_parallel_rank,
             ),
-            length=_length(prompt),
+            length=length_of(prompt),
             has_grammar=sampling_params is not None and sampling_params.structured_outputs is not None,
             has_media=isinstance(prompt, Mapping) and "multi_modal_data" in prompt,
         )
@@ -271,10 +247,10 @@ class AsyncLLMEngine(AsyncConfigNames):
                 assert isinstance(output, RequestOutput)
                 yield output
 
-    async def pool(self, request: EngineRequest) -> PoolingRequestOutput[PoolingOutput]:
+    async def pool(self, request: EngineRequest, shown_id: str | None = None) -> PoolingRequestOutput[PoolingOutput]:
         """What a request for pooling gives, which `PoolingInput.process` has made. Raises as `generate_from` does, and
         `RequestError` (408) at the request's `deadline`."""
-        async with contextlib.aclosing(self._outputs_of(request)) as outputs:
+        async with contextlib.aclosing(self._outputs_of(request, shown_id)) as outputs:
             async for output in outputs:
                 if isinstance(output, PoolingRequestOutput):
                     return output
@@ -388,17 +364,21 @@ class AsyncLLMEngine(AsyncConfigNames):
         """Whether memory has been freed that nothing has waked."""
         return self._control.is_sleeping
 
-    async def pause_generation(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
+    async def pause_generation(
+        self, mode: str = "abort", *, wait_for_inflight_requests: bool | None = None, clear_cache: bool = True
+    ) -> None:
         """Let new requests wait until `resume_generation`. Those under way end with what they have (`mode` "abort"),
-        run to their end first ("wait"), or stand still ("keep"; the cache is not cleared then)."""
-        await self._control.pause(mode, clear_cache)
+        run to their end first ("wait", formerly `wait_for_inflight_requests`), or stand still ("keep"; the cache is not
+        cleared then)."""
+        await self._control.pause("wait" if wait_for_inflight_requests else mode, clear_cache)
 
     async def resume_generation(self) -> None:
         """Take requests again, and go on with those that stand still. Nothing happens while the engine sleeps."""
         await self._control.resume()
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget what has been computed for others to share. False if the core ended meanwhile, and its cache too."""
+        refuse_kwargs(reset_running_requests=reset_running_requests)
         return await self._control.reset_prefix_cache()
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:

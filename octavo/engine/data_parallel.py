@@ -17,13 +17,14 @@ import msgspec
 
 from octavo.config import EngineConfig
 from octavo.engine.async_engine import AsyncLLMEngine
+from octavo.engine.calls import EngineCalls
 from octavo.engine.core_client import CoreProcess
 from octavo.engine.engine_hosts import EngineHosts, RemoteCore
 from octavo.engine.forecast import FirstTokenForecast
 from octavo.engine.input_processor import PromptInput
 from octavo.engine.off_loop import run_off_loop
 from octavo.engine.routing import Router, block_hashes
-from octavo.engine.vllm_names import AsyncConfigNames
+from octavo.engine.vllm_names import refuse_kwargs
 from octavo.engine.wire import BlockMap, Ready
 from octavo.errors import EngineDeadError, RequestError
 from octavo.lora.request import LoRARequest
@@ -66,7 +67,7 @@ def _open_to_others(config: EngineConfig, options: dict[str, Any]) -> EngineHost
         raise
 
 
-class DataParallelEngine(AsyncConfigNames):
+class DataParallelEngine(EngineCalls):
     """What `AsyncLLMEngine` does, over several. See there what each method does, and raises."""
 
     def __init__(
@@ -172,23 +173,18 @@ class DataParallelEngine(AsyncConfigNames):
         for engine in self._engines:
             engine.stop_restarting()
 
-    async def generate(
+    async def prepare(
         self,
         prompt: PromptInput,
         sampling_params: SamplingParams | None,
         request_id: str,
-        lora_request: LoRARequest | None = None,
-        *,
-        priority: int = 0,
-        data_parallel_rank: int | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        request = await self._engines[0].prepare(
+        lora_request: LoRARequest | None,
+        priority: int,
+        data_parallel_rank: int | None,
+    ) -> EngineRequest:
+        return await self._engines[0].prepare(
             prompt, sampling_params, request_id, lora_request, priority, data_parallel_rank
         )
-        async with contextlib.aclosing(self.generate_from(request, request_id)) as outputs:
-            async for output in outputs:
-                output.lora_request = lora_request
-                yield output
 
     async def generate_from(
         self, request: EngineRequest, shown_id: str | None = None
@@ -203,9 +199,9 @@ class DataParallelEngine(AsyncConfigNames):
                 answer[:] = answer + tokens if request.params.output_kind is RequestOutputKind.DELTA else tokens
                 yield output
 
-    async def pool(self, request: EngineRequest) -> PoolingRequestOutput[PoolingOutput]:
-        async with self._routed(request, None, []) as engine:
-            return await engine.pool(request)
+    async def pool(self, request: EngineRequest, shown_id: str | None = None) -> PoolingRequestOutput[PoolingOutput]:
+        async with self._routed(request, shown_id, []) as engine:
+            return await engine.pool(request, shown_id)
 
     @contextlib.asynccontextmanager
     async def _routed(
@@ -269,13 +265,17 @@ class DataParallelEngine(AsyncConfigNames):
     async def is_sleeping(self) -> bool:
         return any(await self._all(lambda engine: engine.is_sleeping()))
 
-    async def pause_generation(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
+    async def pause_generation(
+        self, mode: str = "abort", *, wait_for_inflight_requests: bool | None = None, clear_cache: bool = True
+    ) -> None:
+        mode = "wait" if wait_for_inflight_requests else mode
         await self._all(lambda engine: engine.pause_generation(mode, clear_cache=clear_cache))
 
     async def resume_generation(self) -> None:
         await self._all(lambda engine: engine.resume_generation())
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        refuse_kwargs(reset_running_requests=reset_running_requests)
         self._router.forget_caches()
         return all(await self._all(lambda engine: engine.reset_prefix_cache()))
 

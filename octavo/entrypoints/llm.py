@@ -13,8 +13,9 @@ from octavo.config import EngineArgs, ModelConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import PromptInput, as_prompts
 from octavo.engine.llm_engine import LLMEngine
+from octavo.engine.vllm_names import ABSENT, refuse_kwargs
 from octavo.entrypoints.chat_template import render_chat
-from octavo.entrypoints.llm_pooling import PoolingMethods, UseTqdm, refuse_kwargs
+from octavo.entrypoints.llm_pooling import PoolingMethods, UseTqdm
 from octavo.entrypoints.media_parts import media_of, message_for_template, read_message
 from octavo.errors import RequestError
 from octavo.logs import configure_logging
@@ -34,19 +35,6 @@ from octavo.unknown_flags import advice_on, is_vllms
 
 if TYPE_CHECKING:
     from octavo.engine.data_parallel_llm import DataParallelLLMEngine
-
-
-# What vLLM's has and this one has not, with what to do instead.
-_ABSENT = {
-    "apply_model": "models are Octavo's own and no torch.nn.Module; what they compute comes out of generate and encode",
-    "collective_rpc": "workers take no methods of callers; -tp and -pp are arguments of LLM",
-    "preprocess_chat": "llm.get_tokenizer().apply_chat_template renders messages",
-    "enqueue": "llm.llm_engine.add_request queues one request, step computes",
-    "set_tokenizer": "tokenizer is an argument of LLM",
-    "start_profile": "/ui and /metrics of a server show where time goes",
-    "reset_mm_cache": "media are kept within the bytes of mm_processor_cache_gb",
-    "stop_profile": "/ui and /metrics of a server show where time goes",
-}
 
 
 class LLM(PoolingMethods):
@@ -85,7 +73,7 @@ class LLM(PoolingMethods):
 
     def __getattr__(self, name: str) -> Any:
         """Only asked for names that there are not."""
-        advice = f": {_ABSENT[name]}" if name in _ABSENT else ""
+        advice = f": {ABSENT[name]}" if name in ABSENT else ""
         raise AttributeError(f"LLM has no {name}{advice}.", name=name, obj=self)
 
     def __enter__(self) -> LLM:

@@ -9,6 +9,7 @@ import msgspec
 
 from octavo.engine.input_processor import InputProcessor, PromptInput, as_prompts
 from octavo.engine.pooling_input import PoolingInput, Scores, Text
+from octavo.engine.vllm_names import refuse_kwargs
 from octavo.errors import RequestError
 from octavo.lora.request import LoRARequest
 from octavo.outputs import (
@@ -27,20 +28,6 @@ from octavo.request import EngineRequest
 
 Prompts = PromptInput | Sequence[PromptInput]
 UseTqdm = bool | Callable[..., Any]  # whether there is a bar, or what makes it (`functools.partial(tqdm, ...)`)
-
-
-_INSTEAD = {
-    "lora_request": "models that pool take no adapters",
-    "mm_processor_kwargs": "the model's own settings are taken",
-    "tokenization_kwargs": "truncate_prompt_tokens cuts prompts",
-}
-
-
-def refuse_kwargs(**given: object) -> None:
-    """Raise `RequestError` for an argument of vLLM's that is not built, where it says anything."""
-    for name, value in given.items():
-        if value:
-            raise RequestError(f"{name} is not built: {_INSTEAD[name]}.", param=name)
 
 
 class PoolingMethods:
