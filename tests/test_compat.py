@@ -16,9 +16,11 @@ from octavo.config import AsyncEngineArgs
 from octavo.config.checks import check as check_engine_args
 from octavo.entrypoints.cli.serve import make_parser, parse_args
 from octavo.entrypoints.openai.server_args import ServerArgs
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, LoadError
+from octavo.loading.tokenizer import read_tokenizer
 from octavo.logger import init_logger
 from octavo.sampling_params import SamplingParams
+from octavo.transformers_utils.tokenizer import get_tokenizer
 from octavo.usage.usage_lib import UsageContext
 from octavo.utils import FlexibleArgumentParser, random_uuid
 from octavo.v1.engine.async_llm import AsyncLLM
@@ -203,6 +205,16 @@ def test_modules_have_vllms_other_names() -> None:
     assert octavo.__version_tuple__[:2] == (0, 1)
     with pytest.raises(AttributeError, match="no attribute 'ModelRegistry': classes of vLLM's models"):
         _ = octavo.ModelRegistry
+
+
+def test_a_tokenizer_is_read_by_its_name(tiny_tokenizer: Path) -> None:
+    assert get_tokenizer(tiny_tokenizer, trust_remote_code=True).encode("ab") == read_tokenizer(
+        str(tiny_tokenizer)
+    ).encode("ab")
+    with pytest.raises(ConfigError, match="tokenizer_mode slow is not built; use auto"):
+        get_tokenizer(tiny_tokenizer, tokenizer_mode="slow")
+    with pytest.raises(LoadError, match="is not a folder"):
+        get_tokenizer(tiny_tokenizer / "none")
 
 
 def test_a_logger_of_vllms_examples_says_things_once(caplog: pytest.LogCaptureFixture) -> None:
