@@ -202,6 +202,10 @@ def test_modules_have_vllms_other_names() -> None:
         homes = [importlib.import_module(f"octavo.{place}".rstrip(".")) for place in (module, home)]
         assert getattr(homes[0], name) is getattr(homes[1], name)
     assert UsageContext.OPENAI_API_SERVER in UsageContext
+    adapter = octavo.LoRARequest("sql", 3, "/path")
+    assert (adapter.name, adapter.adapter_id, adapter.path) == ("sql", 3, "/path")
+    with pytest.raises(LoadError, match="there is no file or folder /none"):
+        octavo.EngineArgs(model="/none").create_engine_config(UsageContext.LLM_CLASS)
     assert octavo.__version_tuple__[:2] == (0, 1)
     with pytest.raises(AttributeError, match="no attribute 'ModelRegistry': classes of vLLM's models"):
         _ = octavo.ModelRegistry

@@ -334,8 +334,9 @@ class EngineArgs(Flags):
         if isinstance(self.target_step_time, str) and self.target_step_time == "auto":
             self.target_step_time = None
 
-    def create_engine_config(self) -> EngineConfig:
-        """Find the model, settle the defaults and check every combination.
+    def create_engine_config(self, usage_context: object = None) -> EngineConfig:
+        """Find the model, settle the defaults and check every combination. `usage_context` is for vLLM's statistics of
+        use, of which there are none.
 
         Raises `ConfigError` for a flag that cannot be honoured, `LoadError` for a model that cannot be found or read.
         """
