@@ -8,14 +8,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from octavo.version import __version__
+from octavo.version import __version__, __version_tuple__
 
 if TYPE_CHECKING:
     from octavo.config import AsyncEngineArgs, EngineArgs
     from octavo.engine.async_engine import AsyncLLMEngine
     from octavo.engine.llm_engine import LLMEngine
     from octavo.entrypoints.llm import LLM
-    from octavo.inputs import TextPrompt, TokensPrompt
+    from octavo.inputs import PromptType, TextPrompt, TokensPrompt
     from octavo.lora.request import LoRARequest
     from octavo.outputs import (
         ClassificationOutput,
@@ -48,6 +48,7 @@ _HOMES = {
     "PoolingOutput": "octavo.outputs",
     "PoolingParams": "octavo.pooling_params",
     "PoolingRequestOutput": "octavo.outputs",
+    "PromptType": "octavo.inputs",
     "RequestOutput": "octavo.outputs",
     "SamplingParams": "octavo.sampling_params",
     "ScoringOutput": "octavo.outputs",
@@ -73,6 +74,7 @@ __all__ = [
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
+    "PromptType",
     "RequestOutput",
     "SamplingParams",
     "ScoringOutput",
@@ -81,10 +83,18 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "__version__",
+    "__version_tuple__",
 ]
+
+# vLLM's that there are not, and why.
+_ABSENT = {
+    "ModelRegistry": "classes of vLLM's models cannot be plugged in; model_impl='transformers' runs more",
+    "initialize_ray_cluster": "--distributed-executor-backend ray connects to the cluster",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'octavo' has no attribute {name!r}")
+        why = f": {_ABSENT[name]}" if name in _ABSENT else ""
+        raise AttributeError(f"module 'octavo' has no attribute {name!r}{why}")
     return getattr(import_module(_HOMES[name]), name)

@@ -61,7 +61,7 @@ class FlagParser(argparse.ArgumentParser):
         words = _with_objects([*map(with_hyphens, sys.argv[1:] if args is None else args)])
         for word in words:
             if word.startswith("--help="):
-                self._show(word.removeprefix("--help="))
+                self._show(word.removeprefix("--help=").replace("_", "-"))
         # argparse would take an unknown flag with a space in its value, as JSON has, for a word of its own: a model.
         unknown = [word for word in words if re.match(r"--\S+=.* ", word) and not self._knows(word)]
         namespace, others = super().parse_known_args([word for word in words if word not in unknown], namespace)

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from octavo.lora.request import LoRARequest
+
     Vectors = NDArray[np.float32]
 
 
@@ -52,6 +54,27 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+
+    @property
+    def queued_ts(self) -> float:
+        """vLLM's newer names of these times."""
+        return self.arrival_time
+
+    @property
+    def scheduled_ts(self) -> float | None:
+        return self.first_scheduled_time
+
+    @property
+    def first_token_ts(self) -> float | None:
+        return self.first_token_time
+
+    @property
+    def last_token_ts(self) -> float | None:
+        return self.last_token_time
+
+    @property
+    def first_token_latency(self) -> float | None:
+        return self.intervals().get("time_to_first_token")
 
     @property
     def time_in_queue(self) -> float | None:
@@ -99,6 +122,7 @@ class RequestOutput:
     # Of `SamplingParams.alignment_heads`, A of them: float32 queries [prompt tokens, A, D] and, behind them, the keys
     # [A, rows, D] of what is heard.
     alignment: bytes | None = None
+    lora_request: LoRARequest | None = None  # the adapter that it was computed with, where Python named one
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -22,10 +23,14 @@ class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     truncation_side: str = "right"  # where tokens are taken off
     # What the model says, once the request has been checked.
     kind: str = ""
-    activation: str = "identity"  # "normalize", "softmax", "sigmoid" or "identity"
+    # "normalize", "softmax", "sigmoid" or "identity"; from callers a bool, `use_activation` by its older name.
+    activation: Any = "identity"
     num_skipped: int = 0  # tokens of an instruction, which are not pooled
 
     def __post_init__(self) -> None:
+        if not isinstance(self.activation, str):
+            self.use_activation = self.activation if self.use_activation is None else self.use_activation
+            self.activation = "identity"
         if self.task is not None and self.task not in TASKS:
             raise RequestError(f"task must be one of {', '.join(TASKS)}, got {self.task!r}.", param="task")
         if self.dimensions is not None and self.dimensions < 1:

@@ -84,6 +84,7 @@ class EngineRequest(msgspec.Struct, tag="request", omit_defaults=True):
     pooling: PoolingParams | None = None  # vectors are wanted, and no output tokens
     prediction: list[int] = []  # tokens of which its answer may largely consist
     adapter: AdapterSource | None = None  # that of `prompt.adapter`
+    data_parallel_rank: int | None = None  # of the engine, among the server's, that is to have it; None: any
     media: list[MediaInput] = []  # what `prompt.media` are made of; dropped once they are
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from octavo.errors import RequestError
 
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 20  # unless --max-logprobs says otherwise
 MAX_N = 128
 MAX_LENGTH_PENALTY = 10  # beyond it the powers of long outputs leave what floating-point numbers can hold
 # Sees (prompt_token_ids, output_token_ids, logits [vocab_size] float32) and returns the logits to use.
@@ -57,6 +57,14 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
     engine's own (`allow_additional_properties`)."""
     whitespace_pattern: str | None = None
     """For JSON: a regular expression for the whitespace where some may stand."""
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> StructuredOutputsParams:
+        """Of fields that may be None; `json` may be a class of pydantic's too."""
+        schema: Any = given.get("json")
+        if hasattr(schema, "model_json_schema"):
+            given["json"] = schema.model_json_schema()
+        return cls(**{name: value for name, value in given.items() if value is not None})
 
     def __post_init__(self) -> None:
         given = [name for name in STRUCTURES if getattr(self, name) not in (None, False)]
@@ -138,8 +146,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     min_tokens: int = 0
     """End-of-sequence and stop tokens are masked until this many tokens are out."""
     logprobs: int | None = None
-    """Log-probabilities of the chosen token and of this many most likely ones, before penalties and temperature."""
+    """Log-probabilities of the chosen token and of this many most likely ones, before penalties and temperature; -1 is
+    all of the vocabulary. --max-logprobs bounds both."""
     prompt_logprobs: int | None = None
+    """The same of each token of the prompt but the first."""
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -162,6 +172,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     """What the answer must be. `LLM` and the async engine take a dictionary of its fields too."""
     guided_decoding: StructuredOutputsParams | None = None
     """The former name of `structured_outputs`, under which it is kept."""
+    extra_args: dict[str, Any] | None = None
+    """For plugins of vLLM's, of which there are none here: None or empty."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     bad_words_token_ids: list[list[int]] | None = None
     """Filled in by the engine from `bad_words`; not the caller's to set."""
@@ -189,6 +201,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             if self.structured_outputs is not None:
                 _refuse("guided_decoding", self.guided_decoding, "left out beside structured_outputs")
             self.structured_outputs, self.guided_decoding = self.guided_decoding, None
+        if self.extra_args:
+            _refuse("extra_args", self.extra_args, "left out: nothing reads it; logits_processors take any callable")
+        self.extra_args = None
         structured: Any = self.structured_outputs
         if isinstance(structured, dict):
             unknown = structured.keys() - set(StructuredOutputsParams.__struct_fields__)
@@ -288,7 +303,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             require("logit_bias", all(-100 <= b <= 100 for b in self.logit_bias.values()), "between -100 and 100")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            require(name, value is None or 0 <= value <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
+            require(name, value is None or value >= -1, "-1 (all of the vocabulary), 0 or more")
         require(
             "truncate_prompt_tokens",
             self.truncate_prompt_tokens is None or self.truncate_prompt_tokens == -1 or self.truncate_prompt_tokens > 0,

@@ -37,6 +37,7 @@ _ADVICE = {
     "disable_custom_all_reduce": f"{_NEEDLESS}sums among workers are Octavo's own, the same in every run",
     "disable_fastapi_docs": _NOT_BUILT,
     "disable_frontend_multiprocessing": f"{_NEEDLESS}the engine has a process of its own",
+    "disable_mm_preprocessor_cache": "--mm-processor-cache-gb 0",
     "disable_hybrid_kv_cache_manager": f"{_NEEDLESS}layers with windows give blocks back where the model has some",
     "disable_sliding_window": "windows are part of the model; --max-model-len is what to shorten",
     "enable_dbo": _NOT_BUILT,
@@ -48,7 +49,6 @@ _ADVICE = {
     "enable_reasoning": f"{_NEEDLESS}--reasoning-parser, or the model's template, says so",
     "enable_return_routed_experts": _NOT_BUILT,
     "enable_server_load_tracking": f"{_NEEDLESS}vllm:num_requests_running of /metrics has it",
-    "enable_sleep_mode": f"{_NEEDLESS}LLM.sleep always works, /sleep with --enable-server-dev-mode",
     "enable_ssl_refresh": "restart the server when its certificate changes",
     "enable_tokenizer_info_endpoint": _NOT_BUILT,
     "engine_use_ray": "--distributed-executor-backend ray",
@@ -69,7 +69,6 @@ _ADVICE = {
     "log_config_file": "--log-format json and --uvicorn-log-level",
     "logits_processor_pattern": _NOT_BUILT,
     "logits_processors": "SamplingParams takes some, from Python",
-    "logprobs_mode": f"{_NEEDLESS}log-probabilities are the model's own, before penalties and temperature",
     "long_lora_scaling_factors": _NOT_BUILT,
     "long_prefill_token_threshold": _MIXED,
     "lora_extra_vocab_size": _NOT_BUILT,
@@ -117,6 +116,11 @@ _ADVICE = {
     "worker_extension_cls": _NO_CLASSES,
     "worker_use_ray": "--distributed-executor-backend ray",
 }
+
+
+def is_vllms(name: str) -> bool:
+    """Whether it is a name of vLLM's that there is not here."""
+    return name in _ADVICE
 
 
 def advice_on(names: Iterable[str], known: Iterable[str]) -> list[str]:

@@ -32,3 +32,18 @@ VARIABLES = {
     "RUNTIME_DIRECTORY": "Set by systemd: where the processes' sockets are, in the place of the temporary files'.",
     "PYTHONPATH": "Folders of modules, which the engine's processes search too. Relative ones are left out.",
 }
+# vLLM's that are taken (`ServerArgs.api_keys`), or with nothing to turn off: nothing is ever sent anywhere.
+HARMLESS = {
+    "VLLM_API_KEY", "VLLM_USAGE_STATS", "VLLM_USAGE_SOURCE", "VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK",
+}  # fmt: skip
+# What to use in the place of others.
+COUNTERPARTS = {
+    "VLLM_SERVER_DEV_MODE": "--enable-server-dev-mode or OCTAVO_SERVER_DEV_MODE=1",
+    "VLLM_CPU_KVCACHE_SPACE": "--cpu-memory-utilization",
+    "VLLM_CPU_OMP_THREADS_BIND": "--cpu-threads-bind",
+    "VLLM_ATTENTION_BACKEND": "--attention-backend",
+    "VLLM_CACHE_ROOT": "OCTAVO_CACHE",
+    "VLLM_ENGINE_ITERATION_TIMEOUT_S": "--engine-step-timeout",
+    "VLLM_ENGINE_READY_TIMEOUT_S": "--engine-ready-timeout",
+    "VLLM_LOGGING_LEVEL": "--uvicorn-log-level",
+}

@@ -111,6 +111,8 @@ def test_processed_scores_are_searched_as_by_transformers(llm: LLM, reference: A
 def test_beam_search_returns_vllms_classes(llm: LLM) -> None:
     params = BeamSearchParams(beam_width=3, max_tokens=5)
     first, second = llm.beam_search([{"prompt": PROMPTS[0]}, {"prompt": PROMPTS[2]}], params)
+    by_one = llm.beam_search([{"prompt": PROMPTS[0]}, {"prompt": PROMPTS[2]}], params, None, concurrency_limit=1)
+    assert by_one == [first, second]
     assert len(first.sequences) == len(second.sequences) == 3
     best = first.sequences[0]
     assert best.text.startswith("The capital of France is Paris")
@@ -186,5 +188,7 @@ def test_what_a_search_cannot_honour_is_refused(fields: dict[str, Any], message:
 def test_a_width_out_of_range_is_refused(llm: LLM) -> None:
     with pytest.raises(RequestError, match="beam_width must be between 1 and 128, got 0"):
         llm.beam_search(["a"], BeamSearchParams(beam_width=0, max_tokens=5))
+    with pytest.raises(RequestError, match="concurrency_limit must be 1 or more, got 0"):
+        llm.beam_search(["a"], BeamSearchParams(beam_width=1, max_tokens=5), concurrency_limit=0)
     with pytest.raises(RequestError, match="beams of up to 251 tokens need 480 blocks"):
         llm.beam_search(["a"], BeamSearchParams(beam_width=30, max_tokens=250))

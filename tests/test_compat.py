@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import logging
 import re
 from pathlib import Path
 
 import pytest
 
 import octavo
-from octavo import unknown_flags
+from octavo import envs, unknown_flags
 from octavo.config import AsyncEngineArgs
 from octavo.config.checks import check as check_engine_args
 from octavo.entrypoints.cli.serve import make_parser, parse_args
 from octavo.entrypoints.openai.server_args import ServerArgs
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, LoadError
+from octavo.loading.tokenizer import read_tokenizer
+from octavo.logger import init_logger
 from octavo.sampling_params import SamplingParams
+from octavo.transformers_utils.tokenizer import get_tokenizer
+from octavo.usage.usage_lib import UsageContext
 from octavo.utils import FlexibleArgumentParser, random_uuid
 from octavo.v1.engine.async_llm import AsyncLLM
 from octavo.v1.engine.llm_engine import LLMEngine
@@ -59,7 +65,8 @@ WORKING = [
     "--allow-credentials", '--allowed-methods ["GET","POST"]', "--allowed-headers x-mine",
     "--kv-cache-memory-bytes 4G", "--no-async-scheduling", "--enable-prompt-tokens-details",
     "--no-enable-prompt-tokens-details", "--tokenizer-mode hf", '--limit-mm-per-prompt {"image":4}',
-    "--language-model-only",
+    "--language-model-only", "--max-logprobs -1", "--max-logprobs 100", "--enable-sleep-mode",
+    "--logprobs-mode raw_logprobs",
 ]  # fmt: skip
 # Flags that are not built, or not for this device, and what is said.
 REFUSED = {
@@ -76,6 +83,7 @@ REFUSED = {
     "--fully-sharded-loras": "--fully-sharded-loras True is not built yet",
     "--num-scheduler-steps 8": "--num-scheduler-steps 8 is not built yet",
     "--async-scheduling": "--async-scheduling is not built",
+    "--logprobs-mode processed_logprobs": "--logprobs-mode processed_logprobs is not built yet; leave it out.",
     "-O 3": "--optimization-level 3 is not built yet",
     '--compilation-config {"mode":3}': "--compilation-config .* is not built yet",
     "--tokenizer-mode slow": "--tokenizer-mode slow is not built; use auto",
@@ -156,9 +164,9 @@ def test_what_is_advised_exists_and_what_exists_needs_no_advice() -> None:
 
 def test_keywords_and_keys_of_a_file_get_the_same_advice(tmp_path: Path) -> None:
     with pytest.raises(
-        TypeError, match=r"LLM.. has no arguments enable_sleep_mode. enable_sleep_mode: leave it out: LLM"
+        TypeError, match=r"LLM.. has no arguments scheduler_delay_factor. scheduler_delay_factor: leave it out: prompts"
     ):
-        octavo.LLM(enable_sleep_mode=True)
+        octavo.LLM(scheduler_delay_factor=0.5, tokenizer_revision=None)
     (tmp_path / "config.yaml").write_text("max-modal-len: 5")
     with pytest.raises(ConfigError, match=r"unknown key 'max-modal-len'.*perhaps max_model_len is meant"):
         parse_args(["--config", str(tmp_path / "config.yaml")], "octavo serve")
@@ -184,9 +192,56 @@ def test_an_argument_parser_of_scripts_for_vllm_makes_an_engines_arguments() -> 
     assert len(random_uuid()) == 32
 
 
-def test_the_engines_have_vllms_newer_names() -> None:
+def test_modules_have_vllms_other_names() -> None:
     assert AsyncLLM is octavo.AsyncLLMEngine
     assert LLMEngine is octavo.LLMEngine
+    for module, name, home in [
+        ("v1.engine.exceptions", "EngineDeadError", "errors"), ("engine.protocol", "EngineClient", "engine.client"),
+        ("logprobs", "Logprob", "outputs"), ("inputs", "PromptType", ""), ("version", "__version_tuple__", ""),
+    ]:  # fmt: skip
+        homes = [importlib.import_module(f"octavo.{place}".rstrip(".")) for place in (module, home)]
+        assert getattr(homes[0], name) is getattr(homes[1], name)
+    assert UsageContext.OPENAI_API_SERVER in UsageContext
+    adapter = octavo.LoRARequest("sql", 3, "/path")
+    assert (adapter.name, adapter.adapter_id, adapter.path) == ("sql", 3, "/path")
+    with pytest.raises(LoadError, match="there is no file or folder /none"):
+        octavo.EngineArgs(model="/none").create_engine_config(UsageContext.LLM_CLASS)
+    assert octavo.__version_tuple__[:2] == (0, 1)
+    with pytest.raises(AttributeError, match="no attribute 'ModelRegistry': classes of vLLM's models"):
+        _ = octavo.ModelRegistry
+
+
+def test_a_tokenizer_is_read_by_its_name(tiny_tokenizer: Path) -> None:
+    assert get_tokenizer(tiny_tokenizer, trust_remote_code=True).encode("ab") == read_tokenizer(
+        str(tiny_tokenizer)
+    ).encode("ab")
+    with pytest.raises(ConfigError, match="tokenizer_mode slow is not built; use auto"):
+        get_tokenizer(tiny_tokenizer, tokenizer_mode="slow")
+    with pytest.raises(LoadError, match="is not a folder"):
+        get_tokenizer(tiny_tokenizer / "none")
+
+
+def test_a_logger_of_vllms_examples_says_things_once(caplog: pytest.LogCaptureFixture) -> None:
+    logger = init_logger("a.plugin")
+    assert logger is init_logger("a.plugin") is logging.getLogger("a.plugin")
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            logger.info_once("begins with %d", 3)
+            logger.warning("and goes on")
+    assert caplog.messages == ["begins with 3", "and goes on", "and goes on"]
+
+
+def test_variables_of_the_environment_are_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_CPU_THREADS", "3")
+    assert envs.OCTAVO_CPU_THREADS == "3" and envs.is_set("OCTAVO_CPU_THREADS") and envs.VLLM_NO_USAGE_STATS is None
+    assert "OCTAVO_CPU_THREADS" in dir(envs)
+    for name, said in {
+        "VLLM_ATTENTION_BACKEND": "has no effect here; use --attention-backend",
+        "VLLM_USE_V1": "is a variable of vLLM's and has no effect here.",
+        "OCTAVO_SPEED": "has no attribute 'OCTAVO_SPEED'",
+    }.items():
+        with pytest.raises(AttributeError, match=said):
+            getattr(envs, name)
 
 
 def test_sampling_params_have_every_field() -> None:

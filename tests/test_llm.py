@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
+from tqdm import tqdm
 
 from octavo import LLM, EngineArgs, SamplingParams, StructuredOutputsParams
 from octavo.errors import ConfigError, RequestError
@@ -17,7 +19,7 @@ from octavo.v1.metrics.reader import Counter, Gauge, Histogram, Metric, Vector
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    llm = LLM(max_model_len=512, num_gpu_blocks_override=512, check_invariants=True)
+    llm = LLM(max_model_len=512, num_gpu_blocks_override=512, max_logprobs=-1, check_invariants=True)
     yield llm
     assert llm.core.scheduler.cache.pools[0].num_used == 0, "blocks are in use when idle"
 
@@ -54,6 +56,33 @@ def test_chat_takes_one_conversation_or_several(llm: LLM) -> None:
     assert one.outputs[0].stop_reason is None
     several = llm.chat([conversation, conversation], greedy(30), use_tqdm=False)
     assert [output.outputs[0].text for output in several] == [one.outputs[0].text] * 2
+    parts = [{"type": "text", "text": "What is the capital"}, {"type": "text", "text": "of France?"}]
+    (of_parts,) = llm.chat([{"role": "user", "content": parts}], greedy(1), False, None)
+    assert of_parts.prompt == one.prompt.replace("capital of", "capital\nof"), "by lines, as the server joins them"
+
+
+def test_what_vllm_hands_on_to_others_is_refused_where_it_says_anything(llm: LLM) -> None:
+    for name in ("tokenization_kwargs", "mm_processor_kwargs"):
+        llm.generate("Hi", greedy(1), use_tqdm=False, **{name: None})
+        for ask in (llm.generate, llm.chat):
+            with pytest.raises(RequestError, match=f"{name} is not built"):
+                ask("Hi", greedy(1), **{name: {"a": 1}})
+
+
+def test_an_engine_tells_what_it_was_made_of(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    engine = llm.llm_engine
+    assert engine.vllm_config is engine.get_vllm_config() is llm.config
+    assert engine.model_config.max_model_len == 512 and engine.model_config.hf_text_config.vocab_size > 0
+    assert engine.cache_config.num_gpu_blocks == 512 and engine.cache_config.block_size == 16
+    assert engine.cache_config.cache_dtype == "bfloat16" and engine.scheduler_config.max_num_seqs > 0
+    assert engine.parallel_config.world_size == 1 and engine.lora_config is engine.speculative_config is None
+    assert llm.supported_tasks == engine.get_supported_tasks() == ("generate",)
+    assert not llm.is_sleeping()
+    (output,) = llm.generate("Hello", greedy(2), use_tqdm=False)
+    assert output.lora_request is None
+    caplog.set_level("INFO", "octavo.stats")
+    engine.do_log_stats()
+    assert "generation" in caplog.messages[-1] and "running 0" in caplog.messages[-1]
 
 
 def test_the_progress_bar_shows_tokens_per_second(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,6 +90,8 @@ def test_the_progress_bar_shows_tokens_per_second(llm: LLM, capsys: pytest.Captu
     shown = capsys.readouterr().err
     assert "3/3" in shown
     assert "tok/s" in shown
+    llm.generate(["Hello"] * 2, greedy(1), use_tqdm=partial(tqdm, ascii=" #"))
+    assert "##| 2/2" in capsys.readouterr().err
 
 
 def test_forks_share_the_blocks_of_their_prompt(llm: LLM) -> None:
@@ -147,6 +178,18 @@ def test_logprobs_are_those_of_the_models_distribution(llm: LLM) -> None:
         assert set(expected.topk(3).indices.tolist()) <= set(position)
     total = sum(next(iter(position.values())).logprob for position in completion.logprobs)
     assert completion.cumulative_logprob == pytest.approx(total)
+
+
+def test_logprobs_of_all_the_vocabulary_are_those_of_the_likeliest_and_the_rest(llm: LLM) -> None:
+    size = llm.model_config.get_vocab_size()
+    all_of_them, some = llm.generate(
+        ["Two words"] * 2, [greedy(1, logprobs=-1, prompt_logprobs=-1), greedy(1, logprobs=20)], use_tqdm=False
+    )
+    assert all_of_them.prompt_logprobs is not None and len(all_of_them.prompt_logprobs[1]) == size
+    position = all_of_them.outputs[0].logprobs[0]
+    assert len(position) == size and sum(math.exp(entry.logprob) for entry in position.values()) == pytest.approx(1)
+    assert dict(list(position.items())[:20]) == some.outputs[0].logprobs[0]
+    assert [entry.rank for entry in position.values()] == list(range(1, size + 1))
 
 
 def test_prompt_logprobs_score_the_prompt(llm: LLM) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from pydantic import BaseModel
 
 from octavo import SamplingParams
 from octavo.errors import OctavoError, RequestError
@@ -51,11 +52,12 @@ def test_the_defaults_are_those_that_users_of_vllm_know() -> None:
         ("bad_words", [""]), ("bad_words", "word"), ("bad_words", ["\udfff"]),
         ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 2**63), ("max_tokens", "5"),
         ("min_tokens", -1), ("min_tokens", 17), ("min_tokens", None),
-        ("logprobs", -1), ("logprobs", 21), ("logprobs", True), ("prompt_logprobs", 21),
+        ("logprobs", -2), ("logprobs", 1.5), ("logprobs", True), ("prompt_logprobs", -2),
         ("logit_bias", {"a": 1}), ("logit_bias", {1: "x"}), ("logit_bias", [1]), ("logit_bias", {1: math.inf}),
         ("logit_bias", {1: math.nan}), ("logit_bias", {1: 10**400}),
         ("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("allowed_token_ids", "1"),
         ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("structured_outputs", {"jason": {}}),
+        ("extra_args", {"a": 1}), ("extra_args", 5),
     ],
 )  # fmt: skip
 def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
@@ -74,8 +76,10 @@ def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
     [
         {"n": 128}, {"n": 2, "best_of": 5}, {"temperature": 0}, {"temperature": 1e9}, {"top_p": 1e-9}, {"top_k": -1},
         {"min_p": 1}, {"seed": -(2**63)}, {"seed": 2**64 - 1}, {"max_tokens": None, "min_tokens": 10**6},
-        {"logprobs": 0, "prompt_logprobs": 20}, {"logit_bias": {}}, {"logit_bias": None}, {"stop": None},
+        {"logprobs": 0, "prompt_logprobs": 20}, {"logprobs": -1, "prompt_logprobs": 21}, {"logit_bias": {}},
+        {"logit_bias": None}, {"stop": None},
         {"stop_token_ids": None, "bad_words": None}, {"truncate_prompt_tokens": -1}, {"repetition_penalty": 1e-3},
+        {"extra_args": None}, {"extra_args": {}},
     ],
 )  # fmt: skip
 def test_values_at_the_edge_are_accepted(values: dict[str, Any]) -> None:
@@ -138,6 +142,14 @@ def test_parameters_survive_the_wire_and_are_checked_again_there() -> None:
 def test_the_former_name_of_structured_outputs_is_kept_under_the_new_one() -> None:
     params = SamplingParams(guided_decoding=GuidedDecodingParams(regex="a+"))
     assert params == SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
+
+
+def test_structured_outputs_are_made_of_optional_fields_and_of_classes() -> None:
+    class Car(BaseModel):
+        brand: str
+
+    made = GuidedDecodingParams.from_optional(json=Car, regex=None, choice=None, whitespace_pattern=None)
+    assert made == StructuredOutputsParams(json=Car.model_json_schema())
     with pytest.raises(RequestError, match="guided_decoding must be left out beside structured_outputs"):
         SamplingParams(structured_outputs={"regex": "a"}, guided_decoding={"regex": "a"})  # type: ignore[arg-type]
 

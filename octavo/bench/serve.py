@@ -38,6 +38,9 @@ _ALIASES = {"vllm": "openai"}
 _GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
+_PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+
+
 def make_parser(prog: str) -> FlagParser:
     parser = FlagParser(prog=prog, description="Measure a running OpenAI-compatible server.")
     server = parser.add_argument_group("server")
@@ -75,6 +78,8 @@ def make_parser(prog: str) -> FlagParser:
     request.add_argument("--top-p", type=float)
     request.add_argument("--top-k", type=int)
     request.add_argument("--min-p", type=float)
+    for name in _PENALTIES:
+        request.add_argument(f"--{name.replace('_', '-')}", type=float)
     request.add_argument("--logprobs", type=int, help="Ask for that many.")
     request.add_argument("--extra-body", metavar="JSON", help="Further fields of every request.")
     figures = parser.add_argument_group("figures")
@@ -205,7 +210,7 @@ class Plan:
         if args.logprobs is not None:
             is_chat = self.backend == "openai-chat"
             body |= {"logprobs": True, "top_logprobs": args.logprobs} if is_chat else {"logprobs": args.logprobs}
-        for name in ("temperature", "top_p", "top_k", "min_p"):
+        for name in ("temperature", "top_p", "top_k", "min_p", *_PENALTIES):
             if (value := getattr(args, name)) is not None:
                 body[name] = value
         if args.ignore_eos:

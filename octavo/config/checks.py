@@ -11,7 +11,6 @@ from octavo.config.speculation import speculative_config
 from octavo.config.wording import listed, on_device
 from octavo.errors import ConfigError
 from octavo.hardware import why_not_cuda
-from octavo.sampling_params import MAX_LOGPROBS
 
 # What a model's generation_config.json may say for requests that leave it out.
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -53,8 +52,8 @@ def _check_values(args: EngineArgs) -> None:
             raise ConfigError(f"--target-step-time must be 0 or more milliseconds, got {args.target_step_time}.")
         if args.target_step_time > 0 and not args.enable_chunked_prefill:
             raise ConfigError("--target-step-time cuts prompts, which --no-enable-chunked-prefill forbids.")
-    if not 0 <= args.max_logprobs <= MAX_LOGPROBS:
-        raise ConfigError(f"--max-logprobs must be between 0 and {MAX_LOGPROBS}, got {args.max_logprobs}.")
+    if args.max_logprobs < -1:
+        raise ConfigError(f"--max-logprobs must be -1 (all of the vocabulary), 0 or more, got {args.max_logprobs}.")
     if not all(args.served_model_name):
         raise ConfigError("--served-model-name must not be empty.")
     for name in ("gpu_memory_utilization", "cpu_memory_utilization"):

@@ -154,7 +154,14 @@ class EngineArgs(Flags):
         None, "Processors to keep one thread each on, as 0-3,8; default: any, or one node's where there are several."
     )
     max_logprobs: int = flag(
-        MAX_LOGPROBS, f"Log-probabilities of a position that a request may ask for, {MAX_LOGPROBS} at most."
+        MAX_LOGPROBS, "Log-probabilities of a position that a request may ask for; -1: all of the vocabulary."
+    )
+    logprobs_mode: str = flag(
+        "raw_logprobs", "What log-probabilities are of: the model's own logits, before penalties and temperature.",
+        built=False,
+    )  # fmt: skip
+    enable_sleep_mode: bool = flag(
+        False, "Let memory be freed while nothing runs. It always may be: LLM.sleep, and /sleep of servers in dev mode."
     )
     disable_log_stats: bool = flag(False, "Do not log throughput and cache use every few seconds.")
     check_invariants: bool = flag(
@@ -327,8 +334,9 @@ class EngineArgs(Flags):
         if isinstance(self.target_step_time, str) and self.target_step_time == "auto":
             self.target_step_time = None
 
-    def create_engine_config(self) -> EngineConfig:
-        """Find the model, settle the defaults and check every combination.
+    def create_engine_config(self, usage_context: object = None) -> EngineConfig:
+        """Find the model, settle the defaults and check every combination. `usage_context` is for vLLM's statistics of
+        use, of which there are none.
 
         Raises `ConfigError` for a flag that cannot be honoured, `LoadError` for a model that cannot be found or read.
         """

@@ -14,6 +14,27 @@ from octavo.sampling_params import MAX_LOGPROBS
 from octavo.speculative_config import SpeculativeConfig
 
 
+class HfConfig(SimpleNamespace):
+    """A configuration of `transformers` as attributes, those within it too, for programs that look at it."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__(
+            **{
+                name: HfConfig(value) if name.endswith("_config") and isinstance(value, Mapping) else value
+                for name, value in settings.items()
+            }
+        )
+        self._settings = settings
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self._settings)
+
+    def get_text_config(self) -> HfConfig:
+        """That of the language model, where there is one apart."""
+        found = getattr(self, "text_config", None)
+        return found if isinstance(found, HfConfig) else self
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Which model, in which type, for sequences of which length."""
@@ -32,7 +53,7 @@ class ModelConfig:
     default_sampling_params: dict[str, Any] = field(default_factory=dict)  # for fields that a request leaves out
     default_max_tokens: int | None = None  # for chats that leave it out; None: as many as fit
     pooling: PoolingConfig | None = None  # of a model that pools; others generate
-    max_logprobs: int = MAX_LOGPROBS  # of a position that a request may ask for
+    max_logprobs: int = MAX_LOGPROBS  # of a position that a request may ask for; -1: all
 
     @property
     def model(self) -> str:
@@ -40,9 +61,26 @@ class ModelConfig:
         return self.checkpoint.name
 
     @property
-    def hf_config(self) -> SimpleNamespace:
+    def hf_config(self) -> HfConfig:
         """The settings of config.json, or what a GGUF file has in their place, as attributes."""
-        return SimpleNamespace(**self.checkpoint.config)
+        return HfConfig(self.checkpoint.config)
+
+    @property
+    def hf_text_config(self) -> HfConfig:
+        """Those of the language model, where config.json has them apart."""
+        return HfConfig(self.checkpoint.config.get("text_config") or self.checkpoint.config)
+
+    def get_hidden_size(self) -> int:
+        return int(self.hf_text_config.hidden_size)
+
+    @property
+    def tokenizer(self) -> str:
+        """Where the tokenizer's files are."""
+        return self.checkpoint.tokenizer_path
+
+    @property
+    def served_model_name(self) -> str:
+        return self.served_model_names[0]
 
     def get_vocab_size(self) -> int:
         return self.vocab_size
@@ -61,6 +99,13 @@ class CacheConfig:
     dtype: str  # of the cache; the model's, int8 or an eight-bit float's
     memory_bytes: int | None = None  # of each device, in the place of a share
     is_scratch: bool = False  # nothing is kept from step to step: it holds the texts of a step, of one layer at a time
+    # Blocks of the device and of the host, as vLLM calls them; None until the engine is ready.
+    num_gpu_blocks: int | None = None
+    num_cpu_blocks: int | None = None
+
+    @property
+    def cache_dtype(self) -> str:
+        return self.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +120,27 @@ class SchedulerConfig:
     check_invariants: bool = False
     target_step_s: float | None = None  # that a step may take while streams wait for it; None: auto, 0: any
     whole_pictures: bool = False  # the tokens of a picture see each other, so that a step computes all of them
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """How many workers and engines there are, as vLLM calls that: read off `EngineConfig`, which has it."""
+
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    data_parallel_size: int
+    data_parallel_rank: int
+    data_parallel_size_local: int
+    enable_expert_parallel: bool
+
+    @property
+    def world_size(self) -> int:
+        """Workers of an engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def world_size_across_dp(self) -> int:
+        return self.world_size * self.data_parallel_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +167,10 @@ class LoRAConfig:
     download_dir: str | None = None
     memory_bytes: int | None = None  # of the device; None: of `max_loras` of the largest rank on all products
     takes_requests: bool = True  # callers name adapters; else a prompt's media choose among the model's own
+
+    @property
+    def max_lora_rank(self) -> int:
+        return self.max_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +286,40 @@ class EngineConfig:
         """Requests that run at once at most, in all engines of the server."""
         return self.scheduler.max_num_seqs * len(self.served_ranks)
 
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.model
+
+    @property
+    def cache_config(self) -> CacheConfig:
+        return self.cache
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig:
+        return self.scheduler
+
+    @property
+    def parallel_config(self) -> ParallelConfig:
+        return ParallelConfig(
+            self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size, self.data_parallel_rank,
+            len(self.local_ranks), self.enable_expert_parallel,
+        )  # fmt: skip
+
+    @property
+    def lora_config(self) -> LoRAConfig | None:
+        return self.lora
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """What requests may want, as vLLM calls that."""
+        if self.model.pooling is not None:
+            return self.model.pooling.tasks
+        return ("generate",) if self.sound is None else ("generate", "transcription")
+
+    @property
+    def speculative_config(self) -> SpeculativeConfig | None:
+        return self.speculative
+
     def stages(self, num_layers: int) -> list[range]:
         """The layers of each stage. Raises `ConfigError`."""
         from octavo.models.sharing import stage_layers
@@ -259,6 +363,11 @@ class EngineConfig:
             size = self.data_parallel_size
             raise ConfigError(f"data_parallel_size {size}: this is one engine; LLM and octavo serve run several.")
         return self.replica(self.served_ranks.start)
+
+    def when_ready(self, max_model_len: int, num_blocks: int, num_host_blocks: int) -> EngineConfig:
+        """With what the core has found."""
+        cache = replace(self.cache, num_gpu_blocks=num_blocks, num_cpu_blocks=num_host_blocks)
+        return replace(self.with_max_model_len(max_model_len), cache=cache)
 
     def with_max_model_len(self, length: int) -> EngineConfig:
         return replace(self, model=replace(self.model, max_model_len=length))

@@ -15,7 +15,7 @@ from octavo.loading.weight_files import read_json
 from octavo.media_kinds import IMAGE, KINDS, VIDEO
 from octavo.models.crossing import tile_rows
 from octavo.models.description import ModelDescription
-from octavo.models.media import MEDIA_FAMILIES, media_adapters, media_token, video_token
+from octavo.models.media import MEDIA_FAMILIES, media_adapters, media_token, video_token, vision_config
 
 ADAPTER_FILE = "adapter_config.json"  # PEFT's
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -100,7 +100,7 @@ def media_config(
         longest_s=family.longest_s,
         adapters=_adapters(checkpoint, description),
         cache_tokens=max(args.media_cache_tokens, max_model_len, description.num_cross_tokens),
-        tile_rows=tile_rows(checkpoint.config.get("vision_config") or {}) if description.num_cross_tokens else 0,
+        tile_rows=tile_rows(vision_config(checkpoint.config)) if description.num_cross_tokens else 0,
         video=_video_config(args, checkpoint, description, limits),
         hidden_size=description.hidden_size,
         num_parts=1 + description.num_media_layers,
@@ -175,7 +175,7 @@ def _video_config(
         max_pixels=args.max_video_pixels,
         num_frames=options.get("num_frames", _NUM_FRAMES),
         fps=options.get("fps"),
-        positions_per_s=float((checkpoint.config.get("vision_config") or {}).get("tokens_per_second", 4)),
+        positions_per_s=float(vision_config(checkpoint.config).get("tokens_per_second", 4)),
     )
 
 

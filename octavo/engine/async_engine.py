@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig, ModelConfig
+from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig
 from octavo.engine.adapter_requests import AdapterRequests
+from octavo.engine.calls import EngineCalls, length_of
 from octavo.engine.control import EngineControl
 from octavo.engine.core_client import Core, CoreProcess
 from octavo.engine.forecast import FirstTokenForecast
@@ -25,10 +26,14 @@ from octavo.engine.off_loop import run_off_loop
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
 from octavo.engine.request_log import log_request
 from octavo.engine.supervisor import Supervisor
+from octavo.engine.vllm_names import refuse_kwargs
 from octavo.engine.wire import Abort, BlockMap, CacheWasReset, CoreMessage, Ready, StepOutputs
 from octavo.errors import EngineDeadError, EngineStoppingError, OctavoError, RequestError
 from octavo.loading.tokenizer import load_tokenizer
+from octavo.logs import configure_logging
 from octavo.lora.request import LoRARequest
+from octavo.metrics.log_line import LogLine
+from octavo.metrics.prometheus import EngineMetrics
 from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from octavo.request import AdapterSource, EngineRequest
 from octavo.sampling_params import SamplingParams, is_unicode
@@ -36,16 +41,15 @@ from octavo.stats import EngineStats
 
 if TYPE_CHECKING:
     from octavo.loading.tokenizer import ModelTokenizer
-    from octavo.metrics.prometheus import EngineMetrics
+    from octavo.usage.usage_lib import UsageContext
 
 logger = logging.getLogger(__name__)
 
 Output = RequestOutput | PoolingRequestOutput[PoolingOutput]
 
 
-def _length(prompt: PromptInput) -> int:
-    given = prompt.get("prompt_token_ids") or prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    return len(given) if isinstance(given, str | list | tuple) else 0
+def _log_prefix(config: EngineConfig) -> str:
+    return f"engine {config.data_parallel_rank}: " if len(config.served_ranks) > 1 else ""
 
 
 class _Stream(asyncio.Queue[Output | OctavoError]):
@@ -58,7 +62,7 @@ class _Stream(asyncio.Queue[Output | OctavoError]):
         self.has_ended_early = False  # meanwhile
 
 
-class AsyncLLMEngine:
+class AsyncLLMEngine(EngineCalls):
     """Many requests at once over one engine core.
 
     Make it with `from_engine_args`; servers start the `core` before they have a configuration. All coroutines belong to
@@ -89,6 +93,7 @@ class AsyncLLMEngine:
         self.forecast = FirstTokenForecast()
         if metrics is not None and config.lora is not None:
             metrics.max_loras = config.lora.max_loras
+        self._log_line = None if metrics is None else LogLine(metrics, time.monotonic(), _log_prefix(config))
         self._logs_requests, self._max_log_len = logs_requests, max_log_len
         self._supervisor = Supervisor(
             config, core, handle=self._handle, lose=self._lose, is_busy=self._is_busy, max_restarts=max_restarts,
@@ -110,16 +115,24 @@ class AsyncLLMEngine:
 
     @classmethod
     def from_engine_args(
-        cls, args: AsyncEngineArgs | EngineArgs, *, metrics: EngineMetrics | None = None
+        cls,
+        engine_args: AsyncEngineArgs | EngineArgs,
+        *,
+        usage_context: UsageContext | None = None,
+        metrics: EngineMetrics | None = None,
     ) -> AsyncLLMEngine:
         """Find the model, start the core's process and load the tokenizer. Returns before the core is ready; requests
-        made before that wait."""
-        if isinstance(args, AsyncEngineArgs):
-            log: Any = {"logs_requests": args.logs_requests, "max_log_len": args.max_log_len}
+        made before that wait. Without `metrics` it counts for itself, unless `disable_log_stats`.
+        `usage_context` is for vLLM's statistics of use, of which there are none."""
+        if isinstance(engine_args, AsyncEngineArgs):
+            log: Any = {"logs_requests": engine_args.logs_requests, "max_log_len": engine_args.max_log_len}
         else:
             log = {}
-        config = args.create_engine_config()
-        return cls(config.one_engine(), metrics=metrics, **log)
+        configure_logging("engine")
+        config = engine_args.create_engine_config().one_engine()
+        if metrics is None and config.log_stats:
+            metrics = EngineMetrics(config.model.served_model_name, config.model.max_model_len)
+        return cls(config, metrics=metrics, **log)
 
     @property
     def config(self) -> EngineConfig:
@@ -180,35 +193,16 @@ class AsyncLLMEngine:
         """Do not start a core that dies from now on again."""
         self._supervisor.restarts.limit = 0
 
-    @property
-    def model_config(self) -> ModelConfig:
-        return self.config.model
+    async def is_tracing_enabled(self) -> bool:
+        return False  # spans are the server's
 
-    async def get_model_config(self) -> ModelConfig:
-        return self.config.model
+    async def do_log_stats(self) -> None:
+        """Log a line of throughput and use since the last one, if anything ran and is counted."""
+        if self._log_line is not None:
+            self._log_line.log(time.monotonic())
 
     async def get_tokenizer(self) -> ModelTokenizer:
         return self.tokenizer
-
-    async def generate(
-        self,
-        prompt: PromptInput,
-        sampling_params: SamplingParams | None,
-        request_id: str,
-        lora_request: LoRARequest | None = None,
-        *,
-        priority: int = 0,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield a request's outputs as they come (`SamplingParams.output_kind` says how much each holds), computed with
-        an adapter if one is named.
-
-        Raises `RequestError` for a request that cannot run, `EngineDeadError` when the core has gone. Closing the
-        generator, or cancelling the task that iterates it, aborts the request and frees its blocks.
-        """
-        request = await self.prepare(prompt, sampling_params, request_id, lora_request, priority)
-        async with contextlib.aclosing(self.generate_from(request, request_id)) as outputs:
-            async for output in outputs:
-                yield output
 
     async def prepare(
         self,
@@ -217,6 +211,7 @@ class AsyncLLMEngine:
         request_id: str,
         lora_request: LoRARequest | None,
         priority: int,
+        data_parallel_rank: int | None,
     ) -> EngineRequest:
         """What `generate` is asked for, for `generate_from`. Raises `RequestError`."""
         if not isinstance(request_id, str) or not is_unicode(request_id):
@@ -225,9 +220,14 @@ class AsyncLLMEngine:
         adapter = None if lora_request is None else await self._adapters.find(lora_request)
         request = await run_off_loop(
             lambda: self.inputs.process(
-                prompt, sampling_params, priority=priority, arrival_time=arrival_time, adapter=adapter
+                prompt,
+                sampling_params,
+                priority=priority,
+                arrival_time=arrival_time,
+                adapter=adapter,
+                data_parallel_rank=data_parallel_rank,
             ),
-            length=_length(prompt),
+            length=length_of(prompt),
             has_grammar=sampling_params is not None and sampling_params.structured_outputs is not None,
             has_media=isinstance(prompt, Mapping) and "multi_modal_data" in prompt,
         )
@@ -247,10 +247,10 @@ class AsyncLLMEngine:
                 assert isinstance(output, RequestOutput)
                 yield output
 
-    async def pool(self, request: EngineRequest) -> PoolingRequestOutput[PoolingOutput]:
+    async def pool(self, request: EngineRequest, shown_id: str | None = None) -> PoolingRequestOutput[PoolingOutput]:
         """What a request for pooling gives, which `PoolingInput.process` has made. Raises as `generate_from` does, and
         `RequestError` (408) at the request's `deadline`."""
-        async with contextlib.aclosing(self._outputs_of(request)) as outputs:
+        async with contextlib.aclosing(self._outputs_of(request, shown_id)) as outputs:
             async for output in outputs:
                 if isinstance(output, PoolingRequestOutput):
                     return output
@@ -294,7 +294,7 @@ class AsyncLLMEngine:
     async def _is_taken(self, stream: _Stream) -> bool:
         """Wait until the engine takes requests. False if this one is ended before."""
         self._supervisor.listen()
-        if self.is_ready and not self.is_paused:
+        if self.is_ready and not self._control.is_paused:
             return True
         opening = stream.opening = asyncio.ensure_future(self._control.wait_open())
         try:
@@ -356,25 +356,29 @@ class AsyncLLMEngine:
         """
         return await self._control.block_map()
 
-    @property
-    def is_paused(self) -> bool:
+    async def is_paused(self) -> bool:
+        """Whether new requests wait."""
         return self._control.is_paused
 
-    @property
-    def is_sleeping(self) -> bool:
+    async def is_sleeping(self) -> bool:
+        """Whether memory has been freed that nothing has waked."""
         return self._control.is_sleeping
 
-    async def pause_generation(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
+    async def pause_generation(
+        self, mode: str = "abort", *, wait_for_inflight_requests: bool | None = None, clear_cache: bool = True
+    ) -> None:
         """Let new requests wait until `resume_generation`. Those under way end with what they have (`mode` "abort"),
-        run to their end first ("wait"), or stand still ("keep"; the cache is not cleared then)."""
-        await self._control.pause(mode, clear_cache)
+        run to their end first ("wait", formerly `wait_for_inflight_requests`), or stand still ("keep"; the cache is not
+        cleared then)."""
+        await self._control.pause("wait" if wait_for_inflight_requests else mode, clear_cache)
 
     async def resume_generation(self) -> None:
         """Take requests again, and go on with those that stand still. Nothing happens while the engine sleeps."""
         await self._control.resume()
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget what has been computed for others to share. False if the core ended meanwhile, and its cache too."""
+        refuse_kwargs(reset_running_requests=reset_running_requests)
         return await self._control.reset_prefix_cache()
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
@@ -396,7 +400,7 @@ class AsyncLLMEngine:
 
     def _is_busy(self) -> bool:
         """Whether the core must be doing something."""
-        return bool(self._outputs.requests) and not self.is_paused
+        return bool(self._outputs.requests) and not self._control.is_paused
 
     def _abort_all(self) -> None:
         """End the requests under way; those that wait go on to."""

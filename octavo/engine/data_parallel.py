@@ -17,12 +17,14 @@ import msgspec
 
 from octavo.config import EngineConfig
 from octavo.engine.async_engine import AsyncLLMEngine
+from octavo.engine.calls import EngineCalls
 from octavo.engine.core_client import CoreProcess
 from octavo.engine.engine_hosts import EngineHosts, RemoteCore
 from octavo.engine.forecast import FirstTokenForecast
 from octavo.engine.input_processor import PromptInput
 from octavo.engine.off_loop import run_off_loop
 from octavo.engine.routing import Router, block_hashes
+from octavo.engine.vllm_names import refuse_kwargs
 from octavo.engine.wire import BlockMap, Ready
 from octavo.errors import EngineDeadError, RequestError
 from octavo.lora.request import LoRARequest
@@ -65,7 +67,7 @@ def _open_to_others(config: EngineConfig, options: dict[str, Any]) -> EngineHost
         raise
 
 
-class DataParallelEngine:
+class DataParallelEngine(EngineCalls):
     """What `AsyncLLMEngine` does, over several. See there what each method does, and raises."""
 
     def __init__(
@@ -164,23 +166,25 @@ class DataParallelEngine:
         """Return when none is left."""
         await self._all(lambda engine: engine.wait_failed())
 
+    async def do_log_stats(self) -> None:
+        await self._all(lambda engine: engine.do_log_stats())
+
     def stop_restarting(self) -> None:
         for engine in self._engines:
             engine.stop_restarting()
 
-    async def generate(
+    async def prepare(
         self,
         prompt: PromptInput,
         sampling_params: SamplingParams | None,
         request_id: str,
-        lora_request: LoRARequest | None = None,
-        *,
-        priority: int = 0,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        request = await self._engines[0].prepare(prompt, sampling_params, request_id, lora_request, priority)
-        async with contextlib.aclosing(self.generate_from(request, request_id)) as outputs:
-            async for output in outputs:
-                yield output
+        lora_request: LoRARequest | None,
+        priority: int,
+        data_parallel_rank: int | None,
+    ) -> EngineRequest:
+        return await self._engines[0].prepare(
+            prompt, sampling_params, request_id, lora_request, priority, data_parallel_rank
+        )
 
     async def generate_from(
         self, request: EngineRequest, shown_id: str | None = None
@@ -195,9 +199,9 @@ class DataParallelEngine:
                 answer[:] = answer + tokens if request.params.output_kind is RequestOutputKind.DELTA else tokens
                 yield output
 
-    async def pool(self, request: EngineRequest) -> PoolingRequestOutput[PoolingOutput]:
-        async with self._routed(request, None, []) as engine:
-            return await engine.pool(request)
+    async def pool(self, request: EngineRequest, shown_id: str | None = None) -> PoolingRequestOutput[PoolingOutput]:
+        async with self._routed(request, shown_id, []) as engine:
+            return await engine.pool(request, shown_id)
 
     @contextlib.asynccontextmanager
     async def _routed(
@@ -214,6 +218,8 @@ class DataParallelEngine:
             hashes = await run_off_loop(lambda: block_hashes(request.prompt, size), length=length)
             # While none is ready a request waits for the one that it would go to; those that are given up get none.
             available = [i for i, engine in enumerate(self._engines) if engine in self._ready]
+            if request.data_parallel_rank is not None:  # whoever names one waits for it, or hears that it is dead
+                available = [request.data_parallel_rank]
             available = available or [i for i, engine in enumerate(self._engines) if not engine.has_died]
             if not available:
                 await self.check_health()
@@ -253,21 +259,23 @@ class DataParallelEngine:
         """Of the first that is ready."""
         return await (self._ready or self._engines)[0].block_map()
 
-    @property
-    def is_paused(self) -> bool:
-        return any(engine.is_paused for engine in self._engines)
+    async def is_paused(self) -> bool:
+        return any(await self._all(lambda engine: engine.is_paused()))
 
-    @property
-    def is_sleeping(self) -> bool:
-        return any(engine.is_sleeping for engine in self._engines)
+    async def is_sleeping(self) -> bool:
+        return any(await self._all(lambda engine: engine.is_sleeping()))
 
-    async def pause_generation(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
+    async def pause_generation(
+        self, mode: str = "abort", *, wait_for_inflight_requests: bool | None = None, clear_cache: bool = True
+    ) -> None:
+        mode = "wait" if wait_for_inflight_requests else mode
         await self._all(lambda engine: engine.pause_generation(mode, clear_cache=clear_cache))
 
     async def resume_generation(self) -> None:
         await self._all(lambda engine: engine.resume_generation())
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        refuse_kwargs(reset_running_requests=reset_running_requests)
         self._router.forget_caches()
         return all(await self._all(lambda engine: engine.reset_prefix_cache()))
 

@@ -16,6 +16,7 @@ from octavo.config import EngineConfig, ModelConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.data_parallel import DataParallelEngine
 from octavo.engine.sleeping import check_level
+from octavo.engine.vllm_names import ConfigNames
 from octavo.errors import ConfigError, OctavoError, RequestError
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
@@ -26,8 +27,10 @@ T = TypeVar("T")
 Output = RequestOutput | PoolingRequestOutput[PoolingOutput]
 
 
-class DataParallelLLMEngine:
+class DataParallelLLMEngine(ConfigNames):
     """What `LLM` asks of `LLMEngine`. See there what each method does, and raises."""
+
+    config: EngineConfig
 
     def __init__(self, config: EngineConfig) -> None:
         if len(config.served_ranks) > len(config.local_ranks):
@@ -35,7 +38,7 @@ class DataParallelLLMEngine:
         self._under_way: dict[str, Future[None]] = {}  # by the caller's ids
         self._outputs = queue.SimpleQueue[tuple[str, Output | Exception]]()
         self._failed: list[Exception] = []  # to be raised
-        self._is_closed = False
+        self._is_closed = self._is_asleep = False
         self._loop = event_loop_factory()()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engines", daemon=True)
         model = config.model
@@ -53,15 +56,20 @@ class DataParallelLLMEngine:
     def core(self) -> EngineCore:
         raise OctavoError("the engines of data_parallel_size are processes of their own; none has its core here.")
 
-    @property
-    def model_config(self) -> ModelConfig:
-        return self.config.model
-
     def get_model_config(self) -> ModelConfig:
         return self.config.model
 
+    def get_vllm_config(self) -> EngineConfig:
+        return self.config
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return self.config.supported_tasks
+
+    def do_log_stats(self) -> None:
+        self._await(self._engine.do_log_stats())
+
     def add(self, request: EngineRequest, shown_id: str | None = None) -> None:
-        if self._is_closed or self.is_sleeping:
+        if self._is_closed or self._is_asleep:
             raise OctavoError("these engines sleep, or have been closed; wake_up() loads the model again.")
         name = shown_id or request.request_id
         self._under_way[name] = asyncio.run_coroutine_threadsafe(self._answer(request, name), self._loop)
@@ -98,13 +106,14 @@ class DataParallelLLMEngine:
         if self.has_unfinished_requests():
             raise RequestError("requests are under way; step until none is left, or abort them.")
         self._await(self._engine.sleep(level))
+        self._is_asleep = True
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         self._await(self._engine.wake_up(tags))
+        self._is_asleep = self._await(self._engine.is_sleeping())
 
-    @property
     def is_sleeping(self) -> bool:
-        return self._engine.is_sleeping
+        return self._is_asleep
 
     def reset_prefix_cache(self) -> bool:
         return self._await(self._engine.reset_prefix_cache())

@@ -53,6 +53,7 @@ class InputProcessor:
         self.model = model = config.model
         self.scheduler = config.scheduler
         self._lora = config.lora
+        self._num_engines = len(config.served_ranks)
         self._own_adapters = config.media.adapters if config.media is not None else {}
         self._allows_additional_properties = config.allow_additional_properties
         self.tokenizer = tokenizer
@@ -122,6 +123,7 @@ class InputProcessor:
         grammar: WantedGrammar | None = None,
         clamps_max_tokens: bool = True,
         adapter: AdapterSource | None = None,
+        data_parallel_rank: int | None = None,
     ) -> EngineRequest:
         """The request for the core, under an id that no other has. No `params` are the model's defaults.
 
@@ -130,16 +132,17 @@ class InputProcessor:
         has found.
         """
         self.refuse_if_it_pools()
+        self.check_rank(data_parallel_rank)
         if params is None:
             params = SamplingParams(**self.model.default_sampling_params)
         self._check_scheduling(params, priority)
-        self._check_logprobs(params)
+        counts = self._logprobs(params)
         made, media = self._make_prompt(prompt, params, add_special_tokens)
         if made.media and self._own_adapters and not isinstance(prompt, str | list):
             adapter = self._adapter_of(prompt["multi_modal_data"])
         if adapter is not None:
             made = msgspec.structs.replace(made, adapter=adapter.identity)
-        params = msgspec.structs.replace(params)
+        params = msgspec.structs.replace(params, **counts)
         self._check_token_ids(params)
         if grammar is None and params.structured_outputs is not None:
             grammar = WantedGrammar(params.structured_outputs)
@@ -157,6 +160,7 @@ class InputProcessor:
             priority=priority,
             prediction=self._prediction(prompt.get("prediction")) if isinstance(prompt, Mapping) else [],
             adapter=adapter,
+            data_parallel_rank=data_parallel_rank,
             media=media,
         )
 
@@ -201,11 +205,22 @@ class InputProcessor:
             tokens = self.check_ids(given, "prediction")
         return [token for token in tokens[:limit] if token < self.model.vocab_size]
 
-    def _check_logprobs(self, params: SamplingParams) -> None:
-        limit = self.model.max_logprobs
+    def _logprobs(self, params: SamplingParams) -> dict[str, int]:
+        """How many are asked for, by the field that does. Raises `RequestError` for more than a request may have."""
+        size, limit = self.model.vocab_size, self.model.max_logprobs
+        counts = {}
         for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > limit:
-                raise RequestError(f"{name} must be at most {limit} here (--max-logprobs).", param=name)
+            if (asked := getattr(params, name)) is None:
+                continue
+            counts[name] = min(size if asked == -1 else asked, size)
+            if counts[name] > limit != -1:
+                all_of_it = f" (all {size} of the vocabulary)" if asked == -1 else ""
+                raise RequestError(
+                    f"{name}: a request may have {limit} log-probabilities of a position here (--max-logprobs), got "
+                    f"{asked}{all_of_it}.",
+                    param=name,
+                )
+        return counts
 
     def _make_prompt(
         self, prompt: PromptInput, params: SamplingParams, add_special_tokens: bool
@@ -349,6 +364,14 @@ class InputProcessor:
                 param="n" if params.best_of is None else "best_of",
             )
         self.check_priority(priority)
+
+    def check_rank(self, rank: int | None) -> None:
+        """Raise `RequestError` for an engine that is not behind this server."""
+        if rank is not None and not (type(rank) is int and 0 <= rank < self._num_engines):
+            raise RequestError(
+                f"data_parallel_rank must be 0 to {self._num_engines - 1}, of the engines here, got {rank!r}.",
+                param="data_parallel_rank",
+            )
 
     def check_priority(self, priority: int) -> None:
         """Raise `RequestError` for a priority that is none, or that nothing follows."""

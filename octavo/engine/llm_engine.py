@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -11,9 +12,11 @@ from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import InputProcessor, PromptInput
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
 from octavo.engine.sleeping import SLEEPERS, check_level, woken_by
+from octavo.engine.vllm_names import ConfigNames
 from octavo.errors import OctavoError, RequestError
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.lora.request import LoRARequest
+from octavo.metrics.log_line import LogLine
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from octavo.request import EngineRequest
@@ -21,26 +24,33 @@ from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from octavo.loading.tokenizer import ModelTokenizer
+    from octavo.usage.usage_lib import UsageContext
 
 
-class LLMEngine:
+class LLMEngine(ConfigNames):
     """Requests are added, and each `step` brings what it has computed of them."""
+
+    config: EngineConfig
 
     def __init__(self, config: EngineConfig) -> None:
         self.tokenizer: ModelTokenizer = load_tokenizer(config.model.checkpoint, config.model.chat_template)
         self._core: EngineCore | None = EngineCore(config)
         self._asleep: frozenset[str] = frozenset()  # of `SLEEPERS`
-        self.config = config.with_max_model_len(self._core.executor.max_model_len)
+        executor = self._core.executor
+        self.config = config.when_ready(executor.max_model_len, sum(executor.num_blocks), sum(executor.num_host_blocks))
         self.inputs = InputProcessor(self.config, self.tokenizer)
         self.metrics = EngineMetrics(config.model.served_model_names[0], self.config.model.max_model_len)
+        self._log_line = LogLine(self.metrics, time.monotonic())
         self._outputs = OutputProcessor(self.tokenizer, self.metrics)
         self._failed: list[RequestFailed] = []  # whose errors are to be raised
         self._ids: dict[str, str] = {}  # the core's, by the caller's
+        self._lora_requests: dict[str, LoRARequest] = {}  # by the caller's ids
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
-        """Raises `ConfigError` or `LoadError` if the model cannot be served that way."""
-        return cls(args.create_engine_config().one_engine())
+    def from_engine_args(cls, engine_args: EngineArgs, usage_context: UsageContext | None = None) -> LLMEngine:
+        """Raises `ConfigError` or `LoadError` if the model cannot be served that way. `usage_context` is for vLLM's
+        statistics of use, of which there are none."""
+        return cls(engine_args.create_engine_config().one_engine())
 
     @property
     def core(self) -> EngineCore:
@@ -48,12 +58,18 @@ class LLMEngine:
             raise OctavoError("this engine sleeps, or has been closed; wake_up() loads the model again.")
         return self._core
 
-    @property
-    def model_config(self) -> ModelConfig:
-        return self.config.model
-
     def get_model_config(self) -> ModelConfig:
         return self.config.model
+
+    def get_vllm_config(self) -> EngineConfig:
+        return self.config
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return self.config.supported_tasks
+
+    def do_log_stats(self) -> None:
+        """Log a line of throughput and use since the last one, if anything ran."""
+        self._log_line.log(time.monotonic())
 
     def get_tokenizer(self) -> ModelTokenizer:
         return self.tokenizer
@@ -75,6 +91,8 @@ class LLMEngine:
         adapter = None if lora_request is None else self.inputs.find_adapter(lora_request)
         request = self.inputs.process(prompt, params, priority=priority, arrival_time=arrival_time, adapter=adapter)
         self.add(request, request_id)
+        if lora_request is not None:
+            self._lora_requests[request_id] = lora_request
 
     def add(self, request: EngineRequest, shown_id: str | None = None) -> None:
         """Queue a request that `inputs.process` has made. Its outputs bear `shown_id`, if that is not its own."""
@@ -87,6 +105,7 @@ class LLMEngine:
         """End requests, which bring no more outputs. Unknown ids are ignored."""
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
             self._failed = [failed for failed in self._failed if failed.request_id != one]
+            self._lora_requests.pop(one, None)
             if (own_id := self._ids.pop(one, None)) is not None:
                 self._outputs.drop(own_id)
                 self.core.abort(own_id)
@@ -109,8 +128,12 @@ class LLMEngine:
             self.core.abort(abort.request_id, abort.index)
         self._failed += [result for result in results if isinstance(result, RequestFailed)]
         outputs = [result for result in results if not isinstance(result, RequestFailed)]
+        for output in outputs if self._lora_requests else ():
+            if isinstance(output, RequestOutput):
+                output.lora_request = self._lora_requests.get(output.request_id)
         if len(self._ids) > len(self._outputs.requests):
             self._ids = {shown: own for shown, own in self._ids.items() if own in self._outputs.requests}
+            self._lora_requests = {name: lora for name, lora in self._lora_requests.items() if name in self._ids}
         if self._failed and not outputs:
             raise self._failed.pop(0).error
         return outputs
@@ -135,7 +158,6 @@ class LLMEngine:
         if self._core is None:
             self._core = EngineCore(self.config)
 
-    @property
     def is_sleeping(self) -> bool:
         return bool(self._asleep)
 

@@ -241,7 +241,7 @@ class Supervisor:
                         "the engine core takes requests again, %.1f s after its start", sum(message.startup.values())
                     )
                 self.ready, self._outage = message, None
-                self.config = self.config.with_max_model_len(message.max_model_len)
+                self.config = self.config.when_ready(message.max_model_len, message.num_blocks, message.num_host_blocks)
                 self.restarts.record_ready(time.monotonic())
                 self._ready_event.set()
         self._handle_message(message)

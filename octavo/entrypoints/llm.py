@@ -6,14 +6,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from octavo.config import EngineArgs, ModelConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import PromptInput, as_prompts
 from octavo.engine.llm_engine import LLMEngine
+from octavo.engine.vllm_names import ABSENT, refuse_kwargs
 from octavo.entrypoints.chat_template import render_chat
-from octavo.entrypoints.llm_pooling import PoolingMethods
+from octavo.entrypoints.llm_pooling import PoolingMethods, UseTqdm
 from octavo.entrypoints.media_parts import media_of, message_for_template, read_message
 from octavo.errors import RequestError
 from octavo.logs import configure_logging
@@ -29,21 +31,10 @@ from octavo.outputs import (
 )
 from octavo.request import AdapterSource, EngineRequest
 from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from octavo.unknown_flags import advice_on
+from octavo.unknown_flags import advice_on, is_vllms
 
 if TYPE_CHECKING:
     from octavo.engine.data_parallel_llm import DataParallelLLMEngine
-
-
-# What vLLM's has and this one has not, with what to do instead.
-_ABSENT = {
-    "apply_model": "models are Octavo's own and no torch.nn.Module; what they compute comes out of generate and encode",
-    "collective_rpc": "workers take no methods of callers; -tp and -pp are arguments of LLM",
-    "preprocess_chat": "llm.get_tokenizer().apply_chat_template renders messages",
-    "set_tokenizer": "tokenizer is an argument of LLM",
-    "start_profile": "/ui and /metrics of a server show where time goes",
-    "stop_profile": "/ui and /metrics of a server show where time goes",
-}
 
 
 class LLM(PoolingMethods):
@@ -58,6 +49,8 @@ class LLM(PoolingMethods):
         # cores from the native kernels'. It reads this when it starts its pool.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         configure_logging("engine")
+        # Callers pass on what they were not given: a name of vLLM's that says nothing is left out.
+        engine_args = {name: value for name, value in engine_args.items() if value is not None or not is_vllms(name)}
         unknown = sorted(set(engine_args) - set(EngineArgs.__dataclass_fields__))
         if unknown:
             advice = advice_on(unknown, EngineArgs.__dataclass_fields__)
@@ -74,13 +67,13 @@ class LLM(PoolingMethods):
         self.inputs = self.llm_engine.inputs
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs) -> LLM:
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
         """The same of arguments that have been put together already."""
-        return cls(**{field.name: getattr(args, field.name) for field in fields(args)})
+        return cls(**{field.name: getattr(engine_args, field.name) for field in fields(engine_args)})
 
     def __getattr__(self, name: str) -> Any:
         """Only asked for names that there are not."""
-        advice = f": {_ABSENT[name]}" if name in _ABSENT else ""
+        advice = f": {ABSENT[name]}" if name in ABSENT else ""
         raise AttributeError(f"LLM has no {name}{advice}.", name=name, obj=self)
 
     def __enter__(self) -> LLM:
@@ -106,9 +99,8 @@ class LLM(PoolingMethods):
         """Have the memory again that `sleep` freed, for "weights", the "kv_cache", or both."""
         self.llm_engine.wake_up(tags)
 
-    @property
     def is_sleeping(self) -> bool:
-        return self.llm_engine.is_sleeping
+        return self.llm_engine.is_sleeping()
 
     def reset_prefix_cache(self) -> bool:
         """Forget what has been computed for others to share."""
@@ -121,6 +113,11 @@ class LLM(PoolingMethods):
     @property
     def model_config(self) -> ModelConfig:
         return self.config.model
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """What the model does: "generate", or the tasks of one that pools."""
+        return self.config.supported_tasks
 
     def get_metrics(self) -> list[Metric]:
         """What has been counted so far, under vLLM's names: counters, gauges, histograms and vectors of
@@ -135,44 +132,50 @@ class LLM(PoolingMethods):
         self,
         prompts: PromptInput | Sequence[PromptInput] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         *,
         prompt_token_ids: list[int] | list[list[int]] | None = None,
         priority: Sequence[int] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts: text, token ids, `{"prompt": …}`, `{"prompt_token_ids": […]}`, or a list of them.
 
         `prompt_token_ids`, as earlier versions of vLLM had it, are those of the prompts, in their place or beside their
         texts. `sampling_params` is one for all or one a prompt; so is `lora_request`, the adapter to compute with.
+        `use_tqdm` says whether there is a bar, or is what makes it (`functools.partial(tqdm, ...)`).
         Raises `RequestError` before anything runs if a request is refused, and while it runs if its adapter cannot be
         read, or one of its logits processors fails or leaves no token to choose.
         """
+        refuse_kwargs(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
         prompts = as_prompts(prompts) if prompt_token_ids is None else _with_ids(prompts, prompt_token_ids)
         params = self._params_for(prompts, sampling_params)
         if priority is None:
             priority = [0] * len(prompts)
         elif len(priority) != len(prompts):
             raise RequestError(f"{len(priority)} priorities for {len(prompts)} prompts.", param="priority")
-        asked = zip(prompts, params, priority, self._adapters_for(prompts, lora_request), strict=True)
+        loras = _one_each(prompts, lora_request)
+        asked = zip(prompts, params, priority, self._adapters_for(loras), strict=True)
         requests = [
             self.inputs.process(prompt, one, priority=its, adapter=adapter) for prompt, one, its, adapter in asked
         ]
-        return self._generated(requests, use_tqdm)
+        return self._generated(requests, loras, use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-        *,
+        use_tqdm: UseTqdm = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: Literal["auto", "string", "openai"] = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        chat_template_kwargs: dict[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several: lists of `{"role": …, "content": …}`. `tools` are told to the model.
 
@@ -181,6 +184,7 @@ class LLM(PoolingMethods):
         that hear `{"type": "audio_url", "audio_url": {"url": …}}` and
         `{"type": "input_audio", "input_audio": {"data": base64, "format": "wav"}}`.
         """
+        refuse_kwargs(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
         conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
         taken = [[read_message(message) for message in conversation] for conversation in conversations]
         media = [media_of([message.get("content") for message in conversation]) for conversation in taken]
@@ -204,19 +208,36 @@ class LLM(PoolingMethods):
             {"prompt": text, "multi_modal_data": processor.open(given)} if processor else text
             for text, processor, given in zip(texts, processors, media, strict=True)
         ]
-        params = self._params_for(prompts, sampling_params)
+        params, loras = self._params_for(prompts, sampling_params), _one_each(prompts, lora_request)
         requests = [
             # The template has put special tokens in.
             self.inputs.process(prompt, one, add_special_tokens=False, adapter=adapter)
-            for prompt, one, adapter in zip(prompts, params, self._adapters_for(prompts, lora_request), strict=True)
+            for prompt, one, adapter in zip(prompts, params, self._adapters_for(loras), strict=True)
         ]
-        return self._generated(requests, use_tqdm)
+        return self._generated(requests, loras, use_tqdm)
 
     def beam_search(
-        self, prompts: PromptInput | Sequence[PromptInput], params: BeamSearchParams, use_tqdm: bool = False
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        params: BeamSearchParams,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        use_tqdm: UseTqdm = False,
+        concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The likeliest continuations of each prompt, by `transformers`' rules (`generate(num_beams=...)`)."""
-        outputs = self.generate(prompts, params.to_sampling_params(), use_tqdm)
+        """The likeliest continuations of each prompt, by `transformers`' rules (`generate(num_beams=...)`), of
+        `concurrency_limit` prompts at a time."""
+        given, asked = as_prompts(prompts), params.to_sampling_params()
+        loras = _one_each(given, lora_request)
+        if concurrency_limit is not None and concurrency_limit < 1:
+            raise RequestError(f"concurrency_limit must be 1 or more, got {concurrency_limit}.")
+        size = concurrency_limit or max(1, len(given))
+        outputs = [
+            output
+            for begin in range(0, len(given), size)
+            for output in self.generate(
+                given[begin : begin + size], asked, use_tqdm, lora_request=loras[begin : begin + size]
+            )
+        ]
         return [
             BeamSearchOutput([self._beam(output, completion, params) for completion in output.outputs])
             for output in outputs
@@ -252,24 +273,23 @@ class LLM(PoolingMethods):
             raise RequestError(f"{len(params)} sampling_params for {len(prompts)} prompts.", param="sampling_params")
         return list(params)
 
-    def _adapters_for(
-        self, prompts: Sequence[PromptInput], asked: LoRARequest | Sequence[LoRARequest | None] | None
-    ) -> list[AdapterSource | None]:
-        if asked is None or isinstance(asked, LoRARequest):
-            asked = [asked] * len(prompts)
-        elif len(asked) != len(prompts):
-            raise RequestError(f"{len(asked)} lora_requests for {len(prompts)} prompts.", param="lora_request")
+    def _adapters_for(self, asked: Sequence[LoRARequest | None]) -> list[AdapterSource | None]:
         found = {one: self.inputs.find_adapter(one) for one in asked if one is not None}
         return [None if one is None else found[one] for one in asked]
 
-    def _generated(self, requests: list[EngineRequest], use_tqdm: bool) -> list[RequestOutput]:
+    def _generated(
+        self, requests: list[EngineRequest], loras: Sequence[LoRARequest | None], use_tqdm: UseTqdm
+    ) -> list[RequestOutput]:
         for request in requests:
             # Only the last output of each is returned: what comes between need not be put together.
             request.params.output_kind = RequestOutputKind.FINAL_ONLY
-        return [output for output in self.run(requests, use_tqdm) if isinstance(output, RequestOutput)]
+        outputs = [output for output in self.run(requests, use_tqdm) if isinstance(output, RequestOutput)]
+        for output, lora in zip(outputs, loras, strict=True):
+            output.lora_request = lora
+        return outputs
 
     def run(
-        self, requests: list[EngineRequest], use_tqdm: bool
+        self, requests: list[EngineRequest], use_tqdm: UseTqdm
     ) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
         """Have the engine compute requests, and return what they gave, in order."""
         from tqdm import tqdm
@@ -277,7 +297,8 @@ class LLM(PoolingMethods):
         engine = self.llm_engine
         finished: dict[str, RequestOutput | PoolingRequestOutput[PoolingOutput]] = {}
         num_prompt = num_output = 0
-        bar = tqdm(total=len(requests), desc="Requests", unit="req", dynamic_ncols=True, disable=not use_tqdm)
+        make_bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
+        bar = make_bar(total=len(requests), desc="Requests", unit="req", dynamic_ncols=True)
         try:
             for request in requests:
                 engine.add(request)
@@ -295,6 +316,16 @@ class LLM(PoolingMethods):
             engine.abort_request(request.request_id for request in requests)
             bar.close()
         return [finished[request.request_id] for request in requests]
+
+
+def _one_each(
+    prompts: Sequence[PromptInput], asked: LoRARequest | Sequence[LoRARequest | None] | None
+) -> Sequence[LoRARequest | None]:
+    if asked is None or isinstance(asked, LoRARequest):
+        return [asked] * len(prompts)
+    if len(asked) != len(prompts):
+        raise RequestError(f"{len(asked)} lora_requests for {len(prompts)} prompts.", param="lora_request")
+    return asked
 
 
 def _with_ids(

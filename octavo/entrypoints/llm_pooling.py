@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from octavo.engine.input_processor import InputProcessor, PromptInput, as_prompts
 from octavo.engine.pooling_input import PoolingInput, Scores, Text
+from octavo.engine.vllm_names import refuse_kwargs
 from octavo.errors import RequestError
+from octavo.lora.request import LoRARequest
 from octavo.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -24,6 +27,7 @@ from octavo.pooling_params import PoolingParams
 from octavo.request import EngineRequest
 
 Prompts = PromptInput | Sequence[PromptInput]
+UseTqdm = bool | Callable[..., Any]  # whether there is a bar, or what makes it (`functools.partial(tqdm, ...)`)
 
 
 class PoolingMethods:
@@ -33,7 +37,7 @@ class PoolingMethods:
     inputs: InputProcessor
 
     def run(
-        self, requests: list[EngineRequest], use_tqdm: bool
+        self, requests: list[EngineRequest], use_tqdm: UseTqdm
     ) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
         raise NotImplementedError
 
@@ -41,16 +45,19 @@ class PoolingMethods:
         self,
         prompts: Prompts,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         *,
         pooling_task: str | None = None,
         truncate_prompt_tokens: int | None = None,
         prompt_name: str | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """The vectors of texts: text, `{"prompt": ...}`, `{"prompt_token_ids": [...]}`, or a list of them.
 
         `pooling_params` is one for all or one a prompt; `prompt_name` the name of one of the model's own prompts, which
         comes before each text."""
+        refuse_kwargs(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         given = as_prompts(prompts)
         params = pooling_params
         if params is None or isinstance(params, PoolingParams):
@@ -72,12 +79,15 @@ class PoolingMethods:
         self,
         prompts: Prompts,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         *,
         truncate_prompt_tokens: int | None = None,
         prompt_name: str | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """An embedding of each text; see `encode`."""
+        refuse_kwargs(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         found = self.encode(
             prompts, pooling_params, use_tqdm, pooling_task="embed", truncate_prompt_tokens=truncate_prompt_tokens,
             prompt_name=prompt_name,
@@ -88,11 +98,14 @@ class PoolingMethods:
         self,
         prompts: Prompts,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         *,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
         """The probabilities of the model's classes for each text; see `encode`."""
+        refuse_kwargs(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         found = self.encode(
             prompts, pooling_params, use_tqdm, pooling_task="classify", truncate_prompt_tokens=truncate_prompt_tokens
         )
@@ -102,25 +115,31 @@ class PoolingMethods:
         self,
         prompts: Prompts,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         *,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """What a reward model gives: numbers of the text, or of each of its tokens; see `encode`."""
+        refuse_kwargs(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         return self.encode(prompts, pooling_params, use_tqdm, truncate_prompt_tokens=truncate_prompt_tokens)
 
     def score(
         self,
         data_1: str | Sequence[str],
         data_2: str | Sequence[str],
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         *,
         pooling_params: PoolingParams | None = None,
         truncate_prompt_tokens: int | None = None,
         instruction: str | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ScoringRequestOutput]:
         """How well a text goes with each of several, or each of several with its own: by a cross-encoder, by the cosine
         of embeddings, or by the vectors of tokens."""
+        refuse_kwargs(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         queries = [data_1] if isinstance(data_1, str) else list(data_1)
         documents = [data_2] if isinstance(data_2, str) else list(data_2)
         params = self._with(pooling_params or PoolingParams(), None, truncate_prompt_tokens)
@@ -130,7 +149,7 @@ class PoolingMethods:
         by_document = [outputs[place] for place in scores.places]
         return [output.giving(ScoringOutput(one)) for output, one in zip(by_document, found, strict=True)]
 
-    def _pooled(self, requests: list[EngineRequest], use_tqdm: bool) -> list[PoolingRequestOutput[PoolingOutput]]:
+    def _pooled(self, requests: list[EngineRequest], use_tqdm: UseTqdm) -> list[PoolingRequestOutput[PoolingOutput]]:
         return [output for output in self.run(requests, use_tqdm) if isinstance(output, PoolingRequestOutput)]
 
     @staticmethod

@@ -94,10 +94,14 @@ def for_template(part: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message of a script's conversation with its media read. Raises `RequestError`."""
+    """A message of a script's conversation with its media read; where there are none its texts are joined, by lines, as
+    vLLM joins them. Raises `RequestError`."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
+    texts = [part["text"] for part in content if isinstance(part, Mapping) and _is_text(part)]
+    if len(texts) == len(content):
+        return {**message, "content": "\n".join(texts)}
     parts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -109,6 +113,10 @@ def read_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
                 raise RequestError(f"messages: the content {error}.", param="messages") from None
         parts.append(part)
     return {**message, "content": parts}
+
+
+def _is_text(part: Mapping[str, Any]) -> bool:
+    return part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def message_for_template(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -98,8 +98,8 @@ class SpeechTokens:
 class Transcriber:
     """Of one engine."""
 
-    def __init__(self, engine: EngineClient) -> None:
-        self._engine = engine
+    def __init__(self, engine: EngineClient, data_parallel_rank: int | None = None) -> None:
+        self._engine, self._rank = engine, data_parallel_rank
 
     @cached_property
     def tokens(self) -> SpeechTokens:
@@ -278,7 +278,9 @@ class Transcriber:
     ) -> AsyncGenerator[RequestOutput, None]:
         given = {"prompt_token_ids": prompt, "multi_modal_data": {"audio": window}}
         inputs = self._engine.inputs
-        request = await run_off_loop(lambda: inputs.process(given, params), length=MAX_INLINE_LENGTH + 1)
+        request = await run_off_loop(
+            lambda: inputs.process(given, params, data_parallel_rank=self._rank), length=MAX_INLINE_LENGTH + 1
+        )
         outputs = self._engine.generate_from(request, f"{name}-{request.request_id}")
         async with contextlib.aclosing(outputs):
             async for output in outputs:

@@ -211,15 +211,15 @@ def _from_hub(model: str, load_format: str, revision: str | None, download_dir: 
     return folder
 
 
-def find_tokenizer(model: str) -> str:
+def find_tokenizer(model: str, revision: str | None = None, download_dir: str | None = None) -> str:
     """The folder or .gguf file of a model's tokenizer, without its weights: "" or the default model's name, a folder, a
     .gguf file, or a hub id. Raises `LoadError`."""
     if model in ("", DEFAULT_MODEL_NAME):
         return str(fetch_default_model())
-    return _tokenizer_path(model, None, model)
+    return _tokenizer_path(model, download_dir, model, revision)
 
 
-def _tokenizer_path(tokenizer: str | None, download_dir: str | None, default: str) -> str:
+def _tokenizer_path(tokenizer: str | None, download_dir: str | None, default: str, revision: str | None = None) -> str:
     if not tokenizer:
         return default
     path = os.path.abspath(os.path.expanduser(tokenizer))
@@ -230,5 +230,5 @@ def _tokenizer_path(tokenizer: str | None, download_dir: str | None, default: st
         raise LoadError(f"--tokenizer {tokenizer} is not a folder, a .gguf file or a Hugging Face id (org/name).")
     from octavo.loading.hub import download
 
-    # The revision names a commit of the model's repository; the tokenizer's own is another one.
-    return download(tokenizer, None, download_dir)
+    # --revision names a commit of the model's repository; the tokenizer's own is another one.
+    return download(tokenizer, revision, download_dir)

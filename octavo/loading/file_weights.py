@@ -72,7 +72,7 @@ def open_weights(checkpoint: Checkpoint, dtype: str, seed: int | None, quantizat
                 f"({method_of(settings)}); leave the flag out to serve it as it is."
             )
         tensors = quantized_tensors(tensors, settings, source)  # by the names that `settings` speaks of
-    if "text_config" in checkpoint.config:
+    if checkpoint.config.get("text_config") is not None:
         tensors = {_LANGUAGE_MODEL.sub(_in_language_model, name): tensor for name, tensor in tensors.items()}
     return FileWeights(tensors, mapped, source, dtype, quantization, tied)
 

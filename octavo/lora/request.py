@@ -29,6 +29,10 @@ class LoRARequest:
             raise RequestError(f"adapter {self.lora_name!r} has no lora_path.", param="lora_path")
 
     @property
+    def adapter_id(self) -> int:
+        return self.lora_int_id
+
+    @property
     def name(self) -> str:
         return self.lora_name
 

@@ -51,13 +51,19 @@ class LogLine:
             )
         return line
 
+    def log(self, now: float) -> None:
+        """`sample`, and its line to the log."""
+        if (line := self.sample(now)) is not None:
+            logger.info(line)
+
     async def run(self, *, log: bool, interval_s: float = INTERVAL_S) -> None:
         """Sample forever; with `log` false only the gauges are set."""
         while True:
             await asyncio.sleep(interval_s)
-            line = self.sample(time.monotonic())
-            if log and line is not None:
-                logger.info(line)
+            if log:
+                self.log(time.monotonic())
+            else:
+                self.sample(time.monotonic())
 
 
 def _counts(metrics: EngineMetrics, now: float) -> dict[str, float]:

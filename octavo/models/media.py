@@ -14,7 +14,7 @@ from octavo.layers.experts import stacked
 from octavo.models.crossing import with_cross_attention
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.families import FAMILIES
-from octavo.models.readers import read
+from octavo.models.readers import overlaid, read
 
 _QWEN_VL: dict[str, Any] = {
     "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
@@ -308,14 +308,15 @@ def read_media(name: str, config: Mapping[str, Any]) -> ModelDescription:
         assert reader.experts is not None
         reader = replace(reader, experts={**reader.experts, "names": _EXPERTS[kind]})
     reader = replace(reader, refuses=(*reader.refuses, *_REFUSES.get(kind, ())))
-    description = read(decoder, reader, {**defaults, **family.defaults, **text, **_FIXED.get(kind, {})})
+    completed = {**text, **overlaid({**defaults, **family.defaults}, text)}
+    description = read(decoder, reader, {**completed, **_FIXED.get(kind, {})})
     # Most files do not say it of the whole; the class's own default there is not what was trained (Mistral 3).
     is_tied = description.tie_word_embeddings
     if (whole := config.get("tie_word_embeddings")) is not None:
         is_tied = bool(whole) or (family.may_tie_in_text and bool(text.get("tie_word_embeddings")))
     if family.crosses:
         description = with_cross_attention(
-            replace(description, tie_word_embeddings=is_tied), text, config.get("vision_config") or {}
+            replace(description, tie_word_embeddings=is_tied), text, vision_config(config)
         )
     if media_token(config, name) >= description.vocab_size:
         raise LoadError(
@@ -336,8 +337,7 @@ def read_media(name: str, config: Mapping[str, Any]) -> ModelDescription:
         stand_in = int(text.get("pad_token_id") or 0)
     num_media_layers = 0
     if family.stacked_layers:
-        vision = config.get("vision_config") or {}
-        num_media_layers = len(vision.get("deepstack_visual_indexes", family.stacked_layers))
+        num_media_layers = len(vision_config(config).get("deepstack_visual_indexes", family.stacked_layers))
     return replace(
         description,
         architecture=name,
@@ -352,10 +352,24 @@ def read_media(name: str, config: Mapping[str, Any]) -> ModelDescription:
     )
 
 
+def vision_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says of what sees; a null says nothing."""
+    return _said(config.get("vision_config") or {})
+
+
+def _said(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if value is not None}
+
+
+def _has_text_config(config: Mapping[str, Any]) -> bool:
+    return config.get("text_config") is not None
+
+
 def _text_config(family: MediaFamily, config: Mapping[str, Any]) -> dict[str, Any]:
     """That of the decoder, which earlier files have beside everything else (Qwen2-VL)."""
-    text = dict(config["text_config"]) if "text_config" in config else {**config, "model_type": family.decoder}
-    text.setdefault("model_type", family.decoder)
+    text = dict(config["text_config"]) if _has_text_config(config) else {**config, "model_type": family.decoder}
+    if text.get("model_type") is None:
+        text["model_type"] = family.decoder
     if family.sees_ahead == "prompt":
         text.pop("use_bidirectional_attention", None)  # which is that
     for name in ("rope_scaling", "rope_parameters"):
@@ -399,7 +413,7 @@ def media_token(config: Mapping[str, Any], name: str) -> int:
     """The token that stands for a row of a picture or a sound."""
     family = MEDIA_FAMILIES[name]
     of_tower = config.get(f"{family.kind}_config") or {}  # which has it where there is no text_config beside it
-    return _token(config if "text_config" in config else {**of_tower, **config}, family.kind, family.token)
+    return _token(config if _has_text_config(config) else {**of_tower, **_said(config)}, family.kind, family.token)
 
 
 def video_token(config: Mapping[str, Any], name: str) -> int | None:
@@ -416,5 +430,5 @@ def media_adapters(config: Mapping[str, Any], name: str) -> Mapping[str, str]:
 
 
 def _token(config: Mapping[str, Any], kind: str, default: int) -> int:
-    found = config.get(f"{kind}_token_index", config.get(f"{kind}_token_id"))
-    return default if found is None else int(found)
+    found = [config.get(f"{kind}_token_{name}") for name in ("index", "id")]
+    return next((int(token) for token in found if token is not None), default)

@@ -156,6 +156,17 @@ def read(name: str, family: Family, given: Config) -> ModelDescription:
     return ModelDescription(architecture=name, layers=layers, **described | _values(family.model, config, 0))
 
 
+def overlaid(defaults: Config, given: Config) -> dict[str, Any]:
+    """`defaults`, and what is `given` in their place, unless it is a null that says nothing."""
+    config = dict(defaults)
+    for setting, value in given.items():
+        if value is not None or setting in _NULLABLE:
+            config[setting] = value
+        elif isinstance(config.get(setting), bool):  # which transformers takes null for
+            config[setting] = False
+    return config
+
+
 def _merged(name: str, given: Config) -> dict[str, Any]:
     renamed = {
         standard: given[own]
@@ -163,12 +174,7 @@ def _merged(name: str, given: Config) -> dict[str, Any]:
         for own in reversed(names)
         if own in given and given.get(standard) is None
     }
-    config: dict[str, Any] = {**_DEFAULTS, **_OWN_DEFAULTS.get(_HEADS.sub("", name), {})}
-    for setting, value in {**given, **renamed}.items():
-        if value is not None or setting in _NULLABLE:
-            config[setting] = value
-        elif isinstance(config.get(setting), bool):  # which transformers takes null for
-            config[setting] = False
+    config = overlaid({**_DEFAULTS, **_OWN_DEFAULTS.get(_HEADS.sub("", name), {})}, {**given, **renamed})
     if config["layer_types"] is not None:
         config["layer_types"] = ["full_attention" if kind == "attention" else kind for kind in config["layer_types"]]
         config.setdefault("num_hidden_layers", len(config["layer_types"]))

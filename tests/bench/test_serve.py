@@ -80,7 +80,10 @@ def test_chat_counts_from_the_first_text_and_saves_what_is_asked(
         "3",
     ]
     saved = ["--save-result", "--save-detailed", "--result-dir", str(tmp_path / "out"), "--result-filename", "r.json"]
-    figures = run(address, tmp_path, tiny_tokenizer, *flags, *saved, "--request-rate", "200", "--metadata", "a=b")
+    asked = ["--request-rate", "200", "--metadata", "a=b", "--repetition-penalty", "1.2", "--frequency-penalty", "1"]
+    figures = run(address, tmp_path, tiny_tokenizer, *flags, *saved, *asked)
+    params = engine.seen[-1][1]
+    assert (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) == (1.2, 1, 0)
     assert figures == json.loads((tmp_path / "out" / "r.json").read_text())
     assert (figures["a"], figures["request_rate"], figures["endpoint_type"]) == ("b", 200.0, "openai-chat")
     assert len(figures["ttfts"]) == 3

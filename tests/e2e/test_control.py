@@ -126,7 +126,7 @@ def test_an_llm_sleeps_wakes_and_closes() -> None:
         for level in (1, 2):
             llm.sleep(level)
             llm.sleep(level)  # as it is
-            assert llm.is_sleeping
+            assert llm.is_sleeping()
             llm.wake_up()
             assert llm.generate("Hello", params, use_tqdm=False)[0].outputs[0].text == expected
         assert llm.reset_prefix_cache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -17,6 +18,14 @@ pytestmark = pytest.mark.slow
 def cores(server: Server) -> list[psutil.Process]:
     children = psutil.Process(server.process.pid).children()
     return [child for child in children if "core_process" in " ".join(child.cmdline())]
+
+
+def counts(server: Server) -> list[int]:
+    """Requests that have reached their length, by engine."""
+    found = re.findall(
+        r'request_success_total{engine="[01]",finished_reason="length",.*} (\d+)', server.get("/metrics")[1]
+    )
+    return list(map(int, found))
 
 
 def ask(client: openai.OpenAI, prompt: str) -> str:
@@ -35,6 +44,14 @@ def test_two_engines_answer_alike_and_one_that_is_killed_takes_its_own_streams_o
         for engine in (0, 1):
             served = f'vllm:request_success_total{{engine="{engine}",finished_reason="length",model_name="{MODEL}"}} '
             assert served in counted and f"{served}0.0" not in counted
+        by_engine = counts(server)
+        for rank in (0, 1, 1):
+            named = {"X-data-parallel-rank": str(rank)}
+            asked = client.completions.create(model=MODEL, prompt=prompts[0], max_tokens=1, extra_headers=named)
+            assert asked.choices[0].finish_reason == "length"
+        assert counts(server) == [by_engine[0] + 1, by_engine[1] + 2]
+        with pytest.raises(openai.BadRequestError, match="data_parallel_rank must be 0 to 1"):
+            client.completions.create(model=MODEL, prompt="a", extra_headers={"X-data-parallel-rank": "2"})
 
         streams = [
             client.completions.create(

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from octavo import AsyncEngineArgs, AsyncLLMEngine, RequestOutput, SamplingParams
+from octavo import AsyncEngineArgs, AsyncLLMEngine, PoolingParams, RequestOutput, SamplingParams
 from octavo.errors import EngineDeadError, OctavoError, RequestError
 from octavo.kv_cache.block_pool import BlockState
 from octavo.sampling_params import RequestOutputKind
@@ -64,6 +64,42 @@ def test_output_kinds_agree_and_deltas_add_up() -> None:
             assert [part.finish_reason for part in deltas if part.finish_reason] == [completion.finish_reason]
 
     with_engine(use)
+
+
+def test_what_vllms_programs_call_is_there() -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        given = {"prompt_text": "shown", "tokenization_kwargs": None, "trace_headers": None, "data_parallel_rank": 0}
+        params = SamplingParams(max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY)
+        [output] = [one async for one in engine.generate({"prompt_token_ids": [504]}, params, "a", **given)]
+        assert (output.request_id, output.prompt, output.lora_request) == ("a", "shown", None)
+        for name in ("tokenization_kwargs", "trace_headers"):
+            with pytest.raises(RequestError, match=f"{name} is not built"):
+                await anext(engine.generate("a", params, "a", **{name: {"a": 1}}))
+        with pytest.raises(RequestError, match="has no vectors to give"):
+            await anext(engine.encode("a", PoolingParams(), "a"))
+        with pytest.raises(RequestError, match="reset_running_requests is not built"):
+            await engine.reset_prefix_cache(reset_running_requests=True)
+        with pytest.raises(AttributeError, match="AsyncLLMEngine has no collective_rpc: workers take no methods"):
+            _ = engine.collective_rpc
+        await engine.pause_generation(wait_for_inflight_requests=True)
+        assert await engine.is_paused() and not await engine.is_sleeping()
+        await engine.resume_generation()
+        assert engine.vllm_config.cache_config.num_gpu_blocks == ARGS["num_gpu_blocks_override"]
+        assert await engine.get_supported_tasks() == ("generate",) and not await engine.is_tracing_enabled()
+        await engine.do_log_stats()
+
+    with_engine(use)
+
+
+def test_a_model_that_pools_encodes() -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        outputs = [one async for one in engine.encode("A text", PoolingParams(), "mine")]
+        assert [(one.request_id, one.finished, one.outputs.data.shape) for one in outputs] == [("mine", True, (576,))]
+        assert await engine.get_supported_tasks() == ("embed",)
+        plain = [one async for one in engine.encode("A text", PoolingParams(activation=False), "mine")]
+        assert abs((plain[0].outputs.data ** 2).sum() - 1) > 0.01, "the older name of use_activation"
+
+    with_engine(use, runner="pooling")
 
 
 def test_the_wait_for_a_first_token_is_predicted_from_the_prompts_that_wait() -> None:

@@ -65,7 +65,7 @@ def test_falling_asleep_twice_at_once_is_falling_asleep(
 ) -> None:
     async def use(engine: AsyncLLMEngine) -> None:
         await asyncio.gather(engine.sleep(2), engine.sleep(2, "wait"))
-        assert engine.is_sleeping
+        assert await engine.is_sleeping()
         await engine.wake_up()
         assert await ask(engine, ANSWER) == "length"
 
@@ -78,7 +78,7 @@ def test_who_is_woken_while_falling_asleep_wakes_with_one_core(
 ) -> None:
     async def use(engine: AsyncLLMEngine) -> None:
         falling_asleep = asyncio.create_task(engine.sleep(2))
-        while not engine.is_sleeping:  # noqa: ASYNC110
+        while not await engine.is_sleeping():  # noqa: ASYNC110
             await asyncio.sleep(0)
         await engine.wake_up()
         await falling_asleep
@@ -94,12 +94,12 @@ def test_an_engine_that_is_resumed_while_it_waits_to_sleep_sleeps_closed(with_en
         while not engine._outputs.requests:  # noqa: ASYNC110
             await asyncio.sleep(0)
         falling_asleep = asyncio.create_task(engine.sleep(1, "wait"))
-        while not engine.is_paused:  # noqa: ASYNC110
+        while not await engine.is_paused():  # noqa: ASYNC110
             await asyncio.sleep(0)
         await engine.resume_generation()
         await engine.abort("slow")
         await asyncio.gather(slow, falling_asleep)
-        assert engine.is_sleeping and engine.is_paused
+        assert await engine.is_sleeping() and await engine.is_paused()
 
     with_engine(use)
 

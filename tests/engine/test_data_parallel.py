@@ -29,7 +29,9 @@ def finished(metrics: EngineMetrics, reason: str) -> list[int]:
     return [one.num_finished[reason] for one in metrics.of_engines]
 
 
-def test_a_prompt_goes_where_it_is_cached_and_another_elsewhere(with_engine: Engines) -> None:
+def test_a_prompt_goes_where_it_is_cached_and_another_elsewhere(
+    with_engine: Engines, caplog: pytest.LogCaptureFixture
+) -> None:
     async def use(engine: DataParallelEngine) -> None:
         await engine.wait_ready()
         for _ in range(3):
@@ -37,6 +39,14 @@ def test_a_prompt_goes_where_it_is_cached_and_another_elsewhere(with_engine: Eng
         assert finished(engine.metrics, "length") == [3, 0]  # type: ignore[arg-type]
         assert await ask(engine, ANSWER + [6] * 48) == "length"
         assert engine.stats.num_blocks == 20
+        for config in (engine.vllm_config, await engine.get_vllm_config()):
+            assert config.parallel_config.data_parallel_size == config.parallel_config.world_size_across_dp == 2
+            assert config.cache_config.num_gpu_blocks == 10
+        caplog.set_level("INFO")
+        await engine.do_log_stats()
+        assert [line.partition(" tok/s")[0].split()[:3] for line in caplog.messages[-2:]] == [
+            ["engine", f"{number}:", "prompt"] for number in (0, 1)
+        ]
 
     metrics = with_engine(use, replicas=2)
     assert finished(metrics, "length") == [3, 1]
@@ -46,6 +56,21 @@ def test_a_prompt_goes_where_it_is_cached_and_another_elsewhere(with_engine: Eng
         labels = f'engine="{engine}",finished_reason="length",model_name="stub"'
         assert f"vllm:request_success_total{{{labels}}} {count}.0" in text
         assert f'vllm:e2e_request_latency_seconds_count{{engine="{engine}",model_name="stub"}} {count}.0' in text
+
+
+def test_a_request_goes_to_the_engine_that_it_names(with_engine: Engines) -> None:
+    async def use(engine: DataParallelEngine) -> None:
+        await engine.wait_ready()
+        for number, rank in enumerate([1, 1, 0, 1]):
+            params = SamplingParams(max_tokens=1, temperature=0)
+            given = engine.generate({"prompt_token_ids": ANSWER}, params, str(number), data_parallel_rank=rank)
+            assert [output.finished async for output in given][-1]
+        for wrong in (2, -1, "1", True):
+            given = engine.generate({"prompt_token_ids": ANSWER}, None, "wrong", data_parallel_rank=wrong)  # type: ignore[arg-type]
+            with pytest.raises(RequestError, match="data_parallel_rank must be 0 to 1"):
+                await anext(given)
+
+    assert finished(with_engine(use, replicas=2), "length") == [1, 3]
 
 
 def test_an_engine_that_dies_takes_its_own_requests_only(with_engine: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +130,7 @@ def test_what_is_asked_of_all_is_done_by_all(with_engine: Engines) -> None:
         assert await engine.reset_prefix_cache()
         assert engine._router._replicas[0].index.num_found([]) == 0 == len(engine._router._replicas[0].index)
         await engine.pause_generation("wait")
-        assert engine.is_paused and all(one.is_paused for one in engine._engines)
+        assert await engine.is_paused() and all([await one.is_paused() for one in engine._engines])
         waiting = asyncio.create_task(ask(engine, ANSWER, "waits"))
         await asyncio.sleep(0.05)
         assert not waiting.done()

@@ -83,9 +83,10 @@ class FakeEngine:
         self, request: EngineRequest, shown_id: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         params, request_id = request.params, request.request_id
-        self.seen.append(
-            (request.prompt.token_ids, params, {"priority": request.priority, "salt": request.prompt.cache_salt})
-        )
+        others = {
+            "priority": request.priority, "salt": request.prompt.cache_salt, "rank": request.data_parallel_rank,
+        }  # fmt: skip
+        self.seen.append((request.prompt.token_ids, params, others))
         self.deadlines.append(request.deadline)
         outputs = OutputProcessor(self.tokenizer, self.metrics)
         outputs.add(request, shown_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -106,6 +107,13 @@ def test_logprobs_have_bytes_that_add_up_to_the_text(client: openai.OpenAI, engi
     assert [(top.token, top.logprob) for top in content[0].top_logprobs] == [("b", -0.25), ("a", -0.5)]
 
 
+def test_all_logprobs_are_given_where_the_server_allows_it(client: openai.OpenAI, engine: FakeEngine) -> None:
+    engine.inputs.model = replace(engine.inputs.model, max_logprobs=-1)
+    content = chat(client, logprobs=True, top_logprobs=-1, max_tokens=1).choices[0].logprobs.content
+    assert [top.logprob for top in content[0].top_logprobs] == [-0.25, -0.5, -9999.0]
+    assert engine.seen[0][1].logprobs == 259
+
+
 def test_no_top_logprobs_are_given_unless_asked(client: openai.OpenAI) -> None:
     content = chat(client, logprobs=True).choices[0].logprobs.content
     assert all(token.top_logprobs == [] for token in content)
@@ -197,7 +205,7 @@ def test_a_message_of_the_assistant_may_be_empty(
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function is required"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "only messages of the assistant have"),
         ({"top_logprobs": 2}, "top_logprobs is only allowed when logprobs is true"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs should be less than or equal to 20"),
+        ({"logprobs": True, "top_logprobs": 21}, "20 log-probabilities of a position here (--max-logprobs), got 21."),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs must not set tokenize"),
         ({"max_completion_tokens": 0}, "max_completion_tokens should be greater than or equal to 1"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "exclude each other"),
@@ -249,6 +257,10 @@ def test_values_that_ask_for_nothing_are_taken(http: httpx.Client) -> None:
         "functions": None,
         "echo": False,
         "vllm_xargs": {},
+        "truncation_side": "left",
+        "stream_interval": 1,
+        "return_prompt_text": False,
+        "session_id": None,
         "repetition_detection": None,
         "media_io_kwargs": None,
         "audio": None,

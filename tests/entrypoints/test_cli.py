@@ -168,7 +168,7 @@ def test_a_reader_that_has_gone_is_no_error(command: str) -> None:
 
 
 def test_help_may_be_asked_about_a_word(capsys: pytest.CaptureFixture[str]) -> None:
-    for word in ("num-seqs", "all"):
+    for word in ("num-seqs", "max_num_seqs", "all"):
         with pytest.raises(SystemExit) as end:
             parse_args([f"--help={word}"], "octavo serve")
         assert end.value.code == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -123,6 +124,9 @@ def test_an_impossible_token_has_a_logprob_that_json_can_hold(client: openai.Ope
     engine.answer = "a"
     logprobs = complete(client, max_tokens=1, logprobs=3).choices[0].logprobs
     assert logprobs.top_logprobs == [{"b": -0.25, "a": -0.5, "c": -9999.0}]
+    engine.inputs.model = replace(engine.inputs.model, max_logprobs=-1)
+    of_all = complete(client, max_tokens=1, logprobs=-1).choices[0].logprobs
+    assert of_all.top_logprobs == logprobs.top_logprobs, "the stand-in has three"
 
 
 @pytest.mark.parametrize("fields", [{"logprobs": 2}, {"logprobs": 0}, {"logprobs": 1, "echo": True}])
@@ -203,7 +207,7 @@ def test_sampling_fields_reach_the_engine(http: httpx.Client, engine: FakeEngine
     assert response.status_code == 200, response.text
     prompt, params, others = engine.seen[0]
     assert prompt == engine.inputs.encode("def")
-    assert others == {"priority": 0, "salt": "s"}
+    assert others == {"priority": 0, "salt": "s", "rank": None}
     for name, value in {**fields, "stop": ["zz"], "logit_bias": {5: -100.0}}.items():
         assert getattr(params, name) == value, name
 
@@ -226,6 +230,14 @@ def test_ids_come_from_the_request_and_go_back_in_a_header(http: httpx.Client) -
     by_field = http.post("/v1/completions", json={**body, "request_id": "r2", "stream": True})
     assert by_field.headers["x-request-id"] == "r2"
     assert '"id":"cmpl-r2"' in by_field.text
+
+
+def test_the_engine_is_named_by_a_header(http: httpx.Client, engine: FakeEngine) -> None:
+    no_number = "X-data-parallel-rank must be the number of an engine, got"
+    for rank, said in {"0": "", "1": "data_parallel_rank must be 0 to 0", "-1": no_number, "": no_number}.items():
+        response = http.post("/v1/completions", json={"prompt": "a"}, headers={"X-data-parallel-rank": rank})
+        assert response.status_code == (400 if said else 200) and said in response.text
+    assert [others["rank"] for _, _, others in engine.seen] == [0]
 
 
 def test_two_requests_may_have_the_same_id_at_once(http: httpx.Client, engine: FakeEngine) -> None:

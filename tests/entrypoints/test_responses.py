@@ -308,6 +308,8 @@ def test_pages_of_input_items(http: httpx.Client) -> None:
         ({"tool_choice": {"type": "function", "name": "no"}, "tools": [WEATHER]}, "tool_choice"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"conversation": "conv_1"}, "conversation"),
+        ({"enable_response_messages": True}, "enable_response_messages"),
+        ({"previous_response": {"id": "r"}}, "previous_response"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"background": True, "store": False}, "background"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
@@ -321,6 +323,10 @@ def test_pages_of_input_items(http: httpx.Client) -> None:
 def test_refusals_name_the_field(http: httpx.Client, fields: Any, param: str) -> None:
     answer = http.post("/v1/responses", json={"input": "Hi", **fields})
     assert answer.status_code in (400, 404) and answer.json()["error"]["param"] == param, answer.text
+
+
+def test_fields_of_vllms_that_ask_for_nothing_are_taken(http: httpx.Client) -> None:
+    post(http, enable_response_messages=False, previous_input_messages=None, vllm_xargs=None, stream_interval=1)
 
 
 def test_tokens_are_counted_as_the_response_has_them(client: openai.OpenAI) -> None:

@@ -14,9 +14,12 @@ import pytest
 from octavo.entrypoints.openai.app import LATER, ROUTERS
 from octavo.entrypoints.openai.errors import NOT_BUILT
 from octavo.entrypoints.openai.hints import hint_options
+from octavo.entrypoints.openai.invocations import _path_of
 from octavo.entrypoints.openai.protocol import ChatCompletionRequest
 from octavo.errors import RequestError
+from octavo.pooling_params import PoolingConfig
 from tests.entrypoints.fake_engine import FakeEngine, serving
+from tests.entrypoints.test_errors import error_of
 
 HELLO: Any = [{"role": "user", "content": "Hi"}]
 
@@ -50,6 +53,36 @@ def test_known_routes_that_are_not_built_say_so(http: httpx.Client) -> None:
     error = http.post("/sleep").json()["error"]
     assert error["code"] == "not_enabled" and "--enable-server-dev-mode" in error["message"]
     assert "Invalid URL" in http.post("/v1/nothing", json={}).json()["error"]["message"]
+
+
+def test_what_an_invocation_asks_follows_from_its_fields(http: httpx.Client) -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    for path, body in {"/v1/chat/completions": chat, "/v1/completions": {"prompt": "a"}}.items():
+        asked, expected = (
+            http.post(where, json=body | {"request_id": "one"}).json() for where in ("/invocations", path)
+        )
+        assert asked | {"created": 0} == expected | {"created": 0}
+        with http.stream("POST", "/invocations", json=body | {"stream": True}) as stream:
+            assert stream.read().endswith(b"data: [DONE]\n\n")
+    refused = http.post("/invocations", json={"prompt": "a", "temprature": 1})
+    assert (refused.status_code, error_of(refused)["param"]) == (400, "temprature")
+    for body in ({"input": "a"}, [1], "a"):
+        response = http.post("/invocations", json=body)
+        assert response.status_code == 400
+        assert "The body must be a JSON object with messages or prompt" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "task", "path"),
+    [
+        ({"input": "a"}, "embed", "/v1/embeddings"), ({"messages": []}, "classify", "/classify"),
+        ({"input": "a"}, "token_embed", "/pooling"), ({"text_1": "a", "text_2": "b"}, "embed", "/score"),
+        ({"queries": "a", "documents": ["b"]}, "embed", "/score"),
+        ({"query": "a", "documents": []}, "embed", "/rerank"),
+    ],
+)  # fmt: skip
+def test_an_invocation_of_a_model_that_pools_goes_to_its_task(fields: dict[str, Any], task: str, path: str) -> None:
+    assert _path_of(fields, PoolingConfig(task, "MEAN")) == path
 
 
 def test_whole_numbers_may_be_written_as_floats(http: httpx.Client, engine: FakeEngine) -> None:

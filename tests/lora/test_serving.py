@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, LLMEngine, SamplingParams
 from octavo.errors import ConfigError, RequestError
 from octavo.lora.request import LoRARequest
 from octavo.sequence import Sequence
@@ -47,7 +47,19 @@ def params(max_tokens: int = 6, **more: object) -> SamplingParams:
 
 def answers(llm: LLM, prompts: list[str], asked: list[LoRARequest | None], max_tokens: int = 6) -> list[object]:
     outputs = llm.generate(prompts, params(max_tokens), use_tqdm=False, lora_request=asked)
+    assert [output.lora_request for output in outputs] == asked
     return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+
+def test_outputs_of_an_engine_tell_their_adapters(llm: LLM, adapters: list[LoRARequest]) -> None:
+    engine = llm.llm_engine
+    assert isinstance(engine, LLMEngine) and engine.lora_config is not None and engine.lora_config.max_loras == 8
+    engine.add_request("with", PROMPT, params(), lora_request=adapters[0])
+    engine.add_request("without", PROMPT, params())
+    found = {}
+    while engine.has_unfinished_requests():
+        found |= {output.request_id: output.lora_request for output in engine.step()}  # type: ignore[union-attr]
+    assert found == {"with": adapters[0], "without": None} and not engine._lora_requests
 
 
 def test_64_requests_over_16_adapters_and_the_base_are_as_each_alone(llm: LLM, adapters: list[LoRARequest]) -> None:

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError, LoadError, RequestError
-from octavo.models.media import MEDIA_FAMILIES
+from octavo.models.media import DECODERS, MEDIA_FAMILIES
+from octavo.models.readers import _NULLABLE
 from octavo.models.registry import describe
 from tests.multimodal.conftest import picture
 from tests.multimodal.small_media import CASES, save_case
@@ -255,6 +256,21 @@ def test_whose_word_counts_on_tied_embeddings(
 ) -> None:
     config = {"architectures": [name], "image_token_id": 0, "text_config": text, **whole}
     assert describe(config).tie_word_embeddings == is_tied
+
+
+@pytest.mark.parametrize("name", MEDIA_FAMILIES)
+def test_null_is_as_if_it_were_left_out(name: str) -> None:
+    whole = {"architectures": [name], "image_token_id": 0, "audio_token_id": 0}
+    text = {"hidden_size": 4096, "num_attention_heads": 32}
+    defaults = {"model_type": ""} | DECODERS[MEDIA_FAMILIES[name].decoder][1]
+    nulls: dict[str, Any] = {
+        setting: None for setting, value in defaults.items() if setting not in _NULLABLE and not isinstance(value, bool)
+    }
+    of_sight = dict.fromkeys(["deepstack_visual_indexes", "image_size", "patch_size", "max_num_tiles"])
+    given = {"text_config": nulls | text, "vision_config": of_sight, "image_token_index": None}
+    assert describe(whole | given) == describe(whole | {"text_config": text})
+    if not MEDIA_FAMILIES[name].sections:
+        assert describe(whole | {"text_config": None}) == describe(whole)
 
 
 def test_a_decoder_that_is_described_beside_the_rest_is_the_same() -> None:

@@ -74,7 +74,7 @@ def bench(argv: Sequence[str], *, prog: str) -> int:
 
 def _plain_parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=prog, description="Serve large language models.")
-    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("-v", "--version", action="version", version=__version__)
     return parser
 
 

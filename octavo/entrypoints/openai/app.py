@@ -83,6 +83,7 @@ LATER = {
         "POST /v1/rerank",
         "POST /v2/rerank",
     ),
+    "octavo.entrypoints.openai.invocations": ("POST /invocations",),
     "octavo.entrypoints.openai.audio": ("POST /v1/audio/transcriptions", "POST /v1/audio/translations"),
     "octavo.entrypoints.anthropic.routes": ("POST /v1/messages", "POST /v1/messages/count_tokens"),
 }

@@ -18,7 +18,7 @@ from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.openai.fields import Int, RequestBody, Text, described
 from octavo.entrypoints.openai.responses import Body
 from octavo.entrypoints.openai.routes import Router, validated
-from octavo.entrypoints.openai.state import ServerState, state_of
+from octavo.entrypoints.openai.state import ServerState, state_of, wanted_rank
 from octavo.entrypoints.openai.streaming import EventStream, encode_json, run_until_disconnect
 from octavo.entrypoints.transcriber import Said, Transcriber, Wish, measures
 from octavo.errors import RequestError
@@ -196,7 +196,7 @@ class _Job:
         self._state, self._listener, self._body = state, listener, body
         state.resolve_model(body.model)
         self._name, self.headers = state.response_id("audio", body, raw)
-        self._transcriber = Transcriber(state.engine)
+        self._transcriber = Transcriber(state.engine, wanted_rank())
         is_verbose = body.response_format == "verbose_json"
         has_times = is_verbose or body.response_format in ("srt", "vtt")
         language = None if body.language is None else self._transcriber.language_of(body.language)

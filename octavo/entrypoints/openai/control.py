@@ -36,7 +36,7 @@ async def wake_up(request: Request) -> Response:
 @router.get("/is_sleeping")
 async def is_sleeping(request: Request) -> dict[str, bool]:
     """Whether the engine sleeps."""
-    return {"is_sleeping": state_of(request).engine.is_sleeping}
+    return {"is_sleeping": await state_of(request).engine.is_sleeping()}
 
 
 @router.post("/pause")
@@ -60,7 +60,7 @@ async def resume(request: Request) -> Response:
 @router.get("/is_paused")
 async def is_paused(request: Request) -> dict[str, bool]:
     """Whether new requests wait."""
-    return {"is_paused": state_of(request).engine.is_paused}
+    return {"is_paused": await state_of(request).engine.is_paused()}
 
 
 @router.post("/reset_prefix_cache")

@@ -38,7 +38,8 @@ class LogprobsFormatter:
         *,
         text_offset: int = 0,
     ) -> tuple[CompletionLogprobs, int]:
-        """The completions shape. Offsets count characters of tokens from `text_offset`; returns the next offset too."""
+        """The completions shape, with the `num_top` most likely ones, or all (-1). Offsets count characters of tokens
+        from `text_offset`; returns the next offset too."""
         result = CompletionLogprobs(top_logprobs=[] if num_top else None)
         for token_id, position in zip(token_ids, positions, strict=True):
             chosen = position.get(token_id) if position else None
@@ -52,11 +53,11 @@ class LogprobsFormatter:
         return result, text_offset
 
     def chat(self, token_ids: Sequence[int], positions: Sequence[PositionLogprobs], num_top: int) -> ChatLogprobs:
-        """The chat shape: each token with its bytes and the `num_top` most likely ones."""
+        """The chat shape: each token with its bytes and the `num_top` most likely ones, or all (-1)."""
         content = []
         for token_id, position in zip(token_ids, positions, strict=True):
             token = self._chat_token(token_id, position[token_id])
-            top = [self._chat_token(*item) for item in _best_first(position)[:num_top]]
+            top = [self._chat_token(*item) for item in _best_first(position)[: _count(num_top, position)]]
             content.append(ChatTokenLogprob(**token.__dict__, top_logprobs=top))
         return ChatLogprobs(content=content)
 
@@ -74,7 +75,8 @@ class LogprobsFormatter:
 
     def _top_by_text(self, token_id: int, position: PositionLogprobs, num_top: int) -> dict[str, float]:
         best = _best_first(position)
-        shown = best[:num_top] + [item for item in best[num_top:] if item[0] == token_id]
+        count = _count(num_top, position)
+        shown = best[:count] + [item for item in best[count:] if item[0] == token_id]
         result: dict[str, float] = {}
         for other_id, entry in shown:  # tokens may share a text, such as parts of characters: the best one stays
             result.setdefault(self._text(other_id, entry), _finite(entry.logprob))
@@ -117,6 +119,10 @@ def token_bytes(text: str, piece: Callable[[], str | None]) -> bytes:
 
 def _best_first(position: PositionLogprobs) -> list[tuple[int, Logprob]]:
     return sorted(position.items(), key=lambda item: -item[1].logprob)
+
+
+def _count(num_top: int, position: PositionLogprobs) -> int:
+    return len(position) if num_top < 0 else num_top
 
 
 def _finite(logprob: float) -> float:

@@ -39,7 +39,7 @@ from octavo.entrypoints.openai.pooling_protocol import (
     TextsRequest,
 )
 from octavo.entrypoints.openai.routes import Router
-from octavo.entrypoints.openai.state import ARRIVAL, state_of
+from octavo.entrypoints.openai.state import ARRIVAL, state_of, wanted_rank
 from octavo.entrypoints.openai.streaming import encode_json, run_until_disconnect
 from octavo.outputs import PoolingOutput, PoolingRequestOutput
 from octavo.pooling_params import PoolingParams
@@ -242,6 +242,9 @@ class _Job:
             requests = [
                 msgspec.structs.replace(request, deadline=request.arrival_time + min(limits_s)) for request in requests
             ]
+        if (rank := wanted_rank()) is not None:
+            self._state.engine.inputs.check_rank(rank)
+            requests = [msgspec.structs.replace(request, data_parallel_rank=rank) for request in requests]
         self._state.log_pooling(self.response_id, requests)
 
         async def work() -> tuple[bytes, dict[str, str]]:

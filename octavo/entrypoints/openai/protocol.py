@@ -27,14 +27,7 @@ from octavo.entrypoints.openai.fields import (
     refuse_unbuilt,
 )
 from octavo.errors import RequestError
-from octavo.sampling_params import (
-    MAX_LENGTH_PENALTY,
-    MAX_LOGPROBS,
-    MAX_N,
-    RequestOutputKind,
-    SamplingParams,
-    StructuredOutputsParams,
-)
+from octavo.sampling_params import MAX_LENGTH_PENALTY, MAX_N, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
@@ -310,7 +303,7 @@ class GenerationRequest(SamplingRequest):
     safety_identifier: Text | None = described(_IGNORED)
     prompt_cache_key: Text | None = described(_IGNORED)
     # vLLM's.
-    prompt_logprobs: Int | None = described("logprobs for the prompt's tokens.", minimum=0, maximum=MAX_LOGPROBS)
+    prompt_logprobs: Int | None = described("logprobs for the prompt's tokens.", minimum=-1)
     return_token_ids: bool | None = described("Add the token ids of prompt and answer.")
     return_tokens_as_token_ids: bool | None = described("Write tokens as token_id:N in log-probabilities.")
 
@@ -345,7 +338,9 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Prompts = Field(description="Text, token ids, or a list of either.")
     echo: bool | None = described("Start the text with the prompt.")
-    logprobs: Int | None = described("Log-probabilities of this many likeliest tokens.")
+    logprobs: Int | None = described(
+        "Log-probabilities of this many likeliest tokens, 20 at most unless --max-logprobs says otherwise; -1: of all."
+    )
 
     @property
     def only_prompt(self) -> bool:
@@ -390,8 +385,8 @@ class ChatCompletionRequest(GenerationRequest, TemplateRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)] = Field(description="The conversation so far.")
     max_completion_tokens: Annotated[Int, Field(ge=1)] | None = described("The newer name of max_tokens.")
     logprobs: bool | None = described("Whether to add log-probabilities.")
-    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = described(
-        "Those of this many likeliest tokens."
+    top_logprobs: Annotated[Int, Field(ge=-1)] | None = described(
+        "Those of this many likeliest tokens, 20 at most unless --max-logprobs says otherwise; -1: of all."
     )
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = described(
         'Whether to call them: "auto", "none", "required" or the one to call.'

@@ -30,6 +30,7 @@ from octavo.metrics.log_line import LogLine
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.phases import Phases
 from octavo.processes import allow_files, event_loop_factory
+from octavo.variables import COUNTERPARTS, HARMLESS
 from octavo.version import __version__
 
 if TYPE_CHECKING:
@@ -37,20 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("octavo.server")
 
-# Taken (`ServerArgs.api_keys`), or with nothing to turn off: nothing is ever sent anywhere.
-_HARMLESS_VARIABLES = {
-    "VLLM_API_KEY", "VLLM_USAGE_STATS", "VLLM_USAGE_SOURCE", "VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK",
-}  # fmt: skip
-_COUNTERPARTS = {
-    "VLLM_SERVER_DEV_MODE": "--enable-server-dev-mode or OCTAVO_SERVER_DEV_MODE=1",
-    "VLLM_CPU_KVCACHE_SPACE": "--cpu-memory-utilization",
-    "VLLM_CPU_OMP_THREADS_BIND": "--cpu-threads-bind",
-    "VLLM_ATTENTION_BACKEND": "--attention-backend",
-    "VLLM_CACHE_ROOT": "OCTAVO_CACHE",
-    "VLLM_ENGINE_ITERATION_TIMEOUT_S": "--engine-step-timeout",
-    "VLLM_ENGINE_READY_TIMEOUT_S": "--engine-ready-timeout",
-    "VLLM_LOGGING_LEVEL": "--uvicorn-log-level",
-}
 LOGGERS = ("octavo", "uvicorn", "asyncio", "opentelemetry")
 
 
@@ -233,8 +220,8 @@ def _bind_path(path: str) -> Iterator[socket.socket]:
 def _warn_of_vllm_variables() -> None:
     """Say of each variable of vLLM's that is set what it does here: nothing."""
     for name in sorted(os.environ):
-        if name.startswith("VLLM_") and name not in _HARMLESS_VARIABLES:
-            counterpart = _COUNTERPARTS.get(name)
+        if name.startswith("VLLM_") and name not in HARMLESS:
+            counterpart = COUNTERPARTS.get(name)
             instead = f"; use {counterpart}" if counterpart else ""
             logger.warning("%s is set and has no effect%s", name, instead)
 

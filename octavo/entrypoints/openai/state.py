@@ -49,6 +49,7 @@ logger = logging.getLogger("octavo.server")
 MAX_RETRY_AFTER_S = 120
 MAX_SOUNDS_HELD = 16  # that are being heard at once; others wait as files
 ID_HEADER = "X-Request-Id"
+RANK_HEADER = "X-data-parallel-rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,17 @@ class Asked:
 
 
 ARRIVAL: ContextVar[Arrival | None] = ContextVar("arrival", default=None)  # of the request that a task answers
+
+
+def wanted_rank() -> int | None:
+    """The engine that the request at hand names by its header. Raises `RequestError` for what is no number."""
+    arrival = ARRIVAL.get()
+    given = None if arrival is None else arrival.headers.get(RANK_HEADER)
+    if given is None:
+        return None
+    if not re.fullmatch("[0-9]{1,9}", given):
+        raise RequestError(f"{RANK_HEADER} must be the number of an engine, got {given!r:.80}.", param=RANK_HEADER)
+    return int(given)
 
 
 class ServerState:
@@ -300,6 +312,7 @@ class ServerState:
         self.engine.inputs.refuse_if_it_pools()
         arrival = ARRIVAL.get()
         structure = params.structured_outputs
+        rank = wanted_rank()
         adapter = await self._adapter_of(getattr(body, "model", None))
 
         def process() -> EngineRequest:
@@ -323,6 +336,7 @@ class ServerState:
                 grammar=grammar,
                 clamps_max_tokens=clamps_max_tokens,
                 adapter=adapter,
+                data_parallel_rank=rank,
             )
 
         if arrival is not None:

@@ -22,8 +22,11 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "access_programs": (),
     "context_management": ([],),
     "conversation": (),
+    "enable_response_messages": (False,),
     "image": (),
     "moderation": (),
+    "previous_input_messages": ([],),
+    "previous_response": (),
     "prompt": (),
     "prompt_cache_options": (),
 }

@@ -1,0 +1,5 @@
+"""`EngineClient` under the name of vLLM's module: what servers ask of an engine."""
+
+from octavo.engine.client import EngineClient
+
+__all__ = ["EngineClient"]

@@ -1,0 +1,95 @@
+"""What programs written for vLLM read of an engine, under vLLM's names. All of it follows from the configuration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octavo.config import CacheConfig, EngineConfig, LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from octavo.errors import RequestError
+from octavo.speculative_config import SpeculativeConfig
+
+# What vLLM's engines and its `LLM` have and these have not, with what to do instead.
+ABSENT = {
+    "apply_model": "models are Octavo's own and no torch.nn.Module; what they compute comes out of generate and encode",
+    "collective_rpc": "workers take no methods of callers; -tp and -pp are arguments of LLM",
+    "preprocess_chat": "llm.get_tokenizer().apply_chat_template renders messages",
+    "enqueue": "llm.llm_engine.add_request queues one request, step computes",
+    "set_tokenizer": "tokenizer is an argument of LLM",
+    "start_profile": "/ui and /metrics of a server show where time goes",
+    "reset_encoder_cache": "rows of media are kept within media_cache_tokens",
+    "reset_mm_cache": "media are kept within the bytes of mm_processor_cache_gb",
+    "stop_profile": "/ui and /metrics of a server show where time goes",
+}
+_INSTEAD = {
+    "lora_request": "models that pool take no adapters",
+    "mm_processor_kwargs": "the model's own settings are taken",
+    "reset_running_requests": "requests under way keep what they have; pause_generation ends them",
+    "tokenization_kwargs": "truncate_prompt_tokens cuts prompts",
+    "trace_headers": "spans are the server's",
+}
+
+
+def refuse_kwargs(**given: object) -> None:
+    """Raise `RequestError` for an argument of vLLM's that is not built, where it says anything."""
+    for name, value in given.items():
+        if value:
+            raise RequestError(f"{name} is not built: {_INSTEAD[name]}.", param=name)
+
+
+class ConfigNames:
+    """Of an engine that has a `config`."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def config(self) -> EngineConfig: ...
+
+    else:
+
+        def __getattr__(self, name: str) -> object:
+            """Only asked for names that there are not."""
+            advice = f": {ABSENT[name]}" if name in ABSENT else ""
+            raise AttributeError(f"{type(self).__name__} has no {name}{advice}.", name=name, obj=self)
+
+    @property
+    def vllm_config(self) -> EngineConfig:
+        """All of it; the groups below are its attributes too."""
+        return self.config
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.config.model_config
+
+    @property
+    def cache_config(self) -> CacheConfig:
+        """With `num_gpu_blocks`, once the engine is ready."""
+        return self.config.cache_config
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig:
+        return self.config.scheduler_config
+
+    @property
+    def parallel_config(self) -> ParallelConfig:
+        return self.config.parallel_config
+
+    @property
+    def lora_config(self) -> LoRAConfig | None:
+        return self.config.lora_config
+
+    @property
+    def speculative_config(self) -> SpeculativeConfig | None:
+        return self.config.speculative_config
+
+
+class AsyncConfigNames(ConfigNames):
+    """With what asynchronous engines are asked by coroutines."""
+
+    async def get_vllm_config(self) -> EngineConfig:
+        return self.config
+
+    async def get_model_config(self) -> ModelConfig:
+        return self.config.model_config
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        return self.config.supported_tasks

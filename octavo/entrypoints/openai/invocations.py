@@ -1,0 +1,58 @@
+"""POST /invocations: the one route that SageMaker calls. What is asked follows from the body's fields, as with vLLM,
+and is answered by the route that they belong to."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.engine.off_loop import run_off_loop
+from octavo.entrypoints.openai.routes import Router
+from octavo.entrypoints.openai.state import state_of
+from octavo.errors import RequestError
+from octavo.pooling_params import PoolingConfig
+
+router = Router(tags=["vLLM"])
+
+_SCORES = ("text_1", "data_1", "queries")
+
+
+@router.post(
+    "/invocations",
+    openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}},
+)
+async def invocations(raw: Request) -> Response:
+    """Answer as /v1/chat/completions does for `messages`, and /v1/completions for a `prompt`; a model that pools as
+    /v1/embeddings, /classify or /pooling do, /score for pairs, or /rerank for a `query` and `documents`."""
+    body = await raw.body()
+    given = await run_off_loop(lambda: _fields(body), length=len(body))
+    path = _path_of(given, state_of(raw).engine.config.model.pooling)
+    response: Response = await raw.app.router.plain[path].endpoint(raw)
+    return response
+
+
+def _fields(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _path_of(given: Any, pooling: PoolingConfig | None) -> str:
+    """The route that a body is for. Raises `RequestError`."""
+    if isinstance(given, dict):
+        if pooling is None:
+            for name, path in {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}.items():
+                if name in given:
+                    return path
+        elif any(name in given for name in _SCORES):
+            return "/score"
+        elif "query" in given:
+            return "/rerank"
+        elif "input" in given or "messages" in given:
+            return {"embed": "/v1/embeddings", "classify": "/classify"}.get(pooling.task, "/pooling")
+    fields = "messages or prompt" if pooling is None else "input, messages, query with documents, or text_1 with text_2"
+    raise RequestError(f"The body must be a JSON object with {fields}: nothing else says what is asked.")

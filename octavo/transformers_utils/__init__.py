@@ -1,0 +1,1 @@
+"""Nothing lives here: see `octavo.transformers_utils.tokenizer`."""
