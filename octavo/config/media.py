@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from octavo.config.engine_args import EngineArgs
-from octavo.config.engine_config import MediaConfig, VideoConfig
+from octavo.config.engine_config import HeardConfig, MediaConfig, VideoConfig
 from octavo.config.sound import check_cross_attention
 from octavo.errors import ConfigError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.weight_files import read_json
-from octavo.media_kinds import IMAGE, KINDS, VIDEO
+from octavo.media_kinds import AUDIO, IMAGE, KINDS, VIDEO
 from octavo.models.crossing import tile_rows
 from octavo.models.description import ModelDescription
-from octavo.models.media import MEDIA_FAMILIES, media_adapters, media_token, video_token
+from octavo.models.media import MEDIA_FAMILIES, audio_token, media_adapters, media_token, video_token
 
 ADAPTER_FILE = "adapter_config.json"  # PEFT's
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -61,7 +61,8 @@ def media_config(
         return None
     family = MEDIA_FAMILIES[description.architecture]
     kind = KINDS[family.kind]
-    taken = [kind.name, VIDEO.name] if family.sees_videos else [kind.name]
+    beside = {AUDIO: family.audio_token is not None, VIDEO: family.sees_videos}
+    taken = [kind.name, *(other.name for other, is_taken in beside.items() if is_taken)]
     if others := sorted(name for name, count in limits.items() if count and name not in taken):
         raise ConfigError(
             f"--limit-mm-per-prompt has {', '.join(others)}; {checkpoint.name} takes {' and '.join(taken)}."
@@ -75,8 +76,7 @@ def media_config(
             raise ConfigError(
                 f"{kind.noun}s are not built yet {what}; add --language-model-only to serve {checkpoint.name} without."
             )
-    missing = [module for module in (*_MODULES, *kind.modules) if find_spec(module) is None]
-    if missing:
+    if missing := _missing(*_MODULES, *kind.modules):
         raise ConfigError(
             f"{checkpoint.name} {kind.verb} by {', '.join(missing)}, which is not installed: pip install "
             f"'octavo[{kind.extra}]', or add --language-model-only."
@@ -86,6 +86,7 @@ def media_config(
             f"{checkpoint.name} has no {' or '.join(_PROCESSOR_FILES)}, which says how it {kind.verb}; add "
             "--language-model-only."
         )
+    audio = _heard_config(args, checkpoint, description, limits)
     return MediaConfig(
         kind=family.kind,
         folder=checkpoint.path,
@@ -98,10 +99,11 @@ def media_config(
         max_pixels=args.max_image_pixels,
         max_seconds=args.max_audio_seconds,
         longest_s=family.longest_s,
-        adapters=_adapters(checkpoint, description),
+        adapters=_adapters(checkpoint, description, (kind.name, *([AUDIO.name] if audio is not None else []))),
         cache_tokens=max(args.media_cache_tokens, max_model_len, description.num_cross_tokens),
         tile_rows=tile_rows(checkpoint.config.get("vision_config") or {}) if description.num_cross_tokens else 0,
         video=_video_config(args, checkpoint, description, limits),
+        audio=audio,
         hidden_size=description.hidden_size,
         num_parts=1 + description.num_media_layers,
         has_grids=description.has_axes,
@@ -134,10 +136,32 @@ def _check_crossing(args: EngineArgs, checkpoint: Checkpoint, limits: dict[str, 
             )
 
 
-def _adapters(checkpoint: Checkpoint, description: ModelDescription) -> dict[str, str]:
-    """By kind, the folders of the checkpoint's own adapters. Raises `ConfigError` where one is not there."""
+def _missing(*modules: str) -> list[str]:
+    return [module for module in modules if find_spec(module) is None]
+
+
+def _heard_config(
+    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, limits: dict[str, int]
+) -> HeardConfig | None:
+    """None where a model that sees takes no sounds, or what decodes them is not there and nobody has asked for it."""
+    token, missing = audio_token(checkpoint.config, description.architecture), _missing(*AUDIO.modules)
+    if token is not None and missing and limits.get(AUDIO.name):
+        raise ConfigError(
+            f"{checkpoint.name} hears by {', '.join(missing)}, which is not installed: pip install "
+            f"'octavo[{AUDIO.extra}]', or leave the limit of sounds out."
+        )
+    if token is None or missing or not limits.get(AUDIO.name, 1):
+        return None
+    return HeardConfig(token, limits.get(AUDIO.name, _DEFAULT_COUNT), args.max_audio_bytes)
+
+
+def _adapters(checkpoint: Checkpoint, description: ModelDescription, taken: tuple[str, ...]) -> dict[str, str]:
+    """By kind, the folders of the checkpoint's own adapters of the kinds that are `taken`. Raises `ConfigError` where
+    one is not there."""
     found = {}
     for kind, name in media_adapters(checkpoint.config, description.architecture).items():
+        if kind not in taken:
+            continue
         folder = Path(checkpoint.path) / name
         if not (folder / ADAPTER_FILE).is_file():
             raise ConfigError(
@@ -153,7 +177,7 @@ def _video_config(
 ) -> VideoConfig | None:
     """None where the model takes no videos, or what takes them is not there and nobody has asked for it."""
     token, options = video_token(checkpoint.config, description.architecture), _video_options(args)
-    missing = [module for module in VIDEO.modules if find_spec(module) is None]
+    missing = _missing(*VIDEO.modules)
     has_processor = _has_video_processor(Path(checkpoint.path))
     if token is not None and (options or limits.get(VIDEO.name)):
         if missing:

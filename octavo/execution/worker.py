@@ -114,7 +114,9 @@ class Worker:
             if team.is_leader:
                 from octavo.multimodal.processor import MediaProcessor
 
-                made_by = Tower(media.folder, media.kind, media.row_multiplier, *of_tower)
+                made_by = Tower(
+                    media.folder, media.kind, media.row_multiplier, *of_tower, hears_too=media.audio is not None
+                )
                 rows = self.media = TowerCache(made_by, media.cache_tokens)
                 most_rows = description.num_cross_tokens or model_config.max_model_len
                 self._largest_media = lambda: MediaProcessor(media).largest(most_rows)

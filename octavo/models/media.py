@@ -166,6 +166,9 @@ class MediaFamily:
     decoder: str  # the `model_type` of the text_config
     token: int  # which a row stands in the place of
     kind: Literal["image", "audio"] = "image"  # of the media that it takes
+    audio_token: int | None = (
+        None  # which a row of a sound stands in the place of, beside pictures; None: it takes none
+    )
     video_token: int | None = None  # which a row of a video stands in the place of; None: it takes none
     shares_token: bool = False  # it takes videos, whose rows stand in the place of the same token as a picture's
     may_tie_in_text: bool = False  # tie_word_embeddings of the text_config counts beside that of the whole
@@ -262,7 +265,7 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "GraniteSpeechForConditionalGeneration": MediaFamily("granite", 49155, kind="audio", adapters={"audio": "."}),
     "GraniteSpeechPlusForConditionalGeneration": MediaFamily("granite", 49155, kind="audio", adapters={"audio": "."}),
     "Phi4MultimodalForCausalLM": MediaFamily(
-        "phi4_multimodal", 200011, kind="audio", adapters={"audio": "speech-lora"}
+        "phi4_multimodal", 200010, audio_token=200011, adapters={"image": "vision-lora", "audio": "speech-lora"}
     ),
 }  # fmt: skip
 # Checkpoints' own names of classes that transformers has by others.
@@ -398,8 +401,13 @@ def decoders_of(name: str) -> list[str]:
 def media_token(config: Mapping[str, Any], name: str) -> int:
     """The token that stands for a row of a picture or a sound."""
     family = MEDIA_FAMILIES[name]
-    of_tower = config.get(f"{family.kind}_config") or {}  # which has it where there is no text_config beside it
-    return _token(config if "text_config" in config else {**of_tower, **config}, family.kind, family.token)
+    return _token(config, family.kind, family.token)
+
+
+def audio_token(config: Mapping[str, Any], name: str) -> int | None:
+    """The token that stands for a row of a sound beside pictures; None where models of the class `name` take none."""
+    default = MEDIA_FAMILIES[name].audio_token
+    return None if default is None else _token(config, "audio", default)
 
 
 def video_token(config: Mapping[str, Any], name: str) -> int | None:
@@ -416,5 +424,7 @@ def media_adapters(config: Mapping[str, Any], name: str) -> Mapping[str, str]:
 
 
 def _token(config: Mapping[str, Any], kind: str, default: int) -> int:
+    if "text_config" not in config:  # files without one may have it beside the tower's settings
+        config = {**(config.get("vision_config" if kind == "image" else f"{kind}_config") or {}), **config}
     found = config.get(f"{kind}_token_index", config.get(f"{kind}_token_id"))
     return default if found is None else int(found)

@@ -150,7 +150,8 @@ def test_towers_compute_in_the_type_of_the_decoder_too(tmp_path: Path, tokenizer
     assert media is not None
     largest = MediaProcessor(media).largest(CASES[name].num_tokens)[0]
     exact, rounded = (
-        Tower(media.folder, media.kind, 1.0, "cpu", dtype).rows(largest) for dtype in ("float32", "bfloat16")
+        Tower(media.folder, media.kind, 1.0, "cpu", dtype, media.audio is not None).rows(largest)
+        for dtype in ("float32", "bfloat16")
     )
     assert rounded.dtype == exact.dtype == np.float32
     assert np.abs(rounded - exact).max() < 0.1 * np.abs(exact).max()
