@@ -74,6 +74,7 @@ class SchedulerConfig:
     preemption_mode: str
     check_invariants: bool = False
     target_step_s: float | None = None  # that a step may take while streams wait for it; None: auto, 0: any
+    starts_at_pictures: bool = False  # layers attend to pictures, to others from each picture's token on
     whole_pictures: bool = False  # the tokens of a picture see each other, so that a step computes all of them
 
 

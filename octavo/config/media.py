@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from octavo.errors import ConfigError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.weight_files import read_json
 from octavo.media_kinds import AUDIO, IMAGE, KINDS, VIDEO
-from octavo.models.crossing import tile_rows
+from octavo.models.crossing import NUM_PICTURES, tile_rows
 from octavo.models.description import ModelDescription
 from octavo.models.media import MEDIA_FAMILIES, audio_token, media_adapters, media_token, video_token
 
@@ -54,7 +55,7 @@ def media_config(
                 )
         return None
     if description.num_cross_tokens:
-        _check_crossing(args, checkpoint, limits, device)
+        _check_crossing(args, checkpoint, device)
     if args.language_model_only:
         if description.sees_ahead == "prompt":
             raise ConfigError(f"{checkpoint.name} is no language model without pictures; drop --language-model-only.")
@@ -94,7 +95,7 @@ def media_config(
         counts_pictures=family.counts_pictures,
         frames_prompts=family.frames_prompts,
         row_multiplier=description.embedding_multiplier if family.multiplies_rows else 1.0,
-        max_count=limits.get(kind.name, 1 if description.num_cross_tokens else _DEFAULT_COUNT),
+        max_count=limits.get(kind.name, _DEFAULT_COUNT),
         max_bytes=args.max_image_bytes if kind is IMAGE else args.max_audio_bytes,
         max_pixels=args.max_image_pixels,
         max_seconds=args.max_audio_seconds,
@@ -117,14 +118,17 @@ def media_config(
     )
 
 
-def _check_crossing(args: EngineArgs, checkpoint: Checkpoint, limits: dict[str, int], device: str) -> None:
+def with_most_pictures(args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription) -> Checkpoint:
+    """The checkpoint of a model whose layers attend to pictures, with as many as a token may see: all of a prompt's."""
+    if not (description.takes_media and description.num_cross_tokens):
+        return checkpoint
+    count = max(1, _limits(args).get(IMAGE.name, _DEFAULT_COUNT))
+    return replace(checkpoint, config=dict(checkpoint.config) | {NUM_PICTURES: count})
+
+
+def _check_crossing(args: EngineArgs, checkpoint: Checkpoint, device: str) -> None:
     """Raise `ConfigError` for what is not built of models whose layers attend to a picture."""
     check_cross_attention(args, checkpoint, "models that attend to a picture", pools=False)
-    if limits.get(IMAGE.name, 1) > 1:
-        raise ConfigError(
-            f"--limit-mm-per-prompt has {limits[IMAGE.name]} pictures; one a prompt is built of {checkpoint.name}, "
-            "whose tokens would see different ones."
-        )
     if device == "cuda":
         raise ConfigError("models that attend to a picture are not built yet on GPUs.")
     for flag, is_set in {

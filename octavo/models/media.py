@@ -11,7 +11,7 @@ from typing import Any, Literal
 from octavo.errors import LoadError
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.experts import stacked
-from octavo.models.crossing import with_cross_attention
+from octavo.models.crossing import NUM_PICTURES, with_cross_attention
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.families import FAMILIES
 from octavo.models.readers import read
@@ -318,7 +318,10 @@ def read_media(name: str, config: Mapping[str, Any]) -> ModelDescription:
         is_tied = bool(whole) or (family.may_tie_in_text and bool(text.get("tie_word_embeddings")))
     if family.crosses:
         description = with_cross_attention(
-            replace(description, tie_word_embeddings=is_tied), text, config.get("vision_config") or {}
+            replace(description, tie_word_embeddings=is_tied),
+            text,
+            config.get("vision_config") or {},
+            config.get(NUM_PICTURES, 1),
         )
     if media_token(config, name) >= description.vocab_size:
         raise LoadError(

@@ -240,7 +240,10 @@ class MediaProcessor:
         tokens = set(self._tokens.values())
         places = [i for i, token in enumerate(token_ids) if token in tokens]
         if self.config.tile_rows and len(places) == len(media):
-            return tuple(MediaItem(place, 0, one.content_hash) for place, one in zip(places, media, strict=True))
+            return tuple(
+                MediaItem(place, 0, one.content_hash, num_rows=one.num_tokens)
+                for place, one in zip(places, media, strict=True)
+            )
         if len(places) != sum(one.num_tokens for one in media):
             nouns = " or a ".join(kind.noun for kind in self.kinds)
             raise RequestError(f"the prompt's own text has tokens that stand for a {nouns}.", param="prompt")
