@@ -33,7 +33,7 @@ _PILLOW_PIXELS = 89_478_485  # PIL.Image.MAX_IMAGE_PIXELS: a quarter of a GiB of
 
 
 def media_config(
-    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, max_model_len: int, device: str
+    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, max_model_len: int
 ) -> MediaConfig | None:
     """None where no media are taken. Raises `ConfigError` for what cannot be honoured."""
     limits = _limits(args)
@@ -55,7 +55,7 @@ def media_config(
                 )
         return None
     if description.num_cross_tokens:
-        _check_crossing(args, checkpoint, device)
+        _check_crossing(args, checkpoint)
     if args.language_model_only:
         if description.sees_ahead == "prompt":
             raise ConfigError(f"{checkpoint.name} is no language model without pictures; drop --language-model-only.")
@@ -122,22 +122,16 @@ def with_most_pictures(args: EngineArgs, checkpoint: Checkpoint, description: Mo
     """The checkpoint of a model whose layers attend to pictures, with as many as a token may see: all of a prompt's."""
     if not (description.takes_media and description.num_cross_tokens):
         return checkpoint
-    count = max(1, _limits(args).get(IMAGE.name, _DEFAULT_COUNT))
+    count = 1 if args.language_model_only else max(1, _limits(args).get(IMAGE.name, _DEFAULT_COUNT))
     return replace(checkpoint, config=dict(checkpoint.config) | {NUM_PICTURES: count})
 
 
-def _check_crossing(args: EngineArgs, checkpoint: Checkpoint, device: str) -> None:
+def _check_crossing(args: EngineArgs, checkpoint: Checkpoint) -> None:
     """Raise `ConfigError` for what is not built of models whose layers attend to a picture."""
-    check_cross_attention(args, checkpoint, "models that attend to a picture", pools=False)
-    if device == "cuda":
-        raise ConfigError("models that attend to a picture are not built yet on GPUs.")
-    for flag, is_set in {
-        "--enable-mm-embeds": args.enable_mm_embeds, "--language-model-only": args.language_model_only,
-    }.items():  # fmt: skip
-        if is_set:
-            raise ConfigError(
-                f"{flag} is not built yet for models that attend to a picture, as {checkpoint.name} does."
-            )
+    models = "models that attend to a picture"
+    check_cross_attention(args, checkpoint, models, pools=False, may_be_quantized=True)
+    if args.enable_mm_embeds:
+        raise ConfigError(f"--enable-mm-embeds is not built yet for {models}, as {checkpoint.name} does.")
 
 
 def _missing(*modules: str) -> list[str]:

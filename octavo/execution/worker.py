@@ -135,10 +135,12 @@ class Worker:
             phases.end("encoder")
         cross = None
         if description.num_cross_tokens:
-            assert self.media is not None, "several workers are refused"
-            cross = CrossOutputs(
-                self.media, self.groups, config.cache.block_size, model_config.dtype, limits.max_num_seqs
-            )
+            found: MediaRows | None = self.media
+            if found is None:  # without its tower (--language-model-only): there is nothing to be found
+                from octavo.multimodal.tower import ReceivedRows
+
+                found = ReceivedRows()
+            cross = CrossOutputs(found, self.groups, config.cache.block_size, model_config.dtype, limits.max_num_seqs)
         table = SequenceTable(limits.max_num_seqs, model_config.max_model_len, config.cache.block_size, self.groups)
         self.runner = Runner(
             model, ops, device, table, limits.max_num_batched_tokens, self.grammars, runner_adapters,
