@@ -239,6 +239,7 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "GlmOcrForConditionalGeneration": MediaFamily("glm_ocr_text", 59280, sections=(8, 12, 12)),
     "PaddleOCRVLForConditionalGeneration": MediaFamily("paddleocr_vl_text", 100295, sections=(16, 24, 24)),
     "DeepseekVLForConditionalGeneration": MediaFamily("llama", 100015),
+    "DeepseekVLHybridForConditionalGeneration": MediaFamily("llama", 100015),
     "VideoLlama3ForConditionalGeneration": MediaFamily("qwen2", 151655, may_tie_in_text=True),
     "LightOnOcrForConditionalGeneration": MediaFamily("qwen3", 151655),
     "Cohere2VisionForConditionalGeneration": MediaFamily("cohere2", 255036),
@@ -277,6 +278,7 @@ _TOWERS = tuple(
     for name in (
         "vision_tower.",
         "vision_model.",
+        "high_res_vision_",
         "merger.",
         "visual.",
         "multi_modal_projector.",

@@ -253,6 +253,17 @@ CASES: dict[str, Case] = {
         lambda: {"vision_config": SIZES | {"model_type": "siglip_vision_model"}},
         processors.deepseek_vl,
     ),
+    "DeepseekVLHybridForConditionalGeneration": Case(
+        {"model_type": "llama"},
+        lambda: {
+            "vision_config": SIZES | {"model_type": "siglip_vision_model"},
+            "high_res_vision_config": SIZES | {
+                "model_type": "sam_vision_model", "image_size": 56, "window_size": 2, "global_attn_indexes": [0],
+                "output_channels": 8,
+            },
+        },
+        processors.deepseek_vl_hybrid,
+    ),
     "Llama4ForConditionalGeneration": Case(
         {
             "model_type": "llama4_text", "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4,
