@@ -6,6 +6,8 @@ at them. How they become bytes is `octavo.engine.wire`'s.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from octavo.pooling_params import PoolingParams
@@ -23,6 +25,19 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
     # How its tokens lie in time, height and width, where positions follow from that.
     grid: tuple[int, int, int] | None = None
     time_step: float = 1.0  # between positions in time
+    num_rows: int = 0  # of another network's output, which layers attend to; such an item has no tokens
+
+
+def seen_together(media: Sequence[MediaItem]) -> list[list[MediaItem]]:
+    """Runs of media that layers attend to: those that follow each other without a token between them, and that the
+    tokens behind them see, up to the next run."""
+    runs: list[list[MediaItem]] = []
+    for item in media:
+        if runs and runs[-1][-1].position + 1 == item.position:
+            runs[-1].append(item)
+        else:
+            runs.append([item])
+    return runs
 
 
 EMBEDDINGS = "embeddings"

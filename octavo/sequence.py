@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from octavo.request import EngineRequest, SequenceOutput, TokenLogprobs
+from octavo.request import EngineRequest, SequenceOutput, TokenLogprobs, seen_together
 from octavo.sampling_params import SamplingParams
 
 
@@ -73,6 +73,11 @@ class Sequence:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt.token_ids)
+
+    @property
+    def num_cross_tokens(self) -> int:
+        """Rows of another network's output that any of its tokens attends to at most."""
+        return max((sum(item.num_rows for item in run) for run in seen_together(self.request.prompt.media)), default=0)
 
     @property
     def num_output_tokens(self) -> int:

@@ -13,7 +13,7 @@ from octavo.config.chosen_keys import check_has_index, longest_without_index, wi
 from octavo.config.data_parallel import engine_hosts_config
 from octavo.config.engine_args import AUTO_LENGTH, EngineArgs
 from octavo.config.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from octavo.config.media import media_config
+from octavo.config.media import media_config, with_most_pictures
 from octavo.config.number_types import cache_dtype, load_quantization, model_dtype
 from octavo.config.parallel import check_shared, is_reproducible, layer_partition, nodes_config
 from octavo.config.pooling import pooling_of
@@ -52,6 +52,9 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
     )
     code_folder = _code_folder(args, checkpoint)
     description = describe(checkpoint.config, args.model_impl, code_folder)
+    if description.num_cross_tokens:
+        checkpoint = with_most_pictures(args, checkpoint, description)
+        description = describe(checkpoint.config, args.model_impl, code_folder)
     pooling, checkpoint = pooling_of(args, checkpoint, description)
     check_shared(args, description, device)
     # Tokens of a prompt that see later ones are computed in one step, and are not those of another prompt.
@@ -83,7 +86,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
     speculative = speculative_config(args)
     if speculative is not None and pooling is not None:
         raise ConfigError(f"{checkpoint.name} pools and samples no tokens; leave speculation out.")
-    media = media_config(args, checkpoint, description, max_model_len, device)
+    media = media_config(args, checkpoint, description, max_model_len)
     return EngineConfig(
         model=model,
         cache=CacheConfig(
@@ -107,6 +110,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
             preemption_mode=args.preemption_mode,
             check_invariants=args.check_invariants,
             target_step_s=args.target_step_time and args.target_step_time / 1e3,
+            starts_at_pictures=media is not None and description.num_cross_tokens > 0,
             whole_pictures=media is not None and description.sees_ahead == "picture",
         ),
         device=device,

@@ -119,6 +119,7 @@ class SchedulerConfig:
     preemption_mode: str
     check_invariants: bool = False
     target_step_s: float | None = None  # that a step may take while streams wait for it; None: auto, 0: any
+    starts_at_pictures: bool = False  # layers attend to pictures, to others from each picture's token on
     whole_pictures: bool = False  # the tokens of a picture see each other, so that a step computes all of them
 
 
@@ -188,6 +189,15 @@ class VideoConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class HeardConfig:
+    """Sounds of a model that sees too: what stands for them, and how many and how large."""
+
+    token_id: int  # of the prompt, one for each row
+    max_count: int  # of a prompt
+    max_bytes: int  # of a file
+
+
+@dataclass(frozen=True, slots=True)
 class MediaConfig:
     """Pictures or sounds: what stands for them, where their tower and processor are, and how many and how large."""
 
@@ -201,6 +211,7 @@ class MediaConfig:
     max_seconds: float  # of a sound
     cache_tokens: int
     video: VideoConfig | None = None  # None: no videos are taken
+    audio: HeardConfig | None = None  # beside pictures; None: no sounds are taken there
     hidden_size: int = 0  # of a row of the tower
     num_parts: int = 1  # rows of a token: others are for early layers
     tile_rows: int = 0  # of one of a picture's tiles, which layers attend to; 0: rows stand in the place of tokens

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from octavo.config.engine_args import EngineArgs
-from octavo.config.engine_config import MediaConfig, VideoConfig
+from octavo.config.engine_config import HeardConfig, MediaConfig, VideoConfig
 from octavo.config.sound import check_cross_attention
 from octavo.errors import ConfigError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.weight_files import read_json
-from octavo.media_kinds import IMAGE, KINDS, VIDEO
-from octavo.models.crossing import tile_rows
+from octavo.media_kinds import AUDIO, IMAGE, KINDS, VIDEO
+from octavo.models.crossing import NUM_PICTURES, tile_rows
 from octavo.models.description import ModelDescription
-from octavo.models.media import MEDIA_FAMILIES, media_adapters, media_token, video_token, vision_config
+from octavo.models.media import MEDIA_FAMILIES, audio_token, media_adapters, media_token, video_token, vision_config
 
 ADAPTER_FILE = "adapter_config.json"  # PEFT's
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -32,7 +33,7 @@ _PILLOW_PIXELS = 89_478_485  # PIL.Image.MAX_IMAGE_PIXELS: a quarter of a GiB of
 
 
 def media_config(
-    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, max_model_len: int, device: str
+    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, max_model_len: int
 ) -> MediaConfig | None:
     """None where no media are taken. Raises `ConfigError` for what cannot be honoured."""
     limits = _limits(args)
@@ -54,14 +55,15 @@ def media_config(
                 )
         return None
     if description.num_cross_tokens:
-        _check_crossing(args, checkpoint, limits, device)
+        _check_crossing(args, checkpoint)
     if args.language_model_only:
         if description.sees_ahead == "prompt":
             raise ConfigError(f"{checkpoint.name} is no language model without pictures; drop --language-model-only.")
         return None
     family = MEDIA_FAMILIES[description.architecture]
     kind = KINDS[family.kind]
-    taken = [kind.name, VIDEO.name] if family.sees_videos else [kind.name]
+    beside = {AUDIO: family.audio_token is not None, VIDEO: family.sees_videos}
+    taken = [kind.name, *(other.name for other, is_taken in beside.items() if is_taken)]
     if others := sorted(name for name, count in limits.items() if count and name not in taken):
         raise ConfigError(
             f"--limit-mm-per-prompt has {', '.join(others)}; {checkpoint.name} takes {' and '.join(taken)}."
@@ -75,8 +77,7 @@ def media_config(
             raise ConfigError(
                 f"{kind.noun}s are not built yet {what}; add --language-model-only to serve {checkpoint.name} without."
             )
-    missing = [module for module in (*_MODULES, *kind.modules) if find_spec(module) is None]
-    if missing:
+    if missing := _missing(*_MODULES, *kind.modules):
         raise ConfigError(
             f"{checkpoint.name} {kind.verb} by {', '.join(missing)}, which is not installed: pip install "
             f"'octavo[{kind.extra}]', or add --language-model-only."
@@ -86,6 +87,7 @@ def media_config(
             f"{checkpoint.name} has no {' or '.join(_PROCESSOR_FILES)}, which says how it {kind.verb}; add "
             "--language-model-only."
         )
+    audio = _heard_config(args, checkpoint, description, limits)
     return MediaConfig(
         kind=family.kind,
         folder=checkpoint.path,
@@ -93,15 +95,16 @@ def media_config(
         counts_pictures=family.counts_pictures,
         frames_prompts=family.frames_prompts,
         row_multiplier=description.embedding_multiplier if family.multiplies_rows else 1.0,
-        max_count=limits.get(kind.name, 1 if description.num_cross_tokens else _DEFAULT_COUNT),
+        max_count=limits.get(kind.name, _DEFAULT_COUNT),
         max_bytes=args.max_image_bytes if kind is IMAGE else args.max_audio_bytes,
         max_pixels=args.max_image_pixels,
         max_seconds=args.max_audio_seconds,
         longest_s=family.longest_s,
-        adapters=_adapters(checkpoint, description),
+        adapters=_adapters(checkpoint, description, (kind.name, *([AUDIO.name] if audio is not None else []))),
         cache_tokens=max(args.media_cache_tokens, max_model_len, description.num_cross_tokens),
         tile_rows=tile_rows(vision_config(checkpoint.config)) if description.num_cross_tokens else 0,
         video=_video_config(args, checkpoint, description, limits),
+        audio=audio,
         hidden_size=description.hidden_size,
         num_parts=1 + description.num_media_layers,
         has_grids=description.has_axes,
@@ -115,29 +118,48 @@ def media_config(
     )
 
 
-def _check_crossing(args: EngineArgs, checkpoint: Checkpoint, limits: dict[str, int], device: str) -> None:
+def with_most_pictures(args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription) -> Checkpoint:
+    """The checkpoint of a model whose layers attend to pictures, with as many as a token may see: all of a prompt's."""
+    if not (description.takes_media and description.num_cross_tokens):
+        return checkpoint
+    count = 1 if args.language_model_only else max(1, _limits(args).get(IMAGE.name, _DEFAULT_COUNT))
+    return replace(checkpoint, config=dict(checkpoint.config) | {NUM_PICTURES: count})
+
+
+def _check_crossing(args: EngineArgs, checkpoint: Checkpoint) -> None:
     """Raise `ConfigError` for what is not built of models whose layers attend to a picture."""
-    check_cross_attention(args, checkpoint, "models that attend to a picture", pools=False)
-    if limits.get(IMAGE.name, 1) > 1:
+    models = "models that attend to a picture"
+    check_cross_attention(args, checkpoint, models, pools=False, may_be_quantized=True)
+    if args.enable_mm_embeds:
+        raise ConfigError(f"--enable-mm-embeds is not built yet for {models}, as {checkpoint.name} does.")
+
+
+def _missing(*modules: str) -> list[str]:
+    return [module for module in modules if find_spec(module) is None]
+
+
+def _heard_config(
+    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, limits: dict[str, int]
+) -> HeardConfig | None:
+    """None where a model that sees takes no sounds, or what decodes them is not there and nobody has asked for it."""
+    token, missing = audio_token(checkpoint.config, description.architecture), _missing(*AUDIO.modules)
+    if token is not None and missing and limits.get(AUDIO.name):
         raise ConfigError(
-            f"--limit-mm-per-prompt has {limits[IMAGE.name]} pictures; one a prompt is built of {checkpoint.name}, "
-            "whose tokens would see different ones."
+            f"{checkpoint.name} hears by {', '.join(missing)}, which is not installed: pip install "
+            f"'octavo[{AUDIO.extra}]', or leave the limit of sounds out."
         )
-    if device == "cuda":
-        raise ConfigError("models that attend to a picture are not built yet on GPUs.")
-    for flag, is_set in {
-        "--enable-mm-embeds": args.enable_mm_embeds, "--language-model-only": args.language_model_only,
-    }.items():  # fmt: skip
-        if is_set:
-            raise ConfigError(
-                f"{flag} is not built yet for models that attend to a picture, as {checkpoint.name} does."
-            )
+    if token is None or missing or not limits.get(AUDIO.name, 1):
+        return None
+    return HeardConfig(token, limits.get(AUDIO.name, _DEFAULT_COUNT), args.max_audio_bytes)
 
 
-def _adapters(checkpoint: Checkpoint, description: ModelDescription) -> dict[str, str]:
-    """By kind, the folders of the checkpoint's own adapters. Raises `ConfigError` where one is not there."""
+def _adapters(checkpoint: Checkpoint, description: ModelDescription, taken: tuple[str, ...]) -> dict[str, str]:
+    """By kind, the folders of the checkpoint's own adapters of the kinds that are `taken`. Raises `ConfigError` where
+    one is not there."""
     found = {}
     for kind, name in media_adapters(checkpoint.config, description.architecture).items():
+        if kind not in taken:
+            continue
         folder = Path(checkpoint.path) / name
         if not (folder / ADAPTER_FILE).is_file():
             raise ConfigError(
@@ -153,7 +175,7 @@ def _video_config(
 ) -> VideoConfig | None:
     """None where the model takes no videos, or what takes them is not there and nobody has asked for it."""
     token, options = video_token(checkpoint.config, description.architecture), _video_options(args)
-    missing = [module for module in VIDEO.modules if find_spec(module) is None]
+    missing = _missing(*VIDEO.modules)
     has_processor = _has_video_processor(Path(checkpoint.path))
     if token is not None and (options or limits.get(VIDEO.name)):
         if missing:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -137,9 +137,9 @@ class InputProcessor:
             params = SamplingParams(**self.model.default_sampling_params)
         self._check_scheduling(params, priority)
         counts = self._logprobs(params)
-        made, media = self._make_prompt(prompt, params, add_special_tokens)
-        if made.media and self._own_adapters and not isinstance(prompt, str | list):
-            adapter = self._adapter_of(prompt["multi_modal_data"])
+        made, media, kinds = self._make_prompt(prompt, params, add_special_tokens)
+        if kinds and self._own_adapters:
+            adapter = self._adapter_of(kinds)
         if adapter is not None:
             made = msgspec.structs.replace(made, adapter=adapter.identity)
         params = msgspec.structs.replace(params, **counts)
@@ -173,10 +173,10 @@ class InputProcessor:
         except LoadError as e:
             raise RequestError(f"adapter {asked.lora_name!r}: {e}", param="lora_request") from None
 
-    def _adapter_of(self, media: Mapping[str, Any]) -> AdapterSource | None:
-        """That of the model's own which a prompt with such media takes. Raises `RequestError`."""
+    def _adapter_of(self, kinds: Collection[str]) -> AdapterSource | None:
+        """That of the model's own which a prompt with media of these kinds takes. Raises `RequestError`."""
         for kind, folder in self._own_adapters.items():
-            if kind in media:
+            if kind in kinds:
                 try:
                     return source(kind, folder)
                 except LoadError as e:
@@ -224,9 +224,9 @@ class InputProcessor:
 
     def _make_prompt(
         self, prompt: PromptInput, params: SamplingParams, add_special_tokens: bool
-    ) -> tuple[Prompt, list[MediaInput]]:
-        """A prompt as callers give it, tokenized, cut if that is asked for, and checked; and what its media's rows
-        are made of."""
+    ) -> tuple[Prompt, list[MediaInput], Collection[str]]:
+        """A prompt as callers give it, tokenized, cut if that is asked for, and checked; what its media's rows are made
+        of; and the kinds of these."""
         if isinstance(prompt, str | list):
             prompt = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
         if not isinstance(prompt, Mapping):
@@ -241,6 +241,7 @@ class InputProcessor:
         limit, keep = self.model.max_model_len, params.truncate_prompt_tokens
         items: tuple[MediaItem, ...] = ()
         media: list[MediaInput] = []
+        kinds: Collection[str] = ()
         asked: str | list[int]
         if (given := prompt.get("prompt_token_ids")) is not None:
             asked = self.check_ids(given, "prompt_token_ids", "prompt")
@@ -264,7 +265,7 @@ class InputProcessor:
                 raise RequestError(
                     "truncate_prompt_tokens would cut pictures or sounds.", param="truncate_prompt_tokens"
                 )
-            token_ids, items, media = self._with_media(
+            token_ids, items, media, kinds = self._with_media(
                 asked, given_media, prompt.get("multi_modal_uuids"), salt, add_special_tokens
             )
         else:
@@ -279,7 +280,7 @@ class InputProcessor:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        return Prompt(token_ids, text, media=items, cache_salt=salt), media
+        return Prompt(token_ids, text, media=items, cache_salt=salt), media, kinds
 
     def count(self, text: str, media: Mapping[str, Any] | None, add_special_tokens: bool) -> int:
         """The tokens of a prompt, of which there may be more than the model takes. Raises `RequestError`."""
@@ -289,12 +290,13 @@ class InputProcessor:
 
     def _with_media(
         self, prompt: str | list[int], media: object, uuids: object, salt: str | None, add_special_tokens: bool
-    ) -> tuple[list[int], tuple[MediaItem, ...], list[MediaInput]]:
+    ) -> tuple[list[int], tuple[MediaItem, ...], list[MediaInput], Collection[str]]:
         processor = self.media_processor(
             *(kind for name, kind in KINDS.items() if isinstance(media, Mapping) and name in media)
         )
         adds = add_special_tokens and isinstance(prompt, str)
-        return processor.expand(prompt, processor.media(media, uuids, salt), salt, lambda text: self.encode(text, adds))
+        found = {kind: values for kind, values in processor.media(media, uuids, salt).items() if values}
+        return *processor.expand(prompt, found, salt, lambda text: self.encode(text, adds)), found
 
     def media_processor_of(self, media: Iterable[SentMedium]) -> MediaProcessor:
         """Raises `RequestError` where the model does not take all of these."""

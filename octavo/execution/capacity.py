@@ -63,9 +63,11 @@ def num_blocks(
         source = f"--num-gpu-blocks-override {override}"
     if any(count < needed for count, needed in zip(found, least, strict=True)):
         holds = int(share * max_model_len) // config.cache.block_size * config.cache.block_size
+        has_cross = any(group.spec.kind == "cross" for group in groups)
+        fewer = ", or --limit-mm-per-prompt" if config.media is not None and has_cross else ""
         raise ConfigError(
             f"{source} holds {holds} tokens, less than one request of --max-model-len {max_model_len}; lower "
-            f"--max-model-len to at most {holds}, or give more memory."
+            f"--max-model-len to at most {holds}{fewer}, or give more memory."
         )
     return found
 

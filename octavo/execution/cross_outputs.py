@@ -1,8 +1,8 @@
 """What cross attention reads of a sequence, on its way from the other network's output to the cache.
 
-That output is computed once for each distinct medium (`octavo.multimodal.tower`). When a sequence takes a row of the
-runner's tables with nothing computed yet, at first or after a preemption that has given its blocks up, the decoder
-makes keys and values of it and writes them to the blocks that the sequence has for them.
+That output is computed once for each distinct medium (`octavo.multimodal.tower`). When the token in a medium's place is
+computed, for the first time or after a preemption that has given the sequence's blocks up, the decoder makes keys and
+values of it and writes them to the blocks that the sequence has for them: in the place of what no token sees any more.
 
 What tokens attend to there is told of requests that ask for it (`SamplingParams.alignment_heads`), as the queries and
 keys of those heads: to multiply them is left to who asks, so that no step waits for it.
@@ -23,6 +23,7 @@ from octavo.kv_cache.groups import CacheGroup
 from octavo.models.registry import CrossModel
 from octavo.ops import Array, LayerKVCache, Ops
 from octavo.plan import Admission, StepPlan
+from octavo.request import seen_together
 
 _NEVER = np.iinfo(np.int64).max
 
@@ -58,9 +59,20 @@ class Alignment(NamedTuple):
         return [*found, b"".join(one.tobytes() for one in fetch(self.keys))] if self.keys else found
 
 
+class _Seen(NamedTuple):
+    """What the tokens of a row see from a position on: rows first .. end of its blocks are of one medium, those before
+    are of media whose places are just before its own."""
+
+    position: int
+    first: int
+    end: int
+    content_hash: bytes
+
+
 class CrossOutputs:
     """Of the sequences of a plan, in the runner's tables of `num_rows`; `groups` are the model's, which computes in
-    `dtype`. A sequence has one medium, which the tokens from its place on see, or none."""
+    `dtype`. The tokens from a medium's place on see it, and those that stand right before it, up to the next one's
+    place; steps start at these places."""
 
     def __init__(
         self, found: MediaRows, groups: tuple[CacheGroup, ...], block_size: int, dtype: str, num_rows: int
@@ -68,40 +80,48 @@ class CrossOutputs:
         self._found, self._dtype = found, np.dtype(dtype)
         self._group = next(number for number, group in enumerate(groups) if group.spec.kind == "cross")
         self._block_size, num_tokens = block_size, groups[self._group].spec.num_tokens
-        self._num_tokens = num_tokens  # of an output, at most
+        self._num_tokens = num_tokens  # of what a token sees, at most
         self._lens = np.ones(num_rows, np.int32)  # what a row's tokens attend to
-        self._starts = np.full(num_rows, _NEVER)  # the first of them that sees it
-        self._unkept: dict[int, Admission] = {}  # by row: of sequences with a medium that nothing is computed of
+        self._starts = np.full(num_rows, _NEVER)  # the first of them that sees something
+        self._ahead: dict[int, tuple[list[_Seen], list[int]]] = {}  # of rows that may come to media, and their blocks
         self._wishes: dict[int, _Wish] = {}  # by row
         self._offsets = np.arange(num_tokens) % block_size
         self._blocks = np.arange(num_tokens) // block_size
 
     def starting(self, plan: StepPlan) -> Iterator[tuple[NDArray[Any], NDArray[np.int64]]]:
-        """Of each sequence that starts: the output [N, H] in the model's type, and the slots [N] int64 of what is made
-        of it."""
-        for planned in plan.rows if self._unkept else ():
-            if not planned.num_computed and (admission := self._unkept.get(planned.row)) is not None:
-                rows = self._output(admission).astype(self._dtype)
-                blocks = np.array(admission.block_tables[self._group], np.int64)[self._blocks[: len(rows)]]
-                yield rows, blocks * self._block_size + self._offsets[: len(rows)]
+        """Of each medium at whose place a sequence's part of the step starts: the output [N, H] in the model's type,
+        and the slots [N] int64 of what is made of it."""
+        for planned in plan.rows if self._ahead else ():
+            if (ahead := self._ahead.get(planned.row)) is None:
+                continue
+            media, table = ahead
+            if not (passed := [one for one in media if one.position <= planned.num_computed]):
+                continue
+            seen = passed[-1]
+            self._lens[planned.row] = seen.end
+            if seen.position == planned.num_computed:
+                rows = self._found.rows(seen.content_hash)
+                blocks = np.array(table, np.int64)[self._blocks[seen.first : seen.end]]
+                slots = blocks * self._block_size + self._offsets[seen.first : seen.end]
+                yield rows.reshape(-1, rows.shape[-1]).astype(self._dtype), slots
 
     def nothing(self, hidden_size: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """An output that is written nowhere, as `starting` has it."""
         return np.zeros((self._num_tokens, hidden_size), self._dtype), np.full(self._num_tokens, -1)
 
-    def _output(self, admission: Admission) -> NDArray[np.float32]:
-        """[N, H], of a sequence that has a medium."""
-        [item] = admission.media
-        rows = self._found.rows(item.content_hash)
-        return rows.reshape(-1, rows.shape[-1])
-
     def admit(self, admission: Admission) -> None:
         row = admission.row
         self._lens[row], self._starts[row] = 1, _NEVER  # of something: who sees nothing attends in vain
-        self._unkept.pop(row, None)
+        self._ahead.pop(row, None)
         if admission.media:
-            self._unkept[row] = admission
-            self._lens[row], self._starts[row] = len(self._output(admission)), admission.media[0].position
+            media = []
+            for run in seen_together(admission.media):
+                end = 0
+                for item in run:
+                    first, end = end, end + item.num_rows
+                    media.append(_Seen(item.position, first, end, item.content_hash))
+            self._ahead[row] = media, admission.block_tables[self._group]
+            self._starts[row] = media[0].position
         self._wishes.pop(admission.row, None)
         num_prompt, heads = admission.num_prompt_tokens, admission.params.alignment_heads
         if heads and len(admission.token_ids) == num_prompt:
@@ -128,8 +148,9 @@ class CrossOutputs:
     def submitted(self, plan: StepPlan, parts: Sequence[_Part]) -> None:
         """The device has been given the step of a plan, of which `aligned` has told these parts: what has started has
         its output, and of prompts that end with it nothing more is wanted."""
-        for planned in plan.rows if self._unkept else ():
-            self._unkept.pop(planned.row, None)
+        for planned in plan.rows if self._ahead else ():
+            if (ahead := self._ahead.get(planned.row)) and ahead[0][-1].position <= planned.num_computed:
+                del self._ahead[planned.row]
         for part in parts:
             if part.is_last:
                 del self._wishes[part.row]

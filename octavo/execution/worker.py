@@ -114,7 +114,9 @@ class Worker:
             if team.is_leader:
                 from octavo.multimodal.processor import MediaProcessor
 
-                made_by = Tower(media.folder, media.kind, media.row_multiplier, *of_tower)
+                made_by = Tower(
+                    media.folder, media.kind, media.row_multiplier, *of_tower, hears_too=media.audio is not None
+                )
                 rows = self.media = TowerCache(made_by, media.cache_tokens)
                 most_rows = description.num_cross_tokens or model_config.max_model_len
                 self._largest_media = lambda: MediaProcessor(media).largest(most_rows)
@@ -133,10 +135,12 @@ class Worker:
             phases.end("encoder")
         cross = None
         if description.num_cross_tokens:
-            assert self.media is not None, "several workers are refused"
-            cross = CrossOutputs(
-                self.media, self.groups, config.cache.block_size, model_config.dtype, limits.max_num_seqs
-            )
+            found: MediaRows | None = self.media
+            if found is None:  # without its tower (--language-model-only): there is nothing to be found
+                from octavo.multimodal.tower import ReceivedRows
+
+                found = ReceivedRows()
+            cross = CrossOutputs(found, self.groups, config.cache.block_size, model_config.dtype, limits.max_num_seqs)
         table = SequenceTable(limits.max_num_seqs, model_config.max_model_len, config.cache.block_size, self.groups)
         self.runner = Runner(
             model, ops, device, table, limits.max_num_batched_tokens, self.grammars, runner_adapters,

@@ -172,12 +172,13 @@ class KVCacheManager:
         if not tables:
             tables = seq.block_tables = [[] for _ in self._groups]
         if len(self._groups) == 1:
-            if self._groups[0].num_needed(tables[0], num_computed, num_tokens) > self.pools[0].num_free:
+            extent = _extent(self._groups[0], seq, num_tokens)
+            if self._groups[0].num_needed(tables[0], num_computed, extent) > self.pools[0].num_free:
                 return None
         else:
             num_free = [pool.num_free for pool in self.pools]
             for blocks, table, pool in zip(self._groups, tables, self._pool_of, strict=True):
-                num_free[pool] -= blocks.num_needed(table, num_computed, num_tokens)
+                num_free[pool] -= blocks.num_needed(table, num_computed, _extent(blocks, seq, num_tokens))
             if min(num_free) < 0:
                 return None
         if self._has_window:
@@ -185,7 +186,8 @@ class KVCacheManager:
         if self.states and self.enable_prefix_caching and seq.num_ready_slots <= num_computed:  # not yet for this step
             self._take_snapshots(seq)
         for blocks, table, pool in zip(self._groups, tables, self._pool_of, strict=True):
-            blocks.take(table, num_computed, num_tokens, self._moves[pool].copy, changed)
+            extent = _extent(blocks, seq, num_tokens)
+            blocks.take(table, num_computed, extent, self._moves[pool].copy, changed)
         seq.num_ready_slots = -(-num_tokens // self.block_size) * self.block_size
         return changed
 
@@ -299,7 +301,10 @@ class KVCacheManager:
             assert not (seq.block_tables and seq.host_blocks), "a sequence is both on the device and on the host"
             assert seq.block_tables or seq.host_blocks or not seq.num_computed_tokens, "computed tokens have no blocks"
             for blocks, table, pool in zip(self._groups, seq.block_tables, self._pool_of, strict=False):
-                blocks.check(table, seq.num_computed_tokens)
+                if isinstance(blocks, CrossBlocks):
+                    blocks.check(table, seq.num_computed_tokens, seq.num_cross_tokens)
+                else:
+                    blocks.check(table, seq.num_computed_tokens)
                 for block in table:
                     if block != blocks.null:
                         references[pool][block] = references[pool].get(block, 0) + 1
@@ -318,7 +323,7 @@ class KVCacheManager:
         """Whether all tokens of `seq` can be computed behind a prefix without blocks that are in use now."""
         num_free = [pool.num_free for pool in self.pools]
         for blocks, table, pool in zip(self._groups, prefix_tables, self._pool_of, strict=True):
-            num_free[pool] -= blocks.num_free_needed(table, seq.num_tokens, num_step_tokens)
+            num_free[pool] -= blocks.num_free_needed(table, _extent(blocks, seq, seq.num_tokens), num_step_tokens)
         return min(num_free) >= 0
 
     def _leave_windows(self, seq: Sequence, changed: Changes) -> None:
@@ -357,3 +362,9 @@ class KVCacheManager:
             for block in table:
                 if block != blocks.null:
                     blocks.pool.share(block)
+
+
+def _extent(blocks: AttentionBlocks | CrossBlocks | StateBlocks, seq: Sequence, num_tokens: int) -> int:
+    """What the blocks of a group follow from: the first `num_tokens` of `seq`, or what it sees of another network's
+    output."""
+    return seq.num_cross_tokens if isinstance(blocks, CrossBlocks) else num_tokens

@@ -75,6 +75,8 @@ def entries() -> list[Entry]:
         description = read_media(name, example)
         takes = {"image": "sees pictures", "audio": "hears sounds"}[media.kind]
         notes = [*_notes(description), takes + (" and videos" if media.sees_videos else "")]
+        if media.audio_token is not None:
+            notes.append("hears sounds")
         if media.sections is not None:
             notes.append("tokens have three positions")
         if description.num_media_layers:
@@ -82,7 +84,7 @@ def entries() -> list[Entry]:
         if description.sees_ahead:
             notes.append(f"tokens of a {description.sees_ahead} attend both ways")
         if description.num_cross_tokens:
-            notes.append("layers of cross attention see a picture")
+            notes.append("layers of cross attention see pictures")
         if media.sees_ahead_in_windows:
             notes.append("in layers with a window those of a picture attend both ways, if the configuration says so")
         notes += [f"contexts up to {setting}" for setting in FAMILIES[DECODERS[media.decoder][0]].longest]

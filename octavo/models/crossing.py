@@ -16,16 +16,18 @@ from octavo.models.description import LayerDescription, ModelDescription
 # The defaults of the classes in transformers 5: checkpoints leave out what equals them.
 _LAYERS = (3, 8, 13, 18, 23, 28, 33, 38)
 _VISION: dict[str, Any] = {"image_size": 448, "patch_size": 14, "max_num_tiles": 4}
+NUM_PICTURES = "max_pictures_in_a_row"  # of a configuration, where there may be several; Octavo's own
 _NUM_MORE_TOKENS = 8  # which have an embedding, and of which one stands for a picture
 
 
 def with_cross_attention(
-    description: ModelDescription, text: Mapping[str, Any], vision: Mapping[str, Any]
+    description: ModelDescription, text: Mapping[str, Any], vision: Mapping[str, Any], num_pictures: int = 1
 ) -> ModelDescription:
-    """The decoder as its `text_config` and the tower's `vision_config` have it. Raises `LoadError`."""
+    """The decoder as its `text_config` and the tower's `vision_config` have it, of whose pictures a token sees
+    `num_pictures` at most. Raises `LoadError`."""
     if description.tie_word_embeddings:
         raise LoadError("an output matrix that is the embedding (tie_word_embeddings = True) is not built yet.")
-    num_tokens = tile_rows(vision) * max_tiles(vision)
+    num_tokens = tile_rows(vision) * max_tiles(vision) * num_pictures
     chosen = text.get("cross_attention_layers")
     chosen = _LAYERS if chosen is None else chosen
     return replace(

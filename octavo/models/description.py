@@ -165,7 +165,7 @@ class ModelDescription:
 
     @property
     def num_cross_tokens(self) -> int:
-        """Of another network's output that each sequence attends to; 0 is none."""
+        """Of another network's output that a token attends to at most; 0 is none."""
         mixers = [layer.attention for layer in self.layers]
         return max((mixer.num_tokens for mixer in mixers if isinstance(mixer, CrossAttentionDescription)), default=0)
 

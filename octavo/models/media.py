@@ -11,7 +11,7 @@ from typing import Any, Literal
 from octavo.errors import LoadError
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.experts import stacked
-from octavo.models.crossing import with_cross_attention
+from octavo.models.crossing import NUM_PICTURES, with_cross_attention
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.families import FAMILIES
 from octavo.models.readers import overlaid, read
@@ -166,6 +166,9 @@ class MediaFamily:
     decoder: str  # the `model_type` of the text_config
     token: int  # which a row stands in the place of
     kind: Literal["image", "audio"] = "image"  # of the media that it takes
+    audio_token: int | None = (
+        None  # which a row of a sound stands in the place of, beside pictures; None: it takes none
+    )
     video_token: int | None = None  # which a row of a video stands in the place of; None: it takes none
     shares_token: bool = False  # it takes videos, whose rows stand in the place of the same token as a picture's
     may_tie_in_text: bool = False  # tie_word_embeddings of the text_config counts beside that of the whole
@@ -236,6 +239,7 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "GlmOcrForConditionalGeneration": MediaFamily("glm_ocr_text", 59280, sections=(8, 12, 12)),
     "PaddleOCRVLForConditionalGeneration": MediaFamily("paddleocr_vl_text", 100295, sections=(16, 24, 24)),
     "DeepseekVLForConditionalGeneration": MediaFamily("llama", 100015),
+    "DeepseekVLHybridForConditionalGeneration": MediaFamily("llama", 100015),
     "VideoLlama3ForConditionalGeneration": MediaFamily("qwen2", 151655, may_tie_in_text=True),
     "LightOnOcrForConditionalGeneration": MediaFamily("qwen3", 151655),
     "Cohere2VisionForConditionalGeneration": MediaFamily("cohere2", 255036),
@@ -262,7 +266,7 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "GraniteSpeechForConditionalGeneration": MediaFamily("granite", 49155, kind="audio", adapters={"audio": "."}),
     "GraniteSpeechPlusForConditionalGeneration": MediaFamily("granite", 49155, kind="audio", adapters={"audio": "."}),
     "Phi4MultimodalForCausalLM": MediaFamily(
-        "phi4_multimodal", 200011, kind="audio", adapters={"audio": "speech-lora"}
+        "phi4_multimodal", 200010, audio_token=200011, adapters={"image": "vision-lora", "audio": "speech-lora"}
     ),
 }  # fmt: skip
 # Checkpoints' own names of classes that transformers has by others.
@@ -274,6 +278,7 @@ _TOWERS = tuple(
     for name in (
         "vision_tower.",
         "vision_model.",
+        "high_res_vision_",
         "merger.",
         "visual.",
         "multi_modal_projector.",
@@ -316,7 +321,7 @@ def read_media(name: str, config: Mapping[str, Any]) -> ModelDescription:
         is_tied = bool(whole) or (family.may_tie_in_text and bool(text.get("tie_word_embeddings")))
     if family.crosses:
         description = with_cross_attention(
-            replace(description, tie_word_embeddings=is_tied), text, vision_config(config)
+            replace(description, tie_word_embeddings=is_tied), text, vision_config(config), config.get(NUM_PICTURES, 1)
         )
     if media_token(config, name) >= description.vocab_size:
         raise LoadError(
@@ -412,8 +417,13 @@ def decoders_of(name: str) -> list[str]:
 def media_token(config: Mapping[str, Any], name: str) -> int:
     """The token that stands for a row of a picture or a sound."""
     family = MEDIA_FAMILIES[name]
-    of_tower = config.get(f"{family.kind}_config") or {}  # which has it where there is no text_config beside it
-    return _token(config if _has_text_config(config) else {**of_tower, **_said(config)}, family.kind, family.token)
+    return _token(config, family.kind, family.token)
+
+
+def audio_token(config: Mapping[str, Any], name: str) -> int | None:
+    """The token that stands for a row of a sound beside pictures; None where models of the class `name` take none."""
+    default = MEDIA_FAMILIES[name].audio_token
+    return None if default is None else _token(config, "audio", default)
 
 
 def video_token(config: Mapping[str, Any], name: str) -> int | None:
@@ -430,5 +440,8 @@ def media_adapters(config: Mapping[str, Any], name: str) -> Mapping[str, str]:
 
 
 def _token(config: Mapping[str, Any], kind: str, default: int) -> int:
+    if not _has_text_config(config):  # the settings of the tower may have it then
+        of_tower = config.get("vision_config" if kind == "image" else f"{kind}_config") or {}
+        config = {**of_tower, **_said(config)}
     found = [config.get(f"{kind}_token_{name}") for name in ("index", "id")]
     return next((int(token) for token in found if token is not None), default)

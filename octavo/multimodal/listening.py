@@ -97,7 +97,8 @@ class Listener:
         digest = sounds.content_hash(audio.values, salt)
         values = np.ascontiguousarray(audio.values)[None]
         array = MediaArray("input_features", values.dtype.name, values.shape, values.tobytes())
-        return MediaItem(0, 0, digest), MediaInput(digest, self.config.num_rows, (array,))
+        num_rows = self.config.num_rows
+        return MediaItem(0, 0, digest, num_rows=num_rows), MediaInput(digest, num_rows, (array,))
 
     def _warm_up(self) -> None:
         try:

@@ -46,6 +46,16 @@ _NUM_GUESSES = 8  # of the size of a medium that fits
 _OF_TEXT = ("attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
+class Company(NamedTuple):
+    """What the processing of a medium depends on beside itself: the prompt's others."""
+
+    number: int = 1  # as many of its own kind as make a difference
+    has_pictures: bool = False  # beside a sound
+
+
+_ALONE = Company()
+
+
 class Processed(NamedTuple):
     """What stands for a medium in a prompt, and what the tower reads."""
 
@@ -61,6 +71,10 @@ class MediaProcessor:
         self._kept = KeptMedia(config.kept_bytes)
         self._intakes: dict[str, Intake] = {config.kind: Intake(config, self._kept)}
         self._tokens: dict[str, int] = {config.kind: config.token_id}  # by kind, which a row stands in the place of
+        if (audio := config.audio) is not None:
+            bounds = replace(config, kind="audio", max_count=audio.max_count, max_bytes=audio.max_bytes)
+            self._intakes[AUDIO.name] = Intake(bounds, self._kept)
+            self._tokens[AUDIO.name] = audio.token_id
         if (video := config.video) is not None:
             bounds = replace(config, kind="video", max_count=video.max_count, max_bytes=video.max_bytes)
             self._intakes[VIDEO.name] = Intake(bounds, self._kept)
@@ -210,12 +224,12 @@ class MediaProcessor:
             for _ in range(_NUM_GUESSES):
                 try:
                     first, *others = intake.reader.largest(share)
-                    made = self._process(intake, first, b"", 1).input
+                    made = self._process(intake, first, b"").input
                 except RequestError:  # more than the model takes
                     share /= 2
                     continue
                 if made.num_tokens <= max_tokens:
-                    more = (self._process(intake, other, b"", 1).input for other in others)
+                    more = (self._process(intake, other, b"").input for other in others)
                     found += [made, *(one for one in more if one.num_tokens <= max_tokens)]
                     break
                 share *= max_tokens / made.num_tokens
@@ -226,7 +240,10 @@ class MediaProcessor:
         tokens = set(self._tokens.values())
         places = [i for i, token in enumerate(token_ids) if token in tokens]
         if self.config.tile_rows and len(places) == len(media):
-            return tuple(MediaItem(place, 0, one.content_hash) for place, one in zip(places, media, strict=True))
+            return tuple(
+                MediaItem(place, 0, one.content_hash, num_rows=one.num_tokens)
+                for place, one in zip(places, media, strict=True)
+            )
         if len(places) != sum(one.num_tokens for one in media):
             nouns = " or a ".join(kind.noun for kind in self.kinds)
             raise RequestError(f"the prompt's own text has tokens that stand for a {nouns}.", param="prompt")
@@ -262,14 +279,17 @@ class MediaProcessor:
         following = {name: iter(values) for name, values in media.items()}
         for name in names:
             medium, intake = next(following[name]), self._intakes[name]
-            number = 2 if self.config.counts_pictures and name == IMAGE.name and len(media[name]) > 1 else 1
+            company = Company(
+                2 if self.config.counts_pictures and name == IMAGE.name and len(media[name]) > 1 else 1,
+                name == AUDIO.name and bool(media.get(IMAGE.name)),
+            )
             if isinstance(medium, Embeddings):
                 digest = medium.content_hash(salt)
             else:
-                digest = intake.reader.content_hash(medium, f"{self._settings[name]} {number}", salt)
+                digest = intake.reader.content_hash(medium, f"{self._settings[name]} {company}", salt)
             if digest not in found:
                 with self.metrics.phase(name, "process"):
-                    found[digest] = self._made(intake, medium, digest, number)
+                    found[digest] = self._made(intake, medium, digest, company)
             self.metrics.count(name, "taken")
             digests.append(digest)
         return self._numbered(names, [found[digest] for digest in digests])
@@ -284,18 +304,18 @@ class MediaProcessor:
             found[i] = found[i]._replace(text=text)
         return found
 
-    def _made(self, intake: Intake, medium: Any, digest: bytes, number: int) -> Processed:
+    def _made(self, intake: Intake, medium: Any, digest: bytes, company: Company) -> Processed:
         """What `_process` makes of it, or has made lately of the same."""
         key = "made", digest
         made: Processed | None = self._kept.find(key)
         if made is None:
-            made = self._process(intake, medium, digest, number)
+            made = self._process(intake, medium, digest, company)
             self._kept.keep(key, made, sum(len(array.values) for array in made.input.arrays))
         return made
 
-    def _process(self, intake: Intake, medium: Any, digest: bytes, number: int) -> Processed:
-        """A medium as the model's processor makes it in a prompt with `number` of them, alone so that no other has to
-        do with it. Raises `RequestError` for a sound of which the model would hear a part, or nothing."""
+    def _process(self, intake: Intake, medium: Any, digest: bytes, company: Company = _ALONE) -> Processed:
+        """A medium as the model's processor makes it in such company, alone so that no other has to do with it. Raises
+        `RequestError` for a sound of which the model would hear a part, or nothing."""
         if isinstance(medium, Embeddings):
             return self._process_embeddings(intake, medium, digest)
         if intake.kind is VIDEO:
@@ -308,16 +328,18 @@ class MediaProcessor:
             longest_s = self.config.longest_s or getattr(self._processor, "max_audio_len", None)
             if longest_s is not None and len(medium) > longest_s * RATE:
                 raise kind.refusal(f"it is longer than {longest_s:g} s, which is what this model hears of one.")
+        number = company.number
         found = self._processor(
             text=[self.placeholders[kind.name] * number],
             **{kind.argument: [medium] if number == 1 else [[medium] * number]},
             **({"sampling_rate": RATE} if is_sound else {}),
+            **({"is_beside": True} if company.has_pictures else {}),
             return_text_replacement_offsets=True,
             return_tensors="pt",  # some processors make no others
             add_special_tokens=False,
         )
         text = found.pop("text_replacement_offsets")[0][0]["replacement"]
-        num_tokens = np.count_nonzero(np.asarray(found.pop("input_ids")) == self.config.token_id) // number
+        num_tokens = np.count_nonzero(np.asarray(found.pop("input_ids")) == self._tokens[kind.name]) // number
         if not num_tokens:
             raise kind.refusal("it is too short: nothing of it reaches the model.")
         arrays = []
@@ -394,9 +416,11 @@ class MediaProcessor:
         first time. Raises `RequestError` for models with marks between them."""
         kind = intake.kind
         if (found := self._found_marks.get(kind.name)) is None:
-            example = self._process(intake, intake.reader.example(), b"", 1)
+            example = self._process(intake, intake.reader.example(), b"")
             tokenizer = getattr(self._processor, "tokenizer", None)
-            token = tokenizer.convert_ids_to_tokens(self.config.token_id) if tokenizer else self.placeholders[kind.name]
+            token = (
+                tokenizer.convert_ids_to_tokens(self._tokens[kind.name]) if tokenizer else self.placeholders[kind.name]
+            )
             before, run, behind = example.text.partition(token * example.input.num_tokens)
             if not run:
                 token = ""

@@ -268,6 +268,9 @@ class Scheduler:
         """The tokens that a sequence lacks behind `num_computed`, or as many as a step can have of them. 0 where it
         cannot have a picture that comes next."""
         num_tokens = min(seq.num_tokens - num_computed, most)
+        if num_tokens > 1 and self.config.starts_at_pictures:
+            ahead = [item.position - num_computed for item in seq.request.prompt.media]
+            num_tokens = min([num_tokens, *(distance for distance in ahead if distance > 0)])
         if not self.config.enable_chunked_prefill or (num_tokens == 1 and not self.config.whole_pictures):
             return num_tokens
         if limit is not None:

@@ -3,9 +3,13 @@ again, what is copied."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Several
+
+import pytest
+
 from octavo.kv_cache.groups import CacheGroup, LayerCacheSpec
 from octavo.kv_cache.manager import UNLIMITED, KVCacheManager
-from octavo.request import EngineRequest, Prompt
+from octavo.request import EngineRequest, MediaItem, Prompt
 from octavo.sampling_params import SamplingParams
 from octavo.sequence import Sequence
 
@@ -21,9 +25,11 @@ def manager(*groups: tuple[LayerCacheSpec, int], num_blocks: list[int], num_host
     return KVCacheManager(cache_groups, num_blocks, SIZE, [num_host_blocks] * len(num_blocks), True)
 
 
-def sequence(num_tokens: int, first: int = 0) -> Sequence:
+def sequence(num_tokens: int, first: int = 0, num_rows: Several[int] = (), apart: int = 1) -> Sequence:
+    """With media of `num_rows` of another network's output, so many tokens `apart`."""
     tokens = list(range(first, first + num_tokens))
-    request = EngineRequest("r", Prompt(tokens), SamplingParams(), [0], 100, 0.0)
+    media = tuple(MediaItem(i * apart, 0, b"%d" % i, num_rows=count) for i, count in enumerate(num_rows))
+    request = EngineRequest("r", Prompt(tokens, media=media), SamplingParams(), [0], 100, 0.0)
     return Sequence(request=request, key=(0, 0), seed=0, token_ids=tokens)
 
 
@@ -244,7 +250,7 @@ def test_another_networks_output_has_its_blocks_at_once_and_is_shared_but_never_
     cache = manager((FULL, 0), (CROSS, 0), num_blocks=[9], num_host_blocks=9)
     assert cache.most_blocks(6, num_step_tokens=64) == [2 + 3]
     assert cache.capacity(num_step_tokens=64) == (9 - 3) * SIZE
-    seq = sequence(6)
+    seq = sequence(6, num_rows=[10])
     assert begin(cache, seq) == 0
     compute(cache, seq, 1)
     assert [len(table) for table in seq.block_tables] == [1, 3]
@@ -256,7 +262,7 @@ def test_another_networks_output_has_its_blocks_at_once_and_is_shared_but_never_
     compute(cache, seq, 7)  # the block that both would write is copied
     assert seq.block_tables[1] == fork.block_tables[1] == heard and seq.block_tables[0] != fork.block_tables[0]
     cache.check([seq, fork])
-    other = sequence(9)
+    other = sequence(9, num_rows=[10])
     assert not cache.share_prefix(other, cache.find_prefix(other), 64), "3 blocks are left, and it needs 6"
     cache.release(fork)
     assert cache.swap_out(seq) and cache.pools[0].num_used == 0
@@ -267,6 +273,21 @@ def test_another_networks_output_has_its_blocks_at_once_and_is_shared_but_never_
     assert [len(table) for table in seq.block_tables] == [2, 3]
     cache.check([seq])
     cache.release(seq)
-    again = sequence(9)
+    again = sequence(9, num_rows=[10])
     assert begin(cache, again) == 0, "tokens do not say what is heard"
     assert cache.pools[0].num_used == 0
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "apart", "num_blocks"), [((), 1, 0), ((5,), 1, 2), ((3, 3, 4), 1, 3), ((3, 6, 4), 2, 2)]
+)
+def test_a_sequence_has_blocks_for_what_any_of_its_tokens_sees(
+    num_rows: tuple[int, ...], apart: int, num_blocks: int
+) -> None:
+    """Media that follow each other are seen together, others one after the other."""
+    cache = manager((FULL, 0), (CROSS, 0), num_blocks=[9])
+    seq = sequence(6, num_rows=num_rows, apart=apart)
+    assert begin(cache, seq) == 0
+    compute(cache, seq, 6)
+    assert [len(table) for table in seq.block_tables] == [2, num_blocks]
+    cache.check([seq])

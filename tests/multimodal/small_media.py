@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import transformers
-from transformers import PreTrainedTokenizerFast
 
 from octavo.models.media import MEDIA_FAMILIES
 from tests.multimodal import small_processors as processors
 from tests.multimodal.conftest import save
 from tests.multimodal.granite_speech import SavedGraniteSpeech, encoder, granite_speech, with_adapter
-from tests.multimodal.phi4_multimodal import ADAPTER, TARGETS, Phi4, towers
+from tests.multimodal.phi4_multimodal import Phi4, tokens_of_both, towers, with_adapters
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
@@ -35,6 +34,7 @@ class Case(NamedTuple):
     finish: Callable[[Path], None] | None = None  # what is added to the files
     num_tokens: int = 256  # that the prompts of the table need
     mark: str = "<image>"  # which a picture stands in the place of
+    kind: str = ""  # of its media, of families that take several
 
 
 def mrope(*sections: int, **more: Any) -> dict[str, Any]:
@@ -253,6 +253,17 @@ CASES: dict[str, Case] = {
         lambda: {"vision_config": SIZES | {"model_type": "siglip_vision_model"}},
         processors.deepseek_vl,
     ),
+    "DeepseekVLHybridForConditionalGeneration": Case(
+        {"model_type": "llama"},
+        lambda: {
+            "vision_config": SIZES | {"model_type": "siglip_vision_model"},
+            "high_res_vision_config": SIZES | {
+                "model_type": "sam_vision_model", "image_size": 56, "window_size": 2, "global_attn_indexes": [0],
+                "output_channels": 8,
+            },
+        },
+        processors.deepseek_vl_hybrid,
+    ),
     "Llama4ForConditionalGeneration": Case(
         {
             "model_type": "llama4_text", "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4,
@@ -373,12 +384,26 @@ CASES: dict[str, Case] = {
         for plus in ("", "Plus")
     },
     "Phi4MultimodalForCausalLM": Case(
+        {"pad_token_id": 0, "bos_token_id": 0, "max_position_embeddings": 2048},
+        dict,
+        lambda tokenizer: Phi4(tokens_of_both(tokenizer)),
+        needs="torchvision",
+        theirs=partial(Phi4.of, kind="image"),
+        num_tokens=2048,
+    ),
+    "Phi4MultimodalForCausalLM (small tiles)": Case(
         {"pad_token_id": 0, "bos_token_id": 0},
-        towers,
-        lambda tokenizer: Phi4(processors.with_sounds(tokenizer)),
+        dict,
+        lambda tokenizer: Phi4(tokens_of_both(tokenizer), 28),
+        theirs=partial(Phi4.of, kind="image", side=28),
+    ),
+    "Phi4MultimodalForCausalLM (sounds)": Case(
+        {"pad_token_id": 0, "bos_token_id": 0},
+        dict,
+        lambda tokenizer: Phi4(tokens_of_both(tokenizer), 28),
         "<sound>",
-        theirs=lambda folder: Phi4(PreTrainedTokenizerFast.from_pretrained(folder), folder),
-        finish=partial(with_adapter, name=ADAPTER, targets=TARGETS),
+        theirs=partial(Phi4.of, kind="audio"),
+        kind="audio",
     ),
     "VoxtralForConditionalGeneration": Case(
         {"model_type": "llama", "head_dim": 16, "max_position_embeddings": 1024},
@@ -391,6 +416,11 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
+def kind_of(name: str) -> str:
+    """Of a case's media."""
+    return CASES[name].kind or MEDIA_FAMILIES[name.partition(" ")[0]].kind
+
+
 def save_case(folder: Path, name: str, tokenizer: Any) -> None:
     case = CASES[name]
     processor = case.processor(tokenizer)
@@ -400,15 +430,15 @@ def save_case(folder: Path, name: str, tokenizer: Any) -> None:
         "num_key_value_heads": 2, "vocab_size": len(tokenizer), "max_position_embeddings": 512, **case.text,
     }  # fmt: skip
     builder = getattr(transformers, name.partition(" ")[0])
+    if name.startswith("Phi4"):  # whose decoder's settings are beside its towers'
+        settings = towers(tokenizer, processor.side)
+        save(folder, builder(builder.config_class(**text, **settings, tie_word_embeddings=False)), processor)
+        with_adapters(folder)
+        return
     settings = case.settings() | {"tie_word_embeddings": False}
-    name_of_token = f"{MEDIA_FAMILIES[name.partition(' ')[0]].kind}_token"
+    name_of_token = f"{kind_of(name)}_token"
     end = "index" if hasattr(builder.config_class, f"{name_of_token}_index") else "id"
     settings[f"{name_of_token}_{end}"] = tokenizer.convert_tokens_to_ids(case.token)
-    if name.startswith("Phi4"):  # whose decoder's settings are beside its towers'
-        settings["audio_config"]["audio_token_id"] = settings.pop("audio_token_id")
-        config = builder.config_class(**text, **settings)
-    else:
-        config = builder.config_class(text_config=text, **settings)
-    save(folder, builder(config), processor)
+    save(folder, builder(builder.config_class(text_config=text, **settings)), processor)
     if case.finish is not None:
         case.finish(folder)

@@ -141,6 +141,12 @@ def deepseek_vl(tokenizer: Any) -> Any:
     return transformers.DeepseekVLProcessor(images, tokenizer, num_image_tokens=4)
 
 
+def deepseek_vl_hybrid(tokenizer: Any) -> Any:
+    high_res_size = {"height": 56, "width": 56}
+    images = transformers.DeepseekVLHybridImageProcessorPil(size=SQUARE, min_size=14, high_res_size=high_res_size)
+    return transformers.DeepseekVLHybridProcessor(images, tokenizer, num_image_tokens=4)
+
+
 def video_llama(tokenizer: Any) -> Any:
     images = transformers.VideoLlama3ImageProcessorPil(min_tokens=4, max_tokens=16)
     return without_videos(transformers.VideoLlama3Processor)(images, tokenizer)

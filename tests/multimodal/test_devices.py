@@ -24,7 +24,7 @@ from octavo.ops import cuda, torch_ref
 from octavo.request import MediaInput
 from tests.execution.late_device import LateDevice
 from tests.multimodal.conftest import picture
-from tests.multimodal.small_media import CASES, save_case
+from tests.multimodal.small_media import CASES, kind_of, save_case
 from tests.multimodal.small_processors import MORE_TOKENS, TOKENS
 from tests.multimodal.test_llava import generate, tower
 from tests.ops.triton.conftest import DEVICE
@@ -56,7 +56,7 @@ def engine(
 
 
 def prompts_of(name: str) -> list[dict[str, Any]]:
-    kind = MEDIA_FAMILIES[name].kind
+    kind = kind_of(name)
     first, second = (sound(0, 0.5), sound(1, 1.1)) if kind == "audio" else (picture(0), picture(1, 90, 33))
     mark = CASES[name].mark if kind == "image" else CASES[name].token
     asked = [(f"What is it? {mark} Say it.", [first]), (f"{mark}\nbeside {mark}.", [first, second]), ("Nothing.", [])]
@@ -83,6 +83,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True
         pytest.param("LlavaForConditionalGeneration", marks=pytest.mark.long),
         pytest.param("Qwen3_5ForConditionalGeneration", marks=pytest.mark.long),
         pytest.param("Qwen2AudioForConditionalGeneration", marks=pytest.mark.long),
+        # Adapters of its own.
+        pytest.param("Phi4MultimodalForCausalLM (small tiles)", marks=pytest.mark.long),
     ],
 )
 def test_answers_are_the_cpus_on_a_device_that_is_late(
@@ -150,7 +152,8 @@ def test_towers_compute_in_the_type_of_the_decoder_too(tmp_path: Path, tokenizer
     assert media is not None
     largest = MediaProcessor(media).largest(CASES[name].num_tokens)[0]
     exact, rounded = (
-        Tower(media.folder, media.kind, 1.0, "cpu", dtype).rows(largest) for dtype in ("float32", "bfloat16")
+        Tower(media.folder, media.kind, 1.0, "cpu", dtype, media.audio is not None).rows(largest)
+        for dtype in ("float32", "bfloat16")
     )
     assert rounded.dtype == exact.dtype == np.float32
     assert np.abs(rounded - exact).max() < 0.1 * np.abs(exact).max()

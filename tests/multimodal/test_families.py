@@ -17,7 +17,7 @@ from octavo.models.media import DECODERS, MEDIA_FAMILIES
 from octavo.models.readers import _NULLABLE
 from octavo.models.registry import describe
 from tests.multimodal.conftest import picture
-from tests.multimodal.small_media import CASES, save_case
+from tests.multimodal.small_media import CASES, kind_of, save_case
 from tests.multimodal.small_processors import MORE_TOKENS, TOKENS
 from tests.multimodal.test_llava import assert_as_transformers, generate, tower
 from tests.speech.conftest import sound
@@ -42,7 +42,7 @@ LONG = {
     "PaliGemmaForConditionalGeneration",
     "AudioFlamingo3ForConditionalGeneration", "GlmAsrForConditionalGeneration",
     "GraniteSpeechPlusForConditionalGeneration",
-    "Gemma4ForConditionalGeneration (both ways)",
+    "Gemma4ForConditionalGeneration (both ways)", "Phi4MultimodalForCausalLM",
 }  # fmt: skip
 
 
@@ -50,7 +50,7 @@ LONG = {
 def test_it_answers_as_transformers_does(tmp_path: Path, tokenizer: Any, name: str) -> None:
     pytest.importorskip(CASES[name].needs)
     save_case(tmp_path, name, tokenizer)
-    family = MEDIA_FAMILIES[name.partition(" ")[0]]
+    family, kind = MEDIA_FAMILIES[name.partition(" ")[0]], kind_of(name)
     is_whole = family.sees_ahead == "prompt"  # not to be cut
     length = CASES[name].num_tokens
     budget = 256 if is_whole else 13 * length // 256
@@ -58,7 +58,7 @@ def test_it_answers_as_transformers_does(tmp_path: Path, tokenizer: Any, name: s
         str(tmp_path), dtype="float32", max_model_len=length, max_num_batched_tokens=budget, max_num_seqs=4,
         num_gpu_blocks_override=80 * length // 256, check_invariants=True,
     )  # fmt: skip
-    (first, second, third), mark = MEDIA[family.kind], CASES[name].mark if family.kind == "image" else CASES[name].token
+    (first, second, third), mark = MEDIA[kind], CASES[name].mark if kind == "image" else CASES[name].token
     theirs = CASES[name].theirs
     # Where grids make positions, `generate` of transformers goes on from those of the last token, be it a picture's.
     two = f"{mark}\nbeside this one:{mark}."
@@ -70,14 +70,14 @@ def test_it_answers_as_transformers_does(tmp_path: Path, tokenizer: Any, name: s
         "the same twice": (f"{mark}{mark}." if family.sections is None else f"{mark} {mark}.", [second, second]),
         "another": (f"What is it? {mark} Say it.", [third]),
     }
-    asked = [{"prompt": text, "multi_modal_data": {family.kind: media}} for text, media in prompts.values()]
+    asked = [{"prompt": text, "multi_modal_data": {kind: media}} for text, media in prompts.values()]
     alone = []
     for one, (text, media) in zip(asked, prompts.values(), strict=True):
         alone += generate(llm, one)
         # Nested, as chats of transformers have it; a flat list is one of pictures that are alone.
         given = [media] if family.counts_pictures else media
         processor = theirs and theirs(tmp_path)
-        assert_as_transformers(tmp_path, alone[-1], text, given, family.kind, processor)
+        assert_as_transformers(tmp_path, alone[-1], text, given, kind, processor)
     assert alone[-1].prompt_token_ids == alone[0].prompt_token_ids
     assert alone[-1].outputs[0].logprobs != alone[0].outputs[0].logprobs
     assert alone[2].num_cached_tokens >= (0 if is_whole else len(alone[1].prompt_token_ids) // 16 * 16)
@@ -89,10 +89,7 @@ def test_it_answers_as_transformers_does(tmp_path: Path, tokenizer: Any, name: s
     if family.frames_prompts:  # of text alone
         llm.close()
         return
-    as_ids = {
-        "prompt_token_ids": llm.get_tokenizer().encode(prompts["one"][0]),
-        "multi_modal_data": {family.kind: first},
-    }
+    as_ids = {"prompt_token_ids": llm.get_tokenizer().encode(prompts["one"][0]), "multi_modal_data": {kind: first}}
     assert generate(llm, as_ids)[0].outputs[0].logprobs == alone[0].outputs[0].logprobs
     llm.close()
 

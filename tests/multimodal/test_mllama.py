@@ -6,22 +6,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 import torch
 import transformers
 from PIL import Image
+from safetensors.numpy import load_file
 from transformers import PreTrainedTokenizerFast
 from transformers.models.mllama.modeling_mllama import MllamaCrossAttentionDecoderLayer
 
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError, LoadError, RequestError
+from octavo.execution import executor
 from octavo.models.registry import describe
 from octavo.multimodal.processor_class import load_processor
+from octavo.ops import cuda, torch_ref
 from tests.e2e.server import openai_client, served
+from tests.execution.late_device import LateDevice
 from tests.multimodal.conftest import encoded, picture, save
+from tests.multimodal.test_combinations import MATRICES, rewritten
 from tests.multimodal.test_llava import GREEDY, generate, tower
 from tests.multimodal.test_pictures import url
+from tests.ops.triton.conftest import DEVICE
+from tests.quantization.checkpoints import FORMATS
 
 MARK = "<|image|>"
 ROWS = 5  # of a tile: four patches and the class token
@@ -32,11 +40,14 @@ TEMPLATE = (
     "{% for c in m['content'] %}{% if c['type'] == 'image' %}<|image|>{% else %}{{ c['text'] }}{% endif %}{% endfor %}"
     "{% endif %} {% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
-PROMPTS: dict[str, tuple[str, Image.Image | None]] = {
-    "a picture first": (f"{MARK}<s>What is it?", WIDE),
-    "text before and after": (f"<s>This one here: {MARK} What is it?", TALL),
-    "one tile": (f"<s>And {MARK}", ONE),
-    "none": ("<s>There is no picture here.", None),
+PROMPTS: dict[str, tuple[str, list[Image.Image]]] = {
+    "a picture first": (f"{MARK}<s>What is it?", [WIDE]),
+    "text before and after": (f"<s>This one here: {MARK} What is it?", [TALL]),
+    "one tile": (f"<s>And {MARK}", [ONE]),
+    "two, each before its text": (f"{MARK}<s>This one. {MARK}And that, which is another?", [WIDE, TALL]),
+    "two together": (f"<s>Beside{MARK}{MARK} each other.", [ONE, WIDE]),
+    "together and alone": (f"{MARK}{MARK}<s>Here.{MARK} There{MARK}{MARK}", [TALL, ONE, WIDE, ONE, TALL]),
+    "none": ("<s>There is no picture here.", []),
 }
 
 
@@ -83,8 +94,8 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 
 def asked(name: str) -> dict[str, Any]:
-    text, image = PROMPTS[name]
-    return {"prompt": text} if image is None else {"prompt": text, "multi_modal_data": {"image": image}}
+    text, images = PROMPTS[name]
+    return {"prompt": text, "multi_modal_data": {"image": images}} if images else {"prompt": text}
 
 
 def mask_attention(model: Any) -> None:
@@ -106,12 +117,12 @@ def mask_attention(model: Any) -> None:
 @pytest.mark.parametrize("name", PROMPTS)
 def test_it_answers_as_transformers_does(llm: LLM, folder: Path, name: str) -> None:
     """Prompts are longer than a step's 13 tokens: parts end before a picture and behind it."""
-    text, image = PROMPTS[name]
+    text, images = PROMPTS[name]
     [output] = generate(llm, asked(name))
     model = transformers.MllamaForConditionalGeneration.from_pretrained(folder)
     mask_attention(model)
     processor = load_processor(str(folder), 0)
-    inputs = processor(images=image, text=text, return_tensors="pt", add_special_tokens=False)
+    inputs = processor(images=[images] if images else None, text=text, return_tensors="pt", add_special_tokens=False)
     assert inputs["input_ids"][0].tolist() == output.prompt_token_ids
     expected = model.generate(
         **inputs, max_new_tokens=8, do_sample=False, eos_token_id=None, output_logits=True, return_dict_in_generate=True
@@ -138,6 +149,45 @@ def test_pictures_are_seen_by_their_own_prompts_alone(llm: LLM) -> None:
     assert generate(llm, as_ids)[0].outputs[0].logprobs == alone[2]
 
 
+def told(
+    folder: Path, names: list[str], params: SamplingParams, *, has_same_bits: bool = True, **args: Any
+) -> list[list[dict[int, Any]]]:
+    """Log-probabilities of answers to these prompts, which are together the same as alone."""
+    llm = engine(folder, **args)
+    prompts = [asked(name) for name in names]
+    answers = [output.outputs[0] for output in generate(llm, *prompts, params=params)]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        alone = generate(llm, prompt, params=params)[0].outputs[0]
+        assert alone.token_ids == answer.token_ids and (alone.logprobs == answer.logprobs or not has_same_bits)
+    llm.close()
+    return [
+        [{token: pytest.approx(one.logprob, abs=1e-4) for token, one in of.items()} for of in found]
+        for found in (answer.logprobs for answer in answers)
+    ]
+
+
+@pytest.mark.parametrize("more", [{}, pytest.param({"enforce_eager": True}, marks=pytest.mark.long)])
+def test_answers_are_the_cpus_on_a_device_that_is_late(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, more: dict[str, Any]
+) -> None:
+    names, device = list(PROMPTS), LateDevice(1)
+    expected = told(folder, names, GREEDY, **more)
+    monkeypatch.setattr(executor, "_open_device", lambda config, team: (device, torch_ref))
+    assert told(folder, names, GREEDY, has_same_bits=False, **more) == expected
+    assert (device.num_replays > 0) == (not more)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)  # in the interpreter, beside others
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a device that is late has the host's memory")
+def test_answers_of_tritons_kernels_are_the_cpus(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    names = ["together and alone", "none"]
+    params = SamplingParams(temperature=0, max_tokens=2, logprobs=3, ignore_eos=True)
+    expected = told(folder, names, params)
+    monkeypatch.setattr(executor, "_open_device", lambda config, team: (LateDevice(0), cuda))
+    assert told(folder, names, params) == expected
+
+
 def test_rows_are_those_of_a_picture_s_own_tiles(llm: LLM) -> None:
     generate(llm, asked("a picture first"), asked("text before and after"), asked("one tile"))
     counts = sorted(future.result().shape[1] for _, future in tower(llm)._entries.values())
@@ -151,13 +201,42 @@ def test_preempted_and_forked_prompts_see_the_same(folder: Path, mode: str) -> N
     llm = engine(folder)
     alone = [generate(llm, prompt, params=params)[0] for prompt in prompts]
     llm.close()
-    crowded = engine(folder, num_gpu_blocks_override=17, preemption_mode=mode, swap_space=0.01 if mode == "swap" else 0)
+    crowded = engine(
+        folder, num_gpu_blocks_override=17, limit_mm_per_prompt={"image": 5}, preemption_mode=mode,
+        swap_space=0.01 if mode == "swap" else 0,
+    )  # fmt: skip
     generate(crowded, *prompts)  # so that no tower has to be waited for
     together = generate(crowded, *prompts, params=params)
     crowded.close()
     assert sum(output.metrics.num_preemptions for output in together) > 0
     for one, other in zip(alone, together, strict=True):
         assert [found.logprobs for found in one.outputs] == [found.logprobs for found in other.outputs]
+
+
+def test_quantized_decoders_see(tmp_path: Path, folder: Path) -> None:
+    """In float32 they are the values that the codes stand for, of layers of cross attention too."""
+    form, generator = FORMATS["awq"], np.random.default_rng(0)
+    stored: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
+    for name, values in load_file(folder / "model.safetensors").items():
+        module = name.rpartition(".")[0]
+        if "language_model" in name and module.endswith(MATRICES):
+            codes, plain[name] = form.write(generator, *values.shape)
+            stored |= {f"{module}.{of}": array for of, array in codes.items()}
+        else:
+            stored[name] = plain[name] = values
+    quantized = rewritten(folder, tmp_path / "quantized", stored, quantization_config=form.settings)
+    floats = rewritten(folder, tmp_path / "floats", plain)
+    names = ["two, each before its text", "none"]
+    assert told(quantized, names, GREEDY) == told(floats, names, GREEDY)
+
+
+def test_without_its_tower_it_is_a_language_model(folder: Path, llm: LLM) -> None:
+    blind = engine(folder, language_model_only=True, num_gpu_blocks_override=10)  # one picture's and a prompt's
+    assert generate(blind, asked("none"))[0].outputs[0].logprobs == generate(llm, asked("none"))[0].outputs[0].logprobs
+    with pytest.raises(RequestError, match="takes no pictures"):
+        generate(blind, asked("one tile"))
+    blind.close()
 
 
 def test_the_picture_s_token_is_never_said(llm: LLM) -> None:
@@ -194,21 +273,25 @@ def test_a_server_says_the_same(tmp_path: Path, llm: LLM, folder: Path) -> None:
     ):  # fmt: skip
         chat = client.chat.completions.create(messages=messages, **options)
         text = client.completions.create(prompt="<s>Without.", **options)
-        with pytest.raises(openai.BadRequestError, match="2 pictures, and 1 are the most"):
-            client.chat.completions.create(messages=[*messages, *messages], **options)
+        two = client.chat.completions.create(messages=[*messages, *messages], **options)
+        with pytest.raises(openai.BadRequestError, match="9 pictures, and 8 are the most"):
+            client.chat.completions.create(messages=messages * 9, **options)
+    assert len(two.choices[0].message.content or "") > 0
     assert [chat.choices[0].message.content, text.choices[0].text] == expected
 
 
 def test_what_is_not_built_is_refused(llm: LLM, folder: Path) -> None:
-    two = {"prompt": f"{MARK}{MARK}", "multi_modal_data": {"image": [ONE, WIDE]}}
-    with pytest.raises(RequestError, match="2 pictures, and 1 are the most"):
-        generate(llm, two)
+    nine = {"prompt": MARK * 9, "multi_modal_data": {"image": [ONE] * 9}}
+    with pytest.raises(RequestError, match="9 pictures, and 8 are the most"):
+        generate(llm, nine)
     with pytest.raises(RequestError, match="1 placeholders and 0 pictures"):
         generate(llm, {"prompt": MARK, "multi_modal_data": {"image": []}})
     for args, reason in (
-        ({"limit_mm_per_prompt": {"image": 2}}, "has 2 pictures; one a prompt is built"),
+        (
+            {"num_gpu_blocks_override": 17},
+            "lower --max-model-len to at most 112, or --limit-mm-per-prompt,",
+        ),  # with eight pictures side by side
         ({"enable_mm_embeds": True}, "--enable-mm-embeds is not built yet for models that attend to a picture"),
-        ({"language_model_only": True}, "--language-model-only is not built yet"),
         ({"tensor_parallel_size": 2}, "not built yet for attention to another network's output"),
     ):
         with pytest.raises(ConfigError, match=reason):

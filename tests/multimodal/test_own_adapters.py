@@ -1,4 +1,6 @@
-"""Adapters that a checkpoint brings, which prompts take by their media: Granite Speech's and Phi-4-multimodal's."""
+"""Adapters that a checkpoint brings, which prompts take by their media: Granite Speech's. `test_phi4_multimodal` has a
+model with two.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,8 @@ from octavo import LLM
 from octavo.errors import ConfigError, RequestError
 from octavo.lora.request import LoRARequest
 from octavo.multimodal.granite_speech import GraniteSpeechProcessor
-from tests.multimodal.conftest import picture, save
+from tests.multimodal.conftest import save
 from tests.multimodal.granite_speech import MelSpectrogram, SavedGraniteSpeech, encoder, granite_speech, with_adapter
-from tests.multimodal.phi4_multimodal import ADAPTER, TARGETS, Phi4, towers
 from tests.multimodal.test_llava import assert_as_transformers, generate
 from tests.speech.conftest import sound
 
@@ -164,35 +165,3 @@ def test_features_are_those_of_torchaudio(granite: Path, num_samples: int) -> No
 def test_a_sound_whose_ends_cannot_be_mirrored_is_too_short(granite: Path) -> None:
     with LLM(str(granite), **SIZES) as llm, pytest.raises(RequestError, match="too short: nothing of it reaches"):
         generate(llm, hear("<sound>", sound(0, 0.5)[:256]))
-
-
-def test_phi_4_takes_its_adapter_for_sounds_alone(tmp_path: Path, tiny_tokenizer: Path) -> None:
-    """`test_families` compares what it hears with transformers."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_tokenizer, extra_special_tokens={"audio_token": "<sound>"})
-    settings = towers()
-    settings["audio_config"]["audio_token_id"] = tokenizer.convert_tokens_to_ids("<sound>")
-    config = transformers.Phi4MultimodalConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=len(tokenizer), pad_token_id=0, bos_token_id=0, **settings,
-    )  # fmt: skip
-    save(tmp_path, transformers.Phi4MultimodalForCausalLM(config), Phi4(tokenizer))
-    with_adapter(tmp_path, ADAPTER, TARGETS)
-    with LLM(str(tmp_path), **SIZES) as llm:
-        lora = llm.config.lora
-        assert lora is not None and lora.target_modules is None and lora.max_rank == 4
-        text = "Words alone are said by the model as it is."
-        [output] = generate(llm, {"prompt": text})
-        assert_as_transformers(
-            tmp_path,
-            output,
-            text,
-            [],
-            "audio",
-            lambda text, audio, return_tensors: tokenizer(text, return_tensors="pt"),
-        )
-        [shortest] = generate(llm, hear("<sound>", FIRST[:400]))
-        assert len(shortest.prompt_token_ids) == 1
-        with pytest.raises(RequestError, match="too short: nothing of it reaches"):
-            generate(llm, hear("<sound>", FIRST[:399]))
-        with pytest.raises(RequestError, match="takes no pictures here, but sounds"):
-            generate(llm, {"prompt": "<image>", "multi_modal_data": {"image": picture(0)}})

@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-TESTS = [f"tests/multimodal/test_{name}.py" for name in ("videos", "families", "video_server")]
+TESTS = [f"tests/multimodal/test_{name}.py" for name in ("videos", "families", "video_server", "phi4_multimodal")]
 # For a torchvision whose compiled operators are for another build of torch: processors of models use none of them. Of
 # their names two are asked for as it is imported.
 OPERATORS = """import torch
@@ -51,7 +51,7 @@ def test_videos_and_processors_of_torchvision(tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "pytest", "-q", "-n", "0", *TESTS, "-rs",
         "-k", "transformers_sees or chats_have or flags_of or Pixtral or Mistral3 or Llama4 or Qwen2VL or video_server "
-        "or LightOnOcr or Cohere2Vision or Lfm2Vl or Kimi",
+        "or LightOnOcr or Cohere2Vision or Lfm2Vl or Kimi or Phi4",
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

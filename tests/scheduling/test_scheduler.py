@@ -39,6 +39,7 @@ def scheduler(
     cost: StepCost | None = None,
     target_step_s: float | None = None,
     whole_pictures: bool = False,
+    starts_at_pictures: bool = False,
 ) -> Scheduler:
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -49,6 +50,7 @@ def scheduler(
         check_invariants=True,
         target_step_s=target_step_s,
         whole_pictures=whole_pictures,
+        starts_at_pictures=starts_at_pictures,
     )
     full = CacheGroup(LayerCacheSpec("full", num_kv_heads=1, key_size=8, value_size=8), (0,), pool=0)
     cache = KVCacheManager([full], [num_blocks], SIZE, [num_host_blocks], caching)
@@ -578,3 +580,12 @@ def test_no_chunk_ends_within_a_picture_whose_tokens_see_each_other() -> None:
     large = msgspec.structs.replace(seen.prompt, media=(MediaItem(0, 9, b"d"),))
     with pytest.raises(RequestError, match="a picture of 9 tokens is computed in one step, which has room for 8"):
         s.add(msgspec.structs.replace(seen, request_id="large", prompt=large))
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_chunk_starts_at_each_picture_that_layers_attend_to(chunked: bool) -> None:
+    s = scheduler(budget=10, starts_at_pictures=True, chunked=chunked)
+    seen = request("seen", 10, max_tokens=3)
+    pictures = tuple(MediaItem(place, 0, b"%d" % place, num_rows=3) for place in (0, 4, 5, 9))
+    s.add(msgspec.structs.replace(seen, prompt=msgspec.structs.replace(seen.prompt, media=pictures)))
+    assert [computed(s) for _ in range(5)] == [{"seen": count} for count in (4, 1, 4, 1, 1)]
