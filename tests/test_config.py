@@ -359,7 +359,7 @@ def test_a_gpu_is_taken_if_there_is_one_and_nothing_else_was_said(model: dict[st
     assert [config(device=device, **model).device for device in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
 
 
-def test_an_index_of_keys_is_left_out_where_it_would_choose_all_and_refused_where_there_is_none(
+def test_an_index_of_keys_is_left_out_where_it_would_choose_all_and_refused_with_a_cache_of_eight_bits(
     tmp_path: Path, gpu: None
 ) -> None:
     sizes = {
@@ -375,15 +375,15 @@ def test_an_index_of_keys_is_left_out_where_it_would_choose_all_and_refused_wher
         made = config(**model, **args).model
         return made.max_model_len, describe(made.checkpoint.config).num_chosen_keys
 
-    assert num_chosen(device="cpu") == (512, 48)
-    assert num_chosen(device="cpu", max_model_len=49) == (49, 48)
-    assert num_chosen(device="cpu", max_model_len=48) == (48, 0)
-    assert num_chosen(device="cuda") == (48, 0)
-    assert num_chosen(device="cuda", max_model_len=40) == (40, 0)
+    for device in ("cpu", "cuda"):
+        assert num_chosen(device=device) == (512, 48)
+        assert num_chosen(device=device, max_model_len=49) == (49, 48)
+        assert num_chosen(device=device, max_model_len=48) == (48, 0)
+    assert num_chosen(device="cuda", max_model_len=48, kv_cache_dtype="fp8") == (48, 0)
     with pytest.raises(
-        ConfigError, match=r"--max-model-len 49 is more than the 48 keys \(index_topk\) .* 48 is the most"
+        ConfigError, match=r"--kv-cache-dtype fp8 is not built yet .* 48 keys \(index_topk\) .* --max-model-len 48"
     ):
-        config(device="cuda", max_model_len=49, **model)
+        config(device="cuda", max_model_len=49, kv_cache_dtype="fp8", **model)
 
 
 def test_an_encoder_on_a_gpu_is_float16_and_has_room_for_two_steps(tmp_path: Path, gpu: None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from octavo.config.adapters import lora_config
 from octavo.config.checks import SAMPLING_DEFAULTS, check
-from octavo.config.chosen_keys import check_has_index, longest_without_index, without_needless_index
+from octavo.config.chosen_keys import check_cache_of_index, without_needless_index
 from octavo.config.data_parallel import engine_hosts_config
 from octavo.config.engine_args import AUTO_LENGTH, EngineArgs
 from octavo.config.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -62,7 +62,8 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
     enable_chunked_prefill = args.enable_chunked_prefill and not whole_prompts
     if args.kv_cache_memory_bytes is not None and pooling is not None and pooling.whole_prompts:
         raise ConfigError(f"{checkpoint.name} keeps no KV cache; leave --kv-cache-memory-bytes out.")
-    max_model_len = _max_model_len(args, checkpoint, description, pooling, device)
+    max_model_len = _max_model_len(args, checkpoint, description, pooling)
+    check_cache_of_index(args.kv_cache_dtype, description, max_model_len)
     checkpoint = without_needless_index(checkpoint, description, max_model_len)
     budget = _step_budget(args, enable_chunked_prefill, max_model_len)
     dtype = model_dtype(args, checkpoint, device, description.is_bidirectional)
@@ -138,20 +139,18 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
 
 
 def _max_model_len(
-    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, pooling: PoolingConfig | None, device: str
+    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, pooling: PoolingConfig | None
 ) -> int:
-    """Raises `ConfigError` for more than the model's positions, or than the device has an index for."""
+    """Raises `ConfigError` for more than the model's positions."""
     config = checkpoint.config.get("text_config") or checkpoint.config
     longest = longest_context(config, description.max_position_embeddings)
     if args.max_model_len is None or args.max_model_len == AUTO_LENGTH:
-        longest = longest_without_index(longest, description, device)
         return longest if pooling is None else min(longest, pooling.max_length or longest)
     if args.max_model_len > longest:
         raise ConfigError(
             f"--max-model-len {args.max_model_len} is more than the model's {longest} positions; --hf-overrides can "
             "give it another max_position_embeddings or rope scaling."
         )
-    check_has_index(args.max_model_len, description, device)
     return args.max_model_len
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from octavo.config.chosen_keys import longest_without_index, without_needless_index
+from octavo.config.chosen_keys import check_cache_of_index, without_needless_index
 from octavo.config.engine_args import EngineArgs
 from octavo.config.engine_config import ModelConfig
 from octavo.config.number_types import check_quantization, load_quantization, model_dtype
@@ -69,7 +69,8 @@ def draft_config(
         dtype = model_dtype(args, checkpoint, device, is_encoder=False)
         vocab_size, impl = description.vocab_size, description.impl
         longest = min(longest, longest_context(checkpoint.config, description.max_position_embeddings))
-        longest = longest_without_index(min(longest, target.max_model_len), description, device)
+        longest = min(longest, target.max_model_len)
+        check_cache_of_index(args.kv_cache_dtype, description, longest)
         checkpoint = without_needless_index(checkpoint, description, longest)
     return ModelConfig(
         checkpoint=checkpoint,

@@ -153,9 +153,7 @@ _LAYER_NOTES: dict[Callable[[LayerDescription], Any], str] = {
     _is_mamba(1): "Mamba 1",
     _is_mamba(2): "Mamba 2",
     lambda layer: isinstance(layer.attention, LatentDescription): "latent attention",
-    lambda layer: (
-        isinstance(layer.attention, LatentDescription) and layer.attention.index
-    ): "an index chooses its keys (on GPUs contexts up to index_topk)",
+    lambda layer: isinstance(layer.attention, LatentDescription) and layer.attention.index: "an index chooses its keys",
     lambda layer: layer.beside: "beside attention",
     lambda layer: layer.shared: "a transformer that layers share",
     lambda layer: layer.shared and layer.shared.adapter_rank: "with adapters",

@@ -102,6 +102,7 @@ if TYPE_CHECKING:
     from octavo.ops import cpu, cuda, torch_ref
 
     _index: IndexOpsOver[HostArray] = cpu
+    _index_of_devices: IndexOpsOver[Tensor] = cuda
     _segments: SegmentOpsOver[HostArray] = cpu
     _parallel: ParallelOpsOver[HostArray] = cpu
     _reference: DeviceOpsOver[Tensor] = torch_ref

@@ -35,6 +35,7 @@ from octavo.ops.triton.attention import paged_attention
 from octavo.ops.triton.attention_plan import begin_step
 from octavo.ops.triton.cache import allocate_kv_cache, copy_blocks, rotary_and_cache, rotate
 from octavo.ops.triton.experts import experts, route, stack_experts
+from octavo.ops.triton.index import choose_keys
 from octavo.ops.triton.latent import latent_attention, linear_by_head
 from octavo.ops.triton.norm import layer_norm, rms_norm
 from octavo.ops.triton.pack import pack_linear
@@ -54,13 +55,13 @@ from octavo.ops.triton.schedule import ROW_CLASSES
 
 __all__ = [
     "activation", "adapter_table", "add", "add_bias", "add_chosen", "add_rows", "all_gather", "all_reduce",
-    "allocate_arena", "allocate_kv_cache", "argmax", "begin_step", "causal_conv", "copy_blocks", "embedding", "experts",
-    "experts_adapter_table", "from_first", "gated_delta", "gated_recurrence", "gather_blocks", "keep_tokens", "keys_of",
-    "latent_attention", "layer_norm", "linear", "linear_activated", "linear_add", "linear_by_head",
-    "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply", "normalize", "num_scan_floats", "pack_linear",
-    "paged_attention", "penalize", "place", "pool", "process_row", "quantize", "replace_rows", "resolve_step",
-    "rms_norm", "rotary_and_cache", "rotate", "route", "row_classes", "rows_by_adapter", "rows_of", "sample",
-    "scatter_blocks", "selective_scan", "shrink", "stack_experts", "take_rows", "top_tokens",
+    "allocate_arena", "allocate_kv_cache", "argmax", "begin_step", "causal_conv", "choose_keys", "copy_blocks",
+    "embedding", "experts", "experts_adapter_table", "from_first", "gated_delta", "gated_recurrence", "gather_blocks",
+    "keep_tokens", "keys_of", "latent_attention", "layer_norm", "linear", "linear_activated", "linear_add",
+    "linear_by_head", "linear_silu_and_mul", "logprobs", "mask_tokens", "multiply", "normalize", "num_scan_floats",
+    "pack_linear", "paged_attention", "penalize", "place", "pool", "process_row", "quantize", "replace_rows",
+    "resolve_step", "rms_norm", "rotary_and_cache", "rotate", "route", "row_classes", "rows_by_adapter", "rows_of",
+    "sample", "scatter_blocks", "selective_scan", "shrink", "stack_experts", "take_rows", "top_tokens",
 ]  # fmt: skip
 
 

@@ -59,6 +59,8 @@ class ModelWork:
     attention: tuple[tuple[int, int], ...]  # by layer: multiplications for a query and a key, and the window or 0
     hidden_size: int
     num_layers: int
+    num_chosen: int = 0  # keys that a token reads at most, where an index chooses them
+    chosen_share: float = 0.0  # of a token's bytes in the cache, those that are read only where it is chosen
 
     def read_share(self, num_tokens: int, num_samples: int) -> float:
         """Of the weights' bytes, that a step reads: an embedding's rows are nothing, and experts are chosen evenly."""
@@ -82,7 +84,7 @@ def model_work(description: ModelDescription) -> ModelWork:
     total = _num_parameters(required_tensors(description))
     repeated = _num_parameters(repeated_tensors(description))
     embedding = description.vocab_size * (description.embedding_size or description.hidden_size)
-    experts, share, attention = 0, 0.0, []
+    experts, share, attention, of_chosen = 0, 0.0, [], 0
     for layer in description.layers:
         feed_forward = layer.feed_forward
         if isinstance(feed_forward, ExpertsDescription):
@@ -93,17 +95,19 @@ def model_work(description: ModelDescription) -> ModelWork:
             if isinstance(mixer, AttentionDescription):
                 attention.append((2 * mixer.num_heads * mixer.head_size, mixer.window))
             elif isinstance(mixer, LatentDescription):  # in absorbed form heads meet compressed vectors
-                num_chosen = 0 if mixer.index is None else mixer.index.num_chosen
+                num_chosen = description.num_chosen_keys if mixer.index is not None or mixer.shares_index else 0
                 attention.append((mixer.num_heads * (2 * mixer.latent_size + mixer.rotated_size), num_chosen))
+                of_chosen += (mixer.latent_size + mixer.rotated_size) * bool(num_chosen)
                 if mixer.index is not None:
                     attention.append((mixer.index.num_heads * mixer.index.head_size, 0))
     head = 0 if description.pooling is not None else embedding
     tables = embedding if head == 0 or description.tie_word_embeddings else 2 * embedding
     if (inputs := description.token_inputs) is not None:
         tables += inputs.vocab_size * inputs.size * len(description.layers)
+    cached = sum(spec.num_kv_heads * (spec.key_size + spec.value_size) for spec in description.layer_caches)
     return ModelWork(
         total, total + repeated - tables - experts, head, experts, share, tuple(attention), description.hidden_size,
-        len(description.layers),
+        len(description.layers), description.num_chosen_keys, of_chosen / max(1, cached),
     )  # fmt: skip
 
 
@@ -167,6 +171,9 @@ class StepLimits:
     def of(self, step: StepWork, rates: Rates) -> Limit:
         model, num_rows = self.work, max(1, step.num_samples, step.num_chunks)
         keys = cached_bytes(self.specs, step.num_keys, num_rows, *reversed(self.token_bytes))
+        if model.chosen_share and step.num_keys:  # the index reads its own keys of all
+            chosen = min(1.0, model.num_chosen * num_rows / step.num_keys)
+            keys *= 1 - model.chosen_share * (1 - chosen)
         context = (step.num_keys + step.num_tokens / 2) / num_rows
         # A token's own row multiplies the keys that it finds, as a chunk's do.
         pairs = step.num_chunk_pairs if step.num_chunks else step.num_keys + step.num_tokens

@@ -20,7 +20,7 @@ from octavo.planning.cache_sizes import cache_sizes
 from octavo.planning.formats import AS_IS, FORMATS, packed_weight_bytes, weights_in
 from octavo.planning.measured_steps import MeasuredStep, _part_of, fitted, measure_steps
 from octavo.planning.plan import SCHEMA_VERSION, PlanOptions, as_text, make_plan
-from octavo.planning.step_limits import GPUS, GpuSteps, StepLimits, model_work
+from octavo.planning.step_limits import GPUS, GpuSteps, Rates, StepLimits, model_work
 from octavo.step_cost import StepWork
 
 _SIZES: dict[str, Any] = {
@@ -49,6 +49,11 @@ _MODELS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 32, "v_head_dim": 32, "num_key_value_heads": 4, "first_k_dense_replace": 1,
         "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "n_shared_experts": 1,
         "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True, "rope_interleave": True,
+    },
+    "index": {
+        "architectures": ["DeepseekV32ForCausalLM"], "q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 32, "v_head_dim": 32, "num_key_value_heads": 4, "first_k_dense_replace": 4,
+        "index_topk": 64, "index_n_heads": 4, "index_head_dim": 64,
     },
     "states": {
         "architectures": ["MambaForCausalLM"], "state_size": 16, "conv_kernel": 4, "expand": 2, "time_step_rank": 32,
@@ -83,7 +88,7 @@ def test_bytes_are_those_that_an_engine_takes(
     config = args.create_engine_config()
     executor = LocalExecutor(config)
     # Padding of routers and heads to whole panels is left out; of mixers of states the engine counts only matrices.
-    rel = {"experts": 0.02, "latent": 0.02, "states": 0.05}.get(name, 0)
+    rel = {"experts": 0.02, "latent": 0.02, "index": 0.02, "states": 0.05}.get(name, 0)
     assert plan["model"]["weight_bytes"] == pytest.approx(executor.weight_bytes, rel=rel, abs=0)
     description = describe(config.model.checkpoint.config)
     sizes = cache_sizes(config, description.layer_caches, config.cache.dtype, on_gpu=False)
@@ -203,6 +208,25 @@ def test_a_request_s_bytes_are_what_the_memory_is_divided_by() -> None:
     heads = 30 * 3
     assert cache_sizes(config, specs, "int8", on_gpu=False).token_bytes == heads * (2 * 64 + 4)
     assert cache_sizes(config, specs, "float8_e4m3fn", on_gpu=True).token_bytes == heads * (2 * 64 + 4)
+
+
+def test_where_an_index_chooses_keys_all_of_its_own_are_held_and_read_and_of_the_others_the_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of(tmp_path, "index")
+    for flags in ((), ("--gpu", "h100")):
+        plans = [
+            planned(folder, capsys, "--no-measure", "--max-model-len", length, *flags)[0] for length in ("65", "64")
+        ]
+        with_index, without = (plan["cache"][0]["bytes_per_token"] for plan in plans)
+        assert (with_index, without) == (4 * (64 + 32 + 64) * 2, 4 * (64 + 32) * 2)
+    description = describe(_SIZES | _MODELS["index"])
+    limits = StepLimits(model_work(description), description.layer_caches, 0, (with_index, with_index))
+    rates = Rates(1.0, 1.0, 1.0)
+    for num_rows, num_keys in ((1, 1000), (2, 1000), (1, 40)):
+        step = StepWork.of([(0, num_keys, 1, 1, 1, ())] * num_rows)
+        read = num_rows * (num_keys * (with_index - without) + min(num_keys, 64) * without)
+        assert limits.of(step, rates).cache_s == pytest.approx(read)
 
 
 def test_formats_of_mixtures_are_llama_cpp_s() -> None:

@@ -89,12 +89,18 @@ def load_tile(
 ):  # fmt: skip
     """A tile of keys or values. Those from `end` on are zeros: a weight of 0 would not hide a value that is NaN."""
     n = tl.arange(0, BLOCK_N)
-    d = tl.arange(0, D_P2)
     row = (block * BLOCK_SIZE + (first_key + n) % BLOCK_SIZE) * KV_HEADS + kv_head  # numbers below 2^31
-    mask = (first_key + n < end)[:, None]
+    return load_rows(cached, row, first_key + n < end, D, D, D_P2)
+
+
+@triton.jit
+def load_rows(cached, row, exists, STRIDE: tl.constexpr, D: tl.constexpr, D_P2: tl.constexpr):
+    """The first D elements of rows, which lie STRIDE apart. Those that do not exist are zeros."""
+    d = tl.arange(0, D_P2)
+    mask = exists[:, None]
     if D < D_P2:
         mask = mask & (d < D)[None, :]
-    return tl.load(cached + (row.to(tl.int64) * D)[:, None] + d[None, :], mask=mask, other=0.0)
+    return tl.load(cached + (row.to(tl.int64) * STRIDE)[:, None] + d[None, :], mask=mask, other=0.0)
 
 
 @triton.jit

@@ -131,6 +131,20 @@ def sequence_of(item, plan, num_seqs, SEQS: tl.constexpr):
 
 
 @triton.jit
+def keys_seen(token, query_start_loc, seq_lens, num_seqs, SEQS: tl.constexpr):
+    """-> (the sequence of a token, how many keys it sees). A token of no sequence sees none."""
+    seq = tl.zeros([], tl.int32)
+    for first in range(0, num_seqs, SEQS):
+        seqs = first + tl.arange(0, SEQS)
+        ends = tl.load(query_start_loc + 1 + seqs, mask=seqs < num_seqs, other=0x7FFFFFFF)
+        seq += tl.sum((ends <= token).to(tl.int32), 0)
+    exists = seq < num_seqs
+    end = tl.load(seq_lens + seq, mask=exists, other=0)
+    end -= tl.load(query_start_loc + 1 + seq, mask=exists, other=token) - token - 1
+    return seq, tl.where(exists, end, 0)
+
+
+@triton.jit
 def locate(item, seq, plan, query_start_loc, num_seqs, KV_HEADS: tl.constexpr):
     """-> (the sequence's place among partial sums, key/value head, split or tile, first token, number of tokens).
 

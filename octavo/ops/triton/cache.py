@@ -105,11 +105,12 @@ def _cached(x, scale, pointer, KIND: tl.constexpr):
     do_not_specialize=["axis_stride", "max_positions"], do_not_specialize_on_alignment=["positions", "slot_mapping"]
 )
 def _rotary_and_cache_kernel(
-    query, key, value, positions, cos_sin, key_cache, value_cache, cache_scales, slot_mapping, query_scales, axes,
-    query_stride, key_stride, value_stride, axis_stride, max_positions,
+    query, key, value, index_key, positions, cos_sin, key_cache, value_cache, cache_scales, slot_mapping, query_scales,
+    axes, query_stride, key_stride, value_stride, index_stride, axis_stride, max_positions,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, KEY_D: tl.constexpr, VALUE_D: tl.constexpr,
-    R: tl.constexpr, HALF_P2: tl.constexpr, REST_P2: tl.constexpr, VALUE_P2: tl.constexpr,
-    HEADS_PER_PROGRAM: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr, AXES: tl.constexpr,
+    INDEX_D: tl.constexpr, R: tl.constexpr, HALF_P2: tl.constexpr, REST_P2: tl.constexpr, VALUE_P2: tl.constexpr,
+    INDEX_P2: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
+    AXES: tl.constexpr,
 ):  # fmt: skip
     """Programs (token, heads): the first of a token's programs rotate its query, the others write to the cache."""
     token = tl.program_id(0).to(tl.int64)
@@ -160,12 +161,16 @@ def _rotary_and_cache_kernel(
             others = others.to(tl.float32)
             largest = tl.maximum(largest, _largest(others))
         key_scale = _scale(largest, KIND)
-        cached = key_cache + (slot * KV_HEADS + head)[:, None] * KEY_D + r[None, :]
+        cached = key_cache + (slot * KV_HEADS + head)[:, None] * (KEY_D + INDEX_D) + r[None, :]
         tl.store(cached, _cached(turned_a, key_scale, key_cache, KIND), mask=mask)
         tl.store(cached + R // 2, _cached(turned_b, key_scale, key_cache, KIND), mask=mask)
         if R < KEY_D:
-            cached = key_cache + (slot * KV_HEADS + head)[:, None] * KEY_D + rest[None, :]
+            cached = key_cache + (slot * KV_HEADS + head)[:, None] * (KEY_D + INDEX_D) + rest[None, :]
             tl.store(cached, _cached(others, key_scale, key_cache, KIND), mask=is_rest)
+        if INDEX_D > 0:  # of the one head there is
+            i = tl.arange(0, INDEX_P2)
+            x = tl.load(index_key + token * index_stride + i, mask=i < INDEX_D, other=0.0)
+            tl.store(key_cache + slot * (KEY_D + INDEX_D) + KEY_D + i, x, mask=i < INDEX_D)
         d = tl.arange(0, VALUE_P2)
         mask = (head < KV_HEADS)[:, None] & (d < VALUE_D)[None, :]
         x = tl.load(value + token * value_stride + head[:, None] * VALUE_D + d[None, :], mask=mask, other=0.0)
@@ -192,10 +197,10 @@ def rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
     padded = triton.next_power_of_2(head_size)
     heads = min(_ELEMENTS_PER_PROGRAM // padded, triton.next_power_of_2(num_heads))
     _rotary_and_cache_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
-        x, x, x, positions, cos_sin, x, x, x, positions, cos_sin, cos_sin, x.stride(0), 0, 0, 0, len(cos_sin),
-        HEADS=num_heads, KV_HEADS=1, D=head_size, KEY_D=head_size, VALUE_D=head_size, R=rotary_size,
-        HALF_P2=triton.next_power_of_2(max(rotary_size // 2, 1)), REST_P2=1, VALUE_P2=padded, HEADS_PER_PROGRAM=heads,
-        KIND=0, SCALED=False, AXES=False, num_warps=4, enable_fp_fusion=False,
+        x, x, x, x, positions, cos_sin, x, x, x, positions, cos_sin, cos_sin, x.stride(0), 0, 0, 0, 0, len(cos_sin),
+        HEADS=num_heads, KV_HEADS=1, D=head_size, KEY_D=head_size, VALUE_D=head_size, INDEX_D=0, R=rotary_size,
+        HALF_P2=triton.next_power_of_2(max(rotary_size // 2, 1)), REST_P2=1, VALUE_P2=padded, INDEX_P2=1,
+        HEADS_PER_PROGRAM=heads, KIND=0, SCALED=False, AXES=False, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -205,17 +210,24 @@ _KINDS = {torch.int8: 8, torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 def rotary_and_cache(
     query: Tensor, key: Tensor, value: Tensor, positions: Tensor, cos_sin: Tensor, cache: LayerKVCache,
     slot_mapping: Tensor, query_scales: Tensor | None = None, axes: Tensor | None = None,
+    index_key: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """`Ops.rotary_and_cache`. `key` stays as it is. Tokens whose slot is -1 write nothing, whatever their position."""
+    """`IndexOps.rotary_and_cache`. `key` stays as it is. Tokens whose slot is -1 write nothing, whatever their
+    position."""
     num_tokens, num_heads, head_size = query.shape
+    index_size = 0 if index_key is None else index_key.shape[2]
     num_kv_heads, key_size, value_size = *key.shape[1:], value.shape[2]
     rotary_size = cos_sin.shape[1]
     for x in (query, key, value):
         assert x.shape[0] == num_tokens and x.dtype is query.dtype
         assert x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2]), "heads of a token are contiguous"
     assert value.shape[1] == num_kv_heads
-    assert cache.key.shape[2:] == (num_kv_heads, key_size) and cache.value.shape[2:] == (num_kv_heads, value_size)
+    assert cache.key.shape[2:] == (num_kv_heads, key_size + index_size)
+    assert cache.value.shape[2:] == (num_kv_heads, value_size)
     assert cache.key.is_contiguous() and cache.value.is_contiguous()
+    if index_key is not None:
+        assert index_key.shape[:2] == (num_tokens, 1) and num_kv_heads == 1 and cache.scales is None
+        assert index_key.dtype is query.dtype and index_key.stride(2) == 1
     assert rotary_size <= min(head_size, key_size) and rotary_size % 2 == 0
     assert positions.dtype is slot_mapping.dtype is torch.int64
     assert positions.stride(-1) == 1 and slot_mapping.is_contiguous()
@@ -233,14 +245,15 @@ def rotary_and_cache(
     heads = min(_ELEMENTS_PER_PROGRAM // padded, triton.next_power_of_2(max(num_heads, num_kv_heads)))
     grid = (num_tokens, triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads))
     _rotary_and_cache_kernel[grid](
-        query, key, value, positions, cos_sin, key_cache, value_cache, cache.scales if kind else key_cache,
-        slot_mapping, cos_sin if query_scales is None else query_scales, cos_sin if axes is None else axes,
-        query.stride(0), key.stride(0), value.stride(0), 0 if axes is None else positions.stride(0), len(cos_sin),
-        HEADS=num_heads, KV_HEADS=num_kv_heads, D=head_size, KEY_D=key_size, VALUE_D=value_size, R=rotary_size,
-        HALF_P2=triton.next_power_of_2(max(rotary_size // 2, 1)),
+        query, key, value, key if index_key is None else index_key, positions, cos_sin, key_cache, value_cache,
+        cache.scales if kind else key_cache, slot_mapping, cos_sin if query_scales is None else query_scales,
+        cos_sin if axes is None else axes, query.stride(0), key.stride(0), value.stride(0),
+        0 if index_key is None else index_key.stride(0), 0 if axes is None else positions.stride(0), len(cos_sin),
+        HEADS=num_heads, KV_HEADS=num_kv_heads, D=head_size, KEY_D=key_size, VALUE_D=value_size, INDEX_D=index_size,
+        R=rotary_size, HALF_P2=triton.next_power_of_2(max(rotary_size // 2, 1)),
         REST_P2=triton.next_power_of_2(max(key_size - rotary_size, 1)), VALUE_P2=triton.next_power_of_2(value_size),
-        HEADS_PER_PROGRAM=heads, KIND=kind, SCALED=query_scales is not None, AXES=axes is not None, num_warps=4,
-        enable_fp_fusion=False,
+        INDEX_P2=triton.next_power_of_2(max(index_size, 1)), HEADS_PER_PROGRAM=heads, KIND=kind,
+        SCALED=query_scales is not None, AXES=axes is not None, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 

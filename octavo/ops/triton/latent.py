@@ -3,6 +3,7 @@
 A program has the heads of one token, as many as fill a tensor-core tile, and passes over the token's keys: what it
 loads serves all of these heads as keys and as values, 2 * (2 * L + R) operations a head for 2 * (L + R) bytes. The
 tiles of keys lie at fixed positions and are summed in order, so that a token's bits are a matter of its position alone.
+Keys that an index has chosen (`octavo.ops.triton.index`) are such tiles too, in the order of the list.
 One program passes over all of a token's keys: a few long sequences do not fill a GPU.
 """
 
@@ -22,16 +23,14 @@ from octavo.ops.triton.attention_math import (
     exact_dot,
     finite,
     hide,
-    load_scales,
-    load_tile,
+    load_rows,
     normalized,
     scaled,
 )
+from octavo.ops.triton.attention_plan import LENGTHS, SEQS_AT_ONCE, keys_seen
 from octavo.ops.triton.experts import StackedWeight
 from octavo.ops.triton.tiles import dot
 from octavo.ops.triton.weights import FloatWeight
-
-_SEQS = 256  # that a search looks at in one turn
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -74,28 +73,35 @@ def linear_by_head(x: Tensor, weight: ExpertsWeight) -> Tensor:
     return out
 
 
-@triton.jit(
-    do_not_specialize=["num_seqs", "table_stride"],
-    do_not_specialize_on_alignment=["block_tables", "query_start_loc", "seq_lens"],
-)
-def _latent_kernel(
-    query, rotated, key, value, scales, block_tables, query_start_loc, seq_lens, out, num_seqs, rotated_stride,
-    rotated_head_stride, table_stride, score_scale, HEADS: tl.constexpr, D: tl.constexpr,
-    D_P2: tl.constexpr, R: tl.constexpr, R_P2: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr, SEQS: tl.constexpr, SCALED: tl.constexpr,
+@triton.jit
+def _rows_of(
+    table, chosen, tile_key, end, BLOCK_SIZE: tl.constexpr, NUM_CHOSEN: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Programs (token, heads). Tokens of no sequence are zeros."""
+    """Where in the cache a tile of the sequence's keys lies, or of those that are `chosen`, if NUM_CHOSEN is not 0."""
+    n = tile_key + tl.arange(0, BLOCK_N)
+    if NUM_CHOSEN > 0:
+        key = tl.load(chosen + n, mask=n < end, other=0)
+        block = tl.load(table + key // BLOCK_SIZE, mask=n < end, other=0)
+        n = key
+    else:
+        block = block_of(table, tile_key, end, BLOCK_SIZE, BLOCK_N)
+    return block * BLOCK_SIZE + n % BLOCK_SIZE  # numbers below 2^31
+
+
+@triton.jit(do_not_specialize=["num_seqs", "table_stride"], do_not_specialize_on_alignment=["block_tables", *LENGTHS])
+def _latent_kernel(
+    query, rotated, key, value, scales, block_tables, query_start_loc, seq_lens, chosen, out, num_seqs, rotated_stride,
+    rotated_head_stride, table_stride, score_scale, HEADS: tl.constexpr, D: tl.constexpr, D_P2: tl.constexpr,
+    R: tl.constexpr, R_P2: tl.constexpr, KEY_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_CHOSEN: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, SEQS: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Programs (token, heads). Tokens of no sequence are zeros. Of `chosen` [T, NUM_CHOSEN] keys, where it is not 0, a
+    token's lie side by side in tiles as all keys do."""
     token = tl.program_id(0)
     first_row = token.to(tl.int64) * HEADS
-    seq = tl.zeros([], tl.int32)
-    for first in range(0, num_seqs, SEQS):
-        seqs = first + tl.arange(0, SEQS)
-        ends = tl.load(query_start_loc + 1 + seqs, mask=seqs < num_seqs, other=0x7FFFFFFF)
-        seq += tl.sum((ends <= token).to(tl.int32), 0)
-    exists = seq < num_seqs
-    end = tl.load(seq_lens + seq, mask=exists, other=0)
-    end -= tl.load(query_start_loc + 1 + seq, mask=exists, other=token) - token - 1  # keys that the token sees
-    end = tl.where(exists, end, 0)
+    seq, end = keys_seen(token, query_start_loc, seq_lens, num_seqs, SEQS)
+    if NUM_CHOSEN > 0:
+        end = tl.minimum(end, NUM_CHOSEN)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     d, r = tl.arange(0, D_P2), tl.arange(0, R_P2)
     row = first_row + head
@@ -108,15 +114,20 @@ def _latent_kernel(
     row_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_H], tl.float32)
     position = tl.zeros([BLOCK_H], tl.int32) + end - 1
+    listed = chosen + token.to(tl.int64) * NUM_CHOSEN
+    at = _rows_of(table, listed, 0, end, BLOCK_SIZE, NUM_CHOSEN, BLOCK_N)  # a tile ahead: loads need not wait for it
     for tile_key in range(0, end, BLOCK_N):
-        block = block_of(table, tile_key, end, BLOCK_SIZE, BLOCK_N)
-        k = as_query(load_tile(key, block, tile_key, end, 0, 1, R, R_P2, BLOCK_SIZE, BLOCK_N), q.dtype)
-        v = as_query(load_tile(value, block, tile_key, end, 0, 1, D, D_P2, BLOCK_SIZE, BLOCK_N), q.dtype)
-        pair = load_scales(scales, block, tile_key, end, 0, 1, BLOCK_SIZE, BLOCK_N, SCALED)
+        n = tile_key + tl.arange(0, BLOCK_N)
+        k = as_query(load_rows(key, at, n < end, KEY_D, R, R_P2), q.dtype)
+        v = as_query(load_rows(value, at, n < end, D, D, D_P2), q.dtype)
+        pair = at
+        if SCALED:
+            pair = tl.load(scales + at, mask=n < end, other=0)
+        at = _rows_of(table, listed, tile_key + BLOCK_N, end, BLOCK_SIZE, NUM_CHOSEN, BLOCK_N)
         scores = scaled(exact_dot(q, tl.trans(v), tl.zeros([BLOCK_H, BLOCK_N], tl.float32)), pair, 0, SCALED)
         rotated_scores = exact_dot(q_rotated, tl.trans(k), tl.zeros([BLOCK_H, BLOCK_N], tl.float32))
         scores += scaled(rotated_scores, pair, 16, SCALED)
-        scores = hide(scores * (score_scale * LOG2E), tile_key + tl.arange(0, BLOCK_N), position, position, 0)
+        scores = hide(scores * (score_scale * LOG2E), n, position, position, 0)
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         weights = tl.exp2(scores - finite(new_max)[:, None])
         before = tl.exp2(row_max - finite(new_max))
@@ -130,30 +141,37 @@ def _latent_kernel(
 
 def latent_attention(
     query: Tensor, rotated: Tensor, cache: LayerKVCache, block_tables: Tensor, query_start_loc: Tensor,
-    seq_lens: Tensor, scale: float,
+    seq_lens: Tensor, scale: float, chosen: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`Ops.latent_attention`, of caches as `paged_attention` takes them."""
+    """`IndexOps.latent_attention`, of caches as `paged_attention` takes them. Keys of an index may lie behind the keys,
+    where no scales do."""
     num_tokens, num_heads, size = query.shape
     num_blocks, block_size = cache.key.shape[:2]
     rotated_size, num_seqs = rotated.shape[2], len(seq_lens)
-    assert cache.value.shape == (num_blocks, block_size, 1, size) and cache.key.shape[2:] == (1, rotated_size)
+    key_size = cache.key.shape[3]
+    assert cache.value.shape == (num_blocks, block_size, 1, size) and cache.key.shape[2] == 1
+    assert key_size == rotated_size or (key_size > rotated_size and cache.scales is None)
     assert cache.key.is_contiguous() and cache.value.is_contiguous() and query.is_contiguous()
     assert cache.key.dtype is cache.value.dtype and (cache.key.dtype is query.dtype or cache.key.dtype.itemsize == 1)
     assert rotated.shape[:2] == (num_tokens, num_heads) and rotated.stride(2) == 1 and rotated.dtype is query.dtype
     assert block_tables.dtype is query_start_loc.dtype is seq_lens.dtype is torch.int32 and block_tables.stride(1) == 1
+    if chosen is not None:
+        assert len(chosen) == num_tokens and chosen.dtype is torch.int32 and chosen.is_contiguous()
     out = torch.empty_like(query)
     if num_tokens == 0:
         return out
     key, value = cache.key, cache.value
     if key.dtype is torch.float8_e4m3fn and launch.capability(query.device) < (8, 9):
         key, value = key.view(torch.uint8), value.view(torch.uint8)
-    block_h = min(16 if query.dtype is torch.float32 else 64, max(16, triton.next_power_of_2(num_heads)))
+    # The sums of more than 32 heads, of 512 values each, do not fit into registers beside a tile that is on its way.
+    block_h = min(16 if query.dtype is torch.float32 else 32, max(16, triton.next_power_of_2(num_heads)))
     _latent_kernel[(num_tokens, triton.cdiv(num_heads, block_h))](
         query, rotated, key, value, key if cache.scales is None else cache.scales.view(torch.int32), block_tables,
-        query_start_loc, seq_lens, out, num_seqs, rotated.stride(0), rotated.stride(1), block_tables.stride(0), scale,
-        HEADS=num_heads, D=size, D_P2=triton.next_power_of_2(size), R=rotated_size,
-        R_P2=triton.next_power_of_2(rotated_size), BLOCK_SIZE=block_size, BLOCK_H=block_h,
-        BLOCK_N=16 if query.dtype is torch.float32 else 32, SEQS=_SEQS, num_warps=8, num_stages=2,
+        query_start_loc, seq_lens, out if chosen is None else chosen, out, num_seqs, rotated.stride(0),
+        rotated.stride(1), block_tables.stride(0), scale, HEADS=num_heads, D=size, D_P2=triton.next_power_of_2(size),
+        R=rotated_size, R_P2=triton.next_power_of_2(rotated_size), KEY_D=key_size, BLOCK_SIZE=block_size,
+        NUM_CHOSEN=0 if chosen is None else chosen.shape[1], BLOCK_H=block_h,
+        BLOCK_N=16 if query.dtype is torch.float32 else 32, SEQS=SEQS_AT_ONCE, num_warps=8, num_stages=3,
         SCALED=cache.scales is not None, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from transformers import BambaConfig, LlamaConfig, PreTrainedConfig
+from transformers import BambaConfig, DeepseekV32Config, LlamaConfig, PreTrainedConfig
 
 from octavo.config import EngineArgs, EngineConfig
 from octavo.engine.core import EngineCore
@@ -33,13 +33,18 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         architectures=["BambaForCausalLM"], attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=16,
         mamba_n_groups=1, mamba_d_state=8, mamba_expand=1, **SIZES,
     ),
+    "chosen keys": DeepseekV32Config(
+        architectures=["DeepseekV32ForCausalLM"], q_lora_rank=40, kv_lora_rank=32, qk_nope_head_dim=16,
+        qk_rope_head_dim=8, v_head_dim=12, first_k_dense_replace=2, index_n_heads=3, index_head_dim=24, index_topk=8,
+        **{name: size for name, size in SIZES.items() if name != "head_dim"} | {"num_key_value_heads": 4},
+    ),
 }  # fmt: skip
 
 
 pytestmark = pytest.mark.long
 
 
-@pytest.fixture(scope="module", params=["attention", "states and attention"])
+@pytest.fixture(scope="module", params=CONFIGS)
 def config(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path
 ) -> EngineConfig:

@@ -9,6 +9,7 @@ import torch
 
 from octavo.ops import BIAS_PADDING, LayerKVCache
 from octavo.ops.triton.attention import paged_attention
+from octavo.ops.triton.index import choose_keys
 from octavo.ops.triton.latent import latent_attention
 from tests.ops.triton.compiling import Case
 
@@ -45,6 +46,23 @@ def attend_latent(cache_dtype: torch.dtype | None = None, num_heads: int = 16, n
     scales = torch.empty(64, 16, 1, 2, dtype=BF16) if cache_dtype is not None else None
     tables, starts = torch.zeros(num_tokens, 512, dtype=torch.int32), torch.zeros(num_tokens + 1, dtype=torch.int32)
     latent_attention(query, rotated, LayerKVCache(key, value, scales), tables, starts, starts[:num_tokens], 0.1)
+
+
+def choose(num_heads: int, num_tokens: int = 64) -> None:
+    """As DeepSeek V3.2 (64 heads) and GLM 5 (32), whose queries and weights lie beside others."""
+    both = torch.empty(num_tokens, 129 * num_heads, dtype=BF16)
+    cache = LayerKVCache(torch.empty(64, 16, 1, 192, dtype=BF16), torch.empty(64, 16, 1, 512, dtype=BF16))
+    tables, starts = torch.zeros(num_tokens, 8192, dtype=torch.int32), torch.zeros(num_tokens + 1, dtype=torch.int32)
+    query = both[:, : num_heads * 128].view(num_tokens, num_heads, 128)
+    choose_keys(query, both[:, num_heads * 128 :], cache, tables, starts, starts[:num_tokens], 2048)
+
+
+def attend_chosen(num_heads: int, num_tokens: int = 64) -> None:
+    query, rotated = (torch.empty(num_tokens, num_heads, size, dtype=BF16) for size in (512, 64))
+    cache = LayerKVCache(torch.empty(64, 16, 1, 192, dtype=BF16), torch.empty(64, 16, 1, 512, dtype=BF16))
+    tables, starts = torch.zeros(num_tokens, 8192, dtype=torch.int32), torch.zeros(num_tokens + 1, dtype=torch.int32)
+    chosen = torch.zeros(num_tokens, 2048, dtype=torch.int32)
+    latent_attention(query, rotated, cache, tables, starts, starts[:num_tokens], 0.1, chosen)
 
 
 LLAMA, SMOLLM, GEMMA, PHI, BLOOM = (32, 8, 128), (9, 3, 64), (8, 4, 256), (32, 32, 96), (32, 32, 128)
@@ -84,6 +102,11 @@ CASES = {
     "phi_prefill": case(PHI, 2048),
     "mimo_decode": case((64, 8, 192), 64, window=129, value_size=128),
     "latent_decode": Case(attend_latent, max_stack_bytes=32),
+    "latent_128": Case(partial(attend_latent, None, 128)),
     "latent_fp8_decode": Case(partial(attend_latent, FP8), max_stack_bytes=32),
+    "latent_chosen": Case(partial(attend_chosen, 128)),
+    "latent_chosen_16_heads": Case(partial(attend_chosen, 16)),
+    "index": Case(partial(choose, 64)),
+    "index_32_heads": Case(partial(choose, 32)),
     "float32": case(LLAMA, 64, dtype=torch.float32),
 }

@@ -33,6 +33,15 @@ def rotate_alone() -> None:
     rotary_and_cache(qkv[:, :32], qkv[:, 32:40], qkv[:, 40:], numbers, table, cache, numbers, scales)
 
 
+def rotate_with_index() -> None:
+    """As DeepSeek V3.2: what is rotated lies beside the latent, keys of the index are by themselves."""
+    both, query = torch.empty(64, 576, dtype=torch.bfloat16), torch.empty(64, 128, 192, dtype=torch.bfloat16)
+    cache = allocate_kv_cache(8, 16, 1, 192, "bfloat16", 512)
+    key, index_key = (torch.empty(64, 1, size, dtype=torch.bfloat16) for size in (64, 128))
+    numbers, table = torch.zeros(64, dtype=torch.int64), torch.empty(8192, 64)
+    rotary_and_cache(query, key, both[:, None, :512], numbers, table, cache, numbers, index_key=index_key)
+
+
 def copy() -> None:
     copy_blocks([(0, 1)], [allocate_kv_cache(8, 16, 8, 128, "bfloat16")])
 
@@ -44,5 +53,6 @@ CASES = {
     "rotary_int8": Case(partial(rotate, torch.int8)),
     "rotary_by_axes": Case(rotate_by_axes),
     "rotary_alone_and_scaled": Case(rotate_alone),
+    "rotary_with_index": Case(rotate_with_index),
     "copy_blocks": Case(copy),
 }
