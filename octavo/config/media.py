@@ -129,7 +129,7 @@ def with_most_pictures(args: EngineArgs, checkpoint: Checkpoint, description: Mo
 def _check_crossing(args: EngineArgs, checkpoint: Checkpoint) -> None:
     """Raise `ConfigError` for what is not built of models whose layers attend to a picture."""
     models = "models that attend to a picture"
-    check_cross_attention(args, checkpoint, models, pools=False, may_be_quantized=True)
+    check_cross_attention(args, checkpoint, models, pools=False, others_matrices=True)
     if args.enable_mm_embeds:
         raise ConfigError(f"--enable-mm-embeds is not built yet for {models}, as {checkpoint.name} does.")
 

@@ -16,15 +16,15 @@ _MODULES = ("torch", "transformers", "soundfile", "soxr")
 
 
 def check_cross_attention(
-    args: EngineArgs, checkpoint: Checkpoint, models: str, *, pools: bool, may_be_quantized: bool = False
+    args: EngineArgs, checkpoint: Checkpoint, models: str, *, pools: bool, others_matrices: bool = False
 ) -> None:
     """Raise `ConfigError` for what cannot be had with attention to another network's output, which `models` have."""
     for what, is_so in {
         "for pooling": pools,
         "with several workers": args.tensor_parallel_size * args.pipeline_parallel_size > 1,
-        "with --enable-lora": args.enable_lora,
+        "with --enable-lora": args.enable_lora and not others_matrices,
         "with speculation": bool(args.speculative_config or args.speculative_model),
-        "with quantized checkpoints": bool(checkpoint.config.get("quantization_config")) and not may_be_quantized,
+        "with quantized checkpoints": bool(checkpoint.config.get("quantization_config")) and not others_matrices,
         "with --load-format dummy": checkpoint.format == "dummy",
     }.items():
         if is_so:

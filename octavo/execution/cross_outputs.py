@@ -88,9 +88,9 @@ class CrossOutputs:
         self._offsets = np.arange(num_tokens) % block_size
         self._blocks = np.arange(num_tokens) // block_size
 
-    def starting(self, plan: StepPlan) -> Iterator[tuple[NDArray[Any], NDArray[np.int64]]]:
-        """Of each medium at whose place a sequence's part of the step starts: the output [N, H] in the model's type,
-        and the slots [N] int64 of what is made of it."""
+    def starting(self, plan: StepPlan) -> Iterator[tuple[int, NDArray[Any], NDArray[np.int64]]]:
+        """Of each medium at whose place a sequence's part of the step starts: the sequence's row of the tables, the
+        output [N, H] in the model's type, and the slots [N] int64 of what is made of it."""
         for planned in plan.rows if self._ahead else ():
             if (ahead := self._ahead.get(planned.row)) is None:
                 continue
@@ -103,10 +103,10 @@ class CrossOutputs:
                 rows = self._found.rows(seen.content_hash)
                 blocks = np.array(table, np.int64)[self._blocks[seen.first : seen.end]]
                 slots = blocks * self._block_size + self._offsets[seen.first : seen.end]
-                yield rows.reshape(-1, rows.shape[-1]).astype(self._dtype), slots
+                yield planned.row, rows.reshape(-1, rows.shape[-1]).astype(self._dtype), slots
 
     def nothing(self, hidden_size: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """An output that is written nowhere, as `starting` has it."""
+        """An output that is written nowhere, and its slots, as `starting` has them."""
         return np.zeros((self._num_tokens, hidden_size), self._dtype), np.full(self._num_tokens, -1)
 
     def admit(self, admission: Admission) -> None:

@@ -172,7 +172,10 @@ class Runner:
             self._warm_up(adapted)
         if self._cross is not None:
             nothing = self._cross.nothing(cast(CrossModel, self.model).hidden_size)
-            self.device.compute.run(partial(self._keep_output, *nothing))
+            self.device.compute.run(partial(self.computation.keep_output, *nothing))
+            if self._largest.adapted:
+                no_adapters = np.full(len(nothing[1]), -1, np.int32)
+                self.device.compute.run(partial(self.computation.keep_output, *nothing, no_adapters))
         self._mover.warm_up()
 
     def _warm_up(self, adapted: bool) -> None:
@@ -323,8 +326,11 @@ class Runner:
 
     def _start(self, plan: StepPlan, stage: Stage) -> SubmittedStep:
         if self._cross is not None:
-            for rows, slots in self._cross.starting(plan):
-                self.device.compute.run(partial(self._keep_output, rows, slots))
+            for row, rows, slots in self._cross.starting(plan):
+                adapter_slots = None
+                if (slot := self.table.adapter_slots[row]) >= 0:
+                    adapter_slots = np.full(len(slots), slot, np.int32)
+                self.device.compute.run(partial(self.computation.keep_output, rows, slots, adapter_slots))
         updates = None if self._tables is None else self._tables.updates(plan, self._stale)
         has_logits = self._links.behind is None
         prompts = self._prompt_logprobs.parts(plan, self.table.tokens) if has_logits else []
@@ -419,11 +425,6 @@ class Runner:
         if self._leaving is not None:
             rows = self._leaving[: rows.nbytes].reshape(num_tokens, -1)
         self._links.behind.send(rows)
-
-    def _keep_output(self, rows: NDArray[Any], slots: NDArray[np.int64]) -> None:
-        """Have cross attention keep what it reads of a sequence that starts."""
-        place, positions = self.ops.place, np.zeros(len(slots), np.int64)
-        cast(CrossModel, self.model).keep_output(place(rows), place(positions), place(slots), self.caches)
 
     def _sample(
         self, outputs: StepOutputs, num_samples: int, inputs: StepArrays[Array], settings: SamplingBatch | None

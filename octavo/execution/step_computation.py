@@ -6,14 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from octavo.batch import GroupTables, StepBatch
 from octavo.execution.device import Device, StepOutputs
 from octavo.execution.device_tables import DeviceTables
 from octavo.execution.stage_links import StageLinks
 from octavo.execution.step_arrays import StepArrays, StepShape
-from octavo.models.registry import Model, PoolingModel, StageModel
+from octavo.models.registry import CrossModel, Model, PoolingModel, StageModel
 from octavo.ops import Array, DeviceOps, LayerKVCache, Ops
 
 if TYPE_CHECKING:
@@ -65,6 +68,15 @@ class StepComputation:
         if not num_samples or self._links.behind is not None:
             return StepOutputs(hidden, features, hidden[:0], hidden[:0])
         return StepOutputs(hidden, features, *self.logits(inputs, hidden))
+
+    def keep_output(
+        self, rows: NDArray[Any], slots: NDArray[np.int64], adapter_slots: NDArray[np.int32] | None = None
+    ) -> None:
+        """Have cross attention keep what it reads of a sequence that comes to it, [N, H] in these slots [N], by the
+        adapter of those [N]."""
+        place, positions = self._ops.place, np.zeros(len(slots), np.int64)
+        with nullcontext() if adapter_slots is None else self._taking(place(adapter_slots)):
+            cast(CrossModel, self._model).keep_output(place(rows), place(positions), place(slots), self.caches)
 
     def _batch(self, inputs: StepArrays[Array]) -> StepBatch:
         """The model's input. What only the device knows comes from its own tables."""

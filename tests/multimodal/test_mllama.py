@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,14 @@ import pytest
 import torch
 import transformers
 from PIL import Image
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 from transformers.models.mllama.modeling_mllama import MllamaCrossAttentionDecoderLayer
 
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError, LoadError, RequestError
 from octavo.execution import executor
+from octavo.lora.request import LoRARequest
 from octavo.models.registry import describe
 from octavo.multimodal.processor_class import load_processor
 from octavo.ops import cuda, torch_ref
@@ -229,6 +232,38 @@ def test_quantized_decoders_see(tmp_path: Path, folder: Path) -> None:
     floats = rewritten(folder, tmp_path / "floats", plain)
     names = ["two, each before its text", "none"]
     assert told(quantized, names, GREEDY) == told(floats, names, GREEDY)
+
+
+def test_adapters_change_what_is_read_of_a_picture(tmp_path: Path, folder: Path) -> None:
+    """Keys and values of pictures are those of the request's adapter."""
+    generator, tensors = np.random.default_rng(0), load_file(folder / "model.safetensors")
+    wanted = r"language_model.*(cross_attn\.[qkvo]|layers\.0\.self_attn\.q)_proj"
+    modules = [name for name in tensors if re.match(wanted, name)]
+    assert len(modules) == 9
+    factors, merged = {}, dict(tensors)
+    for name in modules:
+        rows, columns = tensors[name].shape
+        a, b = (generator.standard_normal(shape, np.float32) * 0.3 for shape in ((4, columns), (rows, 4)))
+        peft_name = f"base_model.model.{name.removesuffix('.weight')}"
+        factors |= {f"{peft_name}.lora_A.weight": a, f"{peft_name}.lora_B.weight": b}
+        merged[name] = tensors[name] + 2 * b @ a  # alpha / r
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    save_file(factors, adapter / "adapter_model.safetensors")
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": targets}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    names = ["two, each before its text", "text before and after"]
+    expected = told(rewritten(folder, tmp_path / "merged", merged), names, GREEDY)
+    llm = engine(folder, enable_lora=True)
+    prompts, request = [asked(name) for name in names], LoRARequest("a", 1, str(adapter))
+    plain = [output.outputs[0].logprobs for output in generate(llm, *prompts)]
+    mixed = llm.generate(prompts * 2, GREEDY, use_tqdm=False, lora_request=[request, request, None, None])
+    llm.close()
+    logprobs = [output.outputs[0].logprobs for output in mixed]
+    assert logprobs[2:] == plain
+    found = [[{token: one.logprob for token, one in of.items()} for of in answer] for answer in logprobs[:2]]
+    assert found == expected
 
 
 def test_without_its_tower_it_is_a_language_model(folder: Path, llm: LLM) -> None:
