@@ -130,6 +130,8 @@ class EngineCore:
         """Free an adapter's memory, now or when the requests that use it have ended."""
         if self.adapters is not None:
             self.adapters.remove(identity, self._adapters_in_use())
+        for one in self._loading:
+            one.pins &= one.source.identity != identity
 
     def block_map(self) -> BlockMap:
         return BlockMap(self.scheduler.cache.states_of_blocks())

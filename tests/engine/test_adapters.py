@@ -326,6 +326,19 @@ def test_loading_tells_when_it_is_done_and_why_it_failed() -> None:
     assert not core.has_work
 
 
+def test_what_was_unloaded_while_it_was_read_is_not_pinned() -> None:
+    core, device = make_core(max_loras=1, max_cpu_loras=1)
+    core.load_adapter(adapter(1), pins=True)
+    core.step()
+    core.unload_adapter("1")
+    device.read("1")
+    assert [loaded.error for loaded in core.step().adapters] == [None]
+    core.add(request("other", 2))
+    core.step()
+    device.read("2")
+    assert run(core) == ["other"]
+
+
 def test_what_somebody_waits_for_is_pinned_though_others_want_its_room() -> None:
     core, device = make_core(max_loras=1, max_cpu_loras=1)
     core.load_adapter(adapter(1), pins=True)
