@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.errors import ConfigError
 from octavo.ops import LayerKVCache
 from octavo.ops.triton import launch
 from octavo.ops.triton.attention_math import block_of, exact_dot, load_rows
@@ -29,6 +30,7 @@ from octavo.ops.triton.attention_plan import LENGTHS, SEQS_AT_ONCE, keys_seen
 
 _SCRATCH_BYTES = 64 << 20  # of scores: 128 rows of 131,072 keys
 _PROGRAMS_PER_MULTIPROCESSOR = 4
+_MAX_HEADS = 128  # whose products with a tile of keys a program has in registers
 _TILE = 1024  # scores that are counted at a time
 _LEVELS = tl.constexpr(4)  # of eight bits
 _VALUES = tl.constexpr(256)
@@ -141,11 +143,13 @@ def choose_keys(
     query: Tensor, weights: Tensor, cache: LayerKVCache, block_tables: Tensor, query_start_loc: Tensor,
     seq_lens: Tensor, num_chosen: int,
 ) -> Tensor:  # fmt: skip
-    """`IndexOps.choose_keys`. Tokens of no sequence have no keys."""
+    """`IndexOps.choose_keys`. Tokens of no sequence have no keys. Raises `ConfigError` for more than 128 heads."""
     num_tokens, num_heads, size = query.shape
     block_size, key_size, device = cache.key.shape[1], cache.key.shape[3], query.device
     assert cache.key.shape[2] == 1 and cache.key.is_contiguous() and cache.scales is None and size <= key_size
-    assert query.dtype is weights.dtype is cache.key.dtype and num_heads <= 128
+    if num_heads > _MAX_HEADS:
+        raise ConfigError(f"an index of {num_heads} heads is not built for GPUs: {_MAX_HEADS} are the most.")
+    assert query.dtype is weights.dtype is cache.key.dtype
     assert query.stride()[1:] == (size, 1) and weights.shape == (num_tokens, num_heads) and weights.stride(1) == 1
     assert block_tables.dtype is query_start_loc.dtype is seq_lens.dtype is torch.int32 and block_tables.stride(1) == 1
     out = torch.empty((num_tokens, num_chosen), dtype=torch.int32, device=device)

@@ -20,7 +20,7 @@ _LLAMA: dict[str, Any] = {
     "max_position_embeddings": 8192, "tie_word_embeddings": False, "dtype": "bfloat16",
 }  # fmt: skip
 # As wide as Llama-3.1-8B, gpt-oss-20b (sinks, windows, clamped experts), Qwen3-30B-A3B (but a token has one expert, so
-# that the most tokens find tiles of few rows) and Bloom-7.1B (ALiBi).
+# that the most tokens find tiles of few rows), Bloom-7.1B (ALiBi) and DeepSeek V3.2 (an index chooses keys).
 MODELS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "gpt-oss": _LLAMA | {
@@ -37,6 +37,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "bloom": {
         "architectures": ["BloomForCausalLM"], "vocab_size": 250880, "hidden_size": 4096, "n_layer": 2, "n_head": 32,
         "dtype": "bfloat16",
+    },
+    "deepseek-v3.2": {
+        "architectures": ["DeepseekV32ForCausalLM"], "vocab_size": 129280, "hidden_size": 7168,
+        "intermediate_size": 18432, "num_hidden_layers": 2, "first_k_dense_replace": 2, "num_attention_heads": 128,
+        "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048,
+        "max_position_embeddings": 163840, "dtype": "bfloat16",
     },
     "qwen3-vl": {
         "architectures": ["Qwen3VLForConditionalGeneration"],

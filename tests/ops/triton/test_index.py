@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.errors import ConfigError
 from octavo.ops import cuda
 from octavo.ops.triton import index, latent
 from tests.ops.index_cases import IndexedBatch, Sizes, assert_the_best_are_chosen
@@ -91,3 +92,8 @@ def test_attention_to_all_keys_has_the_bits_of_attention_that_chooses_none_and_p
     attended = batch.attend(query, rotated, where, chosen)
     assert_same_bits(attended, latent.latent_attention(query, rotated, batch.cache, *where, 0.2))
     assert not attended[n:].any()
+
+
+def test_more_heads_than_a_program_has_room_for_are_refused() -> None:
+    with pytest.raises(ConfigError, match="an index of 129 heads is not built for GPUs: 128 are the most"):
+        IndexedBatch(triton, Sizes(1, 16, 8, 129, 8), torch.float32, [1]).run([(0, 0, 1)], 4)

@@ -15,12 +15,16 @@ from tests.models.small_latent import LATENT_MODELS
 from tests.models.small_models import VOCAB
 from tests.ops.triton.conftest import DEVICE
 
+_INDEXED = LATENT_MODELS["deepseek v3.2, of whose keys its index chooses 8"]
 MODELS = ALL_MODELS | LATENT_MODELS
+# Heads of the cache are multiples of 16 on GPUs.
+MODELS["deepseek v3.2"] = _INDEXED._replace(settings=_INDEXED.settings | {"kv_lora_rank": 32, "index_head_dim": 24})
 NAMES = ("gemma 2", "gpt-oss")
 MORE_NAMES = (
     "bloom",
     "llama 4",
     "youtu",
+    "deepseek v3.2",
     "granite swa",
     "hunyuan dense",
     "apertus",

@@ -108,5 +108,6 @@ CASES = {
     "latent_chosen_16_heads": Case(partial(attend_chosen, 16)),
     "index": Case(partial(choose, 64)),
     "index_32_heads": Case(partial(choose, 32)),
+    "index_128_heads": Case(partial(choose, 128)),
     "float32": case(LLAMA, 64, dtype=torch.float32),
 }
