@@ -21,15 +21,19 @@ class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     use_activation: bool | None = None  # False: no length 1 for embeddings, no softmax or sigmoid for classes
     truncate_prompt_tokens: int | None = None  # keep so many tokens of a text, -1 as many as the model takes
     truncation_side: str = "right"  # where tokens are taken off
+    # Older names of `use_activation`, under which they are kept; so is an `activation` that is no text.
+    normalize: bool | None = None
+    softmax: bool | None = None
     # What the model says, once the request has been checked.
     kind: str = ""
-    # "normalize", "softmax", "sigmoid" or "identity"; from callers a bool, `use_activation` by its older name.
-    activation: Any = "identity"
+    activation: Any = "identity"  # "normalize", "softmax", "sigmoid" or "identity"
     num_skipped: int = 0  # tokens of an instruction, which are not pooled
 
     def __post_init__(self) -> None:
+        older = [self.normalize, self.softmax, None if isinstance(self.activation, str) else self.activation]
+        self.use_activation = next((said for said in (self.use_activation, *older) if said is not None), None)
+        self.normalize = self.softmax = None
         if not isinstance(self.activation, str):
-            self.use_activation = self.activation if self.use_activation is None else self.use_activation
             self.activation = "identity"
         if self.task is not None and self.task not in TASKS:
             raise RequestError(f"task must be one of {', '.join(TASKS)}, got {self.task!r}.", param="task")

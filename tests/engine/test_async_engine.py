@@ -96,8 +96,9 @@ def test_a_model_that_pools_encodes() -> None:
         outputs = [one async for one in engine.encode("A text", PoolingParams(), "mine")]
         assert [(one.request_id, one.finished, one.outputs.data.shape) for one in outputs] == [("mine", True, (576,))]
         assert await engine.get_supported_tasks() == ("embed",)
-        plain = [one async for one in engine.encode("A text", PoolingParams(activation=False), "mine")]
-        assert abs((plain[0].outputs.data ** 2).sum() - 1) > 0.01, "the older name of use_activation"
+        for name in ("use_activation", "activation", "normalize", "softmax"):  # the others are older
+            plain = [one async for one in engine.encode("A text", PoolingParams(**{name: False}), "mine")]
+            assert abs((plain[0].outputs.data ** 2).sum() - 1) > 0.01
 
     with_engine(use, runner="pooling")
 
