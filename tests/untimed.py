@@ -7,11 +7,12 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from octavo.engine.core import EngineCore
+from octavo.execution.executor import TeamExecutor
 
 
 def without_time(core: EngineCore) -> EngineCore:
     """The core, whose steps take what they were expected to, and whose grammars and adapters are there when they are
-    asked for."""
+    asked for; but for adapters of several workers, who may hear of them only when the step under way has ended."""
 
     def at_once(prepare: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
         def prepare_now(*asked: Any) -> Future[Any]:
@@ -23,6 +24,7 @@ def without_time(core: EngineCore) -> EngineCore:
 
     executor = core.executor
     executor.prepare_grammar = at_once(executor.prepare_grammar)  # type: ignore[method-assign]
-    executor.prepare_adapter = at_once(executor.prepare_adapter)  # type: ignore[method-assign]
+    if not isinstance(executor, TeamExecutor):
+        executor.prepare_adapter = at_once(executor.prepare_adapter)  # type: ignore[method-assign]
     core.cost.observe = lambda *measured: None  # type: ignore[method-assign]
     return core
