@@ -211,6 +211,8 @@ class AdapterStore:
         num_pages = -(-sum(len(page) for page in adapter.pages) // self.page_bytes)
         most = self.num_host_pages if self._arena is None else self.num_pages
         if num_pages > most:
+            if self._arena is not None:
+                self._free_pages.extend(adapter.pages)
             raise RequestError(
                 f"adapter {source.name!r} takes {self._size_of(num_pages)} of memory, and adapters have "
                 f"{self._size_of(most)}; raise --lora-memory-gb.",

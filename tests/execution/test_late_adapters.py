@@ -14,6 +14,7 @@ import pytest
 
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
+from octavo.errors import RequestError
 from octavo.lora.files import source
 from octavo.plan import AdapterLoad
 from octavo.request import AdapterSource, EngineRequest, Prompt
@@ -145,3 +146,12 @@ def test_pinned_pages_are_used_again_once_they_have_been_copied(model: Path, ada
         for page, image in enumerate(expected):
             at = page * store.page_bytes
             assert store._arena[at : at + store.page_bytes].numpy().tobytes() == image.tobytes()
+
+
+def test_an_adapter_that_is_refused_for_its_size_leaves_its_pages(model: Path, adapters: list[AdapterSource]) -> None:
+    store: Any = device_core(lora_config(model), LateDevice(0)).executor.worker.adapters  # type: ignore[attr-defined]
+    store.num_pages = 0  # tiny adapters fit into the least memory that there can be
+    for _ in range(2):
+        with pytest.raises(RequestError, match="raise --lora-memory-gb"):
+            store.prepare(adapters[-1]).result()
+        assert len(store._free_pages) == 1
