@@ -98,13 +98,18 @@ def _read_gptq(
     assert qweight.array is not None and qzeros.array is not None
     tensors = {"qweight": qweight.array(), "qzeros": qzeros.array(), "scales": module.scales(scales)}
     if g_idx is not None:
-        assert g_idx.array is not None
-        of_columns = g_idx.array()
-        sizes = np.bincount(of_columns, minlength=groups) if of_columns.min(initial=0) >= 0 else of_columns
-        if len(sizes) != groups or (sizes != len(of_columns) // groups).any():
-            raise module.fail(f"g_idx does not divide {len(of_columns)} inputs into {groups} groups of one size")
-        tensors["g_idx"] = of_columns
+        tensors["g_idx"] = _groups_of_columns(module, g_idx, groups)
     return tensors
+
+
+def _groups_of_columns(module: QuantizedModule, g_idx: FileTensor, groups: int) -> NDArray[Any]:
+    """Which of the groups each input belongs to [K]."""
+    assert g_idx.array is not None
+    found = g_idx.array()
+    sizes = np.bincount(found, minlength=groups) if found.min(initial=0) >= 0 else found
+    if len(sizes) != groups or (sizes != len(found) // groups).any():
+        raise module.fail(f"g_idx does not divide {len(found)} inputs into {groups} groups of one size")
+    return found
 
 
 def _awq(files: QuantizedFiles) -> None:
@@ -212,9 +217,8 @@ def _packed_integers(module: QuantizedModule, weights: Settings) -> None:
             tensors["qzeros"] = zeros.array()
         if g_idx is not None:
             assert g_idx.array is not None
-            of_columns = g_idx.array()
-            if (of_columns >= 0).all():  # -1 throughout: the columns are in the order of their groups
-                tensors["g_idx"] = of_columns
+            if (g_idx.array() != -1).any():  # -1 throughout: the columns are in the order of their groups
+                tensors["g_idx"] = _groups_of_columns(module, g_idx, groups)
         return tensors
 
     module.make("INT_PACKED", (num_out, num_in), Layout(bits, 32, zeros is not None), read)

@@ -85,8 +85,9 @@ def awq(rng: np.random.Generator, n: int, k: int, *, gemv: bool = False, group: 
 
 
 def packed_integers(
-    rng: np.random.Generator, n: int, k: int, *, bits: int = 4, group: int = 32, symmetric: bool = True
-) -> Matrix:
+    rng: np.random.Generator, n: int, k: int, *, bits: int = 4, group: int = 32, symmetric: bool = True,
+    act_order: bool = False,
+) -> Matrix:  # fmt: skip
     groups = 1 if group == -1 else k // group
     half = 1 << bits >> 1
     codes, scales = rng.integers(-half, half, (n, k)), _scales(rng, n, groups, bits=bits).astype(ml_dtypes.bfloat16)
@@ -96,8 +97,11 @@ def packed_integers(
     }  # fmt: skip
     if not symmetric:
         tensors["weight_zero_point"] = np.ascontiguousarray(words((zeros + half).T, bits).T)
-    values = scales.astype(np.float64).repeat(k // groups, 1) * (codes - zeros.repeat(k // groups, 1))
-    return tensors, values.astype(np.float32)
+    g_idx = np.arange(k) // (k // groups)
+    if act_order:
+        g_idx = np.random.default_rng(k).permutation(g_idx)
+        tensors["weight_g_idx"] = g_idx.astype(np.int32)
+    return tensors, (scales.astype(np.float64)[:, g_idx] * (codes - zeros[:, g_idx])).astype(np.float32)
 
 
 def scaled_integers(rng: np.random.Generator, n: int, k: int, *, bits: int = 8, per: str = "channel") -> Matrix:
@@ -207,6 +211,8 @@ FORMATS: dict[str, Format] = {
     "w4a16": Format(packed_integers, _compressed("pack-quantized", _INT4), 4.5, _STEP),
     "w4a16 zeros": Format(lambda *a: packed_integers(*a, symmetric=False),
                           _compressed("pack-quantized", _INT4 | {"symmetric": False}), 5, _MINIMA),
+    "w4a16 actorder": Format(lambda *a: packed_integers(*a, act_order=True),
+                             _compressed("pack-quantized", _INT4 | {"actorder": "group"}), 4.5, _STEP),
     "w8a16": Format(lambda *a: packed_integers(*a, bits=8, group=-1), _compressed("pack-quantized", _INT8), 8.5, _STEP),
     "w8a8": Format(scaled_integers, _compressed("int-quantized", _INT8), 8.5, _SCALES),
     "w8a8 by tensor": Format(lambda *a: scaled_integers(*a, per="tensor"),

@@ -172,7 +172,7 @@ def test_checkpoints_of_other_tools(name: str, tmp_path: Path) -> None:
     full = "model.layers.0.mlp.down_proj.weight"
     x, expected = draw(3, plain[full].shape[1]), torch.from_numpy(plain[full]).to(DEVICE)
     weight = products.pack_linear([weights.take_matrix(full, plain[full].shape)])
-    assert (getattr(weight, "order", None) is not None) == ("desc_act" in name)
+    assert (getattr(weight, "order", None) is not None) == name.endswith(("desc_act", "actorder"))
     # Matrices with one scale for a row multiply activations of eight bits, floats of four significant ones.
     is_scaled = isinstance(weight, ScaledWeight)
     assert_near(products.linear(x, weight), x.double() @ expected.double().T, 0.1 if is_scaled else 0.01)
