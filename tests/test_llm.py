@@ -260,7 +260,7 @@ def test_reasoning_ends_when_its_budget_is_used_up(llm: LLM, num_tokens: int) ->
         bias = {} if first is None else {first: 100.0}  # a thought is begun
         params = greedy(12, skip_special_tokens=False, logit_bias=bias)
         request = llm.inputs.process("Colours:", params, grammar=WantedGrammar(content, marks, budget=budget))
-        (output,) = llm._generated([request], False)
+        (output,) = llm._generated([request], [None], False)
         (found,) = output.outputs
         thought = found.token_ids[first is not None :]
         assert thought[num_tokens] == end and end not in thought[:num_tokens]
@@ -271,7 +271,7 @@ def test_reasoning_ends_when_its_budget_is_used_up(llm: LLM, num_tokens: int) ->
     plain = WantedGrammar(None, budget=ThinkingBudget(num_tokens, start, end, (), len(llm.tokenizer)))
     request = llm.inputs.process("Colours:", greedy(8), grammar=plain)
     (free,) = llm.generate("Colours:", greedy(8), use_tqdm=False)
-    assert llm._generated([request], False)[0].outputs[0].text == free.outputs[0].text, "who does not think is free"
+    assert llm._generated([request], [None], False)[0].outputs[0].text == free.outputs[0].text, "who does not think is free"
 
 
 def test_a_failing_logits_processor_fails_its_request_and_leaves_the_engine_well(llm: LLM) -> None:
