@@ -271,7 +271,8 @@ def test_reasoning_ends_when_its_budget_is_used_up(llm: LLM, num_tokens: int) ->
     plain = WantedGrammar(None, budget=ThinkingBudget(num_tokens, start, end, (), len(llm.tokenizer)))
     request = llm.inputs.process("Colours:", greedy(8), grammar=plain)
     (free,) = llm.generate("Colours:", greedy(8), use_tqdm=False)
-    assert llm._generated([request], [None], False)[0].outputs[0].text == free.outputs[0].text, "who does not think is free"
+    (found,) = llm._generated([request], [None], False)
+    assert found.outputs[0].text == free.outputs[0].text, "who does not think is free"
 
 
 def test_a_failing_logits_processor_fails_its_request_and_leaves_the_engine_well(llm: LLM) -> None:
