@@ -158,9 +158,10 @@ def label_names(metric: Metric) -> list[str]:
 def python_names() -> str:
     """A directive for each name that `import octavo` offers, which mkdocstrings puts the docstrings in for."""
     names = [name for name in octavo.__all__ if not name.startswith("__")]
-    homes = {name: f"{inspect.getmodule(getattr(octavo, name)).__name__}.{name}" for name in names}  # type: ignore[union-attr]
+    homes = {name: inspect.getmodule(getattr(octavo, name)).__name__ for name in names}  # type: ignore[union-attr]
+    homes["PromptType"] = octavo.inputs.__name__  # an alias has none of its own
     parts = ["# Python", "What `from octavo import …` offers."]
-    parts += [f"::: {home}\n    options:\n      heading: {name}\n" for name, home in homes.items()]
+    parts += [f"::: {home}.{name}\n    options:\n      heading: {name}\n" for name, home in homes.items()]
     return "\n\n".join(parts) + "\n"
 
 

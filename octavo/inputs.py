@@ -24,4 +24,5 @@ class TokensPrompt(TypedDict):
     multi_modal_uuids: NotRequired[dict[str, Any]]
 
 
-PromptType: TypeAlias = str | list[int] | TextPrompt | TokensPrompt  # token ids may stand for themselves
+PromptType: TypeAlias = str | list[int] | TextPrompt | TokensPrompt
+"""What `LLM.generate` takes as a prompt: token ids may stand for themselves."""
