@@ -32,7 +32,7 @@ inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
-// 1 / a to 1 or 2 units in the last place where that is a normal number; a division takes four times as long.
+// 1 / a to 1 or 2 units in the last place where both are normal numbers, without the divider: NaN for infinities.
 inline Vec reciprocal(Vec a) {
     const Vec guess = _mm512_rcp14_ps(a);
     return _mm512_mul_ps(guess, _mm512_fnmadd_ps(a, guess, _mm512_set1_ps(2.0f)));

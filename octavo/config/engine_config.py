@@ -68,7 +68,7 @@ class ModelConfig:
     @property
     def hf_text_config(self) -> HfConfig:
         """Those of the language model, where config.json has them apart."""
-        return HfConfig(self.checkpoint.config.get("text_config") or self.checkpoint.config)
+        return self.hf_config.get_text_config()
 
     def get_hidden_size(self) -> int:
         return int(self.hf_text_config.hidden_size)

@@ -17,11 +17,11 @@ import msgspec
 
 from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig
 from octavo.engine.adapter_requests import AdapterRequests
-from octavo.engine.calls import EngineCalls, length_of
+from octavo.engine.calls import EngineCalls, Wanted, length_of
 from octavo.engine.control import EngineControl
 from octavo.engine.core_client import Core, CoreProcess
 from octavo.engine.forecast import FirstTokenForecast
-from octavo.engine.input_processor import InputProcessor, PromptInput
+from octavo.engine.input_processor import InputProcessor
 from octavo.engine.off_loop import run_off_loop
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
 from octavo.engine.request_log import log_request
@@ -36,7 +36,7 @@ from octavo.metrics.log_line import LogLine
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from octavo.request import AdapterSource, EngineRequest
-from octavo.sampling_params import SamplingParams, is_unicode
+from octavo.sampling_params import is_unicode
 from octavo.stats import EngineStats
 
 if TYPE_CHECKING:
@@ -204,16 +204,8 @@ class AsyncLLMEngine(EngineCalls):
     async def get_tokenizer(self) -> ModelTokenizer:
         return self.tokenizer
 
-    async def prepare(
-        self,
-        prompt: PromptInput,
-        sampling_params: SamplingParams | None,
-        request_id: str,
-        lora_request: LoRARequest | None,
-        priority: int,
-        data_parallel_rank: int | None,
-    ) -> EngineRequest:
-        """What `generate` is asked for, for `generate_from`. Raises `RequestError`."""
+    async def prepare(self, wanted: Wanted) -> EngineRequest:
+        prompt, sampling_params, request_id, lora_request, priority, data_parallel_rank = wanted
         if not isinstance(request_id, str) or not is_unicode(request_id):
             raise RequestError(f"the request id {request_id!r} is not valid Unicode text.", param="request_id")
         arrival_time = time.monotonic()

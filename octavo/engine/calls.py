@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping
+from typing import NamedTuple
 
 import msgspec
 
@@ -25,22 +26,25 @@ def length_of(prompt: PromptInput) -> int:
     return len(given) if isinstance(given, str | list | tuple) else 0
 
 
+class Wanted(NamedTuple):
+    """What `generate` is asked for."""
+
+    prompt: PromptInput
+    sampling_params: SamplingParams | None
+    request_id: str
+    lora_request: LoRARequest | None = None
+    priority: int = 0
+    data_parallel_rank: int | None = None
+
+
 class EngineCalls(AsyncConfigNames, ABC):
     """Closing a generator, or cancelling the task that iterates it, aborts the request and frees its blocks."""
 
     inputs: InputProcessor
 
     @abstractmethod
-    async def prepare(
-        self,
-        prompt: PromptInput,
-        sampling_params: SamplingParams | None,
-        request_id: str,
-        lora_request: LoRARequest | None,
-        priority: int,
-        data_parallel_rank: int | None,
-    ) -> EngineRequest:
-        """What `generate` is asked for, for `generate_from`. Raises `RequestError`."""
+    async def prepare(self, wanted: Wanted) -> EngineRequest:
+        """What is wanted, for `generate_from`. Raises `RequestError`."""
 
     @abstractmethod
     def generate_from(
@@ -72,7 +76,9 @@ class EngineCalls(AsyncConfigNames, ABC):
         Raises `RequestError` for a request that cannot run, `EngineDeadError` when the core has gone.
         """
         refuse_kwargs(tokenization_kwargs=tokenization_kwargs, trace_headers=trace_headers)
-        request = await self.prepare(prompt, sampling_params, request_id, lora_request, priority, data_parallel_rank)
+        request = await self.prepare(
+            Wanted(prompt, sampling_params, request_id, lora_request, priority, data_parallel_rank)
+        )
         if prompt_text is not None:
             request = msgspec.structs.replace(request, prompt=msgspec.structs.replace(request.prompt, text=prompt_text))
         async with contextlib.aclosing(self.generate_from(request, request_id)) as outputs:

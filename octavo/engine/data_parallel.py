@@ -17,11 +17,10 @@ import msgspec
 
 from octavo.config import EngineConfig
 from octavo.engine.async_engine import AsyncLLMEngine
-from octavo.engine.calls import EngineCalls
+from octavo.engine.calls import EngineCalls, Wanted
 from octavo.engine.core_client import CoreProcess
 from octavo.engine.engine_hosts import EngineHosts, RemoteCore
 from octavo.engine.forecast import FirstTokenForecast
-from octavo.engine.input_processor import PromptInput
 from octavo.engine.off_loop import run_off_loop
 from octavo.engine.routing import Router, block_hashes
 from octavo.engine.vllm_names import refuse_kwargs
@@ -31,7 +30,7 @@ from octavo.lora.request import LoRARequest
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from octavo.request import AdapterSource, EngineRequest
-from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.sampling_params import RequestOutputKind
 from octavo.stats import EngineStats
 
 T = TypeVar("T")
@@ -173,18 +172,8 @@ class DataParallelEngine(EngineCalls):
         for engine in self._engines:
             engine.stop_restarting()
 
-    async def prepare(
-        self,
-        prompt: PromptInput,
-        sampling_params: SamplingParams | None,
-        request_id: str,
-        lora_request: LoRARequest | None,
-        priority: int,
-        data_parallel_rank: int | None,
-    ) -> EngineRequest:
-        return await self._engines[0].prepare(
-            prompt, sampling_params, request_id, lora_request, priority, data_parallel_rank
-        )
+    async def prepare(self, wanted: Wanted) -> EngineRequest:
+        return await self._engines[0].prepare(wanted)
 
     async def generate_from(
         self, request: EngineRequest, shown_id: str | None = None

@@ -90,7 +90,8 @@ class CrossOutputs:
 
     def starting(self, plan: StepPlan) -> Iterator[tuple[int, NDArray[Any], NDArray[np.int64]]]:
         """Of each medium at whose place a sequence's part of the step starts: the sequence's row of the tables, the
-        output [N, H] in the model's type, and the slots [N] int64 of what is made of it."""
+        output [N, H] in the model's type, and the slots [N] int64 of what is made of it. The step's tokens see what
+        there is then: `gather` comes after."""
         for planned in plan.rows if self._ahead else ():
             if (ahead := self._ahead.get(planned.row)) is None:
                 continue

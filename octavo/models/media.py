@@ -166,9 +166,7 @@ class MediaFamily:
     decoder: str  # the `model_type` of the text_config
     token: int  # which a row stands in the place of
     kind: Literal["image", "audio"] = "image"  # of the media that it takes
-    audio_token: int | None = (
-        None  # which a row of a sound stands in the place of, beside pictures; None: it takes none
-    )
+    audio_token: int | None = None  # which a row of a sound beside pictures stands in the place of; None: it takes none
     video_token: int | None = None  # which a row of a video stands in the place of; None: it takes none
     shares_token: bool = False  # it takes videos, whose rows stand in the place of the same token as a picture's
     may_tie_in_text: bool = False  # tie_word_embeddings of the text_config counts beside that of the whole
