@@ -60,10 +60,20 @@ struct Products {
     int64_t stride, row, rows, col, width;
 };
 
-inline Vec with_bias(const LinearArgs& a, const Products& p, int64_t r, int64_t i) {
-    const Vec y = load(p.y + r * p.stride + i);
-    return a.matrix.bias ? add(y, load(a.matrix.bias + p.col + i)) : y;
-}
+// Those with their bias: a copy of what finds them, which stays in registers while outputs are stored.
+struct Biased {
+    const float* y;
+    const float* bias;
+    int64_t stride;
+
+    Biased(const LinearArgs& a, const Products& p)
+        : y(p.y), bias(a.matrix.bias ? a.matrix.bias + p.col : nullptr), stride(p.stride) {}
+
+    Vec at(int64_t r, int64_t i) const {
+        const Vec sum = load(y + r * stride + i);
+        return bias ? add(sum, load(bias + i)) : sum;
+    }
+};
 
 // Calls f with what becomes of gate and up, as exact as elements of type E can tell.
 template <class E, class F>
@@ -83,45 +93,56 @@ inline void with_gate(const LinearArgs& a, F f) {
 
 // Element i of the gated outputs of these products.
 template <class Gate>
-__attribute__((always_inline)) inline Vec gated(const LinearArgs& a, const Products& p, int64_t r, int64_t i,
-                                                Gate gate) {
+__attribute__((always_inline)) inline Vec gated(Biased sums, int64_t r, int64_t i, Gate gate) {
     const int64_t gate_at = i / kPanel * 2 * kPanel + i % kPanel;
-    return gate(with_bias(a, p, r, gate_at), with_bias(a, p, r, gate_at + kPanel));
+    return gate(sums.at(r, gate_at), sums.at(r, gate_at + kPanel));
 }
 
 // Stores f(where, row, index, lanes) in `width` columns of the output from `begin` on.
 template <class T, class F>
 inline void write_outputs(const LinearArgs& a, const Products& p, int64_t begin, int64_t width, F f) {
-    for (int64_t r = 0; r < p.rows; ++r) {
-        T* out = static_cast<T*>(a.out) + (p.row + r) * a.out_stride + begin;
-        for_vectors(width, [&](int64_t i, int lanes) { store_some(out + i, f(out + i, r, i, lanes), lanes); });
+    const int64_t rows = p.rows, stride = a.out_stride;
+    T* out = static_cast<T*>(a.out) + p.row * stride + begin;
+    for (int64_t r = 0; r < rows; ++r, out += stride) {
+        int64_t pairs = 0;
+        for (; pairs + 2 * kLanes <= width; pairs += 2 * kLanes) {
+            const Vec first = f(out + pairs, r, pairs, kLanes);
+            store_two(out + pairs, first, f(out + pairs + kLanes, r, pairs + kLanes, kLanes));
+        }
+        for_vectors(width - pairs, [&](int64_t j, int lanes) {
+            const int64_t i = pairs + j;
+            store_some(out + i, f(out + i, r, i, lanes), lanes);
+        });
     }
 }
 
 // What pads the last panels is exactly zero, and so is its gated product.
 template <class Gate>
 inline void quantize_gated(const LinearArgs& a, const Products& p, Gate gate) {
+    const Biased sums(a, p);
     for (int64_t r = 0; r < p.rows; ++r) {
         QBlock* out = static_cast<QBlock*>(a.out) + (p.row + r) * a.out_stride + p.col / (2 * kQBlock);
-        quantize_row(p.width / 2, out, [&](int64_t i, int) { return gated(a, p, r, i, gate); });
+        quantize_row(p.width / 2, out, [&](int64_t i, int) { return gated(sums, r, i, gate); });
     }
 }
 
 template <class Activation>
 inline void quantize_activated(const LinearArgs& a, const Products& p, Activation activation) {
+    const Biased sums(a, p);
     for (int64_t r = 0; r < p.rows; ++r) {
         QBlock* out = static_cast<QBlock*>(a.out) + (p.row + r) * a.out_stride + p.col / kQBlock;
-        quantize_row(p.width, out, [&](int64_t i, int) { return activation(with_bias(a, p, r, i)); });
+        quantize_row(p.width, out, [&](int64_t i, int) { return activation(sums.at(r, i)); });
     }
 }
 
 inline void scatter(const LinearArgs& a, const Products& p) {
     const int64_t width = min_of(p.width, a.matrix.n - p.col);
+    const Biased sums(a, p);
     for (int64_t r = 0; r < p.rows; ++r) {
         float* out = static_cast<float*>(a.out) + a.out_rows[p.row + r] * a.out_stride + p.col;
         const Vec scale = set1(a.row_scales ? a.row_scales[p.row + r] : 1.0f);
         for_vectors(width, [&](int64_t i, int lanes) {
-            store_some(out + i, fma(scale, with_bias(a, p, r, i), load_some(out + i, lanes)), lanes);
+            store_some(out + i, fma(scale, sums.at(r, i), load_some(out + i, lanes)), lanes);
         });
     }
 }
@@ -217,23 +238,23 @@ void finish(const LinearArgs& a, const Products& p) {
         using E = decltype(element);
         using T = typename E::T;
         const int64_t width = min_of(p.width, a.matrix.n - p.col);
+        const Biased sums(a, p);
         if (a.epilogue == kActivated) {
             with_activation<E>(a.activation, [&](auto f) {
                 write_outputs<T>(a, p, p.col, width,
-                                 [&](const T*, int64_t r, int64_t i, int) { return f(with_bias(a, p, r, i)); });
+                                 [=](const T*, int64_t r, int64_t i, int) { return f(sums.at(r, i)); });
             });
         } else if (a.epilogue == kStore) {
-            write_outputs<T>(a, p, p.col, width,
-                             [&](const T*, int64_t r, int64_t i, int) { return with_bias(a, p, r, i); });
+            write_outputs<T>(a, p, p.col, width, [=](const T*, int64_t r, int64_t i, int) { return sums.at(r, i); });
         } else if (a.epilogue == kAdd) {
             const Vec scale = set1(a.scale);
-            write_outputs<T>(a, p, p.col, width, [&](const T* out, int64_t r, int64_t i, int lanes) {
-                return fma(scale, with_bias(a, p, r, i), load_some(out, lanes));
+            write_outputs<T>(a, p, p.col, width, [=](const T* out, int64_t r, int64_t i, int lanes) {
+                return fma(scale, sums.at(r, i), load_some(out, lanes));
             });
         } else {
             with_gate<E>(a, [&](auto f) {
                 write_outputs<T>(a, p, p.col / 2, width / 2,
-                                 [&](const T*, int64_t r, int64_t i, int) { return gated(a, p, r, i, f); });
+                                 [=](const T*, int64_t r, int64_t i, int) { return gated(sums, r, i, f); });
             });
         }
     });

@@ -14,7 +14,7 @@ inline Vec gated_by(Vec x, Vec y) { return div(x, add(set1(1.0f), exp(negated(y)
 // log(1 + e^x), to a few units in the last place: max(x, 0) + log(1 + y) where y = e^-|x|, by the series of
 // 2 artanh(y / (2 + y)), whose argument is at most a third.
 inline Vec softplus(Vec x) {
-    const Vec y = exp(min(x, negated(x)));
+    const Vec y = exp(negated(abs(x)));
     const Vec s = div(y, add(set1(2.0f), y));
     const Vec square = mul(s, s);
     Vec p = set1(2.0f / 15);
@@ -51,7 +51,7 @@ inline Vec pow2(Vec x) {
 // minimax fit of the same form, with relative errors of 1.1e-5.
 template <class E>
 inline Vec gelu(Vec x) {
-    const Vec t = reciprocal(fma(set1(0.35355339f), max(x, negated(x)), set1(1.0f)));  // 1 / (1 + z / 2)
+    const Vec t = reciprocal(fma(set1(0.35355339f), abs(x), set1(1.0f)));  // 1 / (1 + z / 2)
     Vec p;
     if constexpr (E::kStep == 1) {
         p = set1(0.246517298f);
@@ -64,8 +64,7 @@ inline Vec gelu(Vec x) {
         for (const float c : kCoefficients) p = fma(p, t, set1(c));
     }
     const Vec tail = mul(t, pow2<E>(fma(mul(set1(-0.72134752f), x), x, p)));
-    const Vec lower = mul(x, tail);
-    return select_greater(x, zero(), sub(x, lower), lower);
+    return sub(max(zero(), x), mul(abs(x), tail));
 }
 
 // The same by its approximation x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks & Gimpel 2016).

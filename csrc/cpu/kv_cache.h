@@ -84,7 +84,7 @@ inline float largest_magnitude(const T* x, int64_t n) {
     Vec highest = zero();
     for_vectors(n, [&](int64_t i, int lanes) {
         const Vec v = load_some(x + i, lanes);
-        const Vec magnitude = max(v, negated(v));
+        const Vec magnitude = abs(v);
         highest = max(highest, select_greater(infinity, magnitude, magnitude, infinity));
     });
     return reduce_max(highest);
@@ -130,7 +130,7 @@ inline uint16_t encode(Float8Cache<E, kMantissa>, const typename E::T* x, int64_
         const Vec v = mul(load_some(x + i, lanes), inverse);
         const Vec wide = mul(v, split);
         const Vec rounded = sub(wide, sub(wide, v));
-        const Vec magnitude = max(rounded, negated(rounded));
+        const Vec magnitude = abs(rounded);
         store(narrowed, mul(select_greater(magnitude, least, rounded, zero()), set1(kDown)));
         for (int j = 0; j < kLanes; ++j) {
             const uint32_t bits = bits_of<uint32_t>(narrowed[j]);

@@ -29,9 +29,36 @@ inline void bf16_tile_step(const uint16_t* x, const uint16_t* x_below, int64_t x
     }
 }
 
-// Rows row .. row + rows - 1 by one panel, into rows of y. What a segment of k lacks to a whole tile is zeros.
-template <bool kTall>
-void bf16_tiles(const LinearArgs& a, Segment segment, int64_t row, int rows, int64_t panel, float* y) {
+// Products that wait for their epilogue. Vectors do it, some rows with each step, while the tiles make the next.
+class Unfinished {
+  public:
+    explicit Unfinished(const LinearArgs& a) : a_(a) {}
+
+    // Those of the call before are finished.
+    void put(const Products& products) { left_ = products; }
+
+    void finish_some(int64_t rows) {
+        Products some = left_;
+        some.rows = min_of(rows, left_.rows);
+        if (some.rows == 0) return;
+        finish(a_, some);
+        left_.y += some.rows * left_.stride;
+        left_.row += some.rows;
+        left_.rows -= some.rows;
+    }
+
+    void finish_all() { finish_some(left_.rows); }
+
+  private:
+    const LinearArgs& a_;
+    Products left_{};
+};
+
+// Rows row .. row + rows - 1 by one panel, into rows of y. What a segment of k lacks to a whole tile is zeros. After
+// each step meanwhile() is called.
+template <bool kTall, class Meanwhile>
+void bf16_tiles(const LinearArgs& a, Segment segment, int64_t row, int rows, int64_t panel, float* y,
+                Meanwhile meanwhile) {
     constexpr int64_t kStepElements = kTileK * kPanel;
     const int64_t pairs = (a.matrix.k + 1) / 2;
     const int64_t steps = segment.size / kTileK;
@@ -51,6 +78,7 @@ void bf16_tiles(const LinearArgs& a, Segment segment, int64_t row, int rows, int
             __builtin_prefetch(reinterpret_cast<const char*>(w) + kPrefetchBytes + line);
         }
         bf16_tile_step<kTall>(x, x + below, x_stride, w);
+        meanwhile();
     }
     if (const int64_t rest = segment.size - steps * kTileK; rest > 0) {
         alignas(64) uint16_t last_x[2 * kTileMaxRows * kTileK] = {};
@@ -70,12 +98,13 @@ void bf16_tiles(const LinearArgs& a, Segment segment, int64_t row, int rows, int
     }
 }
 
-// `count` rows at a time, as often as they fit. Each unit of panels meets all rows before the next.
-template <bool kTall>
+// `count` rows at a time, as often as they fit. Each unit of panels meets all rows before the next. An epilogue that
+// takes vectors as long as the tiles take is done while these make the next unit.
+template <bool kTall, bool kWaits>
 void bf16_tile_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, int count, int64_t panel_begin,
                        int64_t panel_end) {
     constexpr int kFloats = (kTall ? 2 : 1) * kTileMaxRows * kMaxUnit;
-    alignas(64) float y[kFloats];
+    alignas(64) float buffers[kWaits ? 2 : 1][kFloats];
     alignas(64) float waiting[kFloats];  // a panel wide each
     static_assert((kTreeDepth - 1) * kPanel <= kMaxUnit);
     const int upper = min_of(count, kTileMaxRows);
@@ -89,17 +118,45 @@ void bf16_tile_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, 
     if (kTall) shapes.set(5, count - upper, kTileMaxBytes);
     const TileScope scope(shapes);
     const int64_t unit = unit_vecs(a, kVecsPerPanel) / kVecsPerPanel;
+    const int64_t steps = unit * (a.matrix.k / kTileK);
+    const int64_t rows_a_step = steps > 0 ? (count + steps - 1) / steps : count;
+    Unfinished before(a);
+    int turn = 0;
     for (int64_t panel = panel_begin; panel < panel_end; panel += unit) {
         const int64_t panels = min_of(unit, panel_end - panel), next = panel + panels;
         if (a.expands) fetch_factors(a, row_begin, row_end, next, min_of(unit, panel_end - next));
         for (int64_t row = row_begin; row < row_end; row += count) {
+            float* y = buffers[turn];
             for (int64_t p = 0; p < panels; ++p) {
                 sum_segments(a.matrix, y + p * kPanel, waiting, kPanel, count, kPanel, [&](Segment segment, float* to) {
-                    bf16_tiles<kTall>(a, segment, row, count, panel + p, to);
+                    if constexpr (kWaits) {
+                        bf16_tiles<kTall>(a, segment, row, count, panel + p, to,
+                                          [&] { before.finish_some(rows_a_step); });
+                    } else {
+                        bf16_tiles<kTall>(a, segment, row, count, panel + p, to, [] {});
+                    }
                 });
             }
-            finish(a, {y, kMaxUnit, row, count, panel * kPanel, panels * kPanel});
+            const Products products{y, kMaxUnit, row, count, panel * kPanel, panels * kPanel};
+            if constexpr (kWaits) {
+                before.finish_all();
+                before.put(products);
+                turn = 1 - turn;
+            } else {
+                finish(a, products);
+            }
         }
+    }
+    before.finish_all();
+}
+
+template <bool kTall>
+void bf16_tile_rows(const LinearArgs& a, int64_t row_begin, int64_t row_end, int count, int64_t panel_begin,
+                    int64_t panel_end) {
+    if ((a.epilogue == kActivated || a.epilogue == kGated) && !a.expands) {
+        bf16_tile_columns<kTall, true>(a, row_begin, row_end, count, panel_begin, panel_end);
+    } else {
+        bf16_tile_columns<kTall, false>(a, row_begin, row_end, count, panel_begin, panel_end);
     }
 }
 
@@ -107,11 +164,11 @@ void bf16_tile_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, in
     constexpr int kTallRows = 2 * kTileMaxRows;
     const int rest = static_cast<int>((row_end - row_begin) % kTallRows);
     const int64_t row_rest = row_end - rest;
-    if (row_rest > row_begin) bf16_tile_columns<true>(a, row_begin, row_rest, kTallRows, panel_begin, panel_end);
+    if (row_rest > row_begin) bf16_tile_rows<true>(a, row_begin, row_rest, kTallRows, panel_begin, panel_end);
     if (rest > kTileMaxRows) {
-        bf16_tile_columns<true>(a, row_rest, row_end, rest, panel_begin, panel_end);
+        bf16_tile_rows<true>(a, row_rest, row_end, rest, panel_begin, panel_end);
     } else if (rest > 0) {
-        bf16_tile_columns<false>(a, row_rest, row_end, rest, panel_begin, panel_end);
+        bf16_tile_rows<false>(a, row_rest, row_end, rest, panel_begin, panel_end);
     }
 }
 

@@ -13,14 +13,12 @@ inline uint16_t narrow_scalar(float x) {
     return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-inline Vec magnitude(Vec v) { return max(v, sub(zero(), v)); }
-
 // Of n magnitudes the largest; infinite if one is NaN.
 inline float largest(const float* x, int n) {
     const Vec infinity = set1(__builtin_inff());
     Vec highest = zero();
     for (int i = 0; i < n; i += kLanes) {
-        const Vec m = magnitude(load(x + i));
+        const Vec m = abs(load(x + i));
         highest = max(highest, select_greater(infinity, m, m, infinity));
     }
     return reduce_max(highest);
@@ -29,7 +27,7 @@ inline float largest(const float* x, int n) {
 inline float largest_below(const float* x, int n, float limit) {
     Vec highest = zero();
     for (int i = 0; i < n; i += kLanes) {
-        const Vec m = magnitude(load(x + i));
+        const Vec m = abs(load(x + i));
         highest = max(highest, select_greater(set1(limit), m, m, zero()));
     }
     return reduce_max(highest);
@@ -38,7 +36,7 @@ inline float largest_below(const float* x, int n, float limit) {
 // Takes the elements of at least `least` out of n, at most 32, if they are no more than are kept apart.
 inline bool take_outliers(float* x, int n, float least, int first, float* outlier, uint8_t* outlier_at) {
     uint32_t wanted = 0;
-    for (int i = 0; i < n; i += kLanes) wanted |= lanes_at_least(magnitude(load(x + i)), set1(least)) << i;
+    for (int i = 0; i < n; i += kLanes) wanted |= lanes_at_least(abs(load(x + i)), set1(least)) << i;
     if (__builtin_popcount(wanted) > kMaxOutliers) return false;
     for (; wanted != 0; wanted &= wanted - 1) {
         const int at = __builtin_ctz(wanted);

@@ -141,6 +141,16 @@ inline void store_some(T* p, Vec v, int lanes) {
     }
 }
 
+// Two vectors side by side. Those of bf16 are rounded as one where an instruction does that.
+template <class T>
+inline void store_two(T* p, Vec a, Vec b) {
+#ifdef OCTAVO_NARROWS_TWO
+    if constexpr (sizeof(T) == 2) return store_narrowed(p, a, b);
+#endif
+    store(p, a);
+    store(p + kLanes, b);
+}
+
 // e^x to about 1 ulp (the polynomial is that of Cephes expf): exactly 1 at 0, exactly 0 where it would be denormal,
 // infinite above 88.37, NaN for NaN.
 inline Vec exp(Vec x) {

@@ -26,6 +26,7 @@ inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
 inline Vec reciprocal(Vec a) { return _mm256_div_ps(_mm256_set1_ps(1.0f), a); }
 inline Vec sqrt(Vec a) { return _mm256_sqrt_ps(a); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vec abs(Vec a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
 inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 inline Vec select_greater(Vec a, Vec b, Vec yes, Vec no) {

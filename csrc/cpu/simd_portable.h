@@ -33,6 +33,7 @@ inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
 inline Vec select(Ints mask, Vec yes, Vec no) {
     return bits_of<Vec>((mask & bits_of<Ints>(yes)) | (~mask & bits_of<Ints>(no)));
 }
+inline Vec abs(Vec a) { return bits_of<Vec>(bits_of<Ints>(a) & 0x7fffffff); }
 // As on x86: the second operand where either is NaN.
 inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
 inline Vec min(Vec a, Vec b) { return select(a < b, a, b); }
