@@ -111,7 +111,7 @@ class ChainDrafter:
         follows them."""
         assert self._last is not None
         last, rows, sources, ends = self._last, [], [], []
-        if plan.runs_ahead:  # another step has overwritten the features
+        if plan.runs_ahead and self._device.runs_ahead:  # another step has overwritten the features
             self._num_computed[[planned.row for planned in plan.rows]] = -1
             return
         for planned, begin, count in standing_rows(plan, result):
@@ -218,7 +218,7 @@ class MedusaDrafter:
         """Keep the features of the last position that stands of each row."""
         assert self._last is not None
         last, rows, places = self._last, [], []
-        if plan.runs_ahead:  # another step has overwritten the features
+        if plan.runs_ahead and self._device.runs_ahead:  # another step has overwritten the features
             self._num_computed[[planned.row for planned in plan.rows]] = -1
             return
         for planned, begin, count in standing_rows(plan, result):

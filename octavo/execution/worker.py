@@ -293,7 +293,9 @@ class Worker:
         config, device = self._config, self._device
         small = self._caches([1] * capacity.num_pools(self.groups))
         own_sizes = [sum(map(block_bytes, of_pool)) for of_pool in small]
-        sizes = own_sizes if self._team.seat.num_stages == 1 else self._largest_blocks()
+        sizes = own_sizes  # the first worker's, which says how many blocks there are: drafts keep theirs in them
+        if self._team.seat.num_stages > 1:
+            sizes = [max(pair) for pair in zip(own_sizes, self._largest_blocks(), strict=True)]
         self._use(small, [0] * len(small))
         other_bytes = sum(runner.captured_bytes for runner in self._runners if self._captures(runner))
         other_bytes += self._tower_bytes()

@@ -337,6 +337,17 @@ class Decoder:
         """Bytes of the packed matrices."""
         return self._num_weight_bytes
 
+    @property
+    def embeds_alone(self) -> bool:
+        """Whether `embed` needs no other worker."""
+        has_projection = self._projection is not None or self.description.embedding_size is None
+        return self._embedding is not None and has_projection and self.description.share.is_whole
+
+    @property
+    def makes_logits_alone(self) -> bool:
+        """Whether `output` needs no other worker."""
+        return self._output is not None and self.description.share.is_whole
+
     def forward(self, batch: StepBatch, caches: Sequence[LayerKVCache]) -> Array:
         """-> hidden [T, H] before the final norm, or after it in a model that pools, or that of this stage's last
         layer, of type `stream_dtype`. Caches are those of `layer_caches`
