@@ -303,7 +303,8 @@ class Runner:
         for row, measured in step.prompts:
             found = result.prompt_logprobs.setdefault(row, [])
             found += entries(fetch(measured.arrays), measured.num_top)
-        result.alignment = {row: found.told(fetch) for row, found in step.alignment.items()}
+        if self._team.is_leader:
+            result.alignment = {row: found.told(fetch) for row, found in step.alignment.items()}
         return result
 
     def _may_change(self, row: int) -> bool:
@@ -378,7 +379,7 @@ class Runner:
                 crossing = cast(CrossModel, self.model)
                 with self._cross.keeping_queries(crossing):
                     outputs = self.computation.outputs(inputs, num_samples)
-                step.alignment = self._cross.alignment(self.ops, crossing, aligned, self.caches)
+                step.alignment = self._cross.alignment(crossing, aligned, self.caches)
             else:
                 outputs = self.computation.outputs(inputs, num_samples)
             if self.keeps_features:

@@ -125,7 +125,11 @@ class Worker:
             if not description.num_cross_tokens:
                 self._media_table = MediaTable(rows, description, limits.max_num_seqs)
             phases.end("tower")
-        if (sound := config.sound) is not None:
+        if config.sound is not None and not team.is_leader:
+            from octavo.multimodal.tower import ReceivedRows
+
+            self._received = ReceivedRows()
+        elif (sound := config.sound) is not None:
             from octavo.multimodal.speech import SpeechEncoder
             from octavo.multimodal.tower import TowerCache
 
@@ -135,12 +139,16 @@ class Worker:
             phases.end("encoder")
         cross = None
         if description.num_cross_tokens:
-            found: MediaRows | None = self.media
+            found: MediaRows | None = self.media or self._received
             if found is None:  # without its tower (--language-model-only): there is nothing to be found
                 from octavo.multimodal.tower import ReceivedRows
 
                 found = ReceivedRows()
-            cross = CrossOutputs(found, self.groups, config.cache.block_size, model_config.dtype, limits.max_num_seqs)
+            cross = CrossOutputs(
+                found, self.groups, config.cache.block_size, model_config.dtype, limits.max_num_seqs,
+                limits.max_num_batched_tokens,
+            )  # fmt: skip
+        self._cross = cross
         table = SequenceTable(limits.max_num_seqs, model_config.max_model_len, config.cache.block_size, self.groups)
         self.runner = Runner(
             model, ops, device, table, limits.max_num_batched_tokens, self.grammars, runner_adapters,
@@ -375,9 +383,10 @@ class Worker:
         return found
 
     def take_rows(self, rows: Mapping[bytes, NDArray[np.float32]]) -> None:
-        """Of pictures by content, from the first worker of the team."""
-        assert self._received is not None and self._media_table is not None, "this worker has the tower"
-        self._received.take(rows, self._media_table.content_hashes)
+        """Of media by content, from the first worker of the team."""
+        used = self._media_table or self._cross
+        assert self._received is not None and used is not None, "this worker has the tower"
+        self._received.take(rows, used.content_hashes)
 
     def release_cache(self) -> None:
         """Give the cache's memory back to the system, and the host tier's, until they are written again."""

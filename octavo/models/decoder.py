@@ -308,12 +308,13 @@ class Decoder:
     def _padded_output(self, parameters: Parameters) -> LinearWeight:
         """An output matrix that has rows of all tokens, whose logits of those that are never said are too low."""
         description = self.description
-        assert not description.tie_word_embeddings and description.share.is_whole and not description.output_bias
+        assert not description.tie_word_embeddings and not description.output_bias
         num_said = description.vocab_size - description.num_unsaid_tokens
         rows = parameters.weights.take(f"{description.output_name}.weight", (num_said, self.hidden_size))
         bias = np.zeros(description.vocab_size, rows.dtype)
         bias[num_said:] = _NEVER_SAID
-        return parameters.packed(np.pad(rows, ((0, description.num_unsaid_tokens), (0, 0))), bias)
+        own = slice(self._own_vocab.start, self._own_vocab.stop)
+        return parameters.packed(np.pad(rows, ((0, description.num_unsaid_tokens), (0, 0)))[own], bias[own])
 
     @property
     def matrices(self) -> tuple[NamedMatrix, ...]:

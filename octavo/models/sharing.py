@@ -9,6 +9,7 @@ from itertools import accumulate
 
 from octavo.errors import ConfigError
 from octavo.layers.attention import AttentionDescription
+from octavo.layers.cross_attention import CrossAttentionDescription
 from octavo.layers.experts import ExpertsDescription
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.latent import LatentDescription
@@ -26,10 +27,12 @@ from octavo.models.description import LayerDescription, ModelDescription
 # What workers share out of attention and what stands in its place or beside it: heads, or channels.
 _SHAREABLE = (
     AttentionDescription, LatentDescription, MambaDescription, ShortConvDescription, GatedDeltaDescription,
-    LightningDescription, GatedRecurrenceDescription,
+    LightningDescription, GatedRecurrenceDescription, CrossAttentionDescription,
 )  # fmt: skip
 # And what may have to see all of a row though workers share it out.
-_GATHERING = (AttentionDescription, MambaDescription, LightningDescription, FeedForwardDescription)
+_GATHERING = (
+    AttentionDescription, MambaDescription, LightningDescription, FeedForwardDescription, CrossAttentionDescription,
+)  # fmt: skip
 
 # Of how many equal parts what ends a layer may be the sum; the first that a model's sizes are multiples of is taken.
 _SUMMANDS = (8, 4, 2, 3, 5, 7)
@@ -164,7 +167,6 @@ def _not_built(description: ModelDescription) -> dict[str, bool]:
     attentions = [mixer for mixer in mixers if isinstance(mixer, AttentionDescription)]
     return {
         "models that transformers computes": description.impl != "octavo",
-        "attention to another network's output": not all(isinstance(mixer, _SHAREABLE) for mixer in mixers),
         "attention of several inputs": any(a.num_inputs > 1 for a in attentions),
     }
 
@@ -202,10 +204,11 @@ def _with_share(layer: LayerDescription, share: Share) -> LayerDescription:
 
 
 def _shared_mixer(mixer: MixerDescription | None, share: Share) -> MixerDescription | None:
-    if not isinstance(mixer, _SHAREABLE):
-        return mixer
+    if mixer is None:
+        return None
+    assert isinstance(mixer, _SHAREABLE)
     shared: MixerDescription = replace(mixer, share=share)
-    if isinstance(shared, AttentionDescription):
+    if isinstance(shared, AttentionDescription | CrossAttentionDescription):
         shared.own_heads  # noqa: B018  # which may be refused
     shared.cache  # noqa: B018  # likewise
     return shared
