@@ -179,5 +179,5 @@ def check_shared(args: EngineArgs, description: ModelDescription, device: str) -
                 "them out."
             )
         logger.info("Answers are not to the bit those of another --tensor-parallel-size: %s.", reason)
-    for layers in stage_layers(len(description.layers), num_stages, layer_partition(args)):
+    for layers in stage_layers(description, num_stages, layer_partition(args)):
         with_stage(shared, layers)

@@ -63,7 +63,7 @@ class HostWorkers:
         self.memory_bytes = 0 if config.device == "cuda" else group_bytes(size, most)
         stages = range(self.seats[0].stage, self.seats[-1].stage + 1)
         self._memories = {stage: shared_memory(self.memory_bytes) for stage in stages}
-        self._slots, self._slot_bytes = num_stages + 1, limits.max_num_batched_tokens * description.hidden_size * 4
+        self._slots, self._slot_bytes = num_stages + 1, limits.max_num_batched_tokens * description.stage_width * 4
         self._ways = {
             stage: [Way(self._slots, self._slot_bytes) for _ in range(size)] for stage in stages[:-1]
         }  # by the stage that they start from

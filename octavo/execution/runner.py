@@ -107,14 +107,14 @@ class Runner:
         if self._links.before is not None:
             of_stage = cast(StageModel, model)
             item_bytes = 4 if of_stage.stream_dtype == "float32" else 2
-            self._largest = replace(self._largest, entering_bytes=of_stage.hidden_size * item_bytes)
+            self._largest = replace(self._largest, entering_bytes=of_stage.stage_width * item_bytes)
         self.computation = StepComputation(
             model, ops, device, self._largest, self._tables, self._links, None if adapters is None else adapters.ops
         )
         # What goes to the stage behind, on its way from a device with memory of its own.
         self._leaving: NDArray[np.uint8] | None = None
         if self._links.behind is not None and not device.shares_memory:
-            row_bytes = cast(StageModel, model).hidden_size * 4
+            row_bytes = cast(StageModel, model).stage_width * 4
             self._leaving = device.pinned([max_num_tokens * row_bytes], "uint8")
         num_bytes = StepLayout(self._largest).num_bytes
         self._stages = [

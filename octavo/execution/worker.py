@@ -182,7 +182,7 @@ class Worker:
             description, seat.share, self._config.enable_expert_parallel, self._config.reproducible_parallel
         )
         if seat.num_stages > 1:
-            description = with_stage(description, self._config.stages(len(description.layers))[seat.stage])
+            description = with_stage(description, self._config.stages(description)[seat.stage])
         ops = self._with_attention(description, config.dtype, phases)
         weights = open_weights(
             checkpoint, config.dtype, config.seed, config.quantization, description.tie_word_embeddings
@@ -374,7 +374,7 @@ class Worker:
 
     def _largest_blocks(self) -> list[int]:
         """By pool, the bytes of a block in that stage where it has the most."""
-        description, stages = self._description, self._config.stages(len(self._description.layers))
+        description, stages = self._description, self._config.stages(self._description)
         found = []
         for pool in range(capacity.num_pools(self.groups)):
             spec = next(group.spec for group in self.groups if group.pool == pool)

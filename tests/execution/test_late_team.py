@@ -24,6 +24,7 @@ from tests.execution.late_team import late_followers
 from tests.execution.small_overrides import BAMBA, CUT, DEEPSEEK, OLMO_2
 from tests.execution.test_guesses import guessed_requests
 from tests.execution.test_runner import EOS, config_of, model, requests, run
+from tests.execution.test_stages import GEMMAS, ZAMBAS
 from tests.execution.test_team import EXPERTS, FEW_ADAPTERS, adapted, assert_near, told_exactly, write_adapters
 from tests.lora.random_adapters import TINY_SIZES, write_adapter_of
 
@@ -78,6 +79,8 @@ def of_one_on_cpu(model: Path, **flags: Any) -> EngineCore:
                 ((4, 1), {"hf_overrides": CUT | BAMBA, "num_gpu_blocks_override": 60, "enforce_eager": True}),
                 ((4, 1), {"hf_overrides": CUT | OLMO_2}),
                 ((1, 2), {"enforce_eager": True}),
+                ((1, 2), {"hf_overrides": GEMMAS[0], "num_gpu_blocks_override": 60}),
+                ((1, 2), {"hf_overrides": ZAMBAS[1], "num_gpu_blocks_override": 60, "enforce_eager": True}),
                 ((2, 2), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
             ]
         ),
