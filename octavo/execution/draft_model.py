@@ -68,7 +68,8 @@ class Draft:
         self._states = [
             layer_cache(config.cache, device, ops, spec, num_states) for spec in self._specs if spec.kind == "state"
         ]
-        self.state_bytes = sum(int(part.nbytes) for cache in self._states for part in cache.arrays)
+        self.state_arrays = [part for cache in self._states for part in cache.arrays]  # which it has for itself
+        self.state_bytes = sum(int(part.nbytes) for part in self.state_arrays)
         self._group = group_for(groups, self._specs, own.checkpoint.name)
         self.pool = groups[self._group].pool
         self._has_null_block = any(group.pool == self.pool and group.spec.kind == "window" for group in groups)

@@ -28,8 +28,8 @@ class Drafter(Protocol):
     """Guesses with a model, in the worker."""
 
     def draft(self, plan: StepPlan) -> Guesses:
-        """Guess for the rows of a plan that have guesses to be made, as many as each has. The model's runner has taken
-        in the plan; the drafter sees every plan, once."""
+        """Guess for the rows of a plan that have guesses to be made, as many as each has or as can be made. The model's
+        runner has taken in the plan; the drafter sees every plan, once."""
         ...
 
     def observe(self, plan: StepPlan, step: SubmittedStep, result: StepResult) -> None:
@@ -45,7 +45,8 @@ class DraftedStep:
         self, drafter: Drafter, plan: StepPlan, submit: Callable[[], SubmittedStep], guesses: Guesses, draft_s: float,
         waits: bool,
     ) -> None:  # fmt: skip
-        self._drafter, self.plan, self._guesses, self._draft_s = drafter, plan, guesses, draft_s
+        self._drafter, self.plan, self._made, self._draft_s = drafter, plan, guesses, draft_s
+        self._guesses = {row.row: row.guesses for row in plan.rows if row.row in guesses.of_rows}
         self._submit, self._step = submit, None if waits else submit()
         self._result: StepResult | None = None
 
@@ -61,7 +62,9 @@ class DraftedStep:
             result = self._result = step.result()
             begin = time.monotonic()
             self._drafter.observe(self.plan, step, result)
-            result.guesses, result.draft_s = dict(self._guesses), self._draft_s + time.monotonic() - begin
+            result.guesses, result.draft_s = self._guesses, self._draft_s + time.monotonic() - begin
+            result.num_made = {row: len(made) for row, made in self._made.of_rows.items()}
+            result.caught_up = self._made.caught_up
         return self._result
 
 
@@ -81,10 +84,12 @@ class DraftingRunner:
         begin = time.monotonic()
         guesses = self._drafter.draft(plan)
         draft_s = time.monotonic() - begin
-        rows = plan.rows
-        if guesses:
-            rows = [p._replace(guesses=guesses.get(p.row, p.guesses)) for p in rows]
-        plan = replace(plan, rows=rows)
+        if made := guesses.of_rows:  # any token is as good as another where none was guessed
+            rows = [
+                p._replace(guesses=(*made[p.row], *[0] * (len(p.guesses) - len(made[p.row])))) if p.row in made else p
+                for p in plan.rows
+            ]
+            plan = replace(plan, rows=rows)
         self._team.tell_plan(plan)
         compute = partial(self._runner.compute, plan)
         step = DraftedStep(self._drafter, plan, compute, guesses, draft_s, self._has_stages)

@@ -394,8 +394,9 @@ class Worker:
             raise NotImplementedError("the cache of a GPU is freed by ending the process that has it.")
         from octavo.ops.cpu_memory import release_pages
 
-        cached = [array for of_pool in self._cache for layer in of_pool for array in (layer.key, layer.value)]
-        for array in (*cached, *self._mover.host_arrays):
+        cached = [array for of_pool in self._cache for layer in of_pool for array in layer.arrays]
+        states = [] if self._draft is None else self._draft.state_arrays
+        for array in (*cached, *states, *self._mover.host_arrays):
             release_pages(array)
 
     def _layer_cache(self, spec: LayerCacheSpec, num_blocks: int, dtype: str | None = None) -> LayerKVCache:
