@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -120,9 +121,10 @@ class HostWorkers:
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Have workers end, whose connections to the first one are closed; kill those that do not."""
+    deadline = time.monotonic() + _EXIT_GRACE_S
     for process in processes:
         try:
-            process.wait(_EXIT_GRACE_S)
+            process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -14,7 +15,9 @@ import pytest
 
 from octavo.config import AsyncEngineArgs, EngineConfig, data_parallel
 from octavo.distributed import group, joining
+from octavo.distributed.connection import listen
 from octavo.distributed.group import NodeGroup
+from octavo.distributed.messages import Joined
 from octavo.engine.core import EngineCore
 from octavo.entrypoints.openai.server import run_server
 from octavo.entrypoints.openai.server_args import ServerArgs
@@ -22,6 +25,7 @@ from octavo.errors import ConfigError, LoadError
 from octavo.execution import node
 from octavo.execution.executor import TeamExecutor, make_executor
 from octavo.execution.node import Node
+from octavo.models.registry import describe
 from tests.execution.test_guesses import guessed_requests
 from tests.execution.test_runner import config_of, model, run, told
 
@@ -254,3 +258,34 @@ def test_nodes_other_than_0_are_headless(model: Path) -> None:
             run_server(AsyncEngineArgs(node_rank=rank, nnodes=2), ServerArgs(headless=headless))
     with pytest.raises(ConfigError, match="--node-rank 1 has no engine of its own"):
         make_executor(node_config(model, 29501, 1))
+
+
+@pytest.mark.parametrize(("rank", "refused"), [(1, 1), (1, 2), (2, None)])
+def test_a_node_that_cannot_connect_keeps_nothing_open(
+    model: Path, port: int, monkeypatch: pytest.MonkeyPatch, rank: int, refused: int | None
+) -> None:
+    """As it tries again for ever: the connections of its rows and its worker, and the memory of that."""
+    config = node_config(model, port, rank, 3)
+    description = describe(config.model.checkpoint.config)
+    others = []
+
+    def connect(address: tuple[str, int], token: bytes) -> socket.socket:
+        if len(others) + 1 == refused:
+            raise ConnectionRefusedError
+        own, other = socket.socketpair()
+        others.append(other)
+        return own
+
+    monkeypatch.setattr(node, "connect", connect)
+    monkeypatch.setattr(node, "HANDSHAKE_S", 0.01)
+    membership = node._Membership(config, description)
+    open_files = len(os.listdir("/proc/self/fd"))
+    if rank > 1:  # whose node before does not come
+        membership._listener = listen(("127.0.0.1", 0))
+        open_files += 1
+    with pytest.raises(OSError):  # noqa: PT011 - of either kind
+        membership._start(Joined(b"session", None))
+    for other in others:
+        other.close()
+    assert len(os.listdir("/proc/self/fd")) == open_files
+    membership.__exit__()
