@@ -6,6 +6,7 @@ starts that one's.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -100,8 +101,9 @@ class HostWorkers:
         )  # fmt: skip
         self.processes.append(process)
         assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(orders) + b"\n")
-        process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it died at once, which the first worker hears when it waits for it
+            process.stdin.write(msgspec.json.encode(orders) + b"\n")
+            process.stdin.flush()
 
     def let_go(self, own: Seat | None = None) -> None:
         """Of what only the processes have to do with, and not this one, as the worker `own`, which keeps its memory and
@@ -129,4 +131,5 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
             process.kill()
             process.wait()
         if process.stdin is not None:
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # where it has not read what it was told
+                process.stdin.close()

@@ -394,44 +394,6 @@ def test_swap_space_must_fit_the_memory_of_each_host(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("flags", "name"),
-    [
-        ({"tensor_parallel_size": 4}, "worker 2 of 4"),
-        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "worker 1 of 2 of stage 0 of 2"),
-    ],
-)
-def test_a_worker_that_dies_ends_the_step_and_the_others(
-    start: Callable[..., EngineCore], flags: dict[str, int], name: str
-) -> None:
-    core = start(**flags)
-    assert isinstance(core.executor, TeamExecutor)
-    team = core.executor.team
-    told: list[str] = []
-    team.on_death(told.append)
-    for request in requests(1, 3):
-        core.add(request)
-    core.step()
-    processes = team.processes
-    processes[1].kill()
-    processes[1].wait(60)
-    with pytest.raises(
-        (RuntimeError, ConnectionError),
-        match=r"another worker of this model has ended|of another stage has|of . has ended",
-    ):
-        run(core, [])
-    team.close()
-    assert [process.wait(60) for process in processes] == [0, -9, 0]
-    assert all(message == f"{name} ended with status -9" for message in told)
-
-
-def test_what_a_worker_cannot_load_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here because the environment has changed since the first has read it."""
-    monkeypatch.setenv("OCTAVO_CPU_ISA", "none such")
-    with pytest.raises(ConfigError, match="'none such' is not one that this machine runs"):
-        TeamExecutor(config_of(model, tensor_parallel_size=2))
-
-
-@pytest.mark.parametrize(
     ("flags", "message"),
     [
         ({"tensor_parallel_size": 3}, "cannot share out 4 attention heads; these sizes could: 1, 2, 4"),
