@@ -26,6 +26,8 @@ from octavo.execution import node
 from octavo.execution.executor import TeamExecutor, make_executor
 from octavo.execution.node import Node
 from octavo.models.registry import describe
+from octavo.speculative.proposer import ToBeDrafted
+from octavo.speculative.speculation import Speculation
 from tests.execution.test_guesses import guessed_requests
 from tests.execution.test_runner import config_of, model, run, told
 
@@ -76,6 +78,7 @@ def node_config(model: Path, port: int, rank: int, size: int = 2, **flags: Any) 
     ("size", "flags"),
     [
         (2, {"num_gpu_blocks_override": 16}),
+        (2, {"num_speculative_tokens": 3}),  # of a draft on node 0, which the model is to itself
         pytest.param(3, {}, marks=pytest.mark.long),  # rows go past node 0
         pytest.param(2, {"pipeline_parallel_size": 4, "dtype": "bfloat16"}, marks=pytest.mark.long),
         pytest.param(2, {"tensor_parallel_size": 2}, marks=pytest.mark.long),
@@ -83,15 +86,18 @@ def node_config(model: Path, port: int, rank: int, size: int = 2, **flags: Any) 
 )
 def test_nodes_answer_as_one_worker(model: Path, port: int, pool: Beside, size: int, flags: dict[str, Any]) -> None:
     """The same bits, where each layer is one worker's, and tokens in any case."""
+    speculation = None
+    if "num_speculative_tokens" in flags:
+        flags, speculation = flags | {"speculative_model": str(model)}, Speculation(ToBeDrafted(96), 3)
     others = [pool.submit(Node(node_config(model, port, rank, size, **flags), 60).run) for rank in range(1, size)]
     executor = TeamExecutor(config := node_config(model, port, 0, size, **flags))
     try:
-        found = run(EngineCore(config, executor), guessed_requests(1), 1)
+        found = run(EngineCore(config, executor, speculation), guessed_requests(1), 1)
     finally:
         executor.team.close()
     for other in others:
         other.result(60)
-    alone = {name: value for name, value in flags.items() if "parallel" not in name}
+    alone = {name: value for name, value in flags.items() if "parallel" not in name and "speculative" not in name}
     expected = run(EngineCore(config_of(model, **(FOUR_LAYERS | alone))), guessed_requests(1), 1)
     assert found.keys() == expected.keys()
     for key, outputs in found.items():
