@@ -20,7 +20,7 @@ from tests.execution.test_guesses import guessed_requests
 from tests.execution.test_heads import DEEPSEEK_MODULE, SHAPE, answer_of, heads, settings
 from tests.execution.test_heads import model as deep_model
 from tests.execution.test_runner import config_of, model, requests, run
-from tests.execution.test_team import assert_near
+from tests.execution.test_team import Outputs, told_exactly
 
 __all__ = ["deep_model", "heads", "model"]
 
@@ -40,6 +40,11 @@ def start() -> Iterator[Start]:
     yield start
     for team in teams:
         team.close()
+
+
+def exactly(outputs: Outputs) -> dict[tuple[str, int], Any]:
+    """All that is told, to the bit, as these sums are cut alike for any number of workers."""
+    return {key: told_exactly(of_one) for key, of_one in outputs.items()}
 
 
 def always() -> Speculation:
@@ -66,13 +71,13 @@ def test_a_draft_guesses_for_all_workers(
     speculative = {"model": str(draft), "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}
     speculation, num_guessed = always(), 0
 
-    def count(_rows: Any, guesses: dict[int, tuple[int, ...]], _seconds: float) -> None:
+    def count(_rows: Any, guesses: dict[int, tuple[int, ...]], *_how_long: Any) -> None:
         nonlocal num_guessed
         num_guessed += sum(map(len, guesses.values()))
 
     monkeypatch.setattr(speculation, "drafted", count)
     core = start(model, speculation, speculative_config=speculative, **workers(*sizes), **flags)
-    assert_near(run(core, guessed_requests(1), 1), expected)
+    assert exactly(run(core, guessed_requests(1), 1)) == exactly(expected)
     assert num_guessed > 100
 
 
@@ -108,7 +113,7 @@ def test_a_head_guesses_for_all_workers(
     guessed = answer_of(EngineCore(config_of(deep_model, **of_one, **head), None, always()))
     core = start(deep_model, always(), **workers(*sizes), **flags, **head)
     assert answer_of(core) == guessed
-    assert_near(run(core, guessed_requests(1), 1), expected)
+    assert exactly(run(core, guessed_requests(1), 1)) == exactly(expected)
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), pytest.param((1, 2), marks=pytest.mark.long)])
@@ -124,7 +129,7 @@ def test_a_module_of_the_model_guesses_for_all_workers(
     guessed = answer_of(EngineCore(config_of(tmp_path, **head), None, always()))
     core = start(tmp_path, always(), **workers(*sizes), **head, enable_expert_parallel=sizes[0] > 1)
     assert answer_of(core) == guessed
-    assert_near(run(core, requests(1, 6), 1), expected)
+    assert exactly(run(core, requests(1, 6), 1)) == exactly(expected)
 
 
 def test_what_cannot_guess_for_several_workers_is_refused(deep_model: Path, heads: dict[str, Path]) -> None:
