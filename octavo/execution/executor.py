@@ -159,7 +159,9 @@ class TeamExecutor(LocalExecutor):
             self.team.tell_rows({content_hash: media.rows(content_hash) for content_hash in hashes})
         if not self._guesses:
             self.team.tell_plan(plan)
-        return super().submit(plan) if self.num_stages == 1 else _LastStage(partial(super().submit, plan))
+        if self._guesses or self.num_stages == 1:
+            return super().submit(plan)
+        return _LastStage(partial(super().submit, plan))
 
     def prepare_adapter(self, source: AdapterSource) -> Future[int]:
         return self.team.prepare_adapter(source, super().prepare_adapter(source))

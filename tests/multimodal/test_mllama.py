@@ -197,8 +197,12 @@ def test_rows_are_those_of_a_picture_s_own_tiles(llm: LLM) -> None:
     assert counts[0] == ROWS and counts[-1] in (3 * ROWS, 4 * ROWS)
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_preempted_and_forked_prompts_see_the_same(folder: Path, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "num_workers"),
+    # Of four workers two have each head of keys.
+    [("recompute", 1), ("swap", 1), ("recompute", 2), pytest.param("swap", 4, marks=pytest.mark.long)],
+)
+def test_preempted_and_forked_prompts_see_the_same(folder: Path, mode: str, num_workers: int) -> None:
     params = SamplingParams(temperature=1, seed=5, max_tokens=60, logprobs=1, ignore_eos=True, n=2)
     prompts = [asked(name) for name in PROMPTS]
     llm = engine(folder)
@@ -206,7 +210,7 @@ def test_preempted_and_forked_prompts_see_the_same(folder: Path, mode: str) -> N
     llm.close()
     crowded = engine(
         folder, num_gpu_blocks_override=17, limit_mm_per_prompt={"image": 5}, preemption_mode=mode,
-        swap_space=0.01 if mode == "swap" else 0,
+        swap_space=0.01 if mode == "swap" else 0, tensor_parallel_size=num_workers, reproducible_parallel=True,
     )  # fmt: skip
     generate(crowded, *prompts)  # so that no tower has to be waited for
     together = generate(crowded, *prompts, params=params)
@@ -234,7 +238,8 @@ def test_quantized_decoders_see(tmp_path: Path, folder: Path) -> None:
     assert told(quantized, names, GREEDY) == told(floats, names, GREEDY)
 
 
-def test_adapters_change_what_is_read_of_a_picture(tmp_path: Path, folder: Path) -> None:
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_adapters_change_what_is_read_of_a_picture(tmp_path: Path, folder: Path, num_workers: int) -> None:
     """Keys and values of pictures are those of the request's adapter."""
     generator, tensors = np.random.default_rng(0), load_file(folder / "model.safetensors")
     wanted = r"language_model.*(cross_attn\.[qkvo]|layers\.0\.self_attn\.q)_proj"
@@ -255,7 +260,7 @@ def test_adapters_change_what_is_read_of_a_picture(tmp_path: Path, folder: Path)
     (adapter / "adapter_config.json").write_text(json.dumps(settings))
     names = ["two, each before its text", "text before and after"]
     expected = told(rewritten(folder, tmp_path / "merged", merged), names, GREEDY)
-    llm = engine(folder, enable_lora=True)
+    llm = engine(folder, enable_lora=True, tensor_parallel_size=num_workers)
     prompts, request = [asked(name) for name in names], LoRARequest("a", 1, str(adapter))
     plain = [output.outputs[0].logprobs for output in generate(llm, *prompts)]
     mixed = llm.generate(prompts * 2, GREEDY, use_tqdm=False, lora_request=[request, request, None, None])
@@ -327,7 +332,7 @@ def test_what_is_not_built_is_refused(llm: LLM, folder: Path) -> None:
             "lower --max-model-len to at most 112, or --limit-mm-per-prompt,",
         ),  # with eight pictures side by side
         ({"enable_mm_embeds": True}, "--enable-mm-embeds is not built yet for models that attend to a picture"),
-        ({"tensor_parallel_size": 2}, "not built yet for attention to another network's output"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size is not built yet for another network.s output"),
     ):
         with pytest.raises(ConfigError, match=reason):
             engine(folder, **args)
