@@ -215,6 +215,7 @@ class MediaConfig:
     hidden_size: int = 0  # of a row of the tower
     num_parts: int = 1  # rows of a token: others are for early layers
     tile_rows: int = 0  # of one of a picture's tiles, which layers attend to; 0: rows stand in the place of tokens
+    max_tiles: int = 0  # of a picture, of such a model
     has_grids: bool = False  # positions follow from those of pictures
     takes_embeddings: bool = False  # rows in the place of pictures
     kept_bytes: int = 1 << 30  # of media that are kept for later requests

@@ -88,6 +88,11 @@ class CrossOutputs:
         self._offsets = np.arange(num_tokens) % block_size
         self._blocks = np.arange(num_tokens) // block_size
 
+    @property
+    def content_hashes(self) -> set[bytes]:
+        """Of the media whose rows may still be wanted."""
+        return {seen.content_hash for media, _ in self._ahead.values() for seen in media}
+
     def starting(self, plan: StepPlan) -> Iterator[tuple[int, NDArray[Any], NDArray[np.int64]]]:
         """Of each medium at whose place a sequence's part of the step starts: the sequence's row of the tables, the
         output [N, H] in the model's type, and the slots [N] int64 of what is made of it. The step's tokens see what

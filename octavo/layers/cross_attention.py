@@ -16,7 +16,7 @@ from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Summand
-from octavo.layers.share import WHOLE
+from octavo.layers.share import WHOLE, Share, elements
 from octavo.ops import Array, LayerKVCache
 
 
@@ -38,11 +38,26 @@ class CrossAttentionDescription:
     value_name: str = "encoder_attn.v_proj"
     output_name: str = "encoder_attn.out_proj"
     qk_norm_names: tuple[str, str] = ("", "")
+    share: Share = WHOLE  # of the heads
+
+    @property
+    def units(self) -> int:
+        """What workers share out."""
+        return self.num_heads
+
+    @property
+    def own_heads(self) -> range:
+        return self.share.of(self.num_heads, "heads of cross attention")
+
+    @property
+    def own_kv_heads(self) -> range:
+        return self.share.of_few(self.num_kv_heads, "key and value heads of cross attention")
 
     @property
     def cache(self) -> LayerCacheSpec:
         """What the layer keeps of each sequence."""
-        return LayerCacheSpec("cross", self.num_kv_heads, self.head_size, self.head_size, num_tokens=self.num_tokens)
+        num_kv_heads = len(self.own_kv_heads)
+        return LayerCacheSpec("cross", num_kv_heads, self.head_size, self.head_size, num_tokens=self.num_tokens)
 
     def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> CrossAttention:
         return CrossAttention(self, hidden_size, parameters, prefix)
@@ -55,14 +70,20 @@ class CrossAttention:
         self, description: CrossAttentionDescription, hidden_size: int, parameters: Parameters, prefix: str
     ) -> None:
         self.description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
-        size, has_biases = description.num_heads * description.head_size, description.has_biases
-        kv_size = self._kv_size = description.num_kv_heads * description.head_size
-        self._query = parameters.linear([f"{prefix}{description.query_name}"], [size], hidden_size, has_biases)
+        head_size, has_biases, share = description.head_size, description.has_biases, description.share
+        own = elements(description.own_heads, head_size)
+        own_keys = elements(description.own_kv_heads, head_size)
+        self._kv_size = len(own_keys)
+        self._query = parameters.linear(
+            [f"{prefix}{description.query_name}"], [description.num_heads * head_size], hidden_size, has_biases,
+            own=None if share.is_whole else own,
+        )  # fmt: skip
         names = [f"{prefix}{description.key_name}", f"{prefix}{description.value_name}"]
         self._key_value = parameters.linear(
-            names, [kv_size, kv_size], hidden_size, has_biases, without_bias=names[:1] if has_biases else ()
-        )
-        self._output = parameters.ending(f"{prefix}{description.output_name}", hidden_size, size, has_biases, WHOLE)
+            names, [description.num_kv_heads * head_size] * 2, hidden_size, has_biases,
+            own=None if share.is_whole else own_keys, without_bias=names[:1] if has_biases else (),
+        )  # fmt: skip
+        self._output = parameters.ending(f"{prefix}{description.output_name}", hidden_size, len(own), has_biases, share)
         self._norms: list[Norm] = []  # of queries and of keys
         if description.qk_norm is not None:
             self._norms = [
@@ -70,7 +91,8 @@ class CrossAttention:
                 for name in description.qk_norm_names
             ]
         assert not (description.has_blind_tokens and has_biases), "what sees nothing adds nothing"
-        self._nothing = parameters.once(("nothing", size), lambda: self._ops.place(np.zeros((1, size), np.float32)))
+        nothing = np.zeros((1, len(own)), np.float32)
+        self._nothing = parameters.once(("nothing", len(own)), lambda: self._ops.place(nothing))
         self._no_rotation = parameters.rotary(None, description.head_size)
         self.keeps_query = False
         self.query: Array | None = None  # [T, heads, D] float32 of the last step, where it is kept

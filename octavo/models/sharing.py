@@ -9,6 +9,7 @@ from itertools import accumulate
 
 from octavo.errors import ConfigError
 from octavo.layers.attention import AttentionDescription
+from octavo.layers.cross_attention import CrossAttentionDescription
 from octavo.layers.experts import ExpertsDescription
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.latent import LatentDescription
@@ -26,7 +27,7 @@ from octavo.models.description import LayerDescription, ModelDescription
 # What workers share out of attention and what stands in its place or beside it: heads, or channels.
 _SHAREABLE = (
     AttentionDescription, LatentDescription, MambaDescription, ShortConvDescription, GatedDeltaDescription,
-    LightningDescription, GatedRecurrenceDescription,
+    LightningDescription, GatedRecurrenceDescription, CrossAttentionDescription,
 )  # fmt: skip
 # And what may have to see all of a row though workers share it out.
 _GATHERING = (AttentionDescription, MambaDescription, LightningDescription, FeedForwardDescription)
@@ -134,7 +135,7 @@ def with_stage(description: ModelDescription, layers: range) -> ModelDescription
         "keys of another layer": any(
             isinstance(a, AttentionDescription) and a.reads_layer is not None for a in attentions
         ),
-        "another network's output": description.num_cross_tokens > 0,
+        "models that write down speech": description.num_cross_tokens > 0 and not description.takes_media,
         "several residual streams": description.streams is not None,
         "a transformer that layers share": any(layer.shared is not None for layer in description.layers),
         "a layer that reads what an index of another stage chooses": any(
@@ -164,7 +165,8 @@ def _not_built(description: ModelDescription) -> dict[str, bool]:
     attentions = [mixer for mixer in mixers if isinstance(mixer, AttentionDescription)]
     return {
         "models that transformers computes": description.impl != "octavo",
-        "attention to another network's output": not all(isinstance(mixer, _SHAREABLE) for mixer in mixers),
+        "mixers of other kinds": not all(isinstance(mixer, _SHAREABLE) for mixer in mixers),
+        "models that write down speech": description.num_cross_tokens > 0 and not description.takes_media,
         "attention of several inputs": any(a.num_inputs > 1 for a in attentions),
     }
 

@@ -400,6 +400,12 @@ class MediaProcessor:
     def _process_embeddings(self, intake: Intake, given: Embeddings, digest: bytes) -> Processed:
         """Rows in the place of a medium: the marks around one's tokens, and as many tokens as there are rows."""
         kind, num_tokens = intake.kind, given.rows.shape[1]
+        array = MediaArray(EMBEDDINGS, given.rows.dtype.name, given.rows.shape, given.rows.tobytes())
+        if (of_tile := self.config.tile_rows) > 0:
+            most = self.config.max_tiles
+            if num_tokens % of_tile or num_tokens > most * of_tile:
+                raise kind.refusal(f"its embeddings must be those of 1 to {most} tiles of {of_tile} rows.")
+            return Processed(self.placeholders[kind.name], MediaInput(digest, num_tokens, (array,)))
         before, token, behind = self._marks(intake)
         grid = None
         if given.grid is not None:
@@ -408,7 +414,6 @@ class MediaProcessor:
             grid = time, height // merge, width // merge
             if time != 1 or height % merge or width % merge or grid[1] * grid[2] != num_tokens:
                 raise kind.refusal(f"its image_grid_thw {list(given.grid)} is not that of {num_tokens} rows.")
-        array = MediaArray(EMBEDDINGS, given.rows.dtype.name, given.rows.shape, given.rows.tobytes())
         return Processed(before + token * num_tokens + behind, MediaInput(digest, num_tokens, (array,), grid))
 
     def _marks(self, intake: Intake) -> tuple[str, str, str]:

@@ -234,8 +234,8 @@ def test_quantized_decoders_see(tmp_path: Path, folder: Path) -> None:
     assert told(quantized, names, GREEDY) == told(floats, names, GREEDY)
 
 
-def test_adapters_change_what_is_read_of_a_picture(tmp_path: Path, folder: Path) -> None:
-    """Keys and values of pictures are those of the request's adapter."""
+def write_adapter(folder: Path, path: Path) -> tuple[Path, dict[str, Any]]:
+    """An adapter of layers of cross attention and others, and all tensors of the model with it."""
     generator, tensors = np.random.default_rng(0), load_file(folder / "model.safetensors")
     wanted = r"language_model.*(cross_attn\.[qkvo]|layers\.0\.self_attn\.q)_proj"
     modules = [name for name in tensors if re.match(wanted, name)]
@@ -247,15 +247,21 @@ def test_adapters_change_what_is_read_of_a_picture(tmp_path: Path, folder: Path)
         peft_name = f"base_model.model.{name.removesuffix('.weight')}"
         factors |= {f"{peft_name}.lora_A.weight": a, f"{peft_name}.lora_B.weight": b}
         merged[name] = tensors[name] + 2 * b @ a  # alpha / r
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    save_file(factors, adapter / "adapter_model.safetensors")
+    path.mkdir()
+    save_file(factors, path / "adapter_model.safetensors")
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
     settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": targets}
-    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    (path / "adapter_config.json").write_text(json.dumps(settings))
+    return path, merged
+
+
+@pytest.mark.parametrize("sizes", [{}, pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.long)])
+def test_adapters_change_what_is_read_of_a_picture(tmp_path: Path, folder: Path, sizes: dict[str, int]) -> None:
+    """Keys and values of pictures are those of the request's adapter."""
+    adapter, merged = write_adapter(folder, tmp_path / "adapter")
     names = ["two, each before its text", "text before and after"]
     expected = told(rewritten(folder, tmp_path / "merged", merged), names, GREEDY)
-    llm = engine(folder, enable_lora=True)
+    llm = engine(folder, enable_lora=True, **sizes)
     prompts, request = [asked(name) for name in names], LoRARequest("a", 1, str(adapter))
     plain = [output.outputs[0].logprobs for output in generate(llm, *prompts)]
     mixed = llm.generate(prompts * 2, GREEDY, use_tqdm=False, lora_request=[request, request, None, None])
@@ -326,8 +332,7 @@ def test_what_is_not_built_is_refused(llm: LLM, folder: Path) -> None:
             {"num_gpu_blocks_override": 17},
             "lower --max-model-len to at most 112, or --limit-mm-per-prompt,",
         ),  # with eight pictures side by side
-        ({"enable_mm_embeds": True}, "--enable-mm-embeds is not built yet for models that attend to a picture"),
-        ({"tensor_parallel_size": 2}, "not built yet for attention to another network's output"),
+        ({"tensor_parallel_size": 3}, "cannot share out 4 attention heads; these sizes could: 1, 2, 4"),
     ):
         with pytest.raises(ConfigError, match=reason):
             engine(folder, **args)
