@@ -39,7 +39,7 @@ _PARTS = {"image": "image_processor", "audio": "feature_extractor", "video": "vi
 # What it makes of a video: some towers take frames as pictures.
 _OF_VIDEO = (
     "pixel_values_videos", "video_grid_thw", "video_position_ids", "num_frames_per_video", "pixel_values",
-    "pixel_attention_mask",
+    "pixel_attention_mask", "target_sizes_videos", "video_merge_sizes", "video_compression_mask",
 )  # fmt: skip
 _NUM_GUESSES = 8  # of the size of a medium that fits
 # What a processor makes of the text.
@@ -389,7 +389,7 @@ class MediaProcessor:
             raise VIDEO.refusal("nothing of it reaches the model.")
         arrays = [_array(name, found[name]) for name in _OF_VIDEO if name in found]
         grid, step = None, 1.0
-        if "video_grid_thw" in found:
+        if "video_grid_thw" in found and self.config.has_grids:
             merge = self._processor.video_processor.merge_size
             time, rows, columns = found["video_grid_thw"][0].tolist()
             grid = time, rows // merge, columns // merge

@@ -132,6 +132,9 @@ class Tower:
         parts = [pooled, *(getattr(features, "deepstack_features", None) or ())]
         tensors = [part if isinstance(part, torch.Tensor) else torch.cat(list(part)) for part in parts]
         rows = torch.stack([one.reshape(-1, one.shape[-1]) for one in tensors]).float().mul(self._multiplier)
+        kept = next((array for array in given.arrays if array.name == "video_compression_mask"), None)
+        if kept is not None:  # VideoLLaMA 3's: what a frame has like the one before reaches no token
+            rows = rows[:, torch.from_numpy(np.frombuffer(kept.values, bool).copy()).to(rows.device)]
         found: Rows = rows.cpu().numpy()
         if found.shape[1] != given.num_tokens:
             raise ValueError(f"a tower gave {found.shape[1]} rows for {given.num_tokens} tokens")

@@ -224,12 +224,32 @@ VIDEO_CASES |= {
         num_tokens=768,
     ),
 }
+VIDEO_CASES |= {
+    "MiniCPMV4_6ForConditionalGeneration": Case(
+        lambda: transformers.MiniCPMV4_6ImageProcessorPil(scale_resolution=56, patch_size=7, max_slice_nums=4),
+        lambda: transformers.MiniCPMV4_6VideoProcessor(
+            scale_resolution=56, patch_size=7, max_slice_nums=4, do_sample_frames=False
+        ),
+        {},
+    ),
+    "VideoLlama3ForConditionalGeneration": Case(
+        lambda: transformers.VideoLlama3ImageProcessorPil(min_tokens=4, max_tokens=16),
+        lambda: transformers.VideoLlama3VideoProcessor(
+            size={"shortest_edge": 56 * 56, "longest_edge": 84 * 84 * 6}, do_sample_frames=False
+        ),
+        {},
+    ),
+}
 VIDEO_CASES["Gemma4ForConditionalGeneration (both ways)"] = VIDEO_CASES["Gemma4ForConditionalGeneration"]
 GLM_TOKENS = [f"<|{end}_of_{kind}|>" for end in ("begin", "end") for kind in ("image", "video")]
 
 
 def save_case(folder: Path, name: str, tiny_tokenizer: Path) -> None:
     marks = TOKENS | {"vision_start_token": "<img>", "vision_end_token": "</img>"}
+    if name.startswith("MiniCPM"):
+        ends = [f"{what}_{end}" for what in ("slice", "image_id") for end in ("start", "end")]
+        marks |= {f"{end}_token": f"<{end}>" for end in ends}
+        marks |= {"image_start_token": "<img>", "image_end_token": "</img>"}
     if name.startswith("Gemma4"):
         marks |= {"boi_token": "<img>", "eoi_token": "</img>", "video_token": "<|video|>"}
         marks |= {end: f"<{end}>" for end in ("audio_token", "boa_token", "eoa_token")}
@@ -273,11 +293,13 @@ def test_videos_are_seen_as_transformers_sees_them(tmp_path: Path, tiny_tokenize
     llm = engine(tmp_path, max_model_len=length, num_gpu_blocks_override=120 * length // 384, **more)
     # Of no more steps of time than columns or rows: from the larger of those transformers goes on behind a video.
     a, b, image = frames(0, 4, 60, 90), frames(1, 4, 90, 60), picture(0)
+    still = np.concatenate([a[:1], a[:1], b[:1, :60].repeat(2, 2)[:, :, :90], a[:1]])
     sampled = (b, {"fps": 25.0, "frames_indices": [0, 8, 16, 24], "total_num_frames": 25})
     prompts: dict[str, tuple[str, dict[str, list[Any]]]] = {
         "one": ("What is it? <video> Say it.", {"video": [(a, {"fps": 4.0})]}),
         "one that was sampled": ("What is it? <video> Say it.", {"video": [sampled]}),
         "two": ("<video>\nbeside this one:<video>.", {"video": [(a, {"fps": 4.0}), sampled]}),
+        "one that stands still": ("<video>", {"video": [(still, {"fps": 4.0})]}),
         "beside a picture": ("<video> and <image>?", {"video": [sampled], "image": [image]}),
         "behind a picture": ("<image> and <video>?", {"video": [sampled], "image": [image]}),
     }
@@ -311,6 +333,9 @@ def test_videos_are_seen_as_transformers_sees_them(tmp_path: Path, tiny_tokenize
         for token, logprob in output.outputs[0].logprobs[0].items():
             assert logprob.logprob == pytest.approx(expected[token].item(), abs=1e-4)
     assert alone[0].outputs[0].logprobs != alone[1].outputs[0].logprobs
+    if name.startswith("VideoLlama3"):  # what a frame has like the one before reaches no token
+        counts = [output.prompt_token_ids.count(made.video_token_id) for output in alone]
+        assert counts[3] < counts[0]
     llm.reset_prefix_cache()
     runs = tower(llm).num_runs
     for one, other in zip(alone, generate(llm, *asked), strict=True):
