@@ -22,7 +22,7 @@ from octavo.errors import LoadError, RequestError
 from octavo.media_kinds import AUDIO, IMAGE, VIDEO, MediaKind, SentEmbeddings, SentMedium, checked_uuid
 from octavo.metrics.media import MediaMetrics
 from octavo.multimodal.connector import fetch_all, needs_fetching
-from octavo.multimodal.embeddings import Embeddings
+from octavo.multimodal.embeddings import Embeddings, in_place_of
 from octavo.multimodal.intake import Intake
 from octavo.multimodal.kept_media import KeptMedia, medium_bytes
 from octavo.multimodal.processor_class import load_processor
@@ -406,14 +406,19 @@ class MediaProcessor:
             if num_tokens % of_tile or num_tokens > most * of_tile:
                 raise kind.refusal(f"its embeddings must be those of 1 to {most} tiles of {of_tile} rows.")
             return Processed(self.placeholders[kind.name], MediaInput(digest, num_tokens, (array,)))
-        before, token, behind = self._marks(intake)
         grid = None
         if given.grid is not None:
-            merge = self._processor.image_processor.merge_size
+            merge = getattr(self._processor, _PARTS[kind.name]).merge_size
             time, height, width = given.grid
             grid = time, height // merge, width // merge
-            if time != 1 or height % merge or width % merge or grid[1] * grid[2] != num_tokens:
-                raise kind.refusal(f"its image_grid_thw {list(given.grid)} is not that of {num_tokens} rows.")
+            has_one = kind is VIDEO or time == 1
+            if not has_one or height % merge or width % merge or time * grid[1] * grid[2] != num_tokens:
+                raise kind.refusal(f"its {kind.name}_grid_thw {list(given.grid)} is not that of {num_tokens} rows.")
+            if kind is VIDEO:
+                assert self.config.video is not None
+                text, step = in_place_of(self._processor, given.grid, given.times, self.config.video.positions_per_s)
+                return Processed(text, MediaInput(digest, num_tokens, (array,), grid, step))
+        before, token, behind = self._marks(intake)
         return Processed(before + token * num_tokens + behind, MediaInput(digest, num_tokens, (array,), grid))
 
     def _marks(self, intake: Intake) -> tuple[str, str, str]:
