@@ -298,6 +298,9 @@ class EngineArgs(Flags):
     enable_mm_embeds: bool = flag(
         False, "Take what a tower makes of media in their place: image_embeds, audio_embeds and video_embeds."
     )
+    enable_prompt_embeds: bool = flag(
+        False, "Take embeddings in the place of a prompt's tokens: prompt_embeds of completions and of LLM.generate."
+    )
     max_audio_bytes: int = flag(25_000_000, "Bytes of a sound's file at most.", positive=True)
     max_audio_seconds: float = flag(
         600.0, "Seconds of a sound at most. Its spectrum is made at once, of about 15 MB a minute.", positive=True

@@ -231,6 +231,16 @@ class MediaConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptEmbedsConfig:
+    """Embeddings in the place of a prompt's tokens."""
+
+    hidden_size: int
+    max_rows: int
+    multiplier: float  # of the rows, to make what the model's own embedding makes of tokens
+    cache_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class SoundConfig:
     """Speech to write down: where its encoder and feature extractor are, and how much of it is taken."""
 
@@ -292,6 +302,7 @@ class EngineConfig:
     lora: LoRAConfig | None = None  # None: no adapters are served
     media: MediaConfig | None = None  # None: neither pictures nor sounds are taken
     sound: SoundConfig | None = None  # None: it writes down no speech
+    prompt_embeds: PromptEmbedsConfig | None = None  # None: prompts are tokens
 
     @property
     def num_slots(self) -> int:

@@ -88,7 +88,7 @@ def outline_runner(
     media = cross = adapters = None
     if description.num_cross_tokens:
         cross = CrossOutputs(ReceivedRows(), groups, config.cache.block_size, config.model.dtype, limits.max_num_seqs)
-    elif config.media is not None:
+    elif config.media is not None or config.prompt_embeds is not None:
         media = MediaTable(ReceivedRows(), description, limits.max_num_seqs)
     if adapted is not None:
         others = adaptable_modules(description)

@@ -107,10 +107,10 @@ class Worker:
         self._largest_media: Callable[[], list[MediaInput]]  # that it may be given
         self._received: ReceivedRows | None = None
         self._media_table: MediaTable | None = None
+        rows: MediaRows
         if (media := config.media) is not None:
             from octavo.multimodal.tower import ReceivedRows, Tower, TowerCache
 
-            rows: MediaRows
             if team.is_leader:
                 from octavo.multimodal.processor import MediaProcessor
 
@@ -136,6 +136,15 @@ class Worker:
             self.media = TowerCache(encoder, sound.cache_tokens)
             self._largest_media = lambda: [encoder.example()]
             phases.end("encoder")
+        if (embeds := config.prompt_embeds) is not None:
+            from octavo.multimodal.tower import BroughtRows, ReceivedRows, TowerCache
+
+            if team.is_leader:
+                rows = self.media = TowerCache(BroughtRows(embeds.multiplier), embeds.cache_tokens)
+                self._largest_media = lambda: []
+            if not team.is_leader or team.seat.num_stages > 1:
+                rows = self._received = ReceivedRows()
+            self._media_table = MediaTable(rows, description, limits.max_num_seqs)
         self._cross: CrossOutputs | None = None
         if description.num_cross_tokens:
             found: MediaRows | None = self._received or self.media

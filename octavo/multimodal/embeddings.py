@@ -95,7 +95,10 @@ class EmbeddingsReader:
             grid = given.get(self._grid_name)
             times = self._times(given) if self._kind is VIDEO else times
             given = given[f"{self._kind.name}_embeds"]
-        rows = self._rows(self._array(given))
+        try:
+            rows = self._rows(given)
+        except ValueError as e:
+            raise self._refusal(f"its embeddings {e}") from None
         return Embeddings(rows, self._grid(grid), times)
 
     @property
@@ -122,21 +125,11 @@ class EmbeddingsReader:
             indices = tuple(indices)
         return FrameTimes(rate, indices, total, grid_s)
 
-    def _rows(self, found: NDArray[Any]) -> NDArray[np.float32]:
-        parts, hidden, limit = self._config.num_parts, self._config.hidden_size, self._config.cache_tokens
-        if found.ndim == 3 and found.shape[0] == 1:
-            found = found[0]
-        if found.ndim != 2 or found.shape[1] != parts * hidden or not 0 < found.shape[0] <= limit:
-            raise self._refusal(
-                f"its embeddings have the shape {list(found.shape)}; this model takes 1 to {limit} rows of "
-                f"{parts * hidden} elements."
-            )
-        if found.dtype.name not in _FLOATS:
-            raise self._refusal(f"its embeddings are of {found.dtype.name}; {', '.join(_FLOATS)} are taken.")
-        with np.errstate(over="ignore"):
-            rows = found.astype(np.float32)
-        if not np.isfinite(rows).all():
-            raise self._refusal("some of its embeddings are not finite numbers.")
+    def _rows(self, given: object) -> NDArray[np.float32]:
+        parts, hidden = self._config.num_parts, self._config.hidden_size
+        if isinstance(given, str) and len(given) // 4 * 3 - 2 > self._config.max_bytes:
+            raise self._kind.too_many_bytes(self._config.max_bytes)
+        rows = float_rows(read_tensor(given), parts * hidden, self._config.cache_tokens)
         # A tower's rows for early layers lie behind its last ones.
         return np.ascontiguousarray(rows.reshape(-1, parts, hidden).swapaxes(0, 1))
 
@@ -145,39 +138,56 @@ class EmbeddingsReader:
             if self._config.has_grids:
                 raise self._refusal(f"its embeddings need {self._grid_name}, which their positions follow from.")
             return None
-        found = self._array(given).reshape(-1)
+        try:
+            found = read_tensor(given).reshape(-1)
+        except ValueError as e:
+            raise self._refusal(f"the numbers of its {self._grid_name} {e}") from None
         if not self._config.has_grids or len(found) != 3 or found.dtype.kind not in "iu" or not (found > 0).all():
             raise self._refusal(f"its {self._grid_name} must be three numbers of patches, of models that have grids.")
         time, height, width = (int(one) for one in found)
         return time, height, width
 
-    def _array(self, given: object) -> NDArray[Any]:
-        if isinstance(given, str):
-            return self._from_base64(given)
-        try:
-            if type(given).__module__ == "torch":  # which has types that numpy lacks
-                tensor: Any = given
-                tensor = tensor.detach().cpu()
-                is_bfloat16 = str(tensor.dtype) == "torch.bfloat16"
-                return np.asarray(tensor.float().numpy().astype(ml_dtypes.bfloat16) if is_bfloat16 else tensor.numpy())
-            return np.asarray(given)
-        except Exception:
-            raise self._refusal("its embeddings are no tensor.") from None
 
-    def _from_base64(self, given: str) -> NDArray[Any]:
-        if len(given) // 4 * 3 - 2 > self._config.max_bytes:
-            raise self._kind.too_many_bytes(self._config.max_bytes)
-        try:
-            data = base64.b64decode(given, validate=True)
-            if data[:2] == b"PK":
-                return read_torch_tensor(data)
-            file = parse_safetensors(MemoryFile(data))
-            [name] = file.tensors
-            return file.array(name)
-        except (binascii.Error, ValueError, LoadError, RecursionError):
-            raise self._refusal(
-                "its embeddings are no base64 of one tensor as torch.save or safetensors write it."
-            ) from None
+def read_tensor(given: object) -> NDArray[Any]:
+    """A tensor, an array, or a file of one in base64. Raises `ValueError`: what follows "the embeddings"."""
+    if isinstance(given, str):
+        return _from_base64(given)
+    try:
+        if type(given).__module__ == "torch":  # which has types that numpy lacks
+            tensor: Any = given
+            tensor = tensor.detach().cpu()
+            is_bfloat16 = str(tensor.dtype) == "torch.bfloat16"
+            return np.asarray(tensor.float().numpy().astype(ml_dtypes.bfloat16) if is_bfloat16 else tensor.numpy())
+        return np.asarray(given)
+    except Exception:
+        raise ValueError("are no tensor.") from None
+
+
+def float_rows(found: NDArray[Any], width: int, limit: int) -> NDArray[np.float32]:
+    """Rows [N, width], of which there are `limit` at most. Raises `ValueError` as `read_tensor`."""
+    if found.ndim == 3 and found.shape[0] == 1:
+        found = found[0]
+    if found.ndim != 2 or found.shape[1] != width or not 0 < found.shape[0] <= limit:
+        raise ValueError(f"have the shape {list(found.shape)}; this model takes 1 to {limit} rows of {width} elements.")
+    if found.dtype.name not in _FLOATS:
+        raise ValueError(f"are of {found.dtype.name}; {', '.join(_FLOATS)} are taken.")
+    with np.errstate(over="ignore"):
+        rows = found.astype(np.float32)
+    if not np.isfinite(rows).all():
+        raise ValueError("have some that are not finite numbers.")
+    return rows
+
+
+def _from_base64(given: str) -> NDArray[Any]:
+    try:
+        data = base64.b64decode(given, validate=True)
+        if data[:2] == b"PK":
+            return read_torch_tensor(data)
+        file = parse_safetensors(MemoryFile(data))
+        [name] = file.tensors
+        return file.array(name)
+    except (binascii.Error, ValueError, LoadError, RecursionError):
+        raise ValueError("are no base64 of one tensor as torch.save or safetensors write it.") from None
 
 
 def in_place_of(

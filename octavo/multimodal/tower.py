@@ -108,9 +108,8 @@ class Tower:
     def _rows(self, given: MediaInput) -> Rows:
         import torch
 
-        first = given.arrays[0]
-        if first.name == EMBEDDINGS:
-            return np.frombuffer(first.values, np.float32).reshape(first.shape) * np.float32(self._multiplier)
+        if given.arrays[0].name == EMBEDDINGS:
+            return _brought(given, self._multiplier)
         is_video = any(array.name == "pixel_values_videos" for array in given.arrays)
         compute = self._model.get_video_features if is_video else self._features
         takes = inspect.signature(compute).parameters
@@ -259,6 +258,21 @@ class ReceivedRows:
 
     def rows(self, content_hash: bytes) -> Rows:
         return self._rows[content_hash]
+
+
+class BroughtRows:
+    """In the place of a tower: rows that requests bring, which are multiplied by `multiplier`."""
+
+    def __init__(self, multiplier: float) -> None:
+        self._multiplier = multiplier
+
+    def rows(self, given: MediaInput) -> Rows:
+        return _brought(given, self._multiplier)
+
+
+def _brought(given: MediaInput, multiplier: float) -> Rows:
+    [array] = given.arrays
+    return np.frombuffer(array.values, np.float32).reshape(array.shape) * np.float32(multiplier)
 
 
 class RowMaker(Protocol):

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from starlette.datastructures import Headers
@@ -71,7 +71,7 @@ class Identified(Protocol):
 class Asked:
     """One prompt of a request, and what its answer must be where `SamplingParams` do not say it."""
 
-    prompt: str | list[int]
+    prompt: str | list[int] | dict[str, Any]  # text, token ids, or an object with `prompt_embeds`
     add_special_tokens: bool
     grammar: WantedGrammar | None = None
     media: dict[str, list[Image]] | None = None  # `multi_modal_data`
@@ -321,14 +321,11 @@ class ServerState:
             if grammar is None and structure is not None:
                 grammar = WantedGrammar(structure, field=body.structure_field)
             prediction = None if body.prediction is None else body.prediction.content
-            kind = "prompt" if isinstance(asked.prompt, str) else "prompt_token_ids"
+            given = asked.prompt
+            if not isinstance(given, dict):
+                given = {"prompt": given} if isinstance(given, str) else {"prompt_token_ids": given}
             return self.engine.inputs.process(
-                {
-                    kind: asked.prompt,
-                    "cache_salt": body.cache_salt,
-                    "prediction": prediction,
-                    "multi_modal_data": asked.media,
-                },
+                {**given, "cache_salt": body.cache_salt, "prediction": prediction, "multi_modal_data": asked.media},
                 params,
                 priority=body.priority,
                 arrival_time=None if arrival is None else arrival.at,
