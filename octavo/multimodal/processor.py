@@ -131,6 +131,11 @@ class MediaProcessor:
         futures = {url: self._intakes[kind].connector.fetch(url) for kind, url in _to_fetch(media)}
         return self.decode(media, {url: future.result() for url, future in futures.items()}, salt)
 
+    def needs_fetching(self, media: Sequence[SentMedium]) -> bool:
+        """Whether any of a prompt's media says where it is. Raises `RequestError` for more than a prompt may have."""
+        self._check_numbers(media)
+        return bool(_to_fetch(media))
+
     async def fetch(self, media: Sequence[SentMedium]) -> dict[str, bytes]:
         """By URL, the files of those of a prompt's media that say where they are. Raises `RequestError`."""
         self._check_numbers(media)

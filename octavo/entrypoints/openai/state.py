@@ -48,6 +48,7 @@ logger = logging.getLogger("octavo.server")
 
 MAX_RETRY_AFTER_S = 120
 MAX_SOUNDS_HELD = 16  # that are being heard at once; others wait as files
+MAX_FETCHED_HELD = 32  # requests whose media are being fetched, or wait to be decoded; others wait as addresses
 ID_HEADER = "X-Request-Id"
 RANK_HEADER = "X-data-parallel-rank"
 
@@ -118,6 +119,7 @@ class ServerState:
             if engine.inputs.listener is not None:
                 engine.metrics.others.append(engine.inputs.listener.metrics)
         self.sounds_held = asyncio.Semaphore(MAX_SOUNDS_HELD)
+        self.fetched_held = asyncio.Semaphore(MAX_FETCHED_HELD)
         self.is_stopping = False
         self.num_in_flight = 0  # requests whose answers are not complete
         self.num_queued = 0  # those of them that are whole, and that the engine answers
