@@ -100,7 +100,7 @@ class Conversation:
                 self._params,
                 self.prepare,
                 has_grammar=self._body.forces_calls or self._body.thinking_token_budget is not None,
-                has_media=self.has_media,
+                media=self._kinds(),
                 clamps_max_tokens=self._clamps_max_tokens,
             )
 
@@ -113,11 +113,7 @@ class Conversation:
             return self._state.engine.inputs.count(asked.prompt, asked.media, asked.add_special_tokens)
 
         async with self._fetched():
-            return await run_off_loop(count, length=length, has_media=self.has_media)
-
-    @property
-    def has_media(self) -> bool:
-        return bool(self._media())
+            return await run_off_loop(count, length=length, media=self._kinds())
 
     @asynccontextmanager
     async def _fetched(self) -> AsyncIterator[None]:
@@ -188,6 +184,10 @@ class Conversation:
         )
         # The template has put the special tokens in already.
         return Asked(prompt, bool(body.add_special_tokens), grammar, media)
+
+    def _kinds(self) -> set[str]:
+        """Of its media."""
+        return {medium.kind.name for medium in self._media()}
 
     def _media(self) -> list[SentMedium]:
         return media_of([message.content for message in self._body.messages])

@@ -9,7 +9,7 @@ import math
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -300,7 +300,7 @@ class ServerState:
         prepare: Callable[[], Asked],
         *,
         has_grammar: bool = False,
-        has_media: bool = False,
+        media: Collection[str] = (),
         length: int = 0,
         num_prompts: int = 1,
         clamps_max_tokens: bool = False,
@@ -341,7 +341,7 @@ class ServerState:
         if arrival is not None:
             length = max(length, arrival.num_bytes // num_prompts)
         request = await run_off_loop(
-            process, length=length, has_grammar=has_grammar or structure is not None, has_media=has_media
+            process, length=length, has_grammar=has_grammar or structure is not None, media=media
         )
         name = f"{response_id}-{request.request_id}"  # clients choose response ids and may repeat them
         if self.args.logs_requests:
