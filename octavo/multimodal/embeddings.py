@@ -53,9 +53,9 @@ class Embeddings:
     def nbytes(self) -> int:
         return self.rows.nbytes
 
-    def content_hash(self, salt: str | None) -> bytes:
-        """SHA-256 over all of it, and the salt that keeps tenants apart."""
-        digest = hashlib.sha256(repr((salt or "", "embeddings", self.rows.shape, self.grid, self.times)).encode())
+    def content_hash(self, kind: str, salt: str | None) -> bytes:
+        """SHA-256 over all of it, what it stands in the place of, and the salt that keeps tenants apart."""
+        digest = hashlib.sha256(repr((salt or "", "embeddings", kind, self.rows.shape, self.grid, self.times)).encode())
         digest.update(self.rows.data)
         return digest.digest()
 

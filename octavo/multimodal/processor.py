@@ -289,7 +289,7 @@ class MediaProcessor:
                 name == AUDIO.name and bool(media.get(IMAGE.name)),
             )
             if isinstance(medium, Embeddings):
-                digest = medium.content_hash(salt)
+                digest = medium.content_hash(name, salt)
             else:
                 digest = intake.reader.content_hash(medium, f"{self._settings[name]} {company}", salt)
             if digest not in found:

@@ -22,6 +22,6 @@ class PromptEmbedsReader:
             rows = float_rows(read_tensor(given), self._config.hidden_size, self._config.max_rows)[None]
         except ValueError as e:
             raise RequestError(f"prompt_embeds {e}", param="prompt_embeds") from None
-        digest, count = Embeddings(rows).content_hash(salt), rows.shape[1]
+        digest, count = Embeddings(rows).content_hash("prompt", salt), rows.shape[1]
         array = MediaArray(EMBEDDINGS, rows.dtype.name, rows.shape, rows.tobytes())
         return MediaItem(0, count, digest), MediaInput(digest, count, (array,))
