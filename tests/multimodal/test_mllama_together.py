@@ -14,8 +14,10 @@ from octavo.errors import ConfigError, RequestError
 from octavo.execution import executor
 from octavo.execution.executor import TeamExecutor
 from octavo.lora.request import LoRARequest
+from octavo.multimodal.tower import Tower
 from octavo.ops import cuda
 from tests.execution.late_device import LateDevice
+from tests.execution.late_team import late_followers
 from tests.multimodal.test_llava import generate, tower
 from tests.multimodal.test_mllama import MARK, ROWS, TALL, WIDE, asked, engine, folder, write_adapter
 from tests.ops.triton.conftest import DEVICE
@@ -69,6 +71,23 @@ def test_several_workers_see(folder: Path, expected: list[Any], sizes: dict[str,
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
     found = [[{token: one.logprob for token, one in of.items()} for of in o.outputs[0].logprobs] for o in outputs]
     assert found == alone * 2
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"tensor_parallel_size": 2}, pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.long)], ids=str
+)
+def test_several_devices_see(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, expected: list[Any], sizes: dict[str, Any]
+) -> None:
+    """One step ahead of the tokens where layers are shared, a step a stage where they are shared out."""
+    late_followers(monkeypatch)
+    init = Tower.__init__
+    monkeypatch.setattr(Tower, "__init__", lambda self, *args, **more: init(self, *args[:3], "cpu", *args[4:], **more))
+    llm = engine(folder, device="cuda", **sizes)
+    found = answers(llm)
+    llm.close()
+    assert [[*map(set, one)] for one in found] == [[*map(set, one)] for one in expected]
+    assert found == [[{t: pytest.approx(x, abs=2e-3) for t, x in of.items()} for of in one] for one in expected]
 
 
 def test_rows_of_a_request_that_has_ended_are_there_for_the_last_stage(folder: Path) -> None:
