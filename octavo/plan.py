@@ -127,7 +127,11 @@ class StepResult:
     alignment: dict[int, list[bytes]] = field(default_factory=dict)
     vectors: NDArray[np.float32] | None = None  # [samples, size]: of a model that pools, in the place of `tokens`
     guesses: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by row: what the runner has guessed for it
+    num_made: dict[int, int] = field(
+        default_factory=dict
+    )  # how many of these: others stand where nothing could be guessed
     draft_s: float = 0.0  # that guessing took
+    caught_up: bool = False  # in this time the drafter has also computed what it lacked
 
 
 def num_standing(guesses: Sequence[int], tokens: Sequence[int]) -> int:

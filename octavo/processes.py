@@ -21,9 +21,12 @@ def python_command(module: str, *args: str) -> list[str]:
 def child_command(module: str, *args: str) -> list[str]:
     """The same for a child that ends with its parent (`follow_parent`) and not by a signal: Ctrl-C reaches the whole
     process group, systemd's SIGTERM every process of the unit, and the parent decides how long requests go on. It
-    ignores both before it imports anything, which takes long enough for a user to have second thoughts."""
-    return _command("import signal; [signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)]; ",
-                    module, args)  # fmt: skip
+    ignores both before it imports anything, which takes long enough for a user to have second thoughts. One that was
+    stopped goes on when its parent ends, as it would not see that otherwise."""
+    first = "import signal; [signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)]; "
+    if sys.platform == "linux":  # which sends the signal when the thread of the parent ends: no harm is done
+        first += f"import ctypes; ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGCONT); "
+    return _command(first, module, args)
 
 
 def _command(first: str, module: str, args: Sequence[str]) -> list[str]:
@@ -37,6 +40,7 @@ def _command(first: str, module: str, args: Sequence[str]) -> list[str]:
     return [sys.executable, "-P", *flags, "-c", code, module, *args]
 
 
+_PR_SET_PDEATHSIG = 1
 _FLAGS = {"isolated": "-I", "ignore_environment": "-E", "no_user_site": "-s", "no_site": "-S"}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import zipfile
@@ -90,6 +91,40 @@ def test_a_child_is_deaf_to_stop_signals_before_it_imports_anything(tmp_path: Pa
     )
     show = SHOW_PATH.replace("python_command", "child_command")
     assert run(tmp_path, show, "-P", str(tmp_path), cwd=hostile) == "goes on"
+
+
+STOPPED = """
+import os, queue, signal, threading
+from octavo.processes import follow_parent
+threading.Thread(target=follow_parent, args=(queue.SimpleQueue(),), daemon=True).start()
+os.kill(os.getpid(), signal.SIGSTOP)
+threading.Event().wait()
+"""
+KILLED = """
+import os, signal, subprocess, sys
+from octavo.processes import child_command
+sys.path.insert(0, sys.argv[1])
+child = subprocess.Popen(child_command("stopped"), stdin=subprocess.PIPE)
+print(child.pid, flush=True)
+assert os.WIFSTOPPED(os.waitpid(child.pid, os.WUNTRACED)[1])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others cannot be told that their parent has ended")
+def test_a_child_that_is_stopped_ends_with_its_parent(tmp_path: Path) -> None:
+    (tmp_path / "stopped.py").write_text(STOPPED)
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + KILLED)
+    parent = subprocess.Popen([sys.executable, str(script), str(tmp_path)], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    try:
+        parent.communicate(timeout=60)  # until the child has closed its output too
+    except subprocess.TimeoutExpired:
+        os.kill(child, signal.SIGKILL)
+        raise
+    assert parent.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("is_zip", [False, True])

@@ -88,7 +88,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
     speculative = speculative_config(args)
     if speculative is not None and pooling is not None:
         raise ConfigError(f"{checkpoint.name} pools and samples no tokens; leave speculation out.")
-    media = media_config(args, checkpoint, description, max_model_len)
+    media = media_config(args, checkpoint, description, max_model_len, device)
     return EngineConfig(
         model=model,
         cache=CacheConfig(

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from octavo.errors import ConfigError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.pooling_params import PoolingConfig
 from octavo.sampling_params import MAX_LOGPROBS
 from octavo.speculative_config import SpeculativeConfig
+
+if TYPE_CHECKING:
+    from octavo.models.description import ModelDescription
 
 
 class HfConfig(SimpleNamespace):
@@ -343,11 +346,11 @@ class EngineConfig:
     def speculative_config(self) -> SpeculativeConfig | None:
         return self.speculative
 
-    def stages(self, num_layers: int) -> list[range]:
+    def stages(self, description: ModelDescription) -> list[range]:
         """The layers of each stage. Raises `ConfigError`."""
         from octavo.models.sharing import stage_layers
 
-        return stage_layers(num_layers, self.pipeline_parallel_size, self.pipeline_layer_partition)
+        return stage_layers(description, self.pipeline_parallel_size, self.pipeline_layer_partition)
 
     @property
     def local_ranks(self) -> range:

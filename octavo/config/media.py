@@ -35,7 +35,7 @@ _PILLOW_PIXELS = 89_478_485  # PIL.Image.MAX_IMAGE_PIXELS: a quarter of a GiB of
 
 
 def media_config(
-    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, max_model_len: int
+    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, max_model_len: int, device: str
 ) -> MediaConfig | None:
     """None where no media are taken. Raises `ConfigError` for what cannot be honoured."""
     limits = _limits(args)
@@ -57,7 +57,7 @@ def media_config(
                 )
         return None
     if description.num_cross_tokens:
-        _check_crossing(args, checkpoint)
+        _check_crossing(args, checkpoint, device)
     if args.language_model_only:
         if description.sees_ahead == "prompt":
             raise ConfigError(f"{checkpoint.name} is no language model without pictures; drop --language-model-only.")
@@ -131,9 +131,9 @@ def with_most_pictures(args: EngineArgs, checkpoint: Checkpoint, description: Mo
     return replace(checkpoint, config=dict(checkpoint.config) | {NUM_PICTURES: count})
 
 
-def _check_crossing(args: EngineArgs, checkpoint: Checkpoint) -> None:
+def _check_crossing(args: EngineArgs, checkpoint: Checkpoint, device: str) -> None:
     """Raise `ConfigError` for what is not built of models whose layers attend to a picture."""
-    check_cross_attention(args, checkpoint, "models that attend to a picture", pools=False, is_decoder=True)
+    check_cross_attention(args, checkpoint, "models that attend to a picture", device, pools=False, is_decoder=True)
 
 
 def _missing(*modules: str) -> list[str]:

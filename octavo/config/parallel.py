@@ -62,8 +62,8 @@ def check_parallel(args: EngineArgs, device: str) -> None:
         return
     method = speculative.method
     for name, is_asked in {
-        f"with {method}, which reads what the model computes": method in HEAD_METHODS,
-        "with a model that guesses": (num_stages > 1 or device == "cuda") and method in DRAFT_METHODS,
+        f"with {method}, which reads what the model computes, on GPUs": device == "cuda" and method in HEAD_METHODS,
+        "with a model that guesses on GPUs": device == "cuda" and method in DRAFT_METHODS,
         "with synthetic_acceptance_rates": speculative.synthetic_acceptance_rates is not None,
     }.items():
         if is_asked:
@@ -179,5 +179,5 @@ def check_shared(args: EngineArgs, description: ModelDescription, device: str) -
                 "them out."
             )
         logger.info("Answers are not to the bit those of another --tensor-parallel-size: %s.", reason)
-    for layers in stage_layers(len(description.layers), num_stages, layer_partition(args)):
+    for layers in stage_layers(description, num_stages, layer_partition(args)):
         with_stage(shared, layers)

@@ -16,13 +16,13 @@ _MODULES = ("torch", "transformers", "soundfile", "soxr")
 
 
 def check_cross_attention(
-    args: EngineArgs, checkpoint: Checkpoint, models: str, *, pools: bool, is_decoder: bool = False
+    args: EngineArgs, checkpoint: Checkpoint, models: str, device: str, *, pools: bool, is_decoder: bool = False
 ) -> None:
     """Raise `ConfigError` for what cannot be had with attention to another network's output, which `models` have. One
     that `is_decoder` is a language model that has such layers beside its own."""
     for what, is_so in {
         "for pooling": pools,
-        "with several workers": args.tensor_parallel_size * args.pipeline_parallel_size > 1 and not is_decoder,
+        "with --tensor-parallel-size on GPUs": device == "cuda" and args.tensor_parallel_size > 1 and not is_decoder,
         "with --enable-lora": args.enable_lora and not is_decoder,
         "with speculation": bool(args.speculative_config or args.speculative_model) and not is_decoder,
         "with quantized checkpoints": bool(checkpoint.config.get("quantization_config")) and not is_decoder,
@@ -39,7 +39,7 @@ def sound_config(
     num_rows = description.num_cross_tokens
     if not num_rows or description.takes_media:
         return None
-    check_cross_attention(args, checkpoint, "models that hear", pools=pools)
+    check_cross_attention(args, checkpoint, "models that hear", device, pools=pools)
     missing = [module for module in _MODULES if find_spec(module) is None]
     if missing:
         raise ConfigError(

@@ -52,8 +52,16 @@ class CoreProcess:
             self.process.stdin.flush()
 
     def close(self) -> None:
-        """End a process that has no configuration yet."""
-        self.process.communicate()  # which closes its standard input
+        """Have the process end, and kill it if it does not. May be called twice."""
+        if self.process.stdin is not None and not self.process.stdin.closed:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
+        try:
+            self.process.wait(_EXIT_GRACE_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("the engine core did not exit within %.0f s and is killed", _EXIT_GRACE_S)
+            self.process.kill()
+            self.process.wait()
 
 
 class Core(Protocol):
@@ -81,7 +89,7 @@ class CoreClient:
     def __init__(self, config: EngineConfig, core: CoreProcess | None = None) -> None:
         self.loading_since: float | None = time.monotonic()
         self._environment = _environment(config)
-        core = core or CoreProcess(self._environment)
+        self._core = core = core or CoreProcess(self._environment)
         self.process = core.process
         try:
             self._folder = _make_socket_folder()
@@ -177,15 +185,7 @@ class CoreClient:
 
     def close(self) -> None:
         """End the process and free the sockets. May be called twice."""
-        if self.process.stdin is not None and not self.process.stdin.closed:
-            with contextlib.suppress(BrokenPipeError):
-                self.process.stdin.close()
-        try:
-            self.process.wait(_EXIT_GRACE_S)
-        except subprocess.TimeoutExpired:
-            logger.warning("the engine core did not exit within %.0f s and is killed", _EXIT_GRACE_S)
-            self.process.kill()
-            self.process.wait()
+        self._core.close()
         self._stop_reading()
         self._sender.close(linger=0)
         self._receiver.close(linger=0)

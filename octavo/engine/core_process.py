@@ -13,6 +13,7 @@ import gc
 import logging
 import os
 import queue
+import shutil
 import sys
 import threading
 from collections.abc import Callable
@@ -47,7 +48,7 @@ logger = logging.getLogger("octavo.engine.core_process")  # which may run as __m
 
 _LOSS_S = 1.0  # within which who watches the workers says which was the first to go
 
-_goodbyes: list[Callable[[], None]] = []  # to be said before the process ends with its parent
+_goodbyes: list[Callable[[], object]] = []  # to be said before the process ends with its parent
 
 
 def main() -> None:
@@ -63,6 +64,7 @@ def main() -> None:
     phases.end("imports")
     args = msgspec.json.decode(lines.get(), type=CoreProcessArgs)
     phases.end("wait for configuration")
+    _goodbyes.append(partial(shutil.rmtree, os.path.dirname(args.end_path), ignore_errors=True))  # the parent's sockets
     configure_logging("core", args.log_level, log_format=log_format)
     context = zmq.Context()
     receiver, sender = context.socket(zmq.PULL), context.socket(zmq.PUSH)

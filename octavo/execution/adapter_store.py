@@ -284,7 +284,7 @@ class AdapterStore:
             raise LoadError("DoRA needs to read the base weights again, and dummy weights without a --seed differ.")
         weights = open_weights(model.checkpoint, model.dtype, model.seed, model.quantization, True)
         try:
-            num_in = matrix.num_in * matrix.part[1]
+            num_in = matrix.all_in
             shape = (num_in, module.num_stored) if module.is_transposed else (module.num_stored, num_in)
             stored = weights.take_matrix(f"{module.name}.weight", shape, is_transposed=module.is_transposed)
             return np.array(dequantize(stored, "float32"))

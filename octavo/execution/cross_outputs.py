@@ -21,7 +21,7 @@ from octavo.execution.media_table import MediaRows
 from octavo.execution.step_arrays import StepArrays
 from octavo.kv_cache.groups import CacheGroup
 from octavo.models.registry import CrossModel
-from octavo.ops import Array, LayerKVCache, Ops
+from octavo.ops import Array, LayerKVCache
 from octavo.plan import Admission, StepPlan
 from octavo.request import seen_together
 
@@ -75,11 +75,13 @@ class CrossOutputs:
     place; steps start at these places."""
 
     def __init__(
-        self, found: MediaRows, groups: tuple[CacheGroup, ...], block_size: int, dtype: str, num_rows: int
-    ) -> None:
+        self, found: MediaRows, groups: tuple[CacheGroup, ...], block_size: int, dtype: str, num_rows: int,
+        most_exchanged: int,
+    ) -> None:  # fmt: skip
         self._found, self._dtype = found, np.dtype(dtype)
         self._group = next(number for number, group in enumerate(groups) if group.spec.kind == "cross")
         self._block_size, num_tokens = block_size, groups[self._group].spec.num_tokens
+        self._most_exchanged = most_exchanged  # rows that workers bring each other at once
         self._num_tokens = num_tokens  # of what a token sees, at most
         self._lens = np.ones(num_rows, np.int32)  # what a row's tokens attend to
         self._starts = np.full(num_rows, _NEVER)  # the first of them that sees something
@@ -90,7 +92,7 @@ class CrossOutputs:
 
     @property
     def content_hashes(self) -> set[bytes]:
-        """Of the media whose rows may still be wanted."""
+        """Of the media that sequences may still come to."""
         return {seen.content_hash for media, _ in self._ahead.values() for seen in media}
 
     def starting(self, plan: StepPlan) -> Iterator[tuple[int, NDArray[Any], NDArray[np.int64]]]:
@@ -174,17 +176,21 @@ class CrossOutputs:
                 layer.keeps_query = False
 
     def alignment(
-        self, ops: Ops, model: CrossModel, parts: Sequence[_Part], caches: Sequence[LayerKVCache]
+        self, model: CrossModel, parts: Sequence[_Part], caches: Sequence[LayerKVCache]
     ) -> dict[int, Alignment]:
-        """By row, what its tokens of the step attend to."""
+        """By row, what its tokens of the step attend to. All workers call it, for the same parts."""
         layers = model.cross_layers
         found: dict[int, Alignment] = {}
         for row, wish, first, end, is_last in parts:
             queries: list[Any] = [layers[layer][0].query for layer, _ in wish.heads]
             keys: list[Any] = []
             if is_last:
-                of_heads = [(caches[layers[layer][1]], head) for layer, head in wish.heads]
-                keys = [ops.keys_of(cache, wish.blocks, [head]) for cache, head in of_heads]
+                found_keys: dict[tuple[int, int], Any] = {}
+                for number in dict.fromkeys(number for number, _ in wish.heads):
+                    (cross, cache), heads = layers[number], [head for other, head in wish.heads if other == number]
+                    of_layer: Any = cross.keys(caches[cache], wish.blocks, heads, self._most_exchanged)
+                    found_keys |= {(number, head): of_layer[i : i + 1] for i, head in enumerate(heads)}
+                keys = [found_keys[wished] for wished in wish.heads]
             pairs = zip(queries, wish.heads, strict=True)
             found[row] = Alignment(
                 [query[first:end, head] for query, (_, head) in pairs], [one[:, : self._num_tokens] for one in keys]

@@ -16,10 +16,13 @@ from octavo.execution.model_drafter import ModelDrafter
 from octavo.execution.runner import Runner
 from octavo.execution.sequence_table import SequenceTable
 from octavo.kv_cache.groups import CacheGroup, LayerCacheSpec, group_layers
+from octavo.layers.share import WHOLE
 from octavo.loading.file_weights import open_weights
 from octavo.models.decoder import Decoder
-from octavo.models.heads import ChainHead, Eagle3Head, EagleHead, MedusaHeads, module_names
-from octavo.models.registry import Model
+from octavo.models.description import ModelDescription
+from octavo.models.heads import ChainHead, Eagle3Head, EagleHead, HeadTarget, MedusaHeads, module_names
+from octavo.models.registry import Model, describe
+from octavo.models.sharing import with_share
 from octavo.ops import LayerKVCache, Ops
 
 _LEAST_COMMON = 0.95  # of a model's tokens; families add a few from model to model
@@ -65,7 +68,8 @@ class Draft:
         self._states = [
             layer_cache(config.cache, device, ops, spec, num_states) for spec in self._specs if spec.kind == "state"
         ]
-        self.state_bytes = sum(int(part.nbytes) for cache in self._states for part in cache.arrays)
+        self.state_arrays = [part for cache in self._states for part in cache.arrays]  # which it has for itself
+        self.state_bytes = sum(int(part.nbytes) for part in self.state_arrays)
         self._group = group_for(groups, self._specs, own.checkpoint.name)
         self.pool = groups[self._group].pool
         self._has_null_block = any(group.pool == self.pool and group.spec.kind == "window" for group in groups)
@@ -115,17 +119,30 @@ class Draft:
 def build_head(
     config: EngineConfig, own: ModelConfig, target: Model, ops: Ops, max_guesses: int
 ) -> ChainHead | MedusaHeads:
-    """The head that `config.speculative` asks for, over a model. Raises `LoadError` or `ConfigError` if it does not
-    fit."""
+    """The head that `config.speculative` asks for, over a model, or a worker's share of it: then with copies of what
+    embeds and makes logits where it has none of its own. Raises `LoadError` or `ConfigError` if it does not fit."""
     assert config.speculative is not None
-    method, checkpoint = config.speculative.method, own.checkpoint
+    method, checkpoint, of_target = config.speculative.method, own.checkpoint, config.model
     if not isinstance(target, Decoder):
         raise ConfigError(f"{method} is not built for models of {type(target).__name__}.")
+    whole = describe(of_target.checkpoint.config, of_target.impl, of_target.code_folder, of_target.pooling)
+    whole = with_share(whole, WHOLE, config.enable_expert_parallel, config.reproducible_parallel)
+
+    def read(description: ModelDescription) -> Decoder:
+        weights = open_weights(
+            of_target.checkpoint, of_target.dtype, of_target.seed, of_target.quantization, whole.tie_word_embeddings
+        )
+        copy = Decoder(description, weights, ops, of_target.max_model_len, of_target.dtype)
+        weights.close()
+        return copy
+
     weights = open_weights(checkpoint, own.dtype, own.seed, own.quantization, False)
-    settings = target, checkpoint.config, weights, ops, config.model.max_model_len, own.dtype
+    settings = (
+        HeadTarget(target, whole, read), checkpoint.config, weights, ops, of_target.max_model_len, own.dtype,
+    )  # fmt: skip
     head: ChainHead | MedusaHeads
     if method == "mtp":
-        module = module_names(target.description, weights)
+        module = module_names(whole, weights)
         if module is None:
             raise ConfigError(f"{checkpoint.name} has no modules of multi-token prediction that Octavo knows.")
         head = EagleHead(*settings, module)

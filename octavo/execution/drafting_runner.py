@@ -3,12 +3,18 @@
 The plan says how many tokens are to be guessed for each of its rows, and has blocks for them; the guesses become part
 of it, so that nothing else knows where they came from: neither the workers that share the model with the first one,
 which alone guesses and tells them the plan only then. The result says what they were.
+
+Where layers are shared out in stages the first worker, of the last one, guesses for a step and tells its plan while the
+stages before still compute another; its own part of that comes later.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from octavo.execution.model_drafter import Guesses
@@ -22,8 +28,8 @@ class Drafter(Protocol):
     """Guesses with a model, in the worker."""
 
     def draft(self, plan: StepPlan) -> Guesses:
-        """Guess for the rows of a plan that have guesses to be made, as many as each has. The model's runner has taken
-        in the plan; the drafter sees every plan, once."""
+        """Guess for the rows of a plan that have guesses to be made, as many as each has or as can be made. The model's
+        runner has taken in the plan; the drafter sees every plan, once."""
         ...
 
     def observe(self, plan: StepPlan, step: SubmittedStep, result: StepResult) -> None:
@@ -32,19 +38,34 @@ class Drafter(Protocol):
 
 
 class DraftedStep:
-    """A step that the device has been given, with what it guesses."""
+    """A step with what it guesses. `submit` gives it to the device, and waits for the stages before if there are some:
+    then it is called when the result is wanted."""
 
-    def __init__(self, drafter: Drafter, plan: StepPlan, step: SubmittedStep, guesses: Guesses, draft_s: float) -> None:
-        self._drafter, self._plan, self._step = drafter, plan, step
-        self._guesses, self._draft_s = guesses, draft_s
+    def __init__(
+        self, drafter: Drafter, plan: StepPlan, submit: Callable[[], SubmittedStep], guesses: Guesses, draft_s: float,
+        waits: bool,
+    ) -> None:  # fmt: skip
+        self._drafter, self.plan, self._made, self._draft_s = drafter, plan, guesses, draft_s
+        self._guesses = {row.row: row.guesses for row in plan.rows if row.row in guesses.of_rows}
+        self._submit, self._step = submit, None if waits else submit()
+        self._result: StepResult | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the result is known."""
+        return self._result is not None
 
     def result(self) -> StepResult:
         """Wait until the device has computed the step."""
-        result = self._step.result()
-        begin = time.monotonic()
-        self._drafter.observe(self._plan, self._step, result)
-        result.guesses, result.draft_s = dict(self._guesses), self._draft_s + time.monotonic() - begin
-        return result
+        if self._result is None:
+            step = self._step or self._submit()
+            result = self._result = step.result()
+            begin = time.monotonic()
+            self._drafter.observe(self.plan, step, result)
+            result.guesses, result.draft_s = self._guesses, self._draft_s + time.monotonic() - begin
+            result.num_made = {row: len(made) for row, made in self._made.of_rows.items()}
+            result.caught_up = self._made.caught_up
+        return self._result
 
 
 class DraftingRunner:
@@ -52,16 +73,34 @@ class DraftingRunner:
 
     def __init__(self, runner: Runner, drafter: Drafter, team: Team) -> None:
         self._runner, self._drafter, self._team = runner, drafter, team
+        self._has_stages = team.seat.num_stages > 1
+        self._waiting: deque[DraftedStep] = deque()  # for the stages before, in order; or their results are known
 
     def submit(self, plan: StepPlan) -> DraftedStep:
         """Guess, then have the device compute the plan. Raises `DeviceMemoryError` as `Runner.submit`."""
+        while self._waiting and (self._waiting[0].is_done or self._changes_what_waits(plan)):
+            self._waiting.popleft().result()
         self._runner.take_in(plan)
         begin = time.monotonic()
         guesses = self._drafter.draft(plan)
         draft_s = time.monotonic() - begin
-        rows = plan.rows
-        if guesses:
-            rows = [p._replace(guesses=guesses.get(p.row, p.guesses)) for p in rows]
-        plan = replace(plan, rows=rows)
+        if made := guesses.of_rows:  # any token is as good as another where none was guessed
+            rows = [
+                p._replace(guesses=(*made[p.row], *[0] * (len(p.guesses) - len(made[p.row])))) if p.row in made else p
+                for p in plan.rows
+            ]
+            plan = replace(plan, rows=rows)
         self._team.tell_plan(plan)
-        return DraftedStep(self._drafter, plan, self._runner.compute(plan), guesses, draft_s)
+        compute = partial(self._runner.compute, plan)
+        step = DraftedStep(self._drafter, plan, compute, guesses, draft_s, self._has_stages)
+        if self._has_stages:
+            self._waiting.append(step)
+        return step
+
+    def _changes_what_waits(self, plan: StepPlan) -> bool:
+        """Whether something that comes before the plan's rows is still to be read, as it is, by steps that wait."""
+        if plan.adapters or any(moves.swap_out or moves.copy or moves.swap_in for moves in plan.moves):
+            return True
+        rows = {planned.row for step in self._waiting for planned in step.plan.rows}
+        changed = {change.row for changes in (plan.admissions, plan.new_blocks) for change in changes}
+        return not rows.isdisjoint(changed | {row for row, _, _ in plan.new_tokens})

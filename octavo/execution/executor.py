@@ -163,7 +163,11 @@ class TeamExecutor(LocalExecutor):
             self.team.tell_rows(rows)
         if not self._guesses:
             self.team.tell_plan(plan)
-        return super().submit(plan) if self.num_stages == 1 else _LastStage(partial(self._submit_late, plan, rows))
+        if self.num_stages == 1:
+            return super().submit(plan)
+        if not self._guesses:
+            return _LastStage(partial(self._submit_late, plan, rows))
+        return self._submit_late(plan, rows)  # which guesses now, and computes later
 
     def _submit_late(self, plan: StepPlan, rows: dict[bytes, NDArray[np.float32]]) -> PendingStep:
         """Of the last stage, by when the requests whose `rows` these were may have ended."""

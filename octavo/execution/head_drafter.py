@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from octavo.errors import DeviceMemoryError
 from octavo.execution.device import Device
-from octavo.execution.model_drafter import Guesses, changes_of, made_up
+from octavo.execution.model_drafter import Guesses, changes_of
 from octavo.execution.runner import Runner
 from octavo.execution.submitted_step import SubmittedStep
 from octavo.models.heads import ChainHead, MedusaHeads
@@ -85,7 +85,7 @@ class ChainDrafter:
                 self._continue(going, found)
         except DeviceMemoryError:
             pass  # the step that verifies needs more than this
-        return {planned.row: made_up(found.get(planned.row, []), len(planned.guesses)) for planned in wanting}
+        return Guesses({planned.row: found.get(planned.row, []) for planned in wanting})
 
     def _continue(self, rows: list[PlannedRow], found: dict[int, list[int]]) -> None:
         """One more guess for each of the rows, which have equally many."""
@@ -111,7 +111,7 @@ class ChainDrafter:
         follows them."""
         assert self._last is not None
         last, rows, sources, ends = self._last, [], [], []
-        if plan.runs_ahead:  # another step has overwritten the features
+        if plan.runs_ahead and self._device.runs_ahead:  # another step has overwritten the features
             self._num_computed[[planned.row for planned in plan.rows]] = -1
             return
         for planned, begin, count in standing_rows(plan, result):
@@ -186,7 +186,7 @@ class MedusaDrafter:
                 tokens = self._guess(head, np.array([planned.row for planned in going], np.int64), lengths)
                 for planned, token in zip(going, tokens, strict=True):
                     found[planned.row].append(max(token, 0))
-        return {planned.row: made_up(found.get(planned.row, []), len(planned.guesses)) for planned in wanting}
+        return Guesses({planned.row: found.get(planned.row, []) for planned in wanting})
 
     def _guess(self, head: int, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[int]:
         """The tokens that a head draws for rows [N] that are so long by then."""
@@ -218,7 +218,7 @@ class MedusaDrafter:
         """Keep the features of the last position that stands of each row."""
         assert self._last is not None
         last, rows, places = self._last, [], []
-        if plan.runs_ahead:  # another step has overwritten the features
+        if plan.runs_ahead and self._device.runs_ahead:  # another step has overwritten the features
             self._num_computed[[planned.row for planned in plan.rows]] = -1
             return
         for planned, begin, count in standing_rows(plan, result):

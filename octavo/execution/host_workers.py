@@ -6,9 +6,11 @@ starts that one's.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,7 +65,7 @@ class HostWorkers:
         self.memory_bytes = 0 if config.device == "cuda" else group_bytes(size, most)
         stages = range(self.seats[0].stage, self.seats[-1].stage + 1)
         self._memories = {stage: shared_memory(self.memory_bytes) for stage in stages}
-        self._slots, self._slot_bytes = num_stages + 1, limits.max_num_batched_tokens * description.hidden_size * 4
+        self._slots, self._slot_bytes = num_stages + 1, limits.max_num_batched_tokens * description.stage_width * 4
         self._ways = {
             stage: [Way(self._slots, self._slot_bytes) for _ in range(size)] for stage in stages[:-1]
         }  # by the stage that they start from
@@ -99,8 +101,9 @@ class HostWorkers:
         )  # fmt: skip
         self.processes.append(process)
         assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(orders) + b"\n")
-        process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it died at once, which the first worker hears when it waits for it
+            process.stdin.write(msgspec.json.encode(orders) + b"\n")
+            process.stdin.flush()
 
     def let_go(self, own: Seat | None = None) -> None:
         """Of what only the processes have to do with, and not this one, as the worker `own`, which keeps its memory and
@@ -120,11 +123,13 @@ class HostWorkers:
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Have workers end, whose connections to the first one are closed; kill those that do not."""
+    deadline = time.monotonic() + _EXIT_GRACE_S
     for process in processes:
         try:
-            process.wait(_EXIT_GRACE_S)
+            process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
         if process.stdin is not None:
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # where it has not read what it was told
+                process.stdin.close()

@@ -16,6 +16,7 @@ import logging
 from collections import deque
 from collections.abc import Container, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,7 +34,13 @@ logger = logging.getLogger(__name__)
 # Steps that wait for their tokens to be fetched: as many as a runner keeps apart.
 _MOST_UNDER_WAY = 2
 
-Guesses = Mapping[int, tuple[int, ...]]  # by row
+
+class Guesses(NamedTuple):
+    """By row that wanted some: as many as it wanted, or fewer where they cannot be made yet. The drafter may have
+    caught up with what it lacked of rows before."""
+
+    of_rows: Mapping[int, list[int]]
+    caught_up: bool = False
 
 
 class ModelDrafter:
@@ -56,12 +63,13 @@ class ModelDrafter:
 
     def draft(self, plan: StepPlan) -> Guesses:
         """Compute what the draft lacks of the plan's rows, whose blocks are there by now, and guess for those that
-        want it. Where there is too little memory guesses are made up."""
+        want it, where there is memory enough."""
         changes = self._take_in(plan)
         wanting = [planned for planned in plan.rows if planned.guesses and planned.guesses[0] == TO_BE_GUESSED]
         budget = self._runner.max_num_tokens
         first: list[PlannedRow] = []
         ready: list[PlannedRow] = []  # of those that want guesses, the ones of which nothing is lacking
+        caught_up = False
         for planned in wanting:
             num_lacking = self._num_lacking(planned)
             if planned.num_computed + planned.num_tokens > self._max_len:
@@ -70,6 +78,7 @@ class ModelDrafter:
             budget -= num_tokens
             if num_tokens == num_lacking:
                 ready.append(planned)
+            caught_up |= num_lacking > len(planned.guesses) + 1  # more than a step before can have brought
             if num_tokens > 0:
                 first.append(self._next(planned, num_tokens, num_tokens == num_lacking))
         if plan.drafts_prompts:
@@ -90,7 +99,7 @@ class ModelDrafter:
                 logger.debug("no tokens are guessed: %s", e)
         else:
             self._runner.put_off(changes)
-        return {planned.row: made_up(found.get(planned.row, []), len(planned.guesses)) for planned in wanting}
+        return Guesses({planned.row: found.get(planned.row, []) for planned in wanting}, caught_up)
 
     def observe(self, plan: StepPlan, step: SubmittedStep, result: StepResult) -> None:
         """Nothing: which of its guesses were right the next plan says."""
@@ -165,11 +174,6 @@ class ModelDrafter:
             num_guessed += 1
         while under_way:
             collect()
-
-
-def made_up(guesses: list[int], count: int) -> tuple[int, ...]:
-    """As many guesses as were wanted: any token is as good as another where none was guessed."""
-    return (*guesses, *[0] * count)[:count]
 
 
 def changes_of(

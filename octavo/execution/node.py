@@ -170,31 +170,49 @@ class _Membership:
         token, session = group_token(), joined.session
         address = self._nodes.master_addr, self._nodes.master_port
         behind = joined.next_address or address
-        leaving = [self._open(behind, token, Rows(session, rank)) for rank in range(self._size)]
-        entering = self._take_rows(session, token) if self._listener is not None else []
-        workers = HostWorkers(self._config, self._description, entering, leaving)
-        self._processes = workers.processes
-        for seat in workers.seats:
-            control = self._open(address, token, Control(session, seat.number))
-            workers.start(seat, control)
-            os.close(control)
-            watcher = threading.Thread(target=self._watch, args=(seat, workers.processes[-1]), daemon=True)
-            watcher.start()
-        workers.let_go()
+        with contextlib.ExitStack() as open_files:  # closed in any case: this node may try again
+            leaving, entering = list[int](), list[int]()
+            for rank in range(self._size):
+                leaving.append(self._open(behind, token, Rows(session, rank)))
+                open_files.callback(os.close, leaving[-1])
+            if self._listener is not None:
+                entering = self._take_rows(self._listener, session, token)
+                for connection in entering:
+                    open_files.callback(os.close, connection)
+            workers = HostWorkers(self._config, self._description, entering, leaving)
+            open_files.pop_all()
+            open_files.callback(workers.let_go)
+            self._processes = workers.processes
+            for seat in workers.seats:
+                control = self._open(address, token, Control(session, seat.number))
+                try:
+                    workers.start(seat, control)
+                finally:
+                    os.close(control)
+                watcher = threading.Thread(target=self._watch, args=(seat, workers.processes[-1]), daemon=True)
+                watcher.start()
 
     def _open(self, address: tuple[str, int], token: bytes, first: Control | Rows) -> int:
         connection = connect(address, token)
         send_message(connection, first)
         return release(connection)
 
-    def _take_rows(self, session: bytes, token: bytes) -> list[int]:
-        """Connections from the node before, by rank."""
-        assert self._listener is not None
+    def _take_rows(self, listener: socket.socket, session: bytes, token: bytes) -> list[int]:
+        """Connections from the node before, by rank. Raises `OSError` where it does not come."""
         found: dict[int, int] = {}
+        try:
+            self._accept_rows(listener, session, token, found)
+        except BaseException:
+            for connection in found.values():
+                os.close(connection)
+            raise
+        return [found[rank] for rank in range(self._size)]
+
+    def _accept_rows(self, listener: socket.socket, session: bytes, token: bytes, found: dict[int, int]) -> None:
         deadline = time.monotonic() + 2 * HANDSHAKE_S
         while len(found) < self._size:
-            self._listener.settimeout(max(0.01, deadline - time.monotonic()))
-            connection, _ = self._listener.accept()
+            listener.settimeout(max(0.01, deadline - time.monotonic()))
+            connection, _ = listener.accept()
             try:
                 accept(connection, token)
                 first = msgspec.msgpack.decode(receive_message(connection, HANDSHAKE_S), type=Rows)
@@ -205,7 +223,6 @@ class _Membership:
                 found[first.rank] = release(connection)
             else:
                 connection.close()
-        return [found[rank] for rank in range(self._size)]
 
     def _watch(self, seat: Seat, process: subprocess.Popen[bytes]) -> None:
         status = process.wait()

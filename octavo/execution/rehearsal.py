@@ -87,7 +87,10 @@ def outline_runner(
     table = SequenceTable(limits.max_num_seqs, config.model.max_model_len, config.cache.block_size, groups)
     media = cross = adapters = None
     if description.num_cross_tokens:
-        cross = CrossOutputs(ReceivedRows(), groups, config.cache.block_size, config.model.dtype, limits.max_num_seqs)
+        cross = CrossOutputs(
+            ReceivedRows(), groups, config.cache.block_size, config.model.dtype, limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+        )  # fmt: skip
     elif config.media is not None or config.prompt_embeds is not None:
         media = MediaTable(ReceivedRows(), description, limits.max_num_seqs)
     if adapted is not None:

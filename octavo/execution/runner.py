@@ -107,14 +107,14 @@ class Runner:
         if self._links.before is not None:
             of_stage = cast(StageModel, model)
             item_bytes = 4 if of_stage.stream_dtype == "float32" else 2
-            self._largest = replace(self._largest, entering_bytes=of_stage.hidden_size * item_bytes)
+            self._largest = replace(self._largest, entering_bytes=of_stage.stage_width * item_bytes)
         self.computation = StepComputation(
             model, ops, device, self._largest, self._tables, self._links, None if adapters is None else adapters.ops
         )
         # What goes to the stage behind, on its way from a device with memory of its own.
         self._leaving: NDArray[np.uint8] | None = None
         if self._links.behind is not None and not device.shares_memory:
-            row_bytes = cast(StageModel, model).hidden_size * 4
+            row_bytes = cast(StageModel, model).stage_width * 4
             self._leaving = device.pinned([max_num_tokens * row_bytes], "uint8")
         num_bytes = StepLayout(self._largest).num_bytes
         self._stages = [
@@ -303,7 +303,8 @@ class Runner:
         for row, measured in step.prompts:
             found = result.prompt_logprobs.setdefault(row, [])
             found += entries(fetch(measured.arrays), measured.num_top)
-        result.alignment = {row: found.told(fetch) for row, found in step.alignment.items()}
+        if self._team.is_leader:
+            result.alignment = {row: found.told(fetch) for row, found in step.alignment.items()}
         return result
 
     def _may_change(self, row: int) -> bool:
@@ -378,7 +379,7 @@ class Runner:
                 crossing = cast(CrossModel, self.model)
                 with self._cross.keeping_queries(crossing):
                     outputs = self.computation.outputs(inputs, num_samples)
-                step.alignment = self._cross.alignment(self.ops, crossing, aligned, self.caches)
+                step.alignment = self._cross.alignment(crossing, aligned, self.caches)
             else:
                 outputs = self.computation.outputs(inputs, num_samples)
             if self.keeps_features:

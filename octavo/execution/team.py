@@ -367,7 +367,10 @@ def hang_up(other: Connection) -> None:
 
 
 def _without_sampling(admission: Admission) -> Admission:
-    params = SamplingParams(temperature=0.0, prompt_logprobs=admission.params.prompt_logprobs)
+    asked = admission.params  # of the model, which all compute
+    params = SamplingParams(
+        temperature=0.0, prompt_logprobs=asked.prompt_logprobs, alignment_heads=asked.alignment_heads
+    )
     return replace(admission, params=params, stop_token_ids=[])
 
 

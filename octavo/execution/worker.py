@@ -128,7 +128,11 @@ class Worker:
             if not description.num_cross_tokens:
                 self._media_table = MediaTable(rows, description, limits.max_num_seqs)
             phases.end("tower")
-        if (sound := config.sound) is not None:
+        if config.sound is not None and not team.is_leader:
+            from octavo.multimodal.tower import ReceivedRows
+
+            self._received = ReceivedRows()
+        elif (sound := config.sound) is not None:
             from octavo.multimodal.speech import SpeechEncoder
             from octavo.multimodal.tower import TowerCache
 
@@ -153,8 +157,9 @@ class Worker:
 
                 found = ReceivedRows()
             self._cross = CrossOutputs(
-                found, self.groups, config.cache.block_size, model_config.dtype, limits.max_num_seqs
-            )
+                found, self.groups, config.cache.block_size, model_config.dtype, limits.max_num_seqs,
+                limits.max_num_batched_tokens,
+            )  # fmt: skip
         table = SequenceTable(limits.max_num_seqs, model_config.max_model_len, config.cache.block_size, self.groups)
         self.runner = Runner(
             model, ops, device, table, limits.max_num_batched_tokens, self.grammars, runner_adapters,
@@ -188,7 +193,7 @@ class Worker:
             description, seat.share, self._config.enable_expert_parallel, self._config.reproducible_parallel
         )
         if seat.num_stages > 1:
-            description = with_stage(description, self._config.stages(len(description.layers))[seat.stage])
+            description = with_stage(description, self._config.stages(description)[seat.stage])
         ops = self._with_attention(description, config.dtype, phases)
         weights = open_weights(
             checkpoint, config.dtype, config.seed, config.quantization, description.tie_word_embeddings
@@ -307,7 +312,9 @@ class Worker:
         config, device = self._config, self._device
         small = self._caches([1] * capacity.num_pools(self.groups))
         own_sizes = [sum(map(block_bytes, of_pool)) for of_pool in small]
-        sizes = own_sizes if self._team.seat.num_stages == 1 else self._largest_blocks()
+        sizes = own_sizes  # the first worker's, which says how many blocks there are: drafts keep theirs in them
+        if self._team.seat.num_stages > 1:
+            sizes = [max(pair) for pair in zip(own_sizes, self._largest_blocks(), strict=True)]
         self._use(small, [0] * len(small))
         other_bytes = sum(runner.captured_bytes for runner in self._runners if self._captures(runner))
         other_bytes += self._tower_bytes()
@@ -378,7 +385,7 @@ class Worker:
 
     def _largest_blocks(self) -> list[int]:
         """By pool, the bytes of a block in that stage where it has the most."""
-        description, stages = self._description, self._config.stages(len(self._description.layers))
+        description, stages = self._description, self._config.stages(self._description)
         found = []
         for pool in range(capacity.num_pools(self.groups)):
             spec = next(group.spec for group in self.groups if group.pool == pool)
@@ -398,8 +405,9 @@ class Worker:
             raise NotImplementedError("the cache of a GPU is freed by ending the process that has it.")
         from octavo.ops.cpu_memory import release_pages
 
-        cached = [array for of_pool in self._cache for layer in of_pool for array in (layer.key, layer.value)]
-        for array in (*cached, *self._mover.host_arrays):
+        cached = [array for of_pool in self._cache for layer in of_pool for array in layer.arrays]
+        states = [] if self._draft is None else self._draft.state_arrays
+        for array in (*cached, *states, *self._mover.host_arrays):
             release_pages(array)
 
     def _layer_cache(self, spec: LayerCacheSpec, num_blocks: int, dtype: str | None = None) -> LayerKVCache:

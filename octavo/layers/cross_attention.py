@@ -2,17 +2,20 @@
 and its tokens see all of them, or nothing of them.
 
 They lie in the paged cache, in blocks of their own group: `write` puts them there when a sequence starts, `forward`
-reads them in every step.
+reads them in every step. Workers share out heads, as in other attention.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 
 from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import LayerCacheSpec
+from octavo.layers.gathered import Gathered
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Summand
@@ -46,18 +49,24 @@ class CrossAttentionDescription:
         return self.num_heads
 
     @property
+    def gathered_size(self) -> int:
+        """Elements of a row that all workers are brought, at most: queries or keys, where somebody asks for them."""
+        return self.num_heads * self.head_size
+
+    @property
     def own_heads(self) -> range:
-        return self.share.of(self.num_heads, "heads of cross attention")
+        return self.share.of(self.num_heads, "attention heads")
 
     @property
     def own_kv_heads(self) -> range:
-        return self.share.of_few(self.num_kv_heads, "key and value heads of cross attention")
+        return self.share.of_few(self.num_kv_heads, "key and value heads")
 
     @property
     def cache(self) -> LayerCacheSpec:
         """What the layer keeps of each sequence."""
-        num_kv_heads = len(self.own_kv_heads)
-        return LayerCacheSpec("cross", num_kv_heads, self.head_size, self.head_size, num_tokens=self.num_tokens)
+        return LayerCacheSpec(
+            "cross", len(self.own_kv_heads), self.head_size, self.head_size, num_tokens=self.num_tokens
+        )
 
     def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> CrossAttention:
         return CrossAttention(self, hidden_size, parameters, prefix)
@@ -70,20 +79,21 @@ class CrossAttention:
         self, description: CrossAttentionDescription, hidden_size: int, parameters: Parameters, prefix: str
     ) -> None:
         self.description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
-        head_size, has_biases, share = description.head_size, description.has_biases, description.share
-        own = elements(description.own_heads, head_size)
-        own_keys = elements(description.own_kv_heads, head_size)
-        self._kv_size = len(own_keys)
+        share, head_size, has_biases = description.share, description.head_size, description.has_biases
+        all_size, all_kv_size = description.num_heads * head_size, description.num_kv_heads * head_size
+        own, own_kv = elements(description.own_heads, head_size), elements(description.own_kv_heads, head_size)
+        size, self._kv_size = len(own), len(own_kv)
         self._query = parameters.linear(
-            [f"{prefix}{description.query_name}"], [description.num_heads * head_size], hidden_size, has_biases,
+            [f"{prefix}{description.query_name}"], [all_size], hidden_size, has_biases,
             own=None if share.is_whole else own,
         )  # fmt: skip
         names = [f"{prefix}{description.key_name}", f"{prefix}{description.value_name}"]
         self._key_value = parameters.linear(
-            names, [description.num_kv_heads * head_size] * 2, hidden_size, has_biases,
-            own=None if share.is_whole else own_keys, without_bias=names[:1] if has_biases else (),
+            names, [all_kv_size, all_kv_size], hidden_size, has_biases,
+            own=None if share.is_whole else own_kv, without_bias=names[:1] if has_biases else (),
         )  # fmt: skip
-        self._output = parameters.ending(f"{prefix}{description.output_name}", hidden_size, len(own), has_biases, share)
+        self._output = parameters.ending(f"{prefix}{description.output_name}", hidden_size, size, has_biases, share)
+        self._gathered = Gathered(self._ops, share, own, all_size, "elements of all heads")
         self._norms: list[Norm] = []  # of queries and of keys
         if description.qk_norm is not None:
             self._norms = [
@@ -95,7 +105,7 @@ class CrossAttention:
         self._nothing = parameters.once(("nothing", len(own)), lambda: self._ops.place(nothing))
         self._no_rotation = parameters.rotary(None, description.head_size)
         self.keeps_query = False
-        self.query: Array | None = None  # [T, heads, D] float32 of the last step, where it is kept
+        self.query: Array | None = None  # [T, heads of all workers, D] float32 of the last step, where it is kept
         self.consumer = self._query  # the only matrix that reads the layer's input
 
     def write(self, rows: Array, positions: Array, slots: Array, cache: LayerKVCache) -> None:
@@ -113,7 +123,7 @@ class CrossAttention:
         if self._norms:
             query = self._norms[0].forward(query)
         if self.keeps_query:
-            self.query = self._heads(self._ops.linear(hidden, self._query, "float32"))
+            self.query = self._heads(self._gathered.forward(self._ops.linear(hidden, self._query, "float32")))
         attended = self._ops.paged_attention(
             query, cache, tables.block_tables, batch.query_start_loc, batch.cross_lens, self.description.scale, 0, 0.0,
             None, None, True,
@@ -121,6 +131,19 @@ class CrossAttention:
         if self.description.has_blind_tokens:
             self._ops.replace_rows(attended, self._nothing, batch.blind)
         return self._output.product(attended)
+
+    def keys(self, cache: LayerKVCache, blocks: Sequence[int], heads: Sequence[int], most_rows: int) -> Array:
+        """The keys of `heads`, those of other workers too: [heads, blocks * block_size, D] float32. All call it, and
+        bring each other `most_rows` at a time. There must be as many heads of keys as of queries."""
+        if self.description.share.is_whole:
+            return self._ops.keys_of(cache, blocks, heads)
+        own: Any = self._ops.keys_of(cache, blocks, range(len(self.description.own_kv_heads)))
+        rows: Any = own.swapaxes(0, 1).reshape(own.shape[1], -1)
+        parts = [
+            np.asarray(self._gathered.forward(rows[first : first + most_rows])).copy()
+            for first in range(0, len(rows), most_rows)
+        ]
+        return cast(Array, np.concatenate(parts).reshape(len(rows), -1, own.shape[-1]).swapaxes(0, 1)[list(heads)])
 
     def _heads(self, x: Array) -> Array:
         """[T, heads * D] -> [T, heads, D]"""

@@ -13,21 +13,34 @@ _WHOLE_GROUPS = 256  # columns that a group of weights has at most
 
 
 class Embedding:
-    """Of a table whose columns cannot be cut, as those of a row with one scale, each worker has all."""
+    """Of a table whose columns cannot be cut, as those of a row with one scale, each worker has all. Only some
+    `columns` of its rows may be wanted."""
 
     def __init__(
-        self, name: str, num_rows: int, size: int, parameters: Parameters, share: Share, bias: bool | str = False
-    ) -> None:
-        self._ops, self._gathered, cut = parameters.ops, None, (0, 1)
+        self, name: str, num_rows: int, size: int, parameters: Parameters, share: Share, bias: bool | str = False,
+        columns: range | None = None,
+    ) -> None:  # fmt: skip
+        self._ops, self._gathered, self._wanted = parameters.ops, None, None
+        wanted = range(size) if columns is None else columns
         stored = parameters.weights.matrix_format(f"{name}.weight")
-        of_whole_groups = stored != "FP8" and size % (_WHOLE_GROUPS * share.size) == 0
-        if not share.is_whole and size % share.size == 0 and (stored in PLAIN or of_whole_groups):
-            cut = share.rank, share.size
-            own = share.of(size, "columns of an embedding")
-            self._gathered = Gathered(parameters.ops, share, own, size, "columns of an embedding")
-        self.weight = parameters.linear([name], [num_rows], size // cut[1], bias, part=cut)
+
+        def can_be_cut(own: range, num_parts: int) -> bool:
+            each, left = divmod(len(own), num_parts)
+            is_of_groups = stored != "FP8" and own.start % _WHOLE_GROUPS == each % _WHOLE_GROUPS == 0
+            return not left and (stored in PLAIN or is_of_groups)
+
+        taken = wanted
+        if len(wanted) < size and not can_be_cut(wanted, 1):
+            self._wanted, taken = slice(wanted.start, wanted.stop), range(size)
+        if not share.is_whole and can_be_cut(taken, share.size):
+            own = share.of(len(taken), "columns of an embedding")
+            self._gathered = Gathered(parameters.ops, share, own, len(taken), "columns of an embedding")
+            taken = taken[own.start : own.stop]
+        self.weight = parameters.linear([name], [num_rows], len(taken), bias, columns=(taken.start, size))
 
     def forward(self, token_ids: Array, dtype: str, scale: float = 1.0) -> Array:
-        """[T] int32 -> [T, size]"""
+        """[T] int32 -> [T, columns]"""
         found = self._ops.embedding(token_ids, self.weight, dtype, scale)
-        return found if self._gathered is None else self._gathered.forward(found)
+        if self._gathered is not None:
+            found = self._gathered.forward(found)
+        return found if self._wanted is None else found[:, self._wanted]

@@ -76,15 +76,21 @@ class NamedMatrix:
     num_in: int
     gated: bool
     modules: tuple[Module, ...]
-    part: tuple[int, int] = (0, 1)  # of the inputs that the checkpoint's matrices read: which of how many
+    first_in: int = 0  # of the inputs that the checkpoint's matrices read
+    stored_in: int | None = None  # how many those are; None: as many
     replaceable: bool = False  # adapters may bring another, of a single module
     looked_up: bool = False  # it is no product: its rows are taken by token
     expert: int | None = None  # of the stack that `weight` is
 
     @property
+    def all_in(self) -> int:
+        """How many inputs the checkpoint's matrices read."""
+        return self.num_in if self.stored_in is None else self.stored_in
+
+    @property
     def columns(self) -> slice:
         """Its inputs among theirs."""
-        return slice(self.part[0] * self.num_in, (self.part[0] + 1) * self.num_in)
+        return slice(self.first_in, self.first_in + self.num_in)
 
 
 class Parameters:
@@ -117,6 +123,7 @@ class Parameters:
         is_reversed: bool = False,
         scales: Sequence[float] = (),
         part: tuple[int, int] = (0, 1),
+        columns: tuple[int, int] | None = None,
         own: range | Sequence[range] | None = None,
         without_bias: Collection[str] = (),
     ) -> LinearWeight:
@@ -127,8 +134,9 @@ class Parameters:
         stored `is_transposed` they are columns. `bias` may be the name of the tensor, or the biases themselves.
         Projections, without their biases, may be multiplied with `scales`. Gate and up that are stacked the other way
         round are `is_reversed`. The input may be a `part` (number, of how many) of what the checkpoint's matrices read,
-        each of `num_in`. Of each projection only the rows that are `own` may be wanted: the same ones of all, or others
-        of each. Some of the modules may be `without_bias` where the others have one.
+        each of `num_in`, or `columns`: the first of them, of how many. Of each projection only the rows that are `own`
+        may be wanted: the same ones of all, or others of each. Some of the modules may be `without_bias` where the
+        others have one.
         """
         in_parts = len(names) < len(sizes) and f"{names[0]}.weight" not in self.weights
         if in_parts and f"{names[0]}.0.weight" in self.weights:
@@ -137,6 +145,8 @@ class Parameters:
         stored_sizes = sizes if len(names) == len(sizes) else [num_out]
         owns = [own] * len(sizes) if isinstance(own, range) else own
         parts, held = [], list[NDArray[np.intp]]()
+        first_in, all_in = (part[0] * num_in, num_in * part[1]) if columns is None else columns
+        own_in = None if num_in == all_in else (first_in, first_in + num_in)
         for name, size in zip(names, stored_sizes, strict=True):
             is_cut = (gated or owns is not None) and len(names) != len(sizes)
             shares = list(pairwise(accumulate(sizes, initial=0) if is_cut else (0, size)))
@@ -144,14 +154,12 @@ class Parameters:
                 of_name = owns if is_cut else [owns[len(held)]]
                 shares = [(first + o.start, first + o.stop) for (first, _), o in zip(shares, of_name, strict=True)]
             held.append(np.concatenate([np.arange(*share) for share in (reversed(shares) if is_reversed else shares)]))
-            all_in = num_in * part[1]
             shape = (all_in, size) if is_transposed else (size, all_in)
-            columns = None if part[1] == 1 else (part[0] * num_in, (part[0] + 1) * num_in)
             wanted = None if orders is None else orders[len(held) - 1]
             for share in shares:
                 parts.append(
                     self.weights.take_matrix(
-                        f"{name}.weight", shape, share if wanted is None else None, columns,
+                        f"{name}.weight", shape, share if wanted is None else None, own_in,
                         is_transposed=is_transposed, order=wanted,
                     )
                 )  # fmt: skip
@@ -189,7 +197,9 @@ class Parameters:
             own_orders = held
         what = zip(names, stored_sizes, row_scales, own_orders, own_biases, strict=True)
         self.matrices.append(
-            NamedMatrix(packed, num_in, gated, tuple(Module(*module, is_transposed) for module in what), part)
+            NamedMatrix(
+                packed, num_in, gated, tuple(Module(*module, is_transposed) for module in what), first_in, all_in
+            )
         )
         return packed
 

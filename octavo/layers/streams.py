@@ -34,7 +34,10 @@ class StreamsDescription:
 class Streams:
     """What makes several streams of one before the first layer, and one of them after the last."""
 
-    def __init__(self, description: StreamsDescription, hidden_size: int, parameters: Parameters) -> None:
+    def __init__(
+        self, description: StreamsDescription, hidden_size: int, parameters: Parameters, is_first: bool, is_last: bool
+    ) -> None:
+        """`expand` is for the first of several stages, `merge` for the last."""
         d, ops, size = description, parameters.ops, hidden_size
         self._ops, self._dtype, self._count, self._size = ops, parameters.dtype, d.count, size
 
@@ -45,15 +48,17 @@ class Streams:
 
         # The first stream is the embedding: a product with the identity puts it where it belongs.
         own = floats(np.eye(size, dtype=parameters.dtype))
-        self._projections = ops.pack_linear([own, *taken(d.projections_name)])
-        self._unembed = [ops.pack_linear([matrix]) for matrix in taken(d.unembed_name)]
-        parameters.num_matrix_bytes += sum(weight.num_bytes for weight in (self._projections, *self._unembed))
+        self._projections = ops.pack_linear([own, *taken(d.projections_name)]) if is_first else None
+        self._unembed = [ops.pack_linear([matrix]) for matrix in taken(d.unembed_name)] if is_last else []
+        weights = [*self._unembed, *([] if self._projections is None else [self._projections])]
+        parameters.num_matrix_bytes += sum(weight.num_bytes for weight in weights)
         self._norm = Norm(NormDescription(_LEAST_SQUARE, has_weight=False), parameters, "", size)
         self._mean = parameters.mean_of(size)
 
     def expand(self, hidden: Array) -> Array:
         """hidden [T, H] -> [T, streams * H]: the others as long as the first."""
         ops, rows = self._ops, hidden.shape[0]
+        assert self._projections is not None, "the first stage expands"
         streams = ops.linear(hidden, self._projections, self._dtype)
         others = streams[:, self._size :]
         normed = self._norm.forward(others.reshape(rows, self._count - 1, self._size)).reshape(rows, -1)

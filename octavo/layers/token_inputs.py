@@ -34,11 +34,13 @@ class TokenInputsDescription:
 
 
 class TokenInputs:
-    """The embedding of all layers, and each one's gate and way back into the residual stream."""
+    """The embedding of all `layers` that are computed here, of `num_layers` of the model, and each one's gate and way
+    back into the residual stream."""
 
     def __init__(
         self,
         description: TokenInputsDescription,
+        layers: range,
         num_layers: int,
         hidden_size: int,
         parameters: Parameters,
@@ -48,14 +50,18 @@ class TokenInputs:
         self._description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
         size, norm = description.size, description.norm
         name, vocab_size = description.embedding_name, description.vocab_size
-        self._embedding = Embedding(name, vocab_size, num_layers * size, parameters, share)
-        self._projection = parameters.linear([description.projection_name], [num_layers * size], hidden_size)
+        own, self._first = range(layers.start * size, layers.stop * size), layers.start
+        self._embedding = Embedding(name, vocab_size, num_layers * size, parameters, share, columns=own)
+        self._projection = parameters.linear(
+            [description.projection_name], [num_layers * size], hidden_size,
+            own=None if len(layers) == num_layers else own,
+        )  # fmt: skip
         # The embedding is the mean of two that are independent: over the square root of two. What the norm sees is
         # divided by the root of the hidden size, which its epsilon alone shows.
         scaled = NormDescription(norm.eps * hidden_size, norm.kind, offset=norm.offset)
         self._projection_norm = Norm(scaled, parameters, description.projection_norm_name, size, divisor=2**0.5)
         self._scale = (size / 2) ** 0.5
-        prefixes = [f"{layer_prefix}{i}." for i in range(num_layers)]
+        prefixes = [f"{layer_prefix}{i}." for i in layers]
         self._gates = [self._gate(parameters, hidden_size, prefix) for prefix in prefixes]
         self._outputs = [parameters.linear([f"{p}{description.output_name}"], [hidden_size], size) for p in prefixes]
         self._norms = [Norm(norm, parameters, f"{p}{description.output_norm_name}", hidden_size) for p in prefixes]
@@ -69,7 +75,7 @@ class TokenInputs:
         return parameters.packed((matrix.astype(np.float32) * scale).astype(matrix.dtype))
 
     def embed(self, token_ids: Array, embedded: Array) -> Array:
-        """token_ids [T] int32, embedded [T, H] as the first layer gets it -> [T, layers * size]"""
+        """token_ids [T] int32, embedded [T, H] as the model's first layer gets it -> [T, layers * size]"""
         ops = self._ops
         found = self._embedding.forward(token_ids, self._dtype, self._scale)
         projected = ops.linear(embedded, self._projection, self._dtype)
@@ -80,6 +86,7 @@ class TokenInputs:
     def add_to(self, residual: Array, layer: int, inputs: Array) -> None:
         """What the layer lets in of its part of `inputs` is added to the residual stream [T, streams * H]."""
         ops, size, num_streams = self._ops, self._description.size, self._description.num_streams
+        layer -= self._first
         width = residual.shape[1] // num_streams
         first = residual[:, :width]
         gate = ops.activation(ops.linear(first, self._gates[layer], self._dtype), self._description.activation)

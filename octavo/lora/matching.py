@@ -103,7 +103,7 @@ class ModuleMap:
             for i, j in places:
                 matrix = self.matrices[i]
                 _check_kind(path, adapter, matrix)
-                _check_shapes(path, adapter, matrix.modules[j], matrix.num_in * matrix.part[1])
+                _check_shapes(path, adapter, matrix.modules[j], matrix.all_in)
                 of_matrix = found.setdefault(i, [None] * len(matrix.modules))
                 if of_matrix[j] is not None:
                     raise LoadError(f"{path}: tensor {tensor} is of {name}, which the adapter changes twice.")
@@ -204,7 +204,7 @@ def _factors(matrix: NamedMatrix, adapters: Iterable[ModuleAdapter | None], base
     projections: list[LowRank | Whole | None] = []
     scales: dict[int, NDArray[np.float32]] = {}  # by module, of those that have some
     biases: dict[int, NDArray[np.float32]] = {}
-    is_first = matrix.part[0] == 0  # of summands one adds what is added once
+    is_first = matrix.first_in == 0  # of summands one adds what is added once
     for number, (module, adapter) in enumerate(zip(matrix.modules, adapters, strict=True)):
         found = adapter or ModuleAdapter()
         low_rank: LowRank | Whole | None = None

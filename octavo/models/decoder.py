@@ -227,11 +227,15 @@ class Decoder:
             self._token_types = parameters.array(description.token_types_name, (description.token_types, width))
         self._streams: Streams | None = None
         if description.streams is not None:
-            self._streams = Streams(description.streams, hidden_size, parameters)
+            self._streams = Streams(description.streams, hidden_size, parameters, is_first, is_last)
             block = partial(StreamsBlock, description.streams)
         self._pair: LinearWeight | None = None  # the embedding as the second half of rows, for what layers share
-        if any(layer.shared is not None for layer in description.layers):
+        if any(description.layers[i].shared is not None for i in description.stage):
             self._pair = parameters.packed(np.eye(2 * hidden_size, hidden_size, -hidden_size, parameters.dtype))
+        self._behind: LinearWeight | None = None  # the embedding behind the residual streams, for the next stage
+        if description.carries_embedding and not is_last:
+            width = description.stage_width
+            self._behind = parameters.packed(np.eye(width, hidden_size, hidden_size - width, parameters.dtype))
         numbers, own = description.layer_numbers, description.stage
         self._blocks = {
             i: block(description.layers[i], hidden_size, parameters, f"{description.layer_prefix}{numbers[i]}.")
@@ -242,12 +246,15 @@ class Decoder:
             weights.pass_over(f"{description.layer_prefix}{number}.")
         for prefix in description.other_stages:
             weights.pass_over(prefix)
+        for i, layer in enumerate(description.layers):
+            if layer.shared is not None and i not in own:  # adapters of those that other stages have
+                weights.pass_over(f"{layer.shared.name}.")
         for prefix in description.unused:
             weights.pass_over(prefix)
         self._token_inputs: TokenInputs | None = None
         if description.token_inputs is not None:
             self._token_inputs = TokenInputs(
-                description.token_inputs, len(numbers), hidden_size, parameters, description.layer_prefix, share
+                description.token_inputs, own, len(numbers), hidden_size, parameters, description.layer_prefix, share
             )
         # What the residual stream is multiplied with after each layer.
         self._stream_scales = {
@@ -310,13 +317,12 @@ class Decoder:
         said are too low."""
         description = self.description
         assert not description.tie_word_embeddings and not description.output_bias
-        num_said, own = description.vocab_size - description.num_unsaid_tokens, self._own_vocab
+        num_said = description.vocab_size - description.num_unsaid_tokens
         rows = parameters.weights.take(f"{description.output_name}.weight", (num_said, self.hidden_size))
-        rows = rows[own.start : own.stop]
-        num_unsaid = len(own) - len(rows)
-        bias = np.zeros(len(own), rows.dtype)
-        bias[len(rows) :] = _NEVER_SAID
-        return parameters.packed(np.pad(rows, ((0, num_unsaid), (0, 0))), bias)
+        bias = np.zeros(description.vocab_size, rows.dtype)
+        bias[num_said:] = _NEVER_SAID
+        own = slice(self._own_vocab.start, self._own_vocab.stop)
+        return parameters.packed(np.pad(rows, ((0, description.num_unsaid_tokens), (0, 0)))[own], bias[own])
 
     @property
     def matrices(self) -> tuple[NamedMatrix, ...]:
@@ -340,19 +346,38 @@ class Decoder:
         """Bytes of the packed matrices."""
         return self._num_weight_bytes
 
+    @property
+    def stage_width(self) -> int:
+        return self.description.stage_width
+
+    @property
+    def embeds_alone(self) -> bool:
+        """Whether `embed` needs no other worker."""
+        has_projection = self._projection is not None or self.description.embedding_size is None
+        return self._embedding is not None and has_projection and self.description.share.is_whole
+
+    @property
+    def makes_logits_alone(self) -> bool:
+        """Whether `output` needs no other worker."""
+        return self._output is not None and self.description.share.is_whole
+
     def forward(self, batch: StepBatch, caches: Sequence[LayerKVCache]) -> Array:
         """-> hidden [T, H] before the final norm, or after it in a model that pools, or that of this stage's last
-        layer, of type `stream_dtype`. Caches are those of `layer_caches`
+        layer, [T, `stage_width`] of type `stream_dtype`. Caches are those of `layer_caches`
         that this stage's layers have."""
         description = self.description
-        residual = self._start(batch) if batch.entering is None else batch.entering
-        inputs = None if self._token_inputs is None else self._token_inputs.embed(batch.token_ids, residual)
-        if self._streams is not None:
-            residual = self._streams.expand(residual)
+        residual = embedded = self._start(batch) if batch.entering is None else batch.entering
+        if batch.entering is not None and description.carries_embedding:
+            width = description.stage_width - description.hidden_size
+            residual, embedded = batch.entering[:, :width], batch.entering[:, width:]
+        inputs = None if self._token_inputs is None else self._token_inputs.embed(batch.token_ids, embedded)
+        leaving = None if self._behind is None else self._ops.linear(embedded, self._behind, self._dtype)
         # Only where layers share something do blocks get more than what any block gets.
         further: dict[str, Any] = (
-            {} if self._pair is None else {"pair": self._ops.linear(residual, self._pair, self._dtype)}
+            {} if self._pair is None else {"pair": self._ops.linear(embedded, self._pair, self._dtype)}
         )
+        if self._streams is not None and description.is_first_stage:
+            residual = self._streams.expand(residual)
         numbers = description.caches_of(description.stage)
         places = {i: (batch.groups[self._group_of_cache[i]], cache) for i, cache in zip(numbers, caches, strict=True)}
         late: dict[int, Array] = {}  # what is added at the end of the layer of that number
@@ -371,7 +396,10 @@ class Decoder:
                 self._token_inputs.add_to(residual, number, inputs)
             if (scale := self._stream_scales[number]) != 1.0:
                 self._ops.add(residual, residual, scale - 1.0)
-        if self._streams is not None:
+        if leaving is not None:
+            self._ops.add(leaving[:, : residual.shape[1]], residual)
+            return leaving
+        if self._streams is not None and description.is_last_stage:
             residual = self._streams.merge(residual)
         return residual if self._pooler is None else _normed(self._norm, residual, None)
 

@@ -132,6 +132,18 @@ class ModelDescription:
         return self.stage.stop == len(self.layers)
 
     @property
+    def carries_embedding(self) -> bool:
+        """Whether layers read the embedding beside the residual stream, so that stages pass it on."""
+        return self.token_inputs is not None or any(layer.shared is not None for layer in self.layers)
+
+    @property
+    def stage_width(self) -> int:
+        """Elements of a row that goes from stage to stage: the residual streams, and the embedding behind them where
+        stages pass it on."""
+        num_streams = 1 if self.streams is None else self.streams.count
+        return self.hidden_size * (num_streams + self.carries_embedding)
+
+    @property
     def other_stages(self) -> tuple[str, ...]:
         """Prefixes of the tensors outside of layers that other stages have."""
         start = [self.embedding_norm_name, self.embedding_projection_name, self.token_types_name]
@@ -139,8 +151,11 @@ class ModelDescription:
             start.append(self.positions.name.removesuffix(".weight"))
         if not (self.is_last_stage and self.tie_word_embeddings and self.pooling is None):
             start.append(self.embedding_name)
+        if self.streams is not None:
+            start.append(self.streams.projections_name)
         others = [] if self.is_first_stage else start
         if not self.is_last_stage:
+            others += [] if self.streams is None else [self.streams.unembed_name]
             others += [self.norm_name, self.output_name]
             heads = [*(() if self.head is None else (self.head,)), *(() if self.pooling is None else self.pooling.head)]
             others += [name for head in heads for name in (head.name, head.norm_name)]

@@ -10,7 +10,7 @@ keys and values as a model does, and its own hidden states stand in for the mode
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.batch import StepBatch
-from octavo.errors import LoadError
+from octavo.errors import ConfigError, LoadError
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.attention import Attention, AttentionDescription
 from octavo.layers.latent import LatentDescription
@@ -56,6 +56,27 @@ class Taps:
             self._ops.linear_add(hidden, weight, self.features)
 
 
+class HeadTarget(NamedTuple):
+    """The model that a head guesses for, as a worker has it, and what is not there of it: its description in one piece,
+    and a way to read what embeds or makes logits, for those of its workers who have a part of that or nothing."""
+
+    model: Decoder
+    description: ModelDescription
+    read: Callable[[ModelDescription], Decoder]
+
+    def tables(self, embeds: bool, outputs: bool) -> tuple[Decoder, Decoder]:
+        """Who `embeds` tokens, and who makes logits, as far as that is wanted: the model, or a copy of its matrices."""
+        model, whole = self.model, replace(self.description, token_inputs=None, streams=None)
+        num_layers = len(whole.layers)
+        embeds, outputs = embeds and not model.embeds_alone, outputs and not model.makes_logits_alone
+        if embeds and outputs:
+            both = self.read(replace(whole, layers=()))
+            return both, both
+        embedding = self.read(replace(whole, own_layers=range(0))) if embeds else model
+        output = self.read(replace(whole, own_layers=range(num_layers, num_layers))) if outputs else model
+        return embedding, output
+
+
 class ChainHead:
     """What chain heads have in common: embedding and output matrix, which are the model's where the head has none. A
     `Model` that reads `features` as well."""
@@ -68,26 +89,28 @@ class ChainHead:
     layer_caches: tuple[LayerCacheSpec, ...]
     matrices: tuple[NamedMatrix, ...] = ()  # none that adapters change
 
-    def __init__(self, target: Decoder, weights: Weights, parameters: Parameters, names: Mapping[str, str]) -> None:
+    def __init__(self, target: HeadTarget, weights: Weights, parameters: Parameters, names: Mapping[str, str]) -> None:
         """`names` are those of the modules "embedding" and "output", of those that a head may have."""
-        self.target, self._parameters, self._ops = target, parameters, parameters.ops
+        self.target, self._parameters, self._ops = target.model, parameters, parameters.ops
         self._dtype = parameters.dtype
-        self.vocab_size, self.hidden_size = target.vocab_size, target.description.hidden_size
+        self.vocab_size, self.hidden_size = target.model.vocab_size, target.description.hidden_size
         self.target_ids: NDArray[np.int64] | None = None  # the model's token for each of the head's, if it has fewer
         self._embedding: LinearWeight | None = None
         size = target.description.hidden_size
         if "embedding" in names and f"{names['embedding']}.weight" in weights:
-            self._embedding = parameters.linear([names["embedding"]], [target.vocab_size], size)
+            self._embedding = parameters.linear([names["embedding"]], [self.vocab_size], size)
         self._output: LinearWeight | None = None
         if "output" in names and f"{names['output']}.weight" in weights:
             self._output = parameters.linear([names["output"]], [self._own_vocab_size(weights)], size)
+        self._embedder, self._outputter = target.tables(self._embedding is None, self._output is None)
 
     def _own_vocab_size(self, weights: Weights) -> int:
         return self.vocab_size
 
     def num_weight_bytes(self) -> int:
         """Bytes of the packed matrices."""
-        return self._parameters.num_matrix_bytes
+        copies = {self._embedder, self._outputter} - {self.target}
+        return self._parameters.num_matrix_bytes + sum(copy.num_weight_bytes() for copy in copies)
 
     def features_of(self, hidden: Array) -> Array:
         """What the head reads of the model's hidden states [T, H] before its final norm, or of what `Taps` gave."""
@@ -104,13 +127,13 @@ class ChainHead:
     def _embed(self, token_ids: Array) -> Array:
         """[T] int32 -> [T, H]"""
         if self._embedding is None:
-            return self.target.embed(token_ids)
+            return self._embedder.embed(token_ids)
         return self._ops.embedding(token_ids, self._embedding, self._dtype)
 
     def _project(self, hidden: Array) -> Array:
         """hidden [N, H], normed if it is to be -> logits [N, V] float32"""
         if self._output is None:
-            return self.target.output(hidden)
+            return self._outputter.output(hidden)
         return self._ops.linear(hidden, self._output, "float32")
 
 
@@ -145,7 +168,7 @@ class EagleHead(ChainHead):
     """
 
     def __init__(
-        self, target: Decoder, config: Mapping[str, Any], weights: Weights, ops: Ops, max_positions: int, dtype: str,
+        self, target: HeadTarget, config: Mapping[str, Any], weights: Weights, ops: Ops, max_positions: int, dtype: str,
         module: ModuleNames | None = None,
     ) -> None:  # fmt: skip
         parameters = Parameters(weights, ops, max_positions, dtype)
@@ -155,7 +178,7 @@ class EagleHead(ChainHead):
         if module is None:
             names = {"embedding": "model.embed_tokens", "output": "lm_head"}
             super().__init__(target, weights, parameters, names)
-            layers = described(config, target).layers
+            layers = described(config, target.description).layers
             joint, layer_prefixes = "model.fc", [f"model.layers.{i}." for i in range(len(layers))]
             if "model.layers.0.input_layernorm.weight" not in weights:  # what it reads comes from a norm already
                 layers = (replace(layers[0], attention_norm=None), *layers[1:])
@@ -207,19 +230,19 @@ class Eagle3Head(ChainHead):
     hidden states; later ones are the layer's own results."""
 
     def __init__(
-        self, target: Decoder, config: Mapping[str, Any], weights: Weights, ops: Ops, max_positions: int, dtype: str
+        self, target: HeadTarget, config: Mapping[str, Any], weights: Weights, ops: Ops, max_positions: int, dtype: str
     ) -> None:
         parameters = Parameters(weights, ops, max_positions, dtype)
-        self._num_own = int(config.get("draft_vocab_size") or target.vocab_size)
+        self._num_own = int(config.get("draft_vocab_size") or target.model.vocab_size)
         super().__init__(target, weights, parameters, {"embedding": "model.embed_tokens", "output": "lm_head"})
         size = target.description.hidden_size
-        if self._output is not None and self._num_own != target.vocab_size:
+        if self._output is not None and self._num_own != target.model.vocab_size:
             offsets = weights.take_integers("d2t", (self._num_own,))
             self.target_ids = np.arange(self._num_own) + offsets
             self.vocab_size = self._num_own
         for unused in ("t2d", "d2t"):
             weights.pass_over(unused)
-        description = described(config, target)
+        description = described(config, target.description)
         [layer] = description.layers
         if not isinstance(layer.attention, AttentionDescription) or layer.feed_forward is None:
             raise LoadError("an EAGLE-3 head of another layer than attention and feed-forward is not built.")
@@ -237,7 +260,13 @@ class Eagle3Head(ChainHead):
         self._adds_normed = bool(config.get("norm_before_residual"))
         self.layer_caches = (attention.cache,)
         parts = [parameters.linear(["model.fc"], [size], size, part=(i, _NUM_TAPS)) for i in range(_NUM_TAPS)]
-        self.taps = Taps(dict(zip(tapped_layers(config, target), parts, strict=True)), ops, dtype)
+        layers = tapped_layers(config, target.description)
+        if (first := target.model.description.stage.start) > layers[0]:
+            raise ConfigError(
+                f"the head reads the inputs of layers {', '.join(map(str, layers))}, and the last stage of "
+                f"--pipeline-parallel-size has those from {first} on: it must have all of them."
+            )
+        self.taps = Taps(dict(zip(layers, parts, strict=True)), ops, dtype)
 
     def _own_vocab_size(self, weights: Weights) -> int:
         return self._num_own
@@ -260,14 +289,14 @@ class Eagle3Head(ChainHead):
         return self._project(self._norm.forward(hidden))
 
 
-def described(config: Mapping[str, Any], target: Decoder) -> ModelDescription:
+def described(config: Mapping[str, Any], target: ModelDescription) -> ModelDescription:
     """The layers of a head. Raises `LoadError` if they do not fit the model."""
     name = _FAMILY_OF_TYPE.get(str(config.get("model_type")), "LlamaForCausalLM")
     try:
         description = read(name, FAMILIES[name], {"max_position_embeddings": 2048} | dict(config))
     except KeyError as e:
         raise LoadError(f"the head's configuration has no {e.args[0]!r}.") from None
-    size = target.description.hidden_size
+    size = target.hidden_size
     if description.hidden_size != size:
         raise LoadError(
             f"the head is for a model with a hidden size of {description.hidden_size}, and the model's is {size}."
@@ -275,9 +304,9 @@ def described(config: Mapping[str, Any], target: Decoder) -> ModelDescription:
     return description
 
 
-def tapped_layers(config: Mapping[str, Any], target: Decoder) -> list[int]:
+def tapped_layers(config: Mapping[str, Any], target: ModelDescription) -> list[int]:
     """The layers whose inputs EAGLE-3 reads: those that its configuration names, or the authors' choice."""
-    num_layers = len(target.description.layers)
+    num_layers = len(target.layers)
     named = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     found = [int(layer) for layer in named or (2, num_layers // 2, num_layers - 3)]
     if len(found) != _NUM_TAPS or sorted(set(found)) != found or not found[0] >= 0 or found[-1] >= num_layers:
@@ -290,12 +319,12 @@ class MedusaHeads:
     model's final norm. Modules have the names of the authors, or vLLM's."""
 
     def __init__(
-        self, target: Decoder, config: Mapping[str, Any], weights: Weights, ops: Ops, max_positions: int, dtype: str
+        self, target: HeadTarget, config: Mapping[str, Any], weights: Weights, ops: Ops, max_positions: int, dtype: str
     ) -> None:
         parameters = Parameters(weights, ops, max_positions, dtype)
-        self._target, self._ops, self._dtype, self._parameters = target, ops, dtype, parameters
+        self._target, self._ops, self._dtype, self._parameters = target.model, ops, dtype, parameters
         self.hidden_size = size = target.description.hidden_size
-        vocab_size = target.vocab_size
+        vocab_size = target.model.vocab_size
         self.num_heads = int(config.get("medusa_num_heads") or config.get("num_heads") or 0)
         num_layers = int(config.get("medusa_num_layers") or config.get("num_hidden_layers") or 1)
         own = config.get("truncated_vocab_size") or vocab_size

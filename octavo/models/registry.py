@@ -68,7 +68,8 @@ class StageModel(Model, Protocol):
     stream_dtype: str  # of hidden states between layers, which all stages must have alike
 
     @property
-    def hidden_size(self) -> int: ...
+    def stage_width(self) -> int:
+        """Elements of what a token's row is on its way to the next."""
 
 
 class CrossModel(Model, Protocol):

@@ -30,7 +30,9 @@ _SHAREABLE = (
     LightningDescription, GatedRecurrenceDescription, CrossAttentionDescription,
 )  # fmt: skip
 # And what may have to see all of a row though workers share it out.
-_GATHERING = (AttentionDescription, MambaDescription, LightningDescription, FeedForwardDescription)
+_GATHERING = (
+    AttentionDescription, MambaDescription, LightningDescription, FeedForwardDescription, CrossAttentionDescription,
+)  # fmt: skip
 
 # Of how many equal parts what ends a layer may be the sum; the first that a model's sizes are multiples of is taken.
 _SUMMANDS = (8, 4, 2, 3, 5, 7)
@@ -102,9 +104,11 @@ def _check_is_shareable(description: ModelDescription, share: Share, shares_expe
             )
 
 
-def stage_layers(num_layers: int, num_stages: int, partition: Sequence[int] | None = None) -> list[range]:
-    """The layers of each stage: as many as `partition` says, or as equally as can be. The first and the last one, which
-    embed and make logits, have no more than others. Raises `ConfigError` for what does not add up."""
+def stage_layers(description: ModelDescription, num_stages: int, partition: Sequence[int] | None = None) -> list[range]:
+    """The layers of each stage: as many as `partition` says, or as equally as the model can be cut. The first and the
+    last one, which embed and make logits, have no more than others where it can be cut anywhere. Raises `ConfigError`
+    for what does not add up."""
+    num_layers = len(description.layers)
     if partition is not None:
         if len(partition) != num_stages or sum(partition) != num_layers or min(partition) < 1:
             given = ",".join(map(str, partition))
@@ -119,6 +123,15 @@ def stage_layers(num_layers: int, num_stages: int, partition: Sequence[int] | No
         each, left = divmod(num_layers, num_stages)
         first = max(0, min(1, num_stages - 1 - left))  # that gets one more
         counts = [each + (first <= stage < first + left) for stage in range(num_stages)]
+        starts = _possible_starts(description)
+        if not starts.issuperset(accumulate(counts[:-1])):
+            counts = _equal_counts(sorted(starts), num_layers, num_stages)
+            if not counts:
+                possible = ", ".join(map(str, sorted(starts))) or "none but the first"
+                raise ConfigError(
+                    f"--pipeline-parallel-size {num_stages} is more stages than {description.architecture} can be cut "
+                    f"into: those behind the first can begin with layers {possible}."
+                )
     ends = list(accumulate(counts))
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
@@ -128,21 +141,9 @@ def with_stage(description: ModelDescription, layers: range) -> ModelDescription
     not yet."""
     if len(layers) == len(description.layers):
         return description
-    attentions = [layer.attention for layer in description.layers]
     refused = {
         "models that transformers computes": description.impl != "octavo",
-        "inputs of tokens to every layer": description.token_inputs is not None,
-        "keys of another layer": any(
-            isinstance(a, AttentionDescription) and a.reads_layer is not None for a in attentions
-        ),
         "models that write down speech": description.num_cross_tokens > 0 and not description.takes_media,
-        "several residual streams": description.streams is not None,
-        "a transformer that layers share": any(layer.shared is not None for layer in description.layers),
-        "a layer that reads what an index of another stage chooses": any(
-            isinstance(a, LatentDescription) and a.shares_index
-            for start in (layers.start, layers.stop)
-            for a in attentions[start : start + 1]
-        ),
     }
     for name, has in refused.items():
         if has:
@@ -150,14 +151,47 @@ def with_stage(description: ModelDescription, layers: range) -> ModelDescription
                 f"--pipeline-parallel-size is not built yet for {name}, which {description.architecture} has; leave it "
                 "out."
             )
-    for i, layer in enumerate(description.layers):
-        for start in (layers.start, layers.stop):
-            if i < start <= i + layer.added_after:
-                raise ConfigError(
-                    f"a stage cannot begin with layer {start}, at whose end, or later, layer {i} adds something; "
-                    "say with --pipeline-layer-partition where to cut."
-                )
+    for start in (layers.start, layers.stop):
+        if (reason := _why_no_start(description, start)) is not None:
+            possible = ", ".join(map(str, sorted(_possible_starts(description)))) or "none"
+            raise ConfigError(
+                f"a stage cannot begin with layer {start}: {reason}. Those that can, for --pipeline-layer-partition: "
+                f"{possible}."
+            )
     return replace(description, own_layers=layers)
+
+
+def _why_no_start(description: ModelDescription, start: int) -> str | None:
+    """Why no stage can begin with a layer; None where one can, and for what is no layer's number but all layers'."""
+    for i, layer in enumerate(description.layers):
+        attention = layer.attention
+        if i < start <= i + layer.added_after:
+            return f"layer {i} adds something at its end, or later"
+        read = attention.reads_layer if isinstance(attention, AttentionDescription) else None
+        if read is not None and read < start <= i:
+            return f"layer {i} reads the keys of layer {read}, which must be of its stage"
+        if i == start and isinstance(attention, LatentDescription) and attention.shares_index:
+            return "it reads keys that an index before it chooses"
+    return None
+
+
+def _possible_starts(description: ModelDescription) -> set[int]:
+    """Layers that a stage behind the first can begin with."""
+    return {start for start in range(1, len(description.layers)) if _why_no_start(description, start) is None}
+
+
+def _equal_counts(starts: Sequence[int], num_layers: int, num_stages: int) -> list[int]:
+    """Layers of each stage, where stages begin at `starts` alone: as equal as that can be (the least sum of squares).
+    None where there are too few of these."""
+    best = {0: (0, list[int]())}  # by the layers that so many stages have: sum of squares, and each one's
+    for ends in [starts] * (num_stages - 1) + [[num_layers]]:
+        longer = {}
+        for end in ends:
+            found = [(cost + (end - at) ** 2, [*counts, end - at]) for at, (cost, counts) in best.items() if at < end]
+            if found:
+                longer[end] = min(found)
+        best = longer
+    return best[num_layers][1] if best else []
 
 
 def _not_built(description: ModelDescription) -> dict[str, bool]:
@@ -165,8 +199,6 @@ def _not_built(description: ModelDescription) -> dict[str, bool]:
     attentions = [mixer for mixer in mixers if isinstance(mixer, AttentionDescription)]
     return {
         "models that transformers computes": description.impl != "octavo",
-        "mixers of other kinds": not all(isinstance(mixer, _SHAREABLE) for mixer in mixers),
-        "models that write down speech": description.num_cross_tokens > 0 and not description.takes_media,
         "attention of several inputs": any(a.num_inputs > 1 for a in attentions),
     }
 
@@ -204,10 +236,11 @@ def _with_share(layer: LayerDescription, share: Share) -> LayerDescription:
 
 
 def _shared_mixer(mixer: MixerDescription | None, share: Share) -> MixerDescription | None:
-    if not isinstance(mixer, _SHAREABLE):
-        return mixer
+    if mixer is None:
+        return None
+    assert isinstance(mixer, _SHAREABLE)
     shared: MixerDescription = replace(mixer, share=share)
-    if isinstance(shared, AttentionDescription):
+    if isinstance(shared, AttentionDescription | CrossAttentionDescription):
         shared.own_heads  # noqa: B018  # which may be refused
     shared.cache  # noqa: B018  # likewise
     return shared

@@ -330,10 +330,12 @@ class Scheduler:
             else:
                 outputs.append(extend(self.live, seq, tokens, logprobs))
             if self._speculation is not None:
-                self._guess(seq, outputs[-1].token_ids, result.guesses.get(row), num_forks)
+                drafts = result.guesses[row][: result.num_made[row]] if row in result.guesses else None
+                self._guess(seq, outputs[-1].token_ids, drafts, num_forks)
             num_generated += len(tokens) if not guesses else len(outputs[-1].token_ids)
         if self._speculation is not None:
-            self._speculation.drafted(plan.rows, result.guesses, result.draft_s)
+            made = {row: guesses[: result.num_made[row]] for row, guesses in result.guesses.items()}
+            self._speculation.drafted(plan.rows, made, result.draft_s, result.caught_up)
         num_found = len(result.tokens if result.vectors is None else result.vectors)
         assert end == num_found, f"{end} tokens or vectors were wanted and {num_found} came"
         self._stats.num_computed_tokens += sum([planned.num_tokens for planned in plan.rows])

@@ -66,7 +66,8 @@ class Speculation:
         return not self._num_sequences
 
     def took(self, seq: Sequence, tokens: list[int], drafts: tuple[int, ...] | None) -> None:
-        """`tokens` have come for a sequence that has not ended; `drafts` are what a drafter had guessed."""
+        """`tokens` have come for a sequence that has not ended; `drafts` are what a drafter had guessed, as far as it
+        could: what it could not says nothing of how good it is."""
         about = seq.speculated
         if about is None:
             if self._proposer is None and not seq.request.prediction:
@@ -78,7 +79,7 @@ class Speculation:
             right, wrong = compare(about.guess, tokens)
             about.acceptance.observe(right, wrong, self._acceptance.rates[about.guess.level])
             self._acceptance.observe(about.guess.level, right, wrong)
-        elif about.guess.tokens:  # which nobody has made
+        elif about.guess.tokens or drafts is not None:  # which nobody has made
             about.acceptance.forget()
         about.guess, about.is_predicted = NO_GUESS, False
         if about.prediction_state is not None:
@@ -163,9 +164,16 @@ class Speculation:
         """Whether guesses have been worth their time lately."""
         return self._num_idle_steps == 0
 
-    def drafted(self, rows: List[PlannedRow], guesses: dict[int, tuple[int, ...]], seconds: float) -> None:
-        """A step of `rows` has begun with the worker guessing some of its tokens, which took so long."""
-        if guesses and all(row.is_decode for row in rows):  # and not parts of prompts too
+    def drafted(
+        self, rows: List[PlannedRow], guesses: dict[int, tuple[int, ...]], seconds: float, caught_up: bool = False
+    ) -> None:
+        """A step of `rows` has begun with the worker making these `guesses`, which took so long, `caught_up` with what
+        it lacked of tokens before included."""
+        if not guesses:
+            return
+        if not any(guesses.values()):  # it lacks more than a step computes, or memory: nothing was tried
+            self._next_trial = min(self._next_trial, self._num_idle_steps + _FIRST_TRIAL)
+        elif not caught_up and all(row.is_decode for row in rows):  # and no parts of prompts
             a_token = seconds / max(map(len, guesses.values()))
             self._draft_s += (a_token - self._draft_s) / (8 if self._draft_s else 1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -14,7 +15,9 @@ import pytest
 
 from octavo.config import AsyncEngineArgs, EngineConfig, data_parallel
 from octavo.distributed import group, joining
+from octavo.distributed.connection import listen
 from octavo.distributed.group import NodeGroup
+from octavo.distributed.messages import Joined
 from octavo.engine.core import EngineCore
 from octavo.entrypoints.openai.server import run_server
 from octavo.entrypoints.openai.server_args import ServerArgs
@@ -22,6 +25,9 @@ from octavo.errors import ConfigError, LoadError
 from octavo.execution import node
 from octavo.execution.executor import TeamExecutor, make_executor
 from octavo.execution.node import Node
+from octavo.models.registry import describe
+from octavo.speculative.proposer import ToBeDrafted
+from octavo.speculative.speculation import Speculation
 from tests.execution.test_guesses import guessed_requests
 from tests.execution.test_runner import config_of, model, run, told
 
@@ -72,6 +78,7 @@ def node_config(model: Path, port: int, rank: int, size: int = 2, **flags: Any) 
     ("size", "flags"),
     [
         (2, {"num_gpu_blocks_override": 16}),
+        (2, {"num_speculative_tokens": 3}),  # of a draft on node 0, which the model is to itself
         pytest.param(3, {}, marks=pytest.mark.long),  # rows go past node 0
         pytest.param(2, {"pipeline_parallel_size": 4, "dtype": "bfloat16"}, marks=pytest.mark.long),
         pytest.param(2, {"tensor_parallel_size": 2}, marks=pytest.mark.long),
@@ -79,15 +86,18 @@ def node_config(model: Path, port: int, rank: int, size: int = 2, **flags: Any) 
 )
 def test_nodes_answer_as_one_worker(model: Path, port: int, pool: Beside, size: int, flags: dict[str, Any]) -> None:
     """The same bits, where each layer is one worker's, and tokens in any case."""
+    speculation = None
+    if "num_speculative_tokens" in flags:
+        flags, speculation = flags | {"speculative_model": str(model)}, Speculation(ToBeDrafted(96), 3)
     others = [pool.submit(Node(node_config(model, port, rank, size, **flags), 60).run) for rank in range(1, size)]
     executor = TeamExecutor(config := node_config(model, port, 0, size, **flags))
     try:
-        found = run(EngineCore(config, executor), guessed_requests(1), 1)
+        found = run(EngineCore(config, executor, speculation), guessed_requests(1), 1)
     finally:
         executor.team.close()
     for other in others:
         other.result(60)
-    alone = {name: value for name, value in flags.items() if "parallel" not in name}
+    alone = {name: value for name, value in flags.items() if "parallel" not in name and "speculative" not in name}
     expected = run(EngineCore(config_of(model, **(FOUR_LAYERS | alone))), guessed_requests(1), 1)
     assert found.keys() == expected.keys()
     for key, outputs in found.items():
@@ -254,3 +264,34 @@ def test_nodes_other_than_0_are_headless(model: Path) -> None:
             run_server(AsyncEngineArgs(node_rank=rank, nnodes=2), ServerArgs(headless=headless))
     with pytest.raises(ConfigError, match="--node-rank 1 has no engine of its own"):
         make_executor(node_config(model, 29501, 1))
+
+
+@pytest.mark.parametrize(("rank", "refused"), [(1, 1), (1, 2), (2, None)])
+def test_a_node_that_cannot_connect_keeps_nothing_open(
+    model: Path, port: int, monkeypatch: pytest.MonkeyPatch, rank: int, refused: int | None
+) -> None:
+    """As it tries again for ever: the connections of its rows and its worker, and the memory of that."""
+    config = node_config(model, port, rank, 3)
+    description = describe(config.model.checkpoint.config)
+    others = []
+
+    def connect(address: tuple[str, int], token: bytes) -> socket.socket:
+        if len(others) + 1 == refused:
+            raise ConnectionRefusedError
+        own, other = socket.socketpair()
+        others.append(other)
+        return own
+
+    monkeypatch.setattr(node, "connect", connect)
+    monkeypatch.setattr(node, "HANDSHAKE_S", 0.01)
+    membership = node._Membership(config, description)
+    open_files = len(os.listdir("/proc/self/fd"))
+    if rank > 1:  # whose node before does not come
+        membership._listener = listen(("127.0.0.1", 0))
+        open_files += 1
+    with pytest.raises(OSError):  # noqa: PT011 - of either kind
+        membership._start(Joined(b"session", None))
+    for other in others:
+        other.close()
+    assert len(os.listdir("/proc/self/fd")) == open_files
+    membership.__exit__()

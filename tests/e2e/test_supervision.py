@@ -254,10 +254,16 @@ def test_a_second_signal_ends_the_server_at_once(tmp_path: Path) -> None:
             assert not reader.is_alive()
 
 
-def test_a_server_that_is_killed_takes_its_engine_with_it(tmp_path: Path) -> None:
+def test_a_server_that_is_killed_takes_its_engine_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And leaves no sockets."""
+    folder = tmp_path / "t"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
     with running_server(tmp_path, "--max-model-len", "256") as server:
+        assert list(folder.glob("octavo-*"))
         core = server.core_process()
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait()
         psutil.wait_procs([core], timeout=10)
         assert not core.is_running()
+        assert not list(folder.glob("octavo-*"))

@@ -1,13 +1,17 @@
-"""Where the sockets of an engine's process lie."""
+"""An engine's process: where its sockets lie, and its end."""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from octavo.engine.core_client import _make_socket_folder
+from octavo.engine import core_client
+from octavo.engine.core_client import CoreProcess, _make_socket_folder
 from octavo.errors import OctavoError
 
 
@@ -45,3 +49,16 @@ def test_a_path_that_is_too_long_for_sockets_is_refused(tmp_path: Path, monkeypa
     with pytest.raises(OctavoError, match="is too long for sockets; let TMPDIR name a folder with a shorter one"):
         _make_socket_folder()
     assert not list(long.iterdir())
+
+
+def test_a_core_that_hangs_before_it_has_a_configuration_does_not_keep_its_parent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(core_client, "_EXIT_GRACE_S", 0.01)
+    stops = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"]
+    monkeypatch.setattr(core_client, "child_command", lambda *args: stops)
+    core = CoreProcess()
+    os.waitpid(core.process.pid, os.WUNTRACED)
+    core.close()
+    assert core.process.returncode == -signal.SIGKILL
+    core.close()

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import random
+from mmap import PAGESIZE
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from octavo.engine.core import EngineCore
@@ -24,6 +26,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.speculative.proposer import ToBeDrafted
 from octavo.speculative.speculation import Speculation
 from tests.execution.late_device import LateDevice
+from tests.execution.small_overrides import BAMBA, CUT
 from tests.execution.test_guesses import guessed_requests
 from tests.execution.test_runner import EOS, FLAGS, VOCAB, config_of, late_executor, model, requests, run, told
 from tests.speculation import guessing
@@ -33,6 +36,7 @@ __all__ = ["model"]
 
 def other_model(model: Path, folder: Path, **settings: Any) -> Path:
     """A draft of another shape, whose random weights have nothing to do with the model's."""
+    folder.mkdir(exist_ok=True)
     for file in model.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     config = json.loads((folder / "config.json").read_text())
@@ -211,3 +215,42 @@ def test_a_draft_shares_blocks_that_hold_what_it_reads() -> None:
         group_for(group_layers([state]), [full], "draft")
     with pytest.raises(ConfigError, match=r"draft cannot guess for this model: it reads further back"):
         group_for(group_layers([narrow]), [state, narrow], "draft")
+
+
+def test_what_a_draft_cannot_guess_yet_is_not_judged(model: Path) -> None:
+    """It lacks more than a step computes, as it had not computed prompts. What it has guessed for itself was right."""
+    speculation, lacking = Speculation(ToBeDrafted(96), 3), 0
+    wrong: list[int] = []
+    speculation._acceptance.observe = lambda level, right, count: wrong.append(count)  # type: ignore[method-assign]
+    core = EngineCore(config_of(model, speculative_config={"model": str(model)}), None, speculation)
+    submit = core.executor.submit
+
+    def watched(plan: StepPlan) -> PendingStep:
+        nonlocal lacking
+        plan.drafts_prompts = False
+        result = submit(plan).result()
+        lacking += sum(not made for made in result.num_made.values())
+        return SimpleNamespace(result=lambda: result)
+
+    core.executor.submit = watched  # type: ignore[method-assign]
+    run(core, [request for request in requests(2, 40) if is_followed(request)], 2)
+    assert lacking > 5 and len(wrong) > 20 and not any(wrong)
+
+
+@pytest.mark.parametrize("kind", ["the model", "a recurrent one"])
+def test_what_a_draft_keeps_is_freed_with_the_cache(model: Path, tmp_path: Path, kind: str) -> None:
+    """As sleeping does. What it guesses after that is right again, as it was."""
+    folder = model if kind == "the model" else other_model(model, tmp_path / "recurrent", **CUT, **BAMBA)
+    asked = {"speculative_config": {"model": str(folder), "num_speculative_tokens": 3}}
+    core = EngineCore(config_of(folder, **asked), None, Speculation(ToBeDrafted(96), 3))
+    followed = [request for request in requests(2, 40) if is_followed(request)]
+    before = run(core, followed, 2)
+    draft = core.executor.worker._draft  # type: ignore[attr-defined]
+    kept = [array for cache in draft.runner.caches for array in cache.arrays]
+    assert all(array.any() for array in kept)
+    core.reset_prefix_cache(frees_memory=True)
+    for array in kept:  # but for what shares a page with others
+        assert not array.reshape(-1).view(np.uint8)[PAGESIZE : array.nbytes - PAGESIZE].any()
+    after, num_guessed = run_with_right_guesses(core, random.Random(1))
+    assert_same(after, before, "cpu")
+    assert num_guessed > 100

@@ -122,6 +122,7 @@ def answer_of(core: EngineCore) -> tuple[list[int], dict[int, tuple[int, ...]]]:
     core.add(EngineRequest("r", Prompt(list(tokens)), params, [EOS], 20, 0.0))
     while core.has_work:
         tokens += [token for output in core.step().outputs for token in output.token_ids]
+    core.executor.submit = submit  # type: ignore[method-assign]
     return tokens, guessed
 
 
@@ -178,6 +179,7 @@ _LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }  # fmt: skip
+DEEPSEEK_MODULE = _EXPERTS | _LATENT | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
 _INDEX = _LATENT | {"index_topk": 6, "index_n_heads": 4, "index_head_dim": 16}
 _DELTA = {
     "linear_key_head_dim": 12, "linear_value_head_dim": 20, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
@@ -189,7 +191,7 @@ _DELTA = {
     "settings",
     [
         {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe"},
-        {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", **_LATENT},
+        DEEPSEEK_MODULE,
         {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", **_INDEX},
         {
             "architectures": ["GlmMoeDsaForCausalLM"],

@@ -24,6 +24,7 @@ from tests.execution.late_team import late_followers
 from tests.execution.small_overrides import BAMBA, CUT, DEEPSEEK, OLMO_2
 from tests.execution.test_guesses import guessed_requests
 from tests.execution.test_runner import EOS, config_of, model, requests, run
+from tests.execution.test_stages import GEMMAS, ZAMBAS
 from tests.execution.test_team import EXPERTS, FEW_ADAPTERS, adapted, assert_near, told_exactly, write_adapters
 from tests.lora.random_adapters import TINY_SIZES, write_adapter_of
 
@@ -78,6 +79,8 @@ def of_one_on_cpu(model: Path, **flags: Any) -> EngineCore:
                 ((4, 1), {"hf_overrides": CUT | BAMBA, "num_gpu_blocks_override": 60, "enforce_eager": True}),
                 ((4, 1), {"hf_overrides": CUT | OLMO_2}),
                 ((1, 2), {"enforce_eager": True}),
+                ((1, 2), {"hf_overrides": GEMMAS[0], "num_gpu_blocks_override": 60}),
+                ((1, 2), {"hf_overrides": ZAMBAS[1], "num_gpu_blocks_override": 60, "enforce_eager": True}),
                 ((2, 2), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
             ]
         ),
@@ -251,7 +254,11 @@ def test_a_step_without_memory_ends_the_team(start: Callable[..., EngineCore]) -
             {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"},
             "several hosts .* are not built yet with GPUs",
         ),
-        ({"tensor_parallel_size": 2, "speculative_model": "other"}, "not built yet with a model that guesses"),
+        ({"tensor_parallel_size": 2, "speculative_model": "other"}, "not built yet with a model that guesses on GPUs"),
+        (
+            {"tensor_parallel_size": 2, "speculative_config": {"method": "mtp"}},
+            "-size 2 is not built yet with mtp, which reads what the model computes, on GPUs",
+        ),
         ({"tensor_parallel_size": 3}, "cannot share out 4 attention heads; these sizes could: 1, 2, 4"),
     ],
 )

@@ -23,7 +23,6 @@ from octavo.execution.executor import TeamExecutor
 from octavo.lora.files import source
 from octavo.plan import StepPlan
 from octavo.request import EngineRequest, SequenceOutput
-from octavo.speculative.proposer import ToBeDrafted
 from octavo.speculative.speculation import Speculation
 from tests.execution.small_overrides import (
     BAMBA,
@@ -46,7 +45,6 @@ from tests.execution.small_overrides import (
     ZAMBA,
     ZAMBA_2,
 )
-from tests.execution.test_draft_model import other_model
 from tests.execution.test_guesses import guessed_requests
 from tests.execution.test_runner import VOCAB, config_of, model, requests, run, told
 from tests.lora.random_adapters import TINY_SIZES, write_adapter_of
@@ -283,31 +281,6 @@ def test_guesses_are_verified_by_all(model: Path, start: Callable[..., EngineCor
     assert_near(run(start(tensor_parallel_size=2, **flags), guessed_requests(1), 1), expected)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "flags", [{}, {"num_gpu_blocks_override": 13, "preemption_mode": "swap"}, {"enforce_eager": True}], ids=str
-)
-@pytest.mark.parametrize("kind", ["the model", "a recurrent one"])
-def test_a_draft_guesses_for_all_workers(
-    model: Path, start: Callable[..., EngineCore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str,
-    flags: dict[str, Any],
-) -> None:  # fmt: skip
-    """It runs whole on the first one, and the others verify what it has guessed."""
-    expected = run(EngineCore(config_of(model, **flags)), guessed_requests(1), 1)
-    draft = model if kind == "the model" else other_model(model, tmp_path, **CUT, **BAMBA)
-    speculative = {"model": str(draft), "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}
-    always, num_guessed = Speculation(ToBeDrafted(96), 3), 0
-
-    def count(_rows: Any, guesses: dict[int, tuple[int, ...]], _seconds: float) -> None:
-        nonlocal num_guessed
-        num_guessed += sum(map(len, guesses.values()))
-
-    monkeypatch.setattr(always, "drafted", count)
-    core = start(always, tensor_parallel_size=2, speculative_config=speculative, **flags)
-    assert_near(run(core, guessed_requests(1), 1), expected)
-    assert num_guessed > 100
-
-
 def test_bits_are_the_same_in_every_run_and_company(start: Callable[..., EngineCore]) -> None:
     """In bfloat16 and integers, which round otherwise at the slightest difference."""
     flags: dict[str, Any] = {"tensor_parallel_size": 2, "dtype": "bfloat16", "quantization": "int8"}
@@ -421,53 +394,11 @@ def test_swap_space_must_fit_the_memory_of_each_host(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("flags", "name"),
-    [
-        ({"tensor_parallel_size": 4}, "worker 2 of 4"),
-        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "worker 1 of 2 of stage 0 of 2"),
-    ],
-)
-def test_a_worker_that_dies_ends_the_step_and_the_others(
-    start: Callable[..., EngineCore], flags: dict[str, int], name: str
-) -> None:
-    core = start(**flags)
-    assert isinstance(core.executor, TeamExecutor)
-    team = core.executor.team
-    told: list[str] = []
-    team.on_death(told.append)
-    for request in requests(1, 3):
-        core.add(request)
-    core.step()
-    processes = team.processes
-    processes[1].kill()
-    processes[1].wait(60)
-    with pytest.raises(
-        (RuntimeError, ConnectionError),
-        match=r"another worker of this model has ended|of another stage has|of . has ended",
-    ):
-        run(core, [])
-    team.close()
-    assert [process.wait(60) for process in processes] == [0, -9, 0]
-    assert all(message == f"{name} ended with status -9" for message in told)
-
-
-def test_what_a_worker_cannot_load_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here because the environment has changed since the first has read it."""
-    monkeypatch.setenv("OCTAVO_CPU_ISA", "none such")
-    with pytest.raises(ConfigError, match="'none such' is not one that this machine runs"):
-        TeamExecutor(config_of(model, tensor_parallel_size=2))
-
-
-@pytest.mark.parametrize(
     ("flags", "message"),
     [
         ({"tensor_parallel_size": 3}, "cannot share out 4 attention heads; these sizes could: 1, 2, 4"),
         ({"tensor_parallel_size": 2, "quantization": "int8"}, "columns 0 to 48 of a INT8 matrix .* lie together by 32"),
         ({"tensor_parallel_size": 2, "cpu_threads": 1}, "less than the 2 workers of"),
-        (
-            {"tensor_parallel_size": 2, "speculative_config": {"method": "mtp"}},
-            "--tensor-parallel-size 2 is not built yet with mtp, which reads what the model computes",
-        ),
         ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, "ray shares the stages of .*: leave"),
         ({"tensor_parallel_size": 0}, "must be greater than 0"),
         ({"enable_expert_parallel": True}, "workers of --tensor-parallel-size, which is 1"),
@@ -511,7 +442,6 @@ def test_what_a_worker_cannot_load_is_told(model: Path, monkeypatch: pytest.Monk
         ({"pipeline_parallel_size": 2, "pipeline_layer_partition": "2"}, "must be 2 numbers above 0 that add up to"),
         ({"pipeline_parallel_size": 2, "pipeline_layer_partition": "1;1"}, "must be numbers with commas between"),
         ({"pipeline_layer_partition": "2"}, "one for each of the stages of --pipeline-parallel-size, which is 1"),
-        ({"pipeline_parallel_size": 2, "speculative_model": "other"}, "not built yet with a model that guesses"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(model: Path, flags: dict[str, Any], message: str) -> None:

@@ -124,4 +124,12 @@ GEMMA_4_MODELS = {
         **_GEMMA_3N | {"num_kv_shared_layers": 0},
     ),
 }  # fmt: skip
+# The last two layers read the keys of the two before them: stages can begin with the ones before those.
+_SIX_LAYERS: dict[str, Any] = {"num_hidden_layers": 6, "layer_types": [*MIXED] * 3, "num_kv_shared_layers": 2}
+SIX_LAYERS = {
+    "gemma 4, six layers": _model("Gemma4", use_double_wide_mlp=True, **_GEMMA_4 | _SIX_LAYERS),
+    "gemma 3n, six layers": _model(
+        "Gemma3n", **_GEMMA_3N | _SIX_LAYERS | {"activation_sparsity_pattern": [0.9, 0.0, 0.6, 0.0, 0.9, 0.0]}
+    ),
+}  # fmt: skip
 ALL_MODELS = MODELS | EXPERT_MODELS | GEMMA_4_MODELS

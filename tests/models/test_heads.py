@@ -14,7 +14,8 @@ from torch.nn.functional import linear, rms_norm, silu
 from octavo.batch import GroupTables, StepBatch
 from octavo.layers.rotary import rotary_table
 from octavo.models.decoder import Decoder
-from octavo.models.heads import ChainHead, Eagle3Head, EagleHead, MedusaHeads, module_names
+from octavo.models.description import ModelDescription
+from octavo.models.heads import ChainHead, Eagle3Head, EagleHead, HeadTarget, MedusaHeads, module_names
 from octavo.models.registry import describe
 from octavo.ops import torch_ref
 from tests.models.driving import ArrayWeights
@@ -56,6 +57,15 @@ def target() -> Decoder:
     weights: Any = ArrayWeights(arrays)
     ops: Any = torch_ref
     return Decoder(describe(CONFIG), weights, ops, 64, "float32")
+
+
+def alone(model: Decoder) -> HeadTarget:
+    """To a worker who has all of it."""
+
+    def read(description: ModelDescription) -> Decoder:
+        raise AssertionError("the model's own matrices are there")
+
+    return HeadTarget(model, model.description, read)
 
 
 def attend(tensors: dict[str, Tensor], prefix: str, x: Tensor) -> Tensor:
@@ -119,7 +129,7 @@ def test_eagle() -> None:
         "embed_tokens.weight": random(VOCAB, HIDDEN), "fc.weight": random(HIDDEN, 2 * HIDDEN), "fc.bias": random(HIDDEN)
     }  # fmt: skip
     weights: Any = ShortNames(arrays)
-    head = EagleHead(model, CONFIG | {"num_hidden_layers": 1}, weights, OPS, 64, "float32")
+    head = EagleHead(alone(model), CONFIG | {"num_hidden_layers": 1}, weights, OPS, 64, "float32")
     hidden, logits = logits_of(head, TOKENS, FEATURES)
     weights.check_all_taken()
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -148,7 +158,7 @@ def test_multi_token_prediction(layout: str) -> None:
     weights: Any = ArrayWeights(arrays)
     assert module_names(model.description, weights) is None
     module = module_names(replace(model.description, num_unused_layers=is_layer, unused=("mtp.",)), weights)
-    head = EagleHead(model, CONFIG, weights, OPS, 64, "float32", module)
+    head = EagleHead(alone(model), CONFIG, weights, OPS, 64, "float32", module)
     hidden, logits = logits_of(head, TOKENS, FEATURES)
     weights.check_all_taken()
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -176,7 +186,7 @@ def test_eagle3(adds_normed: bool) -> None:
     }  # fmt: skip
     config = CONFIG | {"num_hidden_layers": 1, "draft_vocab_size": num_own, "norm_before_residual": adds_normed}
     weights: Any = ShortNames(arrays)
-    head = Eagle3Head(model, config, weights, OPS, 64, "float32")
+    head = Eagle3Head(alone(model), config, weights, OPS, 64, "float32")
     states = [torch.from_numpy(random(LENGTH, HIDDEN)) for _ in range(LAYERS)]
     for number, state in enumerate(states):
         head.taps.see(number, state)  # type: ignore[arg-type]
@@ -209,7 +219,7 @@ def test_medusa(names: str) -> None:
         arrays[f"{inner.format(i, 0)}.bias"] = random(HIDDEN)
         arrays[f"{output.format(i)}.weight"] = random(VOCAB, HIDDEN)
     weights: Any = ArrayWeights(arrays)
-    heads = MedusaHeads(model, {"medusa_num_heads": 2}, weights, OPS, 64, "float32")
+    heads = MedusaHeads(alone(model), {"medusa_num_heads": 2}, weights, OPS, 64, "float32")
     weights.check_all_taken()
     for i in range(2):
         weight, bias, output_weight = (torch.from_numpy(array) for array in list(arrays.values())[3 * i : 3 * i + 3])

@@ -124,13 +124,14 @@ def test_several_workers_see(llava: Path, sizes: dict[str, int]) -> None:
     llm.close()
 
 
-def test_a_language_model_guesses_beside_pictures(llava: Path, draft_model: Path) -> None:
+@pytest.mark.parametrize("sizes", [{}, pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.long)])
+def test_a_language_model_guesses_beside_pictures(llava: Path, draft_model: Path, sizes: dict[str, int]) -> None:
     """It sees a placeholder's tokens in the place of a picture, which is none of its vocabulary."""
     prompts = [asked(name) for name in PROMPTS]
     llm = engine(llava)
     expected = [output.outputs[0].logprobs for output in generate(llm, *prompts)]
     llm.close()
-    llm = engine(llava, speculative_config={"model": str(draft_model), "num_speculative_tokens": 3})
+    llm = engine(llava, speculative_config={"model": str(draft_model), "num_speculative_tokens": 3}, **sizes)
     speculation = llm.core.scheduler._speculation
     assert speculation is not None
     speculation.cost = None  # however few of the guesses are right

@@ -197,8 +197,12 @@ def test_rows_are_those_of_a_picture_s_own_tiles(llm: LLM) -> None:
     assert counts[0] == ROWS and counts[-1] in (3 * ROWS, 4 * ROWS)
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_preempted_and_forked_prompts_see_the_same(folder: Path, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "num_workers"),
+    # Of four workers two have each head of keys.
+    [("recompute", 1), ("swap", 1), ("recompute", 2), pytest.param("swap", 4, marks=pytest.mark.long)],
+)
+def test_preempted_and_forked_prompts_see_the_same(folder: Path, mode: str, num_workers: int) -> None:
     params = SamplingParams(temperature=1, seed=5, max_tokens=60, logprobs=1, ignore_eos=True, n=2)
     prompts = [asked(name) for name in PROMPTS]
     llm = engine(folder)
@@ -206,7 +210,7 @@ def test_preempted_and_forked_prompts_see_the_same(folder: Path, mode: str) -> N
     llm.close()
     crowded = engine(
         folder, num_gpu_blocks_override=17, limit_mm_per_prompt={"image": 5}, preemption_mode=mode,
-        swap_space=0.01 if mode == "swap" else 0,
+        swap_space=0.01 if mode == "swap" else 0, tensor_parallel_size=num_workers, reproducible_parallel=True,
     )  # fmt: skip
     generate(crowded, *prompts)  # so that no tower has to be waited for
     together = generate(crowded, *prompts, params=params)

@@ -19,9 +19,12 @@ COST = StepCostModel((40e-3, 1e-3, 1e-3, 1e-3, 1e-4, 0, 0, 0))
 MOST, A_GUESS_S = 4, 5e-3
 
 
-def guessed_steps(is_right: Callable[[int], bool], num_tokens: int) -> tuple[list[int], int]:
+def guessed_steps(
+    is_right: Callable[[int], bool], num_tokens: int, can_guess: Callable[[int], bool] = lambda _: True
+) -> tuple[list[int], int]:
     """Of one sequence that gets `num_tokens`: the numbers of its steps that had guesses, and how many steps it took.
-    `is_right` says of each token's place whether it would be guessed."""
+    `is_right` says of each token's place whether it would be guessed, `can_guess` of the number of times that guesses
+    were wanted whether the drafter had caught up by then."""
     speculation = Speculation(ToBeDrafted(100_000), MOST, COST)
     request = EngineRequest("a", Prompt([1]), SamplingParams(), [], num_tokens + MOST + 2, 0.0)
     seq = Sequence(request, (0.0, 0), 0)
@@ -34,11 +37,14 @@ def guessed_steps(is_right: Callable[[int], bool], num_tokens: int) -> tuple[lis
         speculation.planned(rows)
         # The token of a place is its number; a wrong guess is none of them.
         drafts = tuple(place + i if is_right(place + i) else -7 for i in range(len(guesses)))
+        if not can_guess(len(found)):
+            drafts = ()
         right = next((i for i, token in enumerate(drafts) if token < 0), len(drafts))
         if guesses:
             found.append(step)
-            speculation.drafted(rows, {0: drafts}, len(drafts) * A_GUESS_S)
-        speculation.took(seq, [place + i for i in range(right + 1)], drafts or None)
+            lags = not can_guess(len(found) - 2)
+            speculation.drafted(rows, {0: drafts}, len(drafts) * A_GUESS_S * (20 if lags else 1), lags)
+        speculation.took(seq, [place + i for i in range(right + 1)], drafts if guesses else None)
         place, step = place + right + 1, step + 1
     return found, step
 
@@ -57,3 +63,13 @@ def test_guesses_that_are_never_right_are_tried_in_fewer_than_two_steps_of_a_hun
     assert len(found) < 80
     assert max(after - before for before, after in itertools.pairwise(found)) <= 130
     assert sum(step > 400 for step in found) <= 72
+
+
+def test_a_drafter_that_lags_is_not_judged_by_what_it_has_not_guessed() -> None:
+    """After a bad beginning it needs five steps to catch up, in which it guesses nothing, and the next takes long."""
+    of_beginning, _ = guessed_steps(lambda place: place >= 20, 21)
+    late = range(len(of_beginning), len(of_beginning) + 5)
+    found, num_steps = guessed_steps(lambda place: place >= 20, 620, lambda asked: asked not in late)
+    first = found[late.stop]
+    assert first - found[late.start] < 5 * 6
+    assert num_steps - first < 600 / (MOST + 1) + 20

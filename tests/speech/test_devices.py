@@ -55,6 +55,24 @@ def test_answers_are_the_cpus_on_a_device_that_is_late(
     assert (device.num_replays > 0) == (not more.get("enforce_eager"))
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"num_gpu_blocks_override": 3 * 94 + 7, "max_num_batched_tokens": 5},
+        pytest.param({"enforce_eager": True, "dtype": "bfloat16"}, marks=pytest.mark.long),
+    ],
+)
+def test_two_workers_have_the_bits_of_one(whisper: Path, more: dict[str, Any]) -> None:
+    """The first one hears; each has its heads of what is heard, and tells what their tokens attend to."""
+    expected = answers(whisper, **more)
+    found = answers(whisper, **more, tensor_parallel_size=2, reproducible_parallel=True)
+    for one, other in zip(found[0], expected[0], strict=True):
+        assert one.outputs[0].logprobs == other.outputs[0].logprobs
+    for mine, theirs in zip(found[1], expected[1], strict=True):
+        assert np.array_equal(mine, theirs)
+
+
 def test_a_step_without_memory_loses_nothing_of_what_tokens_attend_to(
     monkeypatch: pytest.MonkeyPatch, whisper: Path
 ) -> None:

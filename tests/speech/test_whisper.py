@@ -120,7 +120,7 @@ def test_other_rates_and_channels_are_heard(llm: LLM, start: list[int]) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
         ({"enable_lora": True}, "--enable-lora"),
         ({"speculative_model": "[ngram]", "num_speculative_tokens": 2}, "speculation"),
     ],
