@@ -86,7 +86,7 @@ class Replica:
         config = SimpleNamespace(
             scheduler=scheduler, cache=SimpleNamespace(block_size=BLOCK_SIZE, enable_prefix_caching=True),
             model=SimpleNamespace(seed=0), device="cpu", speculative=None, draft=None, lora=None, media=None,
-            sound=None,
+            sound=None, prompt_embeds=None,
         )  # fmt: skip
         self.executor = NoExecutor(num_blocks)
         self.core = EngineCore(cast(Any, config), cast(Any, self.executor))

@@ -109,6 +109,7 @@ def make_core(deployment: Deployment, max_num_seqs: int, num_tokens: int) -> Eng
     config = SimpleNamespace(
         scheduler=scheduler, cache=SimpleNamespace(block_size=BLOCK_SIZE, enable_prefix_caching=True),
         model=SimpleNamespace(seed=0), device="cuda", speculative=None, draft=None, lora=None, media=None, sound=None,
+        prompt_embeds=None,
     )  # fmt: skip
     return EngineCore(cast(Any, config), cast(Any, Stages(deployment)))
 

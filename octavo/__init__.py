@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from octavo.engine.async_engine import AsyncLLMEngine
     from octavo.engine.llm_engine import LLMEngine
     from octavo.entrypoints.llm import LLM
-    from octavo.inputs import PromptType, TextPrompt, TokensPrompt
+    from octavo.inputs import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
     from octavo.lora.request import LoRARequest
     from octavo.outputs import (
         ClassificationOutput,
@@ -41,6 +41,7 @@ _HOMES = {
     "CompletionOutput": "octavo.outputs",
     "EmbeddingOutput": "octavo.outputs",
     "EmbeddingRequestOutput": "octavo.outputs",
+    "EmbedsPrompt": "octavo.inputs",
     "EngineArgs": "octavo.config",
     "LLM": "octavo.entrypoints.llm",
     "LLMEngine": "octavo.engine.llm_engine",
@@ -68,6 +69,7 @@ __all__ = [
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "EmbedsPrompt",
     "EngineArgs",
     "LLMEngine",
     "LoRARequest",

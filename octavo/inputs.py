@@ -24,5 +24,14 @@ class TokensPrompt(TypedDict):
     multi_modal_uuids: NotRequired[dict[str, Any]]
 
 
-PromptType: TypeAlias = str | list[int] | TextPrompt | TokensPrompt
+class EmbedsPrompt(TypedDict):
+    """Embeddings [tokens, hidden_size] in the place of tokens, with `enable_prompt_embeds`: a tensor, an array, or a
+    file of one in base64."""
+
+    prompt_embeds: Any
+    prompt: NotRequired[str]  # what `RequestOutput.prompt` shows
+    cache_salt: NotRequired[str]
+
+
+PromptType: TypeAlias = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
 """What `LLM.generate` takes as a prompt: token ids may stand for themselves."""

@@ -60,6 +60,7 @@ class Admission:
     pooling: PoolingParams | None = None
     second_start: int | None = None  # of `Prompt`
     media: tuple[MediaItem, ...] = ()  # likewise
+    is_embedded: bool = False  # likewise
 
 
 class NewBlock(NamedTuple):

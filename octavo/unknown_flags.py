@@ -45,7 +45,6 @@ _ADVICE = {
     "enable_force_include_usage": "requests ask for it: stream_options.include_usage",
     "enable_log_outputs": _NOT_BUILT,
     "enable_lora_bias": _NOT_BUILT,
-    "enable_prompt_embeds": _NOT_BUILT,
     "enable_reasoning": f"{_NEEDLESS}--reasoning-parser, or the model's template, says so",
     "enable_return_routed_experts": _NOT_BUILT,
     "enable_server_load_tracking": f"{_NEEDLESS}vllm:num_requests_running of /metrics has it",

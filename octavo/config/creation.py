@@ -17,6 +17,7 @@ from octavo.config.media import media_config, with_most_pictures
 from octavo.config.number_types import cache_dtype, load_quantization, model_dtype
 from octavo.config.parallel import check_shared, is_reproducible, layer_partition, nodes_config
 from octavo.config.pooling import pooling_of
+from octavo.config.prompt_embeds import prompt_embeds_config
 from octavo.config.sound import sound_config
 from octavo.config.speculation import draft_config, speculative_config
 from octavo.errors import ConfigError
@@ -133,6 +134,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
         lora=lora_config(args, description.impl, device, dtype, media),
         media=media,
         sound=sound_config(args, checkpoint, description, device, pools=pooling is not None),
+        prompt_embeds=prompt_embeds_config(args, checkpoint, description, max_model_len, pools=pooling is not None),
         speculative=speculative,
         draft=draft_config(args, speculative, model, device),
     )

@@ -296,7 +296,10 @@ class EngineArgs(Flags):
         67_108_864, "Pixels of the frames that are sampled of a video, together, at most.", positive=True
     )
     enable_mm_embeds: bool = flag(
-        False, "Take what a tower makes of pictures and sounds in their place: image_embeds and audio_embeds of chats."
+        False, "Take what a tower makes of media in their place: image_embeds, audio_embeds and video_embeds."
+    )
+    enable_prompt_embeds: bool = flag(
+        False, "Take embeddings in the place of a prompt's tokens: prompt_embeds of completions and of LLM.generate."
     )
     max_audio_bytes: int = flag(25_000_000, "Bytes of a sound's file at most.", positive=True)
     max_audio_seconds: float = flag(

@@ -218,6 +218,7 @@ class MediaConfig:
     hidden_size: int = 0  # of a row of the tower
     num_parts: int = 1  # rows of a token: others are for early layers
     tile_rows: int = 0  # of one of a picture's tiles, which layers attend to; 0: rows stand in the place of tokens
+    max_tiles: int = 0  # of a picture, of such a model
     has_grids: bool = False  # positions follow from those of pictures
     takes_embeddings: bool = False  # rows in the place of pictures
     kept_bytes: int = 1 << 30  # of media that are kept for later requests
@@ -230,6 +231,16 @@ class MediaConfig:
     allows_private: bool = False  # addresses that are not of the public internet
     fetch_timeout_s: float = 10.0
     max_redirects: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEmbedsConfig:
+    """Embeddings in the place of a prompt's tokens."""
+
+    hidden_size: int
+    max_rows: int
+    multiplier: float  # of the rows, to make what the model's own embedding makes of tokens
+    cache_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +305,7 @@ class EngineConfig:
     lora: LoRAConfig | None = None  # None: no adapters are served
     media: MediaConfig | None = None  # None: neither pictures nor sounds are taken
     sound: SoundConfig | None = None  # None: it writes down no speech
+    prompt_embeds: PromptEmbedsConfig | None = None  # None: prompts are tokens
 
     @property
     def num_slots(self) -> int:

@@ -10,13 +10,15 @@ from typing import Any
 from octavo.config.engine_args import EngineArgs
 from octavo.config.engine_config import HeardConfig, MediaConfig, VideoConfig
 from octavo.config.sound import check_cross_attention
+from octavo.config.speculation import speculative_config
 from octavo.errors import ConfigError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.weight_files import read_json
 from octavo.media_kinds import AUDIO, IMAGE, KINDS, VIDEO
-from octavo.models.crossing import NUM_PICTURES, tile_rows
+from octavo.models.crossing import NUM_PICTURES, max_tiles, tile_rows
 from octavo.models.description import ModelDescription
 from octavo.models.media import MEDIA_FAMILIES, audio_token, media_adapters, media_token, video_token, vision_config
+from octavo.speculative_config import HEAD_METHODS
 
 ADAPTER_FILE = "adapter_config.json"  # PEFT's
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -68,9 +70,11 @@ def media_config(
         raise ConfigError(
             f"--limit-mm-per-prompt has {', '.join(others)}; {checkpoint.name} takes {' and '.join(taken)}."
         )
+    speculative = speculative_config(args)
     for what, is_so in {
-        "with a model that guesses": "model" in (args.speculative_config or {})
-        or args.speculative_model not in (None, "[ngram]"),
+        "with a head that guesses": speculative is not None
+        and speculative.method in HEAD_METHODS
+        and speculative.model is not None,
         "with --load-format dummy": checkpoint.format == "dummy",
     }.items():
         if is_so:
@@ -103,6 +107,7 @@ def media_config(
         adapters=_adapters(checkpoint, description, (kind.name, *([AUDIO.name] if audio is not None else []))),
         cache_tokens=max(args.media_cache_tokens, max_model_len, description.num_cross_tokens),
         tile_rows=tile_rows(vision_config(checkpoint.config)) if description.num_cross_tokens else 0,
+        max_tiles=max_tiles(vision_config(checkpoint.config)) if description.num_cross_tokens else 0,
         video=_video_config(args, checkpoint, description, limits),
         audio=audio,
         hidden_size=description.hidden_size,
@@ -128,10 +133,7 @@ def with_most_pictures(args: EngineArgs, checkpoint: Checkpoint, description: Mo
 
 def _check_crossing(args: EngineArgs, checkpoint: Checkpoint, device: str) -> None:
     """Raise `ConfigError` for what is not built of models whose layers attend to a picture."""
-    models = "models that attend to a picture"
-    check_cross_attention(args, checkpoint, models, device, pools=False, others_matrices=True)
-    if args.enable_mm_embeds:
-        raise ConfigError(f"--enable-mm-embeds is not built yet for {models}, as {checkpoint.name} does.")
+    check_cross_attention(args, checkpoint, "models that attend to a picture", device, pools=False, is_decoder=True)
 
 
 def _missing(*modules: str) -> list[str]:

@@ -16,15 +16,16 @@ _MODULES = ("torch", "transformers", "soundfile", "soxr")
 
 
 def check_cross_attention(
-    args: EngineArgs, checkpoint: Checkpoint, models: str, device: str, *, pools: bool, others_matrices: bool = False
+    args: EngineArgs, checkpoint: Checkpoint, models: str, device: str, *, pools: bool, is_decoder: bool = False
 ) -> None:
-    """Raise `ConfigError` for what cannot be had with attention to another network's output, which `models` have."""
+    """Raise `ConfigError` for what cannot be had with attention to another network's output, which `models` have. One
+    that `is_decoder` is a language model that has such layers beside its own."""
     for what, is_so in {
         "for pooling": pools,
-        "with --tensor-parallel-size on GPUs": device == "cuda" and args.tensor_parallel_size > 1,
-        "with --enable-lora": args.enable_lora and not others_matrices,
-        "with speculation": bool(args.speculative_config or args.speculative_model),
-        "with quantized checkpoints": bool(checkpoint.config.get("quantization_config")) and not others_matrices,
+        "with --tensor-parallel-size on GPUs": device == "cuda" and args.tensor_parallel_size > 1 and not is_decoder,
+        "with --enable-lora": args.enable_lora and not is_decoder,
+        "with speculation": bool(args.speculative_config or args.speculative_model) and not is_decoder,
+        "with quantized checkpoints": bool(checkpoint.config.get("quantization_config")) and not is_decoder,
         "with --load-format dummy": checkpoint.format == "dummy",
     }.items():
         if is_so:

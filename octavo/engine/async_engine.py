@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -50,6 +50,12 @@ Output = RequestOutput | PoolingRequestOutput[PoolingOutput]
 
 def _log_prefix(config: EngineConfig) -> str:
     return f"engine {config.data_parallel_rank}: " if len(config.served_ranks) > 1 else ""
+
+
+def _kinds_of(prompt: object) -> Collection[str]:
+    """Of its media, which `InputProcessor` checks."""
+    found = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
+    return found if isinstance(found, Mapping) else ("image",) if found is not None else ()
 
 
 class _Stream(asyncio.Queue[Output | OctavoError]):
@@ -221,7 +227,7 @@ class AsyncLLMEngine(EngineCalls):
             ),
             length=length_of(prompt),
             has_grammar=sampling_params is not None and sampling_params.structured_outputs is not None,
-            has_media=isinstance(prompt, Mapping) and "multi_modal_data" in prompt,
+            media=_kinds_of(prompt),
         )
         if self._logs_requests:
             log_request(logger, request_id, request.prompt, request.params, self._max_log_len)

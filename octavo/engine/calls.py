@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from octavo.engine.input_processor import InputProcessor, PromptInput
-from octavo.engine.off_loop import run_off_loop
+from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
 from octavo.engine.vllm_names import AsyncConfigNames, refuse_kwargs
 from octavo.lora.request import LoRARequest
 from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
@@ -22,6 +22,8 @@ from octavo.sampling_params import SamplingParams
 
 def length_of(prompt: PromptInput) -> int:
     """Characters or tokens, as far as that is known before it is looked at."""
+    if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
+        return MAX_INLINE_LENGTH + 1  # thousands of numbers each
     given = prompt.get("prompt_token_ids") or prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return len(given) if isinstance(given, str | list | tuple) else 0
 

@@ -83,7 +83,7 @@ class EngineCore:
             config.scheduler, cache, config.model.seed, executor.runs_ahead, speculation, self.cost,
             None if self.adapters is None else self.adapters.pool, executor.num_stages,
         )  # fmt: skip
-        self._takes_media = config.media is not None or config.sound is not None
+        self._takes_media = any(one is not None for one in (config.media, config.sound, config.prompt_embeds))
         self.is_paused = False  # nothing is computed
         self._under_way: deque[_UnderWay] = deque()
         self._last_end = 0.0  # time.monotonic, of the last step

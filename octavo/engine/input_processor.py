@@ -25,12 +25,14 @@ if TYPE_CHECKING:
     from octavo.loading.tokenizer import ModelTokenizer
     from octavo.multimodal.listening import Listener
     from octavo.multimodal.processor import MediaProcessor
+    from octavo.multimodal.prompt_embeds import PromptEmbedsReader
 
 # str, a list of token ids, {"prompt": str} or {"prompt_token_ids": [int]}; dictionaries may also hold "cache_salt", and
 # "prediction", text or token ids of which the answer may largely consist, and "multi_modal_data", {"image": PIL.Image}
 # or {"audio": samples at 16 kHz, or a pair of samples and their rate}, or a list of such, one for each placeholder of
 # the prompt in order; "multi_modal_uuids", {"image": "name"} or a list of names, are what later prompts may name them
-# by, with None in the place of the medium.
+# by, with None in the place of the medium. {"prompt_embeds": a tensor [tokens, hidden_size], or one in base64} is a
+# prompt without tokens.
 PromptInput = str | list[int] | Mapping[str, Any]
 
 
@@ -64,6 +66,11 @@ class InputProcessor:
             from octavo.multimodal.processor import MediaProcessor
 
             self.media = MediaProcessor(config.media)
+        self.prompt_embeds: PromptEmbedsReader | None = None  # where prompts may be embeddings
+        if config.prompt_embeds is not None:
+            from octavo.multimodal.prompt_embeds import PromptEmbedsReader
+
+            self.prompt_embeds = PromptEmbedsReader(config.prompt_embeds)
         self.listener: Listener | None = None  # of a model that writes down speech
         if config.sound is not None:
             from octavo.multimodal.listening import Listener
@@ -238,6 +245,8 @@ class InputProcessor:
         text, salt = prompt.get("prompt"), prompt.get("cache_salt")
         if salt is not None and not (isinstance(salt, str) and is_unicode(salt)):
             raise RequestError("cache_salt must be a string of valid Unicode.", param="cache_salt")
+        if (embeds := prompt.get("prompt_embeds")) is not None:
+            return self._embedded(prompt, embeds, params, salt)
         limit, keep = self.model.max_model_len, params.truncate_prompt_tokens
         items: tuple[MediaItem, ...] = ()
         media: list[MediaInput] = []
@@ -273,14 +282,35 @@ class InputProcessor:
         if keep is not None:
             token_ids = token_ids[-(keep if keep > 0 else max(1, limit - (params.max_tokens or 1))) :]
         self.check_known(token_ids)
-        if len(token_ids) >= limit:
+        self._check_length(len(token_ids))
+        return Prompt(token_ids, text, media=items, cache_salt=salt), media, kinds
+
+    def _embedded(
+        self, prompt: Mapping[str, Any], embeds: object, params: SamplingParams, salt: str | None
+    ) -> tuple[Prompt, list[MediaInput], Collection[str]]:
+        """A prompt that is embeddings, as `_make_prompt` returns it."""
+        if self.prompt_embeds is None:
+            raise RequestError("prompt_embeds needs --enable-prompt-embeds.", param="prompt_embeds")
+        for name in ("prompt_token_ids", "multi_modal_data"):
+            if prompt.get(name) is not None:
+                raise RequestError(f"prompt_embeds are all of a prompt; leave {name} out.", param=name)
+        for name in ("prompt_logprobs", "truncate_prompt_tokens"):
+            if getattr(params, name) is not None:
+                raise RequestError(f"{name} is of tokens, and prompt_embeds are none; leave it out.", param=name)
+        item, made = self.prompt_embeds.take(embeds, salt)
+        self._check_length(item.num_tokens)
+        text = prompt.get("prompt") if isinstance(prompt.get("prompt"), str) else None
+        return Prompt([0] * item.num_tokens, text, media=(item,), cache_salt=salt, is_embedded=True), [made], ()
+
+    def _check_length(self, num_tokens: int) -> None:
+        """Raise `RequestError` for a prompt that leaves no room for an answer."""
+        if num_tokens >= (limit := self.model.max_model_len):
             raise RequestError(
-                f"the prompt has {len(token_ids)} tokens and the model takes {limit} of prompt and output together; "
+                f"the prompt has {num_tokens} tokens and the model takes {limit} of prompt and output together; "
                 "shorten it, or set truncate_prompt_tokens.",
                 param="prompt",
                 code="context_length_exceeded",
             )
-        return Prompt(token_ids, text, media=items, cache_salt=salt), media, kinds
 
     def count(self, text: str, media: Mapping[str, Any] | None, add_special_tokens: bool) -> int:
         """The tokens of a prompt, of which there may be more than the model takes. Raises `RequestError`."""

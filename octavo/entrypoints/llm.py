@@ -140,7 +140,8 @@ class LLM(PoolingMethods):
         tokenization_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts: text, token ids, `{"prompt": …}`, `{"prompt_token_ids": […]}`, or a list of them.
+        """Complete prompts: text, token ids, `{"prompt": …}`, `{"prompt_token_ids": […]}`, `{"prompt_embeds": …}`, or a
+        list of them.
 
         `prompt_token_ids`, as earlier versions of vLLM had it, are those of the prompts, in their place or beside their
         texts. `sampling_params` is one for all or one a prompt; so is `lora_request`, the adapter to compute with.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from octavo.errors import RequestError
-from octavo.media_kinds import AUDIO, IMAGE, KINDS, SentEmbeddings, SentMedium, checked_uuid
+from octavo.media_kinds import AUDIO, IMAGE, KINDS, VIDEO, SentEmbeddings, SentMedium, checked_uuid
 
 # Types of parts, and how one of each looks.
 MEDIA_PARTS = {
@@ -18,11 +18,13 @@ MEDIA_PARTS = {
     "input_audio": '{"type": "input_audio", "input_audio": {"data": "base64 ...", "format": "wav"}}',
     "image_embeds": '{"type": "image_embeds", "image_embeds": "base64 ..."}',
     "audio_embeds": '{"type": "audio_embeds", "audio_embeds": "base64 ..."}',
+    "video_embeds": '{"type": "video_embeds", "video_embeds": {"video_embeds": "base64 ...", "video_grid_thw": [...]}}',
 }
 _VALUE_PARTS = {"image_pil": '{"type": "image_pil", "image_pil": PIL.Image}'}  # of scripts
 _KIND_OF = {
     **{kind.part: kind for kind in KINDS.values()},
     **{"input_audio": AUDIO, "image_pil": IMAGE, "image_embeds": IMAGE, "audio_embeds": AUDIO},
+    "video_embeds": VIDEO,
 }
 SoundFormat = Literal["wav", "mp3", "flac", "ogg"]
 

@@ -11,6 +11,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.execution.device import Device
@@ -153,15 +156,24 @@ class TeamExecutor(LocalExecutor):
             raise
 
     def submit(self, plan: StepPlan) -> PendingStep:
-        media = self.worker.media
+        media, rows = self.worker.media, dict[bytes, NDArray[np.float32]]()
         hashes = {item.content_hash for admission in plan.admissions for item in admission.media}
         if media is not None and hashes:
-            self.team.tell_rows({content_hash: media.rows(content_hash) for content_hash in hashes})
+            rows = {content_hash: media.rows(content_hash) for content_hash in hashes}
+            self.team.tell_rows(rows)
         if not self._guesses:
             self.team.tell_plan(plan)
-        if self._guesses or self.num_stages == 1:
+        if self.num_stages == 1:
             return super().submit(plan)
-        return _LastStage(partial(super().submit, plan))
+        if not self._guesses:
+            return _LastStage(partial(self._submit_late, plan, rows))
+        return self._submit_late(plan, rows)  # which guesses now, and computes later
+
+    def _submit_late(self, plan: StepPlan, rows: dict[bytes, NDArray[np.float32]]) -> PendingStep:
+        """Of the last stage, by when the requests whose `rows` these were may have ended."""
+        if rows:
+            self.worker.take_rows(rows)
+        return super().submit(plan)
 
     def prepare_adapter(self, source: AdapterSource) -> Future[int]:
         return self.team.prepare_adapter(source, super().prepare_adapter(source))

@@ -91,7 +91,7 @@ def outline_runner(
             ReceivedRows(), groups, config.cache.block_size, config.model.dtype, limits.max_num_seqs,
             limits.max_num_batched_tokens,
         )  # fmt: skip
-    elif config.media is not None:
+    elif config.media is not None or config.prompt_embeds is not None:
         media = MediaTable(ReceivedRows(), description, limits.max_num_seqs)
     if adapted is not None:
         others = adaptable_modules(description)

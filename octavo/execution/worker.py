@@ -107,10 +107,10 @@ class Worker:
         self._largest_media: Callable[[], list[MediaInput]]  # that it may be given
         self._received: ReceivedRows | None = None
         self._media_table: MediaTable | None = None
+        rows: MediaRows
         if (media := config.media) is not None:
             from octavo.multimodal.tower import ReceivedRows, Tower, TowerCache
 
-            rows: MediaRows
             if team.is_leader:
                 from octavo.multimodal.processor import MediaProcessor
 
@@ -118,6 +118,9 @@ class Worker:
                     media.folder, media.kind, media.row_multiplier, *of_tower, hears_too=media.audio is not None
                 )
                 rows = self.media = TowerCache(made_by, media.cache_tokens)
+                if team.seat.num_stages > 1:
+                    # Computed when its result is wanted: what a request had that has ended by then may be forgotten.
+                    rows = self._received = ReceivedRows()
                 most_rows = description.num_cross_tokens or model_config.max_model_len
                 self._largest_media = lambda: MediaProcessor(media).largest(most_rows)
             else:
@@ -137,22 +140,30 @@ class Worker:
             self.media = TowerCache(encoder, sound.cache_tokens)
             self._largest_media = lambda: [encoder.example()]
             phases.end("encoder")
-        cross = None
+        if (embeds := config.prompt_embeds) is not None:
+            from octavo.multimodal.tower import BroughtRows, ReceivedRows, TowerCache
+
+            if team.is_leader:
+                rows = self.media = TowerCache(BroughtRows(embeds.multiplier), embeds.cache_tokens)
+                self._largest_media = lambda: []
+            if not team.is_leader or team.seat.num_stages > 1:
+                rows = self._received = ReceivedRows()
+            self._media_table = MediaTable(rows, description, limits.max_num_seqs)
+        self._cross: CrossOutputs | None = None
         if description.num_cross_tokens:
-            found: MediaRows | None = self.media or self._received
+            found: MediaRows | None = self._received or self.media
             if found is None:  # without its tower (--language-model-only): there is nothing to be found
                 from octavo.multimodal.tower import ReceivedRows
 
                 found = ReceivedRows()
-            cross = CrossOutputs(
+            self._cross = CrossOutputs(
                 found, self.groups, config.cache.block_size, model_config.dtype, limits.max_num_seqs,
                 limits.max_num_batched_tokens,
             )  # fmt: skip
-        self._cross = cross
         table = SequenceTable(limits.max_num_seqs, model_config.max_model_len, config.cache.block_size, self.groups)
         self.runner = Runner(
             model, ops, device, table, limits.max_num_batched_tokens, self.grammars, runner_adapters,
-            model_config.pooling, team, self._media_table, cross,
+            model_config.pooling, team, self._media_table, self._cross,
         )  # fmt: skip
         self._draft: Draft | None = None
         if config.draft is not None and team.is_leader:  # the others are told what it guesses
@@ -383,10 +394,10 @@ class Worker:
         return found
 
     def take_rows(self, rows: Mapping[bytes, NDArray[np.float32]]) -> None:
-        """Of media by content, from the first worker of the team."""
-        used = self._media_table or self._cross
-        assert self._received is not None and used is not None, "this worker has the tower"
-        self._received.take(rows, used.content_hashes)
+        """Of pictures by content, of the next plan: from the first worker of the team, which has the tower."""
+        table = self._media_table or self._cross
+        assert self._received is not None and table is not None, "this worker asks the tower"
+        self._received.take(rows, table.content_hashes)
 
     def release_cache(self) -> None:
         """Give the cache's memory back to the system, and the host tier's, until they are written again."""

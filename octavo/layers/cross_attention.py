@@ -101,7 +101,8 @@ class CrossAttention:
                 for name in description.qk_norm_names
             ]
         assert not (description.has_blind_tokens and has_biases), "what sees nothing adds nothing"
-        self._nothing = parameters.once(("nothing", size), lambda: self._ops.place(np.zeros((1, size), np.float32)))
+        nothing = np.zeros((1, len(own)), np.float32)
+        self._nothing = parameters.once(("nothing", len(own)), lambda: self._ops.place(nothing))
         self._no_rotation = parameters.rotary(None, description.head_size)
         self.keeps_query = False
         self.query: Array | None = None  # [T, heads of all workers, D] float32 of the last step, where it is kept

@@ -313,7 +313,8 @@ class Decoder:
         self.watch: Callable[[int, Array], None] | None = None
 
     def _padded_output(self, parameters: Parameters) -> LinearWeight:
-        """An output matrix that has rows of all tokens, whose logits of those that are never said are too low."""
+        """An output matrix that has rows of all tokens, or of those that are ours, whose logits of those that are never
+        said are too low."""
         description = self.description
         assert not description.tie_word_embeddings and not description.output_bias
         num_said = description.vocab_size - description.num_unsaid_tokens
@@ -419,16 +420,17 @@ class Decoder:
 
     def keep_output(self, rows: Array, positions: Array, slots: Array, caches: Sequence[LayerKVCache]) -> None:
         """Have cross attention keep what it reads of a sequence: of rows [N, H] of another network's output, in `slots`
-        [N] int64 of its group; `positions` [N] int64 are any. Caches are those of `layer_caches`."""
+        [N] int64 of its group; `positions` [N] int64 are any. Caches are those of `forward`."""
         for layer, number in self.cross_layers:
             layer.write(rows, positions, slots, caches[number])
 
     @property
     def cross_layers(self) -> list[tuple[CrossAttention, int]]:
-        """Those that attend to another network's output, in order, each with the number of its cache."""
-        pairs = zip(self._blocks.values(), self._caches_of_layer, strict=True)
-        found = ((block.cross_attention, numbers) for block, numbers in pairs if isinstance(block, Block))
-        return [(layer, numbers[0]) for layer, numbers in found if layer is not None]
+        """Those of this stage that attend to another network's output, in order, each with the number of its cache
+        among the stage's."""
+        first = self.description.caches_of(self.description.stage).start
+        found = [(block.cross_attention, i) for i, block in self._blocks.items() if isinstance(block, Block)]
+        return [(layer, self._caches_of_layer[i][0] - first) for layer, i in found if layer is not None]
 
     def pool(self, hidden: Array, starts: Array, ends: Array) -> Array:
         """hidden [T, H], rows starts[n] .. ends[n] of which are pooled ([N] int64) -> vectors [N, size] float32."""

@@ -226,7 +226,7 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "Qwen3_5MoeForConditionalGeneration": MediaFamily(
         "qwen3_5_moe_text", 248056, video_token=248057, sections=(11, 11, 10), interleaves=True
     ),
-    "MiniCPMV4_6ForConditionalGeneration": MediaFamily("qwen3_5_text", 248056),
+    "MiniCPMV4_6ForConditionalGeneration": MediaFamily("qwen3_5_text", 248056, video_token=248057),
     "Glm4vForConditionalGeneration": MediaFamily("glm4v_text", 151343, shares_token=True, sections=(8, 12, 12)),
     "Glm46VForConditionalGeneration": MediaFamily(
         "glm4v_text", 151343, shares_token=True, sections=(8, 12, 12), other_decoders=("glm4v_moe_text",)
@@ -238,7 +238,7 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "PaddleOCRVLForConditionalGeneration": MediaFamily("paddleocr_vl_text", 100295, sections=(16, 24, 24)),
     "DeepseekVLForConditionalGeneration": MediaFamily("llama", 100015),
     "DeepseekVLHybridForConditionalGeneration": MediaFamily("llama", 100015),
-    "VideoLlama3ForConditionalGeneration": MediaFamily("qwen2", 151655, may_tie_in_text=True),
+    "VideoLlama3ForConditionalGeneration": MediaFamily("qwen2", 151655, video_token=151656, may_tie_in_text=True),
     "LightOnOcrForConditionalGeneration": MediaFamily("qwen3", 151655),
     "Cohere2VisionForConditionalGeneration": MediaFamily("cohere2", 255036),
     "Lfm2VlForConditionalGeneration": MediaFamily("lfm2", 396),

@@ -79,11 +79,11 @@ class CrossModel(Model, Protocol):
 
     @property
     def cross_layers(self) -> list[tuple[CrossAttention, int]]:
-        """The layers that do, in order, each with the number of its cache."""
+        """The layers of this stage that do, in order, each with the number of its cache among the stage's."""
 
     def keep_output(self, rows: Array, positions: Array, slots: Array, caches: Sequence[LayerKVCache]) -> None:
         """Have its cross attention keep what it reads of a sequence: of rows [N, H] of that output, in `slots` [N]
-        int64 of its group; `positions` [N] int64 are any. Caches are those of `layer_caches`."""
+        int64 of its group; `positions` [N] int64 are any. Caches are those of `forward`."""
 
 
 # Raises `LoadError` for a setting that is not built, and `KeyError` for one that it needs and that is absent.

@@ -143,7 +143,7 @@ def with_stage(description: ModelDescription, layers: range) -> ModelDescription
         return description
     refused = {
         "models that transformers computes": description.impl != "octavo",
-        "another network's output": description.num_cross_tokens > 0,
+        "models that write down speech": description.num_cross_tokens > 0 and not description.takes_media,
     }
     for name, has in refused.items():
         if has:

@@ -84,7 +84,7 @@ class MediaConnector:
                     return await self._follow(httpx.URL(url))
             except TimeoutError:
                 raise self._refusal(f"it did not arrive within {limit_s:g} s (--media-fetch-timeout).") from None
-            except httpx.InvalidURL:
+            except (httpx.InvalidURL, UnicodeError):  # of names that are none in IDNA
                 raise self._refusal("its url is not a valid address.") from None
             except (httpx.HTTPError, OSError):
                 raise self._refusal("its server cannot be reached, or does not answer as it should.") from None
@@ -104,6 +104,8 @@ class MediaConnector:
     def _check(self, address: httpx.URL) -> None:
         if address.scheme not in ("http", "https") or not address.host:
             raise self._refusal("its url must be a data:, http: or https: address, or file: where that is allowed.")
+        if address.port is not None and not 0 < address.port < 65536:
+            raise self._refusal("its url is not a valid address.")
         if address.userinfo:
             raise self._refusal("its url has a user or a password in it.")
         domains = self._config.allowed_domains
@@ -128,10 +130,7 @@ class MediaConnector:
         raise last
 
     async def _resolve(self, host: str, port: int) -> list[str]:
-        try:
-            entries = await asyncio.get_running_loop().getaddrinfo(host, port, type=SOCK_STREAM)
-        except UnicodeError:
-            raise self._refusal("its url is not a valid address.") from None
+        entries = await asyncio.get_running_loop().getaddrinfo(host, port, type=SOCK_STREAM)
         found = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
         if not self._config.allows_private and not all(map(is_public, found)):
             raise self._refusal("its server is not on the public internet (--allow-private-media-addresses).")

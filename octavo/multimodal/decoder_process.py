@@ -2,8 +2,8 @@
 time, and may die of the file.
 
 `decoding` starts it, and sends it one end of a socket for each file, with the byte that stands for its kind. The child
-reads a line of JSON with its bounds, and the file; it answers with `DONE` or `REFUSED`, how many bytes follow, and
-these. A child that says nothing has died.
+reads a line of JSON with its bounds, of which `seconds` may be less than `DECODE_S`, and the file; it answers with
+`DONE` or `REFUSED`, how many bytes follow, and these. A child that says nothing has died.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
 def _answer(connection: socket.socket, decoder: str) -> None:
     with connection.makefile("rb") as file:
         limits: dict[str, Any] = json.loads(file.readline())
-        _set_bounds(limits["memory_bytes"])
+        _set_bounds(limits["memory_bytes"], limits.get("seconds", DECODE_S))
         data = file.read()
     try:
         found, parts = importlib.import_module(decoder).decode(data, limits)
@@ -78,10 +78,11 @@ def _answer(connection: socket.socket, decoder: str) -> None:
         connection.sendall(part)
 
 
-def _set_bounds(memory_bytes: int) -> None:
+def _set_bounds(memory_bytes: int, seconds: float) -> None:
     import resource  # which Windows has not
 
-    signal.alarm(DECODE_S)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # whatever the server was started with
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     for bound, value in {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_FSIZE: 0,  # of files that it may write

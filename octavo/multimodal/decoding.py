@@ -36,8 +36,8 @@ class DecoderProcess:
 
     def decode(self, kind: MediaKind, data: bytes, limits: Mapping[str, Any]) -> tuple[dict[str, Any], bytearray]:
         """What is known of the medium of a file, and its bytes, by the decoder of the kind. `memory_bytes` of `limits`
-        bounds all that it takes. Raises `RequestError`."""
-        start = time.monotonic()
+        bounds all that it takes, and `seconds` how long, if that is less than `DECODE_S`. Raises `RequestError`."""
+        start, limit_s = time.monotonic(), limits.get("seconds", DECODE_S)
         status, answer = b"", bytearray()
         # It may end before it has read all, or anything.
         with self._connected(DECODERS[kind.name][0]) as connection, contextlib.suppress(OSError):
@@ -46,9 +46,11 @@ class DecoderProcess:
                 connection.sendall(data)
                 connection.shutdown(socket.SHUT_WR)
             with connection.makefile("rb") as file:
-                if len(head := file.read(1 + LENGTH.size)) == 1 + LENGTH.size:
-                    answer = bytearray(LENGTH.unpack(head[1:])[0])
-                    if file.readinto(answer) == len(answer):
+                head = file.read(1 + LENGTH.size)
+                length = LENGTH.unpack(head[1:])[0] if len(head) == 1 + LENGTH.size else 0
+                if 0 < length <= limits["memory_bytes"]:  # what has taken the child over may say anything
+                    answer = bytearray(length)
+                    if file.readinto(answer) == length:
                         status = head[:1]
         if status == DONE:
             end = answer.index(b"\n")
@@ -57,8 +59,8 @@ class DecoderProcess:
             return found, answer
         if status == REFUSED:
             raise kind.refusal(answer.decode(errors="replace")[-_MAX_REASON:])
-        if time.monotonic() - start >= DECODE_S:
-            raise kind.refusal(f"it cannot be decoded within {DECODE_S} s.")
+        if time.monotonic() - start >= limit_s:
+            raise kind.refusal(f"it cannot be decoded within {limit_s:g} s.")
         raise kind.refusal(f"it is not a readable {kind.file}.")
 
     def close(self) -> None:

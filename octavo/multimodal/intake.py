@@ -35,16 +35,13 @@ class Intake:
 
     def is_many(self, given: object) -> bool:
         """Whether a value of `multi_modal_data` is a sequence of media."""
-        if self.kind is VIDEO:
-            return self.reader.is_many(given)
         if self.embeddings.is_one(given):
             return False
-        return self.reader.is_many(given) or len(getattr(given, "shape", ())) == 3
+        return self.reader.is_many(given) or (self.kind is not VIDEO and len(getattr(given, "shape", ())) == 3)
 
     def normalized(self, given: object) -> Any:
         """The medium of a value. Raises `RequestError`."""
-        is_embeddings = self.kind is not VIDEO and self.embeddings.is_one(given)
-        return self.embeddings.read(given) if is_embeddings else self.reader.normalized(given)
+        return self.embeddings.read(given) if self.embeddings.is_one(given) else self.reader.normalized(given)
 
     def read(self, url: str, file: bytes | None, salt: str | None) -> Any:
         """The medium of a data: URL, or of the file that was fetched from `url`: decoded, unless it was so lately for

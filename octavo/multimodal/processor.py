@@ -22,7 +22,7 @@ from octavo.errors import LoadError, RequestError
 from octavo.media_kinds import AUDIO, IMAGE, VIDEO, MediaKind, SentEmbeddings, SentMedium, checked_uuid
 from octavo.metrics.media import MediaMetrics
 from octavo.multimodal.connector import fetch_all, needs_fetching
-from octavo.multimodal.embeddings import Embeddings
+from octavo.multimodal.embeddings import Embeddings, in_place_of
 from octavo.multimodal.intake import Intake
 from octavo.multimodal.kept_media import KeptMedia, medium_bytes
 from octavo.multimodal.processor_class import load_processor
@@ -39,7 +39,7 @@ _PARTS = {"image": "image_processor", "audio": "feature_extractor", "video": "vi
 # What it makes of a video: some towers take frames as pictures.
 _OF_VIDEO = (
     "pixel_values_videos", "video_grid_thw", "video_position_ids", "num_frames_per_video", "pixel_values",
-    "pixel_attention_mask",
+    "pixel_attention_mask", "target_sizes_videos", "video_merge_sizes", "video_compression_mask",
 )  # fmt: skip
 _NUM_GUESSES = 8  # of the size of a medium that fits
 # What a processor makes of the text.
@@ -130,6 +130,11 @@ class MediaProcessor:
         self._check_numbers(media)
         futures = {url: self._intakes[kind].connector.fetch(url) for kind, url in _to_fetch(media)}
         return self.decode(media, {url: future.result() for url, future in futures.items()}, salt)
+
+    def needs_fetching(self, media: Sequence[SentMedium]) -> bool:
+        """Whether any of a prompt's media says where it is. Raises `RequestError` for more than a prompt may have."""
+        self._check_numbers(media)
+        return bool(_to_fetch(media))
 
     async def fetch(self, media: Sequence[SentMedium]) -> dict[str, bytes]:
         """By URL, the files of those of a prompt's media that say where they are. Raises `RequestError`."""
@@ -284,7 +289,7 @@ class MediaProcessor:
                 name == AUDIO.name and bool(media.get(IMAGE.name)),
             )
             if isinstance(medium, Embeddings):
-                digest = medium.content_hash(salt)
+                digest = medium.content_hash(name, salt)
             else:
                 digest = intake.reader.content_hash(medium, f"{self._settings[name]} {company}", salt)
             if digest not in found:
@@ -389,7 +394,7 @@ class MediaProcessor:
             raise VIDEO.refusal("nothing of it reaches the model.")
         arrays = [_array(name, found[name]) for name in _OF_VIDEO if name in found]
         grid, step = None, 1.0
-        if "video_grid_thw" in found:
+        if "video_grid_thw" in found and self.config.has_grids:
             merge = self._processor.video_processor.merge_size
             time, rows, columns = found["video_grid_thw"][0].tolist()
             grid = time, rows // merge, columns // merge
@@ -400,15 +405,25 @@ class MediaProcessor:
     def _process_embeddings(self, intake: Intake, given: Embeddings, digest: bytes) -> Processed:
         """Rows in the place of a medium: the marks around one's tokens, and as many tokens as there are rows."""
         kind, num_tokens = intake.kind, given.rows.shape[1]
-        before, token, behind = self._marks(intake)
+        array = MediaArray(EMBEDDINGS, given.rows.dtype.name, given.rows.shape, given.rows.tobytes())
+        if (of_tile := self.config.tile_rows) > 0:
+            most = self.config.max_tiles
+            if num_tokens % of_tile or num_tokens > most * of_tile:
+                raise kind.refusal(f"its embeddings must be those of 1 to {most} tiles of {of_tile} rows.")
+            return Processed(self.placeholders[kind.name], MediaInput(digest, num_tokens, (array,)))
         grid = None
         if given.grid is not None:
-            merge = self._processor.image_processor.merge_size
+            merge = getattr(self._processor, _PARTS[kind.name]).merge_size
             time, height, width = given.grid
             grid = time, height // merge, width // merge
-            if time != 1 or height % merge or width % merge or grid[1] * grid[2] != num_tokens:
-                raise kind.refusal(f"its image_grid_thw {list(given.grid)} is not that of {num_tokens} rows.")
-        array = MediaArray(EMBEDDINGS, given.rows.dtype.name, given.rows.shape, given.rows.tobytes())
+            has_one = kind is VIDEO or time == 1
+            if not has_one or height % merge or width % merge or time * grid[1] * grid[2] != num_tokens:
+                raise kind.refusal(f"its {kind.name}_grid_thw {list(given.grid)} is not that of {num_tokens} rows.")
+            if kind is VIDEO:
+                assert self.config.video is not None
+                text, step = in_place_of(self._processor, given.grid, given.times, self.config.video.positions_per_s)
+                return Processed(text, MediaInput(digest, num_tokens, (array,), grid, step))
+        before, token, behind = self._marks(intake)
         return Processed(before + token * num_tokens + behind, MediaInput(digest, num_tokens, (array,), grid))
 
     def _marks(self, intake: Intake) -> tuple[str, str, str]:

@@ -78,7 +78,9 @@ def with_videos(processor: Any) -> Any:
         @classmethod
         def _get_arguments_from_pretrained(cls, folder: str, *args: Any, **options: Any) -> list[Any]:
             found: list[Any] = without_videos(processor)._get_arguments_from_pretrained(folder, *args, **options)
-            found[_place(processor)] = AutoVideoProcessor.from_pretrained(folder, trust_remote_code=False)
+            found[_place(processor)] = videos = AutoVideoProcessor.from_pretrained(folder, trust_remote_code=False)
+            if hasattr(videos, "stack_frames"):
+                videos.stack_frames = 1  # several of a second side by side are of frames that it samples itself
             return found
 
     return Processor

@@ -108,9 +108,8 @@ class Tower:
     def _rows(self, given: MediaInput) -> Rows:
         import torch
 
-        first = given.arrays[0]
-        if first.name == EMBEDDINGS:
-            return np.frombuffer(first.values, np.float32).reshape(first.shape) * np.float32(self._multiplier)
+        if given.arrays[0].name == EMBEDDINGS:
+            return _brought(given, self._multiplier)
         is_video = any(array.name == "pixel_values_videos" for array in given.arrays)
         compute = self._model.get_video_features if is_video else self._features
         takes = inspect.signature(compute).parameters
@@ -132,6 +131,9 @@ class Tower:
         parts = [pooled, *(getattr(features, "deepstack_features", None) or ())]
         tensors = [part if isinstance(part, torch.Tensor) else torch.cat(list(part)) for part in parts]
         rows = torch.stack([one.reshape(-1, one.shape[-1]) for one in tensors]).float().mul(self._multiplier)
+        kept = next((array for array in given.arrays if array.name == "video_compression_mask"), None)
+        if kept is not None:  # VideoLLaMA 3's: what a frame has like the one before reaches no token
+            rows = rows[:, torch.from_numpy(np.frombuffer(kept.values, bool).copy()).to(rows.device)]
         found: Rows = rows.cpu().numpy()
         if found.shape[1] != given.num_tokens:
             raise ValueError(f"a tower gave {found.shape[1]} rows for {given.num_tokens} tokens")
@@ -256,6 +258,21 @@ class ReceivedRows:
 
     def rows(self, content_hash: bytes) -> Rows:
         return self._rows[content_hash]
+
+
+class BroughtRows:
+    """In the place of a tower: rows that requests bring, which are multiplied by `multiplier`."""
+
+    def __init__(self, multiplier: float) -> None:
+        self._multiplier = multiplier
+
+    def rows(self, given: MediaInput) -> Rows:
+        return _brought(given, self._multiplier)
+
+
+def _brought(given: MediaInput, multiplier: float) -> Rows:
+    [array] = given.arrays
+    return np.frombuffer(array.values, np.float32).reshape(array.shape) * np.float32(multiplier)
 
 
 class RowMaker(Protocol):

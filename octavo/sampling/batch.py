@@ -56,13 +56,15 @@ class Samples:
 class RowSettings:
     """The settings of one sequence that arrays do not hold, and what is worked out of them only once."""
 
-    def __init__(self, params: SamplingParams, num_prompt_tokens: int, stop_token_ids: list[int]) -> None:
+    def __init__(
+        self, params: SamplingParams, num_prompt_tokens: int, stop_token_ids: list[int], is_embedded: bool = False
+    ) -> None:
         self.params = params
         self.num_prompt_tokens = num_prompt_tokens
         self.stop_token_ids = stop_token_ids
         self.processors = [_with_prompt(processor) for processor in params.logits_processors or ()]
         self._allowed_words: NDArray[np.int32] | None = None
-        self.seen = SeenTokens(num_prompt_tokens)
+        self.seen = SeenTokens(num_prompt_tokens, is_embedded)
 
     @property
     def has_penalties(self) -> bool:
@@ -88,8 +90,9 @@ class RowSettings:
 class SeenTokens:
     """Counts the tokens of a growing sequence, reading each of them once."""
 
-    def __init__(self, num_prompt_tokens: int) -> None:
-        self._num_prompt_tokens = num_prompt_tokens
+    def __init__(self, num_prompt_tokens: int, is_embedded: bool = False) -> None:
+        """Those of a prompt that `is_embedded` are none, and penalties do not know them."""
+        self._num_prompt_tokens, self._is_embedded = num_prompt_tokens, is_embedded
         self._num_read = 0
         self._place: dict[int, int] = {}
         self._tokens = np.empty(0, np.int64)
@@ -115,7 +118,7 @@ class SeenTokens:
         return found
 
     def _read_prompt(self, prompt: NDArray[np.int32]) -> None:
-        distinct = np.unique(prompt).astype(np.int64)
+        distinct = np.unique(prompt[: 0 if self._is_embedded else None]).astype(np.int64)
         self._num_read = len(prompt)
         self._place = {token: place for place, token in enumerate(distinct.tolist())}
         self._tokens = np.concatenate([distinct, np.empty(256, np.int64)])
@@ -183,7 +186,9 @@ class SamplingTable:
 
     def admit(self, admission: Admission) -> None:
         row, params = admission.row, admission.params
-        self.settings[row] = RowSettings(params, admission.num_prompt_tokens, admission.stop_token_ids)
+        self.settings[row] = RowSettings(
+            params, admission.num_prompt_tokens, admission.stop_token_ids, admission.is_embedded
+        )
         is_special = bool(params.follows_output or params.logit_bias or params.allowed_token_ids is not None)
         self._is_special[row] = is_special
         temperature = min(params.temperature, _MAX_FLOAT32)

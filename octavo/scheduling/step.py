@@ -106,4 +106,5 @@ def _admission(seq: Sequence, row: int) -> Admission:
         pooling=seq.request.pooling,
         second_start=seq.request.prompt.second_start,
         media=seq.request.prompt.media,
+        is_embedded=seq.request.prompt.is_embedded,
     )

@@ -112,7 +112,7 @@ def make_core(
     lora = SimpleNamespace(max_loras=max_loras, max_cpu_loras=max_cpu_loras)
     config = SimpleNamespace(
         scheduler=scheduler, cache=cache, model=SimpleNamespace(seed=0), device="cpu", lora=lora, speculative=None,
-        draft=None, media=None, sound=None,
+        draft=None, media=None, sound=None, prompt_embeds=None,
     )  # fmt: skip
     device = AdapterDevice(runs_ahead, shares_memory)
     core = EngineCore(cast(Any, config), cast(Any, device))

@@ -53,6 +53,7 @@ def core() -> tuple[EngineCore, dict[str, Future[None]]]:
         lora=None,
         media=None,
         sound=None,
+        prompt_embeds=None,
     )
     executor = StubExecutor()
     return EngineCore(cast(Any, config), cast(Any, executor)), executor.grammars

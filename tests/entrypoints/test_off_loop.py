@@ -21,6 +21,19 @@ LONG = "x" * (MAX_INLINE_LENGTH + 1)
 SHORT = {"prompt": "short"}
 
 
+def test_pictures_do_not_wait_for_videos() -> None:
+    """However many of these are hard to decode."""
+    may_go = threading.Event()
+
+    async def run() -> None:
+        videos = [asyncio.create_task(run_off_loop(may_go.wait, length=0, media={"image", "video"})) for _ in range(3)]
+        assert await run_off_loop(lambda: "seen", length=0, media={"image"}) == "seen"
+        may_go.set()
+        await asyncio.gather(*videos)
+
+    asyncio.run(run())
+
+
 def talk(text: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}]}
 

@@ -71,6 +71,23 @@ def llava(tmp_path_factory: pytest.TempPathFactory, tokenizer_that_sees: Any) ->
     return folder
 
 
+@pytest.fixture(scope="session")
+def draft_model(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
+    """A language model that knows no picture's token."""
+    import torch
+    import transformers
+
+    found = tmp_path_factory.mktemp("draft")
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=259, max_position_embeddings=512,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(found)
+    transformers.PreTrainedTokenizerFast.from_pretrained(tiny_tokenizer).save_pretrained(found)
+    return found
+
+
 def picture(seed: int, width: int = 40, height: int = 60) -> Image.Image:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
     return Image.fromarray(pixels)

@@ -1,4 +1,4 @@
-"""Pictures with what else a server may be asked for: quantized decoders, adapters, several workers."""
+"""Pictures with what else a server may be asked for: quantized decoders, adapters, several workers, guesses."""
 
 from __future__ import annotations
 
@@ -121,4 +121,20 @@ def test_several_workers_see(llava: Path, sizes: dict[str, int]) -> None:
         assert one.outputs[0].logprobs == other.outputs[0].logprobs
     other = generate(llm, {"prompt": PROMPTS["one"][0], "multi_modal_data": {"image": picture(9)}})[0]
     assert other.outputs[0].logprobs != alone[0].outputs[0].logprobs
+    llm.close()
+
+
+@pytest.mark.parametrize("sizes", [{}, pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.long)])
+def test_a_language_model_guesses_beside_pictures(llava: Path, draft_model: Path, sizes: dict[str, int]) -> None:
+    """It sees a placeholder's tokens in the place of a picture, which is none of its vocabulary."""
+    prompts = [asked(name) for name in PROMPTS]
+    llm = engine(llava)
+    expected = [output.outputs[0].logprobs for output in generate(llm, *prompts)]
+    llm.close()
+    llm = engine(llava, speculative_config={"model": str(draft_model), "num_speculative_tokens": 3}, **sizes)
+    speculation = llm.core.scheduler._speculation
+    assert speculation is not None
+    speculation.cost = None  # however few of the guesses are right
+    for _ in range(2):  # the second time with cached prefixes
+        assert [output.outputs[0].logprobs for output in generate(llm, *prompts)] == expected
     llm.close()

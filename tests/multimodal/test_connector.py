@@ -15,14 +15,18 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from octavo.config import MediaConfig
+from octavo.entrypoints.openai.conversation import Conversation
+from octavo.entrypoints.openai.protocol import ChatCompletionRequest
 from octavo.errors import RequestError
 from octavo.multimodal import connector
 from octavo.multimodal.connector import MediaConnector, fetch_all, is_public
+from octavo.sampling_params import SamplingParams
 from tests.multimodal.conftest import encoded, picture
 
 PICTURE = encoded(picture(0))
@@ -163,6 +167,8 @@ def test_nothing_of_one_fetch_is_sent_with_another(server: str) -> None:
         ("/to/gopher://example.org/", "must be a data:, http: or https: address"),
         ("/to/http://user:word@example.org/", "a user or a password"),
         ("/to/http://[::1", "not a valid address|does not answer as it should"),
+        ("/to/http://xn--0/", "not a valid address"),
+        ("/to/http://127.0.0.1:99999/", "not a valid address"),
     ],
 )
 def test_what_is_no_picture_is_refused(server: str, path: str, said: str) -> None:
@@ -213,6 +219,41 @@ def test_the_address_that_was_checked_is_the_one_that_is_asked(server: str, monk
     assert Pictures.seen[-1][1]["Host"] == f"rebinding.test:{port}"
 
 
+def test_files_of_so_many_requests_are_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first that is fetched until all are decoded: others wait without."""
+    events: list[str] = []
+    part = {"type": "image_url", "image_url": {"url": "http://pictures.test/a.png"}}
+    body = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": [part]}]})
+
+    class Processor:
+        def needs_fetching(self, media: Any) -> bool:
+            return True
+
+        async def fetch(self, media: Any) -> dict[str, bytes]:
+            events.append("fetched")
+            return {"http://pictures.test/a.png": PICTURE}
+
+    async def submit(*_: Any, **__: Any) -> str:
+        await asyncio.sleep(0)
+        assert sum(bool(conversation._files) for conversation in made) == 1
+        events.append("decoded")
+        return "submitted"
+
+    async def run() -> None:
+        inputs = SimpleNamespace(media_processor_of=lambda media: Processor())
+        state: Any = SimpleNamespace(
+            fetched_held=asyncio.Semaphore(1), engine=SimpleNamespace(inputs=inputs), submit=submit, formats=None,
+            args=SimpleNamespace(unknown_fields="error"),
+        )  # fmt: skip
+        made.extend(Conversation(body, state, SamplingParams()) for _ in range(3))
+        assert await asyncio.gather(*(one.submit("a") for one in made)) == ["submitted"] * 3
+
+    made: list[Conversation] = []
+    asyncio.run(run())
+    assert events == ["fetched", "decoded"] * 3
+    assert [conversation._files for conversation in made] == [{}] * 3
+
+
 def test_domains_that_are_allowed(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     port = server.rpartition(":")[2]
     resolver(monkeypatch, pictures=["127.0.0.1"], others=["127.0.0.1"])
@@ -231,7 +272,8 @@ def test_domains_that_are_allowed(server: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     "url", ["", "a.png", "//example.org/a.png", "ftp://example.org/a.png", "http://", "http:///a.png", "http://a b/",
             "http://example.org:99999/", "http://user@example.org/", "http://" + "a" * 300 + ".org/", "http://\x00/",
-            "http://example.org/" + "a" * 9000, "javascript:alert(1)"],
+            "http://example.org/" + "a" * 9000, "javascript:alert(1)", "http://xn--0/", "http://xn--a-ecp.ru/", "http://xn--/",
+        "http://a..b/", "http://a/\ud800", "http://a:99999/", f"http://{'a' * 70}.test/"],
 )  # fmt: skip
 def test_what_is_no_address_is_refused(url: str) -> None:
     refusal(url)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -45,6 +46,28 @@ def test_a_process_that_is_gone_is_started_again(decoder: DecoderProcess) -> Non
             decoder.close()
         assert process.returncode is not None
     assert decoder.decode(IMAGE, encoded(picture(0)), LIMITS)[1] == picture(0).tobytes()
+
+
+def test_a_decoder_that_hangs_is_ended(decoder: DecoderProcess) -> None:
+    wide = picture(0, 2000, 2000)  # which nothing decodes in a millisecond
+    limits = LIMITS | {"max_pixels": 10**7}
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"A picture is refused: it cannot be decoded within 0\.001 s\.$"):
+            decoder.decode(IMAGE, encoded(wide), limits | {"seconds": 0.001})
+    assert decoder.decode(IMAGE, encoded(wide), limits)[0] == {"size": [2000, 2000]}
+
+
+@pytest.mark.parametrize("said", [b"d" + b"\xff" * 8, b"d" + bytes(8), b"x", b""])
+def test_a_child_that_says_what_it_likes_is_not_believed(
+    decoder: DecoderProcess, monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    """As if a file had taken it over."""
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr(decoder, "_connected", lambda byte: ours)
+    theirs.sendall(said)
+    theirs.close()
+    with pytest.raises(RequestError, match="it is not a readable PNG"):
+        decoder.decode(IMAGE, b"", LIMITS)
 
 
 def test_a_file_that_takes_more_than_it_may_is_refused_alone(decoder: DecoderProcess) -> None:

@@ -7,6 +7,7 @@ import io
 import pickle
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from safetensors.torch import save
 from octavo import LLM
 from octavo.errors import ConfigError, RequestError
 from octavo.loading.torch_archive import read_torch_tensor
+from octavo.multimodal.embeddings import Embeddings, FrameTimes
 from tests.multimodal.conftest import picture
 from tests.multimodal.test_llava import GREEDY, engine, generate, tower
 
@@ -140,6 +142,16 @@ def test_they_are_asked_for_by_a_flag(llava: Path) -> None:
     llm.close()
     with pytest.raises(ConfigError, match="--enable-mm-embeds is for models that see or hear"):
         LLM(enable_mm_embeds=True)
+
+
+def test_rows_are_known_by_what_they_stand_for_too() -> None:
+    """The same ones as a picture, as a sound and as a video are three."""
+    rows = Embeddings(np.zeros((1, 4, 64), np.float32), (1, 4, 4))
+    others = [
+        rows.content_hash("image", "salt"), replace(rows, grid=(4, 2, 2)).content_hash("image", None),
+        replace(rows, times=FrameTimes(2.0)).content_hash("image", None),
+    ]  # fmt: skip
+    assert len({*(rows.content_hash(kind, None) for kind in ("image", "audio", "video", "prompt")), *others}) == 7
 
 
 def test_files_of_every_type_are_read() -> None:

@@ -53,6 +53,15 @@ GIF, WEBP = encoded(picture(0), "GIF"), encoded(picture(0), "WEBP")
 MOVING = [picture(0), picture(1), picture(2)]
 MOVING_WEBP = encoded(MOVING[0], "WEBP", save_all=True, append_images=MOVING[1:])
 ZEROS = zlib.compress(bytes(90_000_000), 9)
+
+
+def of_many_scans(count: int) -> bytes:
+    """A progressive JPEG whose last scan comes `count` times more."""
+    data = encoded(Image.new("L", (64, 64), 128), "JPEG", progressive=True)
+    last = data[data.rfind(b"\xff\xda") : -2]
+    return data[:-2] + last * count + data[-2:]
+
+
 CASES: dict[str, tuple[str | Callable[[], str], str]] = {
     "no base64": ("data:image/png,abc", "must look like"),
     "no comma": ("data:image/png;base64", "must look like"),
@@ -65,6 +74,7 @@ CASES: dict[str, tuple[str | Callable[[], str], str]] = {
     "cut base64": (url(GOOD)[:-3], "not valid base64"),
     "other letters": ("data:image/png;base64,äöü", "not valid base64"),
     "no bytes": (url(b""), "not a readable"),
+    "a JPEG of many scans": (url(of_many_scans(500), "image/jpeg"), "it has more than 500 scans"),
     "text": (url(b"GET / HTTP/1.1"), "not a readable"),
     "signature only": (url(GOOD[:8]), "not a readable"),
     "header only": (url(GOOD[:33]), "not a readable"),
@@ -128,6 +138,10 @@ def test_a_hostile_picture_is_refused_before_it_costs_much(name: str) -> None:
     message = str(refused.value)
     assert refused.value.status == 400 and len(message) < 200
     assert " at 0x" not in message and "PIL" not in message and "passwd" not in message
+
+
+def test_progressive_files_are_taken() -> None:
+    assert from_url(url(of_many_scans(3), "image/jpeg"), MAX_BYTES, MAX_PIXELS).size == (64, 64)
 
 
 @pytest.mark.parametrize(

@@ -224,12 +224,32 @@ VIDEO_CASES |= {
         num_tokens=768,
     ),
 }
+VIDEO_CASES |= {
+    "MiniCPMV4_6ForConditionalGeneration": Case(
+        lambda: transformers.MiniCPMV4_6ImageProcessorPil(scale_resolution=56, patch_size=7, max_slice_nums=4),
+        lambda: transformers.MiniCPMV4_6VideoProcessor(
+            scale_resolution=56, patch_size=7, max_slice_nums=4, do_sample_frames=False
+        ),
+        {},
+    ),
+    "VideoLlama3ForConditionalGeneration": Case(
+        lambda: transformers.VideoLlama3ImageProcessorPil(min_tokens=4, max_tokens=16),
+        lambda: transformers.VideoLlama3VideoProcessor(
+            size={"shortest_edge": 56 * 56, "longest_edge": 84 * 84 * 6}, do_sample_frames=False
+        ),
+        {},
+    ),
+}
 VIDEO_CASES["Gemma4ForConditionalGeneration (both ways)"] = VIDEO_CASES["Gemma4ForConditionalGeneration"]
 GLM_TOKENS = [f"<|{end}_of_{kind}|>" for end in ("begin", "end") for kind in ("image", "video")]
 
 
 def save_case(folder: Path, name: str, tiny_tokenizer: Path) -> None:
     marks = TOKENS | {"vision_start_token": "<img>", "vision_end_token": "</img>"}
+    if name.startswith("MiniCPM"):
+        ends = [f"{what}_{end}" for what in ("slice", "image_id") for end in ("start", "end")]
+        marks |= {f"{end}_token": f"<{end}>" for end in ends}
+        marks |= {"image_start_token": "<img>", "image_end_token": "</img>"}
     if name.startswith("Gemma4"):
         marks |= {"boi_token": "<img>", "eoi_token": "</img>", "video_token": "<|video|>"}
         marks |= {end: f"<{end}>" for end in ("audio_token", "boa_token", "eoa_token")}
@@ -273,11 +293,13 @@ def test_videos_are_seen_as_transformers_sees_them(tmp_path: Path, tiny_tokenize
     llm = engine(tmp_path, max_model_len=length, num_gpu_blocks_override=120 * length // 384, **more)
     # Of no more steps of time than columns or rows: from the larger of those transformers goes on behind a video.
     a, b, image = frames(0, 4, 60, 90), frames(1, 4, 90, 60), picture(0)
+    still = np.concatenate([a[:1], a[:1], b[:1, :60].repeat(2, 2)[:, :, :90], a[:1]])
     sampled = (b, {"fps": 25.0, "frames_indices": [0, 8, 16, 24], "total_num_frames": 25})
     prompts: dict[str, tuple[str, dict[str, list[Any]]]] = {
         "one": ("What is it? <video> Say it.", {"video": [(a, {"fps": 4.0})]}),
         "one that was sampled": ("What is it? <video> Say it.", {"video": [sampled]}),
         "two": ("<video>\nbeside this one:<video>.", {"video": [(a, {"fps": 4.0}), sampled]}),
+        "one that stands still": ("<video>", {"video": [(still, {"fps": 4.0})]}),
         "beside a picture": ("<video> and <image>?", {"video": [sampled], "image": [image]}),
         "behind a picture": ("<image> and <video>?", {"video": [sampled], "image": [image]}),
     }
@@ -311,6 +333,9 @@ def test_videos_are_seen_as_transformers_sees_them(tmp_path: Path, tiny_tokenize
         for token, logprob in output.outputs[0].logprobs[0].items():
             assert logprob.logprob == pytest.approx(expected[token].item(), abs=1e-4)
     assert alone[0].outputs[0].logprobs != alone[1].outputs[0].logprobs
+    if name.startswith("VideoLlama3"):  # what a frame has like the one before reaches no token
+        counts = [output.prompt_token_ids.count(made.video_token_id) for output in alone]
+        assert counts[3] < counts[0]
     llm.reset_prefix_cache()
     runs = tower(llm).num_runs
     for one, other in zip(alone, generate(llm, *asked), strict=True):
@@ -321,6 +346,73 @@ def test_videos_are_seen_as_transformers_sees_them(tmp_path: Path, tiny_tokenize
     with pytest.raises(RequestError, match="1 placeholders and 0 videos"):
         generate(llm, {"prompt": f"{case.prompt}<image>", "multi_modal_data": {"image": image}})
     llm.close()
+
+
+@pytest.mark.parametrize("name", ["Qwen2_5_VL", "Qwen3VL", "Glm4v"])
+def test_rows_of_a_video_may_be_brought(tmp_path: Path, tiny_tokenizer: Path, name: str) -> None:
+    """By models whose positions follow from its grid; times of frames say how far its places are apart, or are named in
+    the prompt."""
+    pytest.importorskip("torchvision")
+    name = f"{name}ForConditionalGeneration"
+    save_case(tmp_path, name, tiny_tokenizer)
+    llm = engine(tmp_path, enable_mm_embeds=True)
+    sampled = {"fps": 25.0, "frames_indices": [0, 8, 16, 24], "total_num_frames": 25}
+    text = f"What is {VIDEO_CASES[name].prompt}?"
+
+    def say(video: Any) -> Any:
+        [output] = generate(llm, {"prompt": text, "multi_modal_data": {"video": video}})
+        return output.prompt_token_ids, output.outputs[0].logprobs
+
+    expected = say((frames(1, 4, 90, 60), sampled))
+    [(_, made)] = tower(llm)._entries.values()
+    rows = torch.tensor(made.result()).transpose(0, 1).flatten(1)  # those for early layers behind them
+    processor = load_processor(str(tmp_path), 0, sees_videos=True)
+    found = processor(
+        text=text, videos=[frames(1, 4, 90, 60)], do_sample_frames=False, return_tensors="pt",
+        video_metadata=[{**sampled, "duration": 1.0}],
+    )  # fmt: skip
+    grid = found["video_grid_thw"]
+    given = {"video_embeds": rows, "video_grid_thw": grid, **sampled}
+    assert say(given) == say([given]) == expected
+    if "second_per_grid_ts" in found:
+        assert say({**given, "fps": None, "second_per_grid_ts": found["second_per_grid_ts"]}) == expected
+    assert say({**given, "fps": 5.0})[1] != expected[1]
+    out = io.BytesIO()
+    torch.save(rows, out)
+    part = {
+        "video_embeds": base64.b64encode(out.getvalue()).decode(), "video_grid_thw": grid[0].tolist(), **sampled,
+    }  # fmt: skip
+    messages = [{"role": "user", "content": [{"type": "video_embeds", "video_embeds": part}]}]
+    template = text.replace(VIDEO_CASES[name].prompt, "{{ messages[0]['content'] }}")
+    [chat] = llm.chat(messages, GREEDY, use_tqdm=False, chat_template=template)
+    if VIDEO_CASES[name].prompt == "<video>":
+        assert (chat.prompt_token_ids, chat.outputs[0].logprobs) == expected
+    for wrong, reason in (
+        ({"video_grid_thw": None}, "need video_grid_thw"),
+        ({"video_grid_thw": [1, 4, 4]}, r"video_grid_thw \[1, 4, 4\] is not that of"),
+        ({"frames_indices": [0]}, "frames_indices are 1, and the 2 places in time"),
+        ({"frames_indices": [30] * 4}, "must be a list of places"),
+        ({"fps": -1}, "fps must be a number"),
+        ({"second_per_grid_ts": [1.0, 2.0]}, "second_per_grid_ts must be a number"),
+        ({"total_num_frames": 0}, "total_num_frames must be"),
+        ({"x": 1}, "an object with fps, frames_indices, second_per_grid_ts"),
+        ({"video_embeds": rows[:, :3]}, "have the shape"),
+    ):
+        with pytest.raises(RequestError, match=reason) as refused:
+            say(given | wrong)
+        assert refused.value.code == "invalid_video"
+    llm.close()
+
+
+def test_rows_of_a_video_are_of_models_with_grids(tmp_path: Path, tiny_tokenizer: Path) -> None:
+    pytest.importorskip("torchvision")
+    save_case(tmp_path, "InternVLForConditionalGeneration", tiny_tokenizer)
+    given = {"prompt": "<video>", "multi_modal_data": {"video": {"video_embeds": torch.zeros(4, 64)}}}
+    for flags, reason in (({}, "with --enable-mm-embeds only"), ({"enable_mm_embeds": True}, "built for models whose")):
+        llm = engine(tmp_path, **flags)
+        with pytest.raises(RequestError, match=reason):
+            generate(llm, given)
+        llm.close()
 
 
 def test_chats_have_videos(tmp_path: Path, tiny_tokenizer: Path) -> None:

@@ -237,7 +237,7 @@ class _Job:
             # Read here, so that no more files are in memory than are decoded at once.
             return self._listener.hear(self._listener.decode(upload.file.read(self._listener.config.max_bytes + 1)))
 
-        return await run_off_loop(work, length=0, has_media=True)
+        return await run_off_loop(work, length=0, media=("audio",))
 
     async def events(self, spectrum: Spectrum) -> AsyncGenerator[bytes, None]:
         """The answer as it comes."""

@@ -64,18 +64,18 @@ class _Job(Job[CompletionRequest, CompletionChoice]):
 
     async def submit(self) -> None:
         body = self._body
-        if len(body.prompt) > MAX_PROMPTS:
-            raise RequestError(f"prompt has {len(body.prompt)} entries; {MAX_PROMPTS} is the most.", param="prompt")
+        if len(body.prompts) > MAX_PROMPTS:
+            raise RequestError(f"prompt has {len(body.prompts)} entries; {MAX_PROMPTS} is the most.", param="prompt")
         adds_special = body.add_special_tokens is not False
-        for given in body.prompt:
+        for given in body.prompts:
             await asyncio.sleep(0)  # let others go on between two prompts
             prompt, generator = await self._state.submit(
                 self._about["id"],
                 body,
                 self._params,
                 partial(Asked, given, adds_special),
-                length=len(given),
-                num_prompts=len(body.prompt),
+                length=len(given["prompt_embeds"]) if isinstance(given, dict) else len(given),
+                num_prompts=len(body.prompts),
             )
             echo = None
             if body.echo:

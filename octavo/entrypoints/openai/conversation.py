@@ -7,7 +7,8 @@ was sent and reads the answers here; each only writes the deltas in its own form
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -92,36 +93,43 @@ class Conversation:
 
     async def submit(self, response_id: str) -> tuple[Prompt, AsyncGenerator[RequestOutput, None]]:
         """Check the request and make its generator. Raises `RequestError` for whatever is wrong with it."""
-        await self.fetch()
-        return await self._state.submit(
-            response_id,
-            self._body,
-            self._params,
-            self.prepare,
-            has_grammar=self._body.forces_calls or self._body.thinking_token_budget is not None,
-            has_media=self.has_media,
-            clamps_max_tokens=self._clamps_max_tokens,
-        )
+        async with self._fetched():
+            return await self._state.submit(
+                response_id,
+                self._body,
+                self._params,
+                self.prepare,
+                has_grammar=self._body.forces_calls or self._body.thinking_token_budget is not None,
+                media=self._kinds(),
+                clamps_max_tokens=self._clamps_max_tokens,
+            )
 
     async def count_tokens(self, length: int) -> int:
         """The tokens of the prompt; `length` is that of the request's body."""
-        await self.fetch()
 
         def count() -> int:
             asked = self.prepare()
             assert isinstance(asked.prompt, str)
             return self._state.engine.inputs.count(asked.prompt, asked.media, asked.add_special_tokens)
 
-        return await run_off_loop(count, length=length, has_media=self.has_media)
+        async with self._fetched():
+            return await run_off_loop(count, length=length, media=self._kinds())
 
-    @property
-    def has_media(self) -> bool:
-        return bool(self._media())
-
-    async def fetch(self) -> None:
-        """The media that are elsewhere, before `prepare`. Raises `RequestError`."""
-        if media := self._media():
-            self._files = await self._state.engine.inputs.media_processor_of(media).fetch(media)
+    @asynccontextmanager
+    async def _fetched(self) -> AsyncIterator[None]:
+        """Meanwhile the media that are elsewhere are here, for `prepare`: of so many requests at once that their files
+        fit into memory, however many wait to be decoded. Raises `RequestError`."""
+        media = self._media()
+        processor = self._state.engine.inputs.media_processor_of(media) if media else None
+        if processor is None or not processor.needs_fetching(media):
+            yield
+            return
+        async with self._state.fetched_held:
+            self._files = await processor.fetch(media)
+            try:
+                yield
+            finally:
+                self._files = {}
 
     async def progress(
         self, prompt: Prompt, outputs: AsyncGenerator[RequestOutput, None]
@@ -176,6 +184,10 @@ class Conversation:
         )
         # The template has put the special tokens in already.
         return Asked(prompt, bool(body.add_special_tokens), grammar, media)
+
+    def _kinds(self) -> set[str]:
+        """Of its media."""
+        return {medium.kind.name for medium in self._media()}
 
     def _media(self) -> list[SentMedium]:
         return media_of([message.content for message in self._body.messages])

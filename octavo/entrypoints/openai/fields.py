@@ -313,12 +313,45 @@ class AudioEmbedsPart(BaseModel):
     uuid: Uuid | None = None
 
 
+class VideoEmbeds(BaseModel):
+    """Rows of a tower in base64, how many patches they have in time, height and width, and where in the video its
+    frames were."""
+
+    model_config = ConfigDict(defer_build=True)
+
+    video_embeds: str
+    video_grid_thw: str | list[int]
+    fps: float | None = None
+    frames_indices: list[int] | None = None
+    total_num_frames: int | None = None
+    second_per_grid_ts: float | list[float] | None = None
+
+
+class VideoEmbedsPart(BaseModel):
+    """What a tower makes of a video, in its place."""
+
+    model_config = ConfigDict(defer_build=True)
+
+    type: Literal["video_embeds"]
+    video_embeds: VideoEmbeds | None = None
+    uuid: Uuid | None = None
+
+
 Content = Annotated[str, PlainValidator(_check_content, json_schema_input_type=str | list[TextPart])]
 MessageContent = Annotated[
     str | list[dict[str, Any]],
     PlainValidator(
         _check_message_content,
         json_schema_input_type=str
-        | list[TextPart | ImagePart | VideoPart | AudioUrlPart | InputAudioPart | ImageEmbedsPart | AudioEmbedsPart],
+        | list[
+            TextPart
+            | ImagePart
+            | VideoPart
+            | AudioUrlPart
+            | InputAudioPart
+            | ImageEmbedsPart
+            | AudioEmbedsPart
+            | VideoEmbedsPart
+        ],
     ),
 ]

@@ -336,11 +336,36 @@ _SAMPLING_FIELDS = [
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
-    prompt: Prompts = Field(description="Text, token ids, or a list of either.")
+    prompt: Prompts = Field([], description="Text, token ids, or a list of either.")
+    prompt_embeds: Texts | None = described(
+        "Prompts that are embeddings, one or a list: tensors [tokens, hidden_size] in base64, as torch.save or "
+        "safetensors write them. They come before those of prompt, which may be left out. With --enable-prompt-embeds."
+    )
     echo: bool | None = described("Start the text with the prompt.")
     logprobs: Int | None = described(
         "Log-probabilities of this many likeliest tokens, 20 at most unless --max-logprobs says otherwise; -1: of all."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _needs_a_prompt(cls, data: Any) -> Any:
+        """Beside embeddings what is empty is none, as with vLLM."""
+        if isinstance(data, dict) and data.get("prompt_embeds") and data.get("prompt", "x") in (None, "", []):
+            return {name: value for name, value in data.items() if name != "prompt"}
+        if isinstance(data, dict) and "prompt" not in data and not data.get("prompt_embeds"):
+            raise RequestError("prompt is required.", param="prompt")
+        return data
+
+    @model_validator(mode="after")
+    def _check_embeds(self) -> CompletionRequest:
+        if self.prompt_embeds and self.echo:
+            raise RequestError("echo repeats a prompt's text, and prompt_embeds have none.", param="echo")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int] | dict[str, Any]]:
+        """Those that are embeddings first."""
+        return [*({"prompt_embeds": given} for given in self.prompt_embeds or ()), *self.prompt]
 
     @property
     def only_prompt(self) -> bool:

@@ -9,11 +9,11 @@ import math
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from starlette.datastructures import Headers
@@ -48,6 +48,7 @@ logger = logging.getLogger("octavo.server")
 
 MAX_RETRY_AFTER_S = 120
 MAX_SOUNDS_HELD = 16  # that are being heard at once; others wait as files
+MAX_FETCHED_HELD = 32  # requests whose media are being fetched, or wait to be decoded; others wait as addresses
 ID_HEADER = "X-Request-Id"
 RANK_HEADER = "X-data-parallel-rank"
 
@@ -71,7 +72,7 @@ class Identified(Protocol):
 class Asked:
     """One prompt of a request, and what its answer must be where `SamplingParams` do not say it."""
 
-    prompt: str | list[int]
+    prompt: str | list[int] | dict[str, Any]  # text, token ids, or an object with `prompt_embeds`
     add_special_tokens: bool
     grammar: WantedGrammar | None = None
     media: dict[str, list[Image]] | None = None  # `multi_modal_data`
@@ -118,6 +119,7 @@ class ServerState:
             if engine.inputs.listener is not None:
                 engine.metrics.others.append(engine.inputs.listener.metrics)
         self.sounds_held = asyncio.Semaphore(MAX_SOUNDS_HELD)
+        self.fetched_held = asyncio.Semaphore(MAX_FETCHED_HELD)
         self.is_stopping = False
         self.num_in_flight = 0  # requests whose answers are not complete
         self.num_queued = 0  # those of them that are whole, and that the engine answers
@@ -298,7 +300,7 @@ class ServerState:
         prepare: Callable[[], Asked],
         *,
         has_grammar: bool = False,
-        has_media: bool = False,
+        media: Collection[str] = (),
         length: int = 0,
         num_prompts: int = 1,
         clamps_max_tokens: bool = False,
@@ -321,14 +323,11 @@ class ServerState:
             if grammar is None and structure is not None:
                 grammar = WantedGrammar(structure, field=body.structure_field)
             prediction = None if body.prediction is None else body.prediction.content
-            kind = "prompt" if isinstance(asked.prompt, str) else "prompt_token_ids"
+            given = asked.prompt
+            if not isinstance(given, dict):
+                given = {"prompt": given} if isinstance(given, str) else {"prompt_token_ids": given}
             return self.engine.inputs.process(
-                {
-                    kind: asked.prompt,
-                    "cache_salt": body.cache_salt,
-                    "prediction": prediction,
-                    "multi_modal_data": asked.media,
-                },
+                {**given, "cache_salt": body.cache_salt, "prediction": prediction, "multi_modal_data": asked.media},
                 params,
                 priority=body.priority,
                 arrival_time=None if arrival is None else arrival.at,
@@ -342,7 +341,7 @@ class ServerState:
         if arrival is not None:
             length = max(length, arrival.num_bytes // num_prompts)
         request = await run_off_loop(
-            process, length=length, has_grammar=has_grammar or structure is not None, has_media=has_media
+            process, length=length, has_grammar=has_grammar or structure is not None, media=media
         )
         name = f"{response_id}-{request.request_id}"  # clients choose response ids and may repeat them
         if self.args.logs_requests:

@@ -127,7 +127,7 @@ def main() -> None:
         model=SimpleNamespace(dtype="bfloat16", max_model_len=8192, pooling=POOLING.get(model)),
         cache=SimpleNamespace(block_size=16, dtype="bfloat16"),
         scheduler=SimpleNamespace(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS),
-        media=model in SEEING or None, sound=model == "whisper" or None, lora=None,
+        media=model in SEEING or None, sound=model == "whisper" or None, lora=None, prompt_embeds=None,
     )  # fmt: skip
     if "adapters" in sys.argv[5:]:
         config.lora = SimpleNamespace(
