@@ -116,10 +116,11 @@ class Latent:
             assert not d.bias
             names, sizes = [*names, f"{prefix}{d.gate_name}"], [*sizes, d.num_heads]
             orders.append(np.array(d.own_heads))
-        unbiased, of_index = list[str](), f"{prefix}{d.index.name}." if d.index is not None else ""
+        unbiased = [first] if d.query_rank is None else []  # nothing compresses queries
+        of_index = f"{prefix}{d.index.name}." if d.index is not None else ""
         if d.index is not None:
             assert d.gate_name is None and d.query_rank is not None
-            unbiased = [f"{of_index}wk", f"{of_index}weights_proj"]
+            unbiased = [f"{of_index}wk", f"{of_index}weights_proj"]  # as queries are compressed
             names, sizes = [*names, *unbiased], [*sizes, d.index.head_size, d.index.num_heads]
             orders += [d.index.element_order(), np.arange(d.index.num_heads)]
         self.consumer = parameters.linear(

@@ -32,6 +32,7 @@ _DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": None,
     "head_dim": None,
     "hidden_act": "silu",
+    "mamba_hidden_act": "silu",
     "norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "rope_theta": 10000.0,
@@ -72,6 +73,7 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "first_k_dense_replace": ("num_dense_layers",),
     "routed_scaling_factor": ("router_scaling_factor", "route_scale", "moe_routed_scaling_factor"),
     "layer_types": ("layers_block_type",),
+    "mamba_hidden_act": ("hidden_mamba_act",),
     "mamba_n_heads": ("mamba_num_heads", "n_mamba_heads"),
     "mamba_d_head": ("mamba_head_dim",),
     "mamba_d_state": ("state_size", "ssm_state_size"),
@@ -142,6 +144,10 @@ def read(name: str, family: Family, given: Config) -> ModelDescription:
         config["layer_types"] = [family.layer_type(config, i) for i in numbers]
     if family.experts is not None and config["mlp_layer_types"] is None:
         config["mlp_layer_types"] = ["sparse" if family.is_sparse(config, i) else "dense" for i in numbers]
+    for setting, counts in (("layer_types", family.layer_type), ("mlp_layer_types", family.experts)):
+        if counts is not None and len(config[setting]) < config["num_hidden_layers"]:
+            num_layers = config["num_hidden_layers"]
+            raise LoadError(f"{setting} has {len(config[setting])} entries for {num_layers} layers.")
     layers = tuple(_layer(family, config, i) for i in numbers)
     described = {
         "vocab_size": config["vocab_size"],
@@ -216,7 +222,7 @@ def _attention(family: Family, config: Config, i: int) -> AttentionDescription:
 
 def _feed_forward(family: Family, config: Config, i: int) -> FeedForwardDescription | ExpertsDescription:
     activation = activation_of(config["hidden_act"])
-    if family.experts is not None and per_layer("mlp_layer_types")(config, i) == "sparse":
+    if family.experts is not None and config["mlp_layer_types"][i] == "sparse":
         size = config["moe_intermediate_size"] or config["intermediate_size"]
         experts = {"num_experts": config["num_experts"], "intermediate_size": size, "activation": activation}
         return ExpertsDescription(**experts | _values(family.experts, config, i))
@@ -242,7 +248,7 @@ def activation_of(name: str) -> str:
 def _layer_type(family: Family, config: Config, i: int) -> str:
     if family.layer_type is None or (family.window_switch and not config[family.window_switch]):
         return "full_attention"
-    layer_type = per_layer("layer_types")(config, i)
+    layer_type = config["layer_types"][i]
     if layer_type not in _ATTENTION_TYPES:
         raise LoadError(f"layer type {layer_type!r} is not built yet; full_attention and sliding_attention are.")
     return str(layer_type)
@@ -279,11 +285,14 @@ def rope_of(
         scaling, theta = {}, config["rope_local_base_freq"]
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     kind = "longrope" if kind == "su" else kind  # its first name
-    theta = float(scaling.get("rope_theta") or theta)
+    by_layer = config.get("layer_rope_theta")  # Granite's
+    theta = float(by_layer[i] if by_layer else scaling.get("rope_theta") or theta)
     if kind not in (*ROPE_KINDS, *own_kinds):
         raise LoadError(f"rope scaling {kind!r} is not built yet; {', '.join(ROPE_KINDS)} are.")
     partial = scaling.get("partial_rotary_factor") or config["partial_rotary_factor"]
     rotary_dim = size if kind == "proportional" else int(size * partial)
+    if config.get("rotary_dim") and not scaling.get("partial_rotary_factor"):
+        rotary_dim = int(config["rotary_dim"])
     if kind == "dynamic" and scaling.get("alpha"):  # HunYuan's, which depends on no length
         kind, theta = "default", theta * float(scaling["alpha"]) ** (rotary_dim / (rotary_dim - 2))
     longest = config["max_position_embeddings"]
@@ -292,6 +301,9 @@ def rope_of(
     factor = float(scaling.get("factor") or (longest / original if kind in ("yarn", "longrope") else 1.0))
     if kind == "ntk":  # GTE's: another base, and as linear as that leaves it (formula 6 of Su 2023, "RoPE upgrade")
         kind, theta, factor = "linear", theta * factor, factor ** (2 / rotary_dim)
+    for name in ("short_factor", "long_factor") if kind == "longrope" else ():
+        if len(scaling.get(name) or ()) != rotary_dim // 2:
+            raise LoadError(f"{name} of longrope must have {rotary_dim // 2} numbers, one for each pair of elements.")
     settings = {
         "theta": theta,
         "rotary_dim": rotary_dim,

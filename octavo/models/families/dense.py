@@ -17,7 +17,6 @@ from octavo.models.families.settings import (
     ALL_SLIDE,
     AROUND,
     ATTENTION_BIAS,
-    GRANITE_ROPE,
     LATE_SLIDE,
     LOGIT_SCALE,
     LOGITS_SOFTCAP,
@@ -161,7 +160,7 @@ _GEMMA2 = Family(
 _GPTJ = Family(
     norm=layer_norm(),
     attention={"qkv_names": ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "output_name": "attn.out_proj"},
-    rope={"interleaved": True, "theta": 10000.0, "rotary_dim": key("rotary_dim")},
+    rope={"interleaved": True, "theta": 10000.0},
     feed_forward=_ungated("mlp.fc_in", "mlp.fc_out", bias=True),
     layer=_PARALLEL | {"attention_norm": "ln_1"}, model=_GPT2_MODEL | {"output_bias": True},
 )  # fmt: skip
@@ -171,7 +170,7 @@ FAMILIES = {
     "MistralForCausalLM": _MISTRAL,
     "MinistralForCausalLM": _MISTRAL,
     "Ministral3ForCausalLM": Family(attention={"query_growth": query_growth}, layer_type=ALL_SLIDE),
-    "CwmForCausalLM": Family(layer_type=all_but_every(4, "window_pattern", first=0)),
+    "CwmForCausalLM": Family(feed_forward=MLP_BIAS, layer_type=all_but_every(4, "window_pattern", first=0)),
     "SeedOssForCausalLM": Family(
         attention={"qkv_bias": key("attention_bias"), "output_bias": key("attention_out_bias")}, feed_forward=MLP_BIAS,
     ),
@@ -202,7 +201,7 @@ FAMILIES = {
     ),
     "GraniteSWAForCausalLM": Family(
         attention=ATTENTION_BIAS | {"scale": key("attention_multiplier"), "sinks": "self_attn.sinks"},
-        rope=GRANITE_ROPE, rotates=granite_rotates, feed_forward=MLP_BIAS, layer=RESIDUAL, model=MULTIPLIERS,
+        rotates=granite_rotates, feed_forward=MLP_BIAS, layer=RESIDUAL, model=MULTIPLIERS,
         layer_type=all_but_every(4, "window_pattern", first=0),
     ),
     "HyperCLOVAXForCausalLM": Family(
@@ -231,7 +230,8 @@ FAMILIES = {
     # A norm without weights of a rotated head is the norm of the head, rotated.
     "NanoChatForCausalLM": Family(
         norm=rms(has_weight=False),
-        attention=ATTENTION_BIAS | {"qk_norm": rms(has_weight=False)}, rope={"reversed": True},
+        attention=ATTENTION_BIAS | {"qk_norm": rms(has_weight=False)},
+        rope={"reversed": True, "attention_factor": 1.0},  # which would be normed away
         feed_forward=_ungated("mlp.fc1", "mlp.fc2"), model=LOGITS_SOFTCAP | {"embedding_norm": rms(has_weight=False)},
     ),
     "BitNetForCausalLM": Family(
@@ -381,6 +381,7 @@ FAMILIES = {
             "embedding_name": "transformer.wte", "layer_prefix": "transformer.blocks.",
             "norm_name": "transformer.norm_f",
         },
+        refuses=("logit_scale",),
     ),
     "GPT2LMHeadModel": Family(
         norm=layer_norm(), rope=None, attention=_GPT2_ATTENTION | {"scale": _gpt2_scale, "is_transposed": True},
@@ -425,7 +426,7 @@ FAMILIES = {
         model=_GPT2_MODEL | {"positions": _learned("transformer.wpe.weight")}, layer_type=sliding(_is_local),
     ),
     "BioGptForCausalLM": Family(
-        norm=layer_norm(), rope=None,
+        norm=layer_norm(eps=1e-5), rope=None,
         attention=_BART, feed_forward=_ungated("fc1", "fc2", bias=True), layer=_BART_NORMS,
         model={
             "embedding_name": "biogpt.embed_tokens", "layer_prefix": "biogpt.layers.", "norm_name": "biogpt.layer_norm",
@@ -441,6 +442,7 @@ FAMILIES = {
             "positions": lambda c, _: PositionsDescription(offset=2, steps=c["hidden_size"] // 2 - 1),
             "embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5 if c["scale_embedding"] else 1.0,
         },
+        refuses=("add_cross_attention",),
     ),
     "OpenAIGPTLMHeadModel": Family(
         norm=layer_norm(), rope=None, attention=_GPT2_ATTENTION | {"is_transposed": True},
@@ -466,7 +468,8 @@ FAMILIES = {
         layer={"attention_norm": "layernorm1", "feed_forward_norm": "layernorm2"},
         model=ROOT | {
             "embedding_name": "transformer.w", "layer_prefix": "transformer.h.", "norm_name": "transformer.layernorm",
-            "output_bias": True, "positions": lambda c, _: PositionsDescription(steps=c["hidden_size"] // 2),
+            "norm": layer_norm(), "output_bias": True,
+            "positions": lambda c, _: PositionsDescription(steps=c["hidden_size"] // 2),
         },
     ),
     "OlmoForCausalLM": Family(

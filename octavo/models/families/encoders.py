@@ -14,7 +14,7 @@ from octavo.layers.head import HeadDescription
 from octavo.layers.pooling import PoolingDescription
 from octavo.layers.positions import PositionsDescription
 from octavo.models.families.settings import ATTENTION_BIAS, MLP_BIAS, MODERN_BERT, modern_bert_head, slides
-from octavo.models.readers import Config, Family, Setting, key, layer_norm, num_labels
+from octavo.models.readers import Config, Family, Setting, activation_of, key, layer_norm, num_labels
 
 _BOTH_WAYS = {"bidirectional": True}
 _BIASES = {"qkv_bias": True, "output_bias": True}
@@ -142,11 +142,13 @@ _MODERNBERT = replace(
 )  # fmt: skip
 
 
+_GATED = {"swiglu": "silu", "geglu": "gelu"}  # as its own files say
 # Its own checkpoints' names; rotary positions and a gate, and BERT's norms (Nussbaum et al. 2024).
 _NOMIC = Family(
     norm=layer_norm(), attention=_BOTH_WAYS | {"qkv_names": ("attn.Wqkv",), "output_name": "attn.out_proj"},
     feed_forward={
-        "activation": "silu", "up_names": ("mlp.fc12", "mlp.fc11"), "down_name": "mlp.fc2",
+        "activation": lambda c, _: _GATED.get(c["hidden_act"], activation_of(c["hidden_act"])),
+        "up_names": ("mlp.fc12", "mlp.fc11"), "down_name": "mlp.fc2",
     },
     layer={
         "norms_stream": True, "attention_norm": None, "feed_forward_norm": None, "attention_post_norm": "norm1",

@@ -23,7 +23,6 @@ from octavo.models.families.settings import (
     CORRECTION_NAMES,
     FULL,
     GRANITE_EXPERTS,
-    GRANITE_ROPE,
     GUESSES,
     LATE_SLIDE,
     LOGIT_SCALE,
@@ -273,7 +272,7 @@ FAMILIES = {
     "GraniteMoeSharedForCausalLM": _GRANITE,
     "GraniteMoeSWAForCausalLM": replace(
         _GRANITE, attention=ATTENTION_BIAS | SCALE | {"sinks": "self_attn.sinks"},
-        rope=GRANITE_ROPE, rotates=granite_rotates, layer_type=sliding(lambda _, i: i % 4 != 0),
+        rotates=granite_rotates, layer_type=sliding(lambda _, i: i % 4 != 0),
         # Newer names first.
         experts={name: v[::-1] if isinstance(v, tuple) else v for name, v in GRANITE_EXPERTS.items()},
     ),
@@ -378,12 +377,6 @@ FAMILIES = {
     ),
     "MiniMaxM2ForCausalLM": Family(
         attention={"qk_norm": rms(), "qk_norm_scope": "all"},
-        rope={
-            "rotary_dim": lambda c, _: c["rotary_dim"] or int(
-                (c["head_dim"] or c["hidden_size"] // c["num_attention_heads"])
-                * ((c.get("rope_parameters") or {}).get("partial_rotary_factor") or c["partial_rotary_factor"])
-            )
-        },
         experts={
             "routing": routing(scoring="sigmoid"), "names": W123,
             "router_names": ("block_sparse_moe.gate", "mlp.gate"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from octavo.errors import LoadError
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.experts import ExpertNames, one_by_one, stacked
 from octavo.layers.feed_forward import FeedForwardDescription
@@ -19,16 +20,21 @@ from octavo.models.families.settings import (
     RESIDUAL,
     SCALE,
     SIGMOID_GROUPS,
+    only_silu,
     routing,
     where_no_attention,
 )
 from octavo.models.readers import Config, Family, Setting, activation_of, head_size, key, rope_of
 
+_OWN_ACT = "mamba_hidden_act"  # where feed-forwards have another
+
 
 def _mamba(
-    config: Config, num_heads: int, size: int, bias: str = "mamba_proj_bias", **changes: Any
+    config: Config, num_heads: int, size: int, bias: str = "mamba_proj_bias", activation: str = "hidden_act",
+    **changes: Any,
 ) -> MambaDescription:  # fmt: skip
-    """`bias` is the setting of those of the first and the last matrix."""
+    """`bias` is the setting of those of the first and the last matrix, `activation` that of its kind."""
+    only_silu(config, activation)
     usual = {"bias": config[bias], "output_bias": config[bias], "conv_bias": config["mamba_conv_bias"]}
     return MambaDescription(num_heads, size, config["mamba_d_state"], config["mamba_d_conv"], **usual | changes)
 
@@ -76,6 +82,8 @@ def _hybrid(config: Config, _: int, **changes: Any) -> MambaDescription:
 def _falcon(config: Config, i: int) -> MambaDescription:
     """Of Falcon-H1, beside attention."""
     scale = config["ssm_in_multiplier"]
+    if scale != 1.0 and config["mamba_proj_bias"]:
+        raise LoadError("mamba_proj_bias with an ssm_in_multiplier, which is of the weights alone, is not built yet.")
     return _hybrid(
         config, i, norm=NormDescription(config["norm_eps"]) if config["mamba_rms_norm"] else None,
         norms_before_gate=config["mamba_norm_before_gate"], output_bias=config["projectors_bias"],
@@ -107,7 +115,7 @@ def _nemotron(config: Config, i: int) -> MambaDescription | None:
     if config["layer_types"][i] in ("mlp", "moe"):
         return None
     heads, size, limit = config["mamba_n_heads"], config["mamba_d_head"], (config["time_step_min"], math.inf)
-    return _mamba_2(config, heads, size, bias="use_bias", name="mixer", time_limit=limit)
+    return _mamba_2(config, heads, size, bias="use_bias", activation=_OWN_ACT, name="mixer", time_limit=limit)
 
 
 def _nemotron_shared(config: Config, _: int) -> FeedForwardDescription:
@@ -138,7 +146,9 @@ def _zamba_name(config: Config, i: int, name: str) -> str:
 
 def _zamba_1(config: Config, i: int) -> MambaDescription:
     name = _zamba_name(config, i, "mamba")
-    return _mamba_1(config, num_groups=config["mamba_n_heads"], tensors_by_group=True, name=name)
+    return _mamba_1(
+        config, num_groups=config["mamba_n_heads"], activation=_OWN_ACT, tensors_by_group=True, name=name
+    )  # fmt: skip
 
 
 def _zamba_2(config: Config, i: int) -> MambaDescription:
@@ -146,7 +156,8 @@ def _zamba_2(config: Config, i: int) -> MambaDescription:
     limit, norm = (config["time_step_min"], math.inf), NormDescription(1e-5)
     name = _zamba_name(config, i, "mamba")
     return _mamba_2(
-        config, heads, channels // heads, bias="add_bias_linear", time_limit=limit, norm=norm, name=name
+        config, heads, channels // heads, bias="add_bias_linear", activation=_OWN_ACT, conv_bias=True,
+        time_limit=limit, norm=norm, name=name,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from octavo.models.families.settings import (
     CORRECTION_NAMES,
     SIGMOID_GROUPS,
     W123,
+    only_silu,
     routing,
     several,
     shared_expert,
@@ -83,6 +84,7 @@ def _delta_type(config: Config, i: int) -> str:
 
 
 def _delta(config: Config, _: int, **changes: Any) -> GatedDeltaDescription:
+    only_silu(config)
     sizes = {
         "num_key_heads": config["linear_num_key_heads"], "num_value_heads": config["linear_num_value_heads"],
         "key_size": config["linear_key_head_dim"], "value_size": config["linear_value_head_dim"],
@@ -117,6 +119,7 @@ def _kimi_type(config: Config, i: int) -> str:
 
 def _delta_by_element(config: Config, heads: int, size: int, kernel: int, **changes: Any) -> GatedDeltaDescription:
     """With a decay for each element of a key (Kimi Team 2025)."""
+    only_silu(config)
     return GatedDeltaDescription(
         heads, heads, size, size, kernel, NormDescription(config["norm_eps"]), decays_by_element=True,
         gate_activation="sigmoid", conv_names=_OLMO_CONVS, norm_name="o_norm", **changes,
@@ -265,7 +268,7 @@ FAMILIES = {
     ),
     "MiniMaxForCausalLM": Family(
         layer_type=lambda _, i: "linear_attention" if (i + 1) % 2 == 0 else "full_attention",
-        mixer=where_no_attention(_lightning),
+        mixer=where_no_attention(_lightning), attention={"window": lambda c, _: c["sliding_window"] or 0},
         layer={
             "keeps_normed": True, "stream_multipliers": _minimax_factors("alpha"),
             "multipliers": lambda c, i: (_minimax_factors("beta")(c, i)[0], 1.0, _minimax_factors("beta")(c, i)[1]),

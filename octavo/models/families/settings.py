@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from octavo.errors import LoadError
 from octavo.layers.experts import EXPERT_NAMES, one_by_one, stacked
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.head import HeadDescription
@@ -24,8 +25,6 @@ AFTER = AROUND | {"attention_norm": None, "feed_forward_norm": None}
 SCALE = {"scale": key("attention_multiplier")}
 RESIDUAL = {"residual_multiplier": key("residual_multiplier")}
 MULTIPLIERS = {"embedding_multiplier": key("embedding_multiplier"), "logits_divisor": key("logits_scaling")}
-# And by layer the base of the rotation, where 0 is none.
-GRANITE_ROPE = {"theta": lambda c, i: float((c["layer_rope_theta"] or [c["rope_theta"]] * (i + 1))[i])}
 # Others', of embedding and logits.
 ROOT = {"embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5}
 LOGITS_SOFTCAP = {"logits_softcap": lambda c, _: c["final_logit_softcapping"] or 0.0}
@@ -40,6 +39,7 @@ W123 = (
 
 
 def granite_rotates(config: Config, i: int) -> bool:
+    """A base of 0 is none."""
     return config["layer_rope_theta"] is None or bool(config["layer_rope_theta"][i])
 
 
@@ -73,6 +73,12 @@ def slides(config: Config, i: int) -> bool:
 def rotates_unless_all_is_seen(config: Config, i: int) -> bool:
     """Layers without the window do not rotate, in models that have one."""
     return not config["sliding_window"] or slides(config, i)
+
+
+def only_silu(config: Config, setting: str = "hidden_act") -> None:
+    """Convolutions before a state have no other activation here. Raises `LoadError`."""
+    if activation_of(config[setting]) != "silu":
+        raise LoadError(f"{setting} = {config[setting]!r} before a state is not built yet; silu is.")
 
 
 def where_no_attention(mixer: Setting) -> Setting:
