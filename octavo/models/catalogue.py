@@ -87,7 +87,7 @@ def entries() -> list[Entry]:
             notes.append("layers of cross attention see pictures")
         if media.sees_ahead_in_windows:
             notes.append("in layers with a window those of a picture attend both ways, if the configuration says so")
-        notes += [f"contexts up to {setting}" for setting in FAMILIES[DECODERS[media.decoder][0]].longest]
+        notes += [f"contexts up to {setting}" for setting in FAMILIES[DECODERS[media.decoder]].longest]
         if len(decoders) > 1:
             notes.append(f"its decoder is one of {', '.join(decoders)}")
         found.append(Entry(name, "native, tower by transformers", "safetensors, bin", "; ".join(notes)))
