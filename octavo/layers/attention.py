@@ -13,7 +13,7 @@ from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.norm import Norm, NormDescription, SharedNorm
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Adapters, Summand
-from octavo.layers.rotary import QueryGrowth, RopeConfig, alibi_slopes
+from octavo.layers.rotary import QueryGrowth, RopeConfig, alibi_slopes, halves
 from octavo.layers.share import WHOLE, Share, elements
 from octavo.ops import Array, LayerKVCache
 
@@ -136,12 +136,8 @@ class AttentionDescription:
 
     @property
     def element_order(self) -> NDArray[np.intp]:
-        """Which elements of a head as the checkpoint has it make a head whose rotated pairs are two halves."""
-        order = np.arange(self.head_size)
-        if self.rope is not None and self.rope.interleaved:
-            size = self.rope.rotary_dim
-            order[:size] = order[:size].reshape(-1, 2).T.reshape(-1)
-        return order
+        """The checkpoint's elements of a head as ours."""
+        return halves(self.rope, self.head_size)
 
     def row_orders(self) -> list[NDArray[np.intp]] | None:
         """For each matrix of `qkv_names` the rows of our heads in our order; None if it is all, as they are."""

@@ -23,7 +23,7 @@ from octavo.layers.index import Index, IndexDescription
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Summand
-from octavo.layers.rotary import QueryGrowth, RopeConfig
+from octavo.layers.rotary import QueryGrowth, RopeConfig, halves
 from octavo.layers.share import WHOLE, Share, elements
 from octavo.loading.weights import floats
 from octavo.ops import Array, ExpertsWeight, IndexOps, LayerKVCache
@@ -79,19 +79,14 @@ class LatentDescription:
         """Of a head."""
         return self.plain_size + self.rotated_size
 
-    def _rotated_order(self) -> NDArray[np.intp]:
-        """Of the checkpoint's rotated elements those of ours, whose pairs are two halves."""
-        order: NDArray[np.intp] = np.arange(self.rotated_size)
-        return order.reshape(-1, 2).T.reshape(-1) if self.rope is not None and self.rope.interleaved else order
-
     def query_order(self) -> NDArray[np.intp]:
         """The checkpoint's rows of our heads' queries as ours, where a head's rotated elements come first."""
-        head = np.concatenate([self.plain_size + self._rotated_order(), np.arange(self.plain_size)])
+        head = np.concatenate([self.plain_size + halves(self.rope, self.rotated_size), np.arange(self.plain_size)])
         rows: NDArray[np.intp] = np.array(self.own_heads)[:, None] * self.query_size + head
         return rows.reshape(-1)
 
     def latent_order(self) -> NDArray[np.intp]:
-        return np.concatenate([np.arange(self.latent_size), self.latent_size + self._rotated_order()])
+        return np.concatenate([np.arange(self.latent_size), self.latent_size + halves(self.rope, self.rotated_size)])
 
     def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> Latent:
         return Latent(self, hidden_size, parameters, prefix)
