@@ -16,7 +16,7 @@ from octavo.layers.experts import stacked
 from octavo.models.crossing import NUM_PICTURES, with_cross_attention
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.families import FAMILIES
-from octavo.models.readers import overlaid, read
+from octavo.models.readers import overlaid, read, rope_settings
 
 # The decoder of a `text_config`, by its model_type.
 DECODERS = {
@@ -292,7 +292,7 @@ def _with_axes(layer: LayerDescription, family: MediaFamily, text: Mapping[str, 
     if not isinstance(attention, AttentionDescription):
         return layer
     assert attention.rope is not None and family.sections is not None
-    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    scaling = rope_settings(text)
     sections, num_pairs = tuple(scaling.get("mrope_section") or family.sections), attention.rope.rotary_dim // 2
     if len(sections) != 3 or sum(sections) != num_pairs or min(sections) < 0:
         raise LoadError(f"mrope_section {list(sections)} does not share out the {num_pairs} pairs of a head.")

@@ -258,6 +258,11 @@ def key(setting: str) -> Setting:
     return lambda c, _: c[setting]
 
 
+def by_layer(setting: str) -> Setting:
+    """A value for all layers, or one for each."""
+    return lambda c, i: c[setting][i] if isinstance(c[setting], list) else c[setting]
+
+
 def per_layer(setting: str) -> Setting:
     """An entry of a list that has one for each layer at least."""
 
@@ -270,14 +275,18 @@ def per_layer(setting: str) -> Setting:
     return find
 
 
+def rope_settings(config: Config) -> dict[str, Any]:
+    """What transformers 5 writes as rope_parameters, for each type of layer where they differ; earlier versions wrote
+    rope_theta, and rope_scaling, which it prefers."""
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
+
+
 def rope_of(
     config: Config, i: int, size: int, changes: Mapping[str, Any], layer_type: str = "full_attention",
     own_kinds: Sequence[str] = (),
 ) -> RopeConfig:  # fmt: skip
     """The rotation of heads of that size in layer i, with `changes` of a family's table and its `own_kinds`."""
-    # transformers 5 writes rope_parameters, for each type of layer where they differ; earlier versions wrote rope_theta
-    # and rope_scaling, which it prefers.
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    scaling = rope_settings(config)
     theta = config["rope_theta"]
     if layer_type in scaling:
         scaling = scaling[layer_type] or {}

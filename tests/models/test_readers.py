@@ -82,6 +82,25 @@ def test_theta_comes_from_wherever_a_version_of_transformers_has_written_it() ->
             assert rope.theta == 5.0
 
 
+def test_queries_grow_as_the_form_says_that_counts() -> None:
+    said = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    for beta in (None, 0.5):
+        for name in ("rope_scaling", "rope_parameters"):
+            given = {name: said if beta is None else said | {"llama_4_scaling_beta": beta}}
+            growth = described("Ministral3ForCausalLM", **given).layers[0].attention.query_growth
+            assert (None if growth is None else growth.rate) == beta
+
+
+def test_olmo_hybrids_attention_does_not_rotate_where_its_base_is_null() -> None:
+    given: dict[str, Any]
+    for given, theta in (
+        ({}, 1e4), ({"rope_theta": 5.0}, 5.0), ({"rope_parameters": {"rope_theta": 5.0}}, 5.0),
+        ({"rope_parameters": {"rope_theta": None}}, None),
+    ):  # fmt: skip
+        rope = described("OlmoHybridForCausalLM", **given).layers[3].attention.rope
+        assert (None if rope is None else rope.theta) == theta
+
+
 def test_a_share_of_a_head_that_rotates_counts_before_how_many_elements_do() -> None:
     given: dict[str, Any] = {"head_dim": 16, "rotary_dim": 12}
     for rope, size in ({"rope_theta": 5.0}, 12), ({"rope_theta": 5.0, "partial_rotary_factor": 0.5}, 8):

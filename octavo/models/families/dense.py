@@ -29,12 +29,14 @@ from octavo.models.families.settings import (
     all_but_every,
     granite_rotates,
     modern_bert_head,
+    norms_of_sum,
     query_growth,
+    rotates_as_listed,
     rotates_unless_all_is_seen,
     slides,
     sliding,
 )
-from octavo.models.readers import Config, Family, Setting, head_size, key, layer_norm, per_layer, rms
+from octavo.models.readers import Config, Family, Setting, head_size, key, layer_norm, rms
 
 _STACKED = {"qkv_names": ("self_attn.qkv_proj",)}
 _STACKED_UP = {"up_names": ("mlp.gate_up_proj",)}
@@ -59,12 +61,6 @@ def _gemma_3_window(config: Config, i: int) -> int:
     """Where attention goes both ways the setting counts both sides."""
     window = int(config["sliding_window"] or 0) if slides(config, i) else 0
     return window // 2 + 1 if window and config.get("use_bidirectional_attention") else window
-
-
-def _smollm3_rotates(config: Config, i: int) -> bool:
-    if config["no_rope_layers"] is None:
-        return bool((i + 1) % config["no_rope_layer_interval"])
-    return bool(per_layer("no_rope_layers")(config, i))  # 1 where the layer rotates, despite the name
 
 
 _EVERY_4TH_FULL = all_but_every(4, "sliding_window_pattern")
@@ -181,8 +177,8 @@ FAMILIES = {
     ),
     "Phi3ForCausalLM": Family(attention=_STACKED, feed_forward=_STACKED_UP, layer_type=ALL_SLIDE),
     "SmolLM3ForCausalLM": Family(
-        attention=ATTENTION_BIAS, feed_forward=MLP_BIAS, rotates=_smollm3_rotates,
-        layer_type=sliding(lambda c, i: not _smollm3_rotates(c, i)), window_switch="use_sliding_window",
+        attention=ATTENTION_BIAS, feed_forward=MLP_BIAS, rotates=rotates_as_listed,
+        layer_type=sliding(lambda c, i: not rotates_as_listed(c, i)), window_switch="use_sliding_window",
     ),
     "HeliumForCausalLM": Family(
         attention={"qkv_bias": key("attention_bias")}, feed_forward=MLP_BIAS, rope={"interleaved": True},
@@ -449,10 +445,7 @@ FAMILIES = {
         feed_forward=_ungated("mlp.c_fc", "mlp.c_proj", bias=True, is_transposed=True) | {
             "activation": lambda c, _: {"gelu": "gelu_tanh", "swish": "silu"}.get(c["hidden_act"], c["hidden_act"]),
         },
-        layer={
-            "norms_stream": True, "attention_norm": None, "feed_forward_norm": None, "attention_post_norm": "ln_1",
-            "feed_forward_post_norm": "ln_2",
-        },
+        layer=norms_of_sum("ln_1", "ln_2"),
         model=_GPT2_MODEL | {
             "embedding_name": "transformer.tokens_embed", "norm": None,
             "positions": _learned("transformer.positions_embed.weight"),

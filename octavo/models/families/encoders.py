@@ -13,7 +13,14 @@ from typing import Any
 from octavo.layers.head import HeadDescription
 from octavo.layers.pooling import PoolingDescription
 from octavo.layers.positions import PositionsDescription
-from octavo.models.families.settings import ATTENTION_BIAS, MLP_BIAS, MODERN_BERT, modern_bert_head, slides
+from octavo.models.families.settings import (
+    ATTENTION_BIAS,
+    MLP_BIAS,
+    MODERN_BERT,
+    modern_bert_head,
+    norms_of_sum,
+    slides,
+)
 from octavo.models.readers import Config, Family, Setting, activation_of, key, layer_norm, num_labels
 
 _BOTH_WAYS = {"bidirectional": True}
@@ -78,10 +85,7 @@ def _bert(
             "qkv_names": (known["query"], known["key"], known["value"]), "output_name": known["output"],
         },
         feed_forward={"gated": False, "bias": True, "up_names": (known["up"],), "down_name": known["down"]},
-        layer={
-            "norms_stream": True, "attention_norm": None, "feed_forward_norm": None,
-            "attention_post_norm": known["norm"], "feed_forward_post_norm": known["last norm"],
-        },
+        layer=norms_of_sum(known["norm"], known["last norm"]),
         model={
             "max_position_embeddings": lambda c, _: c["max_position_embeddings"] - offset(c),
             "positions": lambda c, _: PositionsDescription(positions, c["max_position_embeddings"], offset(c)),
@@ -150,10 +154,7 @@ _NOMIC = Family(
         "activation": lambda c, _: _GATED.get(c["hidden_act"], activation_of(c["hidden_act"])),
         "up_names": ("mlp.fc12", "mlp.fc11"), "down_name": "mlp.fc2",
     },
-    layer={
-        "norms_stream": True, "attention_norm": None, "feed_forward_norm": None, "attention_post_norm": "norm1",
-        "feed_forward_post_norm": "norm2",
-    },
+    layer=norms_of_sum("norm1", "norm2"),
     model={
         "token_types": key("type_vocab_size"), "token_types_name": "nomic_bert.embeddings.token_type_embeddings.weight",
         "embedding_name": "nomic_bert.embeddings.word_embeddings", "embedding_norm": layer_norm(),
@@ -171,10 +172,7 @@ def _gte(prefix: str) -> Family:
         feed_forward={
             "up_names": ("mlp.up_gate_proj",), "down_name": "mlp.down_proj", "up_first": True, "down_bias": True,
         },
-        layer={
-            "norms_stream": True, "attention_norm": None, "feed_forward_norm": None, "attention_post_norm": "attn_ln",
-            "feed_forward_post_norm": "mlp_ln",
-        },
+        layer=norms_of_sum("attn_ln", "mlp_ln"),
         model={
             "token_types": key("type_vocab_size"),
             "token_types_name": f"{prefix}embeddings.token_type_embeddings.weight",

@@ -36,6 +36,7 @@ from octavo.models.families.settings import (
     W123,
     all_but_every,
     granite_rotates,
+    rotates_as_listed,
     rotates_unless_all_is_seen,
     routing,
     several,
@@ -45,7 +46,7 @@ from octavo.models.families.settings import (
     sparse_by_step,
     sparse_from,
 )
-from octavo.models.readers import Config, Family, Setting, activation_of, key, layer_norm, per_layer, rms
+from octavo.models.readers import Config, Family, Setting, activation_of, by_layer, key, layer_norm, rms, rope_settings
 
 
 def _ernie_sparse(config: Config, i: int) -> bool:
@@ -82,12 +83,6 @@ def _half_if_averaged(config: Config, _: int) -> float:
     return 0.5 if is_average and config["n_shared_experts"] else 1.0
 
 
-def _llama4_rotates(config: Config, i: int) -> bool:
-    if not config["no_rope_layers"]:
-        return bool((i + 1) % config["no_rope_layer_interval"])
-    return bool(per_layer("no_rope_layers")(config, i))  # 1 where the layer rotates, despite the name
-
-
 def _llama4_sparse(config: Config, i: int) -> bool:
     layers, step = config["moe_layers"], config["interleave_moe_layer_step"]
     return i in layers if layers is not None else (i + 1) % step == 0
@@ -105,17 +100,12 @@ def _dbrx_normalizes(config: Config, i: int) -> bool:
 
 
 def _phimoe_attention_factor(config: Config, _: int) -> float:
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaling = rope_settings(config)
     if "long_mscale" not in scaling:
         return 1.0
     if scaling["long_mscale"] != scaling["short_mscale"]:
         raise LoadError("a long_mscale that differs from short_mscale is not built.")
     return float(scaling["long_mscale"])
-
-
-def _by_layer(setting: str) -> Setting:
-    """A number for all layers, or one for each."""
-    return lambda c, i: c[setting][i] if isinstance(c[setting], list) else c[setting]
 
 
 def _of_sliding(sliding: Any, other: Any) -> Setting:
@@ -195,7 +185,7 @@ FAMILIES = {
             "qk_norm_names": ("self_attn.query_layernorm", "self_attn.key_layernorm"),
         },
         experts={
-            "num_experts": _by_layer("num_experts"), "routing": routing(top_k=_by_layer("num_experts_per_tok")),
+            "num_experts": by_layer("num_experts"), "routing": routing(top_k=by_layer("num_experts_per_tok")),
             "router_names": ("mlp.gate.wg",), "shared": shared_expert(key("intermediate_size"), "mlp.shared_mlp"),
         },
     ),
@@ -333,9 +323,9 @@ FAMILIES = {
         # A norm without weights of a rotated head is the norm of the head, rotated.
         attention=ATTENTION_BIAS | {
             "qk_norm": lambda c, i: rms(has_weight=False)(c, i)
-            if c["use_qk_norm"] and _llama4_rotates(c, i) else None,
+            if c["use_qk_norm"] and rotates_as_listed(c, i) else None,
             "query_growth": lambda c, i: QueryGrowth(c["attn_scale"], c["floor_scale"], 1)
-            if c["attn_temperature_tuning"] and not _llama4_rotates(c, i) else None,
+            if c["attn_temperature_tuning"] and not rotates_as_listed(c, i) else None,
         },
         rope={"interleaved": True},
         feed_forward={
@@ -353,7 +343,7 @@ FAMILIES = {
             ),
             "shared": shared_expert(key("intermediate_size"), "feed_forward.shared_expert"),
         },
-        is_sparse=_llama4_sparse, rotates=_llama4_rotates, longest=("attention_chunk_size",),
+        is_sparse=_llama4_sparse, rotates=rotates_as_listed, longest=("attention_chunk_size",),
     ),
     "Dots1ForCausalLM": Family(
         attention=ATTENTION_BIAS | {"qk_norm": rms()}, experts=ROUTED, is_sparse=sparse_from("first_k_dense_replace"),

@@ -22,7 +22,7 @@ from octavo.models.families.settings import (
     shared_expert,
     sliding,
 )
-from octavo.models.readers import Config, Family, Setting, activation_of, rms, rope_of
+from octavo.models.readers import Config, Family, Setting, activation_of, by_layer, rms, rope_of
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
@@ -111,15 +111,10 @@ def _reads_layer_3n(config: Config, i: int) -> int | None:
     return _reads_layer(config, i, lambda c, i: c["layer_types"][i])
 
 
-def _by_layer(setting: str) -> Setting:
-    """A number for all layers, or one for each."""
-    return lambda c, i: c[setting][i] if isinstance(c[setting], list) else c[setting]
-
-
 def _sparsity(config: Config, i: int) -> float:
     if config["activation_sparsity_pattern"] is None:
         return 0.95 if i < 10 < config["num_hidden_layers"] else 0.0
-    return float(_by_layer("activation_sparsity_pattern")(config, i))
+    return float(by_layer("activation_sparsity_pattern")(config, i))
 
 
 def _token_inputs_3n(config: Config, i: int) -> TokenInputsDescription | None:
@@ -164,7 +159,7 @@ FAMILIES = {
             "scale": 1.0, "qk_norm": rms(), "value_norm": rms(has_weight=False), "reads_layer": _reads_layer_3n,
             "qkv_names": lambda c, i: _QKV if _reads_layer_3n(c, i) is None else _QKV[:1],
         },
-        feed_forward={"intermediate_size": _by_layer("intermediate_size"), "sparsity": _sparsity}, layer=AROUND,
+        feed_forward={"intermediate_size": by_layer("intermediate_size"), "sparsity": _sparsity}, layer=AROUND,
         model=ROOT | LOGITS_SOFTCAP | {
             "token_inputs": _token_inputs_3n,
             "streams": lambda c, _: StreamsDescription(c["altup_num_inputs"], c["laurel_rank"]), "unused": _unused_3n,

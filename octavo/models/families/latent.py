@@ -10,7 +10,7 @@ from octavo.layers.experts import EXPERT_NAMES
 from octavo.layers.index import IndexDescription
 from octavo.layers.latent import LatentDescription
 from octavo.models.families.settings import GUESSES, ROUTED, query_growth, routing, several, shared_expert, sparse_from
-from octavo.models.readers import Config, Family, Setting, key, rms, rope_of
+from octavo.models.readers import Config, Family, Setting, key, rms, rope_of, rope_settings
 
 
 def latent(**changes: Any) -> Callable[[Config, int], LatentDescription]:
@@ -35,7 +35,7 @@ def latent(**changes: Any) -> Callable[[Config, int], LatentDescription]:
 
 def _sharper(config: Config) -> float:
     """Scores of stretched positions are multiplied with this (yarn's `mscale`, squared: queries' and keys')."""
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    scaling = rope_settings(config)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     factor, all_dim = float(scaling.get("factor") or 1.0), float(scaling.get("mscale_all_dim") or 0.0)
     return 1.0 if kind == "default" or factor <= 1 else (0.1 * all_dim * math.log(factor) + 1.0) ** 2

@@ -30,7 +30,7 @@ from octavo.models.families.settings import (
     sparse_from,
     where_no_attention,
 )
-from octavo.models.readers import Config, Family, Setting, activation_of, head_size, key, rms
+from octavo.models.readers import Config, Family, Setting, activation_of, head_size, key, rms, rope_settings
 
 
 def _lightning(config: Config, i: int) -> LightningDescription:
@@ -236,7 +236,7 @@ FAMILIES = {
     "Qwen3_5MoeForCausalLM": replace(_QWEN_3_5, experts=_QWEN_EXPERTS),
     "OlmoHybridForCausalLM": Family(
         layer_type=_delta_type, mixer=where_no_attention(_olmo_delta),
-        rotates=lambda c, _: bool((c.get("rope_parameters") or {}).get("rope_theta")),
+        rotates=lambda c, _: rope_settings(c).get("rope_theta", 0) is not None,  # null says that nothing does
         attention=ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"},
         layer={
             "attention_norm": _olmo_norm("attention_layer_norm", None),

@@ -10,7 +10,7 @@ from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.head import HeadDescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.rotary import QueryGrowth
-from octavo.models.readers import Config, Family, Setting, activation_of, key
+from octavo.models.readers import Config, Family, Setting, activation_of, key, per_layer, rope_settings
 from octavo.ops import Routing
 
 ATTENTION_BIAS = {"qkv_bias": key("attention_bias"), "output_bias": key("attention_bias")}
@@ -21,6 +21,16 @@ AROUND = {
     "feed_forward_post_norm": "post_feedforward_layernorm",
 }  # fmt: skip
 AFTER = AROUND | {"attention_norm": None, "feed_forward_norm": None}
+
+
+def norms_of_sum(attention: str, feed_forward: str) -> dict[str, Any]:
+    """The layer's only norms, each of the stream with what was added to it (Vaswani et al. 2017)."""
+    return {
+        "norms_stream": True, "attention_norm": None, "feed_forward_norm": None, "attention_post_norm": attention,
+        "feed_forward_post_norm": feed_forward,
+    }  # fmt: skip
+
+
 # Granite's, of scores, of what is added to the residual stream, of embedding and logits.
 SCALE = {"scale": key("attention_multiplier")}
 RESIDUAL = {"residual_multiplier": key("residual_multiplier")}
@@ -70,6 +80,12 @@ def slides(config: Config, i: int) -> bool:
     return bool(config["layer_types"][i] == "sliding_attention")
 
 
+def rotates_as_listed(config: Config, i: int) -> bool:
+    if not config["no_rope_layers"]:
+        return bool((i + 1) % config["no_rope_layer_interval"])
+    return bool(per_layer("no_rope_layers")(config, i))  # 1 where the layer rotates, despite the name
+
+
 def rotates_unless_all_is_seen(config: Config, i: int) -> bool:
     """Layers without the window do not rotate, in models that have one."""
     return not config["sliding_window"] or slides(config, i)
@@ -113,7 +129,7 @@ def shared_expert(size: Setting, name: str = "mlp.shared_experts", bias: Any = F
 
 def query_growth(config: Config, _: int) -> QueryGrowth | None:
     """Llama 4's, as later models say it."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = rope_settings(config)
     rate = rope.get("llama_4_scaling_beta")
     return QueryGrowth(float(rate), int(rope["original_max_position_embeddings"])) if rate else None
 
