@@ -139,8 +139,8 @@ class AttentionDescription:
         """The checkpoint's elements of a head as ours."""
         return halves(self.rope, self.head_size)
 
-    def row_orders(self) -> list[NDArray[np.intp]] | None:
-        """For each matrix of `qkv_names` the rows of our heads in our order; None if it is all, as they are."""
+    def row_orders(self) -> list[NDArray[np.intp]]:
+        """For each matrix of `qkv_names` the rows of our heads in our order."""
         heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
         sizes = {"q": self.head_size, "k": self.head_size, "v": self.value_size}
         own = np.arange(self.head_size)
@@ -165,10 +165,7 @@ class AttentionDescription:
                 begin += in_block[part]
         own_heads = {"q": self.own_heads, "k": self.own_kv_heads, "v": self.own_kv_heads}
         orders = [(first[part][own_heads[part]][:, None] + within[part]).reshape(-1) for part in parts]
-        orders = orders if len(self.qkv_names) == len(parts) else [np.concatenate(orders)]
-        if not self.share.is_whole or any(not np.array_equal(order, np.arange(len(order))) for order in orders):
-            return orders
-        return None
+        return orders if len(self.qkv_names) == len(parts) else [np.concatenate(orders)]
 
     def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> Attention:
         return Attention(self, hidden_size, parameters, prefix)
@@ -198,8 +195,7 @@ class Attention:
             names.insert(1, f"{prefix}{gate.name}")
             sizes.insert(1, num_heads * (1 if gate.by_head else description.value_size))
             without_bias = (*without_bias, names[1])
-            if orders is not None:
-                orders.insert(1, np.array(description.own_gates))
+            orders.insert(1, np.array(description.own_gates))
             if gate.bias is not None:
                 assert not (qkv_bias or gate.by_head)
                 of_heads = parameters.weights.take(f"{prefix}{gate.bias}", (num_heads,))

@@ -246,7 +246,7 @@ class _GatedExpert:
         self._gate = parameters.linear([f"{prefix}{description.shared_gate_name}"], [1], hidden_size)
         up = parameters.linear(
             [f"{prefix}{name}" for name in shared.up_names], (size, size), hidden_size, gated=True,
-            own=None if share.is_whole else own,
+            own=own,
         )  # fmt: skip
         down = parameters.ending(f"{prefix}{shared.down_name}", hidden_size, len(own), False, share).weight
         self._up, self._down = self._ops.stack_experts([up], 1), self._ops.stack_experts([down], 1)

@@ -23,14 +23,13 @@ from octavo.ops import Array, IndexOps, LayerKVCache
 
 @dataclass(frozen=True, slots=True)
 class IndexDescription:
-    """Names are those of the checkpoint's modules, after that of the attention and `name`. The first elements of a head
-    are rotated as those of the attention, whose `rope` this is but for how the checkpoint has them."""
+    """The first elements of a head are rotated as those of the attention, whose `rope` this is but for how the
+    checkpoint has them."""
 
     num_heads: int
     head_size: int
     num_chosen: int  # keys that a token reads at most
     rope: RopeConfig
-    name: str = "indexer"
 
     def element_order(self) -> NDArray[np.intp]:
         """The checkpoint's elements of a head as ours."""

@@ -112,7 +112,7 @@ class Latent:
             names, sizes = [*names, f"{prefix}{d.gate_name}"], [*sizes, d.num_heads]
             orders.append(np.array(d.own_heads))
         unbiased = [first] if d.query_rank is None else []  # nothing compresses queries
-        of_index = f"{prefix}{d.index.name}." if d.index is not None else ""
+        of_index = f"{prefix}indexer."
         if d.index is not None:
             assert d.gate_name is None and d.query_rank is not None
             unbiased = [f"{of_index}wk", f"{of_index}weights_proj"]  # as queries are compressed

@@ -130,12 +130,15 @@ class Parameters:
         each of `num_in`. Of each projection only the rows that are `own` may be wanted: the same ones of all, or others
         of each. Some of the modules may be `without_bias` where the others have one.
         """
+        stored_sizes = sizes if len(names) == len(sizes) else [sum(sizes)]
+        if orders is not None and all(map(np.array_equal, orders, map(np.arange, stored_sizes))):
+            orders = None
         in_parts = len(names) < len(sizes) and f"{names[0]}.weight" not in self.weights
         if in_parts and f"{names[0]}.0.weight" in self.weights:
-            names = [f"{names[0]}.{number}" for number in range(len(sizes))]
-        num_out = sum(sizes)
-        stored_sizes = sizes if len(names) == len(sizes) else [num_out]
+            names, stored_sizes = [f"{names[0]}.{number}" for number in range(len(sizes))], sizes
         owns = [own] * len(sizes) if isinstance(own, range) else own
+        if owns is not None and all(rows == range(size) for rows, size in zip(owns, sizes, strict=True)):
+            owns = None
         parts, held = [], list[NDArray[np.intp]]()
         for name, size in zip(names, stored_sizes, strict=True):
             is_cut = (gated or owns is not None) and len(names) != len(sizes)
@@ -180,14 +183,14 @@ class Parameters:
                 ]
             scaled = zip(taken, row_scales, strict=True)
             taken = [part if s is None else (part.astype(np.float32) * s).astype(part.dtype) for part, s in scaled]
-            if own is not None or orders is not None:
+            if owns is not None or orders is not None:
                 taken = [part[order] for part, order in zip(taken, orders or held, strict=True)]
             biases = np.concatenate(taken)
             own_biases = [np.asarray(part, np.float32) for part in taken]
         packed = self.ops.pack_linear(parts, biases, gated)
         self.num_matrix_bytes += packed.num_bytes
         own_orders = [None] * len(names) if orders is None else orders
-        if orders is None and (own is not None or is_reversed):
+        if orders is None and (owns is not None or is_reversed):
             own_orders = held
         what = zip(names, stored_sizes, row_scales, own_orders, own_biases, strict=True)
         self.matrices.append(

@@ -22,7 +22,7 @@ from octavo.layers.parameters import Parameters
 from octavo.layers.product import Summand
 from octavo.layers.share import WHOLE, Share, elements
 from octavo.loading.weights import floats
-from octavo.ops import Array, ExpertsWeight, LayerKVCache
+from octavo.ops import Array, ExpertsWeight, LayerKVCache, LinearWeight
 
 _TILE = 16  # channels that a state is padded to a multiple of: room for every backend's layout
 
@@ -76,7 +76,6 @@ class ShortConvDescription:
     channels: int
     kernel: int
     bias: bool = False
-    name: str = "conv"
     share: Share = WHOLE
 
     @property
@@ -101,10 +100,8 @@ class ShortConv:
         self, description: ShortConvDescription, hidden_size: int, parameters: Parameters, prefix: str
     ) -> None:
         self._ops, self._dtype, self._width = parameters.ops, parameters.dtype, len(description.own)
-        d, prefix = description, f"{prefix}{description.name}."
-        self.consumer = parameters.linear(
-            [f"{prefix}in_proj"], [d.channels] * 3, hidden_size, d.bias, own=None if d.share.is_whole else d.own
-        )
+        d, prefix = description, f"{prefix}conv."
+        self.consumer = parameters.linear([f"{prefix}in_proj"], [d.channels] * 3, hidden_size, d.bias, own=d.own)
         self._conv = Convolution(
             parameters, {f"{prefix}conv": d.channels}, d.kernel, d.bias, "identity", np.array(d.own)
         )
@@ -128,7 +125,7 @@ class GatedDeltaDescription:
     decays. GGUF files have the first of those two as query, key and value of all heads, and gates: those are three.
 
     Where it `decays_by_element` each element of a head's key has a decay (Kimi Team 2025). With a `rank` gates and
-    decays are made by two matrices each, with so many numbers between; the second ones are `inner_names`."""
+    decays are made by two matrices each, with so many numbers between."""
 
     num_key_heads: int
     num_value_heads: int
@@ -142,7 +139,6 @@ class GatedDeltaDescription:
     alternates: bool = False
     rank: int = 0
     gate_activation: str = "silu"
-    inner_names: tuple[str, str] = ("g_b_proj", "f_b_proj")
     rates_shape: tuple[int, ...] = ()  # as stored; none: [heads]
     in_names: tuple[str, ...] = ("in_proj_qkvz", "in_proj_ba")
     conv_names: tuple[str, ...] = ("conv1d",)  # or of query, key and value
@@ -255,19 +251,18 @@ class GatedDelta:
         }[len(names)]
         own_gates = own.conv_width + (d.rank or own.num_value_heads * d.value_size)
         self._ends = own_gates, own_gates + own.num_value_heads  # of gates and betas in that product
-        orders = d.row_orders(len(names))
-        as_stored = d.share.is_whole and all(np.array_equal(order, np.arange(len(order))) for order in orders)
-        self.consumer = parameters.linear(names, sizes, hidden_size, orders=None if as_stored else orders)
+        self.consumer = parameters.linear(names, sizes, hidden_size, orders=d.row_orders(len(names)))
         widths = (d.conv_width,) if len(d.conv_names) == 1 else (keys, keys, values)
         convolved = {f"{prefix}{name}": width for name, width in zip(d.conv_names, widths, strict=True)}
         self._conv = Convolution(parameters, convolved, d.kernel, False, "silu", d.convolved())
         own_decays = elements(d.own_values, d.decays_of_head)
-        self._inner = [
-            parameters.linear([f"{prefix}{name}"], [size], d.rank, own=None if d.share.is_whole else rows)
-            for name, size, rows in zip(
-                d.inner_names, (values, d.num_decays), (elements(d.own_values, d.value_size), own_decays), strict=True
-            ) if d.rank
-        ]  # fmt: skip
+        self._inner: list[LinearWeight] = []  # of gates and of decays
+        if d.rank:
+            own_values = elements(d.own_values, d.value_size)
+            self._inner = [
+                parameters.linear([f"{prefix}g_b_proj"], [values], d.rank, own=own_values),
+                parameters.linear([f"{prefix}f_b_proj"], [d.num_decays], d.rank, own=own_decays),
+            ]
         rates = decay_rates(parameters, f"{prefix}A_log", *d.rates_shape or (heads,)).reshape(-1)
         self._rates = self._ops.place(rates[d.own_values])
         decay_bias = parameters.weights.take(f"{prefix}dt_bias", (d.num_decays,), "float32")
@@ -315,7 +310,6 @@ class LightningDescription:
     rate: float  # of all heads in this layer; that of head h is 2^(-8 (h + 1) / heads) times this
     norm: NormDescription
     activation: str = "silu"  # of queries, keys and values
-    name: str = "self_attn"
     share: Share = WHOLE
 
     @property
@@ -346,7 +340,7 @@ class Lightning:
         self, description: LightningDescription, hidden_size: int, parameters: Parameters, prefix: str
     ) -> None:
         self.description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
-        d, prefix = description, f"{prefix}{description.name}."
+        d, prefix = description, f"{prefix}self_attn."
         width, own = d.num_heads * d.head_size, elements(d.own_heads, d.head_size)
         by_part = np.arange(3 * width).reshape(d.num_heads, 3, d.head_size)[d.own_heads].swapaxes(0, 1).reshape(-1)
         self.consumer = parameters.linear(
@@ -377,13 +371,12 @@ class Lightning:
 @dataclass(frozen=True, slots=True)
 class GatedRecurrenceDescription:
     """The real-gated linear recurrent unit behind a convolution, times a second branch (De et al. 2024). Its gates are
-    products of each head by itself. Names are those of the checkpoint's modules, after `name`."""
+    products of each head by itself."""
 
     width: int
     num_heads: int
     kernel: int
     activation: str  # of the second branch
-    name: str = "temporal_block"
     share: Share = WHOLE
 
     @property
@@ -414,11 +407,11 @@ class GatedRecurrence:
         self, description: GatedRecurrenceDescription, hidden_size: int, parameters: Parameters, prefix: str
     ) -> None:
         self.description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
-        d, prefix, weights = description, f"{prefix}{description.name}.", parameters.weights
+        d, prefix, weights = description, f"{prefix}temporal_block.", parameters.weights
         own, heads = d.own, d.own_heads
         self.consumer = parameters.linear(
             [f"{prefix}linear_y", f"{prefix}linear_x"], [d.width] * 2, hidden_size, True,
-            own=None if d.share.is_whole else own,
+            own=own,
         )  # fmt: skip
         self._conv = Convolution(parameters, {f"{prefix}conv_1d": d.width}, d.kernel, True, "identity", np.array(own))
         size = d.width // d.num_heads

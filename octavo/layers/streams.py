@@ -21,32 +21,25 @@ _LEAST_SQUARE = 1e-10  # of what is divided by its magnitude
 
 @dataclass(frozen=True, slots=True)
 class StreamsDescription:
-    """Names are those of the checkpoint's modules: of the model, or after a layer's prefix."""
-
     count: int
     branch_rank: int
-    projections_name: str = "model.altup_projections"
-    unembed_name: str = "model.altup_unembed_projections"
-    name: str = "altup"
-    branch_name: str = "laurel"
 
 
 class Streams:
     """What makes several streams of one before the first layer, and one of them after the last."""
 
     def __init__(self, description: StreamsDescription, hidden_size: int, parameters: Parameters) -> None:
-        d, ops, size = description, parameters.ops, hidden_size
-        self._ops, self._dtype, self._count, self._size = ops, parameters.dtype, d.count, size
+        ops, count, size = parameters.ops, description.count, hidden_size
+        self._ops, self._dtype, self._count, self._size = ops, parameters.dtype, count, size
 
         def taken(name: str) -> list[StoredWeight]:
-            return [
-                parameters.weights.take_matrix(f"{name}.{i}.weight", (size, size)) for i in range(description.count - 1)
-            ]
+            names = (f"model.altup_{name}.{i}.weight" for i in range(count - 1))
+            return [parameters.weights.take_matrix(name, (size, size)) for name in names]
 
         # The first stream is the embedding: a product with the identity puts it where it belongs.
         own = floats(np.eye(size, dtype=parameters.dtype))
-        self._projections = ops.pack_linear([own, *taken(d.projections_name)])
-        self._unembed = [ops.pack_linear([matrix]) for matrix in taken(d.unembed_name)]
+        self._projections = ops.pack_linear([own, *taken("projections")])
+        self._unembed = [ops.pack_linear([matrix]) for matrix in taken("unembed_projections")]
         parameters.num_matrix_bytes += sum(weight.num_bytes for weight in (self._projections, *self._unembed))
         self._norm = Norm(NormDescription(_LEAST_SQUARE, has_weight=False), parameters, "", size)
         self._mean = parameters.mean_of(size)

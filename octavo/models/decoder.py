@@ -283,11 +283,7 @@ class Decoder:
         elif not is_tied and has_output:
             size = hidden_size if description.head is None else description.head.size
             self._output = parameters.linear(
-                [description.output_name],
-                [vocab_size],
-                size,
-                output_bias,
-                own=None if share.is_whole else self._own_vocab,
+                [description.output_name], [vocab_size], size, output_bias, own=self._own_vocab
             )
         elif not share.is_whole and has_output:  # looked up by columns, multiplied by rows
             names, bias = [description.embedding_name], output_bias

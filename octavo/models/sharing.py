@@ -131,9 +131,7 @@ def with_stage(description: ModelDescription, layers: range) -> ModelDescription
     refused = {
         "models that transformers computes": description.impl != "octavo",
         "inputs of tokens to every layer": description.token_inputs is not None,
-        "keys of another layer": any(
-            isinstance(a, AttentionDescription) and a.reads_layer is not None for a in attentions
-        ),
+        "keys of another layer": any(a.reads_layer is not None for a in description.mixers(AttentionDescription)),
         "another network's output": description.num_cross_tokens > 0,
         "several residual streams": description.streams is not None,
         "a transformer that layers share": any(layer.shared is not None for layer in description.layers),
@@ -161,11 +159,10 @@ def with_stage(description: ModelDescription, layers: range) -> ModelDescription
 
 def _not_built(description: ModelDescription) -> dict[str, bool]:
     mixers = [m for layer in description.layers for m in (layer.attention, layer.beside) if m is not None]
-    attentions = [mixer for mixer in mixers if isinstance(mixer, AttentionDescription)]
     return {
         "models that transformers computes": description.impl != "octavo",
         "attention to another network's output": not all(isinstance(mixer, _SHAREABLE) for mixer in mixers),
-        "attention of several inputs": any(a.num_inputs > 1 for a in attentions),
+        "attention of several inputs": any(a.num_inputs > 1 for a in description.mixers(AttentionDescription)),
     }
 
 
