@@ -14,7 +14,7 @@ from octavo.layers.norm import Norm, NormDescription, SharedNorm
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Adapters, Summand
 from octavo.layers.rotary import QueryGrowth, RopeConfig, alibi_slopes, halves
-from octavo.layers.share import WHOLE, Share, elements
+from octavo.layers.share import WHOLE, OfHeads, Share, elements
 from octavo.ops import Array, LayerKVCache
 
 
@@ -29,7 +29,7 @@ class GateDescription:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionDescription:
+class AttentionDescription(OfHeads):
     """Sizes in elements; `num_` are counts. Names are those of the checkpoint's modules, after the layer's prefix.
 
     Three `qkv_names` are of query, key and value; a single one has them stacked: in `qkv_blocks` blocks of equally many
@@ -76,19 +76,10 @@ class AttentionDescription:
     share: Share = WHOLE  # of the heads; what is not shared out yet is in `octavo.models.sharing`
 
     @property
-    def units(self) -> int:
-        """What workers share out."""
-        return self.num_heads
-
-    @property
     def gathered_size(self) -> int:
         """Elements of a row that all workers are brought, at most."""
         queries = self.head_size if self.qk_norm is not None and self.qk_norm_scope == "all" else 0
         return self.num_heads * max(queries, 0 if self.output_norm is None else self.value_size)
-
-    @property
-    def own_heads(self) -> range:
-        return self.share.of(self.num_heads, "attention heads")
 
     @property
     def own_kv_heads(self) -> range:

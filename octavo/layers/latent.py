@@ -24,13 +24,13 @@ from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Summand
 from octavo.layers.rotary import QueryGrowth, RopeConfig, halves
-from octavo.layers.share import WHOLE, Share, elements
+from octavo.layers.share import WHOLE, OfHeads, Share, elements
 from octavo.loading.weights import floats
 from octavo.ops import Array, ExpertsWeight, IndexOps, LayerKVCache
 
 
 @dataclass(frozen=True, slots=True)
-class LatentDescription:
+class LatentDescription(OfHeads):
     """Sizes in elements. Names are those of the checkpoint's modules, after the layer's prefix and `name`.
 
     A head's query has `plain_size` elements, then `rope.rotary_dim` that are rotated. With a `query_rank` queries are
@@ -56,15 +56,6 @@ class LatentDescription:
     share: Share = WHOLE  # of the heads
     index: IndexDescription | None = None  # chooses the keys that a token reads; None: it reads all
     shares_index: bool = False  # reads those that the index of a layer before has chosen
-
-    @property
-    def units(self) -> int:
-        """What workers share out."""
-        return self.num_heads
-
-    @property
-    def own_heads(self) -> range:
-        return self.share.of(self.num_heads, "attention heads")
 
     @property
     def cache(self) -> LayerCacheSpec:

@@ -18,12 +18,12 @@ from octavo.layers.norm import Norm, NormDescription, SharedNorm
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Summand
 from octavo.layers.recurrent import Convolution, decay_rates, state_of
-from octavo.layers.share import WHOLE, Share, elements
+from octavo.layers.share import WHOLE, OfHeads, Share, elements
 from octavo.ops import Array, LayerKVCache, LinearWeight
 
 
 @dataclass(frozen=True, slots=True)
-class MambaDescription:
+class MambaDescription(OfHeads):
     """Mamba 2 (Dao & Gu 2024), or Mamba 1 (Gu & Dao 2023) where `time_rank` says that time steps come from a product
     of that rank: each channel is a head then. Names are those of the checkpoint's modules, after `name`.
 
@@ -48,11 +48,6 @@ class MambaDescription:
     tensors_by_group: bool = False
     name: str = "mamba"
     share: Share = WHOLE
-
-    @property
-    def units(self) -> int:
-        """What workers share out: heads, which are channels in Mamba 1."""
-        return self.num_heads
 
     @property
     def own_heads(self) -> range:

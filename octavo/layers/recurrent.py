@@ -20,7 +20,7 @@ from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.norm import Norm, NormDescription, SharedNorm
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Summand
-from octavo.layers.share import WHOLE, Share, elements
+from octavo.layers.share import WHOLE, OfHeads, Share, elements
 from octavo.loading.weights import floats
 from octavo.ops import Array, ExpertsWeight, LayerKVCache, LinearWeight
 
@@ -301,7 +301,7 @@ class GatedDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class LightningDescription:
+class LightningDescription(OfHeads):
     """Lightning attention (Qin et al. 2024): linear attention whose heads forget at rates of their own, with a gate and
     a norm over all heads. Of two matrices: query, key and value of each head together, and the gate."""
 
@@ -311,15 +311,6 @@ class LightningDescription:
     norm: NormDescription
     activation: str = "silu"  # of queries, keys and values
     share: Share = WHOLE
-
-    @property
-    def units(self) -> int:
-        """What workers share out."""
-        return self.num_heads
-
-    @property
-    def own_heads(self) -> range:
-        return self.share.of(self.num_heads, "attention heads")
 
     @property
     def gathered_size(self) -> int:
@@ -369,7 +360,7 @@ class Lightning:
 
 
 @dataclass(frozen=True, slots=True)
-class GatedRecurrenceDescription:
+class GatedRecurrenceDescription(OfHeads):
     """The real-gated linear recurrent unit behind a convolution, times a second branch (De et al. 2024). Its gates are
     products of each head by itself."""
 
@@ -378,15 +369,6 @@ class GatedRecurrenceDescription:
     kernel: int
     activation: str  # of the second branch
     share: Share = WHOLE
-
-    @property
-    def units(self) -> int:
-        """What workers share out."""
-        return self.num_heads
-
-    @property
-    def own_heads(self) -> range:
-        return self.share.of(self.num_heads, "heads of a recurrence")
 
     @property
     def own(self) -> range:

@@ -90,6 +90,7 @@ _NULLABLE = {
     "moe_intermediate_size", "n_shared_experts", "num_key_value_heads", "num_nextn_predict_layers", "q_lora_rank",
     "rms_norm_eps", "rotary_dim", "shared_expert_intermediate_size", "sliding_window", "swiglu_limit",
 }  # fmt: skip
+_ROPE_NUMBERS = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
 _ATTENTION_TYPES = ("full_attention", "sliding_attention")
 _ACTIVATIONS = {
     "swish": "silu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
@@ -319,16 +320,13 @@ def rope_of(
         "kind": kind,
         "factor": factor,
         "original_max_position": original,
-        "low_freq_factor": float(scaling.get("low_freq_factor") or 1.0),
-        "high_freq_factor": float(scaling.get("high_freq_factor") or 4.0),
-        "beta_fast": float(scaling.get("beta_fast") or 32.0),
-        "beta_slow": float(scaling.get("beta_slow") or 1.0),
         "truncate": bool(scaling.get("truncate", True)),
         "short_factors": tuple(scaling.get("short_factor") or ()),
         "long_factors": tuple(scaling.get("long_factor") or ()),
         "num_turning": 2 * int(partial * size // 2) if kind == "proportional" else 0,
         "attention_factor": _attention_factor(kind, factor, original, scaling),
     }
+    settings |= {name: float(scaling[name]) for name in _ROPE_NUMBERS if scaling.get(name)}
     return RopeConfig(**settings | _values(changes, config, i))
 
 
