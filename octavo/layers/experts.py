@@ -106,6 +106,8 @@ class ExpertsDescription:
         if self.clamp is None and self.activation not in ACTIVATIONS:
             raise LoadError(f"activation {self.activation!r} of experts is not built; {', '.join(ACTIVATIONS)} are.")
         top_k, routing = self.routing.top_k, self.routing
+        if routing.scoring == "sparsemixer" and top_k != 2:
+            raise LoadError(f"{top_k} experts by sparsemixer are not built; it chooses 2.")
         available = self.num_choices // max(1, routing.num_groups) * routing.kept_groups
         if not 0 < top_k <= available or self.num_choices % routing.num_groups:
             raise LoadError(

@@ -61,7 +61,7 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length", "model_max_length"),
     "norm_eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
     "rope_theta": ("rotary_emb_base", "global_rope_theta"),
-    "partial_rotary_factor": ("rotary_pct",),
+    "partial_rotary_factor": ("rotary_pct", "rotary_emb_fraction"),
     "rope_local_base_freq": ("local_rope_theta",),
     "sliding_window": ("window_size", "attention_window_size"),
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),

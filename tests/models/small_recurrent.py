@@ -122,6 +122,10 @@ RECURRENT_MODELS: dict[str, SmallModel] = {
         "Zamba", num_hidden_layers=4, layers_block_type=["linear_attention", "hybrid"] * 2, hidden_size=32,
         num_key_value_heads=4, mamba_d_state=6, mamba_proj_bias=True,
     ),
+    "zamba, heads of another size": _model(
+        "Zamba", num_hidden_layers=3, layers_block_type=["hybrid", "linear_attention", "hybrid"], hidden_size=32,
+        attention_head_dim=24, num_key_value_heads=4, mamba_d_state=6,
+    ),
     "zamba 2": _model(
         "Zamba2", num_hidden_layers=5, layers_block_type=["hybrid", "linear_attention", *["hybrid"] * 3],
         num_mem_blocks=2, adapter_rank=6, use_shared_attention_adapter=True, use_mem_rope=True, hidden_size=32,

@@ -175,6 +175,7 @@ def test_sizes_have_the_names_of_each_configuration_class() -> None:
         ("NemotronHForCausalLM", {}, "a list of the model's configuration has fewer entries than there are layers"),
         ("Phi3ForCausalLM", {"rope_scaling": {"type": "su"}}, "short_factor of longrope must have 1 numbers"),
         ("MptForCausalLM", {"logit_scale": 0.5}, "logit_scale = 0.5 is not built"),
+        ("NomicBertModel", {"rotary_scaling_factor": 2.0}, "rotary_scaling_factor = 2.0 is not built"),
         ("MambaForCausalLM", {"hidden_act": "gelu"}, "hidden_act = 'gelu' before a state is not built yet"),
         (
             "NemotronHForCausalLM",

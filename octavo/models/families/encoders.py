@@ -160,7 +160,10 @@ _NOMIC = Family(
         "embedding_name": "nomic_bert.embeddings.word_embeddings", "embedding_norm": layer_norm(),
         "embedding_norm_name": "nomic_bert.emb_ln", "layer_prefix": "nomic_bert.encoder.layers.",
     },
-    refuses=("qkv_proj_bias", "prenorm", "moe_every_n_layers", "use_rms_norm"),
+    refuses=(
+        "qkv_proj_bias", "prenorm", "moe_every_n_layers", "use_rms_norm", "rotary_scaling_factor",
+        "rotary_emb_interleaved", "parallel_block",
+    ),
 )  # fmt: skip
 
 

@@ -169,7 +169,7 @@ def _shared(module: str, up_names: tuple[str, ...]) -> Setting:
             return None
         sharing = [k for k in range(config["num_hidden_layers"]) if _shares(config, k)]
         number, hidden_size, heads = sharing.index(i), config["hidden_size"], config["num_attention_heads"]
-        size, rank = 2 * hidden_size // heads, config["adapter_rank"]
+        size, rank = config.get("attention_head_dim") or 2 * hidden_size // heads, config["adapter_rank"]
         attention = AttentionDescription(
             heads, config["num_key_value_heads"] or heads, size, (size / 2) ** -0.5,
             rope_of(config, i, size, {}) if config["use_mem_rope"] else None, input_size=2 * hidden_size,
