@@ -111,12 +111,12 @@ class Family:
     """How an architecture differs from Llama: fields of the descriptions, each with a value or a `Setting`."""
 
     norm: Setting = field(default_factory=rms)  # every norm that is not said to be another
-    attention: Mapping[str, Any] = field(default_factory=dict)
+    attention: Mapping[str, Any] = field(default_factory=dict)  # biases are as `attention_bias` says
     # Another description in the place of attention's; "attention"; or None, where the layer has neither.
     mixer: Setting = lambda _, __: "attention"
     rope: Mapping[str, Any] | None = field(default_factory=dict)  # None: nothing rotates
     rope_kinds: tuple[str, ...] = ()  # of its own, beside `ROPE_KINDS`
-    feed_forward: Mapping[str, Any] = field(default_factory=dict)
+    feed_forward: Mapping[str, Any] = field(default_factory=dict)  # and here as `mlp_bias` does
     has_feed_forward: Setting = lambda _, __: True  # whether the layer does
     layer: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
@@ -214,6 +214,8 @@ def _attention(family: Family, config: Config, i: int) -> AttentionDescription:
         "scale": size**-0.5,
         "rope": rope_of(config, i, size, family.rope or {}, layer_type, family.rope_kinds) if turns else None,
         "window": (config["sliding_window"] or 0) if layer_type == "sliding_attention" else 0,
+        "qkv_bias": config["attention_bias"],
+        "output_bias": config["attention_bias"],
     } | _values(family.attention, config, i)
     num_heads, num_kv_heads = attention["num_heads"], attention["num_kv_heads"]
     if num_heads % num_kv_heads:
@@ -228,7 +230,7 @@ def _feed_forward(family: Family, config: Config, i: int) -> FeedForwardDescript
         experts = {"num_experts": config["num_experts"], "intermediate_size": size, "activation": activation}
         return ExpertsDescription(**experts | _values(family.experts, config, i))
     size = config["intermediate_size"] or 4 * config["hidden_size"]
-    settings = {"intermediate_size": size, "activation": activation}
+    settings = {"intermediate_size": size, "activation": activation, "bias": config["mlp_bias"]}
     return FeedForwardDescription(**settings | _values(family.feed_forward, config, i))
 
 

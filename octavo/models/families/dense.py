@@ -16,11 +16,9 @@ from octavo.models.families.settings import (
     AFTER,
     ALL_SLIDE,
     AROUND,
-    ATTENTION_BIAS,
     LATE_SLIDE,
     LOGIT_SCALE,
     LOGITS_SOFTCAP,
-    MLP_BIAS,
     MODERN_BERT,
     MULTIPLIERS,
     RESIDUAL,
@@ -41,6 +39,7 @@ from octavo.models.readers import Config, Family, Setting, head_size, key, layer
 _STACKED = {"qkv_names": ("self_attn.qkv_proj",)}
 _STACKED_UP = {"up_names": ("mlp.gate_up_proj",)}
 _PER_HEAD = {"qkv_blocks": key("num_attention_heads")}
+_QKV_BIAS = {"qkv_bias": True, "output_bias": False}
 _PARALLEL = {"is_parallel": True, "feed_forward_norm": None}
 _GEMMA_RMS = rms(offset=1.0)
 _GEMMA_SCORES = {
@@ -147,10 +146,10 @@ _NEOX_ATTENTION = {"qkv_names": ("attention.query_key_value",), "output_name": "
 
 _MISTRAL = Family(layer_type=ALL_SLIDE)
 _GLM = Family(
-    attention={"qkv_bias": key("attention_bias")}, rope={"interleaved": True}, feed_forward=_STACKED_UP,
+    attention={"output_bias": False}, rope={"interleaved": True}, feed_forward=_STACKED_UP,
 )  # fmt: skip
 _GEMMA2 = Family(
-    norm=_GEMMA_RMS, attention=ATTENTION_BIAS | _GEMMA_SCORES, layer=AROUND,
+    norm=_GEMMA_RMS, attention=_GEMMA_SCORES, layer=AROUND,
     model=ROOT | LOGITS_SOFTCAP, layer_type=all_but_every(2), refuses=("use_bidirectional_attention",),
 )  # fmt: skip
 _GPTJ = Family(
@@ -162,27 +161,21 @@ _GPTJ = Family(
 )  # fmt: skip
 
 FAMILIES = {
-    "LlamaForCausalLM": Family(attention=ATTENTION_BIAS, feed_forward=MLP_BIAS),
+    "LlamaForCausalLM": Family(),
     "MistralForCausalLM": _MISTRAL,
     "MinistralForCausalLM": _MISTRAL,
     "Ministral3ForCausalLM": Family(attention={"query_growth": query_growth}, layer_type=ALL_SLIDE),
-    "CwmForCausalLM": Family(feed_forward=MLP_BIAS, layer_type=all_but_every(4, "window_pattern", first=0)),
-    "SeedOssForCausalLM": Family(
-        attention={"qkv_bias": key("attention_bias"), "output_bias": key("attention_out_bias")}, feed_forward=MLP_BIAS,
-    ),
-    "Emu3ForCausalLM": Family(attention=ATTENTION_BIAS, feed_forward=MLP_BIAS),
-    "Qwen2ForCausalLM": Family(attention={"qkv_bias": True}, layer_type=LATE_SLIDE, window_switch="use_sliding_window"),
-    "Qwen3ForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"qk_norm": rms()}, layer_type=LATE_SLIDE, window_switch="use_sliding_window",
-    ),
+    "CwmForCausalLM": Family(layer_type=all_but_every(4, "window_pattern", first=0)),
+    "SeedOssForCausalLM": Family(attention={"output_bias": key("attention_out_bias")}),
+    "Emu3ForCausalLM": Family(),
+    "Qwen2ForCausalLM": Family(attention=_QKV_BIAS, layer_type=LATE_SLIDE, window_switch="use_sliding_window"),
+    "Qwen3ForCausalLM": Family(attention={"qk_norm": rms()}, layer_type=LATE_SLIDE, window_switch="use_sliding_window"),
     "Phi3ForCausalLM": Family(attention=_STACKED, feed_forward=_STACKED_UP, layer_type=ALL_SLIDE),
     "SmolLM3ForCausalLM": Family(
-        attention=ATTENTION_BIAS, feed_forward=MLP_BIAS, rotates=rotates_as_listed,
+        rotates=rotates_as_listed,
         layer_type=sliding(lambda c, i: not rotates_as_listed(c, i)), window_switch="use_sliding_window",
     ),
-    "HeliumForCausalLM": Family(
-        attention={"qkv_bias": key("attention_bias")}, feed_forward=MLP_BIAS, rope={"interleaved": True},
-    ),
+    "HeliumForCausalLM": Family(attention={"output_bias": False}, rope={"interleaved": True}),
     "Ernie4_5ForCausalLM": Family(
         attention={"qkv_bias": key("use_bias"), "output_bias": key("use_bias")}, rope={"interleaved": True},
         feed_forward={"bias": key("use_bias")},
@@ -192,17 +185,14 @@ FAMILIES = {
         _GLM,
         layer={"attention_post_norm": "post_self_attn_layernorm", "feed_forward_post_norm": "post_mlp_layernorm"},
     ),
-    "GraniteForCausalLM": Family(
-        attention=ATTENTION_BIAS | SCALE, feed_forward=MLP_BIAS, layer=RESIDUAL, model=MULTIPLIERS,
-    ),
+    "GraniteForCausalLM": Family(attention=SCALE, layer=RESIDUAL, model=MULTIPLIERS),
     "GraniteSWAForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"scale": key("attention_multiplier"), "sinks": "self_attn.sinks"},
-        rotates=granite_rotates, feed_forward=MLP_BIAS, layer=RESIDUAL, model=MULTIPLIERS,
+        attention={"scale": key("attention_multiplier"), "sinks": "self_attn.sinks"},
+        rotates=granite_rotates, layer=RESIDUAL, model=MULTIPLIERS,
         layer_type=all_but_every(4, "window_pattern", first=0),
     ),
     "HyperCLOVAXForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"scale": lambda c, _: c["attention_multiplier"] or head_size(c) ** -0.5},
-        feed_forward=MLP_BIAS,
+        attention={"scale": lambda c, _: c["attention_multiplier"] or head_size(c) ** -0.5},
         layer={
             "residual_multiplier": key("residual_multiplier"),
             "attention_post_norm": _where("use_post_norm", "post_norm1", None),
@@ -213,12 +203,12 @@ FAMILIES = {
         },
     ),
     "ApertusForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"qk_norm": rms()},
+        attention={"qk_norm": rms()},
         feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", xielu=lambda c, i: (c.get("xielu") or {i: ()})[i]),
         layer={"attention_norm": "attention_layernorm", "feed_forward_norm": "feedforward_layernorm"},
     ),
     "HunYuanDenseV1ForCausalLM": Family(
-        attention=ATTENTION_BIAS | {
+        attention={
             "qk_norm": rms(), "norms_after_rotation": True,
             "qk_norm_names": ("self_attn.query_layernorm", "self_attn.key_layernorm"),
         },
@@ -226,44 +216,35 @@ FAMILIES = {
     # A norm without weights of a rotated head is the norm of the head, rotated.
     "NanoChatForCausalLM": Family(
         norm=rms(has_weight=False),
-        attention=ATTENTION_BIAS | {"qk_norm": rms(has_weight=False)},
+        attention={"qk_norm": rms(has_weight=False)},
         rope={"reversed": True, "attention_factor": 1.0},  # which would be normed away
         feed_forward=_ungated("mlp.fc1", "mlp.fc2"), model=LOGITS_SOFTCAP | {"embedding_norm": rms(has_weight=False)},
     ),
     "BitNetForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"output_norm": rms(), "output_norm_name": "self_attn.attn_sub_norm"},
+        attention={"output_norm": rms(), "output_norm_name": "self_attn.attn_sub_norm"},
         feed_forward={"inner_norm": rms(), "inner_norm_name": "mlp.ffn_sub_norm"},
     ),
-    "Olmo2ForCausalLM": Family(attention=ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"}, layer=AFTER),
+    "Olmo2ForCausalLM": Family(attention={"qk_norm": rms(), "qk_norm_scope": "all"}, layer=AFTER),
     "Olmo3ForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"}, layer=AFTER, layer_type=_EVERY_4TH_FULL,
+        attention={"qk_norm": rms(), "qk_norm_scope": "all"}, layer=AFTER, layer_type=_EVERY_4TH_FULL,
     ),
     "Exaone4ForCausalLM": Family(
         attention={"qk_norm": rms()}, layer=AFTER, layer_type=_EVERY_4TH_FULL, rotates=rotates_unless_all_is_seen,
     ),
-    "GemmaForCausalLM": Family(
-        norm=_GEMMA_RMS, attention=ATTENTION_BIAS, model=ROOT, refuses=("use_bidirectional_attention",),
-    ),
+    "GemmaForCausalLM": Family(norm=_GEMMA_RMS, model=ROOT, refuses=("use_bidirectional_attention",)),
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": Family(
         norm=_GEMMA_RMS,
-        attention=ATTENTION_BIAS | _GEMMA_SCORES | {
+        attention=_GEMMA_SCORES | {
             "qk_norm": _GEMMA_RMS, "bidirectional": lambda c, _: bool(c.get("use_bidirectional_attention")),
             "window": _gemma_3_window,
         },
         layer=AROUND, model=ROOT | LOGITS_SOFTCAP, layer_type=all_but_every(6, "sliding_window_pattern"),
     ),
     "VaultGemmaForCausalLM": replace(_GEMMA2, layer={"feed_forward_norm": "pre_feedforward_layernorm"}, refuses=()),
-    "ArceeForCausalLM": Family(
-        attention=ATTENTION_BIAS, feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", **MLP_BIAS),
-    ),
-    "NemotronForCausalLM": Family(
-        norm=layer_norm(offset=1.0),
-        attention=ATTENTION_BIAS, feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", **MLP_BIAS),
-    ),
-    "Jais2ForCausalLM": Family(
-        norm=layer_norm(), attention=ATTENTION_BIAS, feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", **MLP_BIAS),
-    ),
+    "ArceeForCausalLM": Family(feed_forward=_ungated("mlp.up_proj", "mlp.down_proj")),
+    "NemotronForCausalLM": Family(norm=layer_norm(offset=1.0), feed_forward=_ungated("mlp.up_proj", "mlp.down_proj")),
+    "Jais2ForCausalLM": Family(norm=layer_norm(), feed_forward=_ungated("mlp.up_proj", "mlp.down_proj")),
     "Starcoder2ForCausalLM": Family(
         norm=layer_norm(), attention={"qkv_bias": key("use_bias"), "output_bias": key("use_bias")},
         feed_forward=_ungated("mlp.c_fc", "mlp.c_proj", bias=key("use_bias")), layer_type=ALL_SLIDE,
@@ -289,7 +270,7 @@ FAMILIES = {
         model={"norm_name": "model.final_layernorm", "output_bias": True},
     ),
     "GPTNeoXForCausalLM": Family(
-        norm=layer_norm(), attention=_NEOX_ATTENTION | ATTENTION_BIAS,
+        norm=layer_norm(), attention=_NEOX_ATTENTION,
         feed_forward=_ungated("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", bias=True),
         layer={"is_parallel": key("use_parallel_residual")},
         model={
@@ -318,11 +299,11 @@ FAMILIES = {
     ),
     "CohereForCausalLM": Family(
         norm=layer_norm(bias=False),
-        attention=ATTENTION_BIAS | {"qk_norm": _when("use_qk_norm", layer_norm(bias=False)), "qk_norm_scope": "heads"},
+        attention={"qk_norm": _when("use_qk_norm", layer_norm(bias=False)), "qk_norm_scope": "heads"},
         rope={"interleaved": True}, layer=_PARALLEL, model=LOGIT_SCALE,
     ),
     "Cohere2ForCausalLM": Family(
-        norm=layer_norm(bias=False), attention=ATTENTION_BIAS, rope={"interleaved": True}, layer=_PARALLEL,
+        norm=layer_norm(bias=False), rope={"interleaved": True}, layer=_PARALLEL,
         model=LOGIT_SCALE, layer_type=_EVERY_4TH_FULL, rotates=slides,
     ),
     "StableLmForCausalLM": Family(
@@ -467,11 +448,11 @@ FAMILIES = {
     ),
     "OlmoForCausalLM": Family(
         norm=layer_norm(eps=1e-5, bias=False, has_weight=False),
-        attention=ATTENTION_BIAS | {"qkv_clip": lambda c, _: c["clip_qkv"] or 0.0},
+        attention={"qkv_clip": lambda c, _: c["clip_qkv"] or 0.0},
     ),
     "ModernBertDecoderForCausalLM": replace(
         MODERN_BERT,
-        attention=ATTENTION_BIAS | {
+        attention={
             "qkv_names": ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "output_name": "attn.Wo",
             "window": lambda c, i: c["local_attention"] // 2 if slides(c, i) else 0,
         },

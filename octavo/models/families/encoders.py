@@ -13,14 +13,7 @@ from typing import Any
 from octavo.layers.head import HeadDescription
 from octavo.layers.pooling import PoolingDescription
 from octavo.layers.positions import PositionsDescription
-from octavo.models.families.settings import (
-    ATTENTION_BIAS,
-    MLP_BIAS,
-    MODERN_BERT,
-    modern_bert_head,
-    norms_of_sum,
-    slides,
-)
+from octavo.models.families.settings import MODERN_BERT, modern_bert_head, norms_of_sum, slides
 from octavo.models.readers import Config, Family, Setting, activation_of, key, layer_norm, num_labels
 
 _BOTH_WAYS = {"bidirectional": True}
@@ -138,7 +131,7 @@ def _modern_sequences(config: Config, i: int) -> PoolingDescription:
 
 _MODERNBERT = replace(
     MODERN_BERT,
-    attention=_BOTH_WAYS | ATTENTION_BIAS | {
+    attention=_BOTH_WAYS | {
         "qkv_names": ("attn.Wqkv",), "output_name": "attn.Wo",
         "window": lambda c, i: c["local_attention"] // 2 + 1 if slides(c, i) else 0,
     },
@@ -212,7 +205,7 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 # Llama, both ways (Boizard et al. 2025).
 FAMILIES["EuroBertModel"] = FAMILIES["EuroBertForMaskedLM"] = Family(
-    attention=_BOTH_WAYS | ATTENTION_BIAS, feed_forward=MLP_BIAS, pooling=_pooled("MEAN"),
+    attention=_BOTH_WAYS, pooling=_pooled("MEAN"),
     model={"unused": ("lm_head.",), "tie_word_embeddings": True},
 )  # fmt: skip
 FAMILIES["HF_ColBERT"] = replace(FAMILIES["BertModel"], pooling=_colbert)

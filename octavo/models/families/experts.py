@@ -18,7 +18,6 @@ from octavo.models.families.settings import (
     AFTER,
     ALL_SLIDE,
     AROUND,
-    ATTENTION_BIAS,
     CORRECTION,
     CORRECTION_NAMES,
     FULL,
@@ -27,7 +26,6 @@ from octavo.models.families.settings import (
     LATE_SLIDE,
     LOGIT_SCALE,
     LOGITS_SOFTCAP,
-    MLP_BIAS,
     MULTIPLIERS,
     RESIDUAL,
     ROUTED,
@@ -145,7 +143,7 @@ def _beam_depth(keeps_stream: bool) -> Setting:
 
 
 _GRANITE = Family(
-    attention=ATTENTION_BIAS | SCALE, layer=RESIDUAL, experts=GRANITE_EXPERTS, model=MULTIPLIERS,
+    attention=SCALE, layer=RESIDUAL, experts=GRANITE_EXPERTS, model=MULTIPLIERS,
 )  # fmt: skip
 
 FAMILIES = {
@@ -156,7 +154,7 @@ FAMILIES = {
         layer_type=ALL_SLIDE,
     ),
     "Qwen2MoeForCausalLM": Family(
-        attention={"qkv_bias": key("qkv_bias")},
+        attention={"qkv_bias": key("qkv_bias"), "output_bias": False},
         experts={
             "routing": routing(), "shared": shared_expert(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
             "shared_gate_name": "mlp.shared_expert_gate",
@@ -164,23 +162,21 @@ FAMILIES = {
         is_sparse=sparse_by_step, layer_type=LATE_SLIDE, window_switch="use_sliding_window",
     ),
     "Qwen3MoeForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"qk_norm": rms()}, experts={"routing": routing()}, is_sparse=sparse_by_step,
+        attention={"qk_norm": rms()}, experts={"routing": routing()}, is_sparse=sparse_by_step,
         layer_type=ALL_SLIDE, window_switch="use_sliding_window",
     ),
     "MellumForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"qk_norm": rms()}, experts={"routing": routing()}, layer_type=FULL,
+        attention={"qk_norm": rms()}, experts={"routing": routing()}, layer_type=FULL,
         model={"num_unused_layers": lambda c, _: c.get("num_nextn_predict_layers") or 0},
     ),
     "OlmoeForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"}, experts={"routing": routing()},
-        refuses=("clip_qkv",),
+        attention={"qk_norm": rms(), "qk_norm_scope": "all"}, experts={"routing": routing()}, refuses=("clip_qkv",),
     ),
     "FlexOlmoForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"}, experts={"routing": routing()},
-        layer=AFTER,
+        attention={"qk_norm": rms(), "qk_norm_scope": "all"}, experts={"routing": routing()}, layer=AFTER,
     ),
     "HunYuanMoEV1ForCausalLM": Family(
-        attention=ATTENTION_BIAS | {
+        attention={
             "qk_norm": rms(), "norms_after_rotation": True,
             "qk_norm_names": ("self_attn.query_layernorm", "self_attn.key_layernorm"),
         },
@@ -191,7 +187,7 @@ FAMILIES = {
     ),
     "MiMoV2FlashForCausalLM": Family(
         attention={
-            "qkv_bias": key("attention_bias"), "num_kv_heads": _mimo_kv_heads, "head_value_size": key("v_head_dim"),
+            "output_bias": False, "num_kv_heads": _mimo_kv_heads, "head_value_size": key("v_head_dim"),
             "window": _mimo_window, "sinks": _of_sliding("self_attn.attention_sink_bias", None),
         },
         layer={"multipliers": lambda c, _: (c["attention_value_scale"] or 1.0, 1.0, 1.0)},  # of all values
@@ -199,7 +195,7 @@ FAMILIES = {
         layer_type=sliding(lambda _, i: i > 0 and (i + 1) % 6 != 0),
     ),
     "LagunaForCausalLM": Family(
-        attention=ATTENTION_BIAS | {
+        attention={
             "num_heads": lambda c, i: (c["num_attention_heads_per_layer"] or [c["num_attention_heads"]] * (i + 1))[i],
             "qk_norm": rms(), "gate": _laguna_gate,
         },
@@ -251,7 +247,7 @@ FAMILIES = {
         },
     ),
     "PhimoeForCausalLM": Family(
-        norm=layer_norm(), attention=ATTENTION_BIAS, rope={"attention_factor": _phimoe_attention_factor},
+        norm=layer_norm(), rope={"attention_factor": _phimoe_attention_factor},
         experts={
             "routing": routing(scoring="sparsemixer", jitter=key("router_jitter_noise")), "names": W123,
             "router_names": ("block_sparse_moe.gate", "mlp.router"),
@@ -261,13 +257,13 @@ FAMILIES = {
     "GraniteMoeForCausalLM": _GRANITE,
     "GraniteMoeSharedForCausalLM": _GRANITE,
     "GraniteMoeSWAForCausalLM": replace(
-        _GRANITE, attention=ATTENTION_BIAS | SCALE | {"sinks": "self_attn.sinks"},
+        _GRANITE, attention=SCALE | {"sinks": "self_attn.sinks"},
         rotates=granite_rotates, layer_type=sliding(lambda _, i: i % 4 != 0),
         # Newer names first.
         experts={name: v[::-1] if isinstance(v, tuple) else v for name, v in GRANITE_EXPERTS.items()},
     ),
     "GptOssForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"sinks": "self_attn.sinks"},
+        attention={"sinks": "self_attn.sinks"},
         experts={
             "routing": routing(), "bias": True, "router_names": ("mlp.router",), "router_bias": True,
             "clamp": lambda c, _: (c["swiglu_alpha"], c["swiglu_limit"]),
@@ -279,7 +275,6 @@ FAMILIES = {
         layer_type=sliding(lambda _, i: i % 2 == 0),
     ),
     "AriaTextForCausalLM": Family(
-        attention=ATTENTION_BIAS, feed_forward=MLP_BIAS,
         experts={
             "routing": routing(), "activation": "silu", "router_names": ("mlp.router",),
             "names": (
@@ -290,7 +285,7 @@ FAMILIES = {
         },
     ),
     "Cohere2MoeForCausalLM": Family(
-        norm=_cohere_norm, attention=ATTENTION_BIAS, rope={"interleaved": True},
+        norm=_cohere_norm, rope={"interleaved": True},
         feed_forward={
             "intermediate_size": lambda c, _: c["prefix_dense_intermediate_size"] or c["intermediate_size"]
         },
@@ -321,7 +316,7 @@ FAMILIES = {
     # Queries see the keys of their own chunk in most layers: up to a chunk's length that is all keys.
     "Llama4ForCausalLM": Family(
         # A norm without weights of a rotated head is the norm of the head, rotated.
-        attention=ATTENTION_BIAS | {
+        attention={
             "qk_norm": lambda c, i: rms(has_weight=False)(c, i)
             if c["use_qk_norm"] and rotates_as_listed(c, i) else None,
             "query_growth": lambda c, i: QueryGrowth(c["attn_scale"], c["floor_scale"], 1)
@@ -346,16 +341,16 @@ FAMILIES = {
         is_sparse=_llama4_sparse, rotates=rotates_as_listed, longest=("attention_chunk_size",),
     ),
     "Dots1ForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"qk_norm": rms()}, experts=ROUTED, is_sparse=sparse_from("first_k_dense_replace"),
+        attention={"qk_norm": rms()}, experts=ROUTED, is_sparse=sparse_from("first_k_dense_replace"),
         layer_type=LATE_SLIDE,
     ),
     "Glm4MoeForCausalLM": Family(
         attention={
-            "qkv_bias": key("attention_bias"), "qk_norm": lambda c, i: rms()(c, i) if c["use_qk_norm"] else None,
+            "output_bias": False, "qk_norm": lambda c, i: rms()(c, i) if c["use_qk_norm"] else None,
         },
         experts=ROUTED, is_sparse=sparse_from("first_k_dense_replace"), model=GUESSES,
     ),
-    "SolarOpenForCausalLM": Family(attention={"qkv_bias": key("attention_bias")}, experts=ROUTED),
+    "SolarOpenForCausalLM": Family(attention={"output_bias": False}, experts=ROUTED),
     "ExaoneMoeForCausalLM": Family(
         attention={"qk_norm": rms()},
         experts={
@@ -374,7 +369,7 @@ FAMILIES = {
         },
     ),
     "HYV3ForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"qk_norm": rms()}, feed_forward=MLP_BIAS,
+        attention={"qk_norm": rms()},
         experts={
             "routing": routing(scoring="sigmoid", scale=key("routed_scaling_factor")),
             "router_names": ("mlp.router.gate", "mlp.gate"),
@@ -384,7 +379,7 @@ FAMILIES = {
         is_sparse=lambda _, i: i > 0,
     ),
     "FlintForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"qk_norm": rms(), "sinks": "self_attn.softmax_offset"},
+        attention={"qk_norm": rms(), "sinks": "self_attn.softmax_offset"},
         experts={
             "routing": routing(scoring="sigmoid"),
             "shared": shared_expert(key("shared_expert_intermediate_size"), "mlp.shared_expert"),

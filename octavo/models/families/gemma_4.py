@@ -12,16 +12,7 @@ from octavo.layers.experts import PartNorms, stacked
 from octavo.layers.rotary import RopeConfig
 from octavo.layers.streams import StreamsDescription
 from octavo.layers.token_inputs import TokenInputsDescription
-from octavo.models.families.settings import (
-    AROUND,
-    ATTENTION_BIAS,
-    LOGITS_SOFTCAP,
-    ROOT,
-    all_but_every,
-    routing,
-    shared_expert,
-    sliding,
-)
+from octavo.models.families.settings import AROUND, LOGITS_SOFTCAP, ROOT, all_but_every, routing, shared_expert, sliding
 from octavo.models.readers import Config, Family, Setting, activation_of, by_layer, rms, rope_of
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -134,7 +125,7 @@ def _unused_3n(config: Config, _: int) -> tuple[str, ...]:
 
 
 _GEMMA_4 = Family(
-    attention=ATTENTION_BIAS | {
+    attention={
         "head_size": _head_size, "num_kv_heads": _kv_heads, "scale": 1.0, "rope": _rope, "window": _window,
         "qk_norm": rms(), "value_norm": rms(has_weight=False), "keys_are_values": _keys_are_values,
         "reads_layer": _reads_layer, "qkv_names": _qkv_names,
@@ -155,7 +146,7 @@ _GEMMA_4 = Family(
 )  # fmt: skip
 FAMILIES = {
     "Gemma3nForCausalLM": Family(
-        attention=ATTENTION_BIAS | {
+        attention={
             "scale": 1.0, "qk_norm": rms(), "value_norm": rms(has_weight=False), "reads_layer": _reads_layer_3n,
             "qkv_names": lambda c, i: _QKV if _reads_layer_3n(c, i) is None else _QKV[:1],
         },

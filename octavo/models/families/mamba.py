@@ -13,9 +13,7 @@ from octavo.layers.mamba import MambaDescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.shared import SharedDescription
 from octavo.models.families.settings import (
-    ATTENTION_BIAS,
     GRANITE_EXPERTS,
-    MLP_BIAS,
     MULTIPLIERS,
     RESIDUAL,
     SCALE,
@@ -224,12 +222,12 @@ FAMILIES = {
         is_sparse=lambda c, i: c["num_experts"] > 1 and i % c["expert_layer_period"] == c["expert_layer_offset"],
     ),
     "BambaForCausalLM": Family(
-        layer_type=_bamba_type, mixer=where_no_attention(_hybrid), attention=ATTENTION_BIAS,
-        feed_forward=_MLP | MLP_BIAS, layer=_MLP_NORM, model=_FINAL_NORM,
+        layer_type=_bamba_type, mixer=where_no_attention(_hybrid),
+        feed_forward=_MLP, layer=_MLP_NORM, model=_FINAL_NORM,
     ),
     "GraniteMoeHybridForCausalLM": Family(
         layer_type=lambda *_: "linear_attention", mixer=where_no_attention(_hybrid),
-        rotates=lambda c, _: c["position_embedding_type"] == "rope", attention=ATTENTION_BIAS | SCALE,
+        rotates=lambda c, _: c["position_embedding_type"] == "rope", attention=SCALE,
         feed_forward={
             "intermediate_size": key("shared_intermediate_size"), "up_names": ("shared_mlp.input_linear",),
             "down_name": "shared_mlp.output_linear",

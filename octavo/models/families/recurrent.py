@@ -18,7 +18,6 @@ from octavo.layers.recurrent import (
 )
 from octavo.models.families.latent import latent
 from octavo.models.families.settings import (
-    ATTENTION_BIAS,
     CORRECTION_NAMES,
     SIGMOID_GROUPS,
     W123,
@@ -157,7 +156,7 @@ def _olmo_norm(recurrent: str | None, attention: str | None) -> Setting:
     return lambda c, i: recurrent if c["layer_types"][i] == "linear_attention" else attention
 
 
-_GATED_ATTENTION = ATTENTION_BIAS | {"gate": GateDescription(None), "qk_norm": rms(offset=1.0)}
+_GATED_ATTENTION = {"gate": GateDescription(None), "qk_norm": rms(offset=1.0)}
 _GUESSING = {"unused": ("mtp.",)}  # a module of multi-token prediction: see `octavo.models.heads.module_names`
 _QWEN_EXPERTS = {
     "routing": routing(), "shared": shared_expert(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
@@ -218,7 +217,7 @@ FAMILIES = {
     ),
     "Lfm3ForCausalLM": Family(
         layer_type=_lfm3_type, mixer=where_no_attention(_short_conv),
-        attention=ATTENTION_BIAS | {
+        attention={
             "qk_norm": rms(), "gate": lambda c, _: GateDescription("self_attn.gate_proj", by_head=True)
             if c["use_attention_gate"] else None,
         },
@@ -237,7 +236,7 @@ FAMILIES = {
     "OlmoHybridForCausalLM": Family(
         layer_type=_delta_type, mixer=where_no_attention(_olmo_delta),
         rotates=lambda c, _: rope_settings(c).get("rope_theta", 0) is not None,  # null says that nothing does
-        attention=ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"},
+        attention={"qk_norm": rms(), "qk_norm_scope": "all"},
         layer={
             "attention_norm": _olmo_norm("attention_layer_norm", None),
             # transformers writes the first name.
@@ -279,7 +278,7 @@ FAMILIES = {
     "RecurrentGemmaForCausalLM": Family(
         norm=rms(offset=1.0), layer_type=_griffin_type, mixer=where_no_attention(_griffin),
         attention={
-            "qkv_bias": key("attention_bias"), "output_bias": True, "output_name": "temporal_block.o_proj",
+            "output_bias": True, "output_name": "temporal_block.o_proj",
             "qkv_names": tuple(f"temporal_block.{part}_proj" for part in "qkv"), "window": key("sliding_window"),
         },
         feed_forward={

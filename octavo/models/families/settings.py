@@ -13,8 +13,6 @@ from octavo.layers.rotary import QueryGrowth
 from octavo.models.readers import Config, Family, Setting, activation_of, key, per_layer, rope_settings
 from octavo.ops import Routing
 
-ATTENTION_BIAS = {"qkv_bias": key("attention_bias"), "output_bias": key("attention_bias")}
-MLP_BIAS = {"bias": key("mlp_bias")}
 # Norms around a layer, and only after it.
 AROUND = {
     "attention_post_norm": "post_attention_layernorm", "feed_forward_norm": "pre_feedforward_layernorm",
@@ -196,7 +194,7 @@ def modern_bert_head(name: str) -> Setting:
 
 MODERN_BERT = Family(
     norm=_modern_bert_norm, layer_type=sliding(lambda c, i: i % c["global_attn_every_n_layers"]),
-    feed_forward={"up_names": ("mlp.Wi",), "down_name": "mlp.Wo"} | MLP_BIAS,
+    feed_forward={"up_names": ("mlp.Wi",), "down_name": "mlp.Wo"},
     layer={"attention_norm": lambda _, i: "attn_norm" if i else None, "feed_forward_norm": "mlp_norm"},
     model={
         "embedding_name": "model.embeddings.tok_embeddings", "embedding_norm": _modern_bert_norm,
