@@ -22,6 +22,7 @@ from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.rotary import ROPE_KINDS, RopeConfig
 from octavo.models.description import LayerDescription, ModelDescription
+from octavo.ops import Routing
 
 Config = Mapping[str, Any]
 # Of the configuration and the layer's number. A value of a family's table that is none of these stands for itself.
@@ -106,6 +107,16 @@ def layer_norm(**changes: Any) -> Setting:
     return lambda c, _: NormDescription(**{"eps": c["norm_eps"], "kind": "layer", "bias": True} | changes)
 
 
+def routing(**changes: Any) -> Setting:
+    """A router by the usual settings; `changes` are values or settings."""
+
+    def find(config: Config, i: int) -> Routing:
+        settings = {"top_k": config["num_experts_per_tok"], "normalize": bool(config["norm_topk_prob"])}
+        return Routing(**settings | {name: v(config, i) if callable(v) else v for name, v in changes.items()})
+
+    return find
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """How an architecture differs from Llama: fields of the descriptions, each with a value or a `Setting`."""
@@ -120,9 +131,11 @@ class Family:
     has_feed_forward: Setting = lambda _, __: True  # whether the layer does
     layer: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
-    # Fields of `ExpertsDescription`, for layers whose feed-forward is sparse; None: no layer has experts.
+    # Fields of `ExpertsDescription`, for layers whose feed-forward is sparse, whose routing is that of `routing` if it
+    # is not said to be another; None: no layer has experts.
     experts: Mapping[str, Any] | None = None
-    is_sparse: Setting = lambda _, __: True  # where `mlp_layer_types` does not say it
+    # Where `mlp_layer_types` does not say it: all layers but the first ones.
+    is_sparse: Setting = lambda c, i: i >= (c.get("first_k_dense_replace") or 0)
     rotates: Setting = lambda _, __: True  # whether the layer does
     # The type of a layer where `layer_types` does not say it; those of "sliding_attention" have the window. None: types
     # of layers mean nothing here.
@@ -228,7 +241,7 @@ def _feed_forward(family: Family, config: Config, i: int) -> FeedForwardDescript
     if family.experts is not None and config["mlp_layer_types"][i] == "sparse":
         size = config["moe_intermediate_size"] or config["intermediate_size"]
         experts = {"num_experts": config["num_experts"], "intermediate_size": size, "activation": activation}
-        return ExpertsDescription(**experts | _values(family.experts, config, i))
+        return ExpertsDescription(**experts | _values({"routing": routing(), **family.experts}, config, i))
     size = config["intermediate_size"] or 4 * config["hidden_size"]
     settings = {"intermediate_size": size, "activation": activation, "bias": config["mlp_bias"]}
     return FeedForwardDescription(**settings | _values(family.feed_forward, config, i))
@@ -259,11 +272,6 @@ def _layer_type(family: Family, config: Config, i: int) -> str:
 
 def key(setting: str) -> Setting:
     return lambda c, _: c[setting]
-
-
-def by_layer(setting: str) -> Setting:
-    """A value for all layers, or one for each."""
-    return lambda c, i: c[setting][i] if isinstance(c[setting], list) else c[setting]
 
 
 def per_layer(setting: str) -> Setting:

@@ -215,8 +215,7 @@ FAMILIES = {
     ),
     # A norm without weights of a rotated head is the norm of the head, rotated.
     "NanoChatForCausalLM": Family(
-        norm=rms(has_weight=False),
-        attention={"qk_norm": rms(has_weight=False)},
+        norm=rms(has_weight=False), attention={"qk_norm": rms(has_weight=False)},
         rope={"reversed": True, "attention_factor": 1.0},  # which would be normed away
         feed_forward=_ungated("mlp.fc1", "mlp.fc2"), model=LOGITS_SOFTCAP | {"embedding_norm": rms(has_weight=False)},
     ),

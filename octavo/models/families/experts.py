@@ -33,18 +33,17 @@ from octavo.models.families.settings import (
     SIGMOID_GROUPS,
     W123,
     all_but_every,
+    by_layer,
     granite_rotates,
     rotates_as_listed,
     rotates_unless_all_is_seen,
-    routing,
     several,
     shared_expert,
     slides,
     sliding,
     sparse_by_step,
-    sparse_from,
 )
-from octavo.models.readers import Config, Family, Setting, activation_of, by_layer, key, layer_norm, rms, rope_settings
+from octavo.models.readers import Config, Family, Setting, activation_of, key, layer_norm, rms, rope_settings, routing
 
 
 def _ernie_sparse(config: Config, i: int) -> bool:
@@ -148,33 +147,26 @@ _GRANITE = Family(
 
 FAMILIES = {
     "MixtralForCausalLM": Family(
-        experts={
-            "routing": routing(), "router_names": ("block_sparse_moe.gate", "mlp.gate"), "names": W123,
-        },
-        layer_type=ALL_SLIDE,
+        experts={"router_names": ("block_sparse_moe.gate", "mlp.gate"), "names": W123}, layer_type=ALL_SLIDE,
     ),
     "Qwen2MoeForCausalLM": Family(
         attention={"qkv_bias": key("qkv_bias"), "output_bias": False},
         experts={
-            "routing": routing(), "shared": shared_expert(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
+            "shared": shared_expert(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
             "shared_gate_name": "mlp.shared_expert_gate",
         },
         is_sparse=sparse_by_step, layer_type=LATE_SLIDE, window_switch="use_sliding_window",
     ),
     "Qwen3MoeForCausalLM": Family(
-        attention={"qk_norm": rms()}, experts={"routing": routing()}, is_sparse=sparse_by_step,
+        attention={"qk_norm": rms()}, experts={}, is_sparse=sparse_by_step,
         layer_type=ALL_SLIDE, window_switch="use_sliding_window",
     ),
     "MellumForCausalLM": Family(
-        attention={"qk_norm": rms()}, experts={"routing": routing()}, layer_type=FULL,
+        attention={"qk_norm": rms()}, experts={}, layer_type=FULL,
         model={"num_unused_layers": lambda c, _: c.get("num_nextn_predict_layers") or 0},
     ),
-    "OlmoeForCausalLM": Family(
-        attention={"qk_norm": rms(), "qk_norm_scope": "all"}, experts={"routing": routing()}, refuses=("clip_qkv",),
-    ),
-    "FlexOlmoForCausalLM": Family(
-        attention={"qk_norm": rms(), "qk_norm_scope": "all"}, experts={"routing": routing()}, layer=AFTER,
-    ),
+    "OlmoeForCausalLM": Family(attention={"qk_norm": rms(), "qk_norm_scope": "all"}, experts={}, refuses=("clip_qkv",)),
+    "FlexOlmoForCausalLM": Family(attention={"qk_norm": rms(), "qk_norm_scope": "all"}, experts={}, layer=AFTER),
     "HunYuanMoEV1ForCausalLM": Family(
         attention={
             "qk_norm": rms(), "norms_after_rotation": True,
@@ -265,7 +257,7 @@ FAMILIES = {
     "GptOssForCausalLM": Family(
         attention={"sinks": "self_attn.sinks"},
         experts={
-            "routing": routing(), "bias": True, "router_names": ("mlp.router",), "router_bias": True,
+            "bias": True, "router_names": ("mlp.router",), "router_bias": True,
             "clamp": lambda c, _: (c["swiglu_alpha"], c["swiglu_limit"]),
             "names": (
                 stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj", is_transposed=True, is_interleaved=True),
@@ -276,7 +268,7 @@ FAMILIES = {
     ),
     "AriaTextForCausalLM": Family(
         experts={
-            "routing": routing(), "activation": "silu", "router_names": ("mlp.router",),
+            "activation": "silu", "router_names": ("mlp.router",),
             "names": (
                 stacked("mlp.experts.fc1.weight", "mlp.experts.fc2.weight", is_transposed=True),
                 stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj", is_transposed=True),
@@ -298,14 +290,13 @@ FAMILIES = {
             "shared": shared_expert(several("n_shared_experts", "intermediate_size")),
             "shared_scale": _half_if_averaged,
         },
-        is_sparse=sparse_from("first_k_dense_replace"), model=LOGIT_SCALE,
-        layer_type=sliding(_cohere_slides), rotates=_cohere_rotates,
+        model=LOGIT_SCALE, layer_type=sliding(_cohere_slides), rotates=_cohere_rotates,
     ),
     "Ernie4_5_MoeForCausalLM": Family(
         attention={"qkv_bias": key("use_bias"), "output_bias": key("use_bias")}, rope={"interleaved": True},
         feed_forward={"bias": key("use_bias")},
         experts={
-            "routing": routing(), "shared": shared_expert(several("n_shared_experts"), bias=key("use_bias")),
+            "shared": shared_expert(several("n_shared_experts"), bias=key("use_bias")),
             "correction_names": (
                 "mlp.moe_statics.e_score_correction_bias", "mlp.gate.moe_statics.e_score_correction_bias"
             ),
@@ -340,15 +331,10 @@ FAMILIES = {
         },
         is_sparse=_llama4_sparse, rotates=rotates_as_listed, longest=("attention_chunk_size",),
     ),
-    "Dots1ForCausalLM": Family(
-        attention={"qk_norm": rms()}, experts=ROUTED, is_sparse=sparse_from("first_k_dense_replace"),
-        layer_type=LATE_SLIDE,
-    ),
+    "Dots1ForCausalLM": Family(attention={"qk_norm": rms()}, experts=ROUTED, layer_type=LATE_SLIDE),
     "Glm4MoeForCausalLM": Family(
-        attention={
-            "output_bias": False, "qk_norm": lambda c, i: rms()(c, i) if c["use_qk_norm"] else None,
-        },
-        experts=ROUTED, is_sparse=sparse_from("first_k_dense_replace"), model=GUESSES,
+        attention={"output_bias": False, "qk_norm": lambda c, i: rms()(c, i) if c["use_qk_norm"] else None},
+        experts=ROUTED, model=GUESSES,
     ),
     "SolarOpenForCausalLM": Family(attention={"output_bias": False}, experts=ROUTED),
     "ExaoneMoeForCausalLM": Family(
@@ -357,8 +343,7 @@ FAMILIES = {
             "routing": SIGMOID_GROUPS, "shared": shared_expert(several("n_shared_experts")),
             "correction_names": CORRECTION_NAMES[::-1],
         },
-        is_sparse=sparse_from("first_k_dense_replace"), layer_type=all_but_every(4, "sliding_window_pattern"),
-        rotates=rotates_unless_all_is_seen,
+        layer_type=all_but_every(4, "sliding_window_pattern"), rotates=rotates_unless_all_is_seen,
     ),
     "MiniMaxM2ForCausalLM": Family(
         attention={"qk_norm": rms(), "qk_norm_scope": "all"},
@@ -404,8 +389,7 @@ FAMILIES = {
             "router_names": ("mlp.router.gate",), "correction_names": ("mlp.expert_bias",),
             "shared": shared_expert(several("n_shared_experts")),
         },
-        is_sparse=sparse_from("first_k_dense_replace"), layer_type=all_but_every(4, "global_attn_every_n_layers"),
-        rotates=slides,
+        layer_type=all_but_every(4, "global_attn_every_n_layers"), rotates=slides,
         model={"embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5 if c["mup_enabled"] else 1.0},
         refuses=("attention_bias",),
     ),

@@ -12,8 +12,16 @@ from octavo.layers.experts import PartNorms, stacked
 from octavo.layers.rotary import RopeConfig
 from octavo.layers.streams import StreamsDescription
 from octavo.layers.token_inputs import TokenInputsDescription
-from octavo.models.families.settings import AROUND, LOGITS_SOFTCAP, ROOT, all_but_every, routing, shared_expert, sliding
-from octavo.models.readers import Config, Family, Setting, activation_of, by_layer, rms, rope_of
+from octavo.models.families.settings import (
+    AROUND,
+    LOGITS_SOFTCAP,
+    ROOT,
+    all_but_every,
+    by_layer,
+    shared_expert,
+    sliding,
+)
+from octavo.models.readers import Config, Family, Setting, activation_of, rms, rope_of
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
@@ -132,7 +140,7 @@ _GEMMA_4 = Family(
     },
     feed_forward={"intermediate_size": _intermediate_size},
     experts={
-        "routing": routing(), "router_names": ("router.proj",),
+        "router_names": ("router.proj",),
         "names": (stacked("experts.gate_up_proj", "experts.down_proj"),),
         "shared": shared_expert(_intermediate_size, "mlp"), "weight_scales": "router.per_expert_scale",
         "part_norms": _part_norms,

@@ -9,8 +9,8 @@ from typing import Any
 from octavo.layers.experts import EXPERT_NAMES
 from octavo.layers.index import IndexDescription
 from octavo.layers.latent import LatentDescription
-from octavo.models.families.settings import GUESSES, ROUTED, query_growth, routing, several, shared_expert, sparse_from
-from octavo.models.readers import Config, Family, Setting, key, rms, rope_of, rope_settings
+from octavo.models.families.settings import GUESSES, ROUTED, query_growth, several, shared_expert
+from octavo.models.readers import Config, Family, Setting, key, rms, rope_of, rope_settings, routing
 
 
 def latent(**changes: Any) -> Callable[[Config, int], LatentDescription]:
@@ -91,7 +91,7 @@ def _indexed(is_interleaved: bool, shares: Callable[[Config, int], bool] = lambd
 
     return Family(
         mixer=latent(index=index, shares_index=lambda c, i: bool(c["index_topk"]) and shares(c, i)), experts=ROUTED,
-        is_sparse=sparse_from("first_k_dense_replace"), model=GUESSES | {"unused": unused},
+        model=GUESSES | {"unused": unused},
     )  # fmt: skip
 
 
@@ -105,11 +105,9 @@ FAMILIES = {
                 kept_groups=lambda c, i: c["topk_group"] if _group_limited(c, i) else 1,
             ),
         },
-        is_sparse=sparse_from("first_k_dense_replace"), refuses=("mlp_bias",),
+        refuses=("mlp_bias",),
     ),
-    "DeepseekV3ForCausalLM": Family(
-        mixer=latent(), experts=ROUTED, is_sparse=sparse_from("first_k_dense_replace"), model=GUESSES,
-    ),
+    "DeepseekV3ForCausalLM": Family(mixer=latent(), experts=ROUTED, model=GUESSES),
     "Glm4MoeLiteForCausalLM": Family(mixer=latent(), experts=ROUTED, is_sparse=lambda _, i: i > 0, model=GUESSES),
     "AXK1ForCausalLM": Family(
         mixer=latent(),
@@ -134,7 +132,6 @@ FAMILIES = {
             ),
             "names": (EXPERT_NAMES[1], EXPERT_NAMES[0]),
         },
-        is_sparse=sparse_from("first_k_dense_replace"),
     ),
     "MiniCPM3ForCausalLM": Family(
         mixer=latent(),

@@ -19,10 +19,9 @@ from octavo.models.families.settings import (
     SCALE,
     SIGMOID_GROUPS,
     only_silu,
-    routing,
     where_no_attention,
 )
-from octavo.models.readers import Config, Family, Setting, activation_of, head_size, key, rope_of
+from octavo.models.readers import Config, Family, Setting, activation_of, head_size, key, rope_of, routing
 
 _OWN_ACT = "mamba_hidden_act"  # where feed-forwards have another
 
@@ -119,8 +118,7 @@ def _nemotron(config: Config, i: int) -> MambaDescription | None:
 def _nemotron_shared(config: Config, _: int) -> FeedForwardDescription:
     return FeedForwardDescription(
         config["moe_shared_expert_intermediate_size"], activation_of(config["mlp_hidden_act"]), gated=False,
-        bias=config["mlp_bias"], up_names=("mixer.shared_experts.up_proj",),
-        down_name="mixer.shared_experts.down_proj",
+        bias=config["mlp_bias"], up_names=("mixer.shared_experts.up_proj",), down_name="mixer.shared_experts.down_proj",
     )  # fmt: skip
 
 

@@ -22,14 +22,12 @@ from octavo.models.families.settings import (
     SIGMOID_GROUPS,
     W123,
     only_silu,
-    routing,
     several,
     shared_expert,
     sparse_by_step,
-    sparse_from,
     where_no_attention,
 )
-from octavo.models.readers import Config, Family, Setting, activation_of, head_size, key, rms, rope_settings
+from octavo.models.readers import Config, Family, Setting, activation_of, head_size, key, rms, rope_settings, routing
 
 
 def _lightning(config: Config, i: int) -> LightningDescription:
@@ -159,7 +157,7 @@ def _olmo_norm(recurrent: str | None, attention: str | None) -> Setting:
 _GATED_ATTENTION = {"gate": GateDescription(None), "qk_norm": rms(offset=1.0)}
 _GUESSING = {"unused": ("mtp.",)}  # a module of multi-token prediction: see `octavo.models.heads.module_names`
 _QWEN_EXPERTS = {
-    "routing": routing(), "shared": shared_expert(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
+    "shared": shared_expert(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
     "shared_gate_name": "mlp.shared_expert_gate",
 }  # fmt: skip
 _QWEN_3_5 = Family(
@@ -213,7 +211,6 @@ FAMILIES = {
                 stacked("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
             ),
         },
-        is_sparse=sparse_from("first_k_dense_replace"),
     ),
     "Lfm3ForCausalLM": Family(
         layer_type=_lfm3_type, mixer=where_no_attention(_short_conv),
@@ -252,7 +249,6 @@ FAMILIES = {
             "correction_names": ("block_sparse_moe.gate.e_score_correction_bias",),
             "shared": shared_expert(several("n_shared_experts"), "block_sparse_moe.shared_experts"),
         },
-        is_sparse=sparse_from("first_k_dense_replace"),
     ),
     "BailingHybridForCausalLM": Family(
         layer_type=lambda c, i: "linear_attention" if (i + 1) % c["layer_group_size"] else "full_attention",
@@ -261,7 +257,6 @@ FAMILIES = {
             "routing": SIGMOID_GROUPS, "correction_names": ("mlp.gate.expert_bias", *CORRECTION_NAMES),
             "shared": shared_expert(several("n_shared_experts")),
         },
-        is_sparse=sparse_from("first_k_dense_replace"),
         model={"embedding_name": "model.word_embeddings", "num_unused_layers": key("num_nextn_predict_layers")},
         refuses=("attention_bias",),
     ),
@@ -272,7 +267,7 @@ FAMILIES = {
             "keeps_normed": True, "stream_multipliers": _minimax_factors("alpha"),
             "multipliers": lambda c, i: (_minimax_factors("beta")(c, i)[0], 1.0, _minimax_factors("beta")(c, i)[1]),
         },
-        experts={"routing": routing(), "router_names": ("block_sparse_moe.gate", "mlp.gate"), "names": W123},
+        experts={"router_names": ("block_sparse_moe.gate", "mlp.gate"), "names": W123},
         model={"unused": _minimax_constants},
     ),
     "RecurrentGemmaForCausalLM": Family(

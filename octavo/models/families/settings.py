@@ -10,8 +10,7 @@ from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.head import HeadDescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.rotary import QueryGrowth
-from octavo.models.readers import Config, Family, Setting, activation_of, key, per_layer, rope_settings
-from octavo.ops import Routing
+from octavo.models.readers import Config, Family, Setting, activation_of, key, per_layer, rope_settings, routing
 
 # Norms around a layer, and only after it.
 AROUND = {
@@ -100,16 +99,6 @@ def where_no_attention(mixer: Setting) -> Setting:
     return lambda c, i: mixer(c, i) if c["layer_types"][i] in _OTHER_TYPES else "attention"
 
 
-def routing(**changes: Any) -> Setting:
-    """A router by the usual settings; `changes` are values or settings."""
-
-    def find(config: Config, i: int) -> Routing:
-        settings = {"top_k": config["num_experts_per_tok"], "normalize": bool(config["norm_topk_prob"])}
-        return Routing(**settings | {name: v(config, i) if callable(v) else v for name, v in changes.items()})
-
-    return find
-
-
 def shared_expert(size: Setting, name: str = "mlp.shared_experts", bias: Any = False) -> Setting:
     """The expert that sees every token; without a size there is none."""
 
@@ -148,7 +137,7 @@ def granite_shared(config: Config, _: int) -> FeedForwardDescription | None:
 
 # Of checkpoints, and of transformers 5.
 GRANITE_EXPERTS = {
-    "routing": routing(), "shared": granite_shared,
+    "shared": granite_shared,
     "router_names": ("block_sparse_moe.router.layer", "block_sparse_moe.router"),
     "names": (
         stacked("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
@@ -167,6 +156,11 @@ CORRECTION_NAMES = (
 CORRECTION = {"correction_names": CORRECTION_NAMES}
 
 
+def by_layer(setting: str) -> Setting:
+    """A value for all layers, or one for each."""
+    return lambda c, i: c[setting][i] if isinstance(c[setting], list) else c[setting]
+
+
 def several(count: str, size: str = "moe_intermediate_size") -> Setting:
     """So many shared experts are one that is so much wider."""
     return lambda c, _: (c[count] or 0) * c[size]
@@ -174,11 +168,6 @@ def several(count: str, size: str = "moe_intermediate_size") -> Setting:
 
 ROUTED = CORRECTION | {"routing": SIGMOID_GROUPS, "shared": shared_expert(several("n_shared_experts"))}
 GUESSES = {"num_unused_layers": lambda c, _: c["num_nextn_predict_layers"] or 0}
-
-
-def sparse_from(setting: str) -> Setting:
-    """All layers but the first ones are sparse."""
-    return lambda c, i: i >= c[setting]
 
 
 def _modern_bert_norm(config: Config, _: int) -> NormDescription:
