@@ -109,12 +109,8 @@ def layer_norm(**changes: Any) -> Setting:
 
 def routing(**changes: Any) -> Setting:
     """A router by the usual settings; `changes` are values or settings."""
-
-    def find(config: Config, i: int) -> Routing:
-        settings = {"top_k": config["num_experts_per_tok"], "normalize": bool(config["norm_topk_prob"])}
-        return Routing(**settings | {name: v(config, i) if callable(v) else v for name, v in changes.items()})
-
-    return find
+    usual = {"top_k": key("num_experts_per_tok"), "normalize": lambda c, _: bool(c["norm_topk_prob"])}
+    return lambda c, i: Routing(**valued(usual | changes, c, i))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +169,7 @@ def read(name: str, family: Family, given: Config) -> ModelDescription:
         "norm": family.norm(config, 0),
         "pooling": family.pooling(config, 0) if family.pooling is not None else None,
     }
-    return ModelDescription(architecture=name, layers=layers, **described | _values(family.model, config, 0))
+    return ModelDescription(architecture=name, layers=layers, **described | valued(family.model, config, 0))
 
 
 def overlaid(defaults: Config, given: Config) -> dict[str, Any]:
@@ -201,7 +197,8 @@ def _merged(name: str, given: Config) -> dict[str, Any]:
     return config
 
 
-def _values(settings: Mapping[str, Any], config: Config, layer: int) -> dict[str, Any]:
+def valued(settings: Mapping[str, Any], config: Config, layer: int) -> dict[str, Any]:
+    """What values and `Setting`s are for that layer."""
     return {name: value(config, layer) if callable(value) else value for name, value in settings.items()}
 
 
@@ -211,7 +208,7 @@ def _layer(family: Family, config: Config, i: int) -> LayerDescription:
         attention=_attention(family, config, i) if mixer == "attention" else mixer,
         feed_forward=_feed_forward(family, config, i) if family.has_feed_forward(config, i) else None,
         norm=family.norm(config, i),
-        **_values(family.layer, config, i),
+        **valued(family.layer, config, i),
     )
 
 
@@ -229,7 +226,7 @@ def _attention(family: Family, config: Config, i: int) -> AttentionDescription:
         "window": (config["sliding_window"] or 0) if layer_type == "sliding_attention" else 0,
         "qkv_bias": config["attention_bias"],
         "output_bias": config["attention_bias"],
-    } | _values(family.attention, config, i)
+    } | valued(family.attention, config, i)
     num_heads, num_kv_heads = attention["num_heads"], attention["num_kv_heads"]
     if num_heads % num_kv_heads:
         raise LoadError(f"{num_heads} query heads do not divide into {num_kv_heads} key/value heads.")
@@ -241,10 +238,10 @@ def _feed_forward(family: Family, config: Config, i: int) -> FeedForwardDescript
     if family.experts is not None and config["mlp_layer_types"][i] == "sparse":
         size = config["moe_intermediate_size"] or config["intermediate_size"]
         experts = {"num_experts": config["num_experts"], "intermediate_size": size, "activation": activation}
-        return ExpertsDescription(**experts | _values({"routing": routing(), **family.experts}, config, i))
+        return ExpertsDescription(**experts | valued({"routing": routing(), **family.experts}, config, i))
     size = config["intermediate_size"] or 4 * config["hidden_size"]
     settings = {"intermediate_size": size, "activation": activation, "bias": config["mlp_bias"]}
-    return FeedForwardDescription(**settings | _values(family.feed_forward, config, i))
+    return FeedForwardDescription(**settings | valued(family.feed_forward, config, i))
 
 
 def num_labels(config: Config) -> int:
@@ -337,7 +334,7 @@ def rope_of(
         "attention_factor": _attention_factor(kind, factor, original, scaling),
     }
     settings |= {name: float(scaling[name]) for name in _ROPE_NUMBERS if scaling.get(name)}
-    return RopeConfig(**settings | _values(changes, config, i))
+    return RopeConfig(**settings | valued(changes, config, i))
 
 
 def _attention_factor(kind: str, factor: float, original: int, scaling: Config) -> float:

@@ -10,7 +10,7 @@ from octavo.layers.experts import EXPERT_NAMES
 from octavo.layers.index import IndexDescription
 from octavo.layers.latent import LatentDescription
 from octavo.models.families.settings import GUESSES, ROUTED, query_growth, several, shared_expert
-from octavo.models.readers import Config, Family, Setting, key, rms, rope_of, rope_settings, routing
+from octavo.models.readers import Config, Family, Setting, key, rms, rope_of, rope_settings, routing, valued
 
 
 def latent(**changes: Any) -> Callable[[Config, int], LatentDescription]:
@@ -28,7 +28,7 @@ def latent(**changes: Any) -> Callable[[Config, int], LatentDescription]:
             "scale": (plain + rotated) ** -0.5 * _sharper(config), "norm": rms(eps=1e-6)(config, i),
             "bias": bool(config["attention_bias"]),
         }  # fmt: skip
-        return LatentDescription(**settings | {n: v(config, i) if callable(v) else v for n, v in changes.items()})
+        return LatentDescription(**settings | valued(changes, config, i))
 
     return find
 

@@ -19,6 +19,7 @@ from octavo.models.families.settings import (
     SCALE,
     SIGMOID_GROUPS,
     only_silu,
+    shared_expert,
     where_no_attention,
 )
 from octavo.models.readers import Config, Family, Setting, activation_of, head_size, key, rope_of, routing
@@ -115,11 +116,10 @@ def _nemotron(config: Config, i: int) -> MambaDescription | None:
     return _mamba_2(config, heads, size, bias="use_bias", activation=_OWN_ACT, name="mixer", time_limit=limit)
 
 
-def _nemotron_shared(config: Config, _: int) -> FeedForwardDescription:
-    return FeedForwardDescription(
-        config["moe_shared_expert_intermediate_size"], activation_of(config["mlp_hidden_act"]), gated=False,
-        bias=config["mlp_bias"], up_names=("mixer.shared_experts.up_proj",), down_name="mixer.shared_experts.down_proj",
-    )  # fmt: skip
+_nemotron_shared = shared_expert(
+    key("moe_shared_expert_intermediate_size"), "mixer.shared_experts", gated=False, bias=key("mlp_bias"),
+    activation=lambda c, _: activation_of(c["mlp_hidden_act"]), up_names=("mixer.shared_experts.up_proj",),
+)  # fmt: skip
 
 
 def _zamba_type(config: Config, i: int) -> str:

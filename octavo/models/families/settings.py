@@ -10,7 +10,7 @@ from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.head import HeadDescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.rotary import QueryGrowth
-from octavo.models.readers import Config, Family, Setting, activation_of, key, per_layer, rope_settings, routing
+from octavo.models.readers import Config, Family, Setting, activation_of, key, per_layer, rope_settings, routing, valued
 
 # Norms around a layer, and only after it.
 AROUND = {
@@ -99,19 +99,13 @@ def where_no_attention(mixer: Setting) -> Setting:
     return lambda c, i: mixer(c, i) if c["layer_types"][i] in _OTHER_TYPES else "attention"
 
 
-def shared_expert(size: Setting, name: str = "mlp.shared_experts", bias: Any = False) -> Setting:
-    """The expert that sees every token; without a size there is none."""
-
-    def find(config: Config, i: int) -> FeedForwardDescription | None:
-        found = size(config, i)
-        if not found:
-            return None
-        return FeedForwardDescription(
-            found, activation_of(config["hidden_act"]), bias=bias(config, i) if callable(bias) else bias,
-            up_names=(f"{name}.gate_proj", f"{name}.up_proj"), down_name=f"{name}.down_proj",
-        )  # fmt: skip
-
-    return find
+def shared_expert(size: Setting, name: str = "mlp.shared_experts", **changes: Any) -> Setting:
+    """The expert that sees every token, with `changes` of its description; without a size there is none."""
+    usual = {
+        "intermediate_size": size, "activation": lambda c, _: activation_of(c["hidden_act"]),
+        "up_names": (f"{name}.gate_proj", f"{name}.up_proj"), "down_name": f"{name}.down_proj",
+    }  # fmt: skip
+    return lambda c, i: FeedForwardDescription(**valued(usual | changes, c, i)) if size(c, i) else None
 
 
 def query_growth(config: Config, _: int) -> QueryGrowth | None:
@@ -125,19 +119,11 @@ def sparse_by_step(config: Config, i: int) -> bool:
     return i not in (config["mlp_only_layers"] or ()) and (i + 1) % config["decoder_sparse_step"] == 0
 
 
-def granite_shared(config: Config, _: int) -> FeedForwardDescription | None:
-    """Granite's shared expert, whose gate and up are one matrix."""
-    if not config["shared_intermediate_size"]:
-        return None
-    return FeedForwardDescription(
-        config["shared_intermediate_size"], activation_of(config["hidden_act"]),
-        up_names=("shared_mlp.input_linear",), down_name="shared_mlp.output_linear",
-    )  # fmt: skip
-
-
 # Of checkpoints, and of transformers 5.
 GRANITE_EXPERTS = {
-    "shared": granite_shared,
+    "shared": shared_expert(
+        key("shared_intermediate_size"), up_names=("shared_mlp.input_linear",), down_name="shared_mlp.output_linear"
+    ),
     "router_names": ("block_sparse_moe.router.layer", "block_sparse_moe.router"),
     "names": (
         stacked("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
