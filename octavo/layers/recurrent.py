@@ -200,8 +200,8 @@ class GatedDeltaDescription:
         begins = (0, all_keys, 2 * all_keys)
         return np.concatenate([begin + np.array(part) for begin, part in zip(begins, parts, strict=True)])
 
-    def row_orders(self, num_matrices: int) -> list[NDArray[np.intp]]:
-        """For each matrix our heads' rows of it, in our order."""
+    def matrices(self, count: int) -> list[tuple[int, NDArray[np.intp]]]:
+        """Of so many matrices: how many rows each has, and those of our heads, in our order."""
         keys, values = self.own_keys, self.own_values
         heads, served = self.num_key_heads, self.num_value_heads // self.num_key_heads
 
@@ -215,18 +215,20 @@ class GatedDeltaDescription:
             own = [part[keys] for part in parts[:2]] + [part[values] for part in by_value_head]
             return np.concatenate([part.reshape(-1) for part in own])
 
-        convolved, gates = self.convolved(), np.array(elements(values, self.value_size))
-        own, decays = np.array(values), np.array(elements(values, self.decays_of_head))
+        by_key, by_value = np.array(elements(keys, self.key_size)), np.array(elements(values, self.value_size))
+        num_keys, num_values = heads * self.key_size, self.num_value_heads * self.value_size
+        convolved, betas = (self.conv_width, self.convolved()), (self.num_value_heads, np.array(values))
+        gates, decays = (num_values, by_value), (self.num_decays, np.array(elements(values, self.decays_of_head)))
         if self.rank:
-            gates, decays = np.arange(self.rank), np.arange(self.rank)
-        if num_matrices == 2:
-            return [by_key_head(self.key_size, self.value_size, self.value_size), by_key_head(0, 1, 1)]
-        if num_matrices == 3:
-            return [convolved, gates, by_key_head(0, 1, 1)]
-        if num_matrices == 4:
-            return [convolved, gates, own, decays]
-        by_key = np.array(elements(keys, self.key_size))
-        return [by_key, by_key, np.array(elements(values, self.value_size)), gates, own, decays]
+            gates = decays = self.rank, np.arange(self.rank)
+        if count == 4:
+            return [convolved, gates, betas, decays]
+        if count == 6:
+            return [(num_keys, by_key), (num_keys, by_key), (num_values, by_value), gates, betas, decays]
+        last = 2 * self.num_value_heads, by_key_head(0, 1, 1)
+        if count == 3:
+            return [convolved, gates, last]
+        return [(2 * num_keys + 2 * num_values, by_key_head(self.key_size, self.value_size, self.value_size)), last]
 
     def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> GatedDelta:
         return GatedDelta(self, hidden_size, parameters, prefix)
@@ -239,19 +241,13 @@ class GatedDelta:
         self._part, self._ops, self._dtype = description.part, parameters.ops, parameters.dtype
         d, own, prefix = description, self._part, f"{prefix}{description.name}."
         heads, values, keys = d.num_value_heads, d.num_value_heads * d.value_size, d.num_key_heads * d.key_size
-        gates, decays = (d.rank, d.rank) if d.rank else (values, d.num_decays)
         names = [f"{prefix}{name}" for name in d.in_names]
         if len(names) == 2 and f"{names[0]}.weight" not in parameters.weights:
             names = [f"{prefix}{name}" for name in ("in_proj_qkv", "in_proj_z", d.in_names[1])]
-        sizes = {
-            2: (2 * keys + 2 * values, 2 * heads),
-            3: (d.conv_width, values, 2 * heads),
-            4: (d.conv_width, values, heads, heads),
-            6: (keys, keys, values, gates, heads, decays),
-        }[len(names)]
+        sizes, orders = zip(*d.matrices(len(names)), strict=True)
         own_gates = own.conv_width + (d.rank or own.num_value_heads * d.value_size)
         self._ends = own_gates, own_gates + own.num_value_heads  # of gates and betas in that product
-        self.consumer = parameters.linear(names, sizes, hidden_size, orders=d.row_orders(len(names)))
+        self.consumer = parameters.linear(names, sizes, hidden_size, orders=orders)
         widths = (d.conv_width,) if len(d.conv_names) == 1 else (keys, keys, values)
         convolved = {f"{prefix}{name}": width for name, width in zip(d.conv_names, widths, strict=True)}
         self._conv = Convolution(parameters, convolved, d.kernel, False, "silu", d.convolved())

@@ -280,7 +280,7 @@ class Decoder:
         self._output = self._embedding.weight if is_last and self._embedding is not None else None
         if description.num_unsaid_tokens and has_output:
             self._output = self._padded_output(parameters)
-        elif has_output and not (is_tied and share.is_whole):  # a tied one has columns, not rows
+        elif has_output and not (is_tied and share.is_whole):  # an embedding is cut by columns, this by rows
             name = description.embedding_name if is_tied else description.output_name
             size = hidden_size if description.head is None else description.head.size
             self._output = parameters.linear([name], [vocab_size], size, output_bias, own=self._own_vocab)
