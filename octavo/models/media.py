@@ -249,7 +249,6 @@ def read_media(name: str, config: Mapping[str, Any]) -> ModelDescription:
         architecture=name,
         tie_word_embeddings=is_tied,
         layers=layers,
-        num_unused_layers=description.num_unused_layers or int(text.get("num_nextn_predict_layers") or 0),
         takes_media=True,
         num_media_layers=num_media_layers,
         sees_ahead=sees_ahead,

@@ -167,6 +167,7 @@ def read(name: str, family: Family, given: Config) -> ModelDescription:
         ),
         "tie_word_embeddings": bool(config["tie_word_embeddings"]),
         "norm": family.norm(config, 0),
+        "num_unused_layers": config.get("num_nextn_predict_layers") or 0,
         "pooling": family.pooling(config, 0) if family.pooling is not None else None,
     }
     return ModelDescription(architecture=name, layers=layers, **described | valued(family.model, config, 0))

@@ -22,7 +22,6 @@ from octavo.models.families.settings import (
     CORRECTION_NAMES,
     FULL,
     GRANITE_EXPERTS,
-    GUESSES,
     LATE_SLIDE,
     LOGIT_SCALE,
     LOGITS_SOFTCAP,
@@ -161,10 +160,7 @@ FAMILIES = {
         attention={"qk_norm": rms()}, experts={}, is_sparse=sparse_by_step,
         layer_type=ALL_SLIDE, window_switch="use_sliding_window",
     ),
-    "MellumForCausalLM": Family(
-        attention={"qk_norm": rms()}, experts={}, layer_type=FULL,
-        model={"num_unused_layers": lambda c, _: c.get("num_nextn_predict_layers") or 0},
-    ),
+    "MellumForCausalLM": Family(attention={"qk_norm": rms()}, experts={}, layer_type=FULL),
     "OlmoeForCausalLM": Family(attention={"qk_norm": rms(), "qk_norm_scope": "all"}, experts={}, refuses=("clip_qkv",)),
     "FlexOlmoForCausalLM": Family(attention={"qk_norm": rms(), "qk_norm_scope": "all"}, experts={}, layer=AFTER),
     "HunYuanMoEV1ForCausalLM": Family(
@@ -334,7 +330,7 @@ FAMILIES = {
     "Dots1ForCausalLM": Family(attention={"qk_norm": rms()}, experts=ROUTED, layer_type=LATE_SLIDE),
     "Glm4MoeForCausalLM": Family(
         attention={"output_bias": False, "qk_norm": lambda c, i: rms()(c, i) if c["use_qk_norm"] else None},
-        experts=ROUTED, model=GUESSES,
+        experts=ROUTED,
     ),
     "SolarOpenForCausalLM": Family(attention={"output_bias": False}, experts=ROUTED),
     "ExaoneMoeForCausalLM": Family(

@@ -9,7 +9,7 @@ from typing import Any
 from octavo.layers.experts import EXPERT_NAMES
 from octavo.layers.index import IndexDescription
 from octavo.layers.latent import LatentDescription
-from octavo.models.families.settings import GUESSES, ROUTED, query_growth, several, shared_expert
+from octavo.models.families.settings import ROUTED, query_growth, several, shared_expert
 from octavo.models.readers import Config, Family, Setting, key, rms, rope_of, rope_settings, routing, valued
 
 
@@ -91,7 +91,7 @@ def _indexed(is_interleaved: bool, shares: Callable[[Config, int], bool] = lambd
 
     return Family(
         mixer=latent(index=index, shares_index=lambda c, i: bool(c["index_topk"]) and shares(c, i)), experts=ROUTED,
-        model=GUESSES | {"unused": unused},
+        model={"unused": unused},
     )  # fmt: skip
 
 
@@ -107,8 +107,8 @@ FAMILIES = {
         },
         refuses=("mlp_bias",),
     ),
-    "DeepseekV3ForCausalLM": Family(mixer=latent(), experts=ROUTED, model=GUESSES),
-    "Glm4MoeLiteForCausalLM": Family(mixer=latent(), experts=ROUTED, is_sparse=lambda _, i: i > 0, model=GUESSES),
+    "DeepseekV3ForCausalLM": Family(mixer=latent(), experts=ROUTED),
+    "Glm4MoeLiteForCausalLM": Family(mixer=latent(), experts=ROUTED, is_sparse=lambda _, i: i > 0),
     "AXK1ForCausalLM": Family(
         mixer=latent(),
         layer={

@@ -257,8 +257,7 @@ FAMILIES = {
             "routing": SIGMOID_GROUPS, "correction_names": ("mlp.gate.expert_bias", *CORRECTION_NAMES),
             "shared": shared_expert(several("n_shared_experts")),
         },
-        model={"embedding_name": "model.word_embeddings", "num_unused_layers": key("num_nextn_predict_layers")},
-        refuses=("attention_bias",),
+        model={"embedding_name": "model.word_embeddings"}, refuses=("attention_bias",),
     ),
     "MiniMaxForCausalLM": Family(
         layer_type=lambda _, i: "linear_attention" if (i + 1) % 2 == 0 else "full_attention",

@@ -153,7 +153,6 @@ def several(count: str, size: str = "moe_intermediate_size") -> Setting:
 
 
 ROUTED = CORRECTION | {"routing": SIGMOID_GROUPS, "shared": shared_expert(several("n_shared_experts"))}
-GUESSES = {"num_unused_layers": lambda c, _: c["num_nextn_predict_layers"] or 0}
 
 
 def _modern_bert_norm(config: Config, _: int) -> NormDescription:
