@@ -115,15 +115,16 @@ def routing(**changes: Any) -> Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """How an architecture differs from Llama: fields of the descriptions, each with a value or a `Setting`."""
+    """How an architecture differs from Llama: fields of the descriptions, each with a value or a `Setting`. Some
+    settings count in all of them: of biases, soft caps and Granite's multipliers, of layers that are dense or guess."""
 
     norm: Setting = field(default_factory=rms)  # every norm that is not said to be another
-    attention: Mapping[str, Any] = field(default_factory=dict)  # biases are as `attention_bias` says
+    attention: Mapping[str, Any] = field(default_factory=dict)
     # Another description in the place of attention's; "attention"; or None, where the layer has neither.
     mixer: Setting = lambda _, __: "attention"
     rope: Mapping[str, Any] | None = field(default_factory=dict)  # None: nothing rotates
     rope_kinds: tuple[str, ...] = ()  # of its own, beside `ROPE_KINDS`
-    feed_forward: Mapping[str, Any] = field(default_factory=dict)  # and here as `mlp_bias` does
+    feed_forward: Mapping[str, Any] = field(default_factory=dict)
     has_feed_forward: Setting = lambda _, __: True  # whether the layer does
     layer: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
@@ -167,6 +168,9 @@ def read(name: str, family: Family, given: Config) -> ModelDescription:
         ),
         "tie_word_embeddings": bool(config["tie_word_embeddings"]),
         "norm": family.norm(config, 0),
+        "embedding_multiplier": config.get("embedding_multiplier", 1.0),
+        "logits_divisor": config.get("logits_scaling", 1.0),
+        "logits_softcap": config.get("final_logit_softcapping") or 0.0,
         "num_unused_layers": config.get("num_nextn_predict_layers") or 0,
         "pooling": family.pooling(config, 0) if family.pooling is not None else None,
     }
@@ -209,7 +213,7 @@ def _layer(family: Family, config: Config, i: int) -> LayerDescription:
         attention=_attention(family, config, i) if mixer == "attention" else mixer,
         feed_forward=_feed_forward(family, config, i) if family.has_feed_forward(config, i) else None,
         norm=family.norm(config, i),
-        **valued(family.layer, config, i),
+        **{"residual_multiplier": config.get("residual_multiplier", 1.0), **valued(family.layer, config, i)},
     )
 
 
@@ -222,7 +226,7 @@ def _attention(family: Family, config: Config, i: int) -> AttentionDescription:
         "num_heads": num_heads,
         "num_kv_heads": config["num_key_value_heads"] or num_heads,
         "head_size": size,
-        "scale": size**-0.5,
+        "scale": config.get("attention_multiplier") or size**-0.5,
         "rope": rope_of(config, i, size, family.rope or {}, layer_type, family.rope_kinds) if turns else None,
         "window": (config["sliding_window"] or 0) if layer_type == "sliding_attention" else 0,
         "qkv_bias": config["attention_bias"],

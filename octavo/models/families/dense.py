@@ -18,12 +18,8 @@ from octavo.models.families.settings import (
     AROUND,
     LATE_SLIDE,
     LOGIT_SCALE,
-    LOGITS_SOFTCAP,
     MODERN_BERT,
-    MULTIPLIERS,
-    RESIDUAL,
     ROOT,
-    SCALE,
     all_but_every,
     granite_rotates,
     modern_bert_head,
@@ -150,7 +146,7 @@ _GLM = Family(
 )  # fmt: skip
 _GEMMA2 = Family(
     norm=_GEMMA_RMS, attention=_GEMMA_SCORES, layer=AROUND,
-    model=ROOT | LOGITS_SOFTCAP, layer_type=all_but_every(2), refuses=("use_bidirectional_attention",),
+    model=ROOT, layer_type=all_but_every(2), refuses=("use_bidirectional_attention",),
 )  # fmt: skip
 _GPTJ = Family(
     norm=layer_norm(),
@@ -185,22 +181,17 @@ FAMILIES = {
         _GLM,
         layer={"attention_post_norm": "post_self_attn_layernorm", "feed_forward_post_norm": "post_mlp_layernorm"},
     ),
-    "GraniteForCausalLM": Family(attention=SCALE, layer=RESIDUAL, model=MULTIPLIERS),
+    "GraniteForCausalLM": Family(),
     "GraniteSWAForCausalLM": Family(
-        attention={"scale": key("attention_multiplier"), "sinks": "self_attn.sinks"},
-        rotates=granite_rotates, layer=RESIDUAL, model=MULTIPLIERS,
+        attention={"sinks": "self_attn.sinks"}, rotates=granite_rotates,
         layer_type=all_but_every(4, "window_pattern", first=0),
     ),
     "HyperCLOVAXForCausalLM": Family(
-        attention={"scale": lambda c, _: c["attention_multiplier"] or head_size(c) ** -0.5},
         layer={
-            "residual_multiplier": key("residual_multiplier"),
             "attention_post_norm": _where("use_post_norm", "post_norm1", None),
             "feed_forward_post_norm": _where("use_post_norm", "post_norm2", None),
         },
-        model={
-            "embedding_multiplier": key("embedding_multiplier"), "logits_divisor": lambda c, _: 1 / c["logits_scaling"],
-        },
+        model={"logits_divisor": lambda c, _: 1 / c["logits_scaling"]},
     ),
     "ApertusForCausalLM": Family(
         attention={"qk_norm": rms()},
@@ -217,7 +208,7 @@ FAMILIES = {
     "NanoChatForCausalLM": Family(
         norm=rms(has_weight=False), attention={"qk_norm": rms(has_weight=False)},
         rope={"reversed": True, "attention_factor": 1.0},  # which would be normed away
-        feed_forward=_ungated("mlp.fc1", "mlp.fc2"), model=LOGITS_SOFTCAP | {"embedding_norm": rms(has_weight=False)},
+        feed_forward=_ungated("mlp.fc1", "mlp.fc2"), model={"embedding_norm": rms(has_weight=False)},
     ),
     "BitNetForCausalLM": Family(
         attention={"output_norm": rms(), "output_norm_name": "self_attn.attn_sub_norm"},
@@ -238,7 +229,7 @@ FAMILIES = {
             "qk_norm": _GEMMA_RMS, "bidirectional": lambda c, _: bool(c.get("use_bidirectional_attention")),
             "window": _gemma_3_window,
         },
-        layer=AROUND, model=ROOT | LOGITS_SOFTCAP, layer_type=all_but_every(6, "sliding_window_pattern"),
+        layer=AROUND, model=ROOT, layer_type=all_but_every(6, "sliding_window_pattern"),
     ),
     "VaultGemmaForCausalLM": replace(_GEMMA2, layer={"feed_forward_norm": "pre_feedforward_layernorm"}, refuses=()),
     "ArceeForCausalLM": Family(feed_forward=_ungated("mlp.up_proj", "mlp.down_proj")),

@@ -24,11 +24,7 @@ from octavo.models.families.settings import (
     GRANITE_EXPERTS,
     LATE_SLIDE,
     LOGIT_SCALE,
-    LOGITS_SOFTCAP,
-    MULTIPLIERS,
-    RESIDUAL,
     ROUTED,
-    SCALE,
     SIGMOID_GROUPS,
     W123,
     all_but_every,
@@ -140,9 +136,7 @@ def _beam_depth(keeps_stream: bool) -> Setting:
     return find
 
 
-_GRANITE = Family(
-    attention=SCALE, layer=RESIDUAL, experts=GRANITE_EXPERTS, model=MULTIPLIERS,
-)  # fmt: skip
+_GRANITE = Family(experts=GRANITE_EXPERTS)
 
 FAMILIES = {
     "MixtralForCausalLM": Family(
@@ -205,7 +199,7 @@ FAMILIES = {
         layer=AROUND | {"stream_multipliers": _beam_depth(True), "multipliers": _beam_depth(False)},
         experts=CORRECTION | {"routing": SIGMOID_GROUPS}, is_sparse=lambda _, i: i > 2,
         layer_type=sliding(lambda c, i: (i + 1) % 6 != 0 and i + 1 != c["num_hidden_layers"]), rotates=_beam_rotates,
-        model=LOGITS_SOFTCAP, refuses=("attention_bias",),
+        refuses=("attention_bias",),
     ),
     "DbrxForCausalLM": Family(
         norm=layer_norm(bias=False),
@@ -245,7 +239,7 @@ FAMILIES = {
     "GraniteMoeForCausalLM": _GRANITE,
     "GraniteMoeSharedForCausalLM": _GRANITE,
     "GraniteMoeSWAForCausalLM": replace(
-        _GRANITE, attention=SCALE | {"sinks": "self_attn.sinks"},
+        _GRANITE, attention={"sinks": "self_attn.sinks"},
         rotates=granite_rotates, layer_type=sliding(lambda _, i: i % 4 != 0),
         # Newer names first.
         experts={name: v[::-1] if isinstance(v, tuple) else v for name, v in GRANITE_EXPERTS.items()},

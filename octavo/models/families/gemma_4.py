@@ -12,15 +12,7 @@ from octavo.layers.experts import PartNorms, stacked
 from octavo.layers.rotary import RopeConfig
 from octavo.layers.streams import StreamsDescription
 from octavo.layers.token_inputs import TokenInputsDescription
-from octavo.models.families.settings import (
-    AROUND,
-    LOGITS_SOFTCAP,
-    ROOT,
-    all_but_every,
-    by_layer,
-    shared_expert,
-    sliding,
-)
+from octavo.models.families.settings import AROUND, ROOT, all_but_every, by_layer, shared_expert, sliding
 from octavo.models.readers import Config, Family, Setting, activation_of, rms, rope_of
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -150,7 +142,7 @@ _GEMMA_4 = Family(
         "stream_scale": "layer_scalar",
         "feed_forward_norm": lambda c, _: None if c["enable_moe_block"] else AROUND["feed_forward_norm"],
     },
-    model=ROOT | LOGITS_SOFTCAP | {"token_inputs": _token_inputs}, layer_type=all_but_every(6),
+    model=ROOT | {"token_inputs": _token_inputs}, layer_type=all_but_every(6),
 )  # fmt: skip
 FAMILIES = {
     "Gemma3nForCausalLM": Family(
@@ -159,7 +151,7 @@ FAMILIES = {
             "qkv_names": lambda c, i: _QKV if _reads_layer_3n(c, i) is None else _QKV[:1],
         },
         feed_forward={"intermediate_size": by_layer("intermediate_size"), "sparsity": _sparsity}, layer=AROUND,
-        model=ROOT | LOGITS_SOFTCAP | {
+        model=ROOT | {
             "token_inputs": _token_inputs_3n,
             "streams": lambda c, _: StreamsDescription(c["altup_num_inputs"], c["laurel_rank"]), "unused": _unused_3n,
         },

@@ -14,9 +14,6 @@ from octavo.layers.norm import NormDescription
 from octavo.layers.shared import SharedDescription
 from octavo.models.families.settings import (
     GRANITE_EXPERTS,
-    MULTIPLIERS,
-    RESIDUAL,
-    SCALE,
     SIGMOID_GROUPS,
     only_silu,
     shared_expert,
@@ -225,13 +222,12 @@ FAMILIES = {
     ),
     "GraniteMoeHybridForCausalLM": Family(
         layer_type=lambda *_: "linear_attention", mixer=where_no_attention(_hybrid),
-        rotates=lambda c, _: c["position_embedding_type"] == "rope", attention=SCALE,
+        rotates=lambda c, _: c["position_embedding_type"] == "rope",
         feed_forward={
             "intermediate_size": key("shared_intermediate_size"), "up_names": ("shared_mlp.input_linear",),
             "down_name": "shared_mlp.output_linear",
         },
-        layer=RESIDUAL, model=MULTIPLIERS, experts=GRANITE_EXPERTS | {"routing": routing(normalize=True)},
-        is_sparse=lambda c, _: c["num_experts"] > 0,
+        experts=GRANITE_EXPERTS | {"routing": routing(normalize=True)}, is_sparse=lambda c, _: c["num_experts"] > 0,
     ),
     "FalconH1ForCausalLM": Family(
         refuses=("attention_bias",), attention={"scale": _falcon_scale},
@@ -246,7 +242,6 @@ FAMILIES = {
             ),
         },
         model=_FINAL_NORM | {
-            "embedding_multiplier": key("embedding_multiplier"),
             "logits_divisor": lambda c, _: 1 / c["lm_head_multiplier"],
         },
     ),

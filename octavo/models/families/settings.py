@@ -28,13 +28,8 @@ def norms_of_sum(attention: str, feed_forward: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# Granite's, of scores, of what is added to the residual stream, of embedding and logits.
-SCALE = {"scale": key("attention_multiplier")}
-RESIDUAL = {"residual_multiplier": key("residual_multiplier")}
-MULTIPLIERS = {"embedding_multiplier": key("embedding_multiplier"), "logits_divisor": key("logits_scaling")}
-# Others', of embedding and logits.
+# Of embedding and logits, where no setting is called that.
 ROOT = {"embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5}
-LOGITS_SOFTCAP = {"logits_softcap": lambda c, _: c["final_logit_softcapping"] or 0.0}
 LOGIT_SCALE = {"logits_divisor": lambda c, _: 1 / c["logit_scale"]}
 # Types of layers without attention.
 _OTHER_TYPES = ("linear_attention", "mamba", "recurrent", "conv", "mlp", "moe")
