@@ -20,7 +20,7 @@ from octavo.layers.attention import AttentionDescription
 from octavo.layers.experts import ExpertsDescription
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.norm import NormDescription
-from octavo.layers.rotary import ROPE_KINDS, RopeConfig
+from octavo.layers.rotary import ROPE_KINDS, QueryGrowth, RopeConfig
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.ops import Routing
 
@@ -229,6 +229,7 @@ def _attention(family: Family, config: Config, i: int) -> AttentionDescription:
         "scale": config.get("attention_multiplier") or size**-0.5,
         "rope": rope_of(config, i, size, family.rope or {}, layer_type, family.rope_kinds) if turns else None,
         "window": (config["sliding_window"] or 0) if layer_type == "sliding_attention" else 0,
+        "query_growth": query_growth(config),
         "qkv_bias": config["attention_bias"],
         "output_bias": config["attention_bias"],
     } | valued(family.attention, config, i)
@@ -292,6 +293,13 @@ def rope_settings(config: Config) -> dict[str, Any]:
     """What transformers 5 writes as rope_parameters, for each type of layer where they differ; earlier versions wrote
     rope_theta, and rope_scaling, which it prefers."""
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
+
+
+def query_growth(config: Config) -> QueryGrowth | None:
+    """Llama 4's, as later models say it."""
+    rope = rope_settings(config)
+    rate = rope.get("llama_4_scaling_beta")
+    return QueryGrowth(float(rate), int(rope["original_max_position_embeddings"])) if rate else None
 
 
 def rope_of(

@@ -9,8 +9,8 @@ from typing import Any
 from octavo.layers.experts import EXPERT_NAMES
 from octavo.layers.index import IndexDescription
 from octavo.layers.latent import LatentDescription
-from octavo.models.families.settings import ROUTED, query_growth, several, shared_expert
-from octavo.models.readers import Config, Family, Setting, key, rms, rope_of, rope_settings, routing, valued
+from octavo.models.families.settings import ROUTED, several, shared_expert
+from octavo.models.readers import Config, Family, key, query_growth, rms, rope_of, rope_settings, routing, valued
 
 
 def latent(**changes: Any) -> Callable[[Config, int], LatentDescription]:
@@ -26,7 +26,7 @@ def latent(**changes: Any) -> Callable[[Config, int], LatentDescription]:
                 config, i, rotated, {"interleaved": bool(config["rope_interleave"]), "rotary_dim": rotated}
             ),
             "scale": (plain + rotated) ** -0.5 * _sharper(config), "norm": rms(eps=1e-6)(config, i),
-            "bias": bool(config["attention_bias"]),
+            "bias": bool(config["attention_bias"]), "query_growth": query_growth(config),
         }  # fmt: skip
         return LatentDescription(**settings | valued(changes, config, i))
 
@@ -49,7 +49,7 @@ def _is_sparse(config: Config, i: int) -> bool:
     return bool(config["mlp_layer_types"][i] == "sparse")
 
 
-def _rank_scale(rank: str) -> Setting:
+def _rank_scale(rank: str) -> Callable[[Config, int], float]:
     """What LongCat multiplies compressed vectors with, whose size the setting says."""
     return lambda c, _: (c["hidden_size"] / c[rank]) ** 0.5
 
@@ -124,7 +124,7 @@ FAMILIES = {
         },
     ),
     "Mistral4ForCausalLM": Family(
-        mixer=latent(query_growth=query_growth),
+        mixer=latent(),
         experts=_SHARED | {
             "routing": routing(
                 scale=key("routed_scaling_factor"), num_groups=key("n_group"), kept_groups=key("topk_group"),

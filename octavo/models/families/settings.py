@@ -9,8 +9,7 @@ from octavo.layers.experts import EXPERT_NAMES, one_by_one, stacked
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.head import HeadDescription
 from octavo.layers.norm import NormDescription
-from octavo.layers.rotary import QueryGrowth
-from octavo.models.readers import Config, Family, Setting, activation_of, key, per_layer, rope_settings, routing, valued
+from octavo.models.readers import Config, Family, Setting, activation_of, key, per_layer, routing, valued
 
 # Norms around a layer, and only after it.
 AROUND = {
@@ -101,13 +100,6 @@ def shared_expert(size: Setting, name: str = "mlp.shared_experts", **changes: An
         "up_names": (f"{name}.gate_proj", f"{name}.up_proj"), "down_name": f"{name}.down_proj",
     }  # fmt: skip
     return lambda c, i: FeedForwardDescription(**valued(usual | changes, c, i)) if size(c, i) else None
-
-
-def query_growth(config: Config, _: int) -> QueryGrowth | None:
-    """Llama 4's, as later models say it."""
-    rope = rope_settings(config)
-    rate = rope.get("llama_4_scaling_beta")
-    return QueryGrowth(float(rate), int(rope["original_max_position_embeddings"])) if rate else None
 
 
 def sparse_by_step(config: Config, i: int) -> bool:
