@@ -260,8 +260,7 @@ class Worker:
         from octavo.ops.attention_choice import AttentionShape, with_attention
 
         config = self._config
-        layers = [layer.attention for layer in description.layers]
-        attentions = [attention for attention in layers if isinstance(attention, AttentionDescription)]
+        attentions = description.mixers(AttentionDescription)
         if not attentions:
             return self._ops
         attention = attentions[0]

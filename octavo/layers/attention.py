@@ -13,8 +13,8 @@ from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.norm import Norm, NormDescription, SharedNorm
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Adapters, Summand
-from octavo.layers.rotary import QueryGrowth, RopeConfig, alibi_slopes
-from octavo.layers.share import WHOLE, Share, elements
+from octavo.layers.rotary import QueryGrowth, RopeConfig, alibi_slopes, halves
+from octavo.layers.share import WHOLE, OfHeads, Share, elements
 from octavo.ops import Array, LayerKVCache
 
 
@@ -29,7 +29,7 @@ class GateDescription:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionDescription:
+class AttentionDescription(OfHeads):
     """Sizes in elements; `num_` are counts. Names are those of the checkpoint's modules, after the layer's prefix.
 
     Three `qkv_names` are of query, key and value; a single one has them stacked: in `qkv_blocks` blocks of equally many
@@ -76,19 +76,10 @@ class AttentionDescription:
     share: Share = WHOLE  # of the heads; what is not shared out yet is in `octavo.models.sharing`
 
     @property
-    def units(self) -> int:
-        """What workers share out."""
-        return self.num_heads
-
-    @property
     def gathered_size(self) -> int:
         """Elements of a row that all workers are brought, at most."""
         queries = self.head_size if self.qk_norm is not None and self.qk_norm_scope == "all" else 0
         return self.num_heads * max(queries, 0 if self.output_norm is None else self.value_size)
-
-    @property
-    def own_heads(self) -> range:
-        return self.share.of(self.num_heads, "attention heads")
 
     @property
     def own_kv_heads(self) -> range:
@@ -136,15 +127,11 @@ class AttentionDescription:
 
     @property
     def element_order(self) -> NDArray[np.intp]:
-        """Which elements of a head as the checkpoint has it make a head whose rotated pairs are two halves."""
-        order = np.arange(self.head_size)
-        if self.rope is not None and self.rope.interleaved:
-            size = self.rope.rotary_dim
-            order[:size] = order[:size].reshape(-1, 2).T.reshape(-1)
-        return order
+        """The checkpoint's elements of a head as ours."""
+        return halves(self.rope, self.head_size)
 
-    def row_orders(self) -> list[NDArray[np.intp]] | None:
-        """For each matrix of `qkv_names` the rows of our heads in our order; None if it is all, as they are."""
+    def row_orders(self) -> list[NDArray[np.intp]]:
+        """For each matrix of `qkv_names` the rows of our heads in our order."""
         heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
         sizes = {"q": self.head_size, "k": self.head_size, "v": self.value_size}
         own = np.arange(self.head_size)
@@ -169,10 +156,7 @@ class AttentionDescription:
                 begin += in_block[part]
         own_heads = {"q": self.own_heads, "k": self.own_kv_heads, "v": self.own_kv_heads}
         orders = [(first[part][own_heads[part]][:, None] + within[part]).reshape(-1) for part in parts]
-        orders = orders if len(self.qkv_names) == len(parts) else [np.concatenate(orders)]
-        if not self.share.is_whole or any(not np.array_equal(order, np.arange(len(order))) for order in orders):
-            return orders
-        return None
+        return orders if len(self.qkv_names) == len(parts) else [np.concatenate(orders)]
 
     def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> Attention:
         return Attention(self, hidden_size, parameters, prefix)
@@ -202,8 +186,7 @@ class Attention:
             names.insert(1, f"{prefix}{gate.name}")
             sizes.insert(1, num_heads * (1 if gate.by_head else description.value_size))
             without_bias = (*without_bias, names[1])
-            if orders is not None:
-                orders.insert(1, np.array(description.own_gates))
+            orders.insert(1, np.array(description.own_gates))
             if gate.bias is not None:
                 assert not (qkv_bias or gate.by_head)
                 of_heads = parameters.weights.take(f"{prefix}{gate.bias}", (num_heads,))

@@ -106,6 +106,8 @@ class ExpertsDescription:
         if self.clamp is None and self.activation not in ACTIVATIONS:
             raise LoadError(f"activation {self.activation!r} of experts is not built; {', '.join(ACTIVATIONS)} are.")
         top_k, routing = self.routing.top_k, self.routing
+        if routing.scoring == "sparsemixer" and top_k != 2:
+            raise LoadError(f"{top_k} experts by sparsemixer are not built; it chooses 2.")
         available = self.num_choices // max(1, routing.num_groups) * routing.kept_groups
         if not 0 < top_k <= available or self.num_choices % routing.num_groups:
             raise LoadError(
@@ -246,7 +248,7 @@ class _GatedExpert:
         self._gate = parameters.linear([f"{prefix}{description.shared_gate_name}"], [1], hidden_size)
         up = parameters.linear(
             [f"{prefix}{name}" for name in shared.up_names], (size, size), hidden_size, gated=True,
-            own=None if share.is_whole else own,
+            own=own,
         )  # fmt: skip
         down = parameters.ending(f"{prefix}{shared.down_name}", hidden_size, len(own), False, share).weight
         self._up, self._down = self._ops.stack_experts([up], 1), self._ops.stack_experts([down], 1)

@@ -76,7 +76,7 @@ class FeedForward:
             names, sizes, hidden_size, description.bias, is_fused, is_transposed=transposed,
             is_reversed=description.up_first,
             scales=(description.gate_multiplier, 1.0) if description.gated else (),
-            own=None if share.is_whole else own,
+            own=own,
         )  # fmt: skip
         self._ending = parameters.ending(
             f"{prefix}{description.down_name}", hidden_size, len(own),

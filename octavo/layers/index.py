@@ -17,28 +17,23 @@ from numpy.typing import NDArray
 from octavo.batch import GroupTables, StepBatch
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
-from octavo.layers.rotary import RopeConfig
+from octavo.layers.rotary import RopeConfig, halves
 from octavo.ops import Array, IndexOps, LayerKVCache
 
 
 @dataclass(frozen=True, slots=True)
 class IndexDescription:
-    """Names are those of the checkpoint's modules, after that of the attention and `name`. The first elements of a head
-    are rotated as those of the attention, whose `rope` this is but for how the checkpoint has them."""
+    """The first elements of a head are rotated as those of the attention, whose `rope` this is but for how the
+    checkpoint has them."""
 
     num_heads: int
     head_size: int
     num_chosen: int  # keys that a token reads at most
     rope: RopeConfig
-    name: str = "indexer"
 
     def element_order(self) -> NDArray[np.intp]:
-        """Of the checkpoint's elements of a head as ours, whose rotated pairs are two halves."""
-        order: NDArray[np.intp] = np.arange(self.head_size)
-        if self.rope.interleaved:
-            size = self.rope.rotary_dim
-            order[:size] = order[:size].reshape(-1, 2).T.reshape(-1)
-        return order
+        """The checkpoint's elements of a head as ours."""
+        return halves(self.rope, self.head_size)
 
     def query_order(self) -> NDArray[np.intp]:
         """The checkpoint's rows of all heads' queries as ours."""

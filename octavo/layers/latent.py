@@ -23,14 +23,14 @@ from octavo.layers.index import Index, IndexDescription
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Summand
-from octavo.layers.rotary import QueryGrowth, RopeConfig
-from octavo.layers.share import WHOLE, Share, elements
+from octavo.layers.rotary import QueryGrowth, RopeConfig, halves
+from octavo.layers.share import WHOLE, OfHeads, Share, elements
 from octavo.loading.weights import floats
 from octavo.ops import Array, ExpertsWeight, IndexOps, LayerKVCache
 
 
 @dataclass(frozen=True, slots=True)
-class LatentDescription:
+class LatentDescription(OfHeads):
     """Sizes in elements. Names are those of the checkpoint's modules, after the layer's prefix and `name`.
 
     A head's query has `plain_size` elements, then `rope.rotary_dim` that are rotated. With a `query_rank` queries are
@@ -58,15 +58,6 @@ class LatentDescription:
     shares_index: bool = False  # reads those that the index of a layer before has chosen
 
     @property
-    def units(self) -> int:
-        """What workers share out."""
-        return self.num_heads
-
-    @property
-    def own_heads(self) -> range:
-        return self.share.of(self.num_heads, "attention heads")
-
-    @property
     def cache(self) -> LayerCacheSpec:
         """What the layer keeps of each token."""
         index_size = 0 if self.index is None else self.index.head_size
@@ -79,19 +70,14 @@ class LatentDescription:
         """Of a head."""
         return self.plain_size + self.rotated_size
 
-    def _rotated_order(self) -> NDArray[np.intp]:
-        """Of the checkpoint's rotated elements those of ours, whose pairs are two halves."""
-        order: NDArray[np.intp] = np.arange(self.rotated_size)
-        return order.reshape(-1, 2).T.reshape(-1) if self.rope is not None and self.rope.interleaved else order
-
     def query_order(self) -> NDArray[np.intp]:
         """The checkpoint's rows of our heads' queries as ours, where a head's rotated elements come first."""
-        head = np.concatenate([self.plain_size + self._rotated_order(), np.arange(self.plain_size)])
+        head = np.concatenate([self.plain_size + halves(self.rope, self.rotated_size), np.arange(self.plain_size)])
         rows: NDArray[np.intp] = np.array(self.own_heads)[:, None] * self.query_size + head
         return rows.reshape(-1)
 
     def latent_order(self) -> NDArray[np.intp]:
-        return np.concatenate([np.arange(self.latent_size), self.latent_size + self._rotated_order()])
+        return np.concatenate([np.arange(self.latent_size), self.latent_size + halves(self.rope, self.rotated_size)])
 
     def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> Latent:
         return Latent(self, hidden_size, parameters, prefix)
@@ -116,10 +102,11 @@ class Latent:
             assert not d.bias
             names, sizes = [*names, f"{prefix}{d.gate_name}"], [*sizes, d.num_heads]
             orders.append(np.array(d.own_heads))
-        unbiased, of_index = list[str](), f"{prefix}{d.index.name}." if d.index is not None else ""
+        unbiased = [first] if d.query_rank is None else []  # nothing compresses queries
+        of_index = f"{prefix}indexer."
         if d.index is not None:
             assert d.gate_name is None and d.query_rank is not None
-            unbiased = [f"{of_index}wk", f"{of_index}weights_proj"]
+            unbiased = [f"{of_index}wk", f"{of_index}weights_proj"]  # as queries are compressed
             names, sizes = [*names, *unbiased], [*sizes, d.index.head_size, d.index.num_heads]
             orders += [d.index.element_order(), np.arange(d.index.num_heads)]
         self.consumer = parameters.linear(

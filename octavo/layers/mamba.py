@@ -18,12 +18,12 @@ from octavo.layers.norm import Norm, NormDescription, SharedNorm
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Summand
 from octavo.layers.recurrent import Convolution, decay_rates, state_of
-from octavo.layers.share import WHOLE, Share, elements
+from octavo.layers.share import WHOLE, OfHeads, Share, elements
 from octavo.ops import Array, LayerKVCache, LinearWeight
 
 
 @dataclass(frozen=True, slots=True)
-class MambaDescription:
+class MambaDescription(OfHeads):
     """Mamba 2 (Dao & Gu 2024), or Mamba 1 (Gu & Dao 2023) where `time_rank` says that time steps come from a product
     of that rank: each channel is a head then. Names are those of the checkpoint's modules, after `name`.
 
@@ -48,11 +48,6 @@ class MambaDescription:
     tensors_by_group: bool = False
     name: str = "mamba"
     share: Share = WHOLE
-
-    @property
-    def units(self) -> int:
-        """What workers share out: heads, which are channels in Mamba 1."""
-        return self.num_heads
 
     @property
     def own_heads(self) -> range:
@@ -99,7 +94,7 @@ class Mamba:
         orders = [np.arange(2 * channels).reshape(-1, 2).T[:, own].reshape(-1)] if d.tensors_by_group else None
         self.consumer = parameters.linear(
             [f"{prefix}in_proj"], in_sizes, hidden_size, d.bias, scales=d.multipliers, orders=orders,
-            own=None if d.share.is_whole or orders is not None else in_owns,
+            own=in_owns if orders is None else None,
         )  # fmt: skip
         convolved = [own] if d.time_rank else [own, *(range(begin + own_group.start, begin + own_group.stop)
                                                       for begin in (channels, channels + group))]  # fmt: skip
@@ -118,9 +113,7 @@ class Mamba:
                 self._inner, self._time = self._by_group(parameters, prefix, d, of_time)
             else:
                 self._inner = parameters.linear([f"{prefix}x_proj"], [d.time_rank + 2 * size], channels)
-                self._time = parameters.linear(
-                    [f"{prefix}dt_proj"], [channels], d.time_rank, own=None if d.share.is_whole else own
-                )
+                self._time = parameters.linear([f"{prefix}dt_proj"], [channels], d.time_rank, own=own)
             if d.inner_norm is not None:
                 names = (("dt", d.time_rank), ("b", size), ("c", size))
                 self._inner_norms = [Norm(d.inner_norm, parameters, f"{prefix}{n}_layernorm", k) for n, k in names]

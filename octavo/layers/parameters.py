@@ -132,18 +132,21 @@ class Parameters:
         `names` are those of the checkpoint's modules: one a projection, or a single one that has them stacked, or that
         GGUF files have in parts, NAME.0, NAME.1 and so on. `orders` are, of each, its rows in the order that is wanted;
         stored `is_transposed` they are columns. `bias` may be the name of the tensor, or the biases themselves.
-        Projections, without their biases, may be multiplied with `scales`. Gate and up that are stacked the other way
+        Projections, and their biases, may be multiplied with `scales`. Gate and up that are stacked the other way
         round are `is_reversed`. The input may be a `part` (number, of how many) of what the checkpoint's matrices read,
         each of `num_in`, or `columns`: the first of them, of how many. Of each projection only the rows that are `own`
         may be wanted: the same ones of all, or others of each. Some of the modules may be `without_bias` where the
         others have one.
         """
+        stored_sizes = sizes if len(names) == len(sizes) else [sum(sizes)]
+        if orders is not None and all(map(np.array_equal, orders, map(np.arange, stored_sizes))):
+            orders = None
         in_parts = len(names) < len(sizes) and f"{names[0]}.weight" not in self.weights
         if in_parts and f"{names[0]}.0.weight" in self.weights:
-            names = [f"{names[0]}.{number}" for number in range(len(sizes))]
-        num_out = sum(sizes)
-        stored_sizes = sizes if len(names) == len(sizes) else [num_out]
+            names, stored_sizes = [f"{names[0]}.{number}" for number in range(len(sizes))], sizes
         owns = [own] * len(sizes) if isinstance(own, range) else own
+        if owns is not None and all(rows == range(size) for rows, size in zip(owns, sizes, strict=True)):
+            owns = None
         parts, held = [], list[NDArray[np.intp]]()
         first_in, all_in = (part[0] * num_in, num_in * part[1]) if columns is None else columns
         own_in = None if num_in == all_in else (first_in, first_in + num_in)
@@ -171,6 +174,10 @@ class Parameters:
             if len(parts) != len(sizes):
                 parts = [parts[0].rows(*share) for share in pairwise(accumulate(sizes, initial=0))]
             parts = [part.scaled(scale) for part, scale in zip(parts, scales, strict=True)]
+        row_scales: list[NDArray[np.float32] | None] = [None] * len(names)
+        if any(scale != 1.0 for scale in scales):
+            rows = [np.full(size, scale, np.float32) for size, scale in zip(sizes, scales, strict=True)]
+            row_scales = [*rows] if len(names) == len(sizes) else [np.concatenate(rows)]
         biases: NDArray[Any] | None = None
         own_biases: list[NDArray[np.float32] | None] = [None] * len(names)
         if isinstance(bias, np.ndarray) or bias:
@@ -182,18 +189,16 @@ class Parameters:
                     np.zeros(size, self.dtype) if name in without_bias else self.weights.take(n, (size,))
                     for name, n, size in zip(names, bias_names, stored_sizes, strict=True)
                 ]
-            if own is not None or orders is not None:
+            scaled = zip(taken, row_scales, strict=True)
+            taken = [part if s is None else (part.astype(np.float32) * s).astype(part.dtype) for part, s in scaled]
+            if owns is not None or orders is not None:
                 taken = [part[order] for part, order in zip(taken, orders or held, strict=True)]
             biases = np.concatenate(taken)
             own_biases = [np.asarray(part, np.float32) for part in taken]
         packed = self.ops.pack_linear(parts, biases, gated)
         self.num_matrix_bytes += packed.num_bytes
-        row_scales: list[NDArray[np.float32] | None] = [None] * len(names)
-        if any(scale != 1.0 for scale in scales):
-            rows = [np.full(size, scale, np.float32) for size, scale in zip(sizes, scales, strict=True)]
-            row_scales = [*rows] if len(names) == len(sizes) else [np.concatenate(rows)]
         own_orders = [None] * len(names) if orders is None else orders
-        if orders is None and (own is not None or is_reversed):
+        if orders is None and (owns is not None or is_reversed):
             own_orders = held
         what = zip(names, stored_sizes, row_scales, own_orders, own_biases, strict=True)
         self.matrices.append(

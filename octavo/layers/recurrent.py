@@ -20,9 +20,9 @@ from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.norm import Norm, NormDescription, SharedNorm
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Summand
-from octavo.layers.share import WHOLE, Share, elements
+from octavo.layers.share import WHOLE, OfHeads, Share, elements
 from octavo.loading.weights import floats
-from octavo.ops import Array, ExpertsWeight, LayerKVCache
+from octavo.ops import Array, ExpertsWeight, LayerKVCache, LinearWeight
 
 _TILE = 16  # channels that a state is padded to a multiple of: room for every backend's layout
 
@@ -76,7 +76,6 @@ class ShortConvDescription:
     channels: int
     kernel: int
     bias: bool = False
-    name: str = "conv"
     share: Share = WHOLE
 
     @property
@@ -101,10 +100,8 @@ class ShortConv:
         self, description: ShortConvDescription, hidden_size: int, parameters: Parameters, prefix: str
     ) -> None:
         self._ops, self._dtype, self._width = parameters.ops, parameters.dtype, len(description.own)
-        d, prefix = description, f"{prefix}{description.name}."
-        self.consumer = parameters.linear(
-            [f"{prefix}in_proj"], [d.channels] * 3, hidden_size, d.bias, own=None if d.share.is_whole else d.own
-        )
+        d, prefix = description, f"{prefix}conv."
+        self.consumer = parameters.linear([f"{prefix}in_proj"], [d.channels] * 3, hidden_size, d.bias, own=d.own)
         self._conv = Convolution(
             parameters, {f"{prefix}conv": d.channels}, d.kernel, d.bias, "identity", np.array(d.own)
         )
@@ -128,7 +125,7 @@ class GatedDeltaDescription:
     decays. GGUF files have the first of those two as query, key and value of all heads, and gates: those are three.
 
     Where it `decays_by_element` each element of a head's key has a decay (Kimi Team 2025). With a `rank` gates and
-    decays are made by two matrices each, with so many numbers between; the second ones are `inner_names`."""
+    decays are made by two matrices each, with so many numbers between."""
 
     num_key_heads: int
     num_value_heads: int
@@ -142,7 +139,6 @@ class GatedDeltaDescription:
     alternates: bool = False
     rank: int = 0
     gate_activation: str = "silu"
-    inner_names: tuple[str, str] = ("g_b_proj", "f_b_proj")
     rates_shape: tuple[int, ...] = ()  # as stored; none: [heads]
     in_names: tuple[str, ...] = ("in_proj_qkvz", "in_proj_ba")
     conv_names: tuple[str, ...] = ("conv1d",)  # or of query, key and value
@@ -204,8 +200,8 @@ class GatedDeltaDescription:
         begins = (0, all_keys, 2 * all_keys)
         return np.concatenate([begin + np.array(part) for begin, part in zip(begins, parts, strict=True)])
 
-    def row_orders(self, num_matrices: int) -> list[NDArray[np.intp]]:
-        """For each matrix our heads' rows of it, in our order."""
+    def matrices(self, count: int) -> list[tuple[int, NDArray[np.intp]]]:
+        """Of so many matrices: how many rows each has, and those of our heads, in our order."""
         keys, values = self.own_keys, self.own_values
         heads, served = self.num_key_heads, self.num_value_heads // self.num_key_heads
 
@@ -219,18 +215,20 @@ class GatedDeltaDescription:
             own = [part[keys] for part in parts[:2]] + [part[values] for part in by_value_head]
             return np.concatenate([part.reshape(-1) for part in own])
 
-        convolved, gates = self.convolved(), np.array(elements(values, self.value_size))
-        own, decays = np.array(values), np.array(elements(values, self.decays_of_head))
+        by_key, by_value = np.array(elements(keys, self.key_size)), np.array(elements(values, self.value_size))
+        num_keys, num_values = heads * self.key_size, self.num_value_heads * self.value_size
+        convolved, betas = (self.conv_width, self.convolved()), (self.num_value_heads, np.array(values))
+        gates, decays = (num_values, by_value), (self.num_decays, np.array(elements(values, self.decays_of_head)))
         if self.rank:
-            gates, decays = np.arange(self.rank), np.arange(self.rank)
-        if num_matrices == 2:
-            return [by_key_head(self.key_size, self.value_size, self.value_size), by_key_head(0, 1, 1)]
-        if num_matrices == 3:
-            return [convolved, gates, by_key_head(0, 1, 1)]
-        if num_matrices == 4:
-            return [convolved, gates, own, decays]
-        by_key = np.array(elements(keys, self.key_size))
-        return [by_key, by_key, np.array(elements(values, self.value_size)), gates, own, decays]
+            gates = decays = self.rank, np.arange(self.rank)
+        if count == 4:
+            return [convolved, gates, betas, decays]
+        if count == 6:
+            return [(num_keys, by_key), (num_keys, by_key), (num_values, by_value), gates, betas, decays]
+        last = 2 * self.num_value_heads, by_key_head(0, 1, 1)
+        if count == 3:
+            return [convolved, gates, last]
+        return [(2 * num_keys + 2 * num_values, by_key_head(self.key_size, self.value_size, self.value_size)), last]
 
     def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> GatedDelta:
         return GatedDelta(self, hidden_size, parameters, prefix)
@@ -243,31 +241,24 @@ class GatedDelta:
         self._part, self._ops, self._dtype = description.part, parameters.ops, parameters.dtype
         d, own, prefix = description, self._part, f"{prefix}{description.name}."
         heads, values, keys = d.num_value_heads, d.num_value_heads * d.value_size, d.num_key_heads * d.key_size
-        gates, decays = (d.rank, d.rank) if d.rank else (values, d.num_decays)
         names = [f"{prefix}{name}" for name in d.in_names]
         if len(names) == 2 and f"{names[0]}.weight" not in parameters.weights:
             names = [f"{prefix}{name}" for name in ("in_proj_qkv", "in_proj_z", d.in_names[1])]
-        sizes = {
-            2: (2 * keys + 2 * values, 2 * heads),
-            3: (d.conv_width, values, 2 * heads),
-            4: (d.conv_width, values, heads, heads),
-            6: (keys, keys, values, gates, heads, decays),
-        }[len(names)]
+        sizes, orders = zip(*d.matrices(len(names)), strict=True)
         own_gates = own.conv_width + (d.rank or own.num_value_heads * d.value_size)
         self._ends = own_gates, own_gates + own.num_value_heads  # of gates and betas in that product
-        orders = d.row_orders(len(names))
-        as_stored = d.share.is_whole and all(np.array_equal(order, np.arange(len(order))) for order in orders)
-        self.consumer = parameters.linear(names, sizes, hidden_size, orders=None if as_stored else orders)
+        self.consumer = parameters.linear(names, sizes, hidden_size, orders=orders)
         widths = (d.conv_width,) if len(d.conv_names) == 1 else (keys, keys, values)
         convolved = {f"{prefix}{name}": width for name, width in zip(d.conv_names, widths, strict=True)}
         self._conv = Convolution(parameters, convolved, d.kernel, False, "silu", d.convolved())
         own_decays = elements(d.own_values, d.decays_of_head)
-        self._inner = [
-            parameters.linear([f"{prefix}{name}"], [size], d.rank, own=None if d.share.is_whole else rows)
-            for name, size, rows in zip(
-                d.inner_names, (values, d.num_decays), (elements(d.own_values, d.value_size), own_decays), strict=True
-            ) if d.rank
-        ]  # fmt: skip
+        self._inner: list[LinearWeight] = []  # of gates and of decays
+        if d.rank:
+            own_values = elements(d.own_values, d.value_size)
+            self._inner = [
+                parameters.linear([f"{prefix}g_b_proj"], [values], d.rank, own=own_values),
+                parameters.linear([f"{prefix}f_b_proj"], [d.num_decays], d.rank, own=own_decays),
+            ]
         rates = decay_rates(parameters, f"{prefix}A_log", *d.rates_shape or (heads,)).reshape(-1)
         self._rates = self._ops.place(rates[d.own_values])
         decay_bias = parameters.weights.take(f"{prefix}dt_bias", (d.num_decays,), "float32")
@@ -306,7 +297,7 @@ class GatedDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class LightningDescription:
+class LightningDescription(OfHeads):
     """Lightning attention (Qin et al. 2024): linear attention whose heads forget at rates of their own, with a gate and
     a norm over all heads. Of two matrices: query, key and value of each head together, and the gate."""
 
@@ -315,17 +306,7 @@ class LightningDescription:
     rate: float  # of all heads in this layer; that of head h is 2^(-8 (h + 1) / heads) times this
     norm: NormDescription
     activation: str = "silu"  # of queries, keys and values
-    name: str = "self_attn"
     share: Share = WHOLE
-
-    @property
-    def units(self) -> int:
-        """What workers share out."""
-        return self.num_heads
-
-    @property
-    def own_heads(self) -> range:
-        return self.share.of(self.num_heads, "attention heads")
 
     @property
     def gathered_size(self) -> int:
@@ -346,7 +327,7 @@ class Lightning:
         self, description: LightningDescription, hidden_size: int, parameters: Parameters, prefix: str
     ) -> None:
         self.description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
-        d, prefix = description, f"{prefix}{description.name}."
+        d, prefix = description, f"{prefix}self_attn."
         width, own = d.num_heads * d.head_size, elements(d.own_heads, d.head_size)
         by_part = np.arange(3 * width).reshape(d.num_heads, 3, d.head_size)[d.own_heads].swapaxes(0, 1).reshape(-1)
         self.consumer = parameters.linear(
@@ -375,25 +356,15 @@ class Lightning:
 
 
 @dataclass(frozen=True, slots=True)
-class GatedRecurrenceDescription:
+class GatedRecurrenceDescription(OfHeads):
     """The real-gated linear recurrent unit behind a convolution, times a second branch (De et al. 2024). Its gates are
-    products of each head by itself. Names are those of the checkpoint's modules, after `name`."""
+    products of each head by itself."""
 
     width: int
     num_heads: int
     kernel: int
     activation: str  # of the second branch
-    name: str = "temporal_block"
     share: Share = WHOLE
-
-    @property
-    def units(self) -> int:
-        """What workers share out."""
-        return self.num_heads
-
-    @property
-    def own_heads(self) -> range:
-        return self.share.of(self.num_heads, "heads of a recurrence")
 
     @property
     def own(self) -> range:
@@ -414,11 +385,11 @@ class GatedRecurrence:
         self, description: GatedRecurrenceDescription, hidden_size: int, parameters: Parameters, prefix: str
     ) -> None:
         self.description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
-        d, prefix, weights = description, f"{prefix}{description.name}.", parameters.weights
+        d, prefix, weights = description, f"{prefix}temporal_block.", parameters.weights
         own, heads = d.own, d.own_heads
         self.consumer = parameters.linear(
             [f"{prefix}linear_y", f"{prefix}linear_x"], [d.width] * 2, hidden_size, True,
-            own=None if d.share.is_whole else own,
+            own=own,
         )  # fmt: skip
         self._conv = Convolution(parameters, {f"{prefix}conv_1d": d.width}, d.kernel, True, "identity", np.array(own))
         size = d.width // d.num_heads

@@ -18,7 +18,7 @@ class RopeConfig:
 
     theta: float
     rotary_dim: int
-    interleaved: bool = False  # the checkpoint's pairs are neighbours; ours are halves, see `AttentionDescription`
+    interleaved: bool = False  # the checkpoint's pairs are neighbours; ours are `halves`
     reversed: bool = False  # turns the other way
     kind: str = "default"  # one of `ROPE_KINDS`
     factor: float = 1.0
@@ -34,6 +34,14 @@ class RopeConfig:
     num_turning: int = 0  # "proportional": elements of rotary_dim that do turn
     # Of each pair: whether a token's position in time (0), height (1) or width (2) turns it. Empty: there is one only.
     axes: tuple[int, ...] = ()
+
+
+def halves(rope: RopeConfig | None, size: int) -> NDArray[np.intp]:
+    """Which of a head's `size` elements, as the checkpoint has them, make a head whose rotated pairs are two halves."""
+    order = np.arange(size)
+    if rope is not None and rope.interleaved:
+        order[: rope.rotary_dim] = order[: rope.rotary_dim].reshape(-1, 2).T.reshape(-1)
+    return order
 
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")

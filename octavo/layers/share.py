@@ -61,6 +61,23 @@ class Share:
 WHOLE = Share()
 
 
+class OfHeads:
+    """A description of a layer whose heads workers share out."""
+
+    __slots__ = ()
+    num_heads: int
+    share: Share
+
+    @property
+    def units(self) -> int:
+        """What workers share out."""
+        return self.num_heads
+
+    @property
+    def own_heads(self) -> range:
+        return self.share.of(self.num_heads, "attention heads")
+
+
 def elements(own: range, size: int) -> range:
     """Those of things of `size` elements each."""
     return range(own.start * size, own.stop * size)

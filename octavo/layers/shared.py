@@ -22,8 +22,7 @@ from octavo.ops import Array, LayerKVCache
 
 @dataclass(frozen=True, slots=True)
 class SharedDescription:
-    """`adapter` is the layer's number among those that share. Names are those of the checkpoint's modules; that of the
-    last matrix, which is the layer's own, comes after the layer's prefix."""
+    """`adapter` is the layer's number among those that share. The last matrix is the layer's own."""
 
     name: str  # of the transformer, where the checkpoint has it
     attention: AttentionDescription
@@ -32,7 +31,6 @@ class SharedDescription:
     adapter: int = 0
     adapter_rank: int = 0  # 0: there are none
     adapts_attention: bool = False
-    output_name: str = "linear"
 
     @property
     def cache(self) -> LayerCacheSpec:
@@ -71,10 +69,7 @@ class _Adapters:
         self._ops, self._dtype, self._rank = parameters.ops, parameters.dtype, rank
         self._sizes = [len(part.own) * len(part.sizes) for part in parts]
         self._down = parameters.linear([f"{part.name}.0" for part in parts], [rank] * len(parts), num_in)
-        self._up = [
-            parameters.linear([f"{part.name}.1"], part.sizes, rank, own=None if share.is_whole else part.own)
-            for part in parts
-        ]
+        self._up = [parameters.linear([f"{part.name}.1"], part.sizes, rank, own=part.own) for part in parts]
 
     def add_to(self, product: Array, x: Array) -> None:
         """product [T, sum of sizes] += that of x [T, K]"""
@@ -91,7 +86,7 @@ class Shared:
         d, self._ops, self._dtype, self._size = description, parameters.ops, parameters.dtype, hidden_size
         self._share = share = d.feed_forward.share
         self._shared = parameters.once(d.name, lambda: _Transformer(d, hidden_size, parameters))
-        self._output = parameters.linear([f"{prefix}{d.output_name}"], [hidden_size], hidden_size)
+        self._output = parameters.linear([f"{prefix}linear"], [hidden_size], hidden_size)
         self._of_attention: _Adapters | None = None
         self._of_feed_forward: _Adapters | None = None
         if d.adapter_rank:

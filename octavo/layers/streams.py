@@ -16,19 +16,14 @@ from octavo.loading.weights import floats
 from octavo.ops import Array
 from octavo.quantization import StoredWeight
 
+PROJECTIONS, UNEMBED = "model.altup_projections", "model.altup_unembed_projections"  # a number follows
 _LEAST_SQUARE = 1e-10  # of what is divided by its magnitude
 
 
 @dataclass(frozen=True, slots=True)
 class StreamsDescription:
-    """Names are those of the checkpoint's modules: of the model, or after a layer's prefix."""
-
     count: int
     branch_rank: int
-    projections_name: str = "model.altup_projections"
-    unembed_name: str = "model.altup_unembed_projections"
-    name: str = "altup"
-    branch_name: str = "laurel"
 
 
 class Streams:
@@ -38,18 +33,17 @@ class Streams:
         self, description: StreamsDescription, hidden_size: int, parameters: Parameters, is_first: bool, is_last: bool
     ) -> None:
         """`expand` is for the first of several stages, `merge` for the last."""
-        d, ops, size = description, parameters.ops, hidden_size
-        self._ops, self._dtype, self._count, self._size = ops, parameters.dtype, d.count, size
+        ops, count, size = parameters.ops, description.count, hidden_size
+        self._ops, self._dtype, self._count, self._size = ops, parameters.dtype, count, size
 
         def taken(name: str) -> list[StoredWeight]:
-            return [
-                parameters.weights.take_matrix(f"{name}.{i}.weight", (size, size)) for i in range(description.count - 1)
-            ]
+            names = (f"{name}.{i}.weight" for i in range(count - 1))
+            return [parameters.weights.take_matrix(name, (size, size)) for name in names]
 
         # The first stream is the embedding: a product with the identity puts it where it belongs.
         own = floats(np.eye(size, dtype=parameters.dtype))
-        self._projections = ops.pack_linear([own, *taken(d.projections_name)]) if is_first else None
-        self._unembed = [ops.pack_linear([matrix]) for matrix in taken(d.unembed_name)] if is_last else []
+        self._projections = ops.pack_linear([own, *taken(PROJECTIONS)]) if is_first else None
+        self._unembed = [ops.pack_linear([matrix]) for matrix in taken(UNEMBED)] if is_last else []
         weights = [*self._unembed, *([] if self._projections is None else [self._projections])]
         parameters.num_matrix_bytes += sum(weight.num_bytes for weight in weights)
         self._norm = Norm(NormDescription(_LEAST_SQUARE, has_weight=False), parameters, "", size)

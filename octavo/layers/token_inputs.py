@@ -16,19 +16,12 @@ from octavo.ops import Array, LinearWeight
 
 @dataclass(frozen=True, slots=True)
 class TokenInputsDescription:
-    """Sizes in elements. Names are those of the checkpoint's modules: first of the model, then after a layer's
-    prefix."""
+    """Sizes in elements."""
 
     vocab_size: int
     size: int  # of what a layer gets
     activation: str
     norm: NormDescription
-    embedding_name: str = "model.embed_tokens_per_layer"
-    projection_name: str = "model.per_layer_model_projection"
-    projection_norm_name: str = "model.per_layer_projection_norm"
-    gate_name: str = "per_layer_input_gate"
-    output_name: str = "per_layer_projection"
-    output_norm_name: str = "post_per_layer_input_norm"
     num_streams: int = 1  # of the residual, side by side: the first lets in what is added to the others
     input_scale: str | None = None  # tensor [H], after a layer's prefix, that what the gate reads is multiplied with
 
@@ -49,25 +42,26 @@ class TokenInputs:
     ) -> None:
         self._description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
         size, norm = description.size, description.norm
-        name, vocab_size = description.embedding_name, description.vocab_size
-        own, self._first = range(layers.start * size, layers.stop * size), layers.start
-        self._embedding = Embedding(name, vocab_size, num_layers * size, parameters, share, columns=own)
+        width, own = num_layers * size, range(layers.start * size, layers.stop * size)
+        self._first = layers.start
+        self._embedding = Embedding(
+            "model.embed_tokens_per_layer", description.vocab_size, width, parameters, share, columns=own
+        )
         self._projection = parameters.linear(
-            [description.projection_name], [num_layers * size], hidden_size,
-            own=None if len(layers) == num_layers else own,
-        )  # fmt: skip
+            ["model.per_layer_model_projection"], [width], hidden_size, own=None if len(layers) == num_layers else own
+        )
         # The embedding is the mean of two that are independent: over the square root of two. What the norm sees is
         # divided by the root of the hidden size, which its epsilon alone shows.
         scaled = NormDescription(norm.eps * hidden_size, norm.kind, offset=norm.offset)
-        self._projection_norm = Norm(scaled, parameters, description.projection_norm_name, size, divisor=2**0.5)
+        self._projection_norm = Norm(scaled, parameters, "model.per_layer_projection_norm", size, divisor=2**0.5)
         self._scale = (size / 2) ** 0.5
         prefixes = [f"{layer_prefix}{i}." for i in layers]
         self._gates = [self._gate(parameters, hidden_size, prefix) for prefix in prefixes]
-        self._outputs = [parameters.linear([f"{p}{description.output_name}"], [hidden_size], size) for p in prefixes]
-        self._norms = [Norm(norm, parameters, f"{p}{description.output_norm_name}", hidden_size) for p in prefixes]
+        self._outputs = [parameters.linear([f"{p}per_layer_projection"], [hidden_size], size) for p in prefixes]
+        self._norms = [Norm(norm, parameters, f"{p}post_per_layer_input_norm", hidden_size) for p in prefixes]
 
     def _gate(self, parameters: Parameters, hidden_size: int, prefix: str) -> LinearWeight:
-        name, size = f"{prefix}{self._description.gate_name}", self._description.size
+        name, size = f"{prefix}per_layer_input_gate", self._description.size
         if self._description.input_scale is None:
             return parameters.linear([name], [size], hidden_size)
         scale = parameters.weights.take(f"{prefix}{self._description.input_scale}", (hidden_size,))

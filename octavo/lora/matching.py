@@ -221,7 +221,7 @@ def _factors(matrix: NamedMatrix, adapters: Iterable[ModuleAdapter | None], base
         if found.bias is not None and is_first:
             own = 0 if module.bias is None else module.bias
             # The base's own is added by its product, in the model's order.
-            biases[number] = (found.bias if module.order is None else found.bias[module.order]) - own
+            biases[number] = np.asarray(_ordered(found.bias, module) - own, np.float32)
         if found.added is not None and is_first:
             added = _ordered(found.added, module) * scales.get(number, np.float32(1))
             biases[number] = biases.get(number, np.float32(0)) + added

@@ -5,7 +5,7 @@ is read off the description of a model of it, so that it is true.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.experts import ExpertsDescription
@@ -44,6 +44,9 @@ _EXAMPLE_LAYERS: dict[str, dict[str, Any]] = {
 
 # Classes of an encoder, which stand in the line of its bare model.
 _HEADS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+
+
+_Part = TypeVar("_Part")
 
 
 class Entry(NamedTuple):
@@ -87,7 +90,7 @@ def entries() -> list[Entry]:
             notes.append("layers of cross attention see pictures")
         if media.sees_ahead_in_windows:
             notes.append("in layers with a window those of a picture attend both ways, if the configuration says so")
-        notes += [f"contexts up to {setting}" for setting in FAMILIES[DECODERS[media.decoder][0]].longest]
+        notes += [f"contexts up to {setting}" for setting in FAMILIES[DECODERS[media.decoder]].longest]
         if len(decoders) > 1:
             notes.append(f"its decoder is one of {', '.join(decoders)}")
         found.append(Entry(name, "native, tower by transformers", "safetensors, bin", "; ".join(notes)))
@@ -127,75 +130,58 @@ def _notes(model: ModelDescription) -> Iterator[str]:
         yield "soft cap of logits"
 
 
-def _of_attention(has: Callable[[AttentionDescription], Any]) -> Callable[[LayerDescription], bool]:
-    return lambda layer: isinstance(layer.attention, AttentionDescription) and bool(has(layer.attention))
-
-
-def _is_mamba(number: int) -> Callable[[LayerDescription], bool]:
-    def find(layer: LayerDescription) -> bool:
-        mixers = [mixer for mixer in (layer.attention, layer.beside) if isinstance(mixer, MambaDescription)]
-        return any((2 if mixer.time_rank == 0 else 1) == number for mixer in mixers)
-
-    return find
-
-
-def _ungated(layer: LayerDescription) -> bool:
-    return isinstance(layer.feed_forward, FeedForwardDescription) and not layer.feed_forward.gated
-
-
-def _of_experts(has: Callable[[ExpertsDescription], Any]) -> Callable[[LayerDescription], bool]:
-    return lambda layer: isinstance(layer.feed_forward, ExpertsDescription) and bool(has(layer.feed_forward))
+def _has(kind: type[_Part], what: Callable[[_Part], Any] = lambda _: True) -> Callable[[LayerDescription], bool]:
+    """Whether a layer has a part of the kind of which that is true."""
+    return lambda layer: any(
+        isinstance(part, kind) and bool(what(part)) for part in (layer.attention, layer.beside, layer.feed_forward)
+    )
 
 
 _LAYER_NOTES: dict[Callable[[LayerDescription], Any], str] = {
-    _of_attention(lambda a: a.bidirectional): "attention both ways",
-    _of_attention(lambda a: a.distance_biases): "biases by distance",
-    _is_mamba(1): "Mamba 1",
-    _is_mamba(2): "Mamba 2",
-    lambda layer: isinstance(layer.attention, LatentDescription): "latent attention",
-    lambda layer: isinstance(layer.attention, LatentDescription) and layer.attention.index: "an index chooses its keys",
+    _has(AttentionDescription, lambda a: a.bidirectional): "attention both ways",
+    _has(AttentionDescription, lambda a: a.distance_biases): "biases by distance",
+    _has(MambaDescription, lambda m: m.time_rank): "Mamba 1",
+    _has(MambaDescription, lambda m: not m.time_rank): "Mamba 2",
+    _has(LatentDescription): "latent attention",
+    _has(LatentDescription, lambda a: a.index): "an index chooses its keys",
     lambda layer: layer.beside: "beside attention",
     lambda layer: layer.shared: "a transformer that layers share",
     lambda layer: layer.shared and layer.shared.adapter_rank: "with adapters",
-    lambda layer: isinstance(layer.attention, ShortConvDescription): "short convolution",
-    lambda layer: isinstance(layer.attention, GatedDeltaDescription): "gated delta rule",
-    lambda layer: (
-        isinstance(layer.attention, GatedDeltaDescription) and layer.attention.decays_by_element
-    ): "decays by element of the key",
-    lambda layer: isinstance(layer.attention, LightningDescription): "lightning attention",
-    lambda layer: isinstance(layer.attention, GatedRecurrenceDescription): "gated recurrence",
+    _has(ShortConvDescription): "short convolution",
+    _has(GatedDeltaDescription): "gated delta rule",
+    _has(GatedDeltaDescription, lambda d: d.decays_by_element): "decays by element of the key",
+    _has(LightningDescription): "lightning attention",
+    _has(GatedRecurrenceDescription): "gated recurrence",
     lambda layer: layer.is_parallel: "parallel block",
     lambda layer: layer.attention_post_norm and layer.attention_norm: "norms before and after",
     lambda layer: layer.attention_post_norm and not layer.attention_norm and not layer.norms_stream: "norms after",
     lambda layer: layer.norms_stream: "norms of the sum",
-    _ungated: "ungated feed-forward",
-    lambda layer: (
-        isinstance(layer.feed_forward, FeedForwardDescription) and layer.feed_forward.sparsity
-    ): "sparse gates",
-    _of_experts(lambda e: e.routing.scoring == "softmax"): "experts by softmax",
-    _of_experts(lambda e: e.routing.scoring == "sigmoid"): "experts by sigmoid",
-    _of_experts(lambda e: e.routing.scoring == "sparsemixer"): "experts by sparsemixer",
-    _of_experts(lambda e: e.correction_names): "with a correction bias",
-    _of_experts(lambda e: e.scales_inputs): "whose inputs are weighted",
-    _of_experts(lambda e: e.shared and not e.shared_gate_name): "shared expert",
-    _of_experts(lambda e: e.shared_gate_name): "shared expert behind a sigmoid",
-    _of_experts(lambda e: e.part_norms): "each with its norms",
-    _of_experts(lambda e: e.clamp): "clamped SwiGLU",
-    _of_experts(lambda e: e.num_identities): "experts that return what they see",
+    _has(FeedForwardDescription, lambda f: not f.gated): "ungated feed-forward",
+    _has(FeedForwardDescription, lambda f: f.sparsity): "sparse gates",
+    _has(ExpertsDescription, lambda e: e.routing.scoring == "softmax"): "experts by softmax",
+    _has(ExpertsDescription, lambda e: e.routing.scoring == "sigmoid"): "experts by sigmoid",
+    _has(ExpertsDescription, lambda e: e.routing.scoring == "sparsemixer"): "experts by sparsemixer",
+    _has(ExpertsDescription, lambda e: e.correction_names): "with a correction bias",
+    _has(ExpertsDescription, lambda e: e.scales_inputs): "whose inputs are weighted",
+    _has(ExpertsDescription, lambda e: e.shared and not e.shared_gate_name): "shared expert",
+    _has(ExpertsDescription, lambda e: e.shared_gate_name): "shared expert behind a sigmoid",
+    _has(ExpertsDescription, lambda e: e.part_norms): "each with its norms",
+    _has(ExpertsDescription, lambda e: e.clamp): "clamped SwiGLU",
+    _has(ExpertsDescription, lambda e: e.num_identities): "experts that return what they see",
     lambda layer: layer.added_after: "experts beside the next attention",
-    _of_attention(lambda a: a.output_norm): "norms before the last matrices",
-    _of_attention(lambda a: a.gate): "gated attention",
-    _of_attention(lambda a: a.value_size != a.head_size): "values of another size than keys",
-    _of_attention(lambda a: a.window): "window",
-    _of_attention(lambda a: a.rope is None): "no rotation",
-    _of_attention(lambda a: a.rope and a.rope.interleaved): "interleaved rotation",
-    _of_attention(lambda a: a.rope and a.rope.rotary_dim < a.head_size): "partial rotation",
-    _of_attention(lambda a: a.reads_layer is not None): "keys and values of earlier layers",
-    _of_attention(lambda a: a.keys_are_values): "keys that are values too",
-    _of_attention(lambda a: a.alibi_max): "ALiBi",
-    _of_attention(lambda a: a.softcap): "soft cap of scores",
-    _of_attention(lambda a: a.sinks): "sinks",
-    _of_attention(lambda a: a.query_growth): "queries that grow with the position",
+    _has(AttentionDescription, lambda a: a.output_norm): "norms before the last matrices",
+    _has(AttentionDescription, lambda a: a.gate): "gated attention",
+    _has(AttentionDescription, lambda a: a.value_size != a.head_size): "values of another size than keys",
+    _has(AttentionDescription, lambda a: a.window): "window",
+    _has(AttentionDescription, lambda a: a.rope is None): "no rotation",
+    _has(AttentionDescription, lambda a: a.rope and a.rope.interleaved): "interleaved rotation",
+    _has(AttentionDescription, lambda a: a.rope and a.rope.rotary_dim < a.head_size): "partial rotation",
+    _has(AttentionDescription, lambda a: a.reads_layer is not None): "keys and values of earlier layers",
+    _has(AttentionDescription, lambda a: a.keys_are_values): "keys that are values too",
+    _has(AttentionDescription, lambda a: a.alibi_max): "ALiBi",
+    _has(AttentionDescription, lambda a: a.softcap): "soft cap of scores",
+    _has(AttentionDescription, lambda a: a.sinks): "sinks",
+    _has(AttentionDescription, lambda a: a.query_growth): "queries that grow with the position",
 }
 
 

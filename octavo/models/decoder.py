@@ -287,18 +287,10 @@ class Decoder:
         self._output = self._embedding.weight if is_last and self._embedding is not None else None
         if description.num_unsaid_tokens and has_output:
             self._output = self._padded_output(parameters)
-        elif not is_tied and has_output:
+        elif has_output and not (is_tied and share.is_whole):  # an embedding is cut by columns, this by rows
+            name = description.embedding_name if is_tied else description.output_name
             size = hidden_size if description.head is None else description.head.size
-            self._output = parameters.linear(
-                [description.output_name],
-                [vocab_size],
-                size,
-                output_bias,
-                own=None if share.is_whole else self._own_vocab,
-            )
-        elif not share.is_whole and has_output:  # looked up by columns, multiplied by rows
-            names, bias = [description.embedding_name], output_bias
-            self._output = parameters.linear(names, [vocab_size], embedding_size, bias, own=self._own_vocab)
+            self._output = parameters.linear([name], [vocab_size], size, output_bias, own=self._own_vocab)
         # Sums of many layers in bfloat16 lose what quantized products can use (docs/performance.md).
         self.stream_dtype = dtype
         # Poolers take both types of what the last norm returns.

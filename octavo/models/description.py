@@ -5,7 +5,7 @@ built from. An architecture is settings of these; see `octavo.models.families`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.attention import AttentionDescription
@@ -20,8 +20,10 @@ from octavo.layers.pooling import PoolingDescription
 from octavo.layers.positions import PositionsDescription
 from octavo.layers.share import WHOLE, Share
 from octavo.layers.shared import SharedDescription
-from octavo.layers.streams import StreamsDescription
+from octavo.layers.streams import PROJECTIONS, UNEMBED, StreamsDescription
 from octavo.layers.token_inputs import TokenInputsDescription
+
+_Mixer = TypeVar("_Mixer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,26 +154,28 @@ class ModelDescription:
         if not (self.is_last_stage and self.tie_word_embeddings and self.pooling is None):
             start.append(self.embedding_name)
         if self.streams is not None:
-            start.append(self.streams.projections_name)
+            start.append(PROJECTIONS)
         others = [] if self.is_first_stage else start
         if not self.is_last_stage:
-            others += [] if self.streams is None else [self.streams.unembed_name]
+            others += [] if self.streams is None else [UNEMBED]
             others += [self.norm_name, self.output_name]
             heads = [*(() if self.head is None else (self.head,)), *(() if self.pooling is None else self.pooling.head)]
             others += [name for head in heads for name in (head.name, head.norm_name)]
         return tuple(f"{name}." for name in others if name)
 
+    def mixers(self, kind: type[_Mixer]) -> list[_Mixer]:
+        """What stands in the place of attention and is of that kind, layer by layer."""
+        return [layer.attention for layer in self.layers if isinstance(layer.attention, kind)]
+
     @property
     def is_bidirectional(self) -> bool:
         """Whether a token's hidden state depends on those after it, so that a text is one step's."""
-        mixers = [layer.attention for layer in self.layers]
-        return any(isinstance(mixer, AttentionDescription) and mixer.bidirectional for mixer in mixers)
+        return any(attention.bidirectional for attention in self.mixers(AttentionDescription))
 
     @property
     def has_axes(self) -> bool:
         """Whether a token has a position in time, height and width each."""
-        mixers = [layer.attention for layer in self.layers]
-        return any(isinstance(m, AttentionDescription) and m.rope is not None and m.rope.axes for m in mixers)
+        return any(a.rope is not None and a.rope.axes for a in self.mixers(AttentionDescription))
 
     @property
     def layer_numbers(self) -> tuple[int, ...]:
@@ -181,14 +185,12 @@ class ModelDescription:
     @property
     def num_cross_tokens(self) -> int:
         """Of another network's output that a token attends to at most; 0 is none."""
-        mixers = [layer.attention for layer in self.layers]
-        return max((mixer.num_tokens for mixer in mixers if isinstance(mixer, CrossAttentionDescription)), default=0)
+        return max((cross.num_tokens for cross in self.mixers(CrossAttentionDescription)), default=0)
 
     @property
     def num_chosen_keys(self) -> int:
         """That a token reads at most, as indexes of layers choose them; 0: it reads all it sees."""
-        mixers = [layer.attention for layer in self.layers]
-        indexes = [mixer.index for mixer in mixers if isinstance(mixer, LatentDescription)]
+        indexes = [latent.index for latent in self.mixers(LatentDescription)]
         return min((index.num_chosen for index in indexes if index is not None), default=0)
 
     @property

@@ -89,8 +89,12 @@ class ChainHead:
     layer_caches: tuple[LayerCacheSpec, ...]
     matrices: tuple[NamedMatrix, ...] = ()  # none that adapters change
 
-    def __init__(self, target: HeadTarget, weights: Weights, parameters: Parameters, names: Mapping[str, str]) -> None:
-        """`names` are those of the modules "embedding" and "output", of those that a head may have."""
+    def __init__(
+        self, target: HeadTarget, weights: Weights, parameters: Parameters, names: Mapping[str, str],
+        own_vocab_size: int | None = None,
+    ) -> None:  # fmt: skip
+        """`names` are those of the modules "embedding" and "output", of those that a head may have. Where it has fewer
+        tokens than the model it has `own_vocab_size`."""
         self.target, self._parameters, self._ops = target.model, parameters, parameters.ops
         self._dtype = parameters.dtype
         self.vocab_size, self.hidden_size = target.model.vocab_size, target.description.hidden_size
@@ -101,11 +105,8 @@ class ChainHead:
             self._embedding = parameters.linear([names["embedding"]], [self.vocab_size], size)
         self._output: LinearWeight | None = None
         if "output" in names and f"{names['output']}.weight" in weights:
-            self._output = parameters.linear([names["output"]], [self._own_vocab_size(weights)], size)
+            self._output = parameters.linear([names["output"]], [own_vocab_size or self.vocab_size], size)
         self._embedder, self._outputter = target.tables(self._embedding is None, self._output is None)
-
-    def _own_vocab_size(self, weights: Weights) -> int:
-        return self.vocab_size
 
     def num_weight_bytes(self) -> int:
         """Bytes of the packed matrices."""
@@ -220,8 +221,7 @@ def _module_layer(description: ModelDescription) -> LayerDescription:
     attention = layers[-1].attention
     if not isinstance(attention, LatentDescription) or not attention.shares_index:
         return layers[-1]
-    latent = [layer.attention for layer in layers if isinstance(layer.attention, LatentDescription)]
-    index = [one.index for one in latent if one.index is not None][-1]
+    index = [latent.index for latent in description.mixers(LatentDescription) if latent.index is not None][-1]
     return replace(layers[-1], attention=replace(attention, index=index, shares_index=False))
 
 
@@ -233,13 +233,13 @@ class Eagle3Head(ChainHead):
         self, target: HeadTarget, config: Mapping[str, Any], weights: Weights, ops: Ops, max_positions: int, dtype: str
     ) -> None:
         parameters = Parameters(weights, ops, max_positions, dtype)
-        self._num_own = int(config.get("draft_vocab_size") or target.model.vocab_size)
-        super().__init__(target, weights, parameters, {"embedding": "model.embed_tokens", "output": "lm_head"})
+        num_own = int(config.get("draft_vocab_size") or target.model.vocab_size)
+        super().__init__(target, weights, parameters, {"embedding": "model.embed_tokens", "output": "lm_head"}, num_own)
         size = target.description.hidden_size
-        if self._output is not None and self._num_own != target.model.vocab_size:
-            offsets = weights.take_integers("d2t", (self._num_own,))
-            self.target_ids = np.arange(self._num_own) + offsets
-            self.vocab_size = self._num_own
+        if self._output is not None and num_own != target.model.vocab_size:
+            offsets = weights.take_integers("d2t", (num_own,))
+            self.target_ids = np.arange(num_own) + offsets
+            self.vocab_size = num_own
         for unused in ("t2d", "d2t"):
             weights.pass_over(unused)
         description = described(config, target.description)
@@ -267,9 +267,6 @@ class Eagle3Head(ChainHead):
                 f"--pipeline-parallel-size has those from {first} on: it must have all of them."
             )
         self.taps = Taps(dict(zip(layers, parts, strict=True)), ops, dtype)
-
-    def _own_vocab_size(self, weights: Weights) -> int:
-        return self._num_own
 
     def features_of(self, hidden: Array) -> Array:
         return hidden

@@ -4,8 +4,10 @@ decoder of `octavo.models.families`. Here is what their configurations say of th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from octavo.errors import LoadError
@@ -14,140 +16,42 @@ from octavo.layers.experts import stacked
 from octavo.models.crossing import NUM_PICTURES, with_cross_attention
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.families import FAMILIES
-from octavo.models.readers import overlaid, read
+from octavo.models.readers import overlaid, read, rope_settings
 
-_QWEN_VL: dict[str, Any] = {
-    "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
-    "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
-    "rope_theta": 1000000.0, "sliding_window": 4096, "max_window_layers": 80,
-}  # fmt: skip
-_GLM_ASR: dict[str, Any] = {
-    "vocab_size": 59264, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
-    "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-}  # fmt: skip
-_VOXTRAL: dict[str, Any] = {
-    "vocab_size": 131072, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 30,
-    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-    "rope_theta": 1e8,
-}  # fmt: skip
-_GEMMA_4: dict[str, Any] = {
-    "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
-    "num_attention_heads": 8,
-}  # fmt: skip
-# The decoder of a `text_config`, by its model_type, and the defaults of its class in transformers 5: checkpoints leave
-# out what equals them.
-DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", {
-        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "max_position_embeddings": 2048,
-    }),
-    "mistral": ("MistralForCausalLM", {
-        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096,
-    }),
-    "qwen2": ("Qwen2ForCausalLM", {
-        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 32768,
-    }),
-    "qwen3": ("Qwen3ForCausalLM", {
-        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768,
-    }),
-    "granite": ("GraniteForCausalLM", {
-        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "max_position_embeddings": 2048, "embedding_multiplier": 1.0, "logits_scaling": 1.0,
-        "residual_multiplier": 1.0, "attention_multiplier": 1.0,
-    }),
-    "cohere2": ("Cohere2ForCausalLM", {
-        "vocab_size": 256000, "hidden_size": 8192, "intermediate_size": 22528, "num_hidden_layers": 40,
-        "num_attention_heads": 64, "max_position_embeddings": 8192, "sliding_window": 4096, "logit_scale": 0.0625,
-        "layer_norm_eps": 1e-5,
-    }),
-    "aria_text": ("AriaTextForCausalLM", {
-        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 4096, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "max_position_embeddings": 2048, "moe_num_experts": 8, "moe_topk": 2,
-        "moe_num_shared_experts": 2,
-    }),
-    "gemma3_text": ("Gemma3ForCausalLM", {
-        "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-    }),
-    "qwen2_vl_text": ("Qwen2ForCausalLM", _QWEN_VL),
-    "qwen2_5_vl_text": ("Qwen2ForCausalLM", _QWEN_VL),
-    "qwen3_vl_text": ("Qwen3ForCausalLM", {
-        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 128000,
-        "rope_theta": 500000.0,
-    }),
-    "qwen3_vl_moe_text": ("Qwen3MoeForCausalLM", {
-        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24,
-        "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 128000,
-        "rope_theta": 500000.0, "moe_intermediate_size": 1408, "num_experts_per_tok": 4, "num_local_experts": 60,
-        "norm_topk_prob": True,
-    }),
-    "qwen3_5_text": ("Qwen3_5ForCausalLM", {
-        "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
-        "num_attention_heads": 16,
-    }),
-    "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", {
-        "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16,
-    }),
-    "gemma": ("GemmaForCausalLM", {  # as PaliGemma has it
-        "vocab_size": 257152, "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 18,
-        "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256, "max_position_embeddings": 8192,
-    }),
-    "gemma2": ("Gemma2ForCausalLM", {
-        "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
-    }),
-    "glm4v_text": ("Glm4ForCausalLM", {
-        "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 13696, "num_hidden_layers": 40,
-        "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": None, "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-5, "attention_bias": True,
-    }),
-    "glm4v_moe_text": ("Glm4MoeForCausalLM", {
-        "vocab_size": 151424, "hidden_size": 4096, "intermediate_size": 10944, "num_hidden_layers": 46,
-        "num_attention_heads": 96, "num_key_value_heads": 8, "max_position_embeddings": 65536, "rms_norm_eps": 1e-5,
-        "attention_bias": True, "norm_topk_prob": True,
-    }),
-    "glm_ocr_text": ("Glm4ForCausalLM", {
-        "vocab_size": 59392, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-    }),
-    "paddleocr_vl_text": ("LlamaForCausalLM", {
-        "vocab_size": 103424, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18,
-        "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True,
-    }),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", {
-        "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
-        "num_attention_heads": 128, "num_key_value_heads": 128, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
-    }),
-    "lfm2": ("Lfm2ForCausalLM", {
-        "vocab_size": 65536, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 128000,
-    }),
-    "llama4_text": ("Llama4ForCausalLM", {
-        "vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48,
-        "num_attention_heads": 40,
-    }),
-    "phi4_multimodal": ("Phi3ForCausalLM", {
-        "vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-        "original_max_position_embeddings": 4096,
-    }),
-    "gemma4_text": ("Gemma4ForCausalLM", _GEMMA_4),
-    "gemma4_unified_text": ("Gemma4UnifiedForCausalLM", _GEMMA_4),
-}  # fmt: skip
-DECODERS["mllama_text_model"] = ("LlamaForCausalLM", {
-    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 40,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-})  # fmt: skip
-DECODERS["kimi_k2"] = DECODERS["deepseek_v3"]  # as Kimi's own files call it
+# The decoder of a `text_config`, by its model_type.
+DECODERS = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "aria_text": "AriaTextForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "qwen2_vl_text": "Qwen2ForCausalLM",
+    "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen3_vl_text": "Qwen3ForCausalLM",
+    "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "gemma": "GemmaForCausalLM",  # with PaliGemma's defaults
+    "gemma2": "Gemma2ForCausalLM",
+    "glm4v_text": "Glm4ForCausalLM",
+    "glm4v_moe_text": "Glm4MoeForCausalLM",
+    "glm_ocr_text": "Glm4ForCausalLM",
+    "paddleocr_vl_text": "LlamaForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
+    "phi4_multimodal": "Phi3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
+    "mllama_text_model": "LlamaForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",  # as Kimi's own files call it
+}
+# What the class of that type in transformers 5 has where checkpoints leave it out, as they do with what equals it; of
+# some families other values.
+TEXT_DEFAULTS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("text_defaults.json").read_text())
 # Where experts lie otherwise than in the decoder's own checkpoints.
 _EXPERTS = {"qwen3_vl_moe_text": (stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj", is_transposed=True),)}
 # What is refused beside what the decoder's own architecture refuses, and what a class takes whatever config.json says.
@@ -186,7 +90,6 @@ class MediaFamily:
     # Layers of the decoder attend to a picture's rows, which stand in the place of no token: `with_cross_attention`.
     crosses: bool = False
     longest_s: float | None = None  # what its tower hears of a sound; None: all that its processor takes
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of its text_config, before those of the decoder's class
 
     @property
     def sees_videos(self) -> bool:
@@ -259,8 +162,8 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "MllamaForConditionalGeneration": MediaFamily("mllama_text_model", 128256, crosses=True),
     "Qwen2AudioForConditionalGeneration": MediaFamily("qwen2", 151646, kind="audio", longest_s=30.0),
     "AudioFlamingo3ForConditionalGeneration": MediaFamily("qwen2", 151669, kind="audio"),
-    "GlmAsrForConditionalGeneration": MediaFamily("llama", 59260, kind="audio", defaults=_GLM_ASR),
-    "VoxtralForConditionalGeneration": MediaFamily("llama", 24, kind="audio", defaults=_VOXTRAL),
+    "GlmAsrForConditionalGeneration": MediaFamily("llama", 59260, kind="audio"),
+    "VoxtralForConditionalGeneration": MediaFamily("llama", 24, kind="audio"),
     "GraniteSpeechForConditionalGeneration": MediaFamily("granite", 49155, kind="audio", adapters={"audio": "."}),
     "GraniteSpeechPlusForConditionalGeneration": MediaFamily("granite", 49155, kind="audio", adapters={"audio": "."}),
     "Phi4MultimodalForCausalLM": MediaFamily(
@@ -305,13 +208,13 @@ def read_media(name: str, config: Mapping[str, Any]) -> ModelDescription:
     kind, built = text["model_type"], decoders_of(name)
     if kind not in built:
         raise LoadError(f"a decoder of the type {kind!r} is not built yet; {', '.join(built)} are.")
-    decoder, defaults = DECODERS[kind]
+    decoder, defaults = DECODERS[kind], {**TEXT_DEFAULTS[kind], **TEXT_DEFAULTS.get(name, {})}
     reader = FAMILIES[decoder]
     if kind in _EXPERTS:
         assert reader.experts is not None
         reader = replace(reader, experts={**reader.experts, "names": _EXPERTS[kind]})
     reader = replace(reader, refuses=(*reader.refuses, *_REFUSES.get(kind, ())))
-    completed = {**text, **overlaid({**defaults, **family.defaults}, text)}
+    completed = {**text, **overlaid(defaults, text)}
     description = read(decoder, reader, {**completed, **_FIXED.get(kind, {})})
     # Most files do not say it of the whole; the class's own default there is not what was trained (Mistral 3).
     is_tied = description.tie_word_embeddings
@@ -346,7 +249,6 @@ def read_media(name: str, config: Mapping[str, Any]) -> ModelDescription:
         architecture=name,
         tie_word_embeddings=is_tied,
         layers=layers,
-        num_unused_layers=description.num_unused_layers or int(text.get("num_nextn_predict_layers") or 0),
         takes_media=True,
         num_media_layers=num_media_layers,
         sees_ahead=sees_ahead,
@@ -389,7 +291,7 @@ def _with_axes(layer: LayerDescription, family: MediaFamily, text: Mapping[str, 
     if not isinstance(attention, AttentionDescription):
         return layer
     assert attention.rope is not None and family.sections is not None
-    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    scaling = rope_settings(text)
     sections, num_pairs = tuple(scaling.get("mrope_section") or family.sections), attention.rope.rotary_dim // 2
     if len(sections) != 3 or sum(sections) != num_pairs or min(sections) < 0:
         raise LoadError(f"mrope_section {list(sections)} does not share out the {num_pairs} pairs of a head.")

@@ -20,8 +20,9 @@ from octavo.layers.attention import AttentionDescription
 from octavo.layers.experts import ExpertsDescription
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.norm import NormDescription
-from octavo.layers.rotary import ROPE_KINDS, RopeConfig
+from octavo.layers.rotary import ROPE_KINDS, QueryGrowth, RopeConfig
 from octavo.models.description import LayerDescription, ModelDescription
+from octavo.ops import Routing
 
 Config = Mapping[str, Any]
 # Of the configuration and the layer's number. A value of a family's table that is none of these stands for itself.
@@ -32,6 +33,7 @@ _DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": None,
     "head_dim": None,
     "hidden_act": "silu",
+    "mamba_hidden_act": "silu",
     "norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "rope_theta": 10000.0,
@@ -60,7 +62,7 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length", "model_max_length"),
     "norm_eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
     "rope_theta": ("rotary_emb_base", "global_rope_theta"),
-    "partial_rotary_factor": ("rotary_pct",),
+    "partial_rotary_factor": ("rotary_pct", "rotary_emb_fraction"),
     "rope_local_base_freq": ("local_rope_theta",),
     "sliding_window": ("window_size", "attention_window_size"),
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
@@ -72,6 +74,7 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "first_k_dense_replace": ("num_dense_layers",),
     "routed_scaling_factor": ("router_scaling_factor", "route_scale", "moe_routed_scaling_factor"),
     "layer_types": ("layers_block_type",),
+    "mamba_hidden_act": ("hidden_mamba_act",),
     "mamba_n_heads": ("mamba_num_heads", "n_mamba_heads"),
     "mamba_d_head": ("mamba_head_dim",),
     "mamba_d_state": ("state_size", "ssm_state_size"),
@@ -88,6 +91,7 @@ _NULLABLE = {
     "moe_intermediate_size", "n_shared_experts", "num_key_value_heads", "num_nextn_predict_layers", "q_lora_rank",
     "rms_norm_eps", "rotary_dim", "shared_expert_intermediate_size", "sliding_window", "swiglu_limit",
 }  # fmt: skip
+_ROPE_NUMBERS = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
 _ATTENTION_TYPES = ("full_attention", "sliding_attention")
 _ACTIVATIONS = {
     "swish": "silu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
@@ -103,9 +107,16 @@ def layer_norm(**changes: Any) -> Setting:
     return lambda c, _: NormDescription(**{"eps": c["norm_eps"], "kind": "layer", "bias": True} | changes)
 
 
+def routing(**changes: Any) -> Setting:
+    """A router by the usual settings; `changes` are values or settings."""
+    usual = {"top_k": key("num_experts_per_tok"), "normalize": lambda c, _: bool(c["norm_topk_prob"])}
+    return lambda c, i: Routing(**valued(usual | changes, c, i))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """How an architecture differs from Llama: fields of the descriptions, each with a value or a `Setting`."""
+    """How an architecture differs from Llama: fields of the descriptions, each with a value or a `Setting`. Some
+    settings count in all of them: of biases, soft caps and Granite's multipliers, of layers that are dense or guess."""
 
     norm: Setting = field(default_factory=rms)  # every norm that is not said to be another
     attention: Mapping[str, Any] = field(default_factory=dict)
@@ -117,9 +128,11 @@ class Family:
     has_feed_forward: Setting = lambda _, __: True  # whether the layer does
     layer: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
-    # Fields of `ExpertsDescription`, for layers whose feed-forward is sparse; None: no layer has experts.
+    # Fields of `ExpertsDescription`, for layers whose feed-forward is sparse, whose routing is that of `routing` if it
+    # is not said to be another; None: no layer has experts.
     experts: Mapping[str, Any] | None = None
-    is_sparse: Setting = lambda _, __: True  # where `mlp_layer_types` does not say it
+    # Where `mlp_layer_types` does not say it: all layers but the first ones.
+    is_sparse: Setting = lambda c, i: i >= (c.get("first_k_dense_replace") or 0)
     rotates: Setting = lambda _, __: True  # whether the layer does
     # The type of a layer where `layer_types` does not say it; those of "sliding_attention" have the window. None: types
     # of layers mean nothing here.
@@ -142,6 +155,10 @@ def read(name: str, family: Family, given: Config) -> ModelDescription:
         config["layer_types"] = [family.layer_type(config, i) for i in numbers]
     if family.experts is not None and config["mlp_layer_types"] is None:
         config["mlp_layer_types"] = ["sparse" if family.is_sparse(config, i) else "dense" for i in numbers]
+    for setting, counts in (("layer_types", family.layer_type), ("mlp_layer_types", family.experts)):
+        if counts is not None and len(config[setting]) < config["num_hidden_layers"]:
+            num_layers = config["num_hidden_layers"]
+            raise LoadError(f"{setting} has {len(config[setting])} entries for {num_layers} layers.")
     layers = tuple(_layer(family, config, i) for i in numbers)
     described = {
         "vocab_size": config["vocab_size"],
@@ -151,9 +168,13 @@ def read(name: str, family: Family, given: Config) -> ModelDescription:
         ),
         "tie_word_embeddings": bool(config["tie_word_embeddings"]),
         "norm": family.norm(config, 0),
+        "embedding_multiplier": config.get("embedding_multiplier", 1.0),
+        "logits_divisor": config.get("logits_scaling", 1.0),
+        "logits_softcap": config.get("final_logit_softcapping") or 0.0,
+        "num_unused_layers": config.get("num_nextn_predict_layers") or 0,
         "pooling": family.pooling(config, 0) if family.pooling is not None else None,
     }
-    return ModelDescription(architecture=name, layers=layers, **described | _values(family.model, config, 0))
+    return ModelDescription(architecture=name, layers=layers, **described | valued(family.model, config, 0))
 
 
 def overlaid(defaults: Config, given: Config) -> dict[str, Any]:
@@ -181,7 +202,8 @@ def _merged(name: str, given: Config) -> dict[str, Any]:
     return config
 
 
-def _values(settings: Mapping[str, Any], config: Config, layer: int) -> dict[str, Any]:
+def valued(settings: Mapping[str, Any], config: Config, layer: int) -> dict[str, Any]:
+    """What values and `Setting`s are for that layer."""
     return {name: value(config, layer) if callable(value) else value for name, value in settings.items()}
 
 
@@ -191,7 +213,7 @@ def _layer(family: Family, config: Config, i: int) -> LayerDescription:
         attention=_attention(family, config, i) if mixer == "attention" else mixer,
         feed_forward=_feed_forward(family, config, i) if family.has_feed_forward(config, i) else None,
         norm=family.norm(config, i),
-        **_values(family.layer, config, i),
+        **{"residual_multiplier": config.get("residual_multiplier", 1.0), **valued(family.layer, config, i)},
     )
 
 
@@ -204,10 +226,13 @@ def _attention(family: Family, config: Config, i: int) -> AttentionDescription:
         "num_heads": num_heads,
         "num_kv_heads": config["num_key_value_heads"] or num_heads,
         "head_size": size,
-        "scale": size**-0.5,
+        "scale": config.get("attention_multiplier") or size**-0.5,
         "rope": rope_of(config, i, size, family.rope or {}, layer_type, family.rope_kinds) if turns else None,
         "window": (config["sliding_window"] or 0) if layer_type == "sliding_attention" else 0,
-    } | _values(family.attention, config, i)
+        "query_growth": query_growth(config),
+        "qkv_bias": config["attention_bias"],
+        "output_bias": config["attention_bias"],
+    } | valued(family.attention, config, i)
     num_heads, num_kv_heads = attention["num_heads"], attention["num_kv_heads"]
     if num_heads % num_kv_heads:
         raise LoadError(f"{num_heads} query heads do not divide into {num_kv_heads} key/value heads.")
@@ -216,13 +241,13 @@ def _attention(family: Family, config: Config, i: int) -> AttentionDescription:
 
 def _feed_forward(family: Family, config: Config, i: int) -> FeedForwardDescription | ExpertsDescription:
     activation = activation_of(config["hidden_act"])
-    if family.experts is not None and per_layer("mlp_layer_types")(config, i) == "sparse":
+    if family.experts is not None and config["mlp_layer_types"][i] == "sparse":
         size = config["moe_intermediate_size"] or config["intermediate_size"]
         experts = {"num_experts": config["num_experts"], "intermediate_size": size, "activation": activation}
-        return ExpertsDescription(**experts | _values(family.experts, config, i))
+        return ExpertsDescription(**experts | valued({"routing": routing(), **family.experts}, config, i))
     size = config["intermediate_size"] or 4 * config["hidden_size"]
-    settings = {"intermediate_size": size, "activation": activation}
-    return FeedForwardDescription(**settings | _values(family.feed_forward, config, i))
+    settings = {"intermediate_size": size, "activation": activation, "bias": config["mlp_bias"]}
+    return FeedForwardDescription(**settings | valued(family.feed_forward, config, i))
 
 
 def num_labels(config: Config) -> int:
@@ -242,7 +267,7 @@ def activation_of(name: str) -> str:
 def _layer_type(family: Family, config: Config, i: int) -> str:
     if family.layer_type is None or (family.window_switch and not config[family.window_switch]):
         return "full_attention"
-    layer_type = per_layer("layer_types")(config, i)
+    layer_type = config["layer_types"][i]
     if layer_type not in _ATTENTION_TYPES:
         raise LoadError(f"layer type {layer_type!r} is not built yet; full_attention and sliding_attention are.")
     return str(layer_type)
@@ -264,14 +289,25 @@ def per_layer(setting: str) -> Setting:
     return find
 
 
+def rope_settings(config: Config) -> dict[str, Any]:
+    """What transformers 5 writes as rope_parameters, for each type of layer where they differ; earlier versions wrote
+    rope_theta, and rope_scaling, which it prefers."""
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
+
+
+def query_growth(config: Config) -> QueryGrowth | None:
+    """Llama 4's, as later models say it."""
+    rope = rope_settings(config)
+    rate = rope.get("llama_4_scaling_beta")
+    return QueryGrowth(float(rate), int(rope["original_max_position_embeddings"])) if rate else None
+
+
 def rope_of(
     config: Config, i: int, size: int, changes: Mapping[str, Any], layer_type: str = "full_attention",
     own_kinds: Sequence[str] = (),
 ) -> RopeConfig:  # fmt: skip
     """The rotation of heads of that size in layer i, with `changes` of a family's table and its `own_kinds`."""
-    # transformers 5 writes rope_parameters, for each type of layer where they differ; earlier versions wrote rope_theta
-    # and rope_scaling, which it prefers.
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    scaling = rope_settings(config)
     theta = config["rope_theta"]
     if layer_type in scaling:
         scaling = scaling[layer_type] or {}
@@ -279,11 +315,14 @@ def rope_of(
         scaling, theta = {}, config["rope_local_base_freq"]
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     kind = "longrope" if kind == "su" else kind  # its first name
-    theta = float(scaling.get("rope_theta") or theta)
+    by_layer = config.get("layer_rope_theta")  # Granite's
+    theta = float(by_layer[i] if by_layer else scaling.get("rope_theta") or theta)
     if kind not in (*ROPE_KINDS, *own_kinds):
         raise LoadError(f"rope scaling {kind!r} is not built yet; {', '.join(ROPE_KINDS)} are.")
     partial = scaling.get("partial_rotary_factor") or config["partial_rotary_factor"]
     rotary_dim = size if kind == "proportional" else int(size * partial)
+    if config.get("rotary_dim") and not scaling.get("partial_rotary_factor"):
+        rotary_dim = int(config["rotary_dim"])
     if kind == "dynamic" and scaling.get("alpha"):  # HunYuan's, which depends on no length
         kind, theta = "default", theta * float(scaling["alpha"]) ** (rotary_dim / (rotary_dim - 2))
     longest = config["max_position_embeddings"]
@@ -292,23 +331,23 @@ def rope_of(
     factor = float(scaling.get("factor") or (longest / original if kind in ("yarn", "longrope") else 1.0))
     if kind == "ntk":  # GTE's: another base, and as linear as that leaves it (formula 6 of Su 2023, "RoPE upgrade")
         kind, theta, factor = "linear", theta * factor, factor ** (2 / rotary_dim)
+    for name in ("short_factor", "long_factor") if kind == "longrope" else ():
+        if len(scaling.get(name) or ()) != rotary_dim // 2:
+            raise LoadError(f"{name} of longrope must have {rotary_dim // 2} numbers, one for each pair of elements.")
     settings = {
         "theta": theta,
         "rotary_dim": rotary_dim,
         "kind": kind,
         "factor": factor,
         "original_max_position": original,
-        "low_freq_factor": float(scaling.get("low_freq_factor") or 1.0),
-        "high_freq_factor": float(scaling.get("high_freq_factor") or 4.0),
-        "beta_fast": float(scaling.get("beta_fast") or 32.0),
-        "beta_slow": float(scaling.get("beta_slow") or 1.0),
         "truncate": bool(scaling.get("truncate", True)),
         "short_factors": tuple(scaling.get("short_factor") or ()),
         "long_factors": tuple(scaling.get("long_factor") or ()),
         "num_turning": 2 * int(partial * size // 2) if kind == "proportional" else 0,
         "attention_factor": _attention_factor(kind, factor, original, scaling),
     }
-    return RopeConfig(**settings | _values(changes, config, i))
+    settings |= {name: float(scaling[name]) for name in _ROPE_NUMBERS if scaling.get(name)}
+    return RopeConfig(**settings | valued(changes, config, i))
 
 
 def _attention_factor(kind: str, factor: float, original: int, scaling: Config) -> float:

@@ -142,6 +142,10 @@ def describe(
         return description if pooling is None else with_pooling(given, description, config, pooling)
     except KeyError as e:
         raise LoadError(f"the model's configuration has no {e.args[0]!r}.") from None
+    except IndexError:
+        raise LoadError(
+            f"{name}: a list of the model's configuration has fewer entries than there are layers."
+        ) from None
     except LoadError as e:
         raise LoadError(f"{name}: {e}") from None
 

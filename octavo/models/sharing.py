@@ -195,11 +195,9 @@ def _equal_counts(starts: Sequence[int], num_layers: int, num_stages: int) -> li
 
 
 def _not_built(description: ModelDescription) -> dict[str, bool]:
-    mixers = [m for layer in description.layers for m in (layer.attention, layer.beside) if m is not None]
-    attentions = [mixer for mixer in mixers if isinstance(mixer, AttentionDescription)]
     return {
         "models that transformers computes": description.impl != "octavo",
-        "attention of several inputs": any(a.num_inputs > 1 for a in attentions),
+        "attention of several inputs": any(a.num_inputs > 1 for a in description.mixers(AttentionDescription)),
     }
 
 

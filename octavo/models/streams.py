@@ -39,17 +39,17 @@ class StreamsBlock:
         self._attention_norm, self._attention_post_norm = norm(layer.attention_norm), norm(layer.attention_post_norm)
         self._feed_forward_norm = norm(layer.feed_forward_norm)
         self._feed_forward_post_norm = norm(layer.feed_forward_post_norm)
-        branch, rank, count = streams.branch_name, streams.branch_rank, streams.count
-        self._branch_in = linear(f"{branch}.linear_left", rank, hidden_size)
-        self._branch_out = linear(f"{branch}.linear_right", hidden_size, rank)
-        self._branch_norm = norm(f"{branch}.post_laurel_norm")
-        self._router_norm = norm(f"{streams.name}.router_norm", divisor=hidden_size)
-        self._router = linear(f"{streams.name}.modality_router", count, hidden_size)
+        rank, count = streams.branch_rank, streams.count
+        self._branch_in = linear("laurel.linear_left", rank, hidden_size)
+        self._branch_out = linear("laurel.linear_right", hidden_size, rank)
+        self._branch_norm = norm("laurel.post_laurel_norm")
+        self._router_norm = norm("altup.router_norm", divisor=hidden_size)
+        self._router = linear("altup.modality_router", count, hidden_size)
         # Coefficients by how far the stream that they multiply lies behind the one that they are for; those of streams
         # for themselves are changes of 1.
         order = np.array([count * i + (i + shift) % count for shift in range(count) for i in range(count)])
-        self._prediction = self._coefficients(parameters, f"{prefix}{streams.name}.prediction_coefs", order)
-        self._correction = self._coefficients(parameters, f"{prefix}{streams.name}.correction_coefs", np.arange(count))
+        self._prediction = self._coefficients(parameters, f"{prefix}altup.prediction_coefs", order)
+        self._correction = self._coefficients(parameters, f"{prefix}altup.correction_coefs", np.arange(count))
 
     def _coefficients(self, parameters: Parameters, name: str, order: Any) -> LinearWeight:
         """[T, streams] to as many numbers as `order` has, the first of which are changes of 1."""

@@ -257,8 +257,7 @@ class TransformersModel:
         self, description: TransformersDescription, weights: Weights, ops: Ops, max_positions: int, dtype: str
     ) -> None:
         self.vocab_size, self.layer_caches = description.vocab_size, description.layer_caches
-        layers = [layer.attention for layer in description.layers]
-        self._attentions = [attention for attention in layers if isinstance(attention, AttentionDescription)]
+        self._attentions = description.mixers(AttentionDescription)
         self._bridge = Bridge(ops)
         self._group_of_layer = {
             layer: number for number, group in enumerate(group_layers(self.layer_caches)) for layer in group.layers

@@ -34,6 +34,9 @@ LATENT_MODELS: dict[str, SmallModel] = {
     ),
     "deepseek v2, queries not compressed": _model("DeepseekV2", **_EXPERTS | {"n_shared_experts": 1}
         | {"q_lora_rank": None, "rope_parameters": _YARN}),
+    "deepseek v2, biases, but of queries that are not compressed": _model(
+        "DeepseekV2", attention_bias=True, **_EXPERTS | {"q_lora_rank": None}
+    ),
     "deepseek v3": _model(
         "DeepseekV3", first_k_dense_replace=1, rope_parameters=_YARN, attention_bias=True, **_EXPERTS, **_GROUPS
     ),

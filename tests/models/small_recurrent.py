@@ -89,6 +89,10 @@ RECURRENT_MODELS: dict[str, SmallModel] = {
     "falcon h1, norm after the gate": _model(
         "FalconH1", mamba_d_ssm=96, mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_proj_bias=True, **_MAMBA_2
     ),
+    "falcon h1, biases that are multiplied": _model(
+        "FalconH1", mamba_d_ssm=96, mlp_bias=True, mamba_proj_bias=True, mlp_multipliers=[0.7, 1.4],
+        ssm_multipliers=[0.5, 1.5, 0.8, 1.2, 0.7], **_MAMBA_2,
+    ),
     "minimax": SmallModel(
         "MiniMaxForCausalLM",
         SIZES | {
@@ -97,6 +101,10 @@ RECURRENT_MODELS: dict[str, SmallModel] = {
             "linear_attn_alpha_factor": 2.0, "linear_attn_beta_factor": 0.8, "mlp_alpha_factor": 1.2,
             "mlp_beta_factor": 0.7, "block_size": 16,
         },
+    ),
+    "minimax, window": SmallModel(
+        "MiniMaxForCausalLM",
+        SIZES | {"layer_types": _MIXED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20},
     ),
     "nemotron h": SmallModel(
         "NemotronHForCausalLM",
@@ -114,6 +122,10 @@ RECURRENT_MODELS: dict[str, SmallModel] = {
         "Zamba", num_hidden_layers=4, layers_block_type=["linear_attention", "hybrid"] * 2, hidden_size=32,
         num_key_value_heads=4, mamba_d_state=6, mamba_proj_bias=True,
     ),
+    "zamba, heads of another size": _model(
+        "Zamba", num_hidden_layers=3, layers_block_type=["hybrid", "linear_attention", "hybrid"], hidden_size=32,
+        attention_head_dim=24, num_key_value_heads=4, mamba_d_state=6,
+    ),
     "zamba 2": _model(
         "Zamba2", num_hidden_layers=5, layers_block_type=["hybrid", "linear_attention", *["hybrid"] * 3],
         num_mem_blocks=2, adapter_rank=6, use_shared_attention_adapter=True, use_mem_rope=True, hidden_size=32,
@@ -121,7 +133,8 @@ RECURRENT_MODELS: dict[str, SmallModel] = {
     ),
     "zamba 2, biases, no adapters of attention": _model(
         "Zamba2", num_hidden_layers=3, layers_block_type=["hybrid", "linear_attention", "hybrid"], adapter_rank=6,
-        add_bias_linear=True, hidden_size=32, n_mamba_heads=4, mamba_d_state=8, chunk_size=32, num_key_value_heads=4,
+        add_bias_linear=True, use_conv_bias=False, hidden_size=32, n_mamba_heads=4, mamba_d_state=8, chunk_size=32,
+        num_key_value_heads=4,
     ),
     "lfm 2": _model("Lfm2", layer_types=["conv", "full_attention"], block_multiple_of=8, conv_bias=True),
     "lfm 2 moe": _model(

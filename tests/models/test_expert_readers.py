@@ -34,6 +34,7 @@ def test_every_architecture_of_the_table_is_compared_with_transformers() -> None
     [
         ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not built yet"),
         ("MixtralForCausalLM", {"num_experts_per_tok": 9}, "9 of 8 experts, out of 1 of 1 groups, cannot be chosen"),
+        ("PhimoeForCausalLM", {"num_experts_per_tok": 3}, "3 experts by sparsemixer are not built; it chooses 2"),
         ("MixtralForCausalLM", {"hidden_act": "mish"}, "activation 'mish' of experts is not built"),
         ("Glm4MoeForCausalLM", {"n_group": 3}, "8 of 128 experts, out of 1 of 3 groups, cannot be chosen"),
         (

@@ -76,9 +76,44 @@ def test_smollm3_windows_are_on_the_layers_that_do_not_rotate() -> None:
 
 def test_theta_comes_from_wherever_a_version_of_transformers_has_written_it() -> None:
     for given in ({"rope_theta": 5.0}, {"rope_parameters": {"rope_theta": 5.0}}):
-        rope = described("LlamaForCausalLM", **given).layers[0].attention.rope
-        assert rope is not None
-        assert rope.theta == 5.0
+        for architecture in ("LlamaForCausalLM", "GraniteSWAForCausalLM"):
+            rope = described(architecture, **given).layers[0].attention.rope
+            assert rope is not None
+            assert rope.theta == 5.0
+
+
+def test_queries_grow_as_the_form_says_that_counts() -> None:
+    said = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    for beta in (None, 0.5):
+        for name in ("rope_scaling", "rope_parameters"):
+            given = {name: said if beta is None else said | {"llama_4_scaling_beta": beta}}
+            growth = described("Ministral3ForCausalLM", **given).layers[0].attention.query_growth
+            assert (None if growth is None else growth.rate) == beta
+
+
+def test_olmo_hybrids_attention_does_not_rotate_where_its_base_is_null() -> None:
+    given: dict[str, Any]
+    for given, theta in (
+        ({}, 1e4), ({"rope_theta": 5.0}, 5.0), ({"rope_parameters": {"rope_theta": 5.0}}, 5.0),
+        ({"rope_parameters": {"rope_theta": None}}, None),
+    ):  # fmt: skip
+        rope = described("OlmoHybridForCausalLM", **given).layers[3].attention.rope
+        assert (None if rope is None else rope.theta) == theta
+
+
+def test_a_share_of_a_head_that_rotates_counts_before_how_many_elements_do() -> None:
+    given: dict[str, Any] = {"head_dim": 16, "rotary_dim": 12}
+    for rope, size in ({"rope_theta": 5.0}, 12), ({"rope_theta": 5.0, "partial_rotary_factor": 0.5}, 8):
+        description = described("MiniMaxM2ForCausalLM", **given, rope_parameters=rope)
+        assert description.layers[0].attention.rope.rotary_dim == size
+
+
+def test_nomic_berts_own_files_name_the_activation_with_its_gate() -> None:
+    for given, activation in (
+        ({}, "silu"), ({"activation_function": "swiglu"}, "silu"), ({"activation_function": "geglu"}, "gelu"),
+        ({"hidden_act": "gelu"}, "gelu"),
+    ):  # fmt: skip
+        assert described("NomicBertModel", **given).layers[0].feed_forward.activation == activation
 
 
 def ropes(description: ModelDescription) -> list[tuple[float, str] | None]:
@@ -135,6 +170,22 @@ def test_sizes_have_the_names_of_each_configuration_class() -> None:
         ("Phi3ForCausalLM", {"rope_scaling": {"type": "ntk"}}, "rope scaling 'ntk' is not built yet"),
         ("MistralForCausalLM", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 30 layers"),
         ("MistralForCausalLM", {"layer_types": ["mamba"] * 30}, "layer type 'mamba' is not built yet"),
+        ("ZambaForCausalLM", {"layers_block_type": ["hybrid"]}, "layer_types has 1 entries for 30 layers"),
+        ("GPTNeoForCausalLM", {"attention_types": [[["global"], 2]]}, "a list of the model's configuration has fewer"),
+        ("NemotronHForCausalLM", {}, "a list of the model's configuration has fewer entries than there are layers"),
+        ("Phi3ForCausalLM", {"rope_scaling": {"type": "su"}}, "short_factor of longrope must have 1 numbers"),
+        ("MptForCausalLM", {"logit_scale": 0.5}, "logit_scale = 0.5 is not built"),
+        ("NomicBertModel", {"rotary_scaling_factor": 2.0}, "rotary_scaling_factor = 2.0 is not built"),
+        ("MambaForCausalLM", {"hidden_act": "gelu"}, "hidden_act = 'gelu' before a state is not built yet"),
+        (
+            "NemotronHForCausalLM",
+            {"mamba_hidden_act": "gelu", "hybrid_override_pattern": "M" * 30},
+            "mamba_hidden_act = 'gelu' before a state is not built",
+        ),
+        ("ZambaForCausalLM", {"hidden_mamba_act": "gelu"}, "mamba_hidden_act = 'gelu' before a state is not built"),
+        ("OlmoHybridForCausalLM", {"hidden_act": "gelu"}, "hidden_act = 'gelu' before a state is not built yet"),
+        ("KimiLinearForCausalLM", {"hidden_act": "gelu"}, "hidden_act = 'gelu' before a state is not built yet"),
+        ("FalconH1ForCausalLM", {"mamba_proj_bias": True, "ssm_in_multiplier": 0.5}, "mamba_proj_bias with an ssm_in"),
         ("GemmaForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not built"),
     ],
 )

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError, LoadError, RequestError
-from octavo.models.media import DECODERS, MEDIA_FAMILIES
+from octavo.models.media import MEDIA_FAMILIES, TEXT_DEFAULTS
 from octavo.models.readers import _NULLABLE
 from octavo.models.registry import describe
 from tests.multimodal.conftest import picture
@@ -259,7 +259,7 @@ def test_whose_word_counts_on_tied_embeddings(
 def test_null_is_as_if_it_were_left_out(name: str) -> None:
     whole = {"architectures": [name], "image_token_id": 0, "audio_token_id": 0}
     text = {"hidden_size": 4096, "num_attention_heads": 32}
-    defaults = {"model_type": ""} | DECODERS[MEDIA_FAMILIES[name].decoder][1]
+    defaults = {"model_type": ""} | TEXT_DEFAULTS[MEDIA_FAMILIES[name].decoder]
     nulls: dict[str, Any] = {
         setting: None for setting, value in defaults.items() if setting not in _NULLABLE and not isinstance(value, bool)
     }

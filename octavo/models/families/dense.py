@@ -16,30 +16,25 @@ from octavo.models.families.settings import (
     AFTER,
     ALL_SLIDE,
     AROUND,
-    ATTENTION_BIAS,
-    GRANITE_ROPE,
     LATE_SLIDE,
     LOGIT_SCALE,
-    LOGITS_SOFTCAP,
-    MLP_BIAS,
     MODERN_BERT,
-    MULTIPLIERS,
-    RESIDUAL,
     ROOT,
-    SCALE,
     all_but_every,
     granite_rotates,
     modern_bert_head,
-    query_growth,
+    norms_of_sum,
+    rotates_as_listed,
     rotates_unless_all_is_seen,
     slides,
     sliding,
 )
-from octavo.models.readers import Config, Family, Setting, head_size, key, layer_norm, per_layer, rms
+from octavo.models.readers import Config, Family, Setting, head_size, key, layer_norm, rms
 
 _STACKED = {"qkv_names": ("self_attn.qkv_proj",)}
 _STACKED_UP = {"up_names": ("mlp.gate_up_proj",)}
 _PER_HEAD = {"qkv_blocks": key("num_attention_heads")}
+_QKV_BIAS = {"qkv_bias": True, "output_bias": False}
 _PARALLEL = {"is_parallel": True, "feed_forward_norm": None}
 _GEMMA_RMS = rms(offset=1.0)
 _GEMMA_SCORES = {
@@ -60,12 +55,6 @@ def _gemma_3_window(config: Config, i: int) -> int:
     """Where attention goes both ways the setting counts both sides."""
     window = int(config["sliding_window"] or 0) if slides(config, i) else 0
     return window // 2 + 1 if window and config.get("use_bidirectional_attention") else window
-
-
-def _smollm3_rotates(config: Config, i: int) -> bool:
-    if config["no_rope_layers"] is None:
-        return bool((i + 1) % config["no_rope_layer_interval"])
-    return bool(per_layer("no_rope_layers")(config, i))  # 1 where the layer rotates, despite the name
 
 
 _EVERY_4TH_FULL = all_but_every(4, "sliding_window_pattern")
@@ -152,42 +141,36 @@ _NEOX_ATTENTION = {"qkv_names": ("attention.query_key_value",), "output_name": "
 
 _MISTRAL = Family(layer_type=ALL_SLIDE)
 _GLM = Family(
-    attention={"qkv_bias": key("attention_bias")}, rope={"interleaved": True}, feed_forward=_STACKED_UP,
+    attention={"output_bias": False}, rope={"interleaved": True}, feed_forward=_STACKED_UP,
 )  # fmt: skip
 _GEMMA2 = Family(
-    norm=_GEMMA_RMS, attention=ATTENTION_BIAS | _GEMMA_SCORES, layer=AROUND,
-    model=ROOT | LOGITS_SOFTCAP, layer_type=all_but_every(2), refuses=("use_bidirectional_attention",),
+    norm=_GEMMA_RMS, attention=_GEMMA_SCORES, layer=AROUND,
+    model=ROOT, layer_type=all_but_every(2), refuses=("use_bidirectional_attention",),
 )  # fmt: skip
 _GPTJ = Family(
     norm=layer_norm(),
     attention={"qkv_names": ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "output_name": "attn.out_proj"},
-    rope={"interleaved": True, "theta": 10000.0, "rotary_dim": key("rotary_dim")},
+    rope={"interleaved": True, "theta": 10000.0},
     feed_forward=_ungated("mlp.fc_in", "mlp.fc_out", bias=True),
     layer=_PARALLEL | {"attention_norm": "ln_1"}, model=_GPT2_MODEL | {"output_bias": True},
 )  # fmt: skip
 
 FAMILIES = {
-    "LlamaForCausalLM": Family(attention=ATTENTION_BIAS, feed_forward=MLP_BIAS),
+    "LlamaForCausalLM": Family(),
     "MistralForCausalLM": _MISTRAL,
     "MinistralForCausalLM": _MISTRAL,
-    "Ministral3ForCausalLM": Family(attention={"query_growth": query_growth}, layer_type=ALL_SLIDE),
+    "Ministral3ForCausalLM": _MISTRAL,
     "CwmForCausalLM": Family(layer_type=all_but_every(4, "window_pattern", first=0)),
-    "SeedOssForCausalLM": Family(
-        attention={"qkv_bias": key("attention_bias"), "output_bias": key("attention_out_bias")}, feed_forward=MLP_BIAS,
-    ),
-    "Emu3ForCausalLM": Family(attention=ATTENTION_BIAS, feed_forward=MLP_BIAS),
-    "Qwen2ForCausalLM": Family(attention={"qkv_bias": True}, layer_type=LATE_SLIDE, window_switch="use_sliding_window"),
-    "Qwen3ForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"qk_norm": rms()}, layer_type=LATE_SLIDE, window_switch="use_sliding_window",
-    ),
+    "SeedOssForCausalLM": Family(attention={"output_bias": key("attention_out_bias")}),
+    "Emu3ForCausalLM": Family(),
+    "Qwen2ForCausalLM": Family(attention=_QKV_BIAS, layer_type=LATE_SLIDE, window_switch="use_sliding_window"),
+    "Qwen3ForCausalLM": Family(attention={"qk_norm": rms()}, layer_type=LATE_SLIDE, window_switch="use_sliding_window"),
     "Phi3ForCausalLM": Family(attention=_STACKED, feed_forward=_STACKED_UP, layer_type=ALL_SLIDE),
     "SmolLM3ForCausalLM": Family(
-        attention=ATTENTION_BIAS, feed_forward=MLP_BIAS, rotates=_smollm3_rotates,
-        layer_type=sliding(lambda c, i: not _smollm3_rotates(c, i)), window_switch="use_sliding_window",
+        rotates=rotates_as_listed,
+        layer_type=sliding(lambda c, i: not rotates_as_listed(c, i)), window_switch="use_sliding_window",
     ),
-    "HeliumForCausalLM": Family(
-        attention={"qkv_bias": key("attention_bias")}, feed_forward=MLP_BIAS, rope={"interleaved": True},
-    ),
+    "HeliumForCausalLM": Family(attention={"output_bias": False}, rope={"interleaved": True}),
     "Ernie4_5ForCausalLM": Family(
         attention={"qkv_bias": key("use_bias"), "output_bias": key("use_bias")}, rope={"interleaved": True},
         feed_forward={"bias": key("use_bias")},
@@ -197,77 +180,60 @@ FAMILIES = {
         _GLM,
         layer={"attention_post_norm": "post_self_attn_layernorm", "feed_forward_post_norm": "post_mlp_layernorm"},
     ),
-    "GraniteForCausalLM": Family(
-        attention=ATTENTION_BIAS | SCALE, feed_forward=MLP_BIAS, layer=RESIDUAL, model=MULTIPLIERS,
-    ),
+    "GraniteForCausalLM": Family(),
     "GraniteSWAForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"scale": key("attention_multiplier"), "sinks": "self_attn.sinks"},
-        rope=GRANITE_ROPE, rotates=granite_rotates, feed_forward=MLP_BIAS, layer=RESIDUAL, model=MULTIPLIERS,
+        attention={"sinks": "self_attn.sinks"}, rotates=granite_rotates,
         layer_type=all_but_every(4, "window_pattern", first=0),
     ),
     "HyperCLOVAXForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"scale": lambda c, _: c["attention_multiplier"] or head_size(c) ** -0.5},
-        feed_forward=MLP_BIAS,
         layer={
-            "residual_multiplier": key("residual_multiplier"),
             "attention_post_norm": _where("use_post_norm", "post_norm1", None),
             "feed_forward_post_norm": _where("use_post_norm", "post_norm2", None),
         },
-        model={
-            "embedding_multiplier": key("embedding_multiplier"), "logits_divisor": lambda c, _: 1 / c["logits_scaling"],
-        },
+        model={"logits_divisor": lambda c, _: 1 / c["logits_scaling"]},
     ),
     "ApertusForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"qk_norm": rms()},
+        attention={"qk_norm": rms()},
         feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", xielu=lambda c, i: (c.get("xielu") or {i: ()})[i]),
         layer={"attention_norm": "attention_layernorm", "feed_forward_norm": "feedforward_layernorm"},
     ),
     "HunYuanDenseV1ForCausalLM": Family(
-        attention=ATTENTION_BIAS | {
+        attention={
             "qk_norm": rms(), "norms_after_rotation": True,
             "qk_norm_names": ("self_attn.query_layernorm", "self_attn.key_layernorm"),
         },
     ),
     # A norm without weights of a rotated head is the norm of the head, rotated.
     "NanoChatForCausalLM": Family(
-        norm=rms(has_weight=False),
-        attention=ATTENTION_BIAS | {"qk_norm": rms(has_weight=False)}, rope={"reversed": True},
-        feed_forward=_ungated("mlp.fc1", "mlp.fc2"), model=LOGITS_SOFTCAP | {"embedding_norm": rms(has_weight=False)},
+        norm=rms(has_weight=False), attention={"qk_norm": rms(has_weight=False)},
+        rope={"reversed": True, "attention_factor": 1.0},  # which would be normed away
+        feed_forward=_ungated("mlp.fc1", "mlp.fc2"), model={"embedding_norm": rms(has_weight=False)},
     ),
     "BitNetForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"output_norm": rms(), "output_norm_name": "self_attn.attn_sub_norm"},
+        attention={"output_norm": rms(), "output_norm_name": "self_attn.attn_sub_norm"},
         feed_forward={"inner_norm": rms(), "inner_norm_name": "mlp.ffn_sub_norm"},
     ),
-    "Olmo2ForCausalLM": Family(attention=ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"}, layer=AFTER),
+    "Olmo2ForCausalLM": Family(attention={"qk_norm": rms(), "qk_norm_scope": "all"}, layer=AFTER),
     "Olmo3ForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"}, layer=AFTER, layer_type=_EVERY_4TH_FULL,
+        attention={"qk_norm": rms(), "qk_norm_scope": "all"}, layer=AFTER, layer_type=_EVERY_4TH_FULL,
     ),
     "Exaone4ForCausalLM": Family(
         attention={"qk_norm": rms()}, layer=AFTER, layer_type=_EVERY_4TH_FULL, rotates=rotates_unless_all_is_seen,
     ),
-    "GemmaForCausalLM": Family(
-        norm=_GEMMA_RMS, attention=ATTENTION_BIAS, model=ROOT, refuses=("use_bidirectional_attention",),
-    ),
+    "GemmaForCausalLM": Family(norm=_GEMMA_RMS, model=ROOT, refuses=("use_bidirectional_attention",)),
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": Family(
         norm=_GEMMA_RMS,
-        attention=ATTENTION_BIAS | _GEMMA_SCORES | {
+        attention=_GEMMA_SCORES | {
             "qk_norm": _GEMMA_RMS, "bidirectional": lambda c, _: bool(c.get("use_bidirectional_attention")),
             "window": _gemma_3_window,
         },
-        layer=AROUND, model=ROOT | LOGITS_SOFTCAP, layer_type=all_but_every(6, "sliding_window_pattern"),
+        layer=AROUND, model=ROOT, layer_type=all_but_every(6, "sliding_window_pattern"),
     ),
     "VaultGemmaForCausalLM": replace(_GEMMA2, layer={"feed_forward_norm": "pre_feedforward_layernorm"}, refuses=()),
-    "ArceeForCausalLM": Family(
-        attention=ATTENTION_BIAS, feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", **MLP_BIAS),
-    ),
-    "NemotronForCausalLM": Family(
-        norm=layer_norm(offset=1.0),
-        attention=ATTENTION_BIAS, feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", **MLP_BIAS),
-    ),
-    "Jais2ForCausalLM": Family(
-        norm=layer_norm(), attention=ATTENTION_BIAS, feed_forward=_ungated("mlp.up_proj", "mlp.down_proj", **MLP_BIAS),
-    ),
+    "ArceeForCausalLM": Family(feed_forward=_ungated("mlp.up_proj", "mlp.down_proj")),
+    "NemotronForCausalLM": Family(norm=layer_norm(offset=1.0), feed_forward=_ungated("mlp.up_proj", "mlp.down_proj")),
+    "Jais2ForCausalLM": Family(norm=layer_norm(), feed_forward=_ungated("mlp.up_proj", "mlp.down_proj")),
     "Starcoder2ForCausalLM": Family(
         norm=layer_norm(), attention={"qkv_bias": key("use_bias"), "output_bias": key("use_bias")},
         feed_forward=_ungated("mlp.c_fc", "mlp.c_proj", bias=key("use_bias")), layer_type=ALL_SLIDE,
@@ -293,7 +259,7 @@ FAMILIES = {
         model={"norm_name": "model.final_layernorm", "output_bias": True},
     ),
     "GPTNeoXForCausalLM": Family(
-        norm=layer_norm(), attention=_NEOX_ATTENTION | ATTENTION_BIAS,
+        norm=layer_norm(), attention=_NEOX_ATTENTION,
         feed_forward=_ungated("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", bias=True),
         layer={"is_parallel": key("use_parallel_residual")},
         model={
@@ -322,11 +288,11 @@ FAMILIES = {
     ),
     "CohereForCausalLM": Family(
         norm=layer_norm(bias=False),
-        attention=ATTENTION_BIAS | {"qk_norm": _when("use_qk_norm", layer_norm(bias=False)), "qk_norm_scope": "heads"},
+        attention={"qk_norm": _when("use_qk_norm", layer_norm(bias=False)), "qk_norm_scope": "heads"},
         rope={"interleaved": True}, layer=_PARALLEL, model=LOGIT_SCALE,
     ),
     "Cohere2ForCausalLM": Family(
-        norm=layer_norm(bias=False), attention=ATTENTION_BIAS, rope={"interleaved": True}, layer=_PARALLEL,
+        norm=layer_norm(bias=False), rope={"interleaved": True}, layer=_PARALLEL,
         model=LOGIT_SCALE, layer_type=_EVERY_4TH_FULL, rotates=slides,
     ),
     "StableLmForCausalLM": Family(
@@ -381,6 +347,7 @@ FAMILIES = {
             "embedding_name": "transformer.wte", "layer_prefix": "transformer.blocks.",
             "norm_name": "transformer.norm_f",
         },
+        refuses=("logit_scale",),
     ),
     "GPT2LMHeadModel": Family(
         norm=layer_norm(), rope=None, attention=_GPT2_ATTENTION | {"scale": _gpt2_scale, "is_transposed": True},
@@ -425,7 +392,7 @@ FAMILIES = {
         model=_GPT2_MODEL | {"positions": _learned("transformer.wpe.weight")}, layer_type=sliding(_is_local),
     ),
     "BioGptForCausalLM": Family(
-        norm=layer_norm(), rope=None,
+        norm=layer_norm(eps=1e-5), rope=None,
         attention=_BART, feed_forward=_ungated("fc1", "fc2", bias=True), layer=_BART_NORMS,
         model={
             "embedding_name": "biogpt.embed_tokens", "layer_prefix": "biogpt.layers.", "norm_name": "biogpt.layer_norm",
@@ -441,16 +408,14 @@ FAMILIES = {
             "positions": lambda c, _: PositionsDescription(offset=2, steps=c["hidden_size"] // 2 - 1),
             "embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5 if c["scale_embedding"] else 1.0,
         },
+        refuses=("add_cross_attention",),
     ),
     "OpenAIGPTLMHeadModel": Family(
         norm=layer_norm(), rope=None, attention=_GPT2_ATTENTION | {"is_transposed": True},
         feed_forward=_ungated("mlp.c_fc", "mlp.c_proj", bias=True, is_transposed=True) | {
             "activation": lambda c, _: {"gelu": "gelu_tanh", "swish": "silu"}.get(c["hidden_act"], c["hidden_act"]),
         },
-        layer={
-            "norms_stream": True, "attention_norm": None, "feed_forward_norm": None, "attention_post_norm": "ln_1",
-            "feed_forward_post_norm": "ln_2",
-        },
+        layer=norms_of_sum("ln_1", "ln_2"),
         model=_GPT2_MODEL | {
             "embedding_name": "transformer.tokens_embed", "norm": None,
             "positions": _learned("transformer.positions_embed.weight"),
@@ -466,16 +431,17 @@ FAMILIES = {
         layer={"attention_norm": "layernorm1", "feed_forward_norm": "layernorm2"},
         model=ROOT | {
             "embedding_name": "transformer.w", "layer_prefix": "transformer.h.", "norm_name": "transformer.layernorm",
-            "output_bias": True, "positions": lambda c, _: PositionsDescription(steps=c["hidden_size"] // 2),
+            "norm": layer_norm(), "output_bias": True,
+            "positions": lambda c, _: PositionsDescription(steps=c["hidden_size"] // 2),
         },
     ),
     "OlmoForCausalLM": Family(
         norm=layer_norm(eps=1e-5, bias=False, has_weight=False),
-        attention=ATTENTION_BIAS | {"qkv_clip": lambda c, _: c["clip_qkv"] or 0.0},
+        attention={"qkv_clip": lambda c, _: c["clip_qkv"] or 0.0},
     ),
     "ModernBertDecoderForCausalLM": replace(
         MODERN_BERT,
-        attention=ATTENTION_BIAS | {
+        attention={
             "qkv_names": ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "output_name": "attn.Wo",
             "window": lambda c, i: c["local_attention"] // 2 if slides(c, i) else 0,
         },

@@ -13,8 +13,8 @@ from typing import Any
 from octavo.layers.head import HeadDescription
 from octavo.layers.pooling import PoolingDescription
 from octavo.layers.positions import PositionsDescription
-from octavo.models.families.settings import ATTENTION_BIAS, MLP_BIAS, MODERN_BERT, modern_bert_head, slides
-from octavo.models.readers import Config, Family, Setting, key, layer_norm, num_labels
+from octavo.models.families.settings import MODERN_BERT, modern_bert_head, norms_of_sum, slides
+from octavo.models.readers import Config, Family, Setting, activation_of, key, layer_norm, num_labels
 
 _BOTH_WAYS = {"bidirectional": True}
 _BIASES = {"qkv_bias": True, "output_bias": True}
@@ -78,10 +78,7 @@ def _bert(
             "qkv_names": (known["query"], known["key"], known["value"]), "output_name": known["output"],
         },
         feed_forward={"gated": False, "bias": True, "up_names": (known["up"],), "down_name": known["down"]},
-        layer={
-            "norms_stream": True, "attention_norm": None, "feed_forward_norm": None,
-            "attention_post_norm": known["norm"], "feed_forward_post_norm": known["last norm"],
-        },
+        layer=norms_of_sum(known["norm"], known["last norm"]),
         model={
             "max_position_embeddings": lambda c, _: c["max_position_embeddings"] - offset(c),
             "positions": lambda c, _: PositionsDescription(positions, c["max_position_embeddings"], offset(c)),
@@ -134,7 +131,7 @@ def _modern_sequences(config: Config, i: int) -> PoolingDescription:
 
 _MODERNBERT = replace(
     MODERN_BERT,
-    attention=_BOTH_WAYS | ATTENTION_BIAS | {
+    attention=_BOTH_WAYS | {
         "qkv_names": ("attn.Wqkv",), "output_name": "attn.Wo",
         "window": lambda c, i: c["local_attention"] // 2 + 1 if slides(c, i) else 0,
     },
@@ -142,22 +139,24 @@ _MODERNBERT = replace(
 )  # fmt: skip
 
 
+_GATED = {"swiglu": "silu", "geglu": "gelu"}  # as its own files say
 # Its own checkpoints' names; rotary positions and a gate, and BERT's norms (Nussbaum et al. 2024).
 _NOMIC = Family(
     norm=layer_norm(), attention=_BOTH_WAYS | {"qkv_names": ("attn.Wqkv",), "output_name": "attn.out_proj"},
     feed_forward={
-        "activation": "silu", "up_names": ("mlp.fc12", "mlp.fc11"), "down_name": "mlp.fc2",
+        "activation": lambda c, _: _GATED.get(c["hidden_act"], activation_of(c["hidden_act"])),
+        "up_names": ("mlp.fc12", "mlp.fc11"), "down_name": "mlp.fc2",
     },
-    layer={
-        "norms_stream": True, "attention_norm": None, "feed_forward_norm": None, "attention_post_norm": "norm1",
-        "feed_forward_post_norm": "norm2",
-    },
+    layer=norms_of_sum("norm1", "norm2"),
     model={
         "token_types": key("type_vocab_size"), "token_types_name": "nomic_bert.embeddings.token_type_embeddings.weight",
         "embedding_name": "nomic_bert.embeddings.word_embeddings", "embedding_norm": layer_norm(),
         "embedding_norm_name": "nomic_bert.emb_ln", "layer_prefix": "nomic_bert.encoder.layers.",
     },
-    refuses=("qkv_proj_bias", "prenorm", "moe_every_n_layers", "use_rms_norm"),
+    refuses=(
+        "qkv_proj_bias", "prenorm", "moe_every_n_layers", "use_rms_norm", "rotary_scaling_factor",
+        "rotary_emb_interleaved", "parallel_block",
+    ),
 )  # fmt: skip
 
 
@@ -169,10 +168,7 @@ def _gte(prefix: str) -> Family:
         feed_forward={
             "up_names": ("mlp.up_gate_proj",), "down_name": "mlp.down_proj", "up_first": True, "down_bias": True,
         },
-        layer={
-            "norms_stream": True, "attention_norm": None, "feed_forward_norm": None, "attention_post_norm": "attn_ln",
-            "feed_forward_post_norm": "mlp_ln",
-        },
+        layer=norms_of_sum("attn_ln", "mlp_ln"),
         model={
             "token_types": key("type_vocab_size"),
             "token_types_name": f"{prefix}embeddings.token_type_embeddings.weight",
@@ -209,7 +205,7 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 # Llama, both ways (Boizard et al. 2025).
 FAMILIES["EuroBertModel"] = FAMILIES["EuroBertForMaskedLM"] = Family(
-    attention=_BOTH_WAYS | ATTENTION_BIAS, feed_forward=MLP_BIAS, pooling=_pooled("MEAN"),
+    attention=_BOTH_WAYS, pooling=_pooled("MEAN"),
     model={"unused": ("lm_head.",), "tie_word_embeddings": True},
 )  # fmt: skip
 FAMILIES["HF_ColBERT"] = replace(FAMILIES["BertModel"], pooling=_colbert)

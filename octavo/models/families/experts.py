@@ -18,35 +18,27 @@ from octavo.models.families.settings import (
     AFTER,
     ALL_SLIDE,
     AROUND,
-    ATTENTION_BIAS,
     CORRECTION,
     CORRECTION_NAMES,
     FULL,
     GRANITE_EXPERTS,
-    GRANITE_ROPE,
-    GUESSES,
     LATE_SLIDE,
     LOGIT_SCALE,
-    LOGITS_SOFTCAP,
-    MLP_BIAS,
-    MULTIPLIERS,
-    RESIDUAL,
     ROUTED,
-    SCALE,
     SIGMOID_GROUPS,
     W123,
     all_but_every,
+    by_layer,
     granite_rotates,
+    rotates_as_listed,
     rotates_unless_all_is_seen,
-    routing,
     several,
     shared_expert,
     slides,
     sliding,
     sparse_by_step,
-    sparse_from,
 )
-from octavo.models.readers import Config, Family, Setting, activation_of, key, layer_norm, per_layer, rms
+from octavo.models.readers import Config, Family, Setting, activation_of, key, layer_norm, rms, rope_settings, routing
 
 
 def _ernie_sparse(config: Config, i: int) -> bool:
@@ -83,12 +75,6 @@ def _half_if_averaged(config: Config, _: int) -> float:
     return 0.5 if is_average and config["n_shared_experts"] else 1.0
 
 
-def _llama4_rotates(config: Config, i: int) -> bool:
-    if not config["no_rope_layers"]:
-        return bool((i + 1) % config["no_rope_layer_interval"])
-    return bool(per_layer("no_rope_layers")(config, i))  # 1 where the layer rotates, despite the name
-
-
 def _llama4_sparse(config: Config, i: int) -> bool:
     layers, step = config["moe_layers"], config["interleave_moe_layer_step"]
     return i in layers if layers is not None else (i + 1) % step == 0
@@ -106,17 +92,12 @@ def _dbrx_normalizes(config: Config, i: int) -> bool:
 
 
 def _phimoe_attention_factor(config: Config, _: int) -> float:
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaling = rope_settings(config)
     if "long_mscale" not in scaling:
         return 1.0
     if scaling["long_mscale"] != scaling["short_mscale"]:
         raise LoadError("a long_mscale that differs from short_mscale is not built.")
     return float(scaling["long_mscale"])
-
-
-def _by_layer(setting: str) -> Setting:
-    """A number for all layers, or one for each."""
-    return lambda c, i: c[setting][i] if isinstance(c[setting], list) else c[setting]
 
 
 def _of_sliding(sliding: Any, other: Any) -> Setting:
@@ -155,54 +136,40 @@ def _beam_depth(keeps_stream: bool) -> Setting:
     return find
 
 
-_GRANITE = Family(
-    attention=ATTENTION_BIAS | SCALE, layer=RESIDUAL, experts=GRANITE_EXPERTS, model=MULTIPLIERS,
-)  # fmt: skip
+_GRANITE = Family(experts=GRANITE_EXPERTS)
 
 FAMILIES = {
     "MixtralForCausalLM": Family(
-        experts={
-            "routing": routing(), "router_names": ("block_sparse_moe.gate", "mlp.gate"), "names": W123,
-        },
-        layer_type=ALL_SLIDE,
+        experts={"router_names": ("block_sparse_moe.gate", "mlp.gate"), "names": W123}, layer_type=ALL_SLIDE,
     ),
     "Qwen2MoeForCausalLM": Family(
-        attention={"qkv_bias": key("qkv_bias")},
+        attention={"qkv_bias": key("qkv_bias"), "output_bias": False},
         experts={
-            "routing": routing(), "shared": shared_expert(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
+            "shared": shared_expert(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
             "shared_gate_name": "mlp.shared_expert_gate",
         },
         is_sparse=sparse_by_step, layer_type=LATE_SLIDE, window_switch="use_sliding_window",
     ),
     "Qwen3MoeForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"qk_norm": rms()}, experts={"routing": routing()}, is_sparse=sparse_by_step,
+        attention={"qk_norm": rms()}, experts={}, is_sparse=sparse_by_step,
         layer_type=ALL_SLIDE, window_switch="use_sliding_window",
     ),
-    "MellumForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"qk_norm": rms()}, experts={"routing": routing()}, layer_type=FULL,
-        model={"num_unused_layers": lambda c, _: c.get("num_nextn_predict_layers") or 0},
-    ),
-    "OlmoeForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"}, experts={"routing": routing()},
-        refuses=("clip_qkv",),
-    ),
-    "FlexOlmoForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"}, experts={"routing": routing()},
-        layer=AFTER,
-    ),
+    "MellumForCausalLM": Family(attention={"qk_norm": rms()}, experts={}, layer_type=FULL),
+    "OlmoeForCausalLM": Family(attention={"qk_norm": rms(), "qk_norm_scope": "all"}, experts={}, refuses=("clip_qkv",)),
+    "FlexOlmoForCausalLM": Family(attention={"qk_norm": rms(), "qk_norm_scope": "all"}, experts={}, layer=AFTER),
     "HunYuanMoEV1ForCausalLM": Family(
-        attention=ATTENTION_BIAS | {
+        attention={
             "qk_norm": rms(), "norms_after_rotation": True,
             "qk_norm_names": ("self_attn.query_layernorm", "self_attn.key_layernorm"),
         },
         experts={
-            "num_experts": _by_layer("num_experts"), "routing": routing(top_k=_by_layer("num_experts_per_tok")),
+            "num_experts": by_layer("num_experts"), "routing": routing(top_k=by_layer("num_experts_per_tok")),
             "router_names": ("mlp.gate.wg",), "shared": shared_expert(key("intermediate_size"), "mlp.shared_mlp"),
         },
     ),
     "MiMoV2FlashForCausalLM": Family(
         attention={
-            "qkv_bias": key("attention_bias"), "num_kv_heads": _mimo_kv_heads, "head_value_size": key("v_head_dim"),
+            "output_bias": False, "num_kv_heads": _mimo_kv_heads, "head_value_size": key("v_head_dim"),
             "window": _mimo_window, "sinks": _of_sliding("self_attn.attention_sink_bias", None),
         },
         layer={"multipliers": lambda c, _: (c["attention_value_scale"] or 1.0, 1.0, 1.0)},  # of all values
@@ -210,7 +177,7 @@ FAMILIES = {
         layer_type=sliding(lambda _, i: i > 0 and (i + 1) % 6 != 0),
     ),
     "LagunaForCausalLM": Family(
-        attention=ATTENTION_BIAS | {
+        attention={
             "num_heads": lambda c, i: (c["num_attention_heads_per_layer"] or [c["num_attention_heads"]] * (i + 1))[i],
             "qk_norm": rms(), "gate": _laguna_gate,
         },
@@ -232,7 +199,7 @@ FAMILIES = {
         layer=AROUND | {"stream_multipliers": _beam_depth(True), "multipliers": _beam_depth(False)},
         experts=CORRECTION | {"routing": SIGMOID_GROUPS}, is_sparse=lambda _, i: i > 2,
         layer_type=sliding(lambda c, i: (i + 1) % 6 != 0 and i + 1 != c["num_hidden_layers"]), rotates=_beam_rotates,
-        model=LOGITS_SOFTCAP, refuses=("attention_bias",),
+        refuses=("attention_bias",),
     ),
     "DbrxForCausalLM": Family(
         norm=layer_norm(bias=False),
@@ -262,7 +229,7 @@ FAMILIES = {
         },
     ),
     "PhimoeForCausalLM": Family(
-        norm=layer_norm(), attention=ATTENTION_BIAS, rope={"attention_factor": _phimoe_attention_factor},
+        norm=layer_norm(), rope={"attention_factor": _phimoe_attention_factor},
         experts={
             "routing": routing(scoring="sparsemixer", jitter=key("router_jitter_noise")), "names": W123,
             "router_names": ("block_sparse_moe.gate", "mlp.router"),
@@ -272,15 +239,15 @@ FAMILIES = {
     "GraniteMoeForCausalLM": _GRANITE,
     "GraniteMoeSharedForCausalLM": _GRANITE,
     "GraniteMoeSWAForCausalLM": replace(
-        _GRANITE, attention=ATTENTION_BIAS | SCALE | {"sinks": "self_attn.sinks"},
-        rope=GRANITE_ROPE, rotates=granite_rotates, layer_type=sliding(lambda _, i: i % 4 != 0),
+        _GRANITE, attention={"sinks": "self_attn.sinks"},
+        rotates=granite_rotates, layer_type=sliding(lambda _, i: i % 4 != 0),
         # Newer names first.
         experts={name: v[::-1] if isinstance(v, tuple) else v for name, v in GRANITE_EXPERTS.items()},
     ),
     "GptOssForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"sinks": "self_attn.sinks"},
+        attention={"sinks": "self_attn.sinks"},
         experts={
-            "routing": routing(), "bias": True, "router_names": ("mlp.router",), "router_bias": True,
+            "bias": True, "router_names": ("mlp.router",), "router_bias": True,
             "clamp": lambda c, _: (c["swiglu_alpha"], c["swiglu_limit"]),
             "names": (
                 stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj", is_transposed=True, is_interleaved=True),
@@ -290,9 +257,8 @@ FAMILIES = {
         layer_type=sliding(lambda _, i: i % 2 == 0),
     ),
     "AriaTextForCausalLM": Family(
-        attention=ATTENTION_BIAS, feed_forward=MLP_BIAS,
         experts={
-            "routing": routing(), "activation": "silu", "router_names": ("mlp.router",),
+            "activation": "silu", "router_names": ("mlp.router",),
             "names": (
                 stacked("mlp.experts.fc1.weight", "mlp.experts.fc2.weight", is_transposed=True),
                 stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj", is_transposed=True),
@@ -301,7 +267,7 @@ FAMILIES = {
         },
     ),
     "Cohere2MoeForCausalLM": Family(
-        norm=_cohere_norm, attention=ATTENTION_BIAS, rope={"interleaved": True},
+        norm=_cohere_norm, rope={"interleaved": True},
         feed_forward={
             "intermediate_size": lambda c, _: c["prefix_dense_intermediate_size"] or c["intermediate_size"]
         },
@@ -314,14 +280,13 @@ FAMILIES = {
             "shared": shared_expert(several("n_shared_experts", "intermediate_size")),
             "shared_scale": _half_if_averaged,
         },
-        is_sparse=sparse_from("first_k_dense_replace"), model=LOGIT_SCALE,
-        layer_type=sliding(_cohere_slides), rotates=_cohere_rotates,
+        model=LOGIT_SCALE, layer_type=sliding(_cohere_slides), rotates=_cohere_rotates,
     ),
     "Ernie4_5_MoeForCausalLM": Family(
         attention={"qkv_bias": key("use_bias"), "output_bias": key("use_bias")}, rope={"interleaved": True},
         feed_forward={"bias": key("use_bias")},
         experts={
-            "routing": routing(), "shared": shared_expert(several("n_shared_experts"), bias=key("use_bias")),
+            "shared": shared_expert(several("n_shared_experts"), bias=key("use_bias")),
             "correction_names": (
                 "mlp.moe_statics.e_score_correction_bias", "mlp.gate.moe_statics.e_score_correction_bias"
             ),
@@ -332,11 +297,11 @@ FAMILIES = {
     # Queries see the keys of their own chunk in most layers: up to a chunk's length that is all keys.
     "Llama4ForCausalLM": Family(
         # A norm without weights of a rotated head is the norm of the head, rotated.
-        attention=ATTENTION_BIAS | {
+        attention={
             "qk_norm": lambda c, i: rms(has_weight=False)(c, i)
-            if c["use_qk_norm"] and _llama4_rotates(c, i) else None,
+            if c["use_qk_norm"] and rotates_as_listed(c, i) else None,
             "query_growth": lambda c, i: QueryGrowth(c["attn_scale"], c["floor_scale"], 1)
-            if c["attn_temperature_tuning"] and not _llama4_rotates(c, i) else None,
+            if c["attn_temperature_tuning"] and not rotates_as_listed(c, i) else None,
         },
         rope={"interleaved": True},
         feed_forward={
@@ -354,36 +319,24 @@ FAMILIES = {
             ),
             "shared": shared_expert(key("intermediate_size"), "feed_forward.shared_expert"),
         },
-        is_sparse=_llama4_sparse, rotates=_llama4_rotates, longest=("attention_chunk_size",),
+        is_sparse=_llama4_sparse, rotates=rotates_as_listed, longest=("attention_chunk_size",),
     ),
-    "Dots1ForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"qk_norm": rms()}, experts=ROUTED, is_sparse=sparse_from("first_k_dense_replace"),
-        layer_type=LATE_SLIDE,
-    ),
+    "Dots1ForCausalLM": Family(attention={"qk_norm": rms()}, experts=ROUTED, layer_type=LATE_SLIDE),
     "Glm4MoeForCausalLM": Family(
-        attention={
-            "qkv_bias": key("attention_bias"), "qk_norm": lambda c, i: rms()(c, i) if c["use_qk_norm"] else None,
-        },
-        experts=ROUTED, is_sparse=sparse_from("first_k_dense_replace"), model=GUESSES,
+        attention={"output_bias": False, "qk_norm": lambda c, i: rms()(c, i) if c["use_qk_norm"] else None},
+        experts=ROUTED,
     ),
-    "SolarOpenForCausalLM": Family(attention={"qkv_bias": key("attention_bias")}, experts=ROUTED),
+    "SolarOpenForCausalLM": Family(attention={"output_bias": False}, experts=ROUTED),
     "ExaoneMoeForCausalLM": Family(
         attention={"qk_norm": rms()},
         experts={
             "routing": SIGMOID_GROUPS, "shared": shared_expert(several("n_shared_experts")),
             "correction_names": CORRECTION_NAMES[::-1],
         },
-        is_sparse=sparse_from("first_k_dense_replace"), layer_type=all_but_every(4, "sliding_window_pattern"),
-        rotates=rotates_unless_all_is_seen,
+        layer_type=all_but_every(4, "sliding_window_pattern"), rotates=rotates_unless_all_is_seen,
     ),
     "MiniMaxM2ForCausalLM": Family(
         attention={"qk_norm": rms(), "qk_norm_scope": "all"},
-        rope={
-            "rotary_dim": lambda c, _: c["rotary_dim"] or int(
-                (c["head_dim"] or c["hidden_size"] // c["num_attention_heads"])
-                * ((c.get("rope_parameters") or {}).get("partial_rotary_factor") or c["partial_rotary_factor"])
-            )
-        },
         experts={
             "routing": routing(scoring="sigmoid"), "names": W123,
             "router_names": ("block_sparse_moe.gate", "mlp.gate"),
@@ -391,7 +344,7 @@ FAMILIES = {
         },
     ),
     "HYV3ForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"qk_norm": rms()}, feed_forward=MLP_BIAS,
+        attention={"qk_norm": rms()},
         experts={
             "routing": routing(scoring="sigmoid", scale=key("routed_scaling_factor")),
             "router_names": ("mlp.router.gate", "mlp.gate"),
@@ -401,7 +354,7 @@ FAMILIES = {
         is_sparse=lambda _, i: i > 0,
     ),
     "FlintForCausalLM": Family(
-        attention=ATTENTION_BIAS | {"qk_norm": rms(), "sinks": "self_attn.softmax_offset"},
+        attention={"qk_norm": rms(), "sinks": "self_attn.softmax_offset"},
         experts={
             "routing": routing(scoring="sigmoid"),
             "shared": shared_expert(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
@@ -426,8 +379,7 @@ FAMILIES = {
             "router_names": ("mlp.router.gate",), "correction_names": ("mlp.expert_bias",),
             "shared": shared_expert(several("n_shared_experts")),
         },
-        is_sparse=sparse_from("first_k_dense_replace"), layer_type=all_but_every(4, "global_attn_every_n_layers"),
-        rotates=slides,
+        layer_type=all_but_every(4, "global_attn_every_n_layers"), rotates=slides,
         model={"embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5 if c["mup_enabled"] else 1.0},
         refuses=("attention_bias",),
     ),

@@ -12,16 +12,7 @@ from octavo.layers.experts import PartNorms, stacked
 from octavo.layers.rotary import RopeConfig
 from octavo.layers.streams import StreamsDescription
 from octavo.layers.token_inputs import TokenInputsDescription
-from octavo.models.families.settings import (
-    AROUND,
-    ATTENTION_BIAS,
-    LOGITS_SOFTCAP,
-    ROOT,
-    all_but_every,
-    routing,
-    shared_expert,
-    sliding,
-)
+from octavo.models.families.settings import AROUND, ROOT, all_but_every, by_layer, shared_expert, sliding
 from octavo.models.readers import Config, Family, Setting, activation_of, rms, rope_of
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -111,15 +102,10 @@ def _reads_layer_3n(config: Config, i: int) -> int | None:
     return _reads_layer(config, i, lambda c, i: c["layer_types"][i])
 
 
-def _by_layer(setting: str) -> Setting:
-    """A number for all layers, or one for each."""
-    return lambda c, i: c[setting][i] if isinstance(c[setting], list) else c[setting]
-
-
 def _sparsity(config: Config, i: int) -> float:
     if config["activation_sparsity_pattern"] is None:
         return 0.95 if i < 10 < config["num_hidden_layers"] else 0.0
-    return float(_by_layer("activation_sparsity_pattern")(config, i))
+    return float(by_layer("activation_sparsity_pattern")(config, i))
 
 
 def _token_inputs_3n(config: Config, i: int) -> TokenInputsDescription | None:
@@ -139,14 +125,14 @@ def _unused_3n(config: Config, _: int) -> tuple[str, ...]:
 
 
 _GEMMA_4 = Family(
-    attention=ATTENTION_BIAS | {
+    attention={
         "head_size": _head_size, "num_kv_heads": _kv_heads, "scale": 1.0, "rope": _rope, "window": _window,
         "qk_norm": rms(), "value_norm": rms(has_weight=False), "keys_are_values": _keys_are_values,
         "reads_layer": _reads_layer, "qkv_names": _qkv_names,
     },
     feed_forward={"intermediate_size": _intermediate_size},
     experts={
-        "routing": routing(), "router_names": ("router.proj",),
+        "router_names": ("router.proj",),
         "names": (stacked("experts.gate_up_proj", "experts.down_proj"),),
         "shared": shared_expert(_intermediate_size, "mlp"), "weight_scales": "router.per_expert_scale",
         "part_norms": _part_norms,
@@ -156,16 +142,16 @@ _GEMMA_4 = Family(
         "stream_scale": "layer_scalar",
         "feed_forward_norm": lambda c, _: None if c["enable_moe_block"] else AROUND["feed_forward_norm"],
     },
-    model=ROOT | LOGITS_SOFTCAP | {"token_inputs": _token_inputs}, layer_type=all_but_every(6),
+    model=ROOT | {"token_inputs": _token_inputs}, layer_type=all_but_every(6),
 )  # fmt: skip
 FAMILIES = {
     "Gemma3nForCausalLM": Family(
-        attention=ATTENTION_BIAS | {
+        attention={
             "scale": 1.0, "qk_norm": rms(), "value_norm": rms(has_weight=False), "reads_layer": _reads_layer_3n,
             "qkv_names": lambda c, i: _QKV if _reads_layer_3n(c, i) is None else _QKV[:1],
         },
-        feed_forward={"intermediate_size": _by_layer("intermediate_size"), "sparsity": _sparsity}, layer=AROUND,
-        model=ROOT | LOGITS_SOFTCAP | {
+        feed_forward={"intermediate_size": by_layer("intermediate_size"), "sparsity": _sparsity}, layer=AROUND,
+        model=ROOT | {
             "token_inputs": _token_inputs_3n,
             "streams": lambda c, _: StreamsDescription(c["altup_num_inputs"], c["laurel_rank"]), "unused": _unused_3n,
         },

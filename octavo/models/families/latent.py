@@ -9,8 +9,8 @@ from typing import Any
 from octavo.layers.experts import EXPERT_NAMES
 from octavo.layers.index import IndexDescription
 from octavo.layers.latent import LatentDescription
-from octavo.models.families.settings import GUESSES, ROUTED, query_growth, routing, several, shared_expert, sparse_from
-from octavo.models.readers import Config, Family, Setting, key, rms, rope_of
+from octavo.models.families.settings import ROUTED, several, shared_expert
+from octavo.models.readers import Config, Family, key, query_growth, rms, rope_of, rope_settings, routing, valued
 
 
 def latent(**changes: Any) -> Callable[[Config, int], LatentDescription]:
@@ -26,16 +26,16 @@ def latent(**changes: Any) -> Callable[[Config, int], LatentDescription]:
                 config, i, rotated, {"interleaved": bool(config["rope_interleave"]), "rotary_dim": rotated}
             ),
             "scale": (plain + rotated) ** -0.5 * _sharper(config), "norm": rms(eps=1e-6)(config, i),
-            "bias": bool(config["attention_bias"]),
+            "bias": bool(config["attention_bias"]), "query_growth": query_growth(config),
         }  # fmt: skip
-        return LatentDescription(**settings | {n: v(config, i) if callable(v) else v for n, v in changes.items()})
+        return LatentDescription(**settings | valued(changes, config, i))
 
     return find
 
 
 def _sharper(config: Config) -> float:
     """Scores of stretched positions are multiplied with this (yarn's `mscale`, squared: queries' and keys')."""
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    scaling = rope_settings(config)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     factor, all_dim = float(scaling.get("factor") or 1.0), float(scaling.get("mscale_all_dim") or 0.0)
     return 1.0 if kind == "default" or factor <= 1 else (0.1 * all_dim * math.log(factor) + 1.0) ** 2
@@ -49,7 +49,7 @@ def _is_sparse(config: Config, i: int) -> bool:
     return bool(config["mlp_layer_types"][i] == "sparse")
 
 
-def _rank_scale(rank: str) -> Setting:
+def _rank_scale(rank: str) -> Callable[[Config, int], float]:
     """What LongCat multiplies compressed vectors with, whose size the setting says."""
     return lambda c, _: (c["hidden_size"] / c[rank]) ** 0.5
 
@@ -91,7 +91,7 @@ def _indexed(is_interleaved: bool, shares: Callable[[Config, int], bool] = lambd
 
     return Family(
         mixer=latent(index=index, shares_index=lambda c, i: bool(c["index_topk"]) and shares(c, i)), experts=ROUTED,
-        is_sparse=sparse_from("first_k_dense_replace"), model=GUESSES | {"unused": unused},
+        model={"unused": unused},
     )  # fmt: skip
 
 
@@ -105,12 +105,10 @@ FAMILIES = {
                 kept_groups=lambda c, i: c["topk_group"] if _group_limited(c, i) else 1,
             ),
         },
-        is_sparse=sparse_from("first_k_dense_replace"), refuses=("mlp_bias",),
+        refuses=("mlp_bias",),
     ),
-    "DeepseekV3ForCausalLM": Family(
-        mixer=latent(), experts=ROUTED, is_sparse=sparse_from("first_k_dense_replace"), model=GUESSES,
-    ),
-    "Glm4MoeLiteForCausalLM": Family(mixer=latent(), experts=ROUTED, is_sparse=lambda _, i: i > 0, model=GUESSES),
+    "DeepseekV3ForCausalLM": Family(mixer=latent(), experts=ROUTED),
+    "Glm4MoeLiteForCausalLM": Family(mixer=latent(), experts=ROUTED, is_sparse=lambda _, i: i > 0),
     "AXK1ForCausalLM": Family(
         mixer=latent(),
         layer={
@@ -126,7 +124,7 @@ FAMILIES = {
         },
     ),
     "Mistral4ForCausalLM": Family(
-        mixer=latent(query_growth=query_growth),
+        mixer=latent(),
         experts=_SHARED | {
             "routing": routing(
                 scale=key("routed_scaling_factor"), num_groups=key("n_group"), kept_groups=key("topk_group"),
@@ -134,7 +132,6 @@ FAMILIES = {
             ),
             "names": (EXPERT_NAMES[1], EXPERT_NAMES[0]),
         },
-        is_sparse=sparse_from("first_k_dense_replace"),
     ),
     "MiniCPM3ForCausalLM": Family(
         mixer=latent(),

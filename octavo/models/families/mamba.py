@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from octavo.errors import LoadError
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.experts import ExpertNames, one_by_one, stacked
 from octavo.layers.feed_forward import FeedForwardDescription
@@ -12,23 +13,23 @@ from octavo.layers.mamba import MambaDescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.shared import SharedDescription
 from octavo.models.families.settings import (
-    ATTENTION_BIAS,
     GRANITE_EXPERTS,
-    MLP_BIAS,
-    MULTIPLIERS,
-    RESIDUAL,
-    SCALE,
     SIGMOID_GROUPS,
-    routing,
+    only_silu,
+    shared_expert,
     where_no_attention,
 )
-from octavo.models.readers import Config, Family, Setting, activation_of, head_size, key, rope_of
+from octavo.models.readers import Config, Family, Setting, activation_of, head_size, key, rope_of, routing
+
+_OWN_ACT = "mamba_hidden_act"  # where feed-forwards have another
 
 
 def _mamba(
-    config: Config, num_heads: int, size: int, bias: str = "mamba_proj_bias", **changes: Any
+    config: Config, num_heads: int, size: int, bias: str = "mamba_proj_bias", activation: str = "hidden_act",
+    **changes: Any,
 ) -> MambaDescription:  # fmt: skip
-    """`bias` is the setting of those of the first and the last matrix."""
+    """`bias` is the setting of those of the first and the last matrix, `activation` that of its kind."""
+    only_silu(config, activation)
     usual = {"bias": config[bias], "output_bias": config[bias], "conv_bias": config["mamba_conv_bias"]}
     return MambaDescription(num_heads, size, config["mamba_d_state"], config["mamba_d_conv"], **usual | changes)
 
@@ -76,6 +77,8 @@ def _hybrid(config: Config, _: int, **changes: Any) -> MambaDescription:
 def _falcon(config: Config, i: int) -> MambaDescription:
     """Of Falcon-H1, beside attention."""
     scale = config["ssm_in_multiplier"]
+    if scale != 1.0 and config["mamba_proj_bias"]:
+        raise LoadError("mamba_proj_bias with an ssm_in_multiplier, which is of the weights alone, is not built yet.")
     return _hybrid(
         config, i, norm=NormDescription(config["norm_eps"]) if config["mamba_rms_norm"] else None,
         norms_before_gate=config["mamba_norm_before_gate"], output_bias=config["projectors_bias"],
@@ -107,15 +110,13 @@ def _nemotron(config: Config, i: int) -> MambaDescription | None:
     if config["layer_types"][i] in ("mlp", "moe"):
         return None
     heads, size, limit = config["mamba_n_heads"], config["mamba_d_head"], (config["time_step_min"], math.inf)
-    return _mamba_2(config, heads, size, bias="use_bias", name="mixer", time_limit=limit)
+    return _mamba_2(config, heads, size, bias="use_bias", activation=_OWN_ACT, name="mixer", time_limit=limit)
 
 
-def _nemotron_shared(config: Config, _: int) -> FeedForwardDescription:
-    return FeedForwardDescription(
-        config["moe_shared_expert_intermediate_size"], activation_of(config["mlp_hidden_act"]), gated=False,
-        bias=config["mlp_bias"], up_names=("mixer.shared_experts.up_proj",),
-        down_name="mixer.shared_experts.down_proj",
-    )  # fmt: skip
+_nemotron_shared = shared_expert(
+    key("moe_shared_expert_intermediate_size"), "mixer.shared_experts", gated=False, bias=key("mlp_bias"),
+    activation=lambda c, _: activation_of(c["mlp_hidden_act"]), up_names=("mixer.shared_experts.up_proj",),
+)  # fmt: skip
 
 
 def _zamba_type(config: Config, i: int) -> str:
@@ -138,7 +139,9 @@ def _zamba_name(config: Config, i: int, name: str) -> str:
 
 def _zamba_1(config: Config, i: int) -> MambaDescription:
     name = _zamba_name(config, i, "mamba")
-    return _mamba_1(config, num_groups=config["mamba_n_heads"], tensors_by_group=True, name=name)
+    return _mamba_1(
+        config, num_groups=config["mamba_n_heads"], activation=_OWN_ACT, tensors_by_group=True, name=name
+    )  # fmt: skip
 
 
 def _zamba_2(config: Config, i: int) -> MambaDescription:
@@ -146,7 +149,8 @@ def _zamba_2(config: Config, i: int) -> MambaDescription:
     limit, norm = (config["time_step_min"], math.inf), NormDescription(1e-5)
     name = _zamba_name(config, i, "mamba")
     return _mamba_2(
-        config, heads, channels // heads, bias="add_bias_linear", time_limit=limit, norm=norm, name=name
+        config, heads, channels // heads, bias="add_bias_linear", activation=_OWN_ACT, conv_bias=True,
+        time_limit=limit, norm=norm, name=name,
     )  # fmt: skip
 
 
@@ -158,7 +162,7 @@ def _shared(module: str, up_names: tuple[str, ...]) -> Setting:
             return None
         sharing = [k for k in range(config["num_hidden_layers"]) if _shares(config, k)]
         number, hidden_size, heads = sharing.index(i), config["hidden_size"], config["num_attention_heads"]
-        size, rank = 2 * hidden_size // heads, config["adapter_rank"]
+        size, rank = config.get("attention_head_dim") or 2 * hidden_size // heads, config["adapter_rank"]
         attention = AttentionDescription(
             heads, config["num_key_value_heads"] or heads, size, (size / 2) ** -0.5,
             rope_of(config, i, size, {}) if config["use_mem_rope"] else None, input_size=2 * hidden_size,
@@ -213,18 +217,17 @@ FAMILIES = {
         is_sparse=lambda c, i: c["num_experts"] > 1 and i % c["expert_layer_period"] == c["expert_layer_offset"],
     ),
     "BambaForCausalLM": Family(
-        layer_type=_bamba_type, mixer=where_no_attention(_hybrid), attention=ATTENTION_BIAS,
-        feed_forward=_MLP | MLP_BIAS, layer=_MLP_NORM, model=_FINAL_NORM,
+        layer_type=_bamba_type, mixer=where_no_attention(_hybrid),
+        feed_forward=_MLP, layer=_MLP_NORM, model=_FINAL_NORM,
     ),
     "GraniteMoeHybridForCausalLM": Family(
         layer_type=lambda *_: "linear_attention", mixer=where_no_attention(_hybrid),
-        rotates=lambda c, _: c["position_embedding_type"] == "rope", attention=ATTENTION_BIAS | SCALE,
+        rotates=lambda c, _: c["position_embedding_type"] == "rope",
         feed_forward={
             "intermediate_size": key("shared_intermediate_size"), "up_names": ("shared_mlp.input_linear",),
             "down_name": "shared_mlp.output_linear",
         },
-        layer=RESIDUAL, model=MULTIPLIERS, experts=GRANITE_EXPERTS | {"routing": routing(normalize=True)},
-        is_sparse=lambda c, _: c["num_experts"] > 0,
+        experts=GRANITE_EXPERTS | {"routing": routing(normalize=True)}, is_sparse=lambda c, _: c["num_experts"] > 0,
     ),
     "FalconH1ForCausalLM": Family(
         refuses=("attention_bias",), attention={"scale": _falcon_scale},
@@ -239,7 +242,6 @@ FAMILIES = {
             ),
         },
         model=_FINAL_NORM | {
-            "embedding_multiplier": key("embedding_multiplier"),
             "logits_divisor": lambda c, _: 1 / c["lm_head_multiplier"],
         },
     ),

@@ -18,18 +18,16 @@ from octavo.layers.recurrent import (
 )
 from octavo.models.families.latent import latent
 from octavo.models.families.settings import (
-    ATTENTION_BIAS,
     CORRECTION_NAMES,
     SIGMOID_GROUPS,
     W123,
-    routing,
+    only_silu,
     several,
     shared_expert,
     sparse_by_step,
-    sparse_from,
     where_no_attention,
 )
-from octavo.models.readers import Config, Family, Setting, activation_of, head_size, key, rms
+from octavo.models.readers import Config, Family, Setting, activation_of, head_size, key, rms, rope_settings, routing
 
 
 def _lightning(config: Config, i: int) -> LightningDescription:
@@ -83,6 +81,7 @@ def _delta_type(config: Config, i: int) -> str:
 
 
 def _delta(config: Config, _: int, **changes: Any) -> GatedDeltaDescription:
+    only_silu(config)
     sizes = {
         "num_key_heads": config["linear_num_key_heads"], "num_value_heads": config["linear_num_value_heads"],
         "key_size": config["linear_key_head_dim"], "value_size": config["linear_value_head_dim"],
@@ -117,6 +116,7 @@ def _kimi_type(config: Config, i: int) -> str:
 
 def _delta_by_element(config: Config, heads: int, size: int, kernel: int, **changes: Any) -> GatedDeltaDescription:
     """With a decay for each element of a key (Kimi Team 2025)."""
+    only_silu(config)
     return GatedDeltaDescription(
         heads, heads, size, size, kernel, NormDescription(config["norm_eps"]), decays_by_element=True,
         gate_activation="sigmoid", conv_names=_OLMO_CONVS, norm_name="o_norm", **changes,
@@ -154,10 +154,10 @@ def _olmo_norm(recurrent: str | None, attention: str | None) -> Setting:
     return lambda c, i: recurrent if c["layer_types"][i] == "linear_attention" else attention
 
 
-_GATED_ATTENTION = ATTENTION_BIAS | {"gate": GateDescription(None), "qk_norm": rms(offset=1.0)}
+_GATED_ATTENTION = {"gate": GateDescription(None), "qk_norm": rms(offset=1.0)}
 _GUESSING = {"unused": ("mtp.",)}  # a module of multi-token prediction: see `octavo.models.heads.module_names`
 _QWEN_EXPERTS = {
-    "routing": routing(), "shared": shared_expert(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
+    "shared": shared_expert(key("shared_expert_intermediate_size"), "mlp.shared_expert"),
     "shared_gate_name": "mlp.shared_expert_gate",
 }  # fmt: skip
 _QWEN_3_5 = Family(
@@ -211,11 +211,10 @@ FAMILIES = {
                 stacked("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
             ),
         },
-        is_sparse=sparse_from("first_k_dense_replace"),
     ),
     "Lfm3ForCausalLM": Family(
         layer_type=_lfm3_type, mixer=where_no_attention(_short_conv),
-        attention=ATTENTION_BIAS | {
+        attention={
             "qk_norm": rms(), "gate": lambda c, _: GateDescription("self_attn.gate_proj", by_head=True)
             if c["use_attention_gate"] else None,
         },
@@ -233,8 +232,8 @@ FAMILIES = {
     "Qwen3_5MoeForCausalLM": replace(_QWEN_3_5, experts=_QWEN_EXPERTS),
     "OlmoHybridForCausalLM": Family(
         layer_type=_delta_type, mixer=where_no_attention(_olmo_delta),
-        rotates=lambda c, _: bool((c.get("rope_parameters") or {}).get("rope_theta")),
-        attention=ATTENTION_BIAS | {"qk_norm": rms(), "qk_norm_scope": "all"},
+        rotates=lambda c, _: rope_settings(c).get("rope_theta", 0) is not None,  # null says that nothing does
+        attention={"qk_norm": rms(), "qk_norm_scope": "all"},
         layer={
             "attention_norm": _olmo_norm("attention_layer_norm", None),
             # transformers writes the first name.
@@ -250,7 +249,6 @@ FAMILIES = {
             "correction_names": ("block_sparse_moe.gate.e_score_correction_bias",),
             "shared": shared_expert(several("n_shared_experts"), "block_sparse_moe.shared_experts"),
         },
-        is_sparse=sparse_from("first_k_dense_replace"),
     ),
     "BailingHybridForCausalLM": Family(
         layer_type=lambda c, i: "linear_attention" if (i + 1) % c["layer_group_size"] else "full_attention",
@@ -259,24 +257,22 @@ FAMILIES = {
             "routing": SIGMOID_GROUPS, "correction_names": ("mlp.gate.expert_bias", *CORRECTION_NAMES),
             "shared": shared_expert(several("n_shared_experts")),
         },
-        is_sparse=sparse_from("first_k_dense_replace"),
-        model={"embedding_name": "model.word_embeddings", "num_unused_layers": key("num_nextn_predict_layers")},
-        refuses=("attention_bias",),
+        model={"embedding_name": "model.word_embeddings"}, refuses=("attention_bias",),
     ),
     "MiniMaxForCausalLM": Family(
         layer_type=lambda _, i: "linear_attention" if (i + 1) % 2 == 0 else "full_attention",
-        mixer=where_no_attention(_lightning),
+        mixer=where_no_attention(_lightning), attention={"window": lambda c, _: c["sliding_window"] or 0},
         layer={
             "keeps_normed": True, "stream_multipliers": _minimax_factors("alpha"),
             "multipliers": lambda c, i: (_minimax_factors("beta")(c, i)[0], 1.0, _minimax_factors("beta")(c, i)[1]),
         },
-        experts={"routing": routing(), "router_names": ("block_sparse_moe.gate", "mlp.gate"), "names": W123},
+        experts={"router_names": ("block_sparse_moe.gate", "mlp.gate"), "names": W123},
         model={"unused": _minimax_constants},
     ),
     "RecurrentGemmaForCausalLM": Family(
         norm=rms(offset=1.0), layer_type=_griffin_type, mixer=where_no_attention(_griffin),
         attention={
-            "qkv_bias": key("attention_bias"), "output_bias": True, "output_name": "temporal_block.o_proj",
+            "output_bias": True, "output_name": "temporal_block.o_proj",
             "qkv_names": tuple(f"temporal_block.{part}_proj" for part in "qkv"), "window": key("sliding_window"),
         },
         feed_forward={

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
+from octavo.errors import LoadError
 from octavo.layers.experts import EXPERT_NAMES, one_by_one, stacked
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.head import HeadDescription
 from octavo.layers.norm import NormDescription
-from octavo.layers.rotary import QueryGrowth
-from octavo.models.readers import Config, Family, Setting, activation_of, key
-from octavo.ops import Routing
+from octavo.models.readers import Config, Family, Setting, activation_of, key, per_layer, routing, valued
 
-ATTENTION_BIAS = {"qkv_bias": key("attention_bias"), "output_bias": key("attention_bias")}
-MLP_BIAS = {"bias": key("mlp_bias")}
 # Norms around a layer, and only after it.
 AROUND = {
     "attention_post_norm": "post_attention_layernorm", "feed_forward_norm": "pre_feedforward_layernorm",
     "feed_forward_post_norm": "post_feedforward_layernorm",
 }  # fmt: skip
 AFTER = AROUND | {"attention_norm": None, "feed_forward_norm": None}
-# Granite's, of scores, of what is added to the residual stream, of embedding and logits.
-SCALE = {"scale": key("attention_multiplier")}
-RESIDUAL = {"residual_multiplier": key("residual_multiplier")}
-MULTIPLIERS = {"embedding_multiplier": key("embedding_multiplier"), "logits_divisor": key("logits_scaling")}
-# And by layer the base of the rotation, where 0 is none.
-GRANITE_ROPE = {"theta": lambda c, i: float((c["layer_rope_theta"] or [c["rope_theta"]] * (i + 1))[i])}
-# Others', of embedding and logits.
+
+
+def norms_of_sum(attention: str, feed_forward: str) -> dict[str, Any]:
+    """The layer's only norms, each of the stream with what was added to it (Vaswani et al. 2017)."""
+    return {
+        "norms_stream": True, "attention_norm": None, "feed_forward_norm": None, "attention_post_norm": attention,
+        "feed_forward_post_norm": feed_forward,
+    }  # fmt: skip
+
+
+# Of embedding and logits, where no setting is called that.
 ROOT = {"embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5}
-LOGITS_SOFTCAP = {"logits_softcap": lambda c, _: c["final_logit_softcapping"] or 0.0}
 LOGIT_SCALE = {"logits_divisor": lambda c, _: 1 / c["logit_scale"]}
 # Types of layers without attention.
 _OTHER_TYPES = ("linear_attention", "mamba", "recurrent", "conv", "mlp", "moe")
@@ -40,6 +40,7 @@ W123 = (
 
 
 def granite_rotates(config: Config, i: int) -> bool:
+    """A base of 0 is none."""
     return config["layer_rope_theta"] is None or bool(config["layer_rope_theta"][i])
 
 
@@ -70,9 +71,21 @@ def slides(config: Config, i: int) -> bool:
     return bool(config["layer_types"][i] == "sliding_attention")
 
 
+def rotates_as_listed(config: Config, i: int) -> bool:
+    if not config["no_rope_layers"]:
+        return bool((i + 1) % config["no_rope_layer_interval"])
+    return bool(per_layer("no_rope_layers")(config, i))  # 1 where the layer rotates, despite the name
+
+
 def rotates_unless_all_is_seen(config: Config, i: int) -> bool:
     """Layers without the window do not rotate, in models that have one."""
     return not config["sliding_window"] or slides(config, i)
+
+
+def only_silu(config: Config, setting: str = "hidden_act") -> None:
+    """Convolutions before a state have no other activation here. Raises `LoadError`."""
+    if activation_of(config[setting]) != "silu":
+        raise LoadError(f"{setting} = {config[setting]!r} before a state is not built yet; silu is.")
 
 
 def where_no_attention(mixer: Setting) -> Setting:
@@ -80,55 +93,24 @@ def where_no_attention(mixer: Setting) -> Setting:
     return lambda c, i: mixer(c, i) if c["layer_types"][i] in _OTHER_TYPES else "attention"
 
 
-def routing(**changes: Any) -> Setting:
-    """A router by the usual settings; `changes` are values or settings."""
-
-    def find(config: Config, i: int) -> Routing:
-        settings = {"top_k": config["num_experts_per_tok"], "normalize": bool(config["norm_topk_prob"])}
-        return Routing(**settings | {name: v(config, i) if callable(v) else v for name, v in changes.items()})
-
-    return find
-
-
-def shared_expert(size: Setting, name: str = "mlp.shared_experts", bias: Any = False) -> Setting:
-    """The expert that sees every token; without a size there is none."""
-
-    def find(config: Config, i: int) -> FeedForwardDescription | None:
-        found = size(config, i)
-        if not found:
-            return None
-        return FeedForwardDescription(
-            found, activation_of(config["hidden_act"]), bias=bias(config, i) if callable(bias) else bias,
-            up_names=(f"{name}.gate_proj", f"{name}.up_proj"), down_name=f"{name}.down_proj",
-        )  # fmt: skip
-
-    return find
-
-
-def query_growth(config: Config, _: int) -> QueryGrowth | None:
-    """Llama 4's, as later models say it."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rate = rope.get("llama_4_scaling_beta")
-    return QueryGrowth(float(rate), int(rope["original_max_position_embeddings"])) if rate else None
+def shared_expert(size: Setting, name: str = "mlp.shared_experts", **changes: Any) -> Setting:
+    """The expert that sees every token, with `changes` of its description; without a size there is none."""
+    usual = {
+        "intermediate_size": size, "activation": lambda c, _: activation_of(c["hidden_act"]),
+        "up_names": (f"{name}.gate_proj", f"{name}.up_proj"), "down_name": f"{name}.down_proj",
+    }  # fmt: skip
+    return lambda c, i: FeedForwardDescription(**valued(usual | changes, c, i)) if size(c, i) else None
 
 
 def sparse_by_step(config: Config, i: int) -> bool:
     return i not in (config["mlp_only_layers"] or ()) and (i + 1) % config["decoder_sparse_step"] == 0
 
 
-def granite_shared(config: Config, _: int) -> FeedForwardDescription | None:
-    """Granite's shared expert, whose gate and up are one matrix."""
-    if not config["shared_intermediate_size"]:
-        return None
-    return FeedForwardDescription(
-        config["shared_intermediate_size"], activation_of(config["hidden_act"]),
-        up_names=("shared_mlp.input_linear",), down_name="shared_mlp.output_linear",
-    )  # fmt: skip
-
-
 # Of checkpoints, and of transformers 5.
 GRANITE_EXPERTS = {
-    "routing": routing(), "shared": granite_shared,
+    "shared": shared_expert(
+        key("shared_intermediate_size"), up_names=("shared_mlp.input_linear",), down_name="shared_mlp.output_linear"
+    ),
     "router_names": ("block_sparse_moe.router.layer", "block_sparse_moe.router"),
     "names": (
         stacked("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
@@ -147,18 +129,17 @@ CORRECTION_NAMES = (
 CORRECTION = {"correction_names": CORRECTION_NAMES}
 
 
+def by_layer(setting: str) -> Setting:
+    """A value for all layers, or one for each."""
+    return lambda c, i: c[setting][i] if isinstance(c[setting], list) else c[setting]
+
+
 def several(count: str, size: str = "moe_intermediate_size") -> Setting:
     """So many shared experts are one that is so much wider."""
     return lambda c, _: (c[count] or 0) * c[size]
 
 
 ROUTED = CORRECTION | {"routing": SIGMOID_GROUPS, "shared": shared_expert(several("n_shared_experts"))}
-GUESSES = {"num_unused_layers": lambda c, _: c["num_nextn_predict_layers"] or 0}
-
-
-def sparse_from(setting: str) -> Setting:
-    """All layers but the first ones are sparse."""
-    return lambda c, i: i >= c[setting]
 
 
 def _modern_bert_norm(config: Config, _: int) -> NormDescription:
@@ -174,7 +155,7 @@ def modern_bert_head(name: str) -> Setting:
 
 MODERN_BERT = Family(
     norm=_modern_bert_norm, layer_type=sliding(lambda c, i: i % c["global_attn_every_n_layers"]),
-    feed_forward={"up_names": ("mlp.Wi",), "down_name": "mlp.Wo"} | MLP_BIAS,
+    feed_forward={"up_names": ("mlp.Wi",), "down_name": "mlp.Wo"},
     layer={"attention_norm": lambda _, i: "attn_norm" if i else None, "feed_forward_norm": "mlp_norm"},
     model={
         "embedding_name": "model.embeddings.tok_embeddings", "embedding_norm": _modern_bert_norm,
