@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from octavo.config import EngineArgs, ModelConfig
 from octavo.engine.core import EngineCore
@@ -33,9 +33,6 @@ from octavo.request import AdapterSource, EngineRequest
 from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from octavo.unknown_flags import advice_on, is_vllms
 
-if TYPE_CHECKING:
-    from octavo.engine.data_parallel_llm import DataParallelLLMEngine
-
 
 class LLM(PoolingMethods):
     """A model that answers lists of prompts.
@@ -55,14 +52,7 @@ class LLM(PoolingMethods):
         if unknown:
             advice = advice_on(unknown, EngineArgs.__dataclass_fields__)
             raise TypeError(" ".join([f"LLM() has no arguments {', '.join(unknown)}.", *advice]))
-        config = EngineArgs(model=model, **engine_args).create_engine_config()
-        self.llm_engine: LLMEngine | DataParallelLLMEngine
-        if len(config.served_ranks) == 1:
-            self.llm_engine = LLMEngine(config.one_engine())
-        else:
-            from octavo.engine.data_parallel_llm import DataParallelLLMEngine
-
-            self.llm_engine = DataParallelLLMEngine(config)
+        self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=model, **engine_args))
         self.config, self.tokenizer = self.llm_engine.config, self.llm_engine.tokenizer
         self.inputs = self.llm_engine.inputs
 
