@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import functools
 import json
@@ -53,6 +54,9 @@ class FlagParser(argparse.ArgumentParser):
     """Takes flags with underscores as well as with hyphens, as vLLM does, but no abbreviations. Of flags that it does
     not know it says what to do instead. `--help=WORD` shows the flags that have the word in their names."""
 
+    # What a command line says besides: words that come behind its own, from the namespace that these make.
+    more_words: Callable[[argparse.Namespace, Sequence[str]], Sequence[str]] | None = None
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
 
@@ -69,7 +73,11 @@ class FlagParser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """What argparse's does; the process ends with exit code 2 if a word is unknown."""
-        found, unknown = self.parse_known_args(args, namespace)
+        words = sys.argv[1:] if args is None else list(args)
+        before = copy.deepcopy(namespace)
+        found, unknown = self.parse_known_args(words, namespace)
+        if not unknown and self.more_words is not None and (more := self.more_words(found, words)):
+            found, unknown = self.parse_known_args([*words, *more], before)
         if unknown:
             names = [word.partition("=")[0].removeprefix("--") for word in unknown if word.startswith("--")]
             known = [name.removeprefix("--") for name in self._option_string_actions if name.startswith("--")]
