@@ -48,9 +48,7 @@ _ADVICE = {
     "enable_prompt_embeds": _NOT_BUILT,
     "enable_reasoning": f"{_NEEDLESS}--reasoning-parser, or the model's template, says so",
     "enable_return_routed_experts": _NOT_BUILT,
-    "enable_server_load_tracking": f"{_NEEDLESS}vllm:num_requests_running of /metrics has it",
     "enable_ssl_refresh": "restart the server when its certificate changes",
-    "enable_tokenizer_info_endpoint": _NOT_BUILT,
     "engine_use_ray": "--distributed-executor-backend ray",
     "eplb_config": _NOT_BUILT,
     "exclude_tools_when_tool_choice_none": _NOT_BUILT,
@@ -116,11 +114,12 @@ _ADVICE = {
     "worker_extension_cls": _NO_CLASSES,
     "worker_use_ray": "--distributed-executor-backend ray",
 }
+_ON_IN_VLLM = {"multi_step_stream_outputs", "use_tqdm_on_load"}  # False asks for something
 
 
-def is_vllms(name: str) -> bool:
-    """Whether it is a name of vLLM's that there is not here."""
-    return name in _ADVICE
+def asks_for_nothing(name: str, value: object) -> bool:
+    """Whether it is a name of vLLM's that there is not here, with a value that is as if it were left out."""
+    return name in _ADVICE and (value is None or (not value and name not in _ON_IN_VLLM))
 
 
 def advice_on(names: Iterable[str], known: Iterable[str]) -> list[str]:

@@ -20,6 +20,9 @@ from octavo.config.engine_config import (
     SoundConfig,
     VideoConfig,
 )
+from octavo.config.pooler import PoolerConfig
+
+VllmConfig = EngineConfig  # as vLLM calls it
 
 __all__ = [
     "AsyncEngineArgs",
@@ -33,7 +36,9 @@ __all__ = [
     "ModelConfig",
     "NodesConfig",
     "ParallelConfig",
+    "PoolerConfig",
     "SchedulerConfig",
     "SoundConfig",
     "VideoConfig",
+    "VllmConfig",
 ]

@@ -248,7 +248,9 @@ class InputProcessor:
         elif isinstance(text, str):
             asked = text
         else:
-            raise RequestError("a prompt needs text (prompt) or token ids (prompt_token_ids).", param="prompt")
+            unbuilt = [f"{name} is not built yet; " for name in ("prompt_embeds", "encoder_prompt") if name in prompt]
+            said = f"{''.join(unbuilt)}a prompt needs text (prompt) or token ids (prompt_token_ids)."
+            raise RequestError(said, param="prompt")
         given_media = prompt.get("multi_modal_data")
         if self.listener is not None:
             if given_media is None:

@@ -31,7 +31,7 @@ from octavo.outputs import (
 )
 from octavo.request import AdapterSource, EngineRequest
 from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from octavo.unknown_flags import advice_on, is_vllms
+from octavo.unknown_flags import advice_on, asks_for_nothing
 
 
 class LLM(PoolingMethods):
@@ -47,7 +47,7 @@ class LLM(PoolingMethods):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         configure_logging("engine")
         # Callers pass on what they were not given: a name of vLLM's that says nothing is left out.
-        engine_args = {name: value for name, value in engine_args.items() if value is not None or not is_vllms(name)}
+        engine_args = {name: value for name, value in engine_args.items() if not asks_for_nothing(name, value)}
         unknown = sorted(set(engine_args) - set(EngineArgs.__dataclass_fields__))
         if unknown:
             advice = advice_on(unknown, EngineArgs.__dataclass_fields__)
