@@ -364,10 +364,16 @@ class AsyncLLMEngine(EngineCalls):
         level 1 does as level 2, and weights are read again from the page cache.
         """
         await self._control.sleep(level, mode)
+        self._record_sleep()
 
     async def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Have memory again, for "weights", the "kv_cache", or both. Requests go on when both have it."""
         await self._control.wake_up(tags)
+        self._record_sleep()
+
+    def _record_sleep(self) -> None:
+        if self.metrics is not None:
+            self.metrics.sleep_level = self._control.sleep_level
 
     def shutdown(self) -> None:
         """End the core's process. Streams still open raise `EngineStoppingError`."""

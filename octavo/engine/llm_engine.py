@@ -163,10 +163,11 @@ class LLMEngine(StepCalls):
             self.core.reset_prefix_cache(frees_memory=True)
         else:
             self.close()
-        self._asleep = SLEEPERS
+        self._asleep, self.metrics.sleep_level = SLEEPERS, level
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         self._asleep -= woken_by(tags)
+        self.metrics.sleep_level = self.metrics.sleep_level if self._asleep else 0
         if self._core is None:
             self._core = EngineCore(self.config)
 
