@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -126,8 +127,22 @@ class AsyncLLMEngine(EngineCalls):
             log: Any = {"logs_requests": engine_args.logs_requests, "max_log_len": engine_args.max_log_len}
         else:
             log = {}
+        return cls.from_vllm_config(engine_args.create_engine_config(), metrics=metrics, **log)
+
+    @classmethod
+    def from_vllm_config(
+        cls,
+        vllm_config: EngineConfig,
+        *,
+        usage_context: UsageContext | None = None,
+        metrics: EngineMetrics | None = None,
+        disable_log_stats: bool = False,
+        **log: Any,
+    ) -> AsyncLLMEngine:
+        """The same of what `create_engine_config` has found. `disable_log_stats` as that of the arguments; the others
+        are the constructor's."""
         configure_logging("engine")
-        config = engine_args.create_engine_config()
+        config = replace(vllm_config, log_stats=vllm_config.log_stats and not disable_log_stats)
         ranks = config.served_ranks
         if metrics is None and config.log_stats:
             metrics = EngineMetrics(config.model.served_model_name, config.model.max_model_len, ranks.start)

@@ -51,7 +51,12 @@ class LLMEngine(StepCalls):
         """Raises `ConfigError` or `LoadError` if the model cannot be served that way. With `data_parallel_size` it is a
         `DataParallelLLMEngine`, which does the same. `usage_context` is for vLLM's statistics of use, of which there
         are none."""
-        config = engine_args.create_engine_config()
+        return cls.from_vllm_config(engine_args.create_engine_config())
+
+    @classmethod
+    def from_vllm_config(cls, vllm_config: EngineConfig, usage_context: UsageContext | None = None) -> LLMEngine:
+        """The same of what `create_engine_config` has found."""
+        config = vllm_config
         if len(config.served_ranks) == 1:
             return cls(config.replica(config.served_ranks.start))
         from octavo.engine.data_parallel_llm import DataParallelLLMEngine

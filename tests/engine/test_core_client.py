@@ -1,13 +1,15 @@
-"""Where the sockets of an engine's process lie."""
+"""Where the sockets of an engine's process lie, and what becomes of them."""
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from octavo.engine.core_client import _make_socket_folder
+from octavo.config import EngineConfig
+from octavo.engine.core_client import CoreClient, _make_socket_folder
 from octavo.errors import OctavoError
 
 
@@ -45,3 +47,16 @@ def test_a_path_that_is_too_long_for_sockets_is_refused(tmp_path: Path, monkeypa
     with pytest.raises(OctavoError, match="is too long for sockets; let TMPDIR name a folder with a shorter one"):
         _make_socket_folder()
     assert not list(long.iterdir())
+
+
+def test_a_client_that_nobody_has_closed_can_be_collected(stub_config: EngineConfig) -> None:
+    """With what refers to it, as an engine's parts do to each other."""
+    client = CoreClient(stub_config)
+    context, process = client._context, client.process
+    cycle = [client]
+    cycle.append(cycle)  # type: ignore[arg-type]
+    del client, cycle
+    gc.collect()
+    assert context.closed
+    process.kill()
+    process.wait()

@@ -299,6 +299,12 @@ def test_engines_of_programs_are_as_many_as_they_say(
         metrics = engine.metrics
         assert metrics is not None and sum(finished(metrics, "length")) == 7 and min(finished(metrics, "length")) > 0
 
+    with contextlib.closing(LLMEngine.from_vllm_config(config)) as steps:
+        assert isinstance(steps, DataParallelLLMEngine)
+    quiet = AsyncLLMEngine.from_vllm_config(config, disable_log_stats=True)
+    assert isinstance(quiet, DataParallelEngine) and quiet.metrics is None
+    quiet.shutdown()
+    cores.clear()
     engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs())
     try:
         asyncio.run(asyncio.wait_for(use(engine), 60))

@@ -54,18 +54,30 @@ async def run_server(args: argparse.Namespace, **uvicorn_kwargs: Any) -> None:
 
 @contextlib.asynccontextmanager
 async def build_async_engine_client(
-    args: argparse.Namespace, *, usage_context: UsageContext | None = None
+    args: argparse.Namespace,
+    *,
+    usage_context: UsageContext | None = None,
+    disable_frontend_multiprocessing: bool = False,
 ) -> AsyncIterator[AsyncLLMEngine]:
-    """An engine of such arguments, once it takes requests, which is shut down at the end."""
-    async with build_async_engine_client_from_engine_args(both_args(args)[0], usage_context=usage_context) as engine:
+    """An engine of such arguments, once it takes requests, which is shut down at the end. Raises `ConfigError`."""
+    async with build_async_engine_client_from_engine_args(
+        both_args(args)[0],
+        usage_context=usage_context,
+        disable_frontend_multiprocessing=disable_frontend_multiprocessing,
+    ) as engine:
         yield engine
 
 
 @contextlib.asynccontextmanager
 async def build_async_engine_client_from_engine_args(
-    engine_args: AsyncEngineArgs, *, usage_context: UsageContext | None = None
+    engine_args: AsyncEngineArgs,
+    *,
+    usage_context: UsageContext | None = None,
+    disable_frontend_multiprocessing: bool = False,
 ) -> AsyncIterator[AsyncLLMEngine]:
     """The same of arguments that have been put together already."""
+    if disable_frontend_multiprocessing:
+        raise ConfigError("disable_frontend_multiprocessing is not built: the engine has a process of its own.")
     engine = AsyncLLMEngine.from_engine_args(engine_args, usage_context=usage_context)
     try:
         await engine.wait_ready()
