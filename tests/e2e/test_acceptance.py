@@ -358,7 +358,8 @@ def test_a_programs_task_serves_until_it_is_cancelled() -> None:
 
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     asyncio.run(asyncio.wait_for(main(), 60))
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers and gc.isenabled()
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
 @pytest.mark.parametrize("older", [False, True])

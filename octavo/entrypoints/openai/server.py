@@ -80,6 +80,7 @@ async def serve(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
             asyncio.get_running_loop().remove_signal_handler(number)
             signal.signal(number, handler)
         gc.enable()  # where the start has failed
+        gc.unfreeze()
 
 
 def _is_headless(engine_args: AsyncEngineArgs, args: ServerArgs) -> bool:
