@@ -16,7 +16,7 @@ from dataclasses import field
 from typing import Any, Literal, NoReturn, Self, TypeVar
 
 from octavo.errors import ConfigError
-from octavo.unknown_flags import advice_on
+from octavo.unknown_flags import advice_on, known_arguments
 
 
 def flag(
@@ -129,7 +129,18 @@ def _with_objects(words: Sequence[str]) -> list[str]:
     return found
 
 
-class Flags:
+class _Known(type):
+    """Of classes that say of a keyword that there is not what to do about it."""
+
+    __dataclass_fields__: dict[str, dataclasses.Field[Any]]
+
+    if not typing.TYPE_CHECKING:  # for whom the constructor's signature holds
+
+        def __call__(cls, *args: Any, **given: Any) -> Any:
+            return super().__call__(*args, **known_arguments(cls.__name__, given, cls.__dataclass_fields__))
+
+
+class Flags(metaclass=_Known):
     """Base of such dataclasses. Field `max_model_len` is flag `--max-model-len`."""
 
     @classmethod

@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -134,22 +134,24 @@ _INSTEAD = {
 class _Named(type(msgspec.Struct)):  # type: ignore[misc]
     """Says of a keyword that there is not what to do about it."""
 
-    def __call__(cls, *args: Any, **given: Any) -> Any:
-        try:
-            return super().__call__(*args, **given)
-        except TypeError:
-            unknown = sorted(given.keys() - set(cls.__struct_fields__))
-            if not unknown:
-                raise
-            for name in unknown:
-                if name in _INSTEAD and given[name] is not None and given[name] is not False:
-                    raise RequestError(f"{name} is not built: {_INSTEAD[name]}.", param=name) from None
-            strange = [name for name in unknown if name not in _INSTEAD]
-            if not strange:  # callers pass on what they were not given
-                return cls(*args, **{name: value for name, value in given.items() if name not in unknown})
-            close = [difflib.get_close_matches(name, cls.__struct_fields__, 1, 0.7) for name in strange]
-            advice = [f" Perhaps {found[0]} is meant." for found in close if found]
-            raise TypeError(f"{cls.__name__}() has no parameter {', '.join(strange)}.{''.join(advice)}") from None
+    if not TYPE_CHECKING:  # for whom the constructor's signature holds
+
+        def __call__(cls, *args: Any, **given: Any) -> Any:
+            try:
+                return super().__call__(*args, **given)
+            except TypeError:
+                unknown = sorted(given.keys() - set(cls.__struct_fields__))
+                if not unknown:
+                    raise
+                for name in unknown:
+                    if name in _INSTEAD and given[name] is not None and given[name] is not False:
+                        raise RequestError(f"{name} is not built: {_INSTEAD[name]}.", param=name) from None
+                strange = [name for name in unknown if name not in _INSTEAD]
+                if not strange:  # callers pass on what they were not given
+                    return cls(*args, **{name: value for name, value in given.items() if name not in unknown})
+                close = [difflib.get_close_matches(name, cls.__struct_fields__, 1, 0.7) for name in strange]
+                advice = [f" Perhaps {found[0]} is meant." for found in close if found]
+                raise TypeError(f"{cls.__name__}() has no parameter {', '.join(strange)}.{''.join(advice)}") from None
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, metaclass=_Named):

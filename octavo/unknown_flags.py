@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 _NEEDLESS = "leave it out: "
 _NOT_BUILT = "it is not built yet; leave it out"
@@ -127,6 +128,16 @@ _ON_IN_VLLM = {"multi_step_stream_outputs", "use_tqdm_on_load"}  # False asks fo
 def asks_for_nothing(name: str, value: object) -> bool:
     """Whether it is a name of vLLM's that there is not here, with a value that is as if it were left out."""
     return name in _ADVICE and (value is None or (not value and name not in _ON_IN_VLLM))
+
+
+def known_arguments(caller: str, given: Mapping[str, object], known: Collection[str]) -> dict[str, Any]:
+    """The keywords that there are. Those of vLLM's that ask for nothing are left out, as callers pass on what they were
+    not given. Raises `TypeError` for others, with what to do instead."""
+    asked = {name: value for name, value in given.items() if name in known or not asks_for_nothing(name, value)}
+    if unknown := sorted(asked.keys() - set(known)):
+        advice = advice_on(unknown, known)
+        raise TypeError(" ".join([f"{caller}() has no arguments {', '.join(unknown)}.", *advice]))
+    return asked
 
 
 def advice_on(names: Iterable[str], known: Iterable[str]) -> list[str]:

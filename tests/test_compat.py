@@ -20,7 +20,7 @@ from octavo.config.checks import check as check_engine_args
 from octavo.distributed import cleanup_dist_env_and_memory, destroy_distributed_environment, destroy_model_parallel
 from octavo.entrypoints.cli.serve import make_parser, parse_args
 from octavo.entrypoints.openai.server_args import ServerArgs
-from octavo.errors import ConfigError, LoadError
+from octavo.errors import ConfigError, LoadError, RequestError
 from octavo.loading.tokenizer import read_tokenizer
 from octavo.logger import init_logger
 from octavo.sampling_params import SamplingParams
@@ -174,6 +174,11 @@ def test_keywords_and_keys_of_a_file_get_the_same_advice(tmp_path: Path) -> None
         octavo.LLM(scheduler_delay_factor=0.5, tokenizer_revision=None, cpu_offload_gb=0, skip_tokenizer_init=False)
     with pytest.raises(TypeError, match=r"no arguments multi_step_stream_outputs\. multi_step"):
         octavo.LLM(multi_step_stream_outputs=False)
+    with pytest.raises(
+        TypeError, match=r"^AsyncEngineArgs\(\) has no arguments max_modal_len. max_modal_len: perhaps max_"
+    ):
+        AsyncEngineArgs(max_modal_len=5, engine_use_ray=False, worker_use_ray=None)
+    assert AsyncEngineArgs(model="a", engine_use_ray=False, max_log_len=3) == AsyncEngineArgs(model="a", max_log_len=3)
     (tmp_path / "config.yaml").write_text("max-modal-len: 5")
     with pytest.raises(ConfigError, match=r"unknown key 'max-modal-len'.*perhaps max_model_len is meant"):
         parse_args(["--config", str(tmp_path / "config.yaml")], "octavo serve")
@@ -213,6 +218,9 @@ def test_modules_have_vllms_other_names() -> None:
     assert UsageContext.OPENAI_API_SERVER in UsageContext
     adapter = octavo.LoRARequest("sql", 3, "/path")
     assert (adapter.name, adapter.adapter_id, adapter.path) == ("sql", 3, "/path")
+    assert octavo.LoRARequest("sql", 3, lora_local_path="/path") == adapter
+    with pytest.raises(RequestError, match="is the former name of lora_path; give one"):
+        octavo.LoRARequest("sql", 3, "/path", lora_local_path="/path")
     with pytest.raises(LoadError, match="there is no file or folder /none"):
         octavo.EngineArgs(model="/none").create_engine_config(UsageContext.LLM_CLASS)
     assert octavo.__version_tuple__[:2] == (0, 1)

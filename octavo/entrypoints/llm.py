@@ -31,7 +31,7 @@ from octavo.outputs import (
 )
 from octavo.request import AdapterSource, EngineRequest
 from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from octavo.unknown_flags import advice_on, asks_for_nothing
+from octavo.unknown_flags import known_arguments
 
 
 class LLM(PoolingMethods):
@@ -46,12 +46,7 @@ class LLM(PoolingMethods):
         # cores from the native kernels'. It reads this when it starts its pool.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         configure_logging("engine")
-        # Callers pass on what they were not given: a name of vLLM's that says nothing is left out.
-        engine_args = {name: value for name, value in engine_args.items() if not asks_for_nothing(name, value)}
-        unknown = sorted(set(engine_args) - set(EngineArgs.__dataclass_fields__))
-        if unknown:
-            advice = advice_on(unknown, EngineArgs.__dataclass_fields__)
-            raise TypeError(" ".join([f"LLM() has no arguments {', '.join(unknown)}.", *advice]))
+        engine_args = known_arguments("LLM", engine_args, EngineArgs.__dataclass_fields__)
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=model, **engine_args))
         self.config, self.tokenizer = self.llm_engine.config, self.llm_engine.tokenizer
         self.inputs = self.llm_engine.inputs
