@@ -70,7 +70,7 @@ def test_metrics_are_in_prometheus_text_form(http: httpx.Client) -> None:
 
 
 def test_the_load_is_the_requests_that_are_not_answered_in_full(http: httpx.Client, engine: FakeEngine) -> None:
-    assert http.get("/load").json() == {"server_load": 0}
+    wait_until(lambda: http.get("/load").json() == {"server_load": 0})  # when those of other tests have ended
     engine.answer, engine.is_paused = "x" * 200, True
     with http.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True, "max_tokens": 300}) as answer:
         next(answer.iter_raw())
