@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import functools
 import json
@@ -15,7 +16,7 @@ from dataclasses import field
 from typing import Any, Literal, NoReturn, Self, TypeVar
 
 from octavo.errors import ConfigError
-from octavo.unknown_flags import advice_on
+from octavo.unknown_flags import advice_on, known_arguments
 
 
 def flag(
@@ -53,6 +54,9 @@ class FlagParser(argparse.ArgumentParser):
     """Takes flags with underscores as well as with hyphens, as vLLM does, but no abbreviations. Of flags that it does
     not know it says what to do instead. `--help=WORD` shows the flags that have the word in their names."""
 
+    # What a command line says besides: words that come behind its own, from the namespace that these make.
+    more_words: Callable[[argparse.Namespace, Sequence[str]], Sequence[str]] | None = None
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
 
@@ -69,7 +73,11 @@ class FlagParser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """What argparse's does; the process ends with exit code 2 if a word is unknown."""
-        found, unknown = self.parse_known_args(args, namespace)
+        words = sys.argv[1:] if args is None else list(args)
+        before = copy.deepcopy(namespace)
+        found, unknown = self.parse_known_args(words, namespace)
+        if not unknown and self.more_words is not None and (more := self.more_words(found, words)):
+            found, unknown = self.parse_known_args([*words, *more], before)
         if unknown:
             names = [word.partition("=")[0].removeprefix("--") for word in unknown if word.startswith("--")]
             known = [name.removeprefix("--") for name in self._option_string_actions if name.startswith("--")]
@@ -121,7 +129,18 @@ def _with_objects(words: Sequence[str]) -> list[str]:
     return found
 
 
-class Flags:
+class _Known(type):
+    """Of classes that say of a keyword that there is not what to do about it."""
+
+    __dataclass_fields__: dict[str, dataclasses.Field[Any]]
+
+    if not typing.TYPE_CHECKING:  # for whom the constructor's signature holds
+
+        def __call__(cls, *args: Any, **given: Any) -> Any:
+            return super().__call__(*args, **known_arguments(cls.__name__, given, cls.__dataclass_fields__))
+
+
+class Flags(metaclass=_Known):
     """Base of such dataclasses. Field `max_model_len` is flag `--max-model-len`."""
 
     @classmethod

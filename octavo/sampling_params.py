@@ -7,11 +7,12 @@ The meaning of each field is carried out in `octavo.sampling` (logits to tokens)
 from __future__ import annotations
 
 import copy
+import difflib
 import math
 import sys
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -109,10 +110,55 @@ class SpeechRules(msgspec.Struct, frozen=True, array_like=True):
     last_initial: int | None = None  # the last timestamp that may come first
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+# Names that vLLM has, or people coming from other libraries try, and these parameters have not: what to do instead.
+_INSTEAD = {
+    "do_sample": "temperature 0 is greedy, and any other samples",
+    "flat_logprobs": "logprobs are a list of dictionaries",
+    "guided_choice": "StructuredOutputsParams(choice=[...]) as structured_outputs",
+    "guided_decoding_backend": "structured outputs are always made by llguidance",
+    "guided_grammar": "StructuredOutputsParams(grammar=...) as structured_outputs",
+    "guided_json": "StructuredOutputsParams(json=...) as structured_outputs",
+    "guided_regex": "StructuredOutputsParams(regex=...) as structured_outputs",
+    "logprob_token_ids": "logprobs of -1 has them among all, where max_logprobs allows it",
+    "max_new_tokens": "max_tokens bounds what is generated",
+    "repetition_detection": "frequency_penalty and repetition_penalty keep answers from repeating themselves",
+    "response_format": "StructuredOutputsParams(json=schema) as structured_outputs",
+    "skip_clone": "the caller's parameters stay as they are",
+    "skip_reading_prefix_cache": "a prompt with a cache_salt of its own finds nothing in the cache",
+    "stop_strings": "stop is a list of texts",
+    "stream_interval": "each token is given when it is there",
+    "thinking_token_budget": "the server's chats have it",
+}
+
+
+class _Named(type(msgspec.Struct)):  # type: ignore[misc]
+    """Says of a keyword that there is not what to do about it."""
+
+    if not TYPE_CHECKING:  # for whom the constructor's signature holds
+
+        def __call__(cls, *args: Any, **given: Any) -> Any:
+            try:
+                return super().__call__(*args, **given)
+            except TypeError:
+                unknown = sorted(given.keys() - set(cls.__struct_fields__))
+                if not unknown:
+                    raise
+                for name in unknown:
+                    if name in _INSTEAD and given[name] is not None and given[name] is not False:
+                        raise RequestError(f"{name} is not built: {_INSTEAD[name]}.", param=name) from None
+                strange = [name for name in unknown if name not in _INSTEAD]
+                if not strange:  # callers pass on what they were not given
+                    return cls(*args, **{name: value for name, value in given.items() if name not in unknown})
+                close = [difflib.get_close_matches(name, cls.__struct_fields__, 1, 0.7) for name in strange]
+                advice = [f" Perhaps {found[0]} is meant." for found in close if found]
+                raise TypeError(f"{cls.__name__}() has no parameter {', '.join(strange)}.{''.join(advice)}") from None
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, metaclass=_Named):
     """Sampling parameters of one request.
 
-    Raises `RequestError` (a `ValueError`) naming the field, its value and the allowed range.
+    Raises `RequestError` (a `ValueError`) naming the field, its value and the allowed range, also for a name of vLLM's
+    that is not built; `TypeError` for a name that nobody knows.
     """
 
     n: int = 1

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 _NEEDLESS = "leave it out: "
 _NOT_BUILT = "it is not built yet; leave it out"
@@ -21,6 +22,7 @@ _NO_CLASSES = "classes of vLLM's cannot be plugged in; leave it out"
 _ADVICE = {
     "additional_config": _NOT_BUILT,
     "aggregate_engine_logging": f"{_NEEDLESS}the log has a line for all engines",
+    "async_engine": "octavo bench serve measures a server",
     "all2all_backend": f"{_NEEDLESS}there is one way to exchange what experts give",
     "api_server_count": f"{_NEEDLESS}one process serves all engines of --data-parallel-size",
     "code_revision": "--revision is that of the code too",
@@ -47,9 +49,7 @@ _ADVICE = {
     "enable_lora_bias": _NOT_BUILT,
     "enable_reasoning": f"{_NEEDLESS}--reasoning-parser, or the model's template, says so",
     "enable_return_routed_experts": _NOT_BUILT,
-    "enable_server_load_tracking": f"{_NEEDLESS}vllm:num_requests_running of /metrics has it",
     "enable_ssl_refresh": "restart the server when its certificate changes",
-    "enable_tokenizer_info_endpoint": _NOT_BUILT,
     "engine_use_ray": "--distributed-executor-backend ray",
     "eplb_config": _NOT_BUILT,
     "exclude_tools_when_tool_choice_none": _NOT_BUILT,
@@ -59,6 +59,7 @@ _ADVICE = {
     "h11_max_incomplete_event_size": f"{_NEEDLESS}a request's head has 64 KiB at most, its body --max-body-bytes",
     "hf_config_path": "--hf-overrides changes settings of config.json",
     "hf_token": "set HF_TOKEN in the environment",
+    "insecure": _NOT_BUILT,
     "ignore_patterns": f"{_NEEDLESS}only the weights that are used are fetched",
     "interleave_mm_strings": _NOT_BUILT,
     "kv_events_config": _NOT_BUILT,
@@ -71,6 +72,7 @@ _ADVICE = {
     "long_lora_scaling_factors": _NOT_BUILT,
     "long_prefill_token_threshold": _MIXED,
     "lora_extra_vocab_size": _NOT_BUILT,
+    "lora_path": _NOT_BUILT,
     "mamba_cache_dtype": _NOT_BUILT,
     "mamba_ssm_cache_dtype": _NOT_BUILT,
     "max_context_len_to_capture": _COMPILED,
@@ -85,10 +87,13 @@ _ADVICE = {
     "num_lookahead_slots": _OF_SPECULATION,
     "prefill_context_parallel_size": _NOT_BUILT,
     "prefix_caching_hash_algo": f"{_NEEDLESS}there is one",
+    "profile": f"{_NEEDLESS}/metrics and /ui show where time goes",
     "pt_load_map_location": f"{_NEEDLESS}files are mapped into the host's memory",
+    "random_batch_size": _NOT_BUILT,
     "qlora_adapter_name_or_path": "--enable-lora --lora-modules name=path",
     "ray_workers_use_nsight": _NOT_BUILT,
     "reasoning_parser_plugin": _NOT_BUILT,
+    "request_id_prefix": _NOT_BUILT,
     "return_tokens_as_token_ids": f"{_OF_REQUESTS}return_tokens_as_token_ids",
     "rope_scaling": "--hf-overrides.rope_scaling JSON",
     "rope_theta": "--hf-overrides.rope_theta NUMBER",
@@ -108,6 +113,7 @@ _ADVICE = {
     "trust_request_chat_template": _NOT_BUILT,
     "typical_acceptance_sampler_posterior_alpha": f"{_NEEDLESS}guesses change no answer",
     "typical_acceptance_sampler_posterior_threshold": f"{_NEEDLESS}guesses change no answer",
+    "use_beam_search": f"{_OF_REQUESTS}use_beam_search",
     "use_tqdm_on_load": f"{_NEEDLESS}loading shows no bar",
     "use_v2_block_manager": f"{_NEEDLESS}there is one block manager",
     "video_pruning_rate": _NOT_BUILT,
@@ -115,11 +121,22 @@ _ADVICE = {
     "worker_extension_cls": _NO_CLASSES,
     "worker_use_ray": "--distributed-executor-backend ray",
 }
+_ON_IN_VLLM = {"multi_step_stream_outputs", "use_tqdm_on_load"}  # False asks for something
 
 
-def is_vllms(name: str) -> bool:
-    """Whether it is a name of vLLM's that there is not here."""
-    return name in _ADVICE
+def asks_for_nothing(name: str, value: object) -> bool:
+    """Whether it is a name of vLLM's that there is not here, with a value that is as if it were left out."""
+    return name in _ADVICE and (value is None or (not value and name not in _ON_IN_VLLM))
+
+
+def known_arguments(caller: str, given: Mapping[str, object], known: Collection[str]) -> dict[str, Any]:
+    """The keywords that there are. Those of vLLM's that ask for nothing are left out, as callers pass on what they were
+    not given. Raises `TypeError` for others, with what to do instead."""
+    asked = {name: value for name, value in given.items() if name in known or not asks_for_nothing(name, value)}
+    if unknown := sorted(asked.keys() - set(known)):
+        advice = advice_on(unknown, known)
+        raise TypeError(" ".join([f"{caller}() has no arguments {', '.join(unknown)}.", *advice]))
+    return asked
 
 
 def advice_on(names: Iterable[str], known: Iterable[str]) -> list[str]:

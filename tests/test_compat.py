@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib
 import logging
 import re
+import socket
+import weakref
 from pathlib import Path
 
 import pytest
 
 import octavo
 from octavo import envs, unknown_flags
-from octavo.config import AsyncEngineArgs
+from octavo.config import AsyncEngineArgs, PoolerConfig
 from octavo.config.checks import check as check_engine_args
+from octavo.distributed import cleanup_dist_env_and_memory, destroy_distributed_environment, destroy_model_parallel
 from octavo.entrypoints.cli.serve import make_parser, parse_args
 from octavo.entrypoints.openai.server_args import ServerArgs
-from octavo.errors import ConfigError, LoadError
+from octavo.errors import ConfigError, LoadError, RequestError
 from octavo.loading.tokenizer import read_tokenizer
 from octavo.logger import init_logger
 from octavo.sampling_params import SamplingParams
 from octavo.transformers_utils.tokenizer import get_tokenizer
 from octavo.usage.usage_lib import UsageContext
-from octavo.utils import FlexibleArgumentParser, random_uuid
+from octavo.utils import FlexibleArgumentParser, get_open_port, random_uuid
 from octavo.v1.engine.async_llm import AsyncLLM
 from octavo.v1.engine.llm_engine import LLMEngine
 
@@ -40,6 +44,7 @@ WORKING = [
     "--enable-chunked-prefill", "--no-enable-chunked-prefill", "--enable-prefix-caching", "--no-enable-prefix-caching",
     "--preemption-mode recompute", "--preemption-mode swap", "--scheduling-policy fcfs",
     "--scheduling-policy priority", "--enforce-eager", "--seed 0", "--chat-template template.jinja",
+    "--enable-server-load-tracking", "--enable-tokenizer-info-endpoint",
     "--disable-log-stats", "--max-log-len 100", "--device auto", "--device cpu", "--tensor-parallel-size 1",
     "--pipeline-parallel-size 2", "--enable-expert-parallel --tensor-parallel-size 2", "--data-parallel-size 1",
     "--data-parallel-size 2 --data-parallel-rank 1", "--data-parallel-size 2 --data-parallel-rank 1 "
@@ -166,7 +171,14 @@ def test_keywords_and_keys_of_a_file_get_the_same_advice(tmp_path: Path) -> None
     with pytest.raises(
         TypeError, match=r"LLM.. has no arguments scheduler_delay_factor. scheduler_delay_factor: leave it out: prompts"
     ):
-        octavo.LLM(scheduler_delay_factor=0.5, tokenizer_revision=None)
+        octavo.LLM(scheduler_delay_factor=0.5, tokenizer_revision=None, cpu_offload_gb=0, skip_tokenizer_init=False)
+    with pytest.raises(TypeError, match=r"no arguments multi_step_stream_outputs\. multi_step"):
+        octavo.LLM(multi_step_stream_outputs=False)
+    with pytest.raises(
+        TypeError, match=r"^AsyncEngineArgs\(\) has no arguments max_modal_len. max_modal_len: perhaps max_"
+    ):
+        AsyncEngineArgs(max_modal_len=5, engine_use_ray=False, worker_use_ray=None)
+    assert AsyncEngineArgs(model="a", engine_use_ray=False, max_log_len=3) == AsyncEngineArgs(model="a", max_log_len=3)
     (tmp_path / "config.yaml").write_text("max-modal-len: 5")
     with pytest.raises(ConfigError, match=r"unknown key 'max-modal-len'.*perhaps max_model_len is meant"):
         parse_args(["--config", str(tmp_path / "config.yaml")], "octavo serve")
@@ -197,6 +209,8 @@ def test_modules_have_vllms_other_names() -> None:
     assert LLMEngine is octavo.LLMEngine
     for module, name, home in [
         ("v1.engine.exceptions", "EngineDeadError", "errors"), ("engine.protocol", "EngineClient", "engine.client"),
+        ("utils.network_utils", "get_open_port", "utils"), ("config.pooler", "PoolerConfig", "config"),
+        ("distributed.parallel_state", "destroy_model_parallel", "distributed"), ("config", "VllmConfig", "config"),
         ("logprobs", "Logprob", "outputs"), ("inputs", "PromptType", ""), ("version", "__version_tuple__", ""),
     ]:  # fmt: skip
         homes = [importlib.import_module(f"octavo.{place}".rstrip(".")) for place in (module, home)]
@@ -204,11 +218,41 @@ def test_modules_have_vllms_other_names() -> None:
     assert UsageContext.OPENAI_API_SERVER in UsageContext
     adapter = octavo.LoRARequest("sql", 3, "/path")
     assert (adapter.name, adapter.adapter_id, adapter.path) == ("sql", 3, "/path")
+    assert octavo.LoRARequest("sql", 3, lora_local_path="/path") == adapter
+    with pytest.raises(RequestError, match="is the former name of lora_path; give one"):
+        octavo.LoRARequest("sql", 3, "/path", lora_local_path="/path")
     with pytest.raises(LoadError, match="there is no file or folder /none"):
         octavo.EngineArgs(model="/none").create_engine_config(UsageContext.LLM_CLASS)
     assert octavo.__version_tuple__[:2] == (0, 1)
     with pytest.raises(AttributeError, match="no attribute 'ModelRegistry': classes of vLLM's models"):
         _ = octavo.ModelRegistry
+
+
+def test_what_scripts_call_when_they_have_deleted_an_engine_frees_it() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    gc.disable()
+    try:
+        for free in (destroy_model_parallel, destroy_distributed_environment, cleanup_dist_env_and_memory):
+            engine = Cycle()
+            gone = weakref.ref(engine)
+            del engine
+            assert gone() is not None
+            free()
+            assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_pooler_configuration_is_its_fields() -> None:
+    assert PoolerConfig(pooling_type="MEAN", normalize=False, dimensions=None) == {
+        "pooling_type": "MEAN",
+        "normalize": False,
+    }
+    with socket.socket() as sock:
+        sock.bind(("", get_open_port()))
 
 
 def test_a_tokenizer_is_read_by_its_name(tiny_tokenizer: Path) -> None:

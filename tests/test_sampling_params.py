@@ -86,6 +86,28 @@ def test_values_at_the_edge_are_accepted(values: dict[str, Any]) -> None:
     SamplingParams(**values)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "kind", "message"),
+    [
+        ("thinking_token_budget", 5, RequestError, "^thinking_token_budget is not built: the server's chats have it.$"),
+        ("skip_reading_prefix_cache", True, RequestError, "cache_salt of its own finds nothing"),
+        ("max_new_tokens", 5, RequestError, "max_tokens bounds what is generated"),
+        ("guided_json", {}, RequestError, r"json=\.\.\.\) as structured_outputs"),
+        ("thinking_token_budget", None, None, ""), ("flat_logprobs", False, None, ""),
+        ("temprature", 1, TypeError, r"^SamplingParams\(\) has no parameter temprature\. Perhaps temperature is"),
+        ("colour", None, TypeError, r"^SamplingParams\(\) has no parameter colour.$"),
+    ],
+)  # fmt: skip
+def test_a_name_that_there_is_not_says_what_to_do(
+    name: str, value: Any, kind: type[Exception] | None, message: str
+) -> None:
+    if kind is None:
+        assert SamplingParams(max_tokens=3, **{name: value}) == SamplingParams(max_tokens=3), "it asks for nothing"
+        return
+    with pytest.raises(kind, match=message):
+        SamplingParams(max_tokens=3, **{name: value})
+
+
 def test_fields_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(RequestError, match="best_of"):
         SamplingParams(n=3, best_of=2)

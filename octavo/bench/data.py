@@ -1,6 +1,7 @@
-"""The prompts of the benchmarks: made of random tokens, or taken from a file of conversations in ShareGPT's form.
+"""The prompts of the benchmarks: made of random tokens, taken from a file of conversations in ShareGPT's form, or from
+one of texts (`texts`).
 
-Both are functions of the seed, so that two runs, or two servers, get the same requests.
+All are functions of the seed, so that two runs, or two servers, get the same requests.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from octavo.bench.texts import as_chat, custom_texts, sonnet_texts
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo.loading.tokenizer import ModelTokenizer
 
-DATASETS = ("random", "sharegpt")
+DATASETS = ("random", "prefix_repetition", "sharegpt", "custom", "sonnet")
+_WITHOUT_FILE = ("random", "prefix_repetition")
 # What vLLM leaves out of ShareGPT: conversations too short to mean anything, and prompts and totals that are very long.
 _SHORTEST_TOKENS, _LONGEST_PROMPT_TOKENS, _LONGEST_TOTAL_TOKENS = 4, 1024, 2048
 _OUTPUT_LEN = 128
@@ -38,7 +41,12 @@ def add_dataset_args(parser: argparse.ArgumentParser) -> None:
     """vLLM's flags, of which `sample_prompts` reads the values, together with `seed`."""
     group = parser.add_argument_group("dataset")
     group.add_argument("--dataset-name", choices=DATASETS, help="Default: sharegpt with a file, else random.")
-    group.add_argument("--dataset-path", "--dataset", metavar="FILE", help="ShareGPT JSON: a list of conversations.")
+    group.add_argument(
+        "--dataset-path",
+        "--dataset",
+        metavar="FILE",
+        help="ShareGPT JSON: a list of conversations; JSON Lines with a prompt each (custom); a text (sonnet).",
+    )
     group.add_argument("--num-prompts", type=positive_int, default=1000, help="Requests (default: %(default)s).")
     group.add_argument(
         "--random-input-len", "--input-len", type=positive_int, default=1024, help="Default: %(default)s tokens."
@@ -53,9 +61,27 @@ def add_dataset_args(parser: argparse.ArgumentParser) -> None:
         help="Lengths are even between (1 - ratio) and (1 + ratio) times those (default: %(default)s).",
     )
     group.add_argument(
-        "--random-prefix-len", type=int, default=0, help="Tokens that all prompts begin with, besides (default: 0)."
-    )
+        "--random-prefix-len", "--prefix-len", type=int, default=0, help="Tokens that all prompts begin with, besides "
+        "(default: 0).",
+    )  # fmt: skip
     group.add_argument("--sharegpt-output-len", type=positive_int, help="Default: the length of the file's answers.")
+    group.add_argument(
+        "--custom-output-len", type=int, default=256, help="-1: each line's output_tokens (default: 256)."
+    )
+    group.add_argument(
+        "--skip-chat-template", "--custom-skip-chat-template", action="store_true", help="Send texts of custom and "
+        "sonnet as they are; chats are templated by the server.",
+    )  # fmt: skip
+    for name, default, what in (
+        ("sonnet-input-len", 550, "Tokens at most"), ("sonnet-output-len", 150, "Tokens"),
+        ("sonnet-prefix-len", 200, "Tokens that all prompts begin with"),
+        ("prefix-repetition-prefix-len", 256, "Tokens of a prefix"),
+        ("prefix-repetition-suffix-len", 256, "Tokens behind it"),
+        ("prefix-repetition-num-prefixes", 10, "Prefixes, of which each prompt has one"),
+        ("prefix-repetition-output-len", 128, "Tokens"),
+    ):  # fmt: skip
+        group.add_argument(f"--{name}", type=positive_int, default=default, help=f"{what} (default: %(default)s).")
+    group.add_argument("--no-oversample", action="store_true", help="Use no prompt of a file twice.")
 
 
 def positive_int(text: str) -> int:
@@ -68,10 +94,20 @@ def positive_int(text: str) -> int:
 
 def sample_prompts(args: argparse.Namespace, tokenizer: ModelTokenizer) -> list[BenchPrompt]:
     """The requests that the flags of `add_dataset_args` ask for. Raises `ConfigError`."""
-    name = args.dataset_name or ("sharegpt" if args.dataset_path else "random")
-    if name == "random":
+    name, seed = args.dataset_name or ("sharegpt" if args.dataset_path else "random"), args.seed or 0
+    if name in _WITHOUT_FILE:
         if args.dataset_path:
-            raise ConfigError("--dataset-path is for --dataset-name sharegpt; random prompts need no file.")
+            raise ConfigError(f"--dataset-path is for data sets with a file; {name} prompts need none.")
+        if name == "prefix_repetition":
+            return repeated_prefixes(
+                tokenizer,
+                args.num_prompts,
+                args.prefix_repetition_num_prefixes,
+                args.prefix_repetition_prefix_len,
+                args.prefix_repetition_suffix_len,
+                args.prefix_repetition_output_len,
+                seed=seed,
+            )
         return random_prompts(
             tokenizer,
             args.num_prompts,
@@ -79,17 +115,56 @@ def sample_prompts(args: argparse.Namespace, tokenizer: ModelTokenizer) -> list[
             args.random_output_len or _OUTPUT_LEN,
             range_ratio=args.random_range_ratio,
             prefix_len=args.random_prefix_len,
-            seed=args.seed or 0,
+            seed=seed,
         )
     if not args.dataset_path:
-        raise ConfigError("--dataset-name sharegpt needs --dataset-path FILE.")
-    return sharegpt_prompts(
-        tokenizer,
-        args.dataset_path,
-        args.num_prompts,
-        output_len=args.sharegpt_output_len or args.random_output_len,
-        seed=args.seed or 0,
-    )
+        raise ConfigError(f"--dataset-name {name} needs --dataset-path FILE.")
+    if name == "sharegpt":
+        output_len = args.sharegpt_output_len or args.random_output_len
+        found = sharegpt_prompts(tokenizer, args.dataset_path, args.num_prompts, output_len=output_len, seed=seed)
+    else:
+        found = _from_texts(name, args, tokenizer)
+    # A file with too few is gone through again, as often as it takes.
+    return found if args.no_oversample else [found[i % len(found)] for i in range(args.num_prompts)]
+
+
+def _from_texts(name: str, args: argparse.Namespace, tokenizer: ModelTokenizer) -> list[BenchPrompt]:
+    templates = not args.skip_chat_template and getattr(args, "backend", None) != "openai-chat"
+    if name == "sonnet":
+        pairs = [
+            (text, args.sonnet_output_len)
+            for text in sonnet_texts(
+                tokenizer, args.dataset_path, args.num_prompts, args.sonnet_input_len, args.sonnet_prefix_len,
+                templates=templates, seed=args.seed or 0,
+            )
+        ]  # fmt: skip
+    else:
+        pairs = custom_texts(args.dataset_path, args.custom_output_len)[: args.num_prompts]
+    texts = [(as_chat(tokenizer, text) if templates else text, num_output) for text, num_output in pairs]
+    return [BenchPrompt(text, len(encode(tokenizer, text)), num_output) for text, num_output in texts]
+
+
+def repeated_prefixes(
+    tokenizer: ModelTokenizer,
+    num_prompts: int,
+    num_prefixes: int,
+    prefix_len: int,
+    suffix_len: int,
+    output_len: int,
+    *,
+    seed: int = 0,
+) -> list[BenchPrompt]:
+    """Prompts that begin with one of so many random prefixes, equally many each, in an order drawn from the seed."""
+    if num_prompts < num_prefixes:
+        raise ConfigError(
+            f"--prefix-repetition-num-prefixes {num_prefixes} needs as many --num-prompts, got {num_prompts}."
+        )
+    found = []
+    for number in range(num_prefixes):
+        share = num_prompts // num_prefixes + (number < num_prompts % num_prefixes)
+        its_seed = seed * num_prefixes + number
+        found += random_prompts(tokenizer, share, suffix_len, output_len, prefix_len=prefix_len, seed=its_seed)
+    return [found[i] for i in np.random.default_rng(seed).permutation(num_prompts)]
 
 
 def random_prompts(
@@ -134,7 +209,8 @@ def random_prompts(
 def sharegpt_prompts(
     tokenizer: ModelTokenizer, path: str, num_prompts: int, *, output_len: int | None = None, seed: int = 0
 ) -> list[BenchPrompt]:
-    """The first question of each conversation, in an order drawn from the seed; its answer says how long ours is."""
+    """The first question of each conversation, in an order drawn from the seed; its answer says how long ours is. So
+    many, or as many as there are."""
     try:
         conversations = json.loads(Path(path).read_text(encoding="utf-8"))
         turns = [entry.get("conversations") or entry.get("conversation") or [] for entry in conversations]
@@ -158,8 +234,7 @@ def sharegpt_prompts(
             break
     if not prompts:
         raise ConfigError(f"--dataset-path {path} has no conversation of two turns and a usual length.")
-    # A file with too few is gone through again, as often as it takes.
-    return [prompts[i % len(prompts)] for i in range(num_prompts)]
+    return prompts
 
 
 def encode(tokenizer: ModelTokenizer, text: str) -> list[int]:

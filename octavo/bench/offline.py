@@ -33,6 +33,7 @@ _PERCENTILES = (10, 25, 50, 75, 90, 99)
 def make_throughput_parser(prog: str) -> FlagParser:
     parser = FlagParser(prog=prog, description="Measure the engine without a server.")
     add_dataset_args(parser)
+    parser.add_argument("--backend", choices=("vllm", "octavo"), default="octavo", help="Both are this engine.")
     _add_engine_args(parser)
     return parser
 
@@ -124,6 +125,7 @@ def _add_engine_args(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_positional", metavar="MODEL", nargs="?", help="The same as --model.")
     parser.add_argument("--n", type=positive_int, default=1, help="Sequences of a prompt (default: 1).")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1).")
+    parser.add_argument("--disable-detokenize", action="store_true", help="Make no text of the tokens.")
     parser.add_argument("--json", "--output-json", dest="json", metavar="FILE", help="Write the figures there.")
     EngineArgs.add_cli_args(parser)
 
@@ -144,8 +146,9 @@ def _make_llm(args: argparse.Namespace) -> LLM:
 def _sampling_params(args: argparse.Namespace, num_output_tokens: int) -> SamplingParams:
     """Exactly that many tokens: the model does not end its answers."""
     return SamplingParams(
-        n=args.n, temperature=args.temperature, ignore_eos=True, max_tokens=num_output_tokens, detokenize=True
-    )
+        n=args.n, temperature=args.temperature, ignore_eos=True, max_tokens=num_output_tokens,
+        detokenize=not args.disable_detokenize,
+    )  # fmt: skip
 
 
 def _check_length(llm: LLM, num_input: int, num_output: int) -> None:

@@ -149,10 +149,11 @@ def _most_at_once(answers: Sequence[Answer]) -> int:
     return most
 
 
-def write_json(file: Path, data: Any) -> None:
-    """Raises `OctavoError` if the file cannot be written."""
+def write_json(file: Path, data: Any, *, appends: bool = False) -> None:
+    """Where it `appends`, one line behind what there is. Raises `OctavoError` if the file cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        with open(file, "a" if appends else "w", encoding="utf-8") as out:
+            out.write(json.dumps(data, indent=None if appends else 1) + "\n")
     except OSError as error:
         raise OctavoError(f"{file} cannot be written: {error.strerror or error}.") from None

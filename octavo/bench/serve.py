@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from octavo.processes import allow_files, event_loop_factory
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 _ALIASES = {"vllm": "openai"}
 _GOODPUT_METRICS = ("ttft", "tpot", "e2el")
-
+_READY_CHECK_S = 0.5  # between two looks at a server that is not ready
 
 _PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 
@@ -56,6 +56,11 @@ def make_parser(prog: str) -> FlagParser:
     server.add_argument("--served-model-name", help="What requests call the model; default: --model.")
     server.add_argument("--tokenizer", help="Folder, .gguf file or Hugging Face id; default: the model's.")
     server.add_argument("--api-key", default=os.environ.get("OCTAVO_API_KEY") or os.environ.get("OPENAI_API_KEY"))
+    server.add_argument("--tokenizer-mode", choices=("auto",), default="auto", help="It is recognised.")
+    server.add_argument(
+        "--ready-check-timeout-sec", type=float, default=0.0, help="Seconds to wait for a server that is not ready yet "
+        "(default: 0).",
+    )  # fmt: skip
     server.add_argument("--header", action="append", default=[], metavar="NAME=VALUE", help="Sent too; repeatable.")
     add_dataset_args(parser)
     parser.add_argument("--seed", type=int, default=0, help="Of prompts and arrivals (default: %(default)s).")
@@ -70,6 +75,12 @@ def make_parser(prog: str) -> FlagParser:
         default=1.0,
         help="Shape of the gamma distribution of gaps: 1 is Poisson, less is burstier (default: 1).",
     )
+    load.add_argument(
+        "--ramp-up-strategy", choices=("linear", "exponential"), help="How the rate grows from --ramp-up-start-rps to "
+        "--ramp-up-end-rps, in the place of --request-rate.",
+    )  # fmt: skip
+    load.add_argument("--ramp-up-start-rps", type=float, help="Requests a second at the first of them.")
+    load.add_argument("--ramp-up-end-rps", type=float, help="Requests a second at the last of them.")
     load.add_argument("--max-concurrency", type=positive_int, help="Requests under way at most; default: any number.")
     load.add_argument("--num-warmups", type=int, default=1, help="Requests before those that count (default: 1).")
     request = parser.add_argument_group("requests")
@@ -90,6 +101,7 @@ def make_parser(prog: str) -> FlagParser:
     figures.add_argument("--metric-percentiles", default="90,99", help="Default: %(default)s.")
     figures.add_argument("--save-result", action="store_true", help="Write the figures as JSON.")
     figures.add_argument("--save-detailed", action="store_true", help="With each request's times and text.")
+    figures.add_argument("--append-result", action="store_true", help="Keep what is in the file, and add a line.")
     figures.add_argument("--result-dir", help="Default: here.")
     figures.add_argument("--result-filename", help="Default: by backend, rate, model and time.")
     figures.add_argument("--json", metavar="FILE", help="Write the figures to this file.")
@@ -169,6 +181,7 @@ class Plan:
         self.goodput_ms = _goodput(args.goodput)
         self.metadata = dict(_pair(word, "--metadata") for word in args.metadata)
         self.extra_body = _json_object(args.extra_body)
+        self.ramp = _ramp(args)
         if not rate > 0:
             raise ConfigError(f"--request-rate must be greater than 0, got {rate}.")
         if not args.burstiness > 0:
@@ -180,6 +193,7 @@ class Plan:
 
     def ask_server(self) -> None:
         """Fill in what was left open, from the server's list of models."""
+        self._wait_until_ready()
         if self.model and self.tokenizer:
             return
         try:
@@ -193,6 +207,15 @@ class Plan:
             raise OctavoError(f"no server names its model for {self.target.url} ({reason}); is it running?") from None
         self.tokenizer = self.tokenizer or (self.model if self.model and self.model != name else root)
         self.model = self.model or name
+
+    def _wait_until_ready(self) -> None:
+        """For as long as --ready-check-timeout-sec says."""
+        deadline = time.monotonic() + self.args.ready_check_timeout_sec
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                self.target.get_json("/v1/models")
+                return
+            time.sleep(_READY_CHECK_S)
 
     def body(self, prompt: BenchPrompt) -> dict[str, Any]:
         """The JSON of one request."""
@@ -220,18 +243,58 @@ class Plan:
     def setting(self) -> str:
         """One line that says what load this was."""
         rate = "all at once" if math.isinf(self.rate) else f"{self.rate:g} requests/s"
+        if self.ramp is not None:
+            rate = f"{self.ramp.start:g} to {self.ramp.end:g} requests/s ({self.ramp.strategy})"
         limit = self.args.max_concurrency
         name = f"{self.label}: {self.model}" if self.label else self.model
         return f"{name}, {rate}" + (f", at most {limit} under way" if limit else "")
 
 
-def arrival_times(num_prompts: int, rate: float, burstiness: float, seed: int) -> list[float]:
+class Ramp(NamedTuple):
+    """Requests a second that grow from the first request to the last."""
+
+    strategy: str  # "linear" or "exponential"
+    start: float
+    end: float
+
+    def rates(self, num_prompts: int) -> Any:
+        """At each of so many requests."""
+        progress = np.arange(num_prompts) / max(num_prompts - 1, 1)
+        if self.strategy == "linear":
+            return self.start + (self.end - self.start) * progress
+        return self.start * (self.end / self.start) ** progress
+
+
+def _ramp(args: argparse.Namespace) -> Ramp | None:
+    """Raises `ConfigError`."""
+    strategy, start, end = args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps
+    if strategy is None:
+        if start is not None or end is not None:
+            raise ConfigError(
+                "--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy linear or exponential."
+            )
+        return None
+    if start is None or end is None or not 0 < start <= end < math.inf:
+        raise ConfigError(
+            f"--ramp-up-strategy needs --ramp-up-start-rps above 0 and --ramp-up-end-rps not below it, got {start} and "
+            f"{end}."
+        )
+    if args.request_rate != [math.inf]:
+        raise ConfigError("--ramp-up-strategy says the rate; leave --request-rate out.")
+    return Ramp(strategy, start, end)
+
+
+def arrival_times(num_prompts: int, rate: float, burstiness: float, seed: int, ramp: Ramp | None = None) -> list[float]:
     """Seconds from the start at which requests are sent: gamma-distributed gaps, scaled so that the last one comes at
-    exactly `num_prompts / rate`, as vLLM does, so that runs of one rate can be compared."""
+    exactly `num_prompts / rate`, as vLLM does, so that runs of one rate can be compared. With a `ramp` its rates hold,
+    and nothing is scaled."""
+    rng = np.random.default_rng(seed)
+    if ramp is not None:
+        grown: list[float] = np.cumsum(rng.gamma(burstiness, 1 / (ramp.rates(num_prompts) * burstiness))).tolist()
+        return grown
     if math.isinf(rate):
         return [0.0] * num_prompts
-    gaps = np.random.default_rng(seed).gamma(burstiness, 1 / (rate * burstiness), num_prompts)
-    times = np.cumsum(gaps)
+    times = np.cumsum(rng.gamma(burstiness, 1 / (rate * burstiness), num_prompts))
     scaled: list[float] = (times * (num_prompts / rate / times[-1])).tolist()
     return scaled
 
@@ -248,7 +311,7 @@ async def _measure(args: argparse.Namespace, plan: Plan) -> tuple[list[Answer], 
         answer = await stream(plan.target, plan.body(BenchPrompt("Hello, who are you?", 6, 8)))
         if answer.error is not None:
             raise OctavoError(f"the first request failed, so the others are not sent: {answer.error}")
-    times = arrival_times(len(prompts), plan.rate, args.burstiness, args.seed)
+    times = arrival_times(len(prompts), plan.rate, args.burstiness, args.seed, plan.ramp)
     gc.collect()
     gc.freeze()
     answers, duration_s = await run_load(plan.target, bodies, times, args.max_concurrency, not args.disable_tqdm)
@@ -315,12 +378,16 @@ def _report(
         "max_concurrency": args.max_concurrency,
         **figures,
     }
+    if plan.ramp is not None:
+        start, end = plan.ramp.start, plan.ramp.end
+        result |= {"ramp_up_strategy": plan.ramp.strategy, "ramp_up_start_rps": start, "ramp_up_end_rps": end}
     if args.save_detailed:
         result |= details(answers)
     if args.save_result:
         limit = f"-concurrency{args.max_concurrency}" if args.max_concurrency else ""
         name = f"{plan.label or args.backend}-{rate}qps{limit}-{plan.model.rpartition('/')[2]}-{now}.json"
-        write_json(Path(args.result_dir or ".") / (args.result_filename or name), result)
+        file = Path(args.result_dir or ".") / (args.result_filename or name)
+        write_json(file, result, appends=args.append_result)
     return result
 
 

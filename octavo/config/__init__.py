@@ -21,6 +21,9 @@ from octavo.config.engine_config import (
     SoundConfig,
     VideoConfig,
 )
+from octavo.config.pooler import PoolerConfig
+
+VllmConfig = EngineConfig  # as vLLM calls it
 
 __all__ = [
     "AsyncEngineArgs",
@@ -34,8 +37,10 @@ __all__ = [
     "ModelConfig",
     "NodesConfig",
     "ParallelConfig",
+    "PoolerConfig",
     "PromptEmbedsConfig",
     "SchedulerConfig",
     "SoundConfig",
     "VideoConfig",
+    "VllmConfig",
 ]

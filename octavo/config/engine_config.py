@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
-from octavo.errors import ConfigError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.pooling_params import PoolingConfig
 from octavo.sampling_params import MAX_LOGPROBS
@@ -382,13 +381,6 @@ class EngineConfig:
             swap_space_bytes=cache.swap_space_bytes // size,
         )
         return replace(self, data_parallel_rank=rank, cache=own)
-
-    def one_engine(self) -> EngineConfig:
-        """That of the engine of this host, if it has one. Raises `ConfigError`."""
-        if len(self.served_ranks) > 1:
-            size = self.data_parallel_size
-            raise ConfigError(f"data_parallel_size {size}: this is one engine; LLM and octavo serve run several.")
-        return self.replica(self.served_ranks.start)
 
     def when_ready(self, max_model_len: int, num_blocks: int, num_host_blocks: int) -> EngineConfig:
         """With what the core has found."""

@@ -11,13 +11,14 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig
 from octavo.engine.adapter_requests import AdapterRequests
-from octavo.engine.calls import EngineCalls, Wanted, length_of
+from octavo.engine.calls import EngineCalls, Output, Wanted, length_of
 from octavo.engine.control import EngineControl
 from octavo.engine.core_client import Core, CoreProcess
 from octavo.engine.forecast import FirstTokenForecast
@@ -28,7 +29,7 @@ from octavo.engine.request_log import log_request
 from octavo.engine.supervisor import Supervisor
 from octavo.engine.vllm_names import refuse_kwargs
 from octavo.engine.wire import Abort, BlockMap, CacheWasReset, CoreMessage, Ready, StepOutputs
-from octavo.errors import EngineDeadError, EngineStoppingError, OctavoError, RequestError
+from octavo.errors import EngineStoppingError, OctavoError, RequestError
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.logs import configure_logging
 from octavo.lora.request import LoRARequest
@@ -40,12 +41,9 @@ from octavo.sampling_params import is_unicode
 from octavo.stats import EngineStats
 
 if TYPE_CHECKING:
-    from octavo.loading.tokenizer import ModelTokenizer
     from octavo.usage.usage_lib import UsageContext
 
 logger = logging.getLogger(__name__)
-
-Output = RequestOutput | PoolingRequestOutput[PoolingOutput]
 
 
 def _log_prefix(config: EngineConfig) -> str:
@@ -128,17 +126,37 @@ class AsyncLLMEngine(EngineCalls):
         metrics: EngineMetrics | None = None,
     ) -> AsyncLLMEngine:
         """Find the model, start the core's process and load the tokenizer. Returns before the core is ready; requests
-        made before that wait. Without `metrics` it counts for itself, unless `disable_log_stats`.
-        `usage_context` is for vLLM's statistics of use, of which there are none."""
+        made before that wait. Without `metrics` it counts for itself, unless `disable_log_stats`. With
+        `data_parallel_size` it is a `DataParallelEngine`, which does the same. `usage_context` is for vLLM's
+        statistics of use, of which there are none."""
         if isinstance(engine_args, AsyncEngineArgs):
             log: Any = {"logs_requests": engine_args.logs_requests, "max_log_len": engine_args.max_log_len}
         else:
             log = {}
+        return cls.from_vllm_config(engine_args.create_engine_config(), metrics=metrics, **log)
+
+    @classmethod
+    def from_vllm_config(
+        cls,
+        vllm_config: EngineConfig,
+        *,
+        usage_context: UsageContext | None = None,
+        metrics: EngineMetrics | None = None,
+        disable_log_stats: bool = False,
+        **log: Any,
+    ) -> AsyncLLMEngine:
+        """The same of what `create_engine_config` has found. `disable_log_stats` as that of the arguments; the others
+        are the constructor's."""
         configure_logging("engine")
-        config = engine_args.create_engine_config().one_engine()
+        config = replace(vllm_config, log_stats=vllm_config.log_stats and not disable_log_stats)
+        ranks = config.served_ranks
         if metrics is None and config.log_stats:
-            metrics = EngineMetrics(config.model.served_model_name, config.model.max_model_len)
-        return cls(config, metrics=metrics, **log)
+            metrics = EngineMetrics(config.model.served_model_name, config.model.max_model_len, ranks.start)
+        if len(ranks) == 1:
+            return cls(config.replica(ranks.start), metrics=metrics, **log)
+        from octavo.engine.data_parallel import DataParallelEngine
+
+        return cast(AsyncLLMEngine, DataParallelEngine(config, metrics=metrics, **log))
 
     @property
     def config(self) -> EngineConfig:
@@ -152,25 +170,11 @@ class AsyncLLMEngine(EngineCalls):
     @property
     def has_died(self) -> bool:
         """Whether the core has ended for good without `shutdown`."""
-        failure = self._supervisor.failure
-        return failure is not None and not isinstance(failure, EngineStoppingError)
+        return self.failure is not None and not isinstance(self.failure, EngineStoppingError)
 
     @property
-    def errored(self) -> bool:
-        """Whether the engine has ended for good, as vLLM calls it; `dead_error` says why."""
-        return self._supervisor.failure is not None
-
-    @property
-    def dead_error(self) -> OctavoError:
-        return self._supervisor.failure or EngineDeadError("the engine is not dead.")
-
-    @property
-    def is_running(self) -> bool:
-        return not self.errored
-
-    @property
-    def is_stopped(self) -> bool:
-        return self.errored
+    def failure(self) -> OctavoError | None:
+        return self._supervisor.failure
 
     @property
     def is_ready(self) -> bool:
@@ -199,16 +203,10 @@ class AsyncLLMEngine(EngineCalls):
         """Do not start a core that dies from now on again."""
         self._supervisor.restarts.limit = 0
 
-    async def is_tracing_enabled(self) -> bool:
-        return False  # spans are the server's
-
     async def do_log_stats(self) -> None:
         """Log a line of throughput and use since the last one, if anything ran and is counted."""
         if self._log_line is not None:
             self._log_line.log(time.monotonic())
-
-    async def get_tokenizer(self) -> ModelTokenizer:
-        return self.tokenizer
 
     async def prepare(self, wanted: Wanted) -> EngineRequest:
         prompt, sampling_params, request_id, lora_request, priority, data_parallel_rank = wanted
@@ -387,10 +385,16 @@ class AsyncLLMEngine(EngineCalls):
         level 1 does as level 2, and weights are read again from the page cache.
         """
         await self._control.sleep(level, mode)
+        self._record_sleep()
 
     async def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Have memory again, for "weights", the "kv_cache", or both. Requests go on when both have it."""
         await self._control.wake_up(tags)
+        self._record_sleep()
+
+    def _record_sleep(self) -> None:
+        if self.metrics is not None:
+            self.metrics.sleep_level = self._control.sleep_level
 
     def shutdown(self) -> None:
         """End the core's process. Streams still open raise `EngineStoppingError`."""

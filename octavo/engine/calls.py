@@ -1,23 +1,33 @@
-"""What programs call of an asynchronous engine, be it one or several behind one name: `generate` and `encode`, made of
-what the engine does with requests that have been checked."""
+"""What programs call of an engine, be it one or several behind one name: `generate` and `encode` of asynchronous ones,
+`add_request` of those that go a step at a time, made of what they do with requests that have been checked."""
 
 from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping
-from typing import NamedTuple
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from octavo.config import ModelConfig
 from octavo.engine.input_processor import InputProcessor, PromptInput
 from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
-from octavo.engine.vllm_names import AsyncConfigNames, refuse_kwargs
+from octavo.engine.vllm_names import AsyncConfigNames, ConfigNames, refuse_kwargs
+from octavo.errors import EngineDeadError, OctavoError, RequestError
 from octavo.lora.request import LoRARequest
 from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from octavo.pooling_params import PoolingParams
 from octavo.request import EngineRequest
 from octavo.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.config import EngineConfig
+    from octavo.engine.core import EngineCore
+    from octavo.loading.tokenizer import ModelTokenizer
+    from octavo.metrics.prometheus import EngineMetrics
+
+Output = RequestOutput | PoolingRequestOutput[PoolingOutput]
 
 
 def length_of(prompt: PromptInput) -> int:
@@ -43,6 +53,35 @@ class EngineCalls(AsyncConfigNames, ABC):
     """Closing a generator, or cancelling the task that iterates it, aborts the request and frees its blocks."""
 
     inputs: InputProcessor
+    tokenizer: ModelTokenizer
+
+    @property
+    @abstractmethod
+    def failure(self) -> OctavoError | None:
+        """Why it has ended for good, if it has."""
+
+    @property
+    def errored(self) -> bool:
+        """Whether it has ended for good, as vLLM calls it; `dead_error` says why."""
+        return self.failure is not None
+
+    @property
+    def dead_error(self) -> OctavoError:
+        return self.failure or EngineDeadError("the engine is not dead.")
+
+    @property
+    def is_running(self) -> bool:
+        return not self.errored
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.errored
+
+    async def is_tracing_enabled(self) -> bool:
+        return False  # spans are the server's
+
+    async def get_tokenizer(self) -> ModelTokenizer:
+        return self.tokenizer
 
     @abstractmethod
     async def prepare(self, wanted: Wanted) -> EngineRequest:
@@ -108,3 +147,121 @@ class EngineCalls(AsyncConfigNames, ABC):
             lambda: inputs.process([text], pooling_params, priority=priority, cache_salt=salt), length=length_of(prompt)
         )
         yield await self.pool(request, request_id)
+
+
+class StepCalls(ConfigNames, ABC):
+    """Of `LLMEngine`, and of several behind its names: requests are added, and each `step` brings what has come of
+    them."""
+
+    config: EngineConfig
+    inputs: InputProcessor
+    tokenizer: ModelTokenizer
+    metrics: EngineMetrics
+
+    def get_model_config(self) -> ModelConfig:
+        return self.config.model
+
+    def get_vllm_config(self) -> EngineConfig:
+        return self.config
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return self.config.supported_tasks
+
+    def get_tokenizer(self) -> ModelTokenizer:
+        return self.tokenizer
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: PromptInput,
+        params: SamplingParams | PoolingParams | None = None,
+        arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, object] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+    ) -> str:
+        """Queue a request, to be computed with an adapter if one is named; models that pool take `PoolingParams`.
+        `arrival_time` is `time.monotonic`'s. Returns its id. Raises `RequestError` for one that cannot run."""
+        refuse_kwargs(tokenization_kwargs=tokenization_kwargs, trace_headers=trace_headers)
+        if self.is_under_way(request_id):
+            raise RequestError(f"request id {request_id!r} is in use.", param="request_id")
+        if isinstance(params, PoolingParams) or (params is None and self.config.model.pooling is not None):
+            from octavo.engine.pooling_input import PoolingInput, Text
+
+            refuse_kwargs(lora_request=lora_request)
+            [request] = PoolingInput(self.inputs).process([Text.of(prompt)], params, priority=priority)
+        else:
+            adapter = None if lora_request is None else self.inputs.find_adapter(lora_request)
+            request = self.inputs.process(prompt, params, priority=priority, arrival_time=arrival_time, adapter=adapter)
+        self.add(request, request_id, lora_request)
+        return request_id
+
+    @property
+    @abstractmethod
+    def core(self) -> EngineCore: ...
+
+    @abstractmethod
+    def add(self, request: EngineRequest, shown_id: str | None = None, lora_request: LoRARequest | None = None) -> None:
+        """Queue a request that has been made of the `inputs`. Its outputs bear `shown_id`, if that is not its own, and
+        the `lora_request`."""
+
+    @abstractmethod
+    def is_under_way(self, request_id: str) -> bool:
+        """Whether a request of this id, as outputs bear it, has been added and has not ended."""
+
+    @abstractmethod
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """End requests, which bring no more outputs. Unknown ids are ignored."""
+
+    @abstractmethod
+    def get_num_unfinished_requests(self) -> int: ...
+
+    @abstractmethod
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has more to bring."""
+
+    @abstractmethod
+    def step(self) -> list[Output]: ...
+
+    @abstractmethod
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Bring an adapter to the host and check it, before a request asks for it. Raises `RequestError` if it cannot
+        be served."""
+
+    @abstractmethod
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget the adapter of a `lora_int_id`. Whether there was one."""
+
+    @abstractmethod
+    def list_loras(self) -> set[int]:
+        """The `lora_int_id`s that have been asked for and not removed."""
+
+    @abstractmethod
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep the adapter of a `lora_int_id` on the host, and on the device while others can make room. Raises
+        `RequestError` for one that has not been asked for."""
+
+    @abstractmethod
+    def do_log_stats(self) -> None:
+        """Log a line of throughput and use since the last one, if anything ran."""
+
+    @abstractmethod
+    def sleep(self, level: int = 1) -> None:
+        """Free memory until `wake_up`. Level 1 frees the KV cache and keeps the weights, level 2 frees both; on GPUs
+        both levels do. No request may be under way."""
+
+    @abstractmethod
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Have the memory again that `sleep` freed, for "weights", the "kv_cache", or both."""
+
+    @abstractmethod
+    def is_sleeping(self) -> bool: ...
+
+    @abstractmethod
+    def reset_prefix_cache(self) -> bool:
+        """Forget what has been computed for others to share."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory of model and cache back."""

@@ -28,6 +28,7 @@ class EngineControl:
         self._is_open = asyncio.Event()  # to new requests; not while paused or asleep
         self._is_open.set()
         self._asleep: frozenset[str] = frozenset()  # of `SLEEPERS`
+        self.sleep_level = 0  # 0 while awake
         self._falling_asleep_or_waking = asyncio.Lock()
         self._resets: list[asyncio.Future[bool]] = []  # that wait for the core, which answers them in order
         self._block_map: asyncio.Future[BlockMap] | None = None
@@ -95,7 +96,7 @@ class EngineControl:
             await self.pause(mode, clear_cache=False)
             while not self.is_paused:  # resumed before the last request has ended
                 await self.pause(mode, clear_cache=False)
-            self._asleep = SLEEPERS
+            self._asleep, self.sleep_level = SLEEPERS, level
             if level == 1 and self._supervisor.config.device == "cpu":
                 await self.reset_prefix_cache(frees_memory=True)
             else:
@@ -111,6 +112,7 @@ class EngineControl:
             self._supervisor.start_core()
             await self._supervisor.wait_ready()
             self._asleep -= woken
+            self.sleep_level = self.sleep_level if self._asleep else 0
             await self.resume()
 
     async def block_map(self) -> BlockMap | None:

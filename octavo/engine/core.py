@@ -169,7 +169,8 @@ class EngineCore:
         stats.num_chunked_tokens = sum(
             [row.num_computed + row.num_tokens for row in plan.rows if not row.num_positions]
         )
-        stats.num_waiting += len(self._preparing)
+        stats.num_deferred = len(self._preparing)
+        stats.num_waiting += stats.num_deferred
         if self.adapters is not None:
             self._add_adapter_stats(stats, self.adapters)
         if self._takes_media:

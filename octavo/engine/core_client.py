@@ -9,6 +9,7 @@ import os
 import subprocess
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -102,6 +103,9 @@ class CoreClient:
         self._sender.setsockopt(zmq.SNDHWM, 0)  # a send never blocks the event loop
         self._receiver = self._context.socket(zmq.PULL)
         self._receiver.setsockopt(zmq.RCVHWM, 0)
+        # Where nobody calls `close`, this is what collects them: a context that Python collected by itself, beside its
+        # sockets, would wait for ever until these are closed.
+        self._free_sockets = weakref.finalize(self, _free_sockets, self._context, self._sender, self._receiver)
         core_input, core_output = f"ipc://{self._folder.name}/in", f"ipc://{self._folder.name}/out"
         self._end_path = Path(self._folder.name, "end")
         self._sender.bind(core_input)
@@ -187,10 +191,14 @@ class CoreClient:
         """End the process and free the sockets. May be called twice."""
         self._core.close()
         self._stop_reading()
-        self._sender.close(linger=0)
-        self._receiver.close(linger=0)
-        self._context.term()
+        self._free_sockets()
         self._folder.cleanup()
+
+
+def _free_sockets(context: zmq.Context[zmq.Socket[bytes]], *sockets: zmq.Socket[bytes]) -> None:
+    for socket in sockets:
+        socket.close(linger=0)
+    context.term()
 
 
 def _environment(config: EngineConfig) -> dict[str, str]:

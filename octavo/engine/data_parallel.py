@@ -25,7 +25,7 @@ from octavo.engine.off_loop import run_off_loop
 from octavo.engine.routing import Router, block_hashes
 from octavo.engine.vllm_names import refuse_kwargs
 from octavo.engine.wire import BlockMap, Ready
-from octavo.errors import EngineDeadError, RequestError
+from octavo.errors import EngineDeadError, OctavoError, RequestError
 from octavo.lora.request import LoRARequest
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
@@ -142,19 +142,30 @@ class DataParallelEngine(EngineCalls):
         return count(engine.has_died for engine in self._engines)
 
     @property
+    def failure(self) -> OctavoError | None:
+        """Once none is left."""
+        failures = [engine.failure for engine in self._engines]
+        return failures[0] if all(failures) else None
+
+    @property
     def is_ready(self) -> bool:
         """Whether one of them takes requests, after all of them once did."""
         num_ready = len(self._ready)
-        self._has_started = self._has_started or num_ready == len(self._engines)
+        if num_ready == len(self._engines):
+            self._begin()
         return self._has_started and num_ready > 0
 
     async def wait_ready(self) -> Ready:
         """Return when all of them have become ready once, with what one has."""
         ready = await self._all(lambda engine: engine.wait_ready())
-        self._has_started = True
-        if self._hosts is not None:
-            self._hosts.begin()
+        self._begin()
         return ready[0]
+
+    def _begin(self) -> None:
+        """All of them have been ready."""
+        if not self._has_started and self._hosts is not None:
+            self._hosts.begin()
+        self._has_started = True
 
     async def check_health(self) -> None:
         errors = [engine.error for engine in self._engines]
@@ -205,6 +216,7 @@ class DataParallelEngine(EngineCalls):
             size = self.config.cache.block_size
             length = len(request.prompt.token_ids)
             hashes = await run_off_loop(lambda: block_hashes(request.prompt, size), length=length)
+            _ = self.is_ready  # which callers that begin with a request have not asked
             # While none is ready a request waits for the one that it would go to; those that are given up get none.
             available = [i for i, engine in enumerate(self._engines) if engine in self._ready]
             if request.data_parallel_rank is not None:  # whoever names one waits for it, or hears that it is dead

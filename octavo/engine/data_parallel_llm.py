@@ -10,33 +10,41 @@ import queue
 import threading
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from octavo.config import EngineConfig, ModelConfig
+from octavo.config import EngineConfig
+from octavo.engine.calls import Output, StepCalls
 from octavo.engine.core import EngineCore
 from octavo.engine.data_parallel import DataParallelEngine
 from octavo.engine.sleeping import check_level
-from octavo.engine.vllm_names import ConfigNames
 from octavo.errors import ConfigError, OctavoError, RequestError
+from octavo.lora.request import LoRARequest
 from octavo.metrics.prometheus import EngineMetrics
-from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from octavo.outputs import RequestOutput
 from octavo.processes import event_loop_factory
 from octavo.request import EngineRequest
 
 T = TypeVar("T")
-Output = RequestOutput | PoolingRequestOutput[PoolingOutput]
 
 
-class DataParallelLLMEngine(ConfigNames):
-    """What `LLM` asks of `LLMEngine`. See there what each method does, and raises."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """A request under way: what came of an earlier one of the same id is not its own."""
 
-    config: EngineConfig
+    request: EngineRequest
+    shown_id: str
+    lora_request: LoRARequest | None
+
+
+class DataParallelLLMEngine(StepCalls):
+    """What `LLMEngine` does, over several. See there what each method does, and raises."""
 
     def __init__(self, config: EngineConfig) -> None:
         if len(config.served_ranks) > len(config.local_ranks):
-            raise ConfigError("LLM runs engines on this machine: leave --data-parallel-size-local out.")
-        self._under_way: dict[str, Future[None]] = {}  # by the caller's ids
-        self._outputs = queue.SimpleQueue[tuple[str, Output | Exception]]()
+            raise ConfigError("LLM and LLMEngine run engines on this machine: leave --data-parallel-size-local out.")
+        self._under_way: dict[str, tuple[_Asked, Future[None]]] = {}  # by the caller's ids
+        self._outputs = queue.SimpleQueue[tuple[_Asked, Output | Exception]]()
         self._failed: list[Exception] = []  # to be raised
         self._is_closed = self._is_asleep = False
         self._loop = event_loop_factory()()
@@ -56,28 +64,26 @@ class DataParallelLLMEngine(ConfigNames):
     def core(self) -> EngineCore:
         raise OctavoError("the engines of data_parallel_size are processes of their own; none has its core here.")
 
-    def get_model_config(self) -> ModelConfig:
-        return self.config.model
-
-    def get_vllm_config(self) -> EngineConfig:
-        return self.config
-
-    def get_supported_tasks(self) -> tuple[str, ...]:
-        return self.config.supported_tasks
-
     def do_log_stats(self) -> None:
         self._await(self._engine.do_log_stats())
 
-    def add(self, request: EngineRequest, shown_id: str | None = None) -> None:
+    def add(self, request: EngineRequest, shown_id: str | None = None, lora_request: LoRARequest | None = None) -> None:
         if self._is_closed or self._is_asleep:
             raise OctavoError("these engines sleep, or have been closed; wake_up() loads the model again.")
-        name = shown_id or request.request_id
-        self._under_way[name] = asyncio.run_coroutine_threadsafe(self._answer(request, name), self._loop)
+        asked = _Asked(request, shown_id or request.request_id, lora_request)
+        answer = asyncio.run_coroutine_threadsafe(self._answer(asked), self._loop)
+        self._under_way[asked.shown_id] = (asked, answer)
+
+    def is_under_way(self, request_id: str) -> bool:
+        return request_id in self._under_way
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
-            if (asked := self._under_way.pop(one, None)) is not None:
-                asked.cancel()
+            if (found := self._under_way.pop(one, None)) is not None:
+                found[1].cancel()
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._under_way)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._under_way or self._failed)
@@ -88,15 +94,15 @@ class DataParallelLLMEngine(ConfigNames):
             raise self._failed.pop(0)
         outputs: list[Output] = []
         while self._under_way and not ((outputs or self._failed) and self._outputs.empty()):
-            name, found = self._outputs.get()
-            if name not in self._under_way:  # which has been aborted
+            asked, found = self._outputs.get()
+            if self._under_way.get(asked.shown_id, (None,))[0] is not asked:  # which has been aborted
                 continue
             if isinstance(found, Exception):
                 self._failed.append(found)
             else:
                 outputs.append(found)
             if isinstance(found, Exception) or found.finished:
-                del self._under_way[name]
+                del self._under_way[asked.shown_id]
         if self._failed and not outputs:
             raise self._failed.pop(0)
         return outputs
@@ -118,6 +124,18 @@ class DataParallelLLMEngine(ConfigNames):
     def reset_prefix_cache(self) -> bool:
         return self._await(self._engine.reset_prefix_cache())
 
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        return self._await(self._engine.add_lora(lora_request))
+
+    def remove_lora(self, lora_id: int) -> bool:
+        return self._await(self._engine.remove_lora(lora_id))
+
+    def list_loras(self) -> set[int]:
+        return self._await(self._engine.list_loras())
+
+    def pin_lora(self, lora_id: int) -> bool:
+        return self._await(self._engine.pin_lora(lora_id))
+
     def close(self) -> None:
         if self._is_closed:
             return
@@ -134,13 +152,20 @@ class DataParallelLLMEngine(ConfigNames):
     def _await(self, asked: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(asked, self._loop).result()
 
-    async def _answer(self, request: EngineRequest, name: str) -> None:
+    async def _answer(self, asked: _Asked) -> None:
+        """Under the request's own id: one of the caller's may still be another's that has just been aborted."""
         try:
-            if request.pooling is not None:
-                self._outputs.put((name, await self._engine.pool(request)))
+            if asked.request.pooling is not None:
+                self._give(asked, await self._engine.pool(asked.request))
                 return
-            async with contextlib.aclosing(self._engine.generate_from(request, name)) as outputs:
+            async with contextlib.aclosing(self._engine.generate_from(asked.request)) as outputs:
                 async for output in outputs:
-                    self._outputs.put((name, output))
+                    self._give(asked, output)
         except Exception as error:
-            self._outputs.put((name, error))
+            self._outputs.put((asked, error))
+
+    def _give(self, asked: _Asked, output: Output) -> None:
+        output.request_id = asked.shown_id
+        if isinstance(output, RequestOutput):
+            output.lora_request = asked.lora_request
+        self._outputs.put((asked, output))

@@ -257,7 +257,9 @@ class InputProcessor:
         elif isinstance(text, str):
             asked = text
         else:
-            raise RequestError("a prompt needs text (prompt) or token ids (prompt_token_ids).", param="prompt")
+            unbuilt = "encoder_prompt is not built yet; " if "encoder_prompt" in prompt else ""
+            said = f"{unbuilt}a prompt needs text (prompt) or token ids (prompt_token_ids)."
+            raise RequestError(said, param="prompt")
         given_media = prompt.get("multi_modal_data")
         if self.listener is not None:
             if given_media is None:

@@ -1,39 +1,37 @@
-"""`LLMEngine`: the engine in the caller's process, a step at a time. `LLM` runs its lists of prompts with it."""
+"""`LLMEngine`: the engine in the caller's process, a step at a time. `LLM` runs its lists of prompts with it. Adapters
+that are wanted before a request asks for them are loaded by steps too."""
 
 from __future__ import annotations
 
 import gc
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from octavo.config import EngineArgs, EngineConfig, ModelConfig
+from octavo.config import EngineArgs, EngineConfig
+from octavo.engine.calls import Output, StepCalls
 from octavo.engine.core import EngineCore
-from octavo.engine.input_processor import InputProcessor, PromptInput
+from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
 from octavo.engine.sleeping import SLEEPERS, check_level, woken_by
-from octavo.engine.vllm_names import ConfigNames
+from octavo.engine.wire import AdapterLoaded
 from octavo.errors import OctavoError, RequestError
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.lora.request import LoRARequest
 from octavo.metrics.log_line import LogLine
 from octavo.metrics.prometheus import EngineMetrics
-from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
-from octavo.request import EngineRequest
-from octavo.sampling_params import SamplingParams
+from octavo.outputs import RequestOutput
+from octavo.request import AdapterSource, EngineRequest
 
 if TYPE_CHECKING:
-    from octavo.loading.tokenizer import ModelTokenizer
     from octavo.usage.usage_lib import UsageContext
 
 
-class LLMEngine(ConfigNames):
+class LLMEngine(StepCalls):
     """Requests are added, and each `step` brings what it has computed of them."""
 
-    config: EngineConfig
-
     def __init__(self, config: EngineConfig) -> None:
-        self.tokenizer: ModelTokenizer = load_tokenizer(config.model.checkpoint, config.model.chat_template)
+        self.tokenizer = load_tokenizer(config.model.checkpoint, config.model.chat_template)
         self._core: EngineCore | None = EngineCore(config)
         self._asleep: frozenset[str] = frozenset()  # of `SLEEPERS`
         executor = self._core.executor
@@ -45,12 +43,25 @@ class LLMEngine(ConfigNames):
         self._failed: list[RequestFailed] = []  # whose errors are to be raised
         self._ids: dict[str, str] = {}  # the core's, by the caller's
         self._lora_requests: dict[str, LoRARequest] = {}  # by the caller's ids
+        self._arrived: list[Output] = []  # while an adapter was loaded
+        self._adapters: dict[int, AdapterSource] = {}  # by `lora_int_id`
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, usage_context: UsageContext | None = None) -> LLMEngine:
-        """Raises `ConfigError` or `LoadError` if the model cannot be served that way. `usage_context` is for vLLM's
-        statistics of use, of which there are none."""
-        return cls(engine_args.create_engine_config().one_engine())
+        """Raises `ConfigError` or `LoadError` if the model cannot be served that way. With `data_parallel_size` it is a
+        `DataParallelLLMEngine`, which does the same. `usage_context` is for vLLM's statistics of use, of which there
+        are none."""
+        return cls.from_vllm_config(engine_args.create_engine_config())
+
+    @classmethod
+    def from_vllm_config(cls, vllm_config: EngineConfig, usage_context: UsageContext | None = None) -> LLMEngine:
+        """The same of what `create_engine_config` has found."""
+        config = vllm_config
+        if len(config.served_ranks) == 1:
+            return cls(config.replica(config.served_ranks.start))
+        from octavo.engine.data_parallel_llm import DataParallelLLMEngine
+
+        return cast(LLMEngine, DataParallelLLMEngine(config))
 
     @property
     def core(self) -> EngineCore:
@@ -58,53 +69,24 @@ class LLMEngine(ConfigNames):
             raise OctavoError("this engine sleeps, or has been closed; wake_up() loads the model again.")
         return self._core
 
-    def get_model_config(self) -> ModelConfig:
-        return self.config.model
-
-    def get_vllm_config(self) -> EngineConfig:
-        return self.config
-
-    def get_supported_tasks(self) -> tuple[str, ...]:
-        return self.config.supported_tasks
-
     def do_log_stats(self) -> None:
-        """Log a line of throughput and use since the last one, if anything ran."""
         self._log_line.log(time.monotonic())
 
-    def get_tokenizer(self) -> ModelTokenizer:
-        return self.tokenizer
-
-    def add_request(
-        self,
-        request_id: str,
-        prompt: PromptInput,
-        params: SamplingParams | None = None,
-        arrival_time: float | None = None,
-        lora_request: LoRARequest | None = None,
-        *,
-        priority: int = 0,
-    ) -> None:
-        """Queue a request, to be computed with an adapter if one is named. `arrival_time` is `time.monotonic`'s. Raises
-        `RequestError` for one that cannot run."""
-        if request_id in self._ids:
-            raise RequestError(f"request id {request_id!r} is in use.", param="request_id")
-        adapter = None if lora_request is None else self.inputs.find_adapter(lora_request)
-        request = self.inputs.process(prompt, params, priority=priority, arrival_time=arrival_time, adapter=adapter)
-        self.add(request, request_id)
-        if lora_request is not None:
-            self._lora_requests[request_id] = lora_request
-
-    def add(self, request: EngineRequest, shown_id: str | None = None) -> None:
-        """Queue a request that `inputs.process` has made. Its outputs bear `shown_id`, if that is not its own."""
-        core = self.core
-        self._ids[shown_id or request.request_id] = request.request_id
-        self._outputs.add(request, shown_id or request.request_id)
+    def add(self, request: EngineRequest, shown_id: str | None = None, lora_request: LoRARequest | None = None) -> None:
+        core, name = self.core, shown_id or request.request_id
+        self._ids[name] = request.request_id
+        self._outputs.add(request, name)
         core.add(request)
+        if lora_request is not None:
+            self._lora_requests[name] = lora_request
+
+    def is_under_way(self, request_id: str) -> bool:
+        return request_id in self._ids
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """End requests, which bring no more outputs. Unknown ids are ignored."""
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
             self._failed = [failed for failed in self._failed if failed.request_id != one]
+            self._arrived = [output for output in self._arrived if output.request_id != one]
             self._lora_requests.pop(one, None)
             if (own_id := self._ids.pop(one, None)) is not None:
                 self._outputs.drop(own_id)
@@ -114,33 +96,69 @@ class LLMEngine(ConfigNames):
         return len(self._outputs.requests)
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._outputs.requests or self._failed)
+        return bool(self._outputs.requests or self._failed or self._arrived)
 
-    def step(self) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
+    def step(self) -> list[Output]:
         """What one step has brought. A request that failed on its way raises its error, once nothing else is to be
         returned."""
-        if self._failed:
+        outputs, self._arrived = self._arrived, []
+        if not outputs and not self._failed:
+            outputs, _ = self._advance()
+        if self._failed and not outputs:
             raise self._failed.pop(0).error
+        return outputs
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        source = self.inputs.find_adapter(lora_request)
+        self._load(source)
+        self._adapters[lora_request.lora_int_id] = source
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        found = self._adapters.pop(lora_id, None)
+        if found is not None and all(one.identity != found.identity for one in self._adapters.values()):
+            self.core.unload_adapter(found.identity)
+        return found is not None
+
+    def list_loras(self) -> set[int]:
+        return set(self._adapters)
+
+    def pin_lora(self, lora_id: int) -> bool:
+        if lora_id not in self._adapters:
+            raise RequestError(f"there is no adapter {lora_id}; add it first.", param="lora_id")
+        self._load(self._adapters[lora_id], pins=True)
+        return True
+
+    def _load(self, source: AdapterSource, pins: bool = False) -> None:
+        """Step until an adapter is on the host. What comes of requests meanwhile is the next `step`'s to bring."""
+        self.core.load_adapter(source, pins)
+        while True:
+            outputs, loaded = self._advance()
+            self._arrived += outputs
+            for one in loaded:
+                if one.error is not None:
+                    raise RequestError(one.error, param="lora_path")
+            if loaded:  # nobody else asks
+                return
+
+    def _advance(self) -> tuple[list[Output], list[AdapterLoaded]]:
+        """A step of the core: what it has brought, but for failures, and the adapters that came with it."""
         step = self.core.step()
         self.metrics.record_step(step.stats)
         results, aborts = self._outputs.process(step.outputs)
         for abort in aborts:
             self.core.abort(abort.request_id, abort.index)
         self._failed += [result for result in results if isinstance(result, RequestFailed)]
-        outputs = [result for result in results if not isinstance(result, RequestFailed)]
+        outputs: list[Output] = [result for result in results if not isinstance(result, RequestFailed)]
         for output in outputs if self._lora_requests else ():
             if isinstance(output, RequestOutput):
                 output.lora_request = self._lora_requests.get(output.request_id)
         if len(self._ids) > len(self._outputs.requests):
             self._ids = {shown: own for shown, own in self._ids.items() if own in self._outputs.requests}
             self._lora_requests = {name: lora for name, lora in self._lora_requests.items() if name in self._ids}
-        if self._failed and not outputs:
-            raise self._failed.pop(0).error
-        return outputs
+        return outputs, step.adapters
 
     def sleep(self, level: int = 1) -> None:
-        """Free memory until `wake_up`. Level 1 frees the KV cache and keeps the weights, level 2 frees both; on GPUs
-        both levels do. No request may be under way."""
         check_level(level)
         if self._asleep:
             return
@@ -150,11 +168,11 @@ class LLMEngine(ConfigNames):
             self.core.reset_prefix_cache(frees_memory=True)
         else:
             self.close()
-        self._asleep = SLEEPERS
+        self._asleep, self.metrics.sleep_level = SLEEPERS, level
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Have the memory again that `sleep` freed, for "weights", the "kv_cache", or both."""
         self._asleep -= woken_by(tags)
+        self.metrics.sleep_level = self.metrics.sleep_level if self._asleep else 0
         if self._core is None:
             self._core = EngineCore(self.config)
 
@@ -162,11 +180,9 @@ class LLMEngine(ConfigNames):
         return bool(self._asleep)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget what has been computed for others to share."""
         self.core.reset_prefix_cache()
         return True
 
     def close(self) -> None:
-        """Give the memory of model and cache back."""
         self._core = None
         gc.collect()  # the runner and what it records hold each other

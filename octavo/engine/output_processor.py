@@ -300,7 +300,12 @@ class OutputProcessor:
             reason = state.completions[0].finish_reason if state.completions else state.pooling_end
         num_generated = [len(completion.token_ids) for completion in state.completions]
         self.metrics.record_finished(
-            state.metrics, len(state.request.prompt.token_ids), num_generated, state.request.params, reason
+            state.metrics,
+            len(state.request.prompt.token_ids),
+            num_generated,
+            state.request.params,
+            reason,
+            state.num_cached_tokens,
         )
 
     def _output(self, state: _Request, is_finished: bool) -> RequestOutput:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from octavo.config import EngineArgs, ModelConfig
 from octavo.engine.core import EngineCore
@@ -31,10 +31,7 @@ from octavo.outputs import (
 )
 from octavo.request import AdapterSource, EngineRequest
 from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from octavo.unknown_flags import advice_on, is_vllms
-
-if TYPE_CHECKING:
-    from octavo.engine.data_parallel_llm import DataParallelLLMEngine
+from octavo.unknown_flags import known_arguments
 
 
 class LLM(PoolingMethods):
@@ -49,20 +46,8 @@ class LLM(PoolingMethods):
         # cores from the native kernels'. It reads this when it starts its pool.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         configure_logging("engine")
-        # Callers pass on what they were not given: a name of vLLM's that says nothing is left out.
-        engine_args = {name: value for name, value in engine_args.items() if value is not None or not is_vllms(name)}
-        unknown = sorted(set(engine_args) - set(EngineArgs.__dataclass_fields__))
-        if unknown:
-            advice = advice_on(unknown, EngineArgs.__dataclass_fields__)
-            raise TypeError(" ".join([f"LLM() has no arguments {', '.join(unknown)}.", *advice]))
-        config = EngineArgs(model=model, **engine_args).create_engine_config()
-        self.llm_engine: LLMEngine | DataParallelLLMEngine
-        if len(config.served_ranks) == 1:
-            self.llm_engine = LLMEngine(config.one_engine())
-        else:
-            from octavo.engine.data_parallel_llm import DataParallelLLMEngine
-
-            self.llm_engine = DataParallelLLMEngine(config)
+        engine_args = known_arguments("LLM", engine_args, EngineArgs.__dataclass_fields__)
+        self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=model, **engine_args))
         self.config, self.tokenizer = self.llm_engine.config, self.llm_engine.tokenizer
         self.inputs = self.llm_engine.inputs
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 from octavo.errors import RequestError
 
@@ -19,8 +19,13 @@ class LoRARequest:
     lora_path: str = ""
     base_model_name: str | None = None
     load_inplace: bool = False  # an adapter of that name may be replaced
+    lora_local_path: InitVar[str | None] = None  # the former name of `lora_path`
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, lora_local_path: str | None) -> None:
+        if lora_local_path is not None:
+            if self.lora_path:
+                raise RequestError("lora_local_path is the former name of lora_path; give one.", param="lora_path")
+            object.__setattr__(self, "lora_path", lora_local_path)
         if not isinstance(self.lora_name, str) or not self.lora_name:
             raise RequestError("lora_name must be a text that is not empty.", param="lora_name")
         if type(self.lora_int_id) is not int or self.lora_int_id < 1:

@@ -54,6 +54,7 @@ _COUNTERS = {
     "num_media_hits": ("mm_cache_hits", "Media whose rows were found there."),
     "num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Those of them that the model sampled too."),
 }
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level, of which 0 is awake
 # The same, which vLLM has no names for.
 _OWN_COUNTERS = {
     "tower_s": ("tower_seconds", "What towers took to make rows of media."),
@@ -132,6 +133,7 @@ class EngineMetrics:
         self.others: list[Any] = []  # collectors whose metrics are shown with these
         self.num_restarts = 0  # of the core, after it has died
         self.max_loras = 0  # adapters that a step may have
+        self.sleep_level = 0  # 0 while the engine is awake
         lengths = length_bounds(max_model_len)
         # Arrival to first token in the client's queue.
         self.ttft_s = Histogram(TTFT_BOUNDS_S, "time_to_first_token_seconds", "Arrival to first token.")
@@ -146,6 +148,9 @@ class EngineMetrics:
             name: Histogram(REQUEST_BOUNDS_S, metric, help) for name, (metric, help) in _INTERVALS.items()
         }
         self.prompt_lengths = Histogram(lengths, "request_prompt_tokens", "Prompt tokens of a request.")
+        self.computed_prompt_lengths = Histogram(
+            lengths, "request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not in the cache."
+        )
         self.generation_lengths = Histogram(lengths, "request_generation_tokens", "Generated tokens of a request.")
         self.longest_generations = Histogram(
             lengths, "request_max_num_generation_tokens", "Generated tokens of a request's longest sequence."
@@ -194,9 +199,10 @@ class EngineMetrics:
         num_generated: Sequence[int],
         params: SamplingParams,
         finish_reason: str | None,
+        num_cached: int = 0,
     ) -> None:
-        """The end of a request, with the tokens of each of its sequences. Phases that it never reached (an abort in the
-        queue) are not counted."""
+        """The end of a request, with the tokens of each of its sequences, and those of its prompt that were cached.
+        Phases that it never reached (an abort in the queue) are not counted."""
         reason = finish_reason or "abort"
         self.num_finished[reason] = self.num_finished.get(reason, 0) + 1
         self.prompt_lengths.observe(num_prompt)
@@ -207,6 +213,8 @@ class EngineMetrics:
         if params.max_tokens is not None:
             self.params_max_tokens.observe(params.max_tokens)
         intervals = metrics.intervals()
+        if "time_in_model_prefill" in intervals:
+            self.computed_prompt_lengths.observe(num_prompt - num_cached)
         for name, histogram in self.intervals_s.items():
             if name in intervals:
                 histogram.observe(intervals[name])
@@ -248,6 +256,17 @@ class EngineMetrics:
             yield _Family("gauge", f"vllm:{name}", help, {(): number})
         for name, help, number in self._counters():
             yield _Family("counter", f"vllm:{name}", help, {(): number})
+        num_hits = self.totals["num_prefix_hits"]
+        yield _Family("counter", "vllm:prompt_tokens_cached", "Prompt tokens found in the cache.", {(): num_hits})
+        sources = {("local_compute",): self.totals["num_prompt_tokens"] - num_hits, ("local_cache_hit",): num_hits}
+        help = "Prompt tokens, computed or found in the cache."
+        yield _Family("counter", "vllm:prompt_tokens_by_source", help, sources, ("source",))
+        reasons = {("capacity",): self.last.num_waiting - self.last.num_deferred, ("deferred",): self.last.num_deferred}
+        help = "Requests that wait for their turn, or until their grammar, adapter or media are prepared."
+        yield _Family("gauge", "vllm:num_requests_waiting_by_reason", help, reasons, ("reason",))
+        states = {(name,): int(level == self.sleep_level) for level, name in enumerate(SLEEP_STATES)}
+        help = "1 for the state that the engine is in."
+        yield _Family("gauge", "vllm:engine_sleep_state", help, states, ("sleep_state",))
         accepted = {(str(position),): number for position, number in enumerate(self.accepted_by_position)}
         help = "Guessed tokens that the model sampled too, by their place in the guess."
         yield _Family("counter", POSITIONS, help, accepted or {("0",): 0}, ("position",))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import uuid
 
 from octavo.utils.argparse_utils import FlexibleArgumentParser
+from octavo.utils.network_utils import get_open_port
 
-__all__ = ["FlexibleArgumentParser", "random_uuid"]
+__all__ = ["FlexibleArgumentParser", "get_open_port", "random_uuid"]
 
 
 def random_uuid() -> str:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from octavo.bench.client import Answer
-from octavo.bench.data import random_prompts, sharegpt_prompts
+from octavo.bench import serve
+from octavo.bench.client import Answer, Target
+from octavo.bench.data import BenchPrompt, add_dataset_args, random_prompts, sample_prompts, sharegpt_prompts
 from octavo.bench.results import details, summarize
-from octavo.bench.serve import arrival_times, main
+from octavo.bench.serve import Ramp, arrival_times, main
 from octavo.errors import ConfigError
-from octavo.loading.tokenizer import read_tokenizer
+from octavo.flags import FlagParser
+from octavo.loading.checkpoint import resolve
+from octavo.loading.tokenizer import ModelTokenizer, read_tokenizer
 from tests.e2e.server import MODEL, running_server
 from tests.entrypoints.fake_engine import FakeEngine, serving
 
@@ -174,6 +179,21 @@ def test_several_rates_and_servers_are_measured_in_turn_and_drawn_as_curves(
         (["--metric-percentiles", "101"], "must be between 0 and 100"),
         (["--extra-body", "[1]"], "is not a JSON object"),
         (["--base-url", "ftp://x"], "is no HTTP address"),
+        (["--ramp-up-start-rps", "1"], "need --ramp-up-strategy linear or exponential"),
+        (["--ramp-up-strategy", "linear", "--ramp-up-start-rps", "3", "--ramp-up-end-rps", "2"], "got 3.0 and 2.0"),
+        (
+            [
+                "--ramp-up-strategy",
+                "linear",
+                "--ramp-up-start-rps",
+                "1",
+                "--ramp-up-end-rps",
+                "2",
+                "--request-rate",
+                "2",
+            ],
+            "leave --request-rate out",
+        ),
         (["--plot", "run.gif"], "must end with .svg, .png, .pdf"),
     ],
 )
@@ -190,6 +210,93 @@ def test_arrivals_keep_the_rate_and_the_burstiness() -> None:
         assert times[-1] == pytest.approx(4000 / 20)
         assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.1)
     assert arrival_times(9, 5.0, 1.0, 3) == arrival_times(9, 5.0, 1.0, 3) != arrival_times(9, 5.0, 1.0, 4)
+
+
+@pytest.mark.parametrize(("strategy", "half_way"), [("linear", 6.0), ("exponential", 20**0.5)])
+def test_arrivals_grow_from_one_rate_to_another(strategy: str, half_way: float) -> None:
+    ramp = Ramp(strategy, 2.0, 10.0)
+    assert ramp.rates(3).tolist() == pytest.approx([2.0, half_way, 10.0])
+    gaps = np.diff(arrival_times(40_000, math.inf, 1.0, 1, ramp))
+    for begin, rate in ((0, 2.0), (19_500, half_way), (39_000, 10.0)):
+        assert 1 / gaps[begin : begin + 1000].mean() == pytest.approx(rate, rel=0.15)
+
+
+def dataset(tokenizer: ModelTokenizer, *flags: str, backend: str = "openai") -> list[BenchPrompt]:
+    parser = FlagParser()
+    add_dataset_args(parser)
+    parser.set_defaults(seed=1, backend=backend)
+    return sample_prompts(parser.parse_args(flags), tokenizer)
+
+
+def test_custom_prompts_are_a_files(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    tokenizer, file = read_tokenizer(str(tiny_tokenizer)), tmp_path / "data.jsonl"
+    file.write_text('{"prompt": "One?", "output_tokens": 3}\n\n{"prompt": "Two?", "output_tokens": 4}\n')
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    flags = ["--dataset-name", "custom", "--dataset-path", str(file), "--num-prompts", "3"]
+    found = dataset(tokenizer, *flags, "--custom-output-len", "-1", "--skip-chat-template")
+    assert [(prompt.text, prompt.num_output_tokens) for prompt in found] == [("One?", 3), ("Two?", 4), ("One?", 3)]
+    templated = dataset(tokenizer, *flags, "--no-oversample")
+    assert [(prompt.text, prompt.num_output_tokens) for prompt in templated] == [
+        ("user: One?\nassistant:", 256), ("user: Two?\nassistant:", 256),
+    ]  # fmt: skip
+    assert templated[0].num_tokens == len(tokenizer.encode(templated[0].text, add_special_tokens=False))
+    assert dataset(tokenizer, *flags, backend="openai-chat")[0].text == "One?", "the server has the template"
+    for line in ("{", '{"text": "a"}', '"a"', '{"prompt": "a"}', '{"prompt": 5, "output_tokens": 1}'):
+        file.write_text(line)
+        with pytest.raises(ConfigError, match=r"line 1 is not \{\"prompt\""):
+            dataset(tokenizer, *flags, "--custom-output-len", "-1")
+
+
+def test_sonnets_share_their_first_lines_and_keep_their_length(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    tokenizer, file = read_tokenizer(str(tiny_tokenizer)), tmp_path / "sonnet.txt"
+    file.write_text("".join(f"{'word ' * (1 + number % 7)}{number}\n" for number in range(50)))
+    flags = ["--dataset-name", "sonnet", "--dataset-path", str(file), "--num-prompts", "20"]
+    found = dataset(tokenizer, *flags)
+    assert found == dataset(tokenizer, *flags)
+    assert all(450 < prompt.num_tokens <= 550 and prompt.num_output_tokens == 150 for prompt in found)
+    texts = [prompt.text for prompt in found]
+    assert len({text[:180] for text in texts}) == 1 and len({*texts}) == len({text[180:350] for text in texts}) == 20
+    with pytest.raises(ConfigError, match=r"--sonnet-prefix-len must be between \d+, .* got 20"):
+        dataset(tokenizer, *flags, "--sonnet-prefix-len", "20")
+    with pytest.raises(ConfigError, match="--dataset-name sonnet needs --dataset-path"):
+        dataset(tokenizer, "--dataset-name", "sonnet")
+
+
+def test_prefixes_repeat() -> None:
+    tokenizer = read_tokenizer(resolve("").tokenizer_path)
+    flags = ["--dataset-name", "prefix_repetition", "--prefix-repetition-num-prefixes", "3",
+             "--prefix-repetition-prefix-len", "30", "--prefix-repetition-suffix-len", "10"]  # fmt: skip
+    found = dataset(tokenizer, *flags, "--num-prompts", "8")
+    begins = [prompt.text[:40] for prompt in found]
+    assert sorted(Counter(begins).values()) == [2, 3, 3] and len({prompt.text for prompt in found}) == 8
+    assert begins != sorted(begins) and all(36 <= prompt.num_tokens <= 44 for prompt in found)
+    with pytest.raises(ConfigError, match="--prefix-repetition-num-prefixes 3 needs as many --num-prompts, got 2"):
+        dataset(tokenizer, *flags, "--num-prompts", "2")
+
+
+def test_results_are_appended_and_a_server_is_waited_for(
+    address: str, tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def get_json(target: Target, path: str) -> Any:
+        asked.append(path)
+        if len(asked) < 4:
+            raise OSError("not yet")
+        return {"data": [{"id": "org/fake"}]}
+
+    monkeypatch.setattr(Target, "get_json", get_json)
+    monkeypatch.setattr(serve, "_READY_CHECK_S", 0.0)
+    flags = ["--base-url", address, "--tokenizer", str(tiny_tokenizer), "--disable-tqdm", "--num-prompts", "1",
+             "--random-input-len", "8", "--random-output-len", "2", "--save-result", "--append-result", "--result-dir",
+             str(tmp_path), "--result-filename", "r.json"]  # fmt: skip
+    assert main([*flags, "--ready-check-timeout-sec", "60"]) == 0
+    assert len(asked) == 5
+    ramp = ["--ramp-up-strategy", "linear", "--ramp-up-start-rps", "50", "--ramp-up-end-rps", "100"]
+    assert main([*flags, *ramp]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "r.json").read_text().splitlines()]
+    assert [line["completed"] for line in lines] == [1, 1]
+    assert [line.get("ramp_up_end_rps") for line in lines] == [None, 100.0]
 
 
 def test_figures_are_those_of_the_requests_that_were_answered() -> None:

@@ -6,7 +6,11 @@ cannot be. Launch flags are tests/test_compat.py's, more snippets of vLLM's own 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import gc
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -23,8 +27,11 @@ import prometheus_client
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
+from octavo.entrypoints.openai import api_server
+from octavo.entrypoints.openai.cli_args import validate_parsed_serve_args
+from octavo.errors import ConfigError
 from octavo.loading.checkpoint import resolve
 from tests.e2e.server import Server, running_server
 
@@ -280,3 +287,118 @@ def test_benchmarks(tmp_path: Path, words: str) -> None:
     command = [sys.executable, *words.replace("FILE", str(file)).split(), "--model", MODEL, "--max-model-len", "256"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+SERVER = """
+import asyncio
+import sys
+
+from octavo.entrypoints.openai.api_server import run_server
+from octavo.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+from octavo.entrypoints.utils import cli_env_setup
+from octavo.utils import FlexibleArgumentParser
+
+if __name__ == "__main__":
+    cli_env_setup()
+    parser = FlexibleArgumentParser(description="OpenAI-Compatible RESTful API server.")
+    parser.add_argument("--mine", default="")
+    parser = make_arg_parser(parser)
+    args = parser.parse_args()
+    validate_parsed_serve_args(args)
+    assert args.mine == "yes"
+    args.served_model_name = ["program"]
+    asyncio.run(run_server(args))
+    print("has ended")
+"""
+
+
+def test_a_program_serves(tmp_path: Path) -> None:
+    (tmp_path / "serves.py").write_text(SERVER)
+    (tmp_path / "flags.yaml").write_text("max-model-len: 512\n")
+    command = [
+        sys.executable,
+        str(tmp_path / "serves.py"),
+        MODEL,
+        "--mine=yes",
+        "--config",
+        str(tmp_path / "flags.yaml"),
+    ]
+    with running_server(tmp_path, command=command) as server:
+        [model] = json.loads(server.get("/v1/models")[1])["data"]
+        assert (model["id"], model["max_model_len"]) == ("program", 512)
+        assert server.stop() == 0
+        assert server.log.read_text().endswith("has ended\n")
+
+
+def arguments(*words: str) -> Any:
+    parser = api_server.make_arg_parser(api_server.FlexibleArgumentParser())
+    return parser.parse_args(["--model", MODEL, "--max-model-len", "256", "--host", "127.0.0.1", *words])
+
+
+async def until_healthy(client: httpx.AsyncClient) -> None:
+    while True:
+        with contextlib.suppress(httpx.ConnectError):
+            if (await client.get("/health")).status_code == 200:
+                return
+        await asyncio.sleep(0.05)
+
+
+def test_a_programs_task_serves_until_it_is_cancelled() -> None:
+    port = free_port()
+
+    async def main() -> None:
+        task = asyncio.create_task(api_server.run_server(arguments("--port", str(port))))
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            await until_healthy(client)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            with pytest.raises(httpx.ConnectError):
+                await client.get("/health")
+
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_program_has_the_application_in_its_own(older: bool) -> None:
+    """Beside its own routes; earlier versions of vLLM want a configuration too."""
+    args = arguments()
+
+    async def hello(request: Any) -> JSONResponse:
+        return JSONResponse({"hello": request.app.state.engine_client.model_config.max_model_len})
+
+    async def main() -> None:
+        async with api_server.build_async_engine_client(args) as engine:
+            app = api_server.build_app(args)
+            app.add_route("/hello", hello)
+            outer = FastAPI()
+            outer.mount("/llm", app)
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(outer), base_url="http://here/llm") as client:
+                assert (await client.get("/v1/models")).status_code == 503
+                between = [await engine.get_vllm_config()] if older else []
+                await api_server.init_app_state(engine, *between, app.state, args)
+                assert (await client.get("/hello")).json() == {"hello": 256}
+                body = {"prompt": "Once upon a time", "max_tokens": 3, "temperature": 0}
+                answer = (await client.post("/v1/completions", json=body)).json()
+                assert answer["usage"]["completion_tokens"] == 3
+                streamed = await client.post("/v1/completions", json={**body, "stream": True})
+                assert streamed.text.endswith("data: [DONE]\n\n")
+                assert "Invalid URL (GET /nowhere)" in (await client.get("/nowhere")).json()["error"]["message"]
+            with pytest.raises(AttributeError, match=r"has no post: app.add_route\(path, function"):
+                app.post("/mine")  # type: ignore[attr-defined]
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_what_programs_cannot_have_says_why() -> None:
+    with pytest.raises(ImportError, match="router"):
+        from octavo.entrypoints.openai.api_server import router  # noqa: F401
+    with pytest.raises(AttributeError, match=r"'router': app.add_route\(path, function"):
+        _ = api_server.router
+    with pytest.raises(ConfigError, match="passes nothing on to uvicorn, got workers"):
+        asyncio.run(api_server.run_server(arguments(), workers=2))
+    with pytest.raises(ConfigError, match="--port must be between"):
+        validate_parsed_serve_args(arguments("--port", "70000"))

@@ -145,6 +145,9 @@ def test_coheres_route_has_the_vectors_of_the_others_in_every_form(embeddings: h
 
 def test_dimensions_prompts_and_cuts(embeddings: httpx.Client) -> None:
     whole = vectors(embeddings.post("/v1/embeddings", json={"input": TEXTS[:1], "use_activation": False}))
+    for name in ("normalize", "softmax", "activation"):  # as it was called
+        older = vectors(embeddings.post("/v1/embeddings", json={"input": TEXTS[:1], name: False}))
+        assert np.array_equal(older, whole)
     cut = vectors(embeddings.post("/v1/embeddings", json={"input": TEXTS[0], "dimensions": 16}))[0]
     np.testing.assert_allclose(cut, whole[0, :16] / np.linalg.norm(whole[0, :16]), atol=1e-6)
     asked = vectors(embeddings.post("/v1/embeddings", json={"input": TEXTS[0], "prompt_name": "query"}))

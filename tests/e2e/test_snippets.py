@@ -94,6 +94,32 @@ ids = llm.generate({"prompt_token_ids": [504, 3575]}, SamplingParams(max_tokens=
     assert len(found["ids"][0].outputs) == 2
 
 
+def test_a_script_that_passes_on_what_it_was_not_given_and_cleans_up() -> None:
+    found = run("""
+import gc
+import weakref
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.sampling_params import BeamSearchParams
+
+llm = LLM(
+    model="facebook/opt-125m", max_model_len=128, num_gpu_blocks_override=64, tensor_parallel_size=1, seed=42,
+    enforce_eager=True, gpu_memory_utilization=0.8, trust_remote_code=True, quantization=None, cpu_offload_gb=0,
+    skip_tokenizer_init=False, disable_custom_all_reduce=False, tokenizer_revision=None, hf_overrides=None,
+)
+beams = llm.beam_search([{"prompt": "Hello, my name is "}], BeamSearchParams(beam_width=2, max_tokens=3))
+texts = [beam.text for beam in beams[0].sequences]
+[output] = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=2, thinking_token_budget=None))
+gone = weakref.ref(llm.llm_engine)
+gc.disable()
+del llm
+cleanup_dist_env_and_memory()
+gc.enable()
+""")
+    assert len(found["texts"]) == 2 and all(text.startswith("Hello, my name is") for text in found["texts"])
+    assert found["output"].outputs[0].token_ids and found["gone"]() is None
+
+
 def test_the_async_engine() -> None:
     found = run(
         """

@@ -64,9 +64,17 @@ def test_falling_asleep_twice_at_once_is_falling_asleep(
     with_engine: WithEngine, cores: list[subprocess.Popen[bytes]]
 ) -> None:
     async def use(engine: AsyncLLMEngine) -> None:
+        assert engine.metrics is not None and engine.metrics.sleep_level == 0
         await asyncio.gather(engine.sleep(2), engine.sleep(2, "wait"))
         assert await engine.is_sleeping()
+        assert engine.metrics.sleep_level == 2
+        assert 'vllm:engine_sleep_state{engine="0",model_name="stub",sleep_state="discard_all"} 1.0' in (
+            engine.metrics.render()[0].decode()
+        )
+        await engine.wake_up(["weights"])
+        assert engine.metrics.sleep_level == 2, "half of it sleeps"
         await engine.wake_up()
+        assert engine.metrics.sleep_level == 0
         assert await ask(engine, ANSWER) == "length"
 
     with_engine(use)

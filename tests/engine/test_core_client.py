@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from octavo.config import EngineConfig
 from octavo.engine import core_client
-from octavo.engine.core_client import CoreProcess, _make_socket_folder
+from octavo.engine.core_client import CoreClient, CoreProcess, _make_socket_folder
 from octavo.errors import OctavoError
 
 
@@ -62,3 +64,16 @@ def test_a_core_that_hangs_before_it_has_a_configuration_does_not_keep_its_paren
     core.close()
     assert core.process.returncode == -signal.SIGKILL
     core.close()
+
+
+def test_a_client_that_nobody_has_closed_can_be_collected(stub_config: EngineConfig) -> None:
+    """With what refers to it, as an engine's parts do to each other."""
+    client = CoreClient(stub_config)
+    context, process = client._context, client.process
+    cycle = [client]
+    cycle.append(cycle)  # type: ignore[arg-type]
+    del client, cycle
+    gc.collect()
+    assert context.closed
+    process.kill()
+    process.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from octavo import LLM, AsyncEngineArgs, AsyncLLMEngine, LLMEngine, RequestOutput, SamplingParams
+from octavo import LLM, AsyncEngineArgs, AsyncLLMEngine, LLMEngine, LoRARequest, RequestOutput, SamplingParams
 from octavo.config import CacheConfig, EngineArgs, EngineConfig, EngineHostsConfig
 from octavo.engine import restarts
 from octavo.engine.data_parallel import DataParallelEngine
@@ -267,10 +268,59 @@ def test_a_scripts_engine_that_dies_costs_the_call_and_others_go_on(llm: LLM) ->
     assert [output.outputs[0].finish_reason for output in generate(llm, *[ANSWER] * 3)] == ["length"] * 3
 
 
-def test_engines_that_are_one_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind, args in ((LLMEngine, EngineArgs), (AsyncLLMEngine, AsyncEngineArgs)):
-        with pytest.raises(ConfigError, match="this is one engine; LLM and octavo serve run several"):
-            kind.from_engine_args(args(data_parallel_size=2))  # type: ignore[attr-defined]
+def test_an_id_is_free_again_once_its_request_has_been_aborted(llm: LLM) -> None:
+    """What the earlier one had brought is not the later one's."""
+    engine = llm.llm_engine
+    greedy = SamplingParams(max_tokens=1, temperature=0)
+    for number in range(20):
+        engine.add_request("a", {"prompt_token_ids": [*(HANG if number % 2 else ANSWER), number]}, greedy)
+        with pytest.raises(RequestError, match="request id 'a' is in use"):
+            engine.add_request("a", "text")
+        engine.abort_request("a")
+        engine.add_request("a", {"prompt_token_ids": [*ANSWER, 200, number]}, greedy)
+        assert engine.get_num_unfinished_requests() == 1
+        outputs = [output for _ in iter(engine.has_unfinished_requests, False) for output in engine.step()]
+        assert [(output.request_id, output.prompt_token_ids) for output in outputs] == [("a", [*ANSWER, 200, number])]
+
+
+def test_engines_of_programs_are_as_many_as_they_say(
+    stub_config: EngineConfig, cores: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = AsyncEngineArgs.create_engine_config
+    config = replace(stub_config, data_parallel_size=2, log_stats=True)
+    monkeypatch.setattr(EngineArgs, "create_engine_config", lambda args: config)
+
+    async def use(engine: AsyncLLMEngine) -> None:
+        assert await ask(engine, ANSWER) == "length", "which waits"
+        await engine.wait_ready()
+        assert [await ask(engine, [*ANSWER, 9 + number], str(number)) for number in range(6)] == ["length"] * 6
+        assert engine.is_running and not engine.is_stopped and not engine.errored
+        assert await engine.get_tokenizer() is engine.tokenizer and not await engine.is_tracing_enabled()
+        metrics = engine.metrics
+        assert metrics is not None and sum(finished(metrics, "length")) == 7 and min(finished(metrics, "length")) > 0
+
+    with contextlib.closing(LLMEngine.from_vllm_config(config)) as steps:
+        assert isinstance(steps, DataParallelLLMEngine)
+    quiet = AsyncLLMEngine.from_vllm_config(config, disable_log_stats=True)
+    assert isinstance(quiet, DataParallelEngine) and quiet.metrics is None
+    quiet.shutdown()
+    cores.clear()
+    engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs())
+    try:
+        asyncio.run(asyncio.wait_for(use(engine), 60))
+    finally:
+        engine.shutdown()
+    assert engine.errored and "shut down" in str(engine.dead_error)
+    with contextlib.closing(LLMEngine.from_engine_args(EngineArgs())) as steps:
+        assert isinstance(steps, DataParallelLLMEngine)
+        assert steps.add_request("a", {"prompt_token_ids": ANSWER}, SamplingParams(max_tokens=1)) == "a"
+        assert steps.get_tokenizer() is steps.tokenizer
+        assert steps.get_num_unfinished_requests() == 1 and steps.list_loras() == set()
+        assert [output.finished for output in steps.step()] == [True]
+        with pytest.raises(RequestError, match="'sql' needs --enable-lora"):
+            steps.add_lora(LoRARequest("sql", 1, "nowhere"))
+    assert len(cores) == 4
+    monkeypatch.setattr(EngineArgs, "create_engine_config", create)
     monkeypatch.setenv("OCTAVO_NODES_TOKEN", "secret")
-    with pytest.raises(ConfigError, match="LLM runs engines on this machine: leave --data-parallel-size-local out"):
+    with pytest.raises(ConfigError, match="LLMEngine run engines on this machine: leave --data-parallel-size-local"):
         LLM(data_parallel_size=2, data_parallel_size_local=1)

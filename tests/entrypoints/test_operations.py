@@ -13,7 +13,7 @@ from octavo.errors import EngineDeadError
 from octavo.version import __version__
 from tests.entrypoints.fake_engine import MODEL, FakeEngine, serving, wait_until
 
-OPEN_PATHS = ["/health", "/ping", "/metrics", "/version"]
+OPEN_PATHS = ["/health", "/ping", "/metrics", "/version", "/load"]
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping"])
@@ -69,6 +69,17 @@ def test_metrics_are_in_prometheus_text_form(http: httpx.Client) -> None:
     assert f'vllm:request_success_total{{engine="0",finished_reason="stop",model_name="{MODEL}"}}' in response.text
 
 
+def test_the_load_is_the_requests_that_are_not_answered_in_full(http: httpx.Client, engine: FakeEngine) -> None:
+    wait_until(lambda: http.get("/load").json() == {"server_load": 0})  # when those of other tests have ended
+    engine.answer, engine.is_paused = "x" * 200, True
+    with http.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True, "max_tokens": 300}) as answer:
+        next(answer.iter_raw())
+        assert http.get("/load").json() == {"server_load": 1}
+        http.post("/tokenize", json={"prompt": "a"})
+        engine.is_paused = False
+    wait_until(lambda: http.get("/load").json() == {"server_load": 0})
+
+
 @pytest.mark.parametrize("keys", [["one", "two"], ["schlüssel"]])
 def test_each_key_opens_and_nothing_else_does(shared_engine: FakeEngine, keys: list[str]) -> None:
     with serving(shared_engine, api_key=keys) as url, httpx.Client(base_url=url) as http:
@@ -80,7 +91,7 @@ def test_each_key_opens_and_nothing_else_does(shared_engine: FakeEngine, keys: l
             assert response.json()["error"]["code"] == "invalid_api_key"
         assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 401
         assert http.get("/nothing").status_code == 401
-        assert [http.get(path).status_code for path in OPEN_PATHS] == [200] * 4
+        assert [http.get(path).status_code for path in OPEN_PATHS] == [200] * 5
 
 
 def test_a_key_may_come_from_the_environment(shared_engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

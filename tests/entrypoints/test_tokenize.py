@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.entrypoints.fake_engine import MAX_MODEL_LEN, MODEL, FakeEngine
+from tests.entrypoints.fake_engine import MAX_MODEL_LEN, MODEL, FakeEngine, serving
 from tests.entrypoints.test_errors import error_of
 
 
@@ -76,3 +77,14 @@ def test_what_cannot_be_read_is_refused(
 ) -> None:
     response = http.post(route, content=json.dumps(body).encode(), headers={"Content-Type": "application/json"})
     assert (response.status_code, error_of(response)["param"]) == (status, param)
+
+
+def test_the_tokenizer_is_described_where_that_is_wanted(http: httpx.Client, engine: FakeEngine) -> None:
+    refused = http.get("/tokenizer_info")
+    assert refused.status_code == 404 and "--enable-tokenizer-info-endpoint" in error_of(refused)["message"]
+    with serving(engine, enable_tokenizer_info_endpoint=True) as url:
+        found = httpx.get(url + "/tokenizer_info").json()
+    folder = Path(engine.config.model.checkpoint.tokenizer_path)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    assert found == {**config, "chat_template": engine.tokenizer.chat_template}
+    assert found["tokenizer_class"] and found["chat_template"]

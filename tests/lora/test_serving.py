@@ -62,6 +62,32 @@ def test_outputs_of_an_engine_tell_their_adapters(llm: LLM, adapters: list[LoRAR
     assert found == {"with": adapters[0], "without": None} and not engine._lora_requests
 
 
+def test_adapters_are_added_pinned_and_removed_by_their_numbers(
+    llm: LLM, adapters: list[LoRARequest], tmp_path: Path
+) -> None:
+    """As with vLLM. What comes of requests meanwhile is not lost."""
+    engine, library = llm.llm_engine, llm.core.adapters
+    assert library is not None and engine.list_loras() == set()
+    engine.add_request("meanwhile", PROMPT, params())
+    num_reads = len(library)
+    assert [engine.add_lora(adapter) for adapter in adapters[14:]] == [True, True]
+    assert engine.list_loras() == {15, 16} and len(library) == num_reads + 2
+    assert engine.has_unfinished_requests()
+    outputs = [output for _ in iter(engine.has_unfinished_requests, False) for output in engine.step()]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == list(range(1, 7)), "each token once, in order"  # type: ignore[union-attr]
+    assert engine.pin_lora(16) and len(library._pinned) == 1
+    with pytest.raises(RequestError, match="there is no adapter 3; add it first"):
+        engine.pin_lora(3)
+    assert [engine.remove_lora(number) for number in (15, 16, 16)] == [True, True, False]
+    assert engine.list_loras() == set() and len(library) == num_reads and not library._pinned
+    with pytest.raises(RequestError, match="'broken'"):
+        engine.add_lora(LoRARequest("broken", 9, str(tmp_path)))
+    write_random_adapter(tmp_path / "large", 1, rank=17)
+    with pytest.raises(RequestError, match="rank 17"):
+        engine.add_lora(LoRARequest("large", 9, str(tmp_path / "large")))
+    assert engine.list_loras() == set()
+
+
 def test_64_requests_over_16_adapters_and_the_base_are_as_each_alone(llm: LLM, adapters: list[LoRARequest]) -> None:
     generator = random.Random(0)
     asked = [generator.choice([None, *adapters]) for _ in range(64)]

@@ -23,9 +23,13 @@ GAUGES = {
     "avg_generation_throughput_toks_per_s",
     "cache_config_info",
     "lora_requests_info",
+    "engine_sleep_state",
+    "num_requests_waiting_by_reason",
 }
 COUNTERS = {
     "prompt_tokens_total",
+    "prompt_tokens_cached_total",
+    "prompt_tokens_by_source_total",
     "generation_tokens_total",
     "request_success_total",
     "num_preemptions_total",
@@ -49,6 +53,7 @@ HISTOGRAMS = {
     "request_decode_time_seconds",
     "request_inference_time_seconds",
     "request_prompt_tokens",
+    "request_prefill_kv_computed_tokens",
     "request_generation_tokens",
     "request_max_num_generation_tokens",
     "request_params_n",
@@ -122,6 +127,7 @@ def test_gauges_are_of_the_last_step_and_counters_of_all() -> None:
         EngineStats(
             num_running=2,
             num_waiting=3,
+            num_deferred=1,
             num_swapped=1,
             num_blocks=10,
             num_blocks_used=4,
@@ -139,6 +145,11 @@ def test_gauges_are_of_the_last_step_and_counters_of_all() -> None:
     assert values["cpu_cache_usage_perc"] == 0.25
     assert (values["prompt_tokens_total"], values["generation_tokens_total"]) == (30, 5)
     assert (values["prefix_cache_queries_total"], values["prefix_cache_hits_total"]) == (50, 16)
+    assert [values[f"num_requests_waiting_by_reason{{reason={name}}}"] for name in ("capacity", "deferred")] == [2, 1]
+    sources = [
+        values[f"prompt_tokens_by_source_total{{source={name}}}"] for name in ("local_compute", "local_cache_hit")
+    ]
+    assert (sources, values["prompt_tokens_cached_total"]) == ([14, 16], 16)
     assert values["num_preemptions_total"] == 1
     assert (values["iteration_tokens_total_count"], values["iteration_tokens_total_sum"]) == (2, 27)
 
@@ -146,7 +157,7 @@ def test_gauges_are_of_the_last_step_and_counters_of_all() -> None:
 def test_a_finished_request_is_cut_into_its_phases() -> None:
     metrics = EngineMetrics("m", 100)
     times = finished(first_scheduled_time=10.5, first_token_time=12.0, last_token_time=14.0, finished_time=14.25)
-    metrics.record_finished(times, 7, [5], SamplingParams(n=1, max_tokens=50), "length")
+    metrics.record_finished(times, 7, [5], SamplingParams(n=1, max_tokens=50), "length", 4)
     values = samples(metrics)
     assert values["request_queue_time_seconds_sum"] == 0.5
     assert values["request_prefill_time_seconds_sum"] == 1.5
@@ -154,7 +165,7 @@ def test_a_finished_request_is_cut_into_its_phases() -> None:
     assert values["request_inference_time_seconds_sum"] == 3.5
     assert values["e2e_request_latency_seconds_sum"] == 4.25
     assert values["request_time_per_output_token_seconds_sum"] == 0.5, "four tokens after the first, in two seconds"
-    assert values["request_prompt_tokens_sum"] == 7
+    assert (values["request_prompt_tokens_sum"], values["request_prefill_kv_computed_tokens_sum"]) == (7, 3)
     assert values["request_generation_tokens_sum"] == 5
     assert values["request_params_max_tokens_sum"] == 50
     assert values["request_success_total{finished_reason=length}"] == 1
@@ -169,7 +180,7 @@ def test_a_request_aborted_in_the_queue_counts_no_phase_that_it_never_reached() 
     assert values["e2e_request_latency_seconds_count"] == 1
     for name in ("request_queue_time", "request_prefill_time", "request_decode_time", "request_time_per_output_token"):
         assert values[f"{name}_seconds_count"] == 0
-    assert values["request_params_max_tokens_count"] == 0
+    assert values["request_params_max_tokens_count"] == values["request_prefill_kv_computed_tokens_count"] == 0
 
 
 def test_latencies_are_recorded_a_step_at_a_time() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo import LLM
+from octavo import LLM, PoolingParams, PoolingRequestOutput
 from octavo.errors import LoadError
 from tests.models.small_encoders import SmallEncoder
 from tests.models.test_gguf_architectures import Case, Tensors, one_more, write
@@ -41,6 +41,12 @@ def test_gemma_embeds(tmp_path: Path, tiny_tokenizer: Path) -> None:
             expected = reference(tokens[None]).last_hidden_state[0].mean(0) @ dense[0].T @ dense[1].T
         expected = torch.nn.functional.normalize(expected, dim=0).numpy()
         np.testing.assert_allclose(output.outputs.embedding, expected, atol=1e-4)
+    engine = llm.llm_engine
+    for name, params in (("a", PoolingParams()), ("b", None)):  # what is asked for follows from the model
+        engine.add_request(name, {"prompt_token_ids": prompts[1].tolist()}, params)
+        [given] = engine.step()
+        assert isinstance(given, PoolingRequestOutput) and given.request_id == name
+        np.testing.assert_array_equal(given.outputs.data, output.outputs.embedding)
 
 
 def _qwen3(folder: Path, labels: list[str]) -> tuple[Path, Any]:

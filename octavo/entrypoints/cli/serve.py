@@ -5,11 +5,13 @@ The file is turned into the words of a command line, so that argparse checks bot
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import sys
 import typing
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +26,34 @@ from octavo.unknown_flags import advice_on
 
 def make_parser(prog: str) -> FlagParser:
     """Every flag of the engine and of the server."""
-    parser = FlagParser(prog=prog, usage="%(prog)s [MODEL] [--flags]", description="Serve a model over the OpenAI API.")
-    parser.add_argument("model_positional", metavar="MODEL", nargs="?", help="The same as --model.")
+    return add_flags(
+        FlagParser(prog=prog, usage="%(prog)s [MODEL] [--flags]", description="Serve a model over the OpenAI API.")
+    )
+
+
+def add_flags(parser: FlagParser) -> FlagParser:
+    """Give a parser these flags, and return it."""
+    parser.add_argument("model_tag", metavar="MODEL", nargs="?", help="The same as --model.")
     parser.add_argument("--config", metavar="FILE", help="YAML file of flags; those of the command line win.")
+    parser.more_words = _words_of_config
     AsyncEngineArgs.add_cli_args(parser)
-    ServerArgs.add_cli_args(parser)
-    return parser
+    return ServerArgs.add_cli_args(parser)
 
 
 def parse_args(argv: Sequence[str], prog: str) -> tuple[AsyncEngineArgs, ServerArgs]:
     """Raises `ConfigError` for a bad file; an unknown flag or a wrong type ends the process with exit code 2."""
-    parser = make_parser(prog)
-    args = parser.parse_args(argv)
-    if args.config is not None:
-        given = [*argv, *(["--model"] if args.model_positional is not None else [])]
-        args = parser.parse_args([*argv, *_config_flags(args.config, given)])
-    if args.model_positional is not None:
-        if args.model and args.model != args.model_positional:
-            raise ConfigError(f"two models are given: {args.model_positional} and --model {args.model}.")
-        args.model = args.model_positional
-    return AsyncEngineArgs.from_cli_args(args), ServerArgs.from_cli_args(args)
+    return both_args(make_parser(prog).parse_args(argv))
+
+
+def both_args(args: argparse.Namespace) -> tuple[AsyncEngineArgs, ServerArgs]:
+    """Of what a parser with these flags has found. Raises `ConfigError`."""
+    engine_args, server_args = AsyncEngineArgs.from_cli_args(args), ServerArgs.from_cli_args(args)
+    named = getattr(args, "model_tag", None)
+    if named is None:
+        return engine_args, server_args
+    if engine_args.model and engine_args.model != named:
+        raise ConfigError(f"two models are given: {named} and --model {engine_args.model}.")
+    return replace(engine_args, model=named), server_args
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "octavo serve") -> int:
@@ -63,6 +73,12 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "octavo serve") -> in
             sys.exit(1)
 
     return run_command(serve)
+
+
+def _words_of_config(args: argparse.Namespace, argv: Sequence[str]) -> list[str]:
+    if args.config is None:
+        return []
+    return _config_flags(args.config, [*argv, *(["--model"] if args.model_tag is not None else [])])
 
 
 def _config_flags(path: str, argv: Sequence[str]) -> list[str]:

@@ -1,10 +1,54 @@
-"""`python -m octavo.entrypoints.openai.api_server --model MODEL …`, which is `octavo serve` under vLLM's name."""
+"""`python -m octavo.entrypoints.openai.api_server --model MODEL …`, which is `octavo serve` under vLLM's name; and the
+names that programs written for vLLM import from its module, which are `programs.py`'s."""
 
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING, Any
 
 from octavo.processes import import_path
+
+if TYPE_CHECKING:
+    from octavo.entrypoints.openai.programs import (
+        FlexibleArgumentParser,
+        build_app,
+        build_async_engine_client,
+        build_async_engine_client_from_engine_args,
+        cli_env_setup,
+        init_app_state,
+        make_arg_parser,
+        run_server,
+        validate_parsed_serve_args,
+    )
+
+__all__ = [
+    "FlexibleArgumentParser",
+    "build_app",
+    "build_async_engine_client",
+    "build_async_engine_client_from_engine_args",
+    "cli_env_setup",
+    "init_app_state",
+    "make_arg_parser",
+    "run_server",
+    "validate_parsed_serve_args",
+]
+# vLLM's that there are not, with what to do instead.
+_ABSENT = {
+    "router": "app.add_route(path, function, methods=[...]) adds a route to what build_app returns",
+    "run_server_worker": "run_server serves all engines from one process",
+    "setup_server": "run_server binds the port",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loaded when it is asked for: a server that is started needs none of it."""
+    if name in __all__:
+        from octavo.entrypoints.openai import programs
+
+        return getattr(programs, name)
+    why = f": {_ABSENT[name]}" if name in _ABSENT else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{why}")
+
 
 if __name__ == "__main__":
     sys.path[:] = import_path()

@@ -38,7 +38,7 @@ NOT_BUILT = frozenset((
     "/v1/assistants", "/v1/threads", "/v1/messages/batches", "/v1/responses/compact",
     "/v1/completions/render", "/v1/completions/derender", "/v1/chat/completions/render",
     "/v1/chat/completions/derender", "/v1/chat/completions/batch", "/generative_scoring", "/inference/v1/generate",
-    "/load", "/tokenizer_info", "/server_info", "/reset_mm_cache", "/reset_encoder_cache",
+    "/server_info", "/reset_mm_cache", "/reset_encoder_cache",
     "/start_profile", "/stop_profile", "/collective_rpc", "/scale_elastic_ep", "/is_scaling_elastic_ep",
     "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
     "/get_world_size", "/abort_requests",

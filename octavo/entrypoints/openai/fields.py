@@ -62,7 +62,7 @@ _INSTEAD = {
     "logprob_token_ids": "top_logprobs -1 has them among all, where --max-logprobs allows it",
     "media_io_kwargs": "--media-io-kwargs is the server's",
     "mm_processor_kwargs": "the model's own settings are taken",
-    "prompt_embeds": "prompt takes token ids",
+    "prompt_embeds": "completions take them, with --enable-prompt-embeds",
     "repetition_detection": "frequency_penalty and repetition_penalty keep answers from repeating themselves",
     "return_prompt_text": "/tokenize with messages has the tokens",
     "session_id": "conversations are recognised by what they begin with; cache_salt keeps them apart",

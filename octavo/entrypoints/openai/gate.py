@@ -27,7 +27,7 @@ from octavo.entrypoints.openai.routes import methods_of
 from octavo.entrypoints.openai.state import ARRIVAL, Arrival, ServerState
 from octavo.errors import RequestError
 
-OPEN_PATHS = ui.OPEN_PATHS | {"/health", "/ping", "/metrics", "/version", "/openapi.json", "/docs"}
+OPEN_PATHS = ui.OPEN_PATHS | {"/health", "/ping", "/metrics", "/version", "/load", "/openapi.json", "/docs"}
 OPEN_PATHS |= {f"/docs/{name}" for name in PAGE_FILES}
 MAX_BODIES_HELD = 64  # times the longest body: as much memory may bodies take that have not arrived whole
 _LIGHT_BEGINNINGS = ("/v1/chat/completions/", "/v1/files", "/v1/batches")
@@ -43,7 +43,7 @@ LIGHT_PATHS = WITH_DEV_MODE | {"/tokenize", "/detokenize", "/v1/messages/count_t
 class Gate:
     """Answers 401, 405, 408, 413, 415, 429 or 503 itself and passes all other requests on.
 
-    Health, metrics, version, the API's description and the page's own files need neither a key nor an engine.
+    Health, metrics, load, version, the API's description and the page's own files need neither a key nor an engine.
     """
 
     def __init__(self, app: ASGIApp, *, state: ServerState, routes: Sequence[Route]) -> None:

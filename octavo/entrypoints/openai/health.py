@@ -1,4 +1,4 @@
-"""What operators ask: /health, /ping, /version and /metrics. None of it needs a key, a body or a ready engine."""
+"""What operators ask: /health, /ping, /version, /load, /metrics. None of it needs a key, a body or a ready engine."""
 
 from __future__ import annotations
 
@@ -37,6 +37,12 @@ async def health(request: Request) -> Response:
 async def version() -> dict[str, str]:
     """The version of Octavo."""
     return {"version": __version__}
+
+
+@router.get("/load")
+async def load(request: Request) -> dict[str, int]:
+    """Requests that the engine has been asked for and whose answers are not complete, those that wait included."""
+    return {"server_load": state_of(request).num_queued}
 
 
 @router.get("/metrics", response_class=PlainTextResponse)

@@ -27,6 +27,9 @@ class PoolingFields(PromptRequest):
     )
     truncation_side: Literal["left", "right"] | None = described("Where tokens are taken off; right if left out.")
     use_activation: bool | None = described("False: vectors as the network has them, no length 1, no probabilities.")
+    normalize: bool | None = described("A former name of use_activation.")
+    softmax: bool | None = described("Another.")
+    activation: bool | None = described("Another.")
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = described(
         "Lower goes first, with --scheduling-policy priority.", default=0
     )
@@ -42,7 +45,8 @@ class PoolingFields(PromptRequest):
         """Raises `RequestError` for values out of range."""
         given = {
             "truncate_prompt_tokens": self.truncate_prompt_tokens, "truncation_side": self.truncation_side,
-            "use_activation": self.use_activation, **more,
+            "use_activation": self.use_activation, "normalize": self.normalize, "softmax": self.softmax,
+            "activation": self.activation, **more,
         }  # fmt: skip
         return PoolingParams(**{name: value for name, value in given.items() if value is not None})
 

@@ -18,7 +18,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from octavo.config import AsyncEngineArgs, EngineConfig
 from octavo.engine.core_client import CoreProcess
@@ -38,24 +38,67 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("octavo.server")
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LOGGERS = ("octavo", "uvicorn", "asyncio", "opentelemetry")
+
+
+class _Started(NamedTuple):
+    """What there is before the event loop runs."""
+
+    engine: EngineClient
+    metrics: EngineMetrics
+    args: ServerArgs
+    sock: socket.socket
+    phases: Phases
 
 
 def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
     """Serve until SIGINT or SIGTERM. Raises `OctavoError` when the server cannot start."""
-    starts_later = engine_args.data_parallel_start_rank and not engine_args.data_parallel_hybrid_lb
-    if args.headless or engine_args.node_rank or starts_later:
+    if _is_headless(engine_args, args):
         run_headless(engine_args, args)
         return
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        _start(engine_args, args) as started,
+        asyncio.Runner(loop_factory=event_loop_factory()) as runner,
+    ):
+        runner.run(_serve(started))
+
+
+async def serve(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
+    """The same in an event loop that runs already, of the main thread; a task that is cancelled stops serving too. What
+    the loop does beside it stands still while the model is found and the tokenizer read."""
+    if _is_headless(engine_args, args):
+        run_headless(engine_args, args)
+        return
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        with contextlib.suppress(KeyboardInterrupt), _start(engine_args, args) as started:
+            await _serve(started)
+    finally:
+        for number, handler in handlers.items():
+            asyncio.get_running_loop().remove_signal_handler(number)
+            signal.signal(number, handler)
+        gc.enable()  # where the start has failed
+        gc.unfreeze()
+
+
+def _is_headless(engine_args: AsyncEngineArgs, args: ServerArgs) -> bool:
+    starts_later = engine_args.data_parallel_start_rank and not engine_args.data_parallel_hybrid_lb
+    return bool(args.headless or engine_args.node_rank or starts_later)
+
+
+@contextlib.contextmanager
+def _start(engine_args: AsyncEngineArgs, args: ServerArgs) -> Iterator[_Started]:
+    """Raises `OctavoError`, and `KeyboardInterrupt` for a signal before the event loop takes signals over."""
     phases = Phases()
     args.check()
     configure_logging("server", names=LOGGERS, log_format=args.log_format)
     _warn_of_vllm_variables()
     allow_files(args.max_connections + 256)  # so that it does not end connections before their own limit does
-    # Before the event loop takes signals over, one of them interrupts the start as Ctrl-C does.
-    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a parent may have had it ignored
+    for number in _SIGNALS:  # SIGINT too: a parent may have had it ignored
         signal.signal(number, signal.default_int_handler)
-    with contextlib.suppress(KeyboardInterrupt), _bind(args) as sock:
+    with _bind(args) as sock:
         registry = _start_prometheus(args)
         core = CoreProcess()
         gc.disable()  # until all is imported: collections would find nothing
@@ -84,8 +127,7 @@ def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
         compile_chat_template(engine.tokenizer)
         phases.end("tokenizer")
         try:
-            with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
-                runner.run(_serve(engine, metrics, args, sock, phases))
+            yield _Started(engine, metrics, args, sock, phases)
         finally:
             engine.shutdown()
 
@@ -110,7 +152,7 @@ def run_headless(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
         )
     name = f"node {rank}" if rank else f"host of engine {first}"
     configure_logging(name, names=LOGGERS, log_format=args.log_format)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _SIGNALS:
         signal.signal(number, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
         config = engine_args.create_engine_config()
@@ -129,9 +171,8 @@ def run_headless(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
         ).run()
 
 
-async def _serve(
-    engine: EngineClient, metrics: EngineMetrics, args: ServerArgs, sock: socket.socket, phases: Phases
-) -> None:
+async def _serve(started: _Started) -> None:
+    engine, metrics, args, sock, phases = started
     from octavo.entrypoints.openai.http_server import HttpServer
 
     server = HttpServer(engine, args)
@@ -169,6 +210,9 @@ async def _serve(
     watcher.add_done_callback(end)
     try:
         await server.serve(sockets=[sock])
+    except asyncio.CancelledError:
+        await server.shutdown(sockets=[sock])
+        raise
     finally:
         watcher.cancel()
         await asyncio.wait((watcher,))

@@ -122,6 +122,10 @@ class ServerArgs(Flags):
     )
     enable_prometheus: bool = flag(False, "Serve metrics; they are at /metrics in any case.")
     prometheus_port: int | None = flag(None, "Port of its own for metrics, with --enable-prometheus.")
+    enable_server_load_tracking: bool = flag(False, "Count requests under way for /load; they are counted in any case.")
+    enable_tokenizer_info_endpoint: bool = flag(
+        False, "Offer /tokenizer_info: the tokenizer's configuration and chat template."
+    )
     enable_server_dev_mode: bool = flag(
         False, "Offer /sleep, /wake_up, /pause, /resume and /reset_prefix_cache. Also OCTAVO_SERVER_DEV_MODE=1."
     )

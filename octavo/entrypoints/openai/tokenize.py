@@ -1,6 +1,10 @@
-"""POST /tokenize and /detokenize: text to the token ids that the model would see, and back."""
+"""POST /tokenize and /detokenize: text to the token ids that the model would see, and back. GET /tokenizer_info."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
 
 from starlette.requests import Request
 
@@ -49,6 +53,22 @@ async def detokenize(body: DetokenizeRequest, raw: Request) -> DetokenizeRespons
         )
     text = await run_off_loop(lambda: str(tokenizer.decode(body.tokens)), length=len(body.tokens))
     return DetokenizeResponse(prompt=text)
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(raw: Request) -> dict[str, Any]:
+    """The tokenizer's configuration (tokenizer_config.json where it is a folder's), with the chat template in use."""
+    state = state_of(raw)
+    if not state.args.enable_tokenizer_info_endpoint:
+        raise RequestError(
+            "This server has no /tokenizer_info: start it with --enable-tokenizer-info-endpoint.",
+            status=404,
+            code="not_enabled",
+        )
+    tokenizer, file = state.engine.tokenizer, Path(state.engine.config.model.checkpoint.tokenizer_path)
+    file /= "tokenizer_config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {**tokenizer.special_tokens_map}
+    return {"tokenizer_class": type(tokenizer).__name__, **config, "chat_template": tokenizer.chat_template}
 
 
 def _text(state: ServerState, body: TokenizeRequest) -> str:

@@ -1,0 +1,124 @@
+"""What programs written for vLLM call of its `api_server`: a server in an event loop of their own, or an application to
+put into one.
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    asyncio.run(run_server(parser.parse_args()))
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import State
+from starlette.types import Receive, Scope, Send
+
+from octavo.config import AsyncEngineArgs
+from octavo.engine.async_engine import AsyncLLMEngine
+from octavo.engine.client import EngineClient
+from octavo.entrypoints.cli.serve import both_args
+from octavo.entrypoints.openai import app as octavo_app
+from octavo.entrypoints.openai import server
+from octavo.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+from octavo.entrypoints.openai.errors import error_response
+from octavo.entrypoints.utils import cli_env_setup
+from octavo.errors import ConfigError
+from octavo.flags import FlagParser as FlexibleArgumentParser
+from octavo.usage.usage_lib import UsageContext
+
+__all__ = [
+    "FlexibleArgumentParser",
+    "build_app",
+    "build_async_engine_client",
+    "build_async_engine_client_from_engine_args",
+    "cli_env_setup",
+    "init_app_state",
+    "make_arg_parser",
+    "run_server",
+    "validate_parsed_serve_args",
+]
+_DECORATORS = frozenset({"delete", "get", "head", "options", "patch", "post", "put", "api_route", "include_router"})
+
+
+async def run_server(args: argparse.Namespace, **uvicorn_kwargs: Any) -> None:
+    """`octavo serve`, in the running loop, with what a parser of `make_arg_parser` has found: until SIGINT, SIGTERM, or
+    the cancellation of its task. Raises `OctavoError` when the server cannot start."""
+    if uvicorn_kwargs:
+        names = ", ".join(sorted(uvicorn_kwargs))
+        raise ConfigError(f"run_server passes nothing on to uvicorn, got {names}; the flags of the server have it.")
+    await server.serve(*both_args(args))
+
+
+@contextlib.asynccontextmanager
+async def build_async_engine_client(
+    args: argparse.Namespace,
+    *,
+    usage_context: UsageContext | None = None,
+    disable_frontend_multiprocessing: bool = False,
+) -> AsyncIterator[AsyncLLMEngine]:
+    """An engine of such arguments, once it takes requests, which is shut down at the end. Raises `ConfigError`."""
+    async with build_async_engine_client_from_engine_args(
+        both_args(args)[0],
+        usage_context=usage_context,
+        disable_frontend_multiprocessing=disable_frontend_multiprocessing,
+    ) as engine:
+        yield engine
+
+
+@contextlib.asynccontextmanager
+async def build_async_engine_client_from_engine_args(
+    engine_args: AsyncEngineArgs,
+    *,
+    usage_context: UsageContext | None = None,
+    disable_frontend_multiprocessing: bool = False,
+) -> AsyncIterator[AsyncLLMEngine]:
+    """The same of arguments that have been put together already."""
+    if disable_frontend_multiprocessing:
+        raise ConfigError("disable_frontend_multiprocessing is not built: the engine has a process of its own.")
+    engine = AsyncLLMEngine.from_engine_args(engine_args, usage_context=usage_context)
+    try:
+        await engine.wait_ready()
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+class _Application(Starlette):
+    """Routes and middlewares of a program's own, before those of the server."""
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """What none of the program's routes is for, wherever the program has mounted this."""
+        served = getattr(self.state, "octavo_app", None)
+        if served is None:
+            served = error_response("the server has no engine yet; await init_app_state(engine, app.state, args).", 503)
+        mounted, path = scope.get("root_path", ""), scope["path"]
+        if mounted and path.startswith(mounted + "/"):
+            path = path[len(mounted) :]
+        await served({**scope, "root_path": "", "path": path}, receive, send)
+
+    def __getattr__(self, name: str) -> Any:
+        """Only asked for names that there are not: those of FastAPI, which vLLM's application is of."""
+        advice = ": app.add_route(path, function, methods=[...]) adds a route" if name in _DECORATORS else ""
+        raise AttributeError(f"this application is Starlette's and has no {name}{advice}.", name=name, obj=self)
+
+
+def build_app(
+    args: argparse.Namespace, supported_tasks: tuple[str, ...] | None = None, model_config: object = None
+) -> Starlette:
+    """The application, for any ASGI server, which answers once `init_app_state` has given it an engine. Raises
+    `ConfigError`. What vLLM wants to know besides follows from the engine."""
+    both_args(args)[1].check()
+    app = _Application()
+    app.router.default = app.serve
+    return app
+
+
+async def init_app_state(engine_client: EngineClient, *given: Any) -> None:
+    """Have the application whose `state` this is answer with an engine: `(engine, app.state, args)`. Earlier versions
+    of vLLM have a configuration in between, newer ones the tasks at the end; both follow from the engine."""
+    state, args = (given if isinstance(given[0], State) else given[1:])[:2]
+    state.engine_client = engine_client
+    state.octavo_app = octavo_app.build_app(engine_client, both_args(args)[1])
