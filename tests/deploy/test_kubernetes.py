@@ -84,11 +84,14 @@ def test_what_scalers_ask_for_is_exported() -> None:
     hpa = yaml.safe_load((ROOT / "components/hpa/hpa.yaml").read_text())
     names = {metric["pods"]["metric"]["name"] for metric in hpa["spec"]["metrics"]}
     assert {name.replace("vllm_", "vllm:", 1) for name in names} <= exported
-    (rule,) = yaml.safe_load((ROOT / "components/hpa/adapter-values.yaml").read_text())["rules"]["custom"]
-    assert all(name.removeprefix("vllm_") in rule["seriesQuery"] for name in names)
+    rules = yaml.safe_load((ROOT / "components/hpa/adapter-values.yaml").read_text())["rules"]["custom"]
+    assert {rule["name"]["as"]: rule["seriesQuery"].split("{")[0] for rule in rules} == {
+        name: name.replace("vllm_", "vllm:", 1) for name in names
+    }
+    assert all("by (<<.GroupBy>>)" in rule["metricsQuery"] for rule in rules), "an engine each has its series"
     scaled = yaml.safe_load((ROOT / "components/keda/scaledobject.yaml").read_text())
     for trigger in scaled["spec"]["triggers"]:
-        assert trigger["metadata"]["query"].split("(")[1].split("{")[0] in exported
+        assert trigger["metadata"]["query"].split("{")[0].split("(")[-1] in exported
 
 
 @pytest.mark.parametrize(
