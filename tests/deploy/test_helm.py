@@ -82,6 +82,11 @@ def test_several_models_behind_one_ingress() -> None:
     assert [m["kind"] for m in created if m["kind"] in ("HorizontalPodAutoscaler", "ScaledObject")] == [
         "HorizontalPodAutoscaler", "ScaledObject",
     ]  # fmt: skip
+    (scaled,) = of_kind(created, "ScaledObject")
+    plain = yaml.safe_load((ROOT / "deploy/kubernetes/components/keda/scaledobject.yaml").read_text())
+    ours, manifest = ([t["metadata"]["query"] for t in m["spec"]["triggers"]] for m in (scaled, plain))
+    own = 'namespace="serving", service="llm-octavo-chat"'
+    assert ours == [query.replace('service="octavo"', own) for query in manifest]
     (rules,) = of_kind(created, "PrometheusRule")
     (boards,) = (m for m in of_kind(created, "ConfigMap") if m["metadata"]["name"] == "llm-octavo-dashboards")
     files = [ROOT / "deploy" / "prometheus" / name for name in ("recording.yml", "alerts.yml")]
