@@ -218,10 +218,10 @@ def test_a_cache_of_latents_in_eight_bits_is_planned_for_gpus_as_their_kernels_a
     from octavo.ops.triton.cache import allocate_kv_cache
 
     folder = folder_of(tmp_path, "latent")
-    plan, _ = planned(folder, capsys, "--gpu", "h100", "--kv-cache-dtype", "int8")
-    a_token = block_bytes(allocate_kv_cache(1, 16, 1, 32, "int8", 64)) // 16
-    assert [entry["dtype"] for entry in plan["cache"]] == ["int8", "bfloat16", "float8_e4m3fn"]
-    assert [entry["bytes_per_token"] for entry in plan["cache"]] == [4 * a_token, 4 * (32 + 64) * 2, 4 * a_token]
+    plan, _ = planned(folder, capsys, "--gpu", "h100", "--kv-cache-dtype", "fp8")
+    a_token = block_bytes(allocate_kv_cache(1, 16, 1, 32, "float8_e4m3fn", 64)) // 16
+    assert [entry["dtype"] for entry in plan["cache"]] == ["float8_e4m3fn", "bfloat16"]
+    assert [entry["bytes_per_token"] for entry in plan["cache"]] == [4 * a_token, 4 * (32 + 64) * 2]
     plan, _ = planned(folder_of(tmp_path, "index"), capsys, "--gpu", "h100")
     assert [entry["dtype"] for entry in plan["cache"]] == ["bfloat16"], "scales of an index are not built"
 
