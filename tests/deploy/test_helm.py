@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,28 @@ def test_a_canary_gets_its_share_of_each_model(by: str) -> None:
         f"/{name}{path}": [(f"llm-octavo-{name}", rest), (f"next-octavo-{name}", 10)]
         for name in ("chat", "small") for path in ("/v1", "/tokenize")
     }  # fmt: skip
+
+
+def test_the_steps_of_a_canary_change_every_image_and_end_where_they_began() -> None:
+    steps = []
+    commands = re.compile(r"^helm (?:install|upgrade) (\w+) .*-f (\S+) --set (\S+)", re.MULTILINE)
+    for release, path, sets in commands.findall((CHART / "README.md").read_text()):
+        values = yaml.safe_load((ROOT / path).read_text())
+        for assignment in sets.split(","):
+            (*keys, last), value = assignment.split("=")[0].split("."), assignment.split("=")[1]
+            at = values
+            for key in keys:
+                at = at.setdefault(key, {})
+            at[last] = yaml.safe_load(value) if value else ""
+        created = installed(CHART, values, release).created
+        images = {containers(pods(m)[0])[0]["image"] for m in of_kind(created, "Deployment")}
+        found = (service for services in shares(created).values() for service in services)
+        to_next = {weight for name, weight in found if name.startswith("next-")}
+        steps.append((release, images, to_next))
+    old, new = {"octavo:cpu"}, {"octavo:next"}
+    assert steps == [
+        ("next", new, set()), ("llm", old, {10}), ("llm", old, {100}), ("llm", new, {100}), ("llm", new, set()),
+    ]  # fmt: skip
 
 
 def test_secrets_are_made_or_named() -> None:
