@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from octavo.config import CacheConfig, EngineConfig
-from octavo.errors import ConfigError
 from octavo.execution import capacity
 from octavo.execution.block_mover import block_bytes, layer_cache
 from octavo.execution.cpu_device import CpuDevice
@@ -84,7 +83,5 @@ def _gpu_block_bytes(config: CacheConfig, spec: LayerCacheSpec) -> int:
     if spec.kind == "state":
         return spec.num_bytes
     element = _ELEMENT_BYTES.get(config.dtype, 1)
-    if element == 1 and spec.key_size != spec.value_size:
-        raise ConfigError(f"a cache of {config.dtype} is not built for keys and values of different sizes")
     head = (spec.key_size + spec.value_size) * element + (_SCALE_BYTES if element == 1 else 0)
     return int(np.prod((config.block_size, spec.num_kv_heads, head)))

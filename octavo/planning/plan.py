@@ -126,7 +126,9 @@ def _caches(
     """The cache that is asked for first, then others."""
     own = dtype if config.cache.dtype == config.model.dtype else config.cache.dtype
     found = []
-    for name in dict.fromkeys((own, dtype, "float8_e4m3fn" if on_gpu else "int8")):
+    # As `check_cache_of_index` has it, no scales go with the keys of an index.
+    bytes_too = () if description.num_chosen_keys else ("float8_e4m3fn" if on_gpu else "int8",)
+    for name in dict.fromkeys((own, dtype, *bytes_too)):
         try:
             found.append((name, cache_sizes(config, description.layer_caches, name, on_gpu)))
         except ConfigError:

@@ -96,6 +96,7 @@ def check(manifests: list[Manifest], others: Set[str] = frozenset()) -> None:
     services of the namespace that come from elsewhere."""
     import kubernetes_validate
 
+    assert "%!" not in (text := json.dumps(manifests)), f"Go could not format {text[text.index('%!') - 40 :][:80]}"
     keys = [(m["apiVersion"], m["kind"], m["metadata"]["name"]) for m in manifests]
     assert len(set(keys)) == len(keys), "a name twice"
     by_kind: dict[str, list[Manifest]] = {}
@@ -110,6 +111,7 @@ def check(manifests: list[Manifest], others: Set[str] = frozenset()) -> None:
     deployments = by_kind.get("Deployment", [])
     for deployment in deployments:
         template = deployment["spec"]["template"]
+        assert deployment["spec"]["progressDeadlineSeconds"] > _start_s(template), "it would fail before the probe"
         _check_server(template, by_kind, len(deployments))
         assert deployment["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
     for group in by_kind.get("LeaderWorkerSet", []):
@@ -168,6 +170,9 @@ def _check_server(template: Manifest, by_kind: dict[str, list[Manifest]], num_bu
     args = _parsed(server)
     assert server["startupProbe"]["httpGet"]["path"] == server["readinessProbe"]["httpGet"]["path"] == "/health"
     assert server["livenessProbe"]["httpGet"]["path"] == "/version"
+    assert all(server[name]["timeoutSeconds"] == 5 for name in ("startupProbe", "readinessProbe", "livenessProbe"))
+    assert _start_s(template) >= args.engine_ready_timeout, "one of both would end a start that the other waits for"
+    assert args.device == ("cuda" if "nvidia.com/gpu" in server["resources"].get("limits", {}) else "auto")
     assert {port["name"]: port["containerPort"] for port in server["ports"]}["http"] == args.port
     assert pod["terminationGracePeriodSeconds"] > _drain_s(server, args)
     _check_volumes(pod, by_kind)
@@ -267,6 +272,13 @@ def _parsed(container: dict[str, Any], **variables: str) -> argparse.Namespace:
     words = [re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], word) for word in words]
     engine_args, server_args = parse_args(words, "octavo serve")
     return argparse.Namespace(**(asdict(server_args) | asdict(engine_args)))
+
+
+def _start_s(template: Manifest) -> float:
+    """How long the startup probe waits."""
+    probe = template["spec"]["containers"][0]["startupProbe"]
+    wait_s: float = probe["periodSeconds"] * probe["failureThreshold"]
+    return wait_s
 
 
 def _drain_s(server: dict[str, Any], args: argparse.Namespace) -> float:

@@ -139,6 +139,20 @@ def test_promtool_agrees(tmp_path: Path) -> None:
         for name, case in CASES.items()
         for bad in (True, False)
     ]
+    # Releases of one name in two namespaces, of which the greater one does well.
+    name = "OctavoAnswersFail"
+    series = {("test", "5xx"): "0+5x20", ("test", "2xx"): "0+5x20", ("live", "2xx"): "0+1000x20"}
+    failing = expected(name)
+    failing["exp_labels"]["namespace"] = "test"
+    failing["exp_annotations"]["summary"] = "50% of the answers of octavo are 5xx."
+    tests.append({
+        "name": "two namespaces", "interval": "1m",
+        "input_series": [
+            {"series": f'http_requests_total{{job="octavo",namespace="{where}",status="{status}"}}', "values": values}
+            for (where, status), values in series.items()
+        ],
+        "alert_rule_test": [{"alertname": name, "eval_time": "20m", "exp_alerts": [failing]}],
+    })  # fmt: skip
     rules = [str(RULES / name) for name in ("recording.yml", "alerts.yml")]
     (tmp_path / "tests.yml").write_text(json.dumps({"rule_files": rules, "evaluation_interval": "1m", "tests": tests}))
     for command in (

@@ -100,10 +100,11 @@ def test_alertmanager_takes_its_settings() -> None:
 
 
 class Backend:
-    """A server that nginx knows: answers 503 while it `drains`, else a stream whose second half waits for `go_on`."""
+    """A server that nginx knows: answers 503 while it `drains`, hangs up once it has read a request where it `breaks`,
+    else answers with a stream whose second half waits for `go_on`."""
 
     def __init__(self) -> None:
-        self.drains, self.go_on, self.num_asked = False, threading.Event(), 0
+        self.drains, self.breaks, self.go_on, self.num_asked = False, False, threading.Event(), 0
         self.traceparents: list[str | None] = []
         backend = self
 
@@ -114,6 +115,9 @@ class Backend:
                 backend.num_asked += 1
                 backend.traceparents.append(self.headers["traceparent"])
                 body = self.rfile.read(int(self.headers["Content-Length"]))
+                if backend.breaks:
+                    self.close_connection = True
+                    return
                 self.send_response(503 if backend.drains else 200)
                 self.send_header("Transfer-Encoding", "chunked")
                 self.end_headers()
@@ -213,6 +217,25 @@ def test_nginx_asks_the_other_server_when_one_drains_or_is_gone(
         assert drained.num_asked > 0, "it was asked, and its 503 came to no client"
         client.request("GET", "/metrics")
         assert client.getresponse().read() and other.num_asked == 2
+
+
+@pytest.mark.parametrize(("path", "times"), [("/v1/chat/completions", 2), ("/v1/batches", 1), ("/v1/files", 1)])
+def test_nginx_has_answers_made_again_but_not_what_stays(
+    path: str, times: int, tmp_path: Path, backends: tuple[Backend, Backend]
+) -> None:
+    for backend in backends:
+        backend.breaks = True
+    with running_nginx(tmp_path, *backends) as client:
+        client.request("POST", path, b"x")
+        assert client.getresponse().status == 502
+        assert sum(backend.num_asked for backend in backends) == times
+
+
+def test_two_servers_share_what_they_keep() -> None:
+    services = yaml.safe_load((DEPLOY / "compose" / "full" / "compose.yaml").read_text())["services"]
+    for name in ("server-a", "server-b"):
+        assert "--response-store=/data/responses.db" in services[name]["command"]
+        assert services[name]["volumes"] == ["models:/data"]
 
 
 def test_nginx_reports_that_all_servers_drain(tmp_path: Path, backends: tuple[Backend, Backend]) -> None:

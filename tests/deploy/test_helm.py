@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +75,19 @@ def test_several_models_behind_one_ingress() -> None:
     servers = {m["metadata"]["name"]: containers(pods(m)[0])[0] for m in of_kind(created, "Deployment")}
     (ingress,) = of_kind(created, "Ingress")
     for path in ingress["spec"]["rules"][0]["http"]["paths"]:
-        assert f"--root-path={path['path']}" in servers[path["backend"]["service"]["name"]]["args"]
+        assert path["path"].endswith("/v1")
+        assert f"--root-path={path['path'].removesuffix('/v1')}" in servers[path["backend"]["service"]["name"]]["args"]
     images = {name: server["image"] for name, server in servers.items()}
     assert images == {"llm-octavo-chat": "registry.example.com/octavo:cuda", "llm-octavo-small": "octavo:cpu"}
     assert servers["llm-octavo-chat"]["resources"]["limits"]["nvidia.com/gpu"] == 1
     assert [m["kind"] for m in created if m["kind"] in ("HorizontalPodAutoscaler", "ScaledObject")] == [
         "HorizontalPodAutoscaler", "ScaledObject",
     ]  # fmt: skip
+    (scaled,) = of_kind(created, "ScaledObject")
+    plain = yaml.safe_load((ROOT / "deploy/kubernetes/components/keda/scaledobject.yaml").read_text())
+    ours, manifest = ([t["metadata"]["query"] for t in m["spec"]["triggers"]] for m in (scaled, plain))
+    own = 'namespace="serving", service="llm-octavo-chat"'
+    assert ours == [query.replace('service="octavo"', own) for query in manifest]
     (rules,) = of_kind(created, "PrometheusRule")
     (boards,) = (m for m in of_kind(created, "ConfigMap") if m["metadata"]["name"] == "llm-octavo-dashboards")
     files = [ROOT / "deploy" / "prometheus" / name for name in ("recording.yml", "alerts.yml")]
@@ -109,14 +116,47 @@ def test_a_replica_of_several_nodes_is_a_group() -> None:
     assert not any(selector.items() <= worker.items() for selector in services.values())
 
 
+def test_a_model_s_settings_reach_all_that_they_concern() -> None:
+    """The example of GPUs, held against the chart's defaults."""
+    values = yaml.safe_load((CHART.parent / "examples" / "gpu.yaml").read_text())
+    created = installed(CHART, values).created
+    (server,), (service,) = of_kind(created, "Deployment"), of_kind(created, "Service")
+    (pod,) = pods(server)
+    (container,) = containers(pod)
+    assert server["spec"]["strategy"] == {"rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}
+    assert server["spec"]["progressDeadlineSeconds"] == 2100 and pod["spec"]["runtimeClassName"] == "nvidia"
+    assert {"--device=cuda", "--engine-ready-timeout=1800", "--enable-lora"} <= set(container["args"])
+    assert service["metadata"]["annotations"]["networking.gke.io/load-balancer-type"] == "Internal"
+    (policy,) = of_kind(created, "NetworkPolicy")
+    assert policy["spec"]["ingress"][-1] == values["networkPolicy"]["ingress"][0]
+    # Resources are a model's own or the chart's: half of each, a limit might be below its request.
+    own = {"requests": {"cpu": "16", "memory": "64Gi"}}
+    created = installed(CHART, {"models": [{"name": "m", "resources": own}], "paths": ["/v1", "/tokenize"]}).created
+    (container,) = containers(pods(of_kind(created, "Deployment")[0])[0])
+    assert container["resources"] == own and "--model=" in container["args"], "the default model"
+
+
+def test_pods_start_anew_when_a_secret_of_the_chart_changes() -> None:
+    def annotations(**values: Any) -> dict[str, str]:
+        created = installed(CHART, {"models": [{"name": "m", "podAnnotations": {"a": "b"}}], **values}).created
+        (pod,) = pods(of_kind(created, "Deployment")[0])
+        found: dict[str, str] = pod["metadata"]["annotations"]
+        return found
+
+    assert annotations() == annotations(apiKey={"existingSecret": "mine"}) == {"a": "b"}
+    old, new = annotations(apiKey={"value": "old"}), annotations(apiKey={"value": "new"})
+    assert old.keys() == new.keys() == {"a", "checksum/secret"} and old != new
+    assert old == annotations(apiKey={"value": "old"})
+
+
 def shares(manifests: list[Manifest]) -> dict[str, list[tuple[str, int]]]:
     """By path, the services that requests go to, with their weights in a hundred, this release's first."""
     found: dict[str, list[tuple[str, int]]] = {}
     for route in of_kind(manifests, "HTTPRoute"):
         for rule in route["spec"]["rules"]:
-            (match,) = rule["matches"]
             assert [ref["port"] for ref in rule["backendRefs"]] == [80] * len(rule["backendRefs"])
-            found[match["path"]["value"]] = [(ref["name"], ref["weight"]) for ref in rule["backendRefs"]]
+            for match in rule["matches"]:
+                found[match["path"]["value"]] = [(ref["name"], ref["weight"]) for ref in rule["backendRefs"]]
     canary = "nginx.ingress.kubernetes.io/canary"
     for ingress in of_kind(manifests, "Ingress"):
         weight = 100
@@ -149,6 +189,33 @@ def test_a_canary_gets_its_share_of_each_model(by: str) -> None:
     assert not shares(other)
     alone = installed(CHART, {"models": models[:1], by: {"enabled": True}}).created
     assert shares(alone) == {"/": [("llm-octavo-chat", 100)]}
+    created = installed(CHART, values | {"paths": ["/v1", "/tokenize"]}).created
+    assert shares(created) == {
+        f"/{name}{path}": [(f"llm-octavo-{name}", rest), (f"next-octavo-{name}", 10)]
+        for name in ("chat", "small") for path in ("/v1", "/tokenize")
+    }  # fmt: skip
+
+
+def test_the_steps_of_a_canary_change_every_image_and_end_where_they_began() -> None:
+    steps = []
+    commands = re.compile(r"^helm (?:install|upgrade) (\w+) .*-f (\S+) --set (\S+)", re.MULTILINE)
+    for release, path, sets in commands.findall((CHART / "README.md").read_text()):
+        values = yaml.safe_load((ROOT / path).read_text())
+        for assignment in sets.split(","):
+            (*keys, last), value = assignment.split("=")[0].split("."), assignment.split("=")[1]
+            at = values
+            for key in keys:
+                at = at.setdefault(key, {})
+            at[last] = yaml.safe_load(value) if value else ""
+        created = installed(CHART, values, release).created
+        images = {containers(pods(m)[0])[0]["image"] for m in of_kind(created, "Deployment")}
+        found = (service for services in shares(created).values() for service in services)
+        to_next = {weight for name, weight in found if name.startswith("next-")}
+        steps.append((release, images, to_next))
+    old, new = {"octavo:cpu"}, {"octavo:next"}
+    assert steps == [
+        ("next", new, set()), ("llm", old, {10}), ("llm", old, {100}), ("llm", new, {100}), ("llm", new, set()),
+    ]  # fmt: skip
 
 
 def test_secrets_are_made_or_named() -> None:
@@ -181,6 +248,8 @@ def test_secrets_are_made_or_named() -> None:
         ({"models": [{"name": "m", "nodes": 2, "autoscaling": {"enabled": True}}]}, "nodes with autoscaling"),
         ({"ingres": {"enabled": True}}, "ingres"),
         ({"drain": {"shutdownTimeout": -1}}, "shutdownTimeout"),
+        ({"models": [{"name": "m", "rollout": {"maxSurge": "half"}}]}, "maxSurge"),
+        ({"paths": ["v1"]}, "paths"),
         ({"gateway": {"enabled": True}, "canary": {"release": "next", "weight": 101}}, "weight"),
         ({"canary": {"release": "next", "weight": 10}}, "ingress.enabled or gateway.enabled"),
         ({"gateway": {"enabled": True}, "canary": {"release": "llm", "weight": 10}}, "another release"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,11 +87,49 @@ def test_what_scalers_ask_for_is_exported() -> None:
     hpa = yaml.safe_load((ROOT / "components/hpa/hpa.yaml").read_text())
     names = {metric["pods"]["metric"]["name"] for metric in hpa["spec"]["metrics"]}
     assert {name.replace("vllm_", "vllm:", 1) for name in names} <= exported
-    (rule,) = yaml.safe_load((ROOT / "components/hpa/adapter-values.yaml").read_text())["rules"]["custom"]
-    assert all(name.removeprefix("vllm_") in rule["seriesQuery"] for name in names)
+    rules = yaml.safe_load((ROOT / "components/hpa/adapter-values.yaml").read_text())["rules"]["custom"]
+    assert {rule["name"]["as"]: rule["seriesQuery"].split("{")[0] for rule in rules} == {
+        name: name.replace("vllm_", "vllm:", 1) for name in names
+    }
+    assert all("by (<<.GroupBy>>)" in rule["metricsQuery"] for rule in rules), "an engine each has its series"
     scaled = yaml.safe_load((ROOT / "components/keda/scaledobject.yaml").read_text())
     for trigger in scaled["spec"]["triggers"]:
-        assert trigger["metadata"]["query"].split("(")[1].split("{")[0] in exported
+        assert trigger["metadata"]["query"].split("{")[0].split("(")[-1] in exported
+
+
+def test_scalers_count_every_engine_of_a_pod(tmp_path: Path) -> None:
+    """Prometheus itself answers what KEDA and the adapter ask, of two pods with two engines each (-dp 2)."""
+    if shutil.which("promtool") is None:
+        pytest.skip("there is no promtool here (Debian: apt-get install --no-install-recommends prometheus)")
+    scaled = yaml.safe_load((ROOT / "components/keda/scaledobject.yaml").read_text())
+    adapter = yaml.safe_load((ROOT / "components/hpa/adapter-values.yaml").read_text())
+    waiting, cache = (trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"])
+    asked: dict[str, list[tuple[str, float]]] = {waiting: [("{}", 10)], cache: [("{}", 1.4)]}
+    for rule in adapter["rules"]["custom"]:
+        name, query = rule["seriesQuery"].split("{")[0], rule["metricsQuery"]
+        for pattern, value in {"Series": name, "LabelMatchers": 'namespace="n",pod=~"a|b"', "GroupBy": "pod"}.items():
+            query = query.replace(f"<<.{pattern}>>", value)
+        of_pods = (3, 7) if "waiting" in name else (0.9, 0.5)
+        asked[query] = [(f'{{pod="{pod}"}}', value) for pod, value in zip("ab", of_pods, strict=True)]
+    series = {
+        "vllm:num_requests_waiting": {("a", 0): 1, ("a", 1): 2, ("b", 0): 3, ("b", 1): 4},
+        "vllm:kv_cache_usage_perc": {("a", 0): 0.9, ("a", 1): 0.1, ("b", 0): 0.5, ("b", 1): 0.5},
+    }
+    labels = 'namespace="n",service="octavo",pod="{}",engine="{}"'
+    tests = {
+        "interval": "15s",
+        "input_series": [
+            {"series": f"{name}{{{labels.format(*engine)}}}", "values": f"{value}x20"}
+            for name, values in series.items() for engine, value in values.items()
+        ],
+        "promql_expr_test": [
+            {"expr": query, "eval_time": "2m", "exp_samples": [{"labels": of, "value": value} for of, value in values]}
+            for query, values in asked.items()
+        ],
+    }  # fmt: skip
+    (tmp_path / "tests.yml").write_text(json.dumps({"evaluation_interval": "15s", "tests": [tests]}))
+    done = subprocess.run(["promtool", "test", "rules", tmp_path / "tests.yml"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

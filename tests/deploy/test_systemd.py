@@ -32,10 +32,10 @@ MOST_EXPOSED = 20  # in tenths, of a hundred
 NUM_STREAMS, NUM_TOKENS = 8, 64
 # What is systemd's own to do, wants more than a container's root may, or takes from those that have capabilities.
 NOT_MADE = {
-    "Environment", "EnvironmentFile", "ExecStart", "Group", "LimitNOFILE", "LockPersonality", "PrivateDevices",
-    "ProtectClock", "ProtectControlGroups", "ProtectHostname", "ProtectKernelLogs", "ProtectKernelModules",
-    "ProtectKernelTunables", "RemoveIPC", "Restart", "RestrictAddressFamilies", "RestrictNamespaces",
-    "RestrictRealtime", "RestrictSUIDSGID", "SystemCallArchitectures",
+    "Environment", "EnvironmentFile", "ExecStart", "Group", "LimitNOFILE", "LockPersonality", "OOMPolicy",
+    "PrivateDevices", "ProtectClock", "ProtectControlGroups", "ProtectHostname", "ProtectKernelLogs",
+    "ProtectKernelModules", "ProtectKernelTunables", "RemoveIPC", "Restart", "RestrictAddressFamilies",
+    "RestrictNamespaces", "RestrictRealtime", "RestrictSUIDSGID", "SystemCallArchitectures",
 }  # fmt: skip
 MADE = {
     "User", "StateDirectory", "RuntimeDirectory", "UMask", "TimeoutStopSec", "CapabilityBoundingSet",

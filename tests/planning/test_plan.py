@@ -210,6 +210,22 @@ def test_a_request_s_bytes_are_what_the_memory_is_divided_by() -> None:
     assert cache_sizes(config, specs, "float8_e4m3fn", on_gpu=True).token_bytes == heads * (2 * 64 + 4)
 
 
+def test_a_cache_of_latents_in_eight_bits_is_planned_for_gpus_as_their_kernels_allocate_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("triton")
+    from octavo.execution.block_mover import block_bytes
+    from octavo.ops.triton.cache import allocate_kv_cache
+
+    folder = folder_of(tmp_path, "latent")
+    plan, _ = planned(folder, capsys, "--gpu", "h100", "--kv-cache-dtype", "fp8")
+    a_token = block_bytes(allocate_kv_cache(1, 16, 1, 32, "float8_e4m3fn", 64)) // 16
+    assert [entry["dtype"] for entry in plan["cache"]] == ["float8_e4m3fn", "bfloat16"]
+    assert [entry["bytes_per_token"] for entry in plan["cache"]] == [4 * a_token, 4 * (32 + 64) * 2]
+    plan, _ = planned(folder_of(tmp_path, "index"), capsys, "--gpu", "h100")
+    assert [entry["dtype"] for entry in plan["cache"]] == ["bfloat16"], "scales of an index are not built"
+
+
 def test_where_an_index_chooses_keys_all_of_its_own_are_held_and_read_and_of_the_others_the_chosen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "octavo plan") -> int
         nonlocal fits
         if args.count is not None and args.gpu is None:
             raise ConfigError("--count is of GPUs; say which with --gpu.")
+        from octavo.config.number_types import CACHE_BYTES
         from octavo.planning.plan import PlanOptions, as_text, make_plan
         from octavo.planning.step_limits import GPUS
 
@@ -74,6 +75,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "octavo plan") -> int
             if not is_here or "no weights" not in str(error):
                 raise
             config = replace(engine_args, load_format="dummy").create_engine_config()
+        if args.gpu and args.kv_cache_dtype in CACHE_BYTES:  # of which a CPU has fp8 as int8
+            config = replace(config, cache=replace(config.cache, dtype=CACHE_BYTES[args.kv_cache_dtype]))
         plan = make_plan(config, options)
         fits = plan["layout"]["fits"]
         print(json.dumps(plan, indent=2) if args.json else as_text(plan))

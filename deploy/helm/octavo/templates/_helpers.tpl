@@ -25,7 +25,9 @@ app.kubernetes.io/component: {{ .model.name }}
 
 {{/* A model with what it leaves out, as JSON: (dict "root" $ "model" $entry) */}}
 {{- define "octavo.model" -}}
-{{- mergeOverwrite (deepCopy .root.Values.modelDefaults) .model | toJson -}}
+{{- $model := mergeOverwrite (deepCopy .root.Values.modelDefaults) .model -}}
+{{- with .model.resources }}{{ $_ := set $model "resources" . }}{{ end -}}
+{{- $model | toJson -}}
 {{- end -}}
 
 {{- define "octavo.podSecurity" -}}
@@ -41,6 +43,25 @@ seccompProfile: { type: RuntimeDefault }
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
 capabilities: { drop: [ALL] }
+{{- end -}}
+
+{{/* Annotations of a model's pods, that Secrets made here start them anew when they change: (dict "root" $ "model" $model) */}}
+{{- define "octavo.podAnnotations" -}}
+{{- $annotations := deepCopy .model.podAnnotations -}}
+{{- $values := list .root.Values.apiKey.value .root.Values.hfToken.value .root.Values.nodesToken.value -}}
+{{- if compact $values }}{{ $_ := set $annotations "checksum/secret" ($values | toJson | sha256sum) }}{{ end -}}
+{{- with $annotations -}}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end -}}
+{{- end -}}
+
+{{/* What a route offers of a model, as JSON: (dict "root" $ "name" NAME) */}}
+{{- define "octavo.paths" -}}
+{{- $prefix := gt (len .root.Values.models) 1 | ternary (printf "/%s" .name) "" -}}
+{{- $paths := list -}}
+{{- range .root.Values.paths }}{{ $paths = append $paths (printf "%s%s" $prefix . | trimSuffix "/" | default "/") }}{{ end -}}
+{{- toJson $paths -}}
 {{- end -}}
 
 {{/* A variable from a secret, if there is one: (dict "root" $ "env" NAME "secret" VALUES) */}}
@@ -70,6 +91,9 @@ automountServiceAccountToken: false
 enableServiceLinks: false # the variables of a Service called octavo would begin with OCTAVO_
 {{- with $m.priorityClassName }}
 priorityClassName: {{ . }}
+{{- end }}
+{{- with $m.runtimeClassName }}
+runtimeClassName: {{ . }}
 {{- end }}
 {{- with $root.Values.imagePullSecrets }}
 imagePullSecrets:
@@ -106,11 +130,15 @@ containers:
     image: "{{ $image.repository }}:{{ $image.tag }}"
     imagePullPolicy: {{ $image.pullPolicy }}
     args:
-      - {{ printf "--model=%s" $m.model | quote }}
+      - {{ printf "--model=%s" ($m.model | default "") | quote }}
       {{- with $m.servedModelName }}
       - {{ printf "--served-model-name=%s" . | quote }}
       {{- end }}
       - --port=8000
+      {{- if $m.gpus }}
+      - --device=cuda # an image for CPUs would serve without
+      {{- end }}
+      - --engine-ready-timeout={{ int $root.Values.startupTimeout }}
       - --max-model-len={{ int $m.maxModelLen }}
       - --max-queue-len={{ int $m.maxQueueLen }}
       - --shutdown-timeout={{ int $root.Values.drain.shutdownTimeout }}
@@ -162,10 +190,12 @@ containers:
     startupProbe:
       httpGet: { path: /health, port: http }
       periodSeconds: 2
+      timeoutSeconds: 5
       failureThreshold: {{ div (int $root.Values.startupTimeout) 2 }}
     readinessProbe:
       httpGet: { path: /health, port: http }
       periodSeconds: 2
+      timeoutSeconds: 5 # a busy server is no ill one
       failureThreshold: 1
     livenessProbe: # a server whose engine starts again is alive
       httpGet: { path: /version, port: http }
