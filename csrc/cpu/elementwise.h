@@ -171,44 +171,48 @@ inline const float* find_rotation(const RotaryArgs& a, int64_t token, float* mix
     return mixed;
 }
 
-// Where a token's keys and values go: the first element of each, in the block of its first key/value head.
+// A block of the cache, with the tokens from `first` on.
 template <class C>
-struct CacheSlot {
+struct CacheBlock {
     using Cached = typename C::Cached;
-    Cached* key;
-    Cached* value;
+    Cached* keys;
+    Cached* values;
     int64_t key_head, value_head;  // Elements from one head to the next.
+    int64_t padded, first;
+
+    // The first element of the key and of the value that a head has of the token `offset`.
+    Cached* key(int64_t head, int64_t offset) const { return keys + head * key_head + offset * C::kStep; }
+    Cached* value(int64_t head, int64_t offset) const {
+        const int64_t of_step = offset % C::kStep;
+        Cached* step = values + head * value_head + (offset - of_step) * padded;
+        if constexpr (C::kHasScales) return step + C::kOrder[of_step];
+        return step + of_step;
+    }
 };
 
 template <class C>
-inline CacheSlot<C> find_slot(const RotaryArgs& a, int64_t slot) {
+inline CacheBlock<C> find_block(const RotaryArgs& a, int64_t slot) {
     using Cached = typename C::Cached;
-    const int64_t padded = padded_size(a.value_size);
     const int64_t block = slot / a.block_size;
-    const int64_t offset = slot % a.block_size;
-    CacheSlot<C> s;
-    s.key_head = key_elements<C>(a.key_size + a.index_size, a.block_size);
-    s.value_head = padded * a.block_size;
-    s.key = static_cast<Cached*>(a.key_cache) + block * a.kv_heads * s.key_head + offset * C::kStep;
-    s.value =
-        static_cast<Cached*>(a.value_cache) + block * a.kv_heads * s.value_head + offset / C::kStep * C::kStep * padded;
-    if constexpr (C::kHasScales) {
-        s.value += C::kOrder[offset % C::kStep];
-    } else {
-        s.value += offset % C::kStep;
-    }
-    return s;
+    CacheBlock<C> b;
+    b.padded = padded_size(a.value_size);
+    b.first = slot - block * a.block_size;
+    b.key_head = key_elements<C>(a.key_size + a.index_size, a.block_size);
+    b.value_head = b.padded * a.block_size;
+    b.keys = static_cast<Cached*>(a.key_cache) + block * a.kv_heads * b.key_head;
+    b.values = static_cast<Cached*>(a.value_cache) + block * a.kv_heads * b.value_head;
+    return b;
 }
 
 // A token's key lies in as many cache lines as it has steps, hardly any of which are in a cache: all are asked for
 // while the token before is worked on.
 template <class C>
 inline void prefetch_slot(const RotaryArgs& a, int64_t slot) {
-    const CacheSlot<C> s = find_slot<C>(a, slot);
+    const CacheBlock<C> b = find_block<C>(a, slot);
     const int64_t stride = static_cast<int64_t>(a.block_size) * C::kStep;
     for (int32_t g = 0; g < a.kv_heads; ++g) {
-        const auto* key = s.key + g * s.key_head;
-        for (int64_t i = 0; i < s.key_head / stride; ++i) __builtin_prefetch(key + i * stride, 1, 3);
+        const auto* key = b.key(g, b.first);
+        for (int64_t i = 0; i < b.key_head / stride; ++i) __builtin_prefetch(key + i * stride, 1, 3);
     }
 }
 
@@ -220,15 +224,7 @@ inline void write_steps(const typename C::T* row, int64_t size, int64_t stride, 
     }
 }
 
-// A rotated key and a value go to their places in a cache of floats.
-template <class E>
-inline void write_slot(PlainCache<E>, const typename E::T* key, const typename E::T* value, int64_t key_size,
-                       int64_t value_size, int64_t key_stride, typename E::T* key_slot, typename E::T* value_slot) {
-    write_steps<E>(key, key_size, key_stride, key_slot);
-    for (int64_t i = 0; i < value_size; ++i) value_slot[i * E::kStep] = value[i];
-}
-
-// The same in a cache of bytes: a function of the key and of the value alone.
+// A rotated key and a value go to their places in a cache of bytes, as a function of the key and of the value alone.
 template <class C>
 inline void write_slot(C cache, const typename C::T* key, const typename C::T* value, int64_t key_size,
                        int64_t value_size, int64_t key_stride, uint8_t* key_slot, uint8_t* value_slot) {
@@ -254,29 +250,59 @@ inline int64_t tokens_of_block(const RotaryArgs& a, int64_t t, int64_t end) {
     return n;
 }
 
+// Values of floats. Two that are neighbours in a step are written as one.
+template <class C>
+inline void write_values(const typename C::T* values, int64_t value_stride, int64_t size, const CacheBlock<C>& block,
+                         int64_t head, int64_t begin, int64_t end) {
+    for (int64_t offset = begin; offset < end; ++offset, values += value_stride) {
+        auto* slot = block.value(head, offset);
+        if constexpr (C::kStep == 2) {
+            if (offset % 2 == 0 && offset + 1 < end) {
+                const auto* next = values + value_stride;
+                for (int64_t i = 0; i < size; ++i) {
+                    const uint32_t both = values[i] | static_cast<uint32_t>(next[i]) << 16;
+                    memcpy(slot + 2 * i, &both, sizeof(both));
+                }
+                ++offset;
+                values = next;
+                continue;
+            }
+        }
+        for (int64_t i = 0; i < size; ++i) slot[i * C::kStep] = values[i];
+    }
+}
+
+// Tokens that go one after the other into one block.
 template <class C>
 inline void write_tokens(const RotaryArgs& a, int64_t begin, int64_t end, float* mixed) {
     using T = typename C::T;
     const int64_t half = a.rotary_size / 2;
     const int64_t stride = static_cast<int64_t>(a.block_size) * C::kStep;
+    const CacheBlock<C> block = find_block<C>(a, a.slots[begin]);
+    const int64_t count = end - begin;
     T rotated[kMaxHeadSize];
     // Head by head: keys of neighbours share their cache lines, of which those of all heads are too many to stay.
     for (int32_t g = 0; g < a.kv_heads; ++g) {
+        const T* values = static_cast<const T*>(a.value) + begin * a.value_stride + g * a.value_size;
         for (int64_t t = begin; t < end; ++t) {
-            const CacheSlot<C> s = find_slot<C>(a, a.slots[t]);
             const T* key = static_cast<const T*>(a.key) + t * a.key_stride + g * a.key_size;
-            const T* value = static_cast<const T*>(a.value) + t * a.value_stride + g * a.value_size;
+            auto* slot = block.key(g, block.first + t - begin);
             if (half > 0) {
                 memcpy(rotated, key, static_cast<size_t>(a.key_size) * sizeof(T));
                 rotate(key, rotated, find_rotation(a, t, mixed), half);
                 key = rotated;
             }
-            write_slot(C{}, key, value, a.key_size, a.value_size, stride, s.key + g * s.key_head,
-                       s.value + g * s.value_head);
-            if constexpr (!C::kHasScales) {
+            if constexpr (C::kHasScales) {
+                write_slot(C{}, key, values + (t - begin) * a.value_stride, a.key_size, a.value_size, stride, slot,
+                           block.value(g, block.first + t - begin));
+            } else {
+                write_steps<C>(key, a.key_size, stride, slot);
                 const T* index = static_cast<const T*>(a.index_key) + t * a.index_stride;
-                write_steps<C>(index, a.index_size, stride, s.key + a.key_size / C::kStep * stride);
+                write_steps<C>(index, a.index_size, stride, slot + a.key_size / C::kStep * stride);
             }
+        }
+        if constexpr (!C::kHasScales) {
+            write_values(values, a.value_stride, a.value_size, block, g, block.first, block.first + count);
         }
     }
 }
