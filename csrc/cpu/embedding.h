@@ -6,14 +6,14 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// Row n of a float matrix: element k goes to f(k, value).
+// Row n of a float matrix whose panels have `panel` rows (1: it is not packed): element k goes to f(k, value).
 template <class E, class Function>
-inline void float_row(const Matrix& m, int64_t n, Function f) {
+inline void float_row(const Matrix& m, int64_t n, int64_t panel, Function f) {
     using T = typename E::T;
-    const int64_t steps = (m.k + E::kStep - 1) / E::kStep;
-    const T* w = static_cast<const T*>(m.data) + (n / kPanel * steps * kPanel + n % kPanel) * E::kStep;
+    const int64_t step = panel == 1 ? 1 : E::kStep, steps = (m.k + step - 1) / step;
+    const T* w = static_cast<const T*>(m.data) + (n / panel * steps * panel + n % panel) * step;
     for (int64_t k = 0; k < m.k; ++k) {
-        const T x = w[k / E::kStep * kPanel * E::kStep + k % E::kStep];
+        const T x = w[k / step * panel * step + k % step];
         if constexpr (sizeof(T) == 4) {
             f(k, x);
         } else {
@@ -71,7 +71,22 @@ inline void adapted_row(const EmbeddingArgs& a, int64_t t, const AdapterFactors&
     read_row(put);
 }
 
-// Row token_ids[t] is one lane of one panel: gathered, because a tied embedding is stored only once, packed.
+// Row `row` of a table that is not packed, for token t.
+inline void copy_row(const EmbeddingArgs& a, int64_t t, int64_t row) {
+    const int64_t width = a.matrix.k;
+    const Vec scale = set1(a.scale);
+    with_element(a.matrix.format == kRowsF32 ? kF32 : kBF16, [&](auto stored) {
+        with_element(a.out_dtype, [&](auto element) {
+            const auto* from = static_cast<const typename decltype(stored)::T*>(a.matrix.data) + row * width;
+            auto* out = static_cast<typename decltype(element)::T*>(a.out) + t * width;
+            for_vectors(width, [&](int64_t i, int lanes) {
+                store_some(out + i, mul(scale, load_some(from + i, lanes)), lanes);
+            });
+        });
+    });
+}
+
+// Of a packed matrix row token_ids[t] is one lane of one panel: gathered, because a tied embedding is stored only once.
 void embedding(const void* args, int64_t task) {
     const EmbeddingArgs& a = *static_cast<const EmbeddingArgs*>(args);
     const Matrix& m = a.matrix;
@@ -82,9 +97,13 @@ void embedding(const void* args, int64_t task) {
             if (!valid) {
                 for (int64_t k = 0; k < m.k; ++k) put(k, 0.0f);
             } else if (m.format == kWeightF32) {
-                float_row<F32>(m, row, put);
+                float_row<F32>(m, row, kPanel, put);
             } else if (m.format == kWeightBF16) {
-                float_row<BF16>(m, row, put);
+                float_row<BF16>(m, row, kPanel, put);
+            } else if (m.format == kRowsF32) {
+                float_row<F32>(m, row, 1, put);
+            } else if (m.format == kRowsBF16) {
+                float_row<BF16>(m, row, 1, put);
             } else {
                 with_format(m, [&](auto format) { int_row<decltype(format)>(m, row, put); });
             }
@@ -94,6 +113,7 @@ void embedding(const void* args, int64_t task) {
             return with_element(a.factor_dtype,
                                 [&](auto element) { adapted_row<decltype(element)>(a, t, a.factors[slot], read_row); });
         }
+        if (m.format < 0 && valid) return copy_row(a, t, row);
         if (a.out_dtype == kF32) {
             float* out = static_cast<float*>(a.out) + t * m.k;
             read_row([&](int64_t k, float x) { out[k] = a.scale * x; });

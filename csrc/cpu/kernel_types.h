@@ -11,8 +11,11 @@ enum DType : int32_t { kF32 = 0, kBF16 = 1, kQ8 = 2, kInt8 = 3, kFloat8E4M3 = 4,
 // Output channels that share a panel of a packed matrix.
 constexpr int kPanel = 32;
 // How a packed matrix holds its weights. Codes of 4 and 8 bits come with scales and, in some formats, minima; those
-// from kWeightQ4K on keep the scales of a file's superblocks. All from kWeightInt4 on are multiplied as integers.
+// from kWeightQ4K on keep the scales of a file's superblocks. All from kWeightInt4 on are multiplied as integers. Those
+// below zero are not packed: rows one after the other, which are looked up and in no product.
 enum WeightFormat : int32_t {
+    kRowsF32 = -2,
+    kRowsBF16 = -1,
     kWeightF32 = 0,
     kWeightBF16 = 1,
     kWeightInt4 = 2,

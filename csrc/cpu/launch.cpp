@@ -136,6 +136,7 @@ Launch plan(PackArgs& args, const KernelTable&, int) {
 
 Launch plan(LinearArgs& args, const KernelTable& table, int threads) {
     const Matrix& m = args.matrix;
+    if (m.format < 0) throw std::invalid_argument("linear: a table whose rows are looked up is in no product.");
     const bool integers = m.format >= kWeightInt4;
     const int64_t panels = m.gated ? 2 * ceil_div(m.n / 2, kPanel) : ceil_div(m.n, kPanel);
     // Gated panels come in pairs, and all as whole blocks where the output is quantized.

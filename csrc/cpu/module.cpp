@@ -390,6 +390,8 @@ NB_MODULE(_cpu, m) {
     m.attr("INT8") = static_cast<int>(octavo::kInt8);
     m.attr("FLOAT8_E4M3") = static_cast<int>(octavo::kFloat8E4M3);
     m.attr("FLOAT8_E5M2") = static_cast<int>(octavo::kFloat8E5M2);
+    m.attr("ROWS_F32") = static_cast<int>(octavo::kRowsF32);
+    m.attr("ROWS_BF16") = static_cast<int>(octavo::kRowsBF16);
     m.attr("WEIGHT_F32") = static_cast<int>(octavo::kWeightF32);
     m.attr("WEIGHT_BF16") = static_cast<int>(octavo::kWeightBF16);
     m.attr("WEIGHT_INT4") = static_cast<int>(octavo::kWeightInt4);

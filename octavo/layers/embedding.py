@@ -14,11 +14,11 @@ _WHOLE_GROUPS = 256  # columns that a group of weights has at most
 
 class Embedding:
     """Of a table whose columns cannot be cut, as those of a row with one scale, each worker has all. Only some
-    `columns` of its rows may be wanted."""
+    `columns` of its rows may be wanted. It may be the matrix that makes logits too."""
 
     def __init__(
         self, name: str, num_rows: int, size: int, parameters: Parameters, share: Share, bias: bool | str = False,
-        columns: range | None = None,
+        columns: range | None = None, is_output: bool = False,
     ) -> None:  # fmt: skip
         self._ops, self._gathered, self._wanted = parameters.ops, None, None
         wanted = range(size) if columns is None else columns
@@ -36,7 +36,9 @@ class Embedding:
             own = share.of(len(taken), "columns of an embedding")
             self._gathered = Gathered(parameters.ops, share, own, len(taken), "columns of an embedding")
             taken = taken[own.start : own.stop]
-        self.weight = parameters.linear([name], [num_rows], len(taken), bias, columns=(taken.start, size))
+        self.weight = parameters.linear(
+            [name], [num_rows], len(taken), bias, columns=(taken.start, size), looked_up=not is_output
+        )
 
     def forward(self, token_ids: Array, dtype: str, scale: float = 1.0) -> Array:
         """[T] int32 -> [T, columns]"""

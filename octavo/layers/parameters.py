@@ -126,6 +126,7 @@ class Parameters:
         columns: tuple[int, int] | None = None,
         own: range | Sequence[range] | None = None,
         without_bias: Collection[str] = (),
+        looked_up: bool = False,
     ) -> LinearWeight:
         """Projections to `sizes` outputs of one input of `num_in` as one matrix: outputs side by side, or `gated`.
 
@@ -136,7 +137,7 @@ class Parameters:
         round are `is_reversed`. The input may be a `part` (number, of how many) of what the checkpoint's matrices read,
         each of `num_in`, or `columns`: the first of them, of how many. Of each projection only the rows that are `own`
         may be wanted: the same ones of all, or others of each. Some of the modules may be `without_bias` where the
-        others have one.
+        others have one. Rows that are `looked_up` are in no product.
         """
         stored_sizes = sizes if len(names) == len(sizes) else [sum(sizes)]
         if orders is not None and all(map(np.array_equal, orders, map(np.arange, stored_sizes))):
@@ -195,7 +196,7 @@ class Parameters:
                 taken = [part[order] for part, order in zip(taken, orders or held, strict=True)]
             biases = np.concatenate(taken)
             own_biases = [np.asarray(part, np.float32) for part in taken]
-        packed = self.ops.pack_linear(parts, biases, gated)
+        packed = self.ops.pack_linear(parts, biases, gated, looked_up)
         self.num_matrix_bytes += packed.num_bytes
         own_orders = [None] * len(names) if orders is None else orders
         if orders is None and (owns is not None or is_reversed):

@@ -206,10 +206,11 @@ class Decoder:
         is_tied, embedding_size = description.tie_word_embeddings, description.embedding_size or hidden_size
         has_output = description.pooling is None and is_last
         self._embedding: Embedding | None = None
-        if is_first or (is_tied and has_output and share.is_whole):
+        is_output = is_tied and has_output and share.is_whole
+        if is_first or is_output:
             self._embedding = Embedding(
                 description.embedding_name, vocab_size, embedding_size, parameters, share,
-                output_bias if is_tied and is_last and share.is_whole else False,
+                output_bias if is_tied and is_last and share.is_whole else False, is_output=is_output,
             )  # fmt: skip
         self._projection: LinearWeight | None = None
         if description.embedding_size is not None and is_first:

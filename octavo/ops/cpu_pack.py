@@ -56,7 +56,7 @@ class PackedWeight:
 
     @property
     def is_quantized(self) -> bool:
-        return self.format not in (_cpu.WEIGHT_F32, _cpu.WEIGHT_BF16)
+        return self.format not in (_cpu.WEIGHT_F32, _cpu.WEIGHT_BF16, _cpu.ROWS_F32, _cpu.ROWS_BF16)
 
     @property
     def takes_float32(self) -> bool:
@@ -136,10 +136,12 @@ def sum_by_segments(weight: LinearWeight, segments: int) -> int:
 
 
 def pack_linear(
-    parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None, gated: bool = False
+    parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None, gated: bool = False, looked_up: bool = False
 ) -> PackedWeight | PackedStack:
     """`Ops.pack_linear`. Raises `ConfigError` for formats that these kernels do not multiply."""
     assert not gated or (len(parts) == 2 and parts[0].shape == parts[1].shape), "gated parts are gate and up"
+    if looked_up and bias is None and [part.format in _PLAIN for part in parts] == [True]:
+        return _as_rows(parts[0].tensors["data"])
     floats = [part for part in parts if part.format in _PLAIN]
     if not floats:
         return _pack_runs(parts, bias, gated)
@@ -147,6 +149,13 @@ def pack_linear(
     # Some of a file's matrices were not worth fewer bits: those next to them follow.
     arrays = [part.tensors["data"] if part.format in _PLAIN else dequantize(part, dtype) for part in parts]
     return _pack_floats(arrays, bias, gated)
+
+
+def _as_rows(table: NDArray[Any]) -> PackedWeight:
+    format = _cpu.ROWS_F32 if code_of("pack_linear", table) == _cpu.F32 else _cpu.ROWS_BF16
+    data = zeros(table.nbytes)
+    data[:] = np.ascontiguousarray(table).view(np.uint8).reshape(-1)
+    return packed_weight(data, (table.shape[0], table.shape[1]), format)
 
 
 def _pack_runs(parts: Sequence[StoredWeight], bias: NDArray[Any] | None, gated: bool) -> PackedWeight | PackedStack:

@@ -13,7 +13,9 @@ from octavo.ops.cpu_pack import first_part
 from octavo.ops.cpu_program import check_inputs, empty
 
 # What float matrices multiply.
-FLOAT_FORMATS = {_cpu.WEIGHT_F32: FLOAT32, _cpu.WEIGHT_BF16: BFLOAT16}
+FLOAT_FORMATS = {
+    _cpu.WEIGHT_F32: FLOAT32, _cpu.WEIGHT_BF16: BFLOAT16, _cpu.ROWS_F32: FLOAT32, _cpu.ROWS_BF16: BFLOAT16,
+}  # fmt: skip
 
 
 def quantize(x: NDArray[Any], consumer: LinearWeight) -> NDArray[Any]:

@@ -20,12 +20,14 @@ class OpsOver(Protocol[A]):
         """A constant of a model (norm, table, bias) where the backend computes."""
 
     def pack_linear(
-        self, parts: Sequence[StoredWeight], bias: HostArray | None = None, gated: bool = False
-    ) -> LinearWeight:
+        self, parts: Sequence[StoredWeight], bias: HostArray | None = None, gated: bool = False,
+        looked_up: bool = False,
+    ) -> LinearWeight:  # fmt: skip
         """Pack matrices [N, K] of the same input, once, at load, as one whose outputs are side by side.
 
         Floats are multiplied as float32 or bfloat16, on some backends as float16 too. Parts of few bits beside floats
         become floats of their type. `bias` [sum of N] is for all outputs. With `gated` the parts are gate and up.
+        A matrix that is `looked_up` is for `embedding` and for no product, and may lie otherwise.
         """
 
     def linear(self, x: A, weight: LinearWeight, out_dtype: str | None = None) -> A:

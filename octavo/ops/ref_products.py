@@ -46,7 +46,9 @@ class DenseWeight:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-def pack_linear(parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None, gated: bool = False) -> DenseWeight:
+def pack_linear(
+    parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None, gated: bool = False, looked_up: bool = False
+) -> DenseWeight:
     """Matrices of few bits become what they stand for, in the type of the floats beside them or float32; so this is
     the reference of products with activations that are not quantized."""
     floats = [part.tensors["data"] for part in parts if part.format in ("F32", "F16", "BF16")]

@@ -67,9 +67,9 @@ class OverTensors:
         """Memory of the host as the backend's own."""
         return memory if self._takes_numpy else to_torch(memory)
 
-    def _pack_linear(self, parts: list[Any], bias: Tensor | None = None, gated: bool = False) -> Any:
+    def _pack_linear(self, parts: list[Any], bias: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         host_bias = None if bias is None else to_numpy(bias.cpu())
-        return self.module.pack_linear([stored(part) for part in parts], host_bias, gated)
+        return self.module.pack_linear([stored(part) for part in parts], host_bias, *args, **kwargs)
 
     def _given(self, x: Any) -> Any:
         if isinstance(x, torch.dtype):

@@ -179,11 +179,18 @@ def test_linear_of_no_rows_is_empty(isa: str, dtype: torch.dtype) -> None:
 @given(k=sizes, n=sizes, tokens=st.integers(1, 60))
 def test_embedding_gives_back_the_exact_rows(isa: str, dtype: torch.dtype, k: int, n: int, tokens: int) -> None:
     table = random(k, n, k, dtype=dtype)
-    weight = cpu.pack_linear([table])
     ids = torch.randint(0, n, (tokens,), generator=torch.Generator().manual_seed(n), dtype=torch.int32)
-    assert_same_bits(cpu.embedding(ids, weight), table[ids.long()])
-    for out_dtype in DTYPES:
-        assert_same_bits(cpu.embedding(ids, weight, out_dtype), table[ids.long()].to(out_dtype))
+    for looked_up in (False, True):
+        weight = cpu.pack_linear([table], looked_up=looked_up)
+        assert_same_bits(cpu.embedding(ids, weight), table[ids.long()])
+        for out_dtype in DTYPES:
+            assert_same_bits(cpu.embedding(ids, weight, out_dtype), table[ids.long()].to(out_dtype))
+
+
+def test_a_table_whose_rows_are_looked_up_has_no_products(isa: str) -> None:
+    table = cpu.pack_linear([random(0, 40, 16)], looked_up=True)
+    with pytest.raises(ValueError, match="in no product"):
+        cpu.linear(random(1, 3, 16), table)
 
 
 def test_packed_weights_report_their_shape_and_size() -> None:

@@ -42,7 +42,9 @@ _INTEGERS = frozenset(gguf.LAYOUTS) | UNPACKED_WHOLE | {int4.FORMAT}
 _ROW_SCALED = {"FP8_SCALED": torch.float8_e4m3fn, "INT8_SCALED": torch.int8}
 
 
-def pack_linear(parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None, gated: bool = False) -> PackedWeight:
+def pack_linear(
+    parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None, gated: bool = False, looked_up: bool = False
+) -> PackedWeight:
     """`Ops.pack_linear`."""
     device = launch.device()
     rows = RowOrder([part.shape for part in parts], gated)
