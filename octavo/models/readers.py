@@ -91,6 +91,10 @@ _NULLABLE = {
     "moe_intermediate_size", "n_shared_experts", "num_key_value_heads", "num_nextn_predict_layers", "q_lora_rank",
     "rms_norm_eps", "rotary_dim", "shared_expert_intermediate_size", "sliding_window", "swiglu_limit",
 }  # fmt: skip
+# Settings of several families, which count in those alone that have a default of them.
+_OF_SOME = (
+    "attention_multiplier", "embedding_multiplier", "final_logit_softcapping", "logits_scaling", "residual_multiplier",
+)  # fmt: skip
 _ROPE_NUMBERS = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
 _ATTENTION_TYPES = ("full_attention", "sliding_attention")
 _ACTIVATIONS = {
@@ -116,7 +120,7 @@ def routing(**changes: Any) -> Setting:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """How an architecture differs from Llama: fields of the descriptions, each with a value or a `Setting`. Some
-    settings count in all of them: of biases, soft caps and Granite's multipliers, of layers that are dense or guess."""
+    settings count without a word here: of biases, of layers that are dense or guess, and those of `_OF_SOME`."""
 
     norm: Setting = field(default_factory=rms)  # every norm that is not said to be another
     attention: Mapping[str, Any] = field(default_factory=dict)
@@ -195,7 +199,11 @@ def _merged(name: str, given: Config) -> dict[str, Any]:
         for own in reversed(names)
         if own in given and given.get(standard) is None
     }
-    config = overlaid({**_DEFAULTS, **_OWN_DEFAULTS.get(_HEADS.sub("", name), {})}, {**given, **renamed})
+    own = _OWN_DEFAULTS.get(_HEADS.sub("", name), {})
+    config = overlaid({**_DEFAULTS, **own}, {**given, **renamed})
+    for setting in _OF_SOME:
+        if setting not in own:
+            config.pop(setting, None)
     if config["layer_types"] is not None:
         config["layer_types"] = ["full_attention" if kind == "attention" else kind for kind in config["layer_types"]]
         config.setdefault("num_hidden_layers", len(config["layer_types"]))
