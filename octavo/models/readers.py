@@ -38,8 +38,6 @@ _DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": False,
     "rope_theta": 10000.0,
     "partial_rotary_factor": 1.0,
-    "attention_bias": False,
-    "mlp_bias": False,
     "sliding_window": None,
     "use_sliding_window": False,
     "layer_types": None,
@@ -93,7 +91,8 @@ _NULLABLE = {
 }  # fmt: skip
 # Settings of several families, which count in those alone that have a default of them.
 _OF_SOME = (
-    "attention_multiplier", "embedding_multiplier", "final_logit_softcapping", "logits_scaling", "residual_multiplier",
+    "attention_bias", "attention_multiplier", "embedding_multiplier", "final_logit_softcapping", "logits_scaling",
+    "mlp_bias", "residual_multiplier",
 )  # fmt: skip
 _ROPE_NUMBERS = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
 _ATTENTION_TYPES = ("full_attention", "sliding_attention")
@@ -120,7 +119,7 @@ def routing(**changes: Any) -> Setting:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """How an architecture differs from Llama: fields of the descriptions, each with a value or a `Setting`. Some
-    settings count without a word here: of biases, of layers that are dense or guess, and those of `_OF_SOME`."""
+    settings count without a word here: of layers that are dense or guess, and those of `_OF_SOME`."""
 
     norm: Setting = field(default_factory=rms)  # every norm that is not said to be another
     attention: Mapping[str, Any] = field(default_factory=dict)
@@ -238,8 +237,8 @@ def _attention(family: Family, config: Config, i: int) -> AttentionDescription:
         "rope": rope_of(config, i, size, family.rope or {}, layer_type, family.rope_kinds) if turns else None,
         "window": (config["sliding_window"] or 0) if layer_type == "sliding_attention" else 0,
         "query_growth": query_growth(config),
-        "qkv_bias": config["attention_bias"],
-        "output_bias": config["attention_bias"],
+        "qkv_bias": config.get("attention_bias", False),
+        "output_bias": config.get("attention_bias", False),
     } | valued(family.attention, config, i)
     num_heads, num_kv_heads = attention["num_heads"], attention["num_kv_heads"]
     if num_heads % num_kv_heads:
@@ -254,7 +253,7 @@ def _feed_forward(family: Family, config: Config, i: int) -> FeedForwardDescript
         experts = {"num_experts": config["num_experts"], "intermediate_size": size, "activation": activation}
         return ExpertsDescription(**experts | valued({"routing": routing(), **family.experts}, config, i))
     size = config["intermediate_size"] or 4 * config["hidden_size"]
-    settings = {"intermediate_size": size, "activation": activation, "bias": config["mlp_bias"]}
+    settings = {"intermediate_size": size, "activation": activation, "bias": config.get("mlp_bias", False)}
     return FeedForwardDescription(**settings | valued(family.feed_forward, config, i))
 
 

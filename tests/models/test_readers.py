@@ -7,7 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from octavo.errors import LoadError
@@ -213,6 +214,18 @@ def test_a_configuration_without_a_size_is_refused(size: str) -> None:
 )
 def test_null_is_as_if_it_were_left_out(architecture: str, names: list[str], given: dict[str, Any]) -> None:
     assert described(architecture, **given, **dict.fromkeys(names)) == described(architecture, **given)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen3", "Exaone4", "Cwm"])
+def test_biases_count_where_the_class_has_them(name: str) -> None:
+    given = COMMON_SIZES | {"attention_bias": True, "mlp_bias": True}
+    architecture = f"{name}ForCausalLM"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(MODEL_TYPES[architecture], **given))
+    theirs, ours = model.model.layers[0], described(architecture, **given).layers[0]
+    assert bool(ours.attention.qkv_bias) == (theirs.self_attn.q_proj.bias is not None)
+    assert bool(ours.attention.output_bias) == (theirs.self_attn.o_proj.bias is not None)
+    assert bool(ours.feed_forward.bias) == (theirs.mlp.down_proj.bias is not None)
 
 
 def test_null_is_none_where_configurations_mean_that_and_no_where_they_have_a_switch() -> None:
