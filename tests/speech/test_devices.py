@@ -113,7 +113,7 @@ def test_answers_of_tritons_kernels_are_the_cpus(
     plain = SamplingParams(temperature=0, max_tokens=2, logprobs=3, ignore_eos=True)
 
     def told() -> tuple[list[Any], list[Any]]:
-        llm = engine(whisper, max_num_batched_tokens=4, max_num_seqs=2)
+        llm = engine(whisper, max_num_batched_tokens=4, max_num_seqs=2, reproducible_parallel=False)  # GPUs cut no sums
         [alone] = generate(llm, prompts[0], params=ALIGNED)
         together = generate(llm, *prompts, params=plain)
         llm.close()
