@@ -74,7 +74,8 @@ def as_chat(tokenizer: ModelTokenizer, text: str) -> str:
 
 def _lines(path: str) -> list[str]:
     try:
-        lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+        # Not splitlines, which cuts at U+2028 and others, which a line of JSON may have.
+        lines = [line for line in Path(path).read_text(encoding="utf-8").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"--dataset-path {path} cannot be read: {getattr(error, 'strerror', None) or error}."

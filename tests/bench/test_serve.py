@@ -241,6 +241,8 @@ def test_custom_prompts_are_a_files(tiny_tokenizer: Path, tmp_path: Path) -> Non
     ]  # fmt: skip
     assert templated[0].num_tokens == len(tokenizer.encode(templated[0].text, add_special_tokens=False))
     assert dataset(tokenizer, *flags, backend="openai-chat")[0].text == "One?", "the server has the template"
+    file.write_text('{"prompt": "One\u2028more?"}\n', encoding="utf-8")  # which JSON may hold as it is
+    assert dataset(tokenizer, *flags[:-1], "1", "--skip-chat-template")[0].text == "One\u2028more?"
     for line in ("{", '{"text": "a"}', '"a"', '{"prompt": "a"}', '{"prompt": 5, "output_tokens": 1}'):
         file.write_text(line)
         with pytest.raises(ConfigError, match=r"line 1 is not \{\"prompt\""):
