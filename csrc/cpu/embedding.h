@@ -6,14 +6,14 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// Row n of a float matrix whose panels have `panel` rows (1: it is not packed): element k goes to f(k, value).
+// Row n of a float matrix that is packed: element k goes to f(k, value).
 template <class E, class Function>
-inline void float_row(const Matrix& m, int64_t n, int64_t panel, Function f) {
+inline void float_row(const Matrix& m, int64_t n, Function f) {
     using T = typename E::T;
-    const int64_t step = panel == 1 ? 1 : E::kStep, steps = (m.k + step - 1) / step;
-    const T* w = static_cast<const T*>(m.data) + (n / panel * steps * panel + n % panel) * step;
+    const int64_t steps = (m.k + E::kStep - 1) / E::kStep;
+    const T* w = static_cast<const T*>(m.data) + (n / kPanel * steps * kPanel + n % kPanel) * E::kStep;
     for (int64_t k = 0; k < m.k; ++k) {
-        const T x = w[k / step * panel * step + k % step];
+        const T x = w[k / E::kStep * kPanel * E::kStep + k % E::kStep];
         if constexpr (sizeof(T) == 4) {
             f(k, x);
         } else {
@@ -71,16 +71,33 @@ inline void adapted_row(const EmbeddingArgs& a, int64_t t, const AdapterFactors&
     read_row(put);
 }
 
-// Row `row` of a table that is not packed, for token t.
-inline void copy_row(const EmbeddingArgs& a, int64_t t, int64_t row) {
-    const int64_t width = a.matrix.k;
+// Calls f with where row n of a table lies that is not packed.
+template <class F>
+inline void with_table_row(const Matrix& m, int64_t n, F f) {
+    with_element(m.format == kRowsF32 ? kF32 : kBF16,
+                 [&](auto element) { f(static_cast<const typename decltype(element)::T*>(m.data) + n * m.k); });
+}
+
+// Element k of that row goes to f(k, value).
+template <class Function>
+inline void table_row(const Matrix& m, int64_t n, Function f) {
+    with_table_row(m, n, [&](const auto* row) {
+        alignas(64) float part[kLanes];
+        for_vectors(m.k, [&](int64_t i, int lanes) {
+            store(part, load_some(row + i, lanes));
+            for (int lane = 0; lane < lanes; ++lane) f(i + lane, part[lane]);
+        });
+    });
+}
+
+// The row, for token t.
+inline void copy_row(const EmbeddingArgs& a, int64_t t, int64_t n) {
     const Vec scale = set1(a.scale);
-    with_element(a.matrix.format == kRowsF32 ? kF32 : kBF16, [&](auto stored) {
+    with_table_row(a.matrix, n, [&](const auto* row) {
         with_element(a.out_dtype, [&](auto element) {
-            const auto* from = static_cast<const typename decltype(stored)::T*>(a.matrix.data) + row * width;
-            auto* out = static_cast<typename decltype(element)::T*>(a.out) + t * width;
-            for_vectors(width, [&](int64_t i, int lanes) {
-                store_some(out + i, mul(scale, load_some(from + i, lanes)), lanes);
+            auto* out = static_cast<typename decltype(element)::T*>(a.out) + t * a.matrix.k;
+            for_vectors(a.matrix.k, [&](int64_t i, int lanes) {
+                store_some(out + i, mul(scale, load_some(row + i, lanes)), lanes);
             });
         });
     });
@@ -97,13 +114,11 @@ void embedding(const void* args, int64_t task) {
             if (!valid) {
                 for (int64_t k = 0; k < m.k; ++k) put(k, 0.0f);
             } else if (m.format == kWeightF32) {
-                float_row<F32>(m, row, kPanel, put);
+                float_row<F32>(m, row, put);
             } else if (m.format == kWeightBF16) {
-                float_row<BF16>(m, row, kPanel, put);
-            } else if (m.format == kRowsF32) {
-                float_row<F32>(m, row, 1, put);
-            } else if (m.format == kRowsBF16) {
-                float_row<BF16>(m, row, 1, put);
+                float_row<BF16>(m, row, put);
+            } else if (m.format < 0) {
+                table_row(m, row, put);
             } else {
                 with_format(m, [&](auto format) { int_row<decltype(format)>(m, row, put); });
             }

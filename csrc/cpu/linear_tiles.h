@@ -34,8 +34,11 @@ class Unfinished {
   public:
     explicit Unfinished(const LinearArgs& a) : a_(a) {}
 
-    // Those of the call before are finished.
-    void put(const Products& products) { left_ = products; }
+    // Finishes what is left of those before.
+    void put(const Products& products) {
+        finish_all();
+        left_ = products;
+    }
 
     void finish_some(int64_t rows) {
         Products some = left_;
@@ -129,17 +132,13 @@ void bf16_tile_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, 
             float* y = buffers[turn];
             for (int64_t p = 0; p < panels; ++p) {
                 sum_segments(a.matrix, y + p * kPanel, waiting, kPanel, count, kPanel, [&](Segment segment, float* to) {
-                    if constexpr (kWaits) {
-                        bf16_tiles<kTall>(a, segment, row, count, panel + p, to,
-                                          [&] { before.finish_some(rows_a_step); });
-                    } else {
-                        bf16_tiles<kTall>(a, segment, row, count, panel + p, to, [] {});
-                    }
+                    bf16_tiles<kTall>(a, segment, row, count, panel + p, to, [&] {
+                        if constexpr (kWaits) before.finish_some(rows_a_step);
+                    });
                 });
             }
             const Products products{y, kMaxUnit, row, count, panel * kPanel, panels * kPanel};
             if constexpr (kWaits) {
-                before.finish_all();
                 before.put(products);
                 turn = 1 - turn;
             } else {

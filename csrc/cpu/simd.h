@@ -141,12 +141,9 @@ inline void store_some(T* p, Vec v, int lanes) {
     }
 }
 
-// Two vectors side by side. Those of bf16 are rounded as one where an instruction does that.
+// Two vectors side by side. An instruction set may have a better way for its elements.
 template <class T>
 inline void store_two(T* p, Vec a, Vec b) {
-#ifdef OCTAVO_NARROWS_TWO
-    if constexpr (sizeof(T) == 2) return store_narrowed(p, a, b);
-#endif
     store(p, a);
     store(p + kLanes, b);
 }

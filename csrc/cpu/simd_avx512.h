@@ -70,8 +70,8 @@ inline __m256i narrow(Vec v) {
 inline Vec load(const uint16_t* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline void store(uint16_t* p, Vec v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(v)); }
 #ifdef __AVX512BF16__
-#define OCTAVO_NARROWS_TWO 1
-inline void store_narrowed(uint16_t* p, Vec a, Vec b) {
+// `store_two` of simd.h.
+inline void store_two(uint16_t* p, Vec a, Vec b) {
     const __mmask16 others = _kor_mask16(_mm512_fpclass_ps_mask(a, 0xa1), _mm512_fpclass_ps_mask(b, 0xa1));
     if (__builtin_expect(others == 0, 1)) return _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b, a));
     store(p, a);

@@ -34,8 +34,8 @@ inline Vec div(Vec a, Vec b) { return vdivq_f32(a, b); }
 inline Vec reciprocal(Vec a) { return vdivq_f32(vdupq_n_f32(1.0f), a); }
 inline Vec sqrt(Vec a) { return vsqrtq_f32(a); }
 inline Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
-// As on x86: the second operand where either is NaN.
 inline Vec abs(Vec a) { return vabsq_f32(a); }
+// As on x86: the second operand where either is NaN.
 inline Vec max(Vec a, Vec b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 inline Vec min(Vec a, Vec b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
 // Bit i says whether a[i] >= b[i].

@@ -35,7 +35,8 @@ _PLAIN_SCALES = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"})
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A matrix in panels of 32 output channels (docs/kernels.md); a bias is kept in float32, padded as the panels are.
+    """A matrix in panels of 32 output channels (docs/kernels.md), or in rows, if it is looked up only; a bias is
+    float32, padded as the panels are.
 
     `matrix` is all that as the kernels take it; it points into `data` and `bias`. With an `order` [in_features] int32
     input i of the panels is element order[i] of the rows that are multiplied.
@@ -152,6 +153,7 @@ def pack_linear(
 
 
 def _as_rows(table: NDArray[Any]) -> PackedWeight:
+    """table [N, K] of float32 or bfloat16, as it is, in memory of its own."""
     format = _cpu.ROWS_F32 if code_of("pack_linear", table) == _cpu.F32 else _cpu.ROWS_BF16
     data = zeros(table.nbytes)
     data[:] = np.ascontiguousarray(table).view(np.uint8).reshape(-1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +21,11 @@ from tests.execution.test_heads import DEEPSEEK_MODULE, SHAPE, answer_of, heads,
 from tests.execution.test_heads import model as deep_model
 from tests.execution.test_runner import config_of, model, requests, run
 from tests.execution.test_team import Outputs, told_exactly
+from tests.execution.test_team import start_of as start
 
-__all__ = ["deep_model", "heads", "model"]
+__all__ = ["deep_model", "heads", "model", "start"]
 
 Start = Callable[..., EngineCore]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Cores of several workers that always guess, which are ended."""
-    teams = []
-
-    def start(folder: Path, speculation: Speculation, **flags: Any) -> EngineCore:
-        executor = TeamExecutor(config_of(folder, **flags))
-        teams.append(executor.team)
-        return EngineCore(config_of(folder, **flags), executor, speculation)
-
-    yield start
-    for team in teams:
-        team.close()
 
 
 def exactly(outputs: Outputs) -> dict[tuple[str, int], Any]:

@@ -26,6 +26,7 @@ from tests.execution.test_guesses import guessed_requests
 from tests.execution.test_runner import EOS, config_of, model, requests, run
 from tests.execution.test_stages import GEMMAS, ZAMBAS
 from tests.execution.test_team import EXPERTS, FEW_ADAPTERS, adapted, assert_near, told_exactly, write_adapters
+from tests.execution.test_team_ends import kill_amid_steps
 from tests.lora.random_adapters import TINY_SIZES, write_adapter_of
 
 __all__ = ["model"]
@@ -199,21 +200,12 @@ def test_a_worker_that_dies_ends_the_step_and_the_others(
     start: Callable[..., EngineCore], flags: dict[str, int], victim: int
 ) -> None:
     core = start(**flags)
-    assert isinstance(core.executor, TeamExecutor)
-    team = core.executor.team
-    told: list[str] = []
-    team.on_death(told.append)
-    for request in requests(1, 3):
-        core.add(request)
-    core.step()
-    processes = team.processes
-    processes[victim].kill()
-    processes[victim].wait(60)
+    processes, told = kill_amid_steps(core, victim)
     begin = time.monotonic()
     with pytest.raises((RuntimeError, ConnectionError), match=r"Connection closed by peer|has ended"):
         run(core, [])
     assert time.monotonic() - begin < 2
-    team.close()
+    core.executor.team.close()  # type: ignore[attr-defined]
     statuses = [process.wait(60) for process in processes]
     assert statuses.pop(victim) == -9
     assert all(status in (0, 1) for status in statuses), "gloo tells those that wait, too"

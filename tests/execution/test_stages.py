@@ -13,9 +13,9 @@ from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError
 from tests.execution.small_overrides import CUT, GEMMA_3N, GEMMA_4, ZAMBA, ZAMBA_2
 from tests.execution.test_runner import config_of, model, requests, run
-from tests.execution.test_team import start, told_exactly, without_partition
+from tests.execution.test_team import start, start_of, told_exactly, without_partition
 
-__all__ = ["model", "start"]
+__all__ = ["model", "start", "start_of"]
 
 # The last two read the keys of the two before them, so that a stage can begin with one of the first three alone.
 _SIX: dict[str, Any] = {

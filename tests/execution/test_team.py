@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -55,18 +56,23 @@ Outputs = dict[tuple[str, int], list[SequenceOutput]]
 
 
 @pytest.fixture
-def start(model: Path) -> Iterator[Callable[..., EngineCore]]:
-    """Cores of several workers, which are ended."""
+def start_of() -> Iterator[Callable[..., EngineCore]]:
+    """Cores of several workers of models, which are ended."""
     teams = []
 
-    def start(speculation: Speculation | None = None, **flags: Any) -> EngineCore:
-        executor = TeamExecutor(config_of(model, **flags))
+    def start(folder: Path, speculation: Speculation | None = None, **flags: Any) -> EngineCore:
+        executor = TeamExecutor(config_of(folder, **flags))
         teams.append(executor.team)
-        return EngineCore(config_of(model, **flags), executor, speculation)
+        return EngineCore(config_of(folder, **flags), executor, speculation)
 
     yield start
     for team in teams:
         team.close()
+
+
+@pytest.fixture
+def start(start_of: Callable[..., EngineCore], model: Path) -> Callable[..., EngineCore]:
+    return partial(start_of, model)
 
 
 def assert_near(found: Outputs, expected: Outputs) -> None:

@@ -6,7 +6,7 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +18,24 @@ from octavo.errors import ConfigError, LoadError
 from octavo.execution import host_workers
 from octavo.execution.executor import TeamExecutor
 from tests.execution.test_runner import config_of, model, requests, run
-from tests.execution.test_team import start
+from tests.execution.test_team import start, start_of
 
-__all__ = ["model", "start"]
+__all__ = ["model", "start", "start_of"]
+
+
+def kill_amid_steps(core: EngineCore, victim: int) -> tuple[Sequence[subprocess.Popen[bytes]], list[str]]:
+    """All processes of the core's workers, one of which is killed between two steps, and what is told of deaths."""
+    assert isinstance(core.executor, TeamExecutor)
+    team = core.executor.team
+    told: list[str] = []
+    team.on_death(told.append)
+    for request in requests(1, 3):
+        core.add(request)
+    core.step()
+    processes = team.processes
+    processes[victim].kill()
+    processes[victim].wait(60)
+    return processes, told
 
 
 @pytest.mark.parametrize(
@@ -34,22 +49,13 @@ def test_a_worker_that_dies_ends_the_step_and_the_others(
     start: Callable[..., EngineCore], flags: dict[str, int], name: str
 ) -> None:
     core = start(**flags)
-    assert isinstance(core.executor, TeamExecutor)
-    team = core.executor.team
-    told: list[str] = []
-    team.on_death(told.append)
-    for request in requests(1, 3):
-        core.add(request)
-    core.step()
-    processes = team.processes
-    processes[1].kill()
-    processes[1].wait(60)
+    processes, told = kill_amid_steps(core, 1)
     with pytest.raises(
         (RuntimeError, ConnectionError),
         match=r"another worker of this model has ended|of another stage has|of . has ended",
     ):
         run(core, [])
-    team.close()
+    core.executor.team.close()  # type: ignore[attr-defined]
     assert [process.wait(60) for process in processes] == [0, -9, 0]
     assert all(message == f"{name} ended with status -9" for message in told)
 

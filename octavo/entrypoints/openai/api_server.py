@@ -9,29 +9,8 @@ from typing import TYPE_CHECKING, Any
 from octavo.processes import import_path
 
 if TYPE_CHECKING:
-    from octavo.entrypoints.openai.programs import (
-        FlexibleArgumentParser,
-        build_app,
-        build_async_engine_client,
-        build_async_engine_client_from_engine_args,
-        cli_env_setup,
-        init_app_state,
-        make_arg_parser,
-        run_server,
-        validate_parsed_serve_args,
-    )
+    from octavo.entrypoints.openai.programs import *  # noqa: F403
 
-__all__ = [
-    "FlexibleArgumentParser",
-    "build_app",
-    "build_async_engine_client",
-    "build_async_engine_client_from_engine_args",
-    "cli_env_setup",
-    "init_app_state",
-    "make_arg_parser",
-    "run_server",
-    "validate_parsed_serve_args",
-]
 # vLLM's that there are not, with what to do instead.
 _ABSENT = {
     "router": "app.add_route(path, function, methods=[...]) adds a route to what build_app returns",
@@ -42,10 +21,11 @@ _ABSENT = {
 
 def __getattr__(name: str) -> Any:
     """Loaded when it is asked for: a server that is started needs none of it."""
-    if name in __all__:
+    if not name.startswith("_"):
         from octavo.entrypoints.openai import programs
 
-        return getattr(programs, name)
+        if name in programs.__all__:
+            return getattr(programs, name)
     why = f": {_ABSENT[name]}" if name in _ABSENT else ""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{why}")
 
