@@ -103,8 +103,9 @@ def mean(name: str) -> str:
     return f"{rate(name, end='_sum')} / {rate(name, end='_count')}"
 
 
-def panel(name: str, title: str = "", by: str = "") -> Panel:
-    """One metric, a line per value of `by`: a gauge as it is, a counter's rate, a histogram's quantiles and mean."""
+def panel(name: str, title: str = "", by: str = "", of_engines: str = "max") -> Panel:
+    """One metric, a line per value of `by`: a gauge as it is, a counter's rate, a histogram's quantiles and mean. Of
+    engines that share a line gauges show the highest, or what `of_engines` says."""
     metric, unit = METRICS[name], unit_of(name)
     legend = " ".join(f"{{{{{label}}}}}" for label in by.split(", ") if label) or "all"
     queries: tuple[tuple[str, str], ...]
@@ -114,7 +115,7 @@ def panel(name: str, title: str = "", by: str = "") -> Panel:
         queries, unit = ((rate(name, by), legend),), "percentunit" if unit == "s" else "cps"
     else:
         by = by or "instance"
-        queries = ((f"max by ({by}) ({name}{select(name)})", legend if legend != "all" else "{{instance}}"),)
+        queries = ((f"{of_engines} by ({by}) ({name}{select(name)})", legend if legend != "all" else "{{instance}}"),)
     return Panel(title or readable(name), queries, unit, metric.documentation, frozenset({name}))
 
 
@@ -204,7 +205,7 @@ def engine() -> Dashboard:
             panel("vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted by place", "position"),
         ],
         "Adapters": [
-            panel("octavo:adapters", by="place"),
+            panel("octavo:adapters", by="place", of_engines="sum"),
             panel("octavo:adapter_reads"),
             panel("octavo:adapter_read_seconds", "Time of reading adapters"),
             panel("octavo:adapter_loads"),
@@ -219,7 +220,7 @@ def engine() -> Dashboard:
             panel("octavo:tower_seconds", "Time of towers"),
         ],
         "Process": [
-            panel("octavo:memory_bytes", by="instance, kind"),
+            panel("octavo:memory_bytes", by="instance, kind", of_engines="sum"),
             panel("process_resident_memory_bytes", "Resident memory of the front end"),
             panel("process_cpu_seconds", "Processors that the front end takes", "instance"),
             together("Open files of the front end", "short", {
@@ -241,7 +242,7 @@ def models() -> Dashboard:
     failed = f'vllm:request_success_total{{finished_reason="error", {select("vllm:")[1:]}'
     return Dashboard("octavo-models", "Octavo: models", "Many models side by side, a line each.", {
         "Load": [
-            each("Servers", f"count by ({by}) (vllm:num_requests_running{select('vllm:')})"),
+            each("Servers", f"count by ({by}) (max by ({by}, instance) (vllm:num_requests_running{select('vllm:')}))"),
             each("Requests running", f"sum by ({by}) (vllm:num_requests_running{select('vllm:')})"),
             each("Requests waiting", f"sum by ({by}) (vllm:num_requests_waiting{select('vllm:')})"),
             each("Tokens generated", rate("vllm:generation_tokens", by), "cps"),

@@ -182,6 +182,8 @@ class Plan:
         self.metadata = dict(_pair(word, "--metadata") for word in args.metadata)
         self.extra_body = _json_object(args.extra_body)
         self.ramp = _ramp(args)
+        if args.append_result and not args.save_result:
+            raise ConfigError("--append-result says how --save-result writes; give that too.")
         if not rate > 0:
             raise ConfigError(f"--request-rate must be greater than 0, got {rate}.")
         if not args.burstiness > 0:

@@ -19,6 +19,8 @@ _SONNET_ASKS = "Pick as many lines as you can from these poem lines:\n"
 def custom_texts(path: str, output_len: int) -> list[tuple[str, int]]:
     """The `prompt` of each line of a JSON Lines file, and how many tokens are to be generated: `output_len`, or the
     line's own `output_tokens` where that is -1. Raises `ConfigError`."""
+    if output_len != -1 and output_len < 1:
+        raise ConfigError(f"--custom-output-len must be at least 1, or -1 for what each line says, got {output_len}.")
     found = []
     for number, line in enumerate(_lines(path), 1):
         try:

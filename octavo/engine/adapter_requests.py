@@ -31,9 +31,11 @@ class AdapterRequests:
 
     async def find(self, asked: LoRARequest) -> AdapterSource:
         """Where an adapter lies and what it holds now. Raises `RequestError`."""
-        found = await run_off_loop(lambda: self._inputs.find_adapter(asked), length=MAX_INLINE_LENGTH + 1)
-        self._by_id[asked.lora_int_id] = found
-        return found
+        return await run_off_loop(lambda: self._inputs.find_adapter(asked), length=MAX_INLINE_LENGTH + 1)
+
+    def name(self, lora_id: int, source: AdapterSource) -> None:
+        """Have an adapter listed under its `lora_int_id` until it is removed."""
+        self._by_id[lora_id] = source
 
     async def load(self, source: AdapterSource, pins: bool = False) -> None:
         """Return when an adapter is on the host. Raises `RequestError` if it cannot be served."""

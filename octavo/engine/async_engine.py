@@ -213,7 +213,10 @@ class AsyncLLMEngine(EngineCalls):
         if not isinstance(request_id, str) or not is_unicode(request_id):
             raise RequestError(f"the request id {request_id!r} is not valid Unicode text.", param="request_id")
         arrival_time = time.monotonic()
-        adapter = None if lora_request is None else await self._adapters.find(lora_request)
+        adapter = None
+        if lora_request is not None:
+            adapter = await self._adapters.find(lora_request)
+            self.name_adapter(lora_request.lora_int_id, adapter)
         request = await run_off_loop(
             lambda: self.inputs.process(
                 prompt,
@@ -321,7 +324,9 @@ class AsyncLLMEngine(EngineCalls):
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Bring an adapter to the host and check it, before a request asks for it. Raises `RequestError` if it cannot
         be served."""
-        await self.load_adapter(await self._adapters.find(lora_request))
+        source = await self._adapters.find(lora_request)
+        await self.load_adapter(source)
+        self.name_adapter(lora_request.lora_int_id, source)
         return True
 
     async def remove_lora(self, lora_id: int) -> bool:
@@ -336,6 +341,10 @@ class AsyncLLMEngine(EngineCalls):
         """Keep the adapter of a `lora_int_id` on the host, and on the device while others can make room."""
         await self._adapters.pin(lora_id)
         return True
+
+    def name_adapter(self, lora_id: int, source: AdapterSource) -> None:
+        """List an adapter that has been asked for, which this engine has or may be given."""
+        self._adapters.name(lora_id, source)
 
     async def load_adapter(self, source: AdapterSource) -> None:
         """Return when an adapter is on the host. Raises `RequestError` if it cannot be served."""

@@ -184,7 +184,11 @@ class DataParallelEngine(EngineCalls):
             engine.stop_restarting()
 
     async def prepare(self, wanted: Wanted) -> EngineRequest:
-        return await self._engines[0].prepare(wanted)
+        request = await self._engines[0].prepare(wanted)
+        if wanted.lora_request is not None and request.adapter is not None:  # whichever computes it gets the adapter
+            for engine in self._engines[1:]:
+                engine.name_adapter(wanted.lora_request.lora_int_id, request.adapter)
+        return request
 
     async def generate_from(
         self, request: EngineRequest, shown_id: str | None = None

@@ -300,16 +300,16 @@ class InputProcessor:
             if getattr(params, name) is not None:
                 raise RequestError(f"{name} is of tokens, and prompt_embeds are none; leave it out.", param=name)
         item, made = self.prompt_embeds.take(embeds, salt)
-        self._check_length(item.num_tokens)
+        self._check_length(item.num_tokens, "shorten it")
         text = prompt.get("prompt") if isinstance(prompt.get("prompt"), str) else None
         return Prompt([0] * item.num_tokens, text, media=(item,), cache_salt=salt, is_embedded=True), [made], ()
 
-    def _check_length(self, num_tokens: int) -> None:
+    def _check_length(self, num_tokens: int, advice: str = "shorten it, or set truncate_prompt_tokens") -> None:
         """Raise `RequestError` for a prompt that leaves no room for an answer."""
         if num_tokens >= (limit := self.model.max_model_len):
             raise RequestError(
                 f"the prompt has {num_tokens} tokens and the model takes {limit} of prompt and output together; "
-                "shorten it, or set truncate_prompt_tokens.",
+                f"{advice}.",
                 param="prompt",
                 code="context_length_exceeded",
             )

@@ -93,7 +93,7 @@ class LLMEngine(StepCalls):
                 self.core.abort(own_id)
 
     def get_num_unfinished_requests(self) -> int:
-        return len(self._outputs.requests)
+        return len(self._outputs.requests) + sum(output.finished for output in self._arrived)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._outputs.requests or self._failed or self._arrived)
@@ -136,9 +136,10 @@ class LLMEngine(StepCalls):
             outputs, loaded = self._advance()
             self._arrived += outputs
             for one in loaded:
+                if one.identity != source.identity:  # of a call that was interrupted
+                    continue
                 if one.error is not None:
                     raise RequestError(one.error, param="lora_path")
-            if loaded:  # nobody else asks
                 return
 
     def _advance(self) -> tuple[list[Output], list[AdapterLoaded]]:

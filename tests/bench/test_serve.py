@@ -243,6 +243,8 @@ def test_custom_prompts_are_a_files(tiny_tokenizer: Path, tmp_path: Path) -> Non
     assert dataset(tokenizer, *flags, backend="openai-chat")[0].text == "One?", "the server has the template"
     file.write_text('{"prompt": "One\u2028more?"}\n', encoding="utf-8")  # which JSON may hold as it is
     assert dataset(tokenizer, *flags[:-1], "1", "--skip-chat-template")[0].text == "One\u2028more?"
+    with pytest.raises(ConfigError, match="--custom-output-len must be at least 1, or -1"):
+        dataset(tokenizer, *flags, "--custom-output-len", "0")
     for line in ("{", '{"text": "a"}', '"a"', '{"prompt": "a"}', '{"prompt": 5, "output_tokens": 1}'):
         file.write_text(line)
         with pytest.raises(ConfigError, match=r"line 1 is not \{\"prompt\""):

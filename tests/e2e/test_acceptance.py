@@ -379,7 +379,12 @@ def test_a_program_has_the_application_in_its_own(older: bool) -> None:
             async with httpx.AsyncClient(transport=httpx.ASGITransport(outer), base_url="http://here/llm") as client:
                 assert (await client.get("/v1/models")).status_code == 503
                 between = [await engine.get_vllm_config()] if older else []
-                await api_server.init_app_state(engine, *between, app.state, args)
+                with pytest.raises(TypeError, match="takes an engine, the application's state and what a parser"):
+                    await api_server.init_app_state(engine, app.state)
+                if older:
+                    await api_server.init_app_state(engine, *between, app.state, args)
+                else:
+                    await api_server.init_app_state(engine, state=app.state, args=args, supported_tasks=("generate",))
                 assert (await client.get("/hello")).json() == {"hello": 256}
                 body = {"prompt": "Once upon a time", "max_tokens": 3, "temperature": 0}
                 answer = (await client.post("/v1/completions", json=body)).json()

@@ -15,11 +15,14 @@ import pytest
 from octavo import LLM, AsyncEngineArgs, AsyncLLMEngine, LLMEngine, LoRARequest, RequestOutput, SamplingParams
 from octavo.config import CacheConfig, EngineArgs, EngineConfig, EngineHostsConfig
 from octavo.engine import restarts
+from octavo.engine.calls import Wanted
 from octavo.engine.data_parallel import DataParallelEngine
 from octavo.engine.data_parallel_llm import DataParallelLLMEngine
+from octavo.engine.wire import UnloadAdapter
 from octavo.errors import ConfigError, EngineDeadError, OctavoError, RequestError
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.metrics.reader import Histogram
+from octavo.request import AdapterSource
 from tests.engine.stub_engine import ANSWER, EXIT, HANG, ask
 
 Engines = Callable[..., EngineMetrics]
@@ -72,6 +75,32 @@ def test_a_request_goes_to_the_engine_that_it_names(with_engine: Engines) -> Non
                 await anext(given)
 
     assert finished(with_engine(use, replicas=2), "length") == [1, 3]
+
+
+def test_an_adapter_that_a_request_names_is_every_engines(
+    with_engine: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(_: AdapterSource) -> None:
+        raise RequestError("it cannot be read")
+
+    async def use(engine: DataParallelEngine) -> None:
+        await engine.wait_ready()
+        source, asked = AdapterSource("identity", "sql", None, "nowhere"), LoRARequest("sql", 7, "nowhere")
+        monkeypatch.setattr(engine.inputs, "find_adapter", lambda _: source)
+        told: list[tuple[int, object]] = []
+        for number, one in enumerate(engine._engines):
+            monkeypatch.setattr(one._supervisor, "tell", lambda message, number=number: told.append((number, message)))
+        await engine.prepare(Wanted({"prompt_token_ids": ANSWER}, None, "a", asked))
+        assert [await one.list_loras() for one in engine._engines] == [{7}, {7}]
+        assert await engine.remove_lora(7) and not await engine.remove_lora(7)
+        assert told == [(0, UnloadAdapter("identity")), (1, UnloadAdapter("identity"))]
+        for one in engine._engines:
+            monkeypatch.setattr(one, "load_adapter", fail)
+        with pytest.raises(RequestError, match="cannot be read"):
+            await engine.add_lora(asked)
+        assert await engine.list_loras() == set(), "which could not be loaded"
+
+    with_engine(use, replicas=2)
 
 
 def test_an_engine_that_dies_takes_its_own_requests_only(with_engine: Engines, monkeypatch: pytest.MonkeyPatch) -> None:

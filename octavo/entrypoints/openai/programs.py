@@ -116,9 +116,16 @@ def build_app(
     return app
 
 
-async def init_app_state(engine_client: EngineClient, *given: Any) -> None:
+async def init_app_state(
+    engine_client: EngineClient, *given: Any, state: State | None = None, args: argparse.Namespace | None = None,
+    vllm_config: object = None, supported_tasks: object = None,
+) -> None:  # fmt: skip
     """Have the application whose `state` this is answer with an engine: `(engine, app.state, args)`. Earlier versions
     of vLLM have a configuration in between, newer ones the tasks at the end; both follow from the engine."""
-    state, args = (given if isinstance(given[0], State) else given[1:])[:2]
+    for one in given:
+        state = one if isinstance(one, State) else state
+        args = one if isinstance(one, argparse.Namespace) else args
+    if state is None or args is None:
+        raise TypeError("init_app_state() takes an engine, the application's state and what a parser has found.")
     state.engine_client = engine_client
     state.octavo_app = octavo_app.build_app(engine_client, both_args(args)[1])

@@ -78,7 +78,8 @@ async def serve(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
     finally:
         for number, handler in handlers.items():
             asyncio.get_running_loop().remove_signal_handler(number)
-            signal.signal(number, handler)
+            if handler is not None:  # None is one that was not Python's, which it cannot set again
+                signal.signal(number, handler)
         gc.enable()  # where the start has failed
         gc.unfreeze()
 
