@@ -73,7 +73,8 @@ def test_the_load_is_the_requests_that_are_not_answered_in_full(http: httpx.Clie
     wait_until(lambda: http.get("/load").json() == {"server_load": 0})  # when those of other tests have ended
     engine.answer, engine.is_paused = "x" * 200, True
     with http.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True, "max_tokens": 300}) as answer:
-        next(answer.iter_raw())
+        chunks = answer.iter_raw()  # which closes the answer when nobody holds it
+        next(chunks)
         assert http.get("/load").json() == {"server_load": 1}
         http.post("/tokenize", json={"prompt": "a"})
         engine.is_paused = False
