@@ -119,10 +119,10 @@ inline void shrink_step(const uint16_t* x, int64_t x_stride, const uint16_t* a, 
 
 constexpr int kMostPanels = 4;
 
-// x [rows, k], one row after the other, by kCount panels: into y [kCount][16][16]. What k lacks to a whole tile is
-// zeros.
+// x [rows, k], rows x_stride apart, by kCount panels: into y [kCount][16][16]. What k lacks to a whole tile is zeros.
 template <int kCount>
-void shrink_tiles(const uint16_t* x, int64_t rows, const uint16_t* a, int64_t panel_elements, int64_t k, float* y) {
+void shrink_tiles(const uint16_t* x, int64_t x_stride, int64_t rows, const uint16_t* a, int64_t panel_elements,
+                  int64_t k, float* y) {
     constexpr int64_t kStepElements = kTileK * kFactorPanel;
     tile_zero<0>();
     if constexpr (kCount > 1) tile_zero<1>();
@@ -136,13 +136,13 @@ void shrink_tiles(const uint16_t* x, int64_t rows, const uint16_t* a, int64_t pa
                 __builtin_prefetch(next + kShrinkPrefetchBytes / kCount + line);
             }
         }
-        shrink_step<kCount>(x + i * kTileK, k * 2, a + i * kStepElements, panel_elements);
+        shrink_step<kCount>(x + i * kTileK, x_stride * 2, a + i * kStepElements, panel_elements);
     }
     if (const int64_t rest = k - steps * kTileK; rest > 0) {
         alignas(64) uint16_t last_x[kTileMaxRows * kTileK] = {};
         alignas(64) uint16_t last_a[kCount * kStepElements] = {};
         for (int64_t r = 0; r < rows; ++r) {
-            memcpy(last_x + r * kTileK, x + r * k + steps * kTileK, static_cast<size_t>(rest) * sizeof(*x));
+            memcpy(last_x + r * kTileK, x + r * x_stride + steps * kTileK, static_cast<size_t>(rest) * sizeof(*x));
         }
         for (int p = 0; p < kCount; ++p) {
             memcpy(last_a + p * kStepElements, a + p * panel_elements + steps * kStepElements,
@@ -158,9 +158,9 @@ void shrink_tiles(const uint16_t* x, int64_t rows, const uint16_t* a, int64_t pa
     if constexpr (kCount > 3) tile_store<3>(y + 3 * kElements, kStride);
 }
 
-// What shrink_part does, by tiles: `x` is a copy of the part's rows.
-void shrink_part_by_tiles(const ShrinkArgs& a, const AdapterRows& part, const uint16_t* x, int64_t panel_begin,
-                          int64_t panel_end) {
+// What shrink_part does, by tiles: `x` are the part's rows.
+void shrink_part_by_tiles(const ShrinkArgs& a, const AdapterRows& part, const uint16_t* x, int64_t x_stride,
+                          int64_t panel_begin, int64_t panel_end) {
     const AdapterFactors& f = a.factors[part.slot];
     const int32_t* rows = a.schedule->rows + part.begin;
     const int64_t panel_elements = (a.k + 1) / 2 * 2 * kFactorPanel;
@@ -173,7 +173,7 @@ void shrink_part_by_tiles(const ShrinkArgs& a, const AdapterRows& part, const ui
         const int64_t count = min_of<int64_t>(kMostPanels, panel_end - panel);
         const uint16_t* from = static_cast<const uint16_t*>(f.a) + panel * panel_elements;
         with_constant<kMostPanels>(count, [&](auto panels) {
-            shrink_tiles<decltype(panels)::kValue>(x, part.rows, from, panel_elements, a.k, y);
+            shrink_tiles<decltype(panels)::kValue>(x, x_stride, part.rows, from, panel_elements, a.k, y);
         });
         for (int64_t p = 0; p < count; ++p) {
             const int64_t col = (panel + p) * kFactorPanel;
@@ -218,7 +218,9 @@ void shrink_part(const ShrinkArgs& a, const AdapterRows& part, int64_t split) {
 #else
     constexpr bool kByTiles = false;
 #endif
-    if (a.x_dtype == a.dtype && !kByTiles) {
+    // Tiles take rows that are equally far apart.
+    const bool as_they_are = a.x_dtype == a.dtype && (!kByTiles || rows[part.rows - 1] - rows[0] == part.rows - 1);
+    if (as_they_are) {
         for (int64_t r = 0; r < part.rows; ++r) x[r] = static_cast<const T*>(a.x) + rows[r] * a.x_stride;
     } else {
         T* copy = static_cast<T*>(a.scratch) + (part.begin * s.splits + split * part.rows) * a.k;
@@ -229,7 +231,9 @@ void shrink_part(const ShrinkArgs& a, const AdapterRows& part, int64_t split) {
     }
     if (&part + 1 < s.parts + s.num_parts) fetch_beginning(a.factors[(&part + 1)->slot]);
 #ifdef OCTAVO_TILES
-    if constexpr (kByTiles) return shrink_part_by_tiles(a, part, x[0], panel_begin, panel_end);
+    if constexpr (kByTiles) {
+        return shrink_part_by_tiles(a, part, x[0], as_they_are ? a.x_stride : a.k, panel_begin, panel_end);
+    }
 #endif
     constexpr int64_t kVecs = kFactorPanel / kLanes;  // of a panel
     const int64_t steps = (a.k + E::kStep - 1) / E::kStep;

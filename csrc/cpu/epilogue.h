@@ -2,7 +2,7 @@
 // here they get their bias and are stored, added to what is there, or gated. Included by linear.h only.
 #pragma once
 
-#include "factors.h"
+#include "expand.h"
 #include "quantize.h"
 #include "tree.h"
 
@@ -53,12 +53,6 @@ inline void sum_segments(const Matrix& m, float* y, float* waiting, int64_t step
             }
         });
 }
-
-// Rows of products, from output `col` of the packed matrix on.
-struct Products {
-    float* y;
-    int64_t stride, row, rows, col, width;
-};
 
 // Those with their bias: a copy of what finds them, which stays in registers while outputs are stored.
 struct Biased {
@@ -145,84 +139,6 @@ inline void scatter(const LinearArgs& a, const Products& p) {
             store_some(out + i, fma(scale, sums.at(r, i), load_some(out + i, lanes)), lanes);
         });
     }
-}
-
-// Rows of shrunk inputs that meet the same factors at once.
-constexpr int kExpandRows = kTileRows * kTileVecs / 2;
-
-// y[r] += s[r] B^T for V vectors of outputs, on top of the sums of the product, pair by pair in order.
-template <class E, int R, int V>
-inline void expand_tile(const typename E::T* const* s, const typename E::T* b, int64_t steps, float* y,
-                        int64_t stride) {
-    Vec acc[R][V];
-    for (int r = 0; r < R; ++r) {
-        for (int v = 0; v < V; ++v) acc[r][v] = load(y + r * stride + v * kLanes);
-    }
-    for (int64_t j = 0; j < steps; ++j, b += kPanel * E::kStep) {
-        typename E::Lanes wv[V];
-        for (int v = 0; v < V; ++v) wv[v] = E::load_lanes(b + v * kLanes * E::kStep);
-        for (int r = 0; r < R; ++r) {
-            const typename E::Lanes xv = E::broadcast(s[r] + j * E::kStep);
-            for (int v = 0; v < V; ++v) acc[r][v] = E::madd(acc[r][v], xv, wv[v]);
-        }
-    }
-    for (int r = 0; r < R; ++r) {
-        for (int v = 0; v < V; ++v) store(y + r * stride + v * kLanes, acc[r][v]);
-    }
-}
-
-// Rows row .. row + rows - 1 of the products, which have the same adapter.
-template <class E>
-void expand_rows(const LinearArgs& a, const Products& p, int64_t row, int64_t rows, const AdapterFactors& f) {
-    using T = typename E::T;
-    for (int64_t r = row; r < row + rows && f.replaces; ++r) {
-        memset(p.y + r * p.stride, 0, static_cast<size_t>(p.width) * sizeof(float));
-    }
-    const T* s[kExpandRows];
-    const int64_t tiles = (rows + kExpandRows - 1) / kExpandRows;
-    for (int64_t i = 0; i < p.width;) {
-        const int64_t col = p.col + i;
-        const int64_t left = min_of(p.width - i, kPanel - col % kPanel);
-        const int64_t width = left >= 2 * kLanes ? 2 * kLanes : kLanes;
-        const AdapterPanel& panel = f.panels[col / kPanel];
-        if (panel.count > 0) {
-            const T* b = static_cast<const T*>(f.b) + panel.offset + col % kPanel * E::kStep;
-            for (int64_t t = 0; t < tiles; ++t) {
-                const int64_t begin = row + rows * t / tiles, end = row + rows * (t + 1) / tiles;
-                for (int64_t r = begin; r < end; ++r) {
-                    s[r - begin] = static_cast<const T*>(a.shrunk) + (p.row + r) * a.shrunk_stride + panel.first;
-                }
-                float* y = p.y + begin * p.stride + i;
-                with_constant<kExpandRows>(end - begin, [&](auto count) {
-                    constexpr int kRows = decltype(count)::kValue;
-                    if (width == 2 * kLanes) {
-                        expand_tile<E, kRows, 2>(s, b, panel.count / E::kStep, y, p.stride);
-                    } else {
-                        expand_tile<E, kRows, 1>(s, b, panel.count / E::kStep, y, p.stride);
-                    }
-                });
-            }
-        }
-        i += width;
-    }
-    for (int64_t r = row; r < row + rows && (f.scales || f.bias); ++r) {
-        for (int64_t i = 0; i < p.width; i += kLanes) {
-            float* at = p.y + r * p.stride + i;
-            Vec sum = load(at);
-            if (f.scales) sum = mul(sum, load(f.scales + p.col + i));
-            if (f.bias) sum = add(sum, load(f.bias + p.col + i));
-            store(at, sum);
-        }
-    }
-}
-
-// What the rows' adapters add to the products. A row's bits do not depend on which rows are next to it.
-void expand(const LinearArgs& a, const Products& p) {
-    with_element(a.factor_dtype, [&](auto element) {
-        for_adapters(a, p.row, p.row + p.rows, [&](int64_t row, int64_t rows, const AdapterFactors& f) {
-            expand_rows<decltype(element)>(a, p, row - p.row, rows, f);
-        });
-    });
 }
 
 void finish(const LinearArgs& a, const Products& p) {

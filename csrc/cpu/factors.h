@@ -1,6 +1,6 @@
 // Which factors of adapters are read soon. They are small pieces far apart, which a processor does not see coming, so
 // they are fetched by name: a few lines at a time between the products of the base, or all at once where these have no
-// place for it. Included by epilogue.h only.
+// place for it. Included by expand.h only.
 #pragma once
 
 #include "simd.h"
@@ -41,10 +41,45 @@ inline void fetch_factors(const LinearArgs& a, int64_t row, int64_t end, int64_t
     });
 }
 
-// So many lines of a list for each block of a tile.
-struct Lines {
-    const char* const* from;
-    int64_t each;
+// Pieces of memory that are fetched a few lines at a time, one piece after the other.
+class Pieces {
+  public:
+    void clear() { count_ = at_ = lines_ = 0; }
+
+    // What lies behind the last piece makes that longer.
+    void add(const char* from, int64_t lines) {
+        if (lines == 0) return;
+        if (count_ > 0 && pieces_[count_ - 1].end == from) {
+            pieces_[count_ - 1].end += lines * kLineBytes;
+        } else if (count_ < kMostPieces) {
+            pieces_[count_++] = {from, from + lines * kLineBytes};
+        } else {
+            return;
+        }
+        lines_ += lines;
+    }
+
+    // Lines that were added and not yet taken.
+    int64_t num_lines() const { return lines_; }
+    void take(int64_t lines) { lines_ -= lines; }
+
+    // No more than were taken, into the second-level cache: the first has no room for what else it reads.
+    void fetch(int64_t lines) {
+        for (int64_t i = 0; i < lines; ++i) {
+            Piece& piece = pieces_[at_];
+            __builtin_prefetch(piece.begin, 0, 2);
+            piece.begin += kLineBytes;
+            if (piece.begin == piece.end) ++at_;
+        }
+    }
+
+  private:
+    static constexpr int64_t kMostPieces = 512;
+    struct Piece {
+        const char *begin, *end;
+    };
+    int64_t count_ = 0, at_ = 0, lines_ = 0;
+    Piece pieces_[kMostPieces];
 };
 
 // What a task of a product fetches while it computes one unit of panels: what the epilogue of the next unit adds, and
@@ -60,29 +95,29 @@ class FactorLines {
     // Lists what is to be fetched while `count` panels from `panel` on meet all rows, in `steps` steps.
     void list(int64_t panel, int64_t count, int64_t steps) {
         if (!a_.expands) return;
-        count_ = taken_ = 0;
+        pieces_.clear();
         const int64_t after = panel + count;
         for_factors(a_, row_begin_, row_end_, after, min_of(count, panels_ - after),
-                    [&](const char* from, int64_t bytes) {
-                        for (int64_t at = 0; at < bytes && count_ < kMostLines; at += kLineBytes)
-                            lines_[count_++] = from + at;
-                    });
+                    [&](const char* from, int64_t bytes) { pieces_.add(from, lines_in(bytes)); });
         if (a_.next) take_shares(place(after));
-        each_ = (count_ + steps - 1) / steps;
+        each_ = (pieces_.num_lines() + steps - 1) / steps;
     }
 
-    // What the next `steps` steps fetch.
-    Lines take(int64_t steps) {
-        if (taken_ == count_) return {nullptr, 0};
-        const int64_t each = min_of(each_, (count_ - taken_) / steps);
-        const Lines lines{lines_ + taken_, each};
-        taken_ += each * steps;
-        return lines;
+    // How many lines each of the next `steps` steps fetches of pieces().
+    int64_t take(int64_t steps) {
+        if (!a_.expands) return 0;
+        const int64_t left = pieces_.num_lines();
+        const int64_t each = each_ * steps <= left ? each_ : left / steps;
+        pieces_.take(each * steps);
+        return each;
     }
+
+    Pieces& pieces() { return pieces_; }
 
   private:
-    static constexpr int64_t kMostLines = 2048;
     static constexpr int64_t kFirstPanels = 4;  // a unit of gated ones
+
+    static int64_t lines_in(int64_t bytes) { return (bytes + kLineBytes - 1) / kLineBytes; }
 
     // Lines of the A that part `part` of the next product reads.
     int64_t lines_of(int64_t part) const {
@@ -111,8 +146,7 @@ class FactorLines {
     void add_beginning(const AdapterFactors& f) {
         const int64_t size = a_.next->dtype == kF32 ? 4 : 2;
         const int64_t bytes = kFirstPanels * f.panels[0].count * kPanel * size;
-        const char* from = static_cast<const char*>(f.b) + f.panels[0].offset * size;
-        for (int64_t at = 0; at < bytes && count_ < kMostLines; at += kLineBytes) lines_[count_++] = from + at;
+        pieces_.add(static_cast<const char*>(f.b) + f.panels[0].offset * size, lines_in(bytes));
     }
 
     void take_shares(int64_t end) {
@@ -121,9 +155,7 @@ class FactorLines {
             const int64_t of_part = lines_of(part_);
             const int64_t lines = min_of(end - at_, of_part - line_);
             const char* from = static_cast<const char*>(s.factors[s.schedule->parts[part_].slot].a);
-            for (int64_t i = line_; i < line_ + lines && count_ < kMostLines; ++i) {
-                lines_[count_++] = from + i * kLineBytes;
-            }
+            pieces_.add(from + line_ * kLineBytes, lines);
             at_ += lines;
             line_ += lines;
             if (line_ == of_part) {
@@ -136,10 +168,10 @@ class FactorLines {
 
     const LinearArgs& a_;
     const int64_t row_begin_, row_end_, panels_;
-    int64_t count_ = 0, taken_ = 0, each_ = 0;
+    int64_t each_ = 0;
     int64_t total_ = 0, at_ = 0;   // lines of all parts; those that have been listed, by this task and before it
     int64_t part_ = 0, line_ = 0;  // where these end
-    const char* lines_[kMostLines];
+    Pieces pieces_;
 };
 
 }  // namespace

@@ -25,11 +25,12 @@ static_assert(kOpenedBlocks % kBlocksOfSuper == 0, "whole superblocks are opened
 // How far ahead a single row tile fetches, into the second-level cache: the first has no room for what else it reads.
 constexpr int kIntPrefetchBytes = 8192;
 
-// What to fetch while a tile is computed: so many lines a block, from here on, and factors of adapters.
+// What to fetch while a tile is computed: so many lines a block, from here on, and of factors of adapters.
 struct Fetch {
     const char* from;
     int lines;
-    Lines factors;
+    Pieces& factors;
+    int64_t factor_lines;
 };
 
 // Blocks that a product sees at a time: all of a panel, or as many as are opened together. A single tile of rows opens
@@ -57,7 +58,7 @@ void int_tile(IntView w, int64_t blocks, const QBlock* rows, int64_t x_stride, b
     }
     for (int64_t b = 0; b < blocks; ++b, w.codes += w.code_stride, w.scales += w.scale_stride) {
         for (int i = 0; i < fetch.lines; ++i, fetch.from += 64) __builtin_prefetch(fetch.from, 0, 2);
-        for (int64_t i = 0; i < fetch.factors.each; ++i) __builtin_prefetch(*fetch.factors.from++, 0, 2);
+        fetch.factors.fetch(fetch.factor_lines);
 #pragma GCC unroll 8
         for (int v0 = 0; v0 < kVecsPerPanel; v0 += V) {
 #pragma GCC unroll 4
@@ -167,7 +168,7 @@ void int_tile_by_matrices(IntView w, int64_t blocks, const QBlock* rows, int64_t
     }
     for (int64_t b = 0; b < blocks; ++b, w.codes += w.code_stride, w.scales += w.scale_stride) {
         for (int i = 0; i < fetch.lines; ++i, fetch.from += 64) __builtin_prefetch(fetch.from, 0, 2);
-        for (int64_t i = 0; i < fetch.factors.each; ++i) __builtin_prefetch(*fetch.factors.from++, 0, 2);
+        fetch.factors.fetch(fetch.factor_lines);
         for (int v0 = 0; v0 < kVecsPerPanel; v0 += V) {
 #pragma GCC unroll 4
             for (int g = 0; g < F::kGroups; ++g) {
@@ -258,7 +259,7 @@ void int_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t 
     alignas(64) char opened[F::kOpenedBytes ? F::kOpenedBytes * kOpenedBlocks : 1];
     const int64_t blocks = (a.matrix.k + kQBlock - 1) / kQBlock;
     const int64_t panel_bytes = blocks * F::kBlockBytes;
-    const int64_t unit = unit_vecs(a, kVecsPerPanel) / kVecsPerPanel;
+    const int64_t unit = unit_vecs(a, (a.expands ? 4 : 1) * kVecsPerPanel) / kVecsPerPanel;
     const int64_t rows = row_end - row_begin;
     const QBlock* x = static_cast<const QBlock*>(a.x) + row_begin * a.x_stride;
     OutlierList& outliers = OutlierList::of(x, a.x_stride, blocks, rows, kRows, a.matrix.segments);
@@ -296,7 +297,7 @@ void int_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t 
                                 int_tile_of_rows<Flat, decltype(r)::kValue>(
                                     view, count, x + (first + begin) * a.x_stride + block, a.x_stride,
                                     block == segment_begin, set1(is_last ? a.matrix.factor : 1), to + begin * kMaxUnit,
-                                    Fetch{next, lines, factors.take(count)});
+                                    Fetch{next, lines, factors.pieces(), factors.take(count)});
                             });
                         }
                     }

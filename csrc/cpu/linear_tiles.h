@@ -143,6 +143,7 @@ void bf16_tile_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, 
                 turn = 1 - turn;
             } else {
                 finish(a, products);
+                if (a.expands) tile_configure(shapes);  // adapters have had tiles of their own
             }
         }
     }

@@ -61,9 +61,11 @@ def release_pages(array: NDArray[Any]) -> None:
 
 
 def empty_pages(num_bytes: int) -> NDArray[np.uint8]:
-    """[num_bytes] uint8, uninitialised and aligned to cache lines, which numpy's own memory is not."""
-    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-    begin = -address(memory) % _ALIGNMENT
-    found = memory[begin : begin + num_bytes]
-    _cpu.advise_huge_pages(found, num_bytes)
-    return found
+    """[num_bytes] uint8, uninitialised and aligned to cache lines, which numpy's own memory is not; what fills at least
+    half of a large page begins with one, and its last page is large if at least half of it is used."""
+    size = (num_bytes + _HUGE_PAGE_BYTES // 2) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+    alignment = _HUGE_PAGE_BYTES if size else _ALIGNMENT
+    memory = np.empty(max(size, num_bytes) + alignment, np.uint8)
+    begin = -address(memory) % alignment
+    _cpu.advise_huge_pages(memory[begin : begin + size], size)
+    return memory[begin : begin + num_bytes]

@@ -1,0 +1,211 @@
+// What adapters add to the outputs of a product while these are in their buffer, the second half of adapters.h: shrunk
+// rows meet B. Included by epilogue.h only.
+#pragma once
+
+#include "factors.h"
+#ifdef OCTAVO_TILES
+#include "tiles.h"
+#endif
+
+namespace octavo::OCTAVO_ISA {
+namespace {
+
+// Rows of products, from output `col` of the packed matrix on.
+struct Products {
+    float* y;
+    int64_t stride, row, rows, col, width;
+};
+
+// Rows of shrunk inputs that meet the same factors at once.
+constexpr int kExpandRows = kTileRows * kTileVecs / 2;
+
+// y[r] += s[r] B^T for V vectors of outputs, on top of the sums of the product, pair by pair in order.
+template <class E, int R, int V>
+inline void expand_tile(const typename E::T* const* s, const typename E::T* b, int64_t steps, float* y,
+                        int64_t stride) {
+    Vec acc[R][V];
+    for (int r = 0; r < R; ++r) {
+        for (int v = 0; v < V; ++v) acc[r][v] = load(y + r * stride + v * kLanes);
+    }
+    for (int64_t j = 0; j < steps; ++j, b += kPanel * E::kStep) {
+        typename E::Lanes wv[V];
+        for (int v = 0; v < V; ++v) wv[v] = E::load_lanes(b + v * kLanes * E::kStep);
+        for (int r = 0; r < R; ++r) {
+            const typename E::Lanes xv = E::broadcast(s[r] + j * E::kStep);
+            for (int v = 0; v < V; ++v) acc[r][v] = E::madd(acc[r][v], xv, wv[v]);
+        }
+    }
+    for (int r = 0; r < R; ++r) {
+        for (int v = 0; v < V; ++v) store(y + r * stride + v * kLanes, acc[r][v]);
+    }
+}
+
+// Calls f(first output, number of vectors, panel, its factors) for the outputs of these products that an adapter adds
+// to, a vector or two at a time.
+template <class E, class F>
+inline void for_pieces(const Products& p, const AdapterFactors& factors, F f) {
+    using T = typename E::T;
+    for (int64_t i = 0; i < p.width;) {
+        const int64_t col = p.col + i;
+        const bool one = min_of(p.width - i, kPanel - col % kPanel) < 2 * kLanes;
+        const AdapterPanel& panel = factors.panels[col / kPanel];
+        if (panel.count > 0) {
+            const T* b = static_cast<const T*>(factors.b) + panel.offset + col % kPanel * E::kStep;
+            if (one) {
+                f(i, Constant<1>{}, panel, b);
+            } else {
+                f(i, Constant<2>{}, panel, b);
+            }
+        }
+        i += one ? kLanes : 2 * kLanes;
+    }
+}
+
+// Of the row that is row r of the products.
+template <class T>
+inline const T* shrunk_row(const LinearArgs& a, const Products& p, int64_t r) {
+    return static_cast<const T*>(a.shrunk) + (p.row + r) * a.shrunk_stride;
+}
+
+// Rows row .. row + rows - 1 of the products, which have the same adapter: on top of their sums those with B, by
+// vectors.
+template <class E>
+void expand_by_vectors(const LinearArgs& a, const Products& p, int64_t row, int64_t rows, const AdapterFactors& f) {
+    using T = typename E::T;
+    const T* s[kExpandRows];
+    const int64_t tiles = (rows + kExpandRows - 1) / kExpandRows;
+    for_pieces<E>(p, f, [&](int64_t i, auto vecs, const AdapterPanel& panel, const T* b) {
+        constexpr int kVecs = decltype(vecs)::kValue;
+        for (int64_t t = 0; t < tiles; ++t) {
+            const int64_t begin = row + rows * t / tiles, end = row + rows * (t + 1) / tiles;
+            for (int64_t r = begin; r < end; ++r) s[r - begin] = shrunk_row<T>(a, p, r) + panel.first;
+            with_constant<kExpandRows>(end - begin, [&](auto count) {
+                constexpr int kRows = decltype(count)::kValue;
+                expand_tile<E, kRows, kVecs>(s, b, panel.count / E::kStep, p.y + begin * p.stride + i, p.stride);
+            });
+        }
+    });
+}
+
+#ifdef OCTAVO_TILES
+// As many rows as tiles 0 to 3 have, by `count` elements of the shrunk ones, for kVecs vectors of outputs: tiles 0
+// and 1. What `count` lacks to whole tiles are tiles 3, 6 and 7, which have fewer.
+template <int kVecs>
+inline void expand_tiles(const uint16_t* s, int64_t s_stride, const uint16_t* b, int64_t count, const float* y,
+                         int64_t y_stride, float* to, int64_t to_stride) {
+    constexpr int64_t kPairStride = kPanel * 4;
+    tile_load<0>(y, y_stride);
+    if constexpr (kVecs > 1) tile_load<1>(y + kLanes, y_stride);
+    for (; count >= kTileK; count -= kTileK, s += kTileK, b += kTileK * kPanel) {
+        tile_load<2>(s, s_stride);
+        tile_load<4>(b, kPairStride);
+        tile_dot_bf16<0, 2, 4>();
+        if constexpr (kVecs > 1) {
+            tile_load<5>(b + 2 * kLanes, kPairStride);
+            tile_dot_bf16<1, 2, 5>();
+        }
+    }
+    if (count > 0) {
+        tile_load<3>(s, s_stride);
+        tile_load<6>(b, kPairStride);
+        tile_dot_bf16<0, 3, 6>();
+        if constexpr (kVecs > 1) {
+            tile_load<7>(b + 2 * kLanes, kPairStride);
+            tile_dot_bf16<1, 3, 7>();
+        }
+    }
+    tile_store<0>(to, to_stride);
+    if constexpr (kVecs > 1) tile_store<1>(to + kLanes, to_stride);
+}
+
+// The same by tiles, for a single row too: their sums have an order of their own. All tiles of these products are
+// equally high, because to give them another shape takes as long as two of them: where fewer rows have an adapter,
+// those next to them are computed as well, and left out.
+class ExpandTiles {
+  public:
+    explicit ExpandTiles(const Products& p) : height_(static_cast<int>(min_of<int64_t>(kTileMaxRows, p.rows))) {}
+    ~ExpandTiles() {
+        if (rest_ >= 0) tile_release();
+    }
+    ExpandTiles(const ExpandTiles&) = delete;
+    ExpandTiles& operator=(const ExpandTiles&) = delete;
+
+    void expand(const LinearArgs& a, const Products& p, int64_t row, int64_t rows, const AdapterFactors& f) {
+        for_pieces<BF16>(p, f, [&](int64_t i, auto vecs, const AdapterPanel& panel, const uint16_t* b) {
+            constexpr int kVecs = decltype(vecs)::kValue;
+            configure(panel.count % kTileK);
+            const auto tiles = [&](int64_t first, float* to, int64_t stride) {
+                expand_tiles<kVecs>(shrunk_row<uint16_t>(a, p, first) + panel.first, a.shrunk_stride * 2, b,
+                                    panel.count, p.y + first * p.stride + i, p.stride * 4, to, stride * 4);
+            };
+            int64_t r = row;
+            for (; r + height_ <= row + rows; r += height_) tiles(r, p.y + r * p.stride + i, p.stride);
+            if (r == row + rows) return;
+            alignas(64) float y[kTileMaxRows * kPanel];
+            const int64_t first = min_of(r, p.rows - height_);
+            tiles(first, y, kPanel);
+            for (; r < row + rows; ++r) {
+                for (int v = 0; v < kVecs; ++v) {
+                    store(p.y + r * p.stride + i + v * kLanes, load(y + (r - first) * kPanel + v * kLanes));
+                }
+            }
+        });
+    }
+
+  private:
+    void configure(int rest) {
+        if (rest == rest_) return;
+        TileShapes shapes;
+        for (int t = 0; t <= 2; ++t) shapes.set(t, height_, kTileMaxBytes);
+        for (int t = 4; t <= 5; ++t) shapes.set(t, kTileMaxRows, kTileMaxBytes);
+        if (rest > 0) {
+            shapes.set(3, height_, rest * 2);
+            for (int t = 6; t <= 7; ++t) shapes.set(t, rest / 2, kTileMaxBytes);
+        }
+        tile_configure(shapes);
+        rest_ = rest;
+    }
+
+    const int height_;
+    int rest_ = -1;  // elements of the last tiles, as they are configured
+};
+#endif
+
+// What the rows' adapters add to the products. A row's bits do not depend on which rows are next to it.
+template <class E>
+void expand_products(const LinearArgs& a, const Products& p) {
+#ifdef OCTAVO_TILES
+    ExpandTiles tiles(p);
+#endif
+    for_adapters(a, p.row, p.row + p.rows, [&](int64_t from, int64_t rows, const AdapterFactors& f) {
+        const int64_t row = from - p.row;
+        for (int64_t r = row; r < row + rows && f.replaces; ++r) {
+            memset(p.y + r * p.stride, 0, static_cast<size_t>(p.width) * sizeof(float));
+        }
+#ifdef OCTAVO_TILES
+        if constexpr (E::kStep == 2) {
+            tiles.expand(a, p, row, rows, f);
+        } else {
+            expand_by_vectors<E>(a, p, row, rows, f);
+        }
+#else
+        expand_by_vectors<E>(a, p, row, rows, f);
+#endif
+        for (int64_t r = row; r < row + rows && (f.scales || f.bias); ++r) {
+            for (int64_t i = 0; i < p.width; i += kLanes) {
+                float* at = p.y + r * p.stride + i;
+                Vec sum = load(at);
+                if (f.scales) sum = mul(sum, load(f.scales + p.col + i));
+                if (f.bias) sum = add(sum, load(f.bias + p.col + i));
+                store(at, sum);
+            }
+        }
+    });
+}
+
+void expand(const LinearArgs& a, const Products& p) {
+    with_element(a.factor_dtype, [&](auto element) { expand_products<decltype(element)>(a, p); });
+}
+
+}  // namespace
+}  // namespace octavo::OCTAVO_ISA
