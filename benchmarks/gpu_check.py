@@ -13,8 +13,9 @@ device), `start` (with an empty cache of kernels, and again), `serve` (over HTTP
 Each part is a process of its own. What it finds is in FOLDER/PART.json as soon as it is found, what it prints in
 FOLDER/PART.log, and FOLDER/page.md has predictions, measurements and their ratios of all parts so far: parts may be run
 one by one, again, or not at all. Compiled kernels are shared through FOLDER/triton, unless TRITON_CACHE_DIR is set.
-FOLDER is $OUT, if that is set. `--smoke` runs all of it in minutes on any machine, on a tiny model and the CPU where
-there is no GPU: the figures mean nothing then, but the check itself is seen to work.
+Where a command is lent a machine, and brings back what lies in the folder $OUT, the same is there at each moment in
+three files: page.md, results.json and log.txt. `--smoke` runs all of it in minutes on any machine, on a tiny model and
+the CPU where there is no GPU: the figures mean nothing then, but the check itself is seen to work.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from threading import Timer
+from typing import Any, BinaryIO
 
 import torch
 from gpu_checks.correctness import kernels, parity
@@ -59,20 +63,32 @@ def device_name() -> str:
 
 
 def write_part(results: Path, part: str, rows: list[Row], state: str) -> None:
+    """At once or not at all: the process may be ended in the midst of it."""
     entry = {"part": part, "device": device_name(), "state": state, "rows": rows}
-    (results / f"{part}.json").write_text(json.dumps(entry, indent=1))
+    new = results / f"{part}.new"
+    new.write_text(json.dumps(entry, indent=1))
+    new.replace(results / f"{part}.json")
 
 
-def page(results: Path) -> str:
-    """Markdown, of all parts that have left anything. Predictions are for the rates that were measured."""
-    parts = [json.loads(file.read_text()) for part in PARTS if (file := results / f"{part}.json").exists()]
+def read_parts(results: Path) -> list[dict[str, Any]]:
+    """Of all parts that have left anything, in their order."""
+    return [json.loads(file.read_text()) for part in PARTS if (file := results / f"{part}.json").exists()]
+
+
+@cache
+def predictions(device: str, copy_gbs: float, tflops: float) -> dict[str, float]:
+    known = MACHINES["a100" if "A100" in device else "h200" if "H200" in device else "h100"]
+    machine = replace(known, copy_gbs=copy_gbs, tflops=tflops)
+    return {what: value for what, _, value in predicted_rows(Limits(describe(LLAMA_3_1_8B), machine))}
+
+
+def page(parts: list[dict[str, Any]]) -> str:
+    """Markdown. Predictions are for the rates that were measured."""
     measured = {what: value for part in parts for what, _, value in part["rows"]}
     predicted: dict[str, float] = {}
     on_gpu = [part["device"] for part in parts if part["device"] != "no GPU"]
-    if COPY in measured and on_gpu:
-        known = MACHINES["a100" if "A100" in on_gpu[0] else "h200" if "H200" in on_gpu[0] else "h100"]
-        machine = replace(known, copy_gbs=float(measured[COPY]), tflops=float(measured[PRODUCT]))
-        predicted = {what: value for what, _, value in predicted_rows(Limits(describe(LLAMA_3_1_8B), machine))}
+    if {COPY, PRODUCT} <= measured.keys() and on_gpu:
+        predicted = predictions(on_gpu[0], float(measured[COPY]), float(measured[PRODUCT]))
     lines = []
     for part in parts:
         lines += [f"## {part['part']}: {part['state']}", "", f"On {part['device']}.", ""]
@@ -85,12 +101,26 @@ def page(results: Path) -> str:
     return "\n".join(lines)
 
 
+def publish(results: Path) -> None:
+    """The page of what there is, and what comes back from a lent machine: few files, whole at each moment."""
+    parts = read_parts(results)
+    text = page(parts)
+    (results / "page.md").write_text(text)
+    if brought_back := os.environ.get("OUT"):
+        (Path(brought_back) / "page.md").write_text(text)
+        (Path(brought_back) / "results.json").write_text(json.dumps(parts, indent=1))
+
+
 def run_part(part: str, results: Path, smoke: bool, limit_s: float) -> bool:
     """In a process of its own -> whether it came to its end. What it prints goes to its log too."""
     (results / f"{part}.json").unlink(missing_ok=True)
     command = [sys.executable, "-u", __file__, "--part", part, "--results", str(results)]
     begun = time.monotonic()
-    with (results / f"{part}.log").open("wb") as log:
+    seen = -1
+    with ExitStack() as stack:
+        logs: list[BinaryIO] = [stack.enter_context((results / f"{part}.log").open("wb"))]
+        if brought_back := os.environ.get("OUT"):
+            logs.append(stack.enter_context((Path(brought_back) / "log.txt").open("ab")))
         # A session of its own, so that what it has started ends with it.
         child = subprocess.Popen(
             [*command, *(["--smoke"] if smoke else [])], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -99,19 +129,21 @@ def run_part(part: str, results: Path, smoke: bool, limit_s: float) -> bool:
         timer = Timer(limit_s, lambda: os.killpg(child.pid, signal.SIGKILL))
         timer.start()
         assert child.stdout is not None
+        file = results / f"{part}.json"
         for line in child.stdout:
-            sys.stdout.buffer.write(line)
-            sys.stdout.buffer.flush()
-            log.write(line)
-            log.flush()
+            for log in (sys.stdout.buffer, *logs):
+                log.write(line)
+                log.flush()
+            if file.exists() and (now := file.stat().st_mtime_ns) != seen:
+                seen = now
+                publish(results)
         status = child.wait()
         timer.cancel()
     took = f"{time.monotonic() - begun:.0f} s"
-    file = results / f"{part}.json"
     rows = json.loads(file.read_text())["rows"] if file.exists() else []
     ended = f"ended after {took}" if status == -signal.SIGKILL else f"failed with status {status} after {took}"
     write_part(results, part, rows, f"done in {took}" if status == 0 else ended)
-    (results / "page.md").write_text(page(results))
+    publish(results)
     print(f"== {part}: status {status}, {took}", flush=True)
     return status == 0
 
@@ -119,7 +151,7 @@ def run_part(part: str, results: Path, smoke: bool, limit_s: float) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
-    parser.add_argument("--results", type=Path, default=Path(os.environ.get("OUT", "gpu-check-results")))
+    parser.add_argument("--results", type=Path, default=Path("gpu-check-results"))
     parser.add_argument("--limit-s", type=float, default=450, help="of each part, which is ended then")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # in a process of its own
@@ -138,12 +170,12 @@ def main() -> int:
             rows.append(row)
             write_part(args.results, args.part, rows, "under way")
             print(*row, flush=True)
-        return 0
+        return int(any(value.startswith("FAILED") for _, _, value in rows))
     args.results.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TRITON_CACHE_DIR", str(args.results.absolute() / "triton"))
     parts = args.parts or list(PARTS)
     failed = [part for part in parts if not run_part(part, args.results, args.smoke, args.limit_s)]
-    print(page(args.results))
+    print(page(read_parts(args.results)))
     if failed:
         print(f"failed: {', '.join(failed)}")
     return 1 if failed else 0

@@ -6,7 +6,9 @@ import gc
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,40 @@ def config_folder(config: dict[str, Any]) -> str:
     folder = tempfile.mkdtemp(prefix="octavo-gpu-check-")
     (Path(folder) / "config.json").write_text(json.dumps(config))
     return folder
+
+
+@contextmanager
+def watched_compiling() -> Iterator[list[str]]:
+    """Names of the kernels that are compiled meanwhile, or brought from the cache on disk: none, once a core is
+    ready."""
+    found: list[str] = []
+    if not HAS_GPU:
+        yield found
+        return
+    from triton import knobs
+
+    before = knobs.runtime.jit_cache_hook
+    knobs.runtime.jit_cache_hook = lambda *, fn, **_: found.append(fn.name)
+    try:
+        yield found
+    finally:
+        knobs.runtime.jit_cache_hook = before
+
+
+def whatever_fails(what: str, rows: Iterator[Row]) -> Iterator[Row]:
+    """`rows`, and one more that says so where something raises: what comes next can still be tried."""
+    try:
+        yield from rows
+    except Exception as error:
+        traceback.print_exc()
+        yield what, "", f"FAILED: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if HAS_GPU:
+            torch.cuda.synchronize()  # raises again where the device does nothing more for this process
+        free_memory()
+
+
+def listed(names: list[str]) -> str:
+    return ", ".join([str(len(names)), *sorted(set(names))])
 
 
 def make_core(config: dict[str, Any], device: str, **flags: Any) -> EngineCore:

@@ -51,7 +51,7 @@ def serve(smoke: bool) -> Iterator[Row]:
     """Output over HTTP, and the times of tokens, at some numbers of requests at once."""
     config = SHAPES["Llama"] if smoke else LLAMA_3_1_8B
     folder = config_folder(config)
-    save_tokenizer(Path(folder))
+    save_tokenizer(Path(folder), config["vocab_size"])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -85,11 +85,13 @@ def serve(smoke: bool) -> Iterator[Row]:
         server.wait()
 
 
-def save_tokenizer(folder: Path) -> None:
-    """A byte-level one: whatever a model of random weights says is text."""
+def save_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A byte-level one, and a word for each other token of the model: whatever random weights say is text, and is sent
+    when it is said."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     symbols = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    symbols += [f"Ġ{number}" for number in range(len(symbols), vocab_size)]
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -19,10 +19,12 @@ from gpu_checks.engines import (
     Row,
     drain,
     free_memory,
+    listed,
     make_core,
     prompt_of,
     request,
     timed_run,
+    watched_compiling,
 )
 from octavo.engine.core import EngineCore
 from octavo.models.registry import describe
@@ -111,7 +113,10 @@ def model(smoke: bool) -> Iterator[Row]:
     yield "engine core ready, with the kernels that were there", "s", f"{time.perf_counter() - begun:.1f}"
     step_s = {}
     for batch in batches:
-        total, step_s[batch] = timed_run(core, batch, num_in, num_out, vocab)
+        with watched_compiling() as compiled:
+            total, step_s[batch] = timed_run(core, batch, num_in, num_out, vocab)
+        if compiled:
+            yield f"compiled after the start, {batch} rows", "kernels", listed(compiled)
         yield f"decode step, {batch} rows", "ms", f"{step_s[batch] * 1e3:.2f}"
         if batch == 1:
             share = 100 * limits.weights_s() / step_s[batch]
@@ -163,7 +168,10 @@ def adapters(smoke: bool) -> Iterator[Row]:
                 core = None
                 free_memory()
                 core, last = make_core(config, DEVICE.type, **flags, **more), more
-            timed_run(core, batch, num_in, num_out, config["vocab_size"], asked)  # which reads them
+            with watched_compiling() as compiled:
+                timed_run(core, batch, num_in, num_out, config["vocab_size"], asked)  # which reads them
+            if compiled:
+                yield f"adapters: compiled after the start, {kind}", "kernels", listed(compiled)
             _, step_s[kind] = timed_run(core, batch, num_in, num_out, config["vocab_size"], asked)
             yield f"adapters: decode step, {batch} rows, {kind}", "ms", f"{step_s[kind] * 1e3:.2f}"
             if not more:

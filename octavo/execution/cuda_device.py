@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
@@ -70,6 +71,12 @@ def becomes(used: StepShape, captured: StepShape) -> bool:
         return False
     extents = ("tokens", "seqs", "samples", "updates", "media")
     return all(used.extent(name) <= captured.extent(name) for name in extents)
+
+
+def _unpin(device: torch.device, address: int) -> None:
+    """Before pages go back to the system: CUDA would refuse to pin what is mapped to these addresses next."""
+    torch.cuda.synchronize(device)  # nothing may still copy
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 class CudaEvent:
@@ -170,9 +177,12 @@ class CudaDevice:
         """Registered pages: torch would round them up to a power of two, and a swap tier may be half of the memory."""
         num_bytes = prod(shape) * np.dtype(dtype).itemsize
         pages = np.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), np.uint8)  # zeros; kept by what is made of them
-        error = int(torch.cuda.cudart().cudaHostRegister(pages.ctypes.data, len(pages), 0))  # type: ignore[no-untyped-call]
+        address = pages.ctypes.data
+        with torch.cuda.device(self._device):  # a thread that reads adapters has the first one as its own
+            error = int(torch.cuda.cudart().cudaHostRegister(address, len(pages), 0))  # type: ignore[no-untyped-call]
         if error:
             raise ConfigError(f"{num_bytes / _GIB:.2f} GiB of host memory could not be pinned (CUDA error {error}).")
+        weakref.finalize(pages, _unpin, self._device, address).atexit = False
         return pages[:num_bytes].view(dtype).reshape(tuple(shape))
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Any:

@@ -221,7 +221,8 @@ class Runner:
             one, neutral = np.zeros(1, np.int64), np.ones(num_samples, np.float32)
             self.ops.penalize(logits, one, one, one.astype(np.float32), neutral, neutral - 1, neutral - 1)
             self.ops.mask_tokens(logits, np.full((1, -(-self.model.vocab_size // 32)), -1, np.int32), one)
-            self.ops.sample(logits, inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.uniforms)
+            settings = inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.uniforms
+            self._as_targets(self.ops.sample(logits, *settings))
 
         self.device.compute.run(work)
         self.device.compute.record().wait()
@@ -435,10 +436,16 @@ class Runner:
             self.ops, outputs.logits[:num_samples], outputs.best[:num_samples], inputs, settings,
             self.device.shares_memory,
         )  # fmt: skip
-        if self.target_ids is not None:
-            known: Any = sampled.tokens
-            sampled.tokens = self.ops.take_rows(self.target_ids, known * (known > 0)).reshape(-1)
+        sampled.tokens = self._as_targets(sampled.tokens)
         return sampled
+
+    def _as_targets(self, tokens: Array) -> Array:
+        """What tokens [N] of the model are to others."""
+        if self.target_ids is None:
+            return tokens
+        known: Any = tokens
+        found: Any = self.ops.take_rows(self.target_ids, known * (known > 0))
+        return cast(Array, found.reshape(-1))
 
     def _shape_of(self, plan: StepPlan, num_updates: int) -> StepShape:
         _, _, num_tokens, num_positions, num_forks, _ = zip(*plan.rows, strict=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +14,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def run(*command: str) -> str:
+def run(*command: str, **env: str) -> str:
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=240, cwd=ROOT, check=False
-    )
+        [sys.executable, *command], capture_output=True, text=True, timeout=240, cwd=ROOT, check=False,
+        env=os.environ | env,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -22,12 +26,21 @@ def run(*command: str) -> str:
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_check_runs_through_and_makes_a_table(tmp_path: Path) -> None:
-    text = run("benchmarks/gpu_check.py", "--smoke", "--results", str(tmp_path), "kernels", "parity", "model")
+    brought_back = tmp_path / "out"
+    brought_back.mkdir()
+    parts = ("kernels", "parity", "model")
+    text = run("benchmarks/gpu_check.py", "--smoke", "--results", str(tmp_path), *parts, OUT=str(brought_back))
     assert "greedy tokens before a difference |  | 192 of 192 |" in text
     same_bits = [line for line in text.splitlines() if line.startswith("| same bits")]
     assert len(same_bits) == 5
     assert all("| yes |" in line for line in same_bits)
     assert "output, 2 at once" in text
+    assert {file.name for file in brought_back.iterdir()} == {"page.md", "results.json", "log.txt"}
+    assert (brought_back / "page.md").read_text() in text
+    assert [part["part"] for part in json.loads((brought_back / "results.json").read_text())] == [*parts]
+    assert all(
+        f"same bits {name}  yes" in (brought_back / "log.txt").read_text() for name in ("among others", "swapped")
+    )
 
 
 @pytest.mark.slow
@@ -47,6 +60,22 @@ def test_a_check_without_a_gpu_says_that_there_is_none() -> None:
     )  # fmt: skip
     assert done.returncode == 2
     assert "there is no CUDA device" in done.stderr
+
+
+def test_what_fails_is_said_and_the_next_is_tried() -> None:
+    program = """if True:
+        from gpu_checks.engines import whatever_fails
+
+        def rows():
+            yield "first", "", "1"
+            raise ValueError("no such\\nthing")
+
+        print([*whatever_fails("the whole", rows()), *whatever_fails("next", iter([("second", "", "2")]))])
+    """
+    found = ast.literal_eval(run("-c", program, PYTHONPATH=f"{ROOT / 'benchmarks'}:{ROOT}"))
+    assert found == [
+        ("first", "", "1"), ("the whole", "", "FAILED: ValueError: no such thing"), ("second", "", "2")
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("device", "column"), [("h100", 3), ("h200", 4)])

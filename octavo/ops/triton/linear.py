@@ -34,7 +34,8 @@ from octavo.ops.triton.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["num_rows", "units"])
+# `slots` begin at any token where those are of a part of a step.
+@triton.jit(do_not_specialize=["num_rows", "units"], do_not_specialize_on_alignment=["slots"])
 def _linear(
     x, x_scales, w, w_scales, bias, tile_experts, out, num_rows, width, num_in, units, stride_x, stride_xs, stride_w,
     stride_out, scale, slots, entries, entry_size, added, stride_added, ADAPTED: tl.constexpr, SCALED: tl.constexpr,

@@ -108,7 +108,7 @@ def _add_blocks(
     return acc, total
 
 
-@triton.jit(do_not_specialize=["num_rows", "chunk_blocks", "num_blocks"])
+@triton.jit(do_not_specialize=["num_rows", "chunk_blocks", "num_blocks"], do_not_specialize_on_alignment=["slots"])
 def _linear_int(
     x, codes, scales, bias, tile_experts, factors, out, partials, tickets, num_rows, width, num_in, num_blocks,
     chunk_blocks, stride_expert,

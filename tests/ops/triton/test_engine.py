@@ -57,9 +57,13 @@ def config(
     ).create_engine_config()  # fmt: skip
 
 
-def triton_core(config: EngineConfig) -> EngineCore:
+def triton_executor(config: EngineConfig) -> LocalExecutor:
     device: Device = LateDevice(0) if DEVICE.type == "cpu" else CudaDevice()
-    return EngineCore(config, LocalExecutor(config, device, cast(Any, cuda)))
+    return LocalExecutor(config, device, cast(Any, cuda))
+
+
+def triton_core(config: EngineConfig) -> EngineCore:
+    return EngineCore(config, triton_executor(config))
 
 
 def run(core: EngineCore, requests: list[EngineRequest]) -> dict[tuple[str, int], list[int]]:
