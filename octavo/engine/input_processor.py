@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -76,6 +77,12 @@ class InputProcessor:
             from octavo.multimodal.listening import Listener
 
             self.listener = Listener(config.sound)
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of the tokens whose text is not shown, by their text."""
+        added = self.tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         self._check_characters(text)
@@ -152,7 +159,7 @@ class InputProcessor:
         params = msgspec.structs.replace(params, **counts)
         self._check_token_ids(params)
         if grammar is None and params.structured_outputs is not None:
-            grammar = WantedGrammar(params.structured_outputs)
+            grammar = WantedGrammar(params.structured_outputs, special_tokens=self.special_tokens)
         if grammar is not None:
             params.grammar = make_grammar(*grammar, closes_objects=not self._allows_additional_properties)
             params.structured_outputs = None

@@ -176,12 +176,11 @@ class Conversation:
         )
         self._format = answer_format(body, state.formats, prompt)
         marks = "".join(self._format.marks)
-        if any(token in marks for token in state.special_tokens):
+        special_tokens = state.engine.inputs.special_tokens
+        if any(token in marks for token in special_tokens):
             params.skip_special_tokens = False  # they must be read
         budget = state.thinking_budget(body.thinking_token_budget, self._format.reasoning)
-        grammar = wanted_grammar(
-            body, self._format, state.formats, params.structured_outputs, state.special_tokens, budget
-        )
+        grammar = wanted_grammar(body, self._format, state.formats, params.structured_outputs, special_tokens, budget)
         # The template has put the special tokens in already.
         return Asked(prompt, bool(body.add_special_tokens), grammar, media)
 
