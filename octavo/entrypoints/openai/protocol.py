@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from octavo.entrypoints.media_parts import check_role
+from octavo.entrypoints.media_parts import check_role, media_of
 from octavo.entrypoints.openai.fields import (
     Content,
     Id,
@@ -111,7 +111,7 @@ class ChatMessage(RequestBody):
 
     @model_validator(mode="after")
     def _check_media(self) -> ChatMessage:
-        if not isinstance(self.content, str):
+        if media_of([self.content]):
             check_role(self.role)
         return self
 
