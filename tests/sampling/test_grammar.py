@@ -124,7 +124,7 @@ def test_closing_takes_nothing_away_that_a_schema_needs(schema: dict[str, Any], 
 
 def test_other_structures() -> None:
     assert accepts("{}", json_object=True) and not accepts("[]", json_object=True)
-    assert accepts("ab/c", regex="a./c") and not accepts("ab/cd", regex="a./c")
+    assert accepts("ab/c", regex="a./c", disable_fallback=True) and not accepts("ab/cd", regex="a./c")
     assert accepts('say "no"\n', choice=["yes", 'say "no"\n', "世界"]) and accepts("世界", choice=["yes", "世界"])
     assert not accepts("ye", choice=["yes", "no"])
     assert accepts("a1", grammar='start: "a" NUMBER\nNUMBER: /[0-9]+/')
@@ -231,6 +231,7 @@ def test_calls_are_written_as_they_are_spelled() -> None:
         ({"grammar": "start: nobody"}, "unknown name"),
         ({"grammar": "root ::= ("}, "structured_outputs.grammar cannot be"),
         ({"grammar": "x" * (1 << 21)}, "1048576 is the most"),
+        ({"json_object": True, "disable_fallback": 1}, "structured_outputs.disable_fallback must be true or false"),
         ({"json_object": "yes"}, "structured_outputs.json_object must be true or false"),
         ({"structural_tag": 7}, "structured_outputs.structural_tag must be a structural tag, as an object or as text"),
         ({"structural_tag": "{"}, "structured_outputs.structural_tag cannot be read: Expecting property name"),

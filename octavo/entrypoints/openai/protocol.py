@@ -128,6 +128,7 @@ class StructuredOutputs(RequestBody):
     grammar: Text | None = None
     json_object: bool | None = None
     structural_tag: Text | dict[str, Any] | None = None
+    disable_fallback: bool | None = None
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
     whitespace_pattern: Text | None = None
