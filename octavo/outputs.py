@@ -124,6 +124,18 @@ class RequestOutput:
     alignment: bytes | None = None
     lora_request: LoRARequest | None = None  # the adapter that it was computed with, where Python named one
 
+    @property
+    def encoder_prompt(self) -> None:
+        """vLLM's, of models whose encoder reads a text: there are none here."""
+
+    @property
+    def encoder_prompt_token_ids(self) -> None:
+        """Likewise."""
+
+    @property
+    def kv_transfer_params(self) -> None:
+        """vLLM's, of caches that move between servers, which is not built."""
+
 
 @dataclass(slots=True)
 class PoolingOutput:

@@ -71,7 +71,7 @@ class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):
     adapter: str | None = None  # identity of the adapter that it is computed with
     media: tuple[MediaItem, ...] = ()  # in order of position
     cache_salt: str | None = None  # requests with different salts share no cached blocks
-    is_embedded: bool = False  # `media` stand in the place of all its tokens, which are no tokens of the vocabulary
+    is_embedded: bool = False  # `media` are embeddings in the place of its tokens, or of some, which penalties ignore
     second_start: int | None = None  # of a pair: the first token of the second text, for models that tell them apart
 
 

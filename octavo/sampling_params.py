@@ -49,8 +49,11 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
     """A context-free grammar: Lark, or EBNF in the manner of llama.cpp (`root ::= ...`)."""
     json_object: bool | None = None
     """Any JSON object."""
-    structural_tag: Any = None
-    """Not built yet."""
+    structural_tag: str | dict[str, Any] | None = None
+    """Text in which what stands between tags has a form: xgrammar's structural tag or vLLM's older list of structures,
+    as JSON text or as an object. See `octavo.sampling.structural_tag`."""
+    disable_fallback: bool = False
+    """Either says what holds: there is one library of grammars, and what it cannot follow is refused."""
     disable_any_whitespace: bool = False
     """For JSON: none between its parts."""
     disable_additional_properties: bool | None = None
@@ -75,10 +78,10 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
                 f"structured_outputs needs exactly one of {', '.join(STRUCTURES)}, got {found}.",
                 param="structured_outputs",
             )
-        if self.structural_tag is not None:
-            raise RequestError("structural_tag is not built yet.", param="structured_outputs.structural_tag")
-        if self.json is not None and not isinstance(self.json, str | dict):
-            _refuse("structured_outputs.json", self.json, "a JSON schema, as an object or as text")
+        for name, meaning in (("json", "a JSON schema"), ("structural_tag", "a structural tag")):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str | dict):
+                _refuse(f"structured_outputs.{name}", value, f"{meaning}, as an object or as text")
         for name in ("regex", "grammar", "whitespace_pattern"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value and is_unicode(value)):
@@ -89,9 +92,10 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
             and all(isinstance(text, str) and text and is_unicode(text) for text in self.choice)
         ):
             _refuse("structured_outputs.choice", self.choice, "a list of non-empty strings of valid Unicode")
-        for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
+        flags = ("disable_fallback", "disable_any_whitespace")
+        for name in ("json_object", "disable_additional_properties", *flags):
             value = getattr(self, name)
-            if type(value) is not bool and (value is not None or name == "disable_any_whitespace"):
+            if type(value) is not bool and (value is not None or name in flags):
                 _refuse(f"structured_outputs.{name}", getattr(self, name), "true or false")
 
 

@@ -72,7 +72,7 @@ _ADVICE = {
     "long_lora_scaling_factors": _NOT_BUILT,
     "long_prefill_token_threshold": _MIXED,
     "lora_extra_vocab_size": _NOT_BUILT,
-    "lora_path": _NOT_BUILT,
+    "lora_path": "--enable-lora --lora-modules name=path",
     "mamba_cache_dtype": _NOT_BUILT,
     "mamba_ssm_cache_dtype": _NOT_BUILT,
     "max_context_len_to_capture": _COMPILED,

@@ -80,6 +80,7 @@ def test_an_engine_tells_what_it_was_made_of(llm: LLM, caplog: pytest.LogCapture
     assert not llm.is_sleeping()
     (output,) = llm.generate("Hello", greedy(2), use_tqdm=False)
     assert output.lora_request is None
+    assert output.encoder_prompt is output.encoder_prompt_token_ids is output.kv_transfer_params is None
     caplog.set_level("INFO", "octavo.stats")
     engine.do_log_stats()
     assert "generation" in caplog.messages[-1] and "running 0" in caplog.messages[-1]

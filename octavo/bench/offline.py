@@ -6,6 +6,7 @@ Also `python -m octavo.benchmark_throughput` and `octavo.benchmark_latency`, vLL
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
 import sys
 import time
@@ -22,10 +23,13 @@ from octavo.engine.input_processor import PromptInput
 from octavo.entrypoints.cli import run_command
 from octavo.errors import ConfigError
 from octavo.flags import FlagParser
-from octavo.sampling_params import SamplingParams
+from octavo.lora.request import LoRARequest
+from octavo.outputs import RequestOutput
+from octavo.processes import event_loop_factory
+from octavo.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from octavo.entrypoints.llm import LLM
+    from octavo.loading.tokenizer import ModelTokenizer
 
 _PERCENTILES = (10, 25, 50, 75, 90, 99)
 
@@ -34,6 +38,11 @@ def make_throughput_parser(prog: str) -> FlagParser:
     parser = FlagParser(prog=prog, description="Measure the engine without a server.")
     add_dataset_args(parser)
     parser.add_argument("--backend", choices=("vllm", "octavo"), default="octavo", help="Both are this engine.")
+    parser.add_argument(
+        "--async-engine", action="store_true", help="Measure AsyncLLMEngine, whose core is a process of its own as a "
+        "server's is, and whose answers come in pieces.",
+    )  # fmt: skip
+    parser.add_argument("--lora-path", metavar="PATH", help="An adapter for every request, with --enable-lora.")
     _add_engine_args(parser)
     return parser
 
@@ -57,16 +66,18 @@ def throughput(argv: Sequence[str] | None = None, *, prog: str = "octavo bench t
     args = make_throughput_parser(prog).parse_args(argv)
 
     def bench() -> None:
-        llm = _make_llm(args)
-        requests = sample_prompts(args, llm.get_tokenizer())
-        prompts: list[PromptInput] = []
-        for request in requests:
-            _check_length(llm, request.num_tokens, request.num_output_tokens)
-            prompts.append({"prompt_token_ids": encode(llm.get_tokenizer(), request.text)})
-        params = [_sampling_params(args, request.num_output_tokens) for request in requests]
-        begin = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
-        elapsed_s = time.perf_counter() - begin
+        engine_args, adapter = _engine_args(args), _adapter(args)
+        if args.async_engine:
+            with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+                outputs, elapsed_s = runner.run(_generate_async(args, engine_args, adapter))
+        else:
+            from octavo.entrypoints.llm import LLM
+
+            llm = LLM(**dataclasses.asdict(engine_args))
+            prompts, params = _requests(args, llm.get_tokenizer(), llm.config.model.max_model_len)
+            begin = time.perf_counter()
+            outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty(), lora_request=adapter)
+            elapsed_s = time.perf_counter() - begin
         num_input = sum(len(output.prompt_token_ids) for output in outputs)
         num_output = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
         print(
@@ -97,8 +108,10 @@ def latency(argv: Sequence[str] | None = None, *, prog: str = "octavo bench late
     def bench() -> None:
         if args.num_iters_warmup < 0:
             raise ConfigError(f"--num-iters-warmup must be 0 or more, got {args.num_iters_warmup}.")
-        llm = _make_llm(args)
-        _check_length(llm, args.input_len, args.output_len)
+        from octavo.entrypoints.llm import LLM
+
+        llm = LLM(**dataclasses.asdict(_engine_args(args)))
+        _check_length(llm.config.model.max_model_len, args.input_len, args.output_len)
         rng = np.random.default_rng(args.seed or 0)
         ids = rng.integers(llm.config.model.vocab_size, size=(args.batch_size, args.input_len)).tolist()
         prompts: list[PromptInput] = [{"prompt_token_ids": tokens} for tokens in ids]
@@ -130,17 +143,60 @@ def _add_engine_args(parser: argparse.ArgumentParser) -> None:
     EngineArgs.add_cli_args(parser)
 
 
-def _make_llm(args: argparse.Namespace) -> LLM:
-    """Raises `ConfigError` or `LoadError`."""
-    from octavo.entrypoints.llm import LLM
-
+def _engine_args(args: argparse.Namespace) -> EngineArgs:
+    """Raises `ConfigError`."""
     if args.model_positional is not None:
         if args.model and args.model != args.model_positional:
             raise ConfigError(f"two models are given: {args.model_positional} and --model {args.model}.")
         args.model = args.model_positional
     if not args.temperature >= 0:
         raise ConfigError(f"--temperature must be 0 or more, got {args.temperature}.")
-    return LLM(**dataclasses.asdict(EngineArgs.from_cli_args(args)))
+    return EngineArgs.from_cli_args(args)
+
+
+def _adapter(args: argparse.Namespace) -> LoRARequest | None:
+    """Raises `ConfigError`."""
+    if args.lora_path is None:
+        return None
+    if not args.enable_lora:
+        raise ConfigError("--lora-path needs --enable-lora.")
+    return LoRARequest("adapter", 1, args.lora_path)
+
+
+def _requests(
+    args: argparse.Namespace, tokenizer: ModelTokenizer, max_model_len: int
+) -> tuple[list[PromptInput], list[SamplingParams]]:
+    """Raises `ConfigError` for those that do not fit."""
+    prompts, params = list[PromptInput](), list[SamplingParams]()
+    for request in sample_prompts(args, tokenizer):
+        _check_length(max_model_len, request.num_tokens, request.num_output_tokens)
+        prompts.append({"prompt_token_ids": encode(tokenizer, request.text)})
+        params.append(_sampling_params(args, request.num_output_tokens))
+    return prompts, params
+
+
+async def _generate_async(
+    args: argparse.Namespace, engine_args: EngineArgs, adapter: LoRARequest | None
+) -> tuple[list[RequestOutput], float]:
+    """The answers, and the seconds from when the engine was ready and got all requests at once."""
+    from octavo.engine.async_engine import AsyncLLMEngine
+
+    engine = AsyncLLMEngine.from_engine_args(engine_args)
+    try:
+        prompts, params = _requests(args, engine.tokenizer, engine.config.model.max_model_len)
+        await engine.wait_ready()
+
+        async def answer(number: int) -> RequestOutput:
+            params[number].output_kind = RequestOutputKind.CUMULATIVE
+            async for output in engine.generate(prompts[number], params[number], f"bench-{number}", adapter):
+                last = output
+            return last
+
+        begin = time.perf_counter()
+        outputs = await asyncio.gather(*map(answer, range(len(prompts))))
+        return outputs, time.perf_counter() - begin
+    finally:
+        engine.shutdown()
 
 
 def _sampling_params(args: argparse.Namespace, num_output_tokens: int) -> SamplingParams:
@@ -151,11 +207,10 @@ def _sampling_params(args: argparse.Namespace, num_output_tokens: int) -> Sampli
     )  # fmt: skip
 
 
-def _check_length(llm: LLM, num_input: int, num_output: int) -> None:
+def _check_length(max_model_len: int, num_input: int, num_output: int) -> None:
     """Raise `ConfigError` for a request that the engine would end early."""
-    limit = llm.config.model.max_model_len
-    if num_input + num_output > limit:
+    if num_input + num_output > max_model_len:
         raise ConfigError(
-            f"{num_input} tokens of prompt and {num_output} of output are more than the engine's {limit}; lower "
-            "--input-len or --output-len, or raise --max-model-len."
+            f"{num_input} tokens of prompt and {num_output} of output are more than the engine's {max_model_len}; "
+            "lower --input-len or --output-len, or raise --max-model-len."
         )

@@ -54,6 +54,13 @@ def make_parser(prog: str) -> FlagParser:
     server.add_argument("--endpoint", help="Default: the backend's.")
     server.add_argument("--model", help="Default: the first that the server names.")
     server.add_argument("--served-model-name", help="What requests call the model; default: --model.")
+    server.add_argument(
+        "--lora-modules", nargs="+", metavar="NAME", help="Adapters of the server: each request names one of them "
+        "as its model.",
+    )  # fmt: skip
+    server.add_argument(
+        "--lora-assignment", choices=("random", "round-robin"), default="random", help="Which (default: %(default)s)."
+    )
     server.add_argument("--tokenizer", help="Folder, .gguf file or Hugging Face id; default: the model's.")
     server.add_argument("--api-key", default=os.environ.get("OCTAVO_API_KEY") or os.environ.get("OPENAI_API_KEY"))
     server.add_argument("--tokenizer-mode", choices=("auto",), default="auto", help="It is recognised.")
@@ -219,14 +226,17 @@ class Plan:
                 return
             time.sleep(_READY_CHECK_S)
 
-    def body(self, prompt: BenchPrompt) -> dict[str, Any]:
+    def models(self, count: int) -> list[str]:
+        """What so many requests call the model: its name, or an adapter's each."""
+        names = self.args.lora_modules or [self.args.served_model_name or self.model]
+        if self.args.lora_assignment == "round-robin":
+            return [names[i % len(names)] for i in range(count)]
+        return [names[i] for i in np.random.default_rng(self.args.seed).integers(len(names), size=count)]
+
+    def body(self, prompt: BenchPrompt, model: str) -> dict[str, Any]:
         """The JSON of one request."""
         args = self.args
-        body: dict[str, Any] = {
-            "model": args.served_model_name or self.model,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
         if self.backend == "openai":
             body |= {"prompt": prompt.text, "max_tokens": prompt.num_output_tokens}
         else:
@@ -307,10 +317,11 @@ async def _measure(args: argparse.Namespace, plan: Plan) -> tuple[list[Answer], 
     from octavo.loading.tokenizer import read_tokenizer
 
     prompts = sample_prompts(args, read_tokenizer(find_tokenizer(plan.tokenizer)))
-    bodies = [plan.body(prompt) for prompt in prompts]
+    models = plan.models(len(prompts))
+    bodies = [plan.body(prompt, model) for prompt, model in zip(prompts, models, strict=True)]
     for _ in range(args.num_warmups):
         # Another prompt than those to come, of which the server may keep the beginning.
-        answer = await stream(plan.target, plan.body(BenchPrompt("Hello, who are you?", 6, 8)))
+        answer = await stream(plan.target, plan.body(BenchPrompt("Hello, who are you?", 6, 8), models[0]))
         if answer.error is not None:
             raise OctavoError(f"the first request failed, so the others are not sent: {answer.error}")
     times = arrival_times(len(prompts), plan.rate, args.burstiness, args.seed, plan.ramp)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -76,6 +77,12 @@ class InputProcessor:
             from octavo.multimodal.listening import Listener
 
             self.listener = Listener(config.sound)
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of the tokens whose text is not shown, by their text."""
+        added = self.tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         self._check_characters(text)
@@ -152,7 +159,7 @@ class InputProcessor:
         params = msgspec.structs.replace(params, **counts)
         self._check_token_ids(params)
         if grammar is None and params.structured_outputs is not None:
-            grammar = WantedGrammar(params.structured_outputs)
+            grammar = WantedGrammar(params.structured_outputs, special_tokens=self.special_tokens)
         if grammar is not None:
             params.grammar = make_grammar(*grammar, closes_objects=not self._allows_additional_properties)
             params.structured_outputs = None
@@ -246,7 +253,7 @@ class InputProcessor:
         if salt is not None and not (isinstance(salt, str) and is_unicode(salt)):
             raise RequestError("cache_salt must be a string of valid Unicode.", param="cache_salt")
         if (embeds := prompt.get("prompt_embeds")) is not None:
-            return self._embedded(prompt, embeds, params, salt)
+            return self._embedded(prompt, embeds, params, add_special_tokens, salt)
         limit, keep = self.model.max_model_len, params.truncate_prompt_tokens
         items: tuple[MediaItem, ...] = ()
         media: list[MediaInput] = []
@@ -288,9 +295,14 @@ class InputProcessor:
         return Prompt(token_ids, text, media=items, cache_salt=salt), media, kinds
 
     def _embedded(
-        self, prompt: Mapping[str, Any], embeds: object, params: SamplingParams, salt: str | None
+        self,
+        prompt: Mapping[str, Any],
+        embeds: object,
+        params: SamplingParams,
+        add_special_tokens: bool,
+        salt: str | None,
     ) -> tuple[Prompt, list[MediaInput], Collection[str]]:
-        """A prompt that is embeddings, as `_make_prompt` returns it."""
+        """A prompt that is embeddings, or has a list of them between texts, as `_make_prompt` returns it."""
         if self.prompt_embeds is None:
             raise RequestError("prompt_embeds needs --enable-prompt-embeds.", param="prompt_embeds")
         for name in ("prompt_token_ids", "multi_modal_data"):
@@ -299,10 +311,28 @@ class InputProcessor:
         for name in ("prompt_logprobs", "truncate_prompt_tokens"):
             if getattr(params, name) is not None:
                 raise RequestError(f"{name} is of tokens, and prompt_embeds are none; leave it out.", param=name)
+        texts = prompt.get("prompt")
+        if isinstance(embeds, list) and isinstance(texts, list) and len(texts) == len(embeds) + 1:
+            return self._between(texts, embeds, add_special_tokens, salt)
         item, made = self.prompt_embeds.take(embeds, salt)
         self._check_length(item.num_tokens, "shorten it")
         text = prompt.get("prompt") if isinstance(prompt.get("prompt"), str) else None
         return Prompt([0] * item.num_tokens, text, media=(item,), cache_salt=salt, is_embedded=True), [made], ()
+
+    def _between(
+        self, texts: list[str], embeds: list[Any], add_special_tokens: bool, salt: str | None
+    ) -> tuple[Prompt, list[MediaInput], Collection[str]]:
+        """A prompt of `texts` with one of `embeds` between each two."""
+        assert self.prompt_embeds is not None
+        token_ids = self.encode(texts[0], add_special_tokens)
+        items, media = list[MediaItem](), list[MediaInput]()
+        for given, text in zip(embeds, texts[1:], strict=True):
+            item, made = self.prompt_embeds.take(given, salt)
+            items.append(msgspec.structs.replace(item, position=len(token_ids)))
+            media.append(made)
+            token_ids += [0] * item.num_tokens + self.encode(text, False)
+            self._check_length(len(token_ids), "shorten it")
+        return Prompt(token_ids, None, media=tuple(items), cache_salt=salt, is_embedded=True), media, ()
 
     def _check_length(self, num_tokens: int, advice: str = "shorten it, or set truncate_prompt_tokens") -> None:
         """Raise `RequestError` for a prompt that leaves no room for an answer."""

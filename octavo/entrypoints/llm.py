@@ -16,7 +16,7 @@ from octavo.engine.llm_engine import LLMEngine
 from octavo.engine.vllm_names import ABSENT, refuse_kwargs
 from octavo.entrypoints.chat_template import render_chat
 from octavo.entrypoints.llm_pooling import PoolingMethods, UseTqdm
-from octavo.entrypoints.media_parts import media_of, message_for_template, read_message
+from octavo.entrypoints.media_parts import embeds_of, media_of, message_for_template, read_message, with_embeds
 from octavo.errors import RequestError
 from octavo.logs import configure_logging
 from octavo.lora.request import LoRARequest
@@ -168,12 +168,14 @@ class LLM(PoolingMethods):
         A message's content is text, or a list of parts: `{"type": "text", "text": …}`, and for models that see
         `{"type": "image_pil", "image_pil": PIL.Image}` and `{"type": "image_url", "image_url": {"url": …}}`, for those
         that hear `{"type": "audio_url", "audio_url": {"url": …}}` and
-        `{"type": "input_audio", "input_audio": {"data": base64, "format": "wav"}}`.
+        `{"type": "input_audio", "input_audio": {"data": base64, "format": "wav"}}`; with `enable_prompt_embeds`
+        `{"type": "prompt_embeds", "data": tensor or base64}`.
         """
         refuse_kwargs(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
         conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
         taken = [[read_message(message) for message in conversation] for conversation in conversations]
         media = [media_of([message.get("content") for message in conversation]) for conversation in taken]
+        all_embeds = [embeds_of([message.get("content") for message in conversation]) for conversation in taken]
         processors = [self.inputs.media_processor_of(given) if given else None for given in media]
         texts = [
             render_chat(
@@ -191,8 +193,12 @@ class LLM(PoolingMethods):
         ]
         prompts: list[PromptInput] = [
             # The template has put special tokens in.
-            {"prompt": text, "multi_modal_data": processor.open(given)} if processor else text
-            for text, processor, given in zip(texts, processors, media, strict=True)
+            {"prompt": text, "multi_modal_data": processor.open(given)}
+            if processor
+            else with_embeds(text, embeds)
+            if embeds
+            else text
+            for text, processor, given, embeds in zip(texts, processors, media, all_embeds, strict=True)
         ]
         params, loras = self._params_for(prompts, sampling_params), _one_each(prompts, lora_request)
         requests = [

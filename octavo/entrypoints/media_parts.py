@@ -4,6 +4,7 @@ and the media themselves in order. For `LLM` and the server.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -27,6 +28,9 @@ _KIND_OF = {
     "video_embeds": VIDEO,
 }
 SoundFormat = Literal["wav", "mp3", "flac", "ogg"]
+EMBEDS_PART = '{"type": "prompt_embeds", "data": "base64 ..."}'  # embeddings in the place of a text
+# What a template gets in their place. No message has it, as nobody is told.
+_EMBEDS_TEXT = f"[prompt_embeds {secrets.token_hex(16)}]"
 
 
 def read_part(part: Mapping[str, Any]) -> SentMedium:
@@ -87,8 +91,44 @@ def _medium_in(part: object) -> SentMedium | None:
     return found if isinstance(found, SentMedium) else None
 
 
-def for_template(part: Mapping[str, Any]) -> Mapping[str, Any]:
+def is_embeds(part: object) -> bool:
+    """Whether a part of a message is embeddings in the place of a text."""
+    return isinstance(part, Mapping) and part.get("type") == "prompt_embeds"
+
+
+def read_embeds(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Such a part. Raises `ValueError`, whose text is what is wrong with it."""
+    if part.keys() != {"type", "data"} or part["data"] is None:
+        raise ValueError(f"has a part that is not like {EMBEDS_PART}")
+    return dict(part)
+
+
+def embeds_of(contents: Sequence[object]) -> list[Any]:
+    """The embeddings of messages, in order."""
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return [part["data"] for part in parts if is_embeds(part)]
+
+
+def with_embeds(text: str, embeds: Sequence[Any]) -> dict[str, Any]:
+    """The prompt of a template's `text`, with these in their places. Raises `RequestError`."""
+    texts = text.split(_EMBEDS_TEXT)
+    if len(texts) != len(embeds) + 1:
+        raise RequestError("the chat template does not have every part of type prompt_embeds once.", param="messages")
+    return {"prompt_embeds": list(embeds), "prompt": texts}
+
+
+def content_for_template(content: str | list[dict[str, Any]]) -> Any:
+    """The content of a message whose parts have been read, as templates know it: what is text alone is one."""
+    if isinstance(content, str):
+        return content
+    parts = [_for_template(part) for part in content]
+    return "\n".join(part["text"] for part in parts) if all(map(_is_text, parts)) else parts
+
+
+def _for_template(part: Mapping[str, Any]) -> Mapping[str, Any]:
     """A part as templates know it: those of Qwen2-Audio look for a key, others for a type."""
+    if is_embeds(part):
+        return {"type": "text", "text": _EMBEDS_TEXT}
     if (medium := _medium_in(part)) is None:
         return part
     kind = medium.kind
@@ -113,6 +153,11 @@ def read_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
                 part = as_part(read_part(part))
             except ValueError as error:
                 raise RequestError(f"messages: the content {error}.", param="messages") from None
+        elif is_embeds(part):
+            try:
+                part = read_embeds(part)
+            except ValueError as error:
+                raise RequestError(f"messages: the content {error}.", param="messages") from None
         parts.append(part)
     return {**message, "content": parts}
 
@@ -124,9 +169,7 @@ def _is_text(part: Mapping[str, Any]) -> bool:
 def message_for_template(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """A message whose media have been read, as templates know it."""
     content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    return {**message, "content": [for_template(part) for part in content]}
+    return {**message, "content": content_for_template(content)} if isinstance(content, list) else message
 
 
 def check_role(role: object) -> None:

@@ -2,8 +2,9 @@
 time, and may die of the file.
 
 `decoding` starts it, and sends it one end of a socket for each file, with the byte that stands for its kind. The child
-reads a line of JSON with its bounds, of which `seconds` may be less than `DECODE_S`, and the file; it answers with
-`DONE` or `REFUSED`, how many bytes follow, and these. A child that says nothing has died.
+says `STARTED`, by which `decoding` knows that neither hangs. It reads a line of JSON with its bounds, of which
+`seconds` may be less than `DECODE_S`, and the file; it answers with `DONE` or `REFUSED`, how many bytes follow, and
+these. A child that says nothing has died.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ DECODERS = {
     "audio": (b"a", ("octavo.multimodal.sound_decoder", "numpy", "soundfile", "soxr")),
     "video": (b"v", ("octavo.multimodal.video_decoder", "numpy", "av")),
 }
-DONE, REFUSED = b"d", b"r"
+STARTED, DONE, REFUSED = b"s", b"d", b"r"
 LENGTH = struct.Struct("<Q")
 DECODE_S = 60
 
@@ -63,6 +64,7 @@ def main() -> None:
 
 
 def _answer(connection: socket.socket, decoder: str) -> None:
+    connection.sendall(STARTED)
     with connection.makefile("rb") as file:
         limits: dict[str, Any] = json.loads(file.readline())
         _set_bounds(limits["memory_bytes"], limits.get("seconds", DECODE_S))

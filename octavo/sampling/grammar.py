@@ -10,13 +10,17 @@ from __future__ import annotations
 import atexit
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
+import msgspec
+
 from octavo.errors import RequestError
+from octavo.sampling import lark, structural_tag
 from octavo.sampling.grammar_trial import GrammarTrial, TrialFailed
+from octavo.sampling.lark import escaped, pieces
 from octavo.sampling_params import STRUCTURES, StructuredOutputsParams
 
 MAX_CHARACTERS = 1 << 20  # of a schema or a grammar
@@ -163,7 +167,7 @@ def make_grammar(
     else:
         if field is None:
             field = "structured_outputs." + next(n for n in STRUCTURES if getattr(content, n) not in (None, False))
-        grammar = _of_structure(content, field, closes_objects)
+        grammar = _of_structure(content, field, closes_objects, special_tokens or {})
     if reasoning is not None:
         is_call = isinstance(content, ToolCalls)
         grammar = _after_reasoning(grammar, reasoning, special_tokens or {}, budget, is_call=is_call)
@@ -183,24 +187,38 @@ def check_grammar(grammar: str, field: str) -> None:
         raise RequestError(f"{field} cannot be followed: {problem}", param=field)
 
 
-def mark(text: str, special_token_id: int | None) -> str:
-    """A text within a grammar. A special token has no text there and is named by its id."""
-    return json.dumps(text) if special_token_id is None else f"<[{special_token_id}]>"
-
-
-def _of_structure(wanted: StructuredOutputsParams, field: str, closes_objects: bool) -> str:
+def _of_structure(
+    wanted: StructuredOutputsParams, field: str, closes_objects: bool, special_tokens: Mapping[str, int] | None = None
+) -> str:
     try:
-        grammar = _write(wanted, closes_objects)
+        if wanted.structural_tag is not None:
+            grammar = _of_structural_tag(wanted, closes_objects, special_tokens or {})
+        else:
+            grammar = _write(wanted, closes_objects)
     except (ValueError, RecursionError) as e:
         raise RequestError(f"{field} cannot be read: {_first_line(e)}.", param=field) from None
     check_grammar(grammar, field)
     return grammar
 
 
-def _of_tool_calls(calls: ToolCalls, special_tokens: Mapping[str, int]) -> str:
-    def literal(text: str) -> str:
-        return " ".join(mark(piece, special_tokens.get(piece)) for piece in _pieces(text, special_tokens))
+def _of_structural_tag(wanted: StructuredOutputsParams, closes_objects: bool, special_tokens: Mapping[str, int]) -> str:
+    def part(kind: str, value: Any) -> dict[str, Any]:
+        """The grammar of a schema, a regular expression or a grammar within the tag, with the options of the whole."""
+        one = msgspec.structs.replace(wanted, structural_tag=None, **{kind: value})
+        grammars: list[dict[str, Any]] = json.loads(_write(one, closes_objects))["grammars"]
+        return grammars[0]
 
+    tag = wanted.structural_tag
+    if isinstance(tag, str):
+        if len(tag) > MAX_CHARACTERS:
+            return tag  # is refused for its length
+        tag = json.loads(tag)
+    _check_parts(tag, (*_COMMENTS, "grammar"))  # a grammar's own parts are looked at where it is written
+    return json.dumps({"grammars": structural_tag.grammars_of(tag, special_tokens, part)})
+
+
+def _of_tool_calls(calls: ToolCalls, special_tokens: Mapping[str, int]) -> str:
+    literal = partial(lark.literal, special_tokens=special_tokens)
     spelling, grammars, lines = calls.spelling, list[dict[str, Any]](), list[str]()
     indices = {name: i for i, name in enumerate(calls.schemas)}
     for name, call in spelling.calls.items():
@@ -242,14 +260,14 @@ def _after_free_text(
         start = [f"start: {literal(spelling.open)} call {ending} | FREE", "FREE: /(.|\\n)*/ & ~/\\s*[{\\[](.|\\n)*/"]
         return start
     trigger = next(text for text in sorted(marks, key=len) if all(head.startswith(text) for head in heads.values()))
-    first, *_ = _pieces(trigger, special_tokens)
-    others = [text for text in marks if _pieces(text, special_tokens)[0] not in special_tokens]
-    kept_out = "".join(f" & ~/(.|\\n)*{_escaped(text)}(.|\\n)*/" for text in others)
+    first, *_ = pieces(trigger, special_tokens)
+    others = [text for text in marks if pieces(text, special_tokens)[0] not in special_tokens]
+    kept_out = "".join(f" & ~/(.|\\n)*{escaped(text)}(.|\\n)*/" for text in others)
     free = f"FREE: /(.|\\n)*/{kept_out}"
     if first in special_tokens:
         trigger, before = first, f"before: FREE {literal(first)}"
     else:
-        before = f"before[lazy]: /(.|\\n)*{_escaped(trigger)}/"
+        before = f"before[lazy]: /(.|\\n)*{escaped(trigger)}/"
     heads_left = [f"{literal(head[len(trigger) :])} rest{indices[name]}" for name, head in heads.items()]
     # Blanks after a call begin another one.
     after = f"AFTER: /[^ \\t\\r\\n](.|\\n)*/{kept_out}"
@@ -290,7 +308,7 @@ def _of_parameters(
                 lines.append(f"parameter{here}: {head} /(.|\\n)*/ {literal(stripped)} {after}")
             else:
                 lines.append(f"parameter{here}: {head} value{here} {after}")
-                lines.append(f"value{here}[lazy]: /(.|\\n)*{_escaped(stripped)}/")
+                lines.append(f"value{here}[lazy]: /(.|\\n)*{escaped(stripped)}/")
         nothing_first = f" | first{index}_{j + 1}" if name not in required else ""
         nothing_more = f" | more{index}_{j + 1}" if name not in required else ""
         lines.append(f"first{here}: parameter{here} more{index}_{j + 1}{nothing_first}")
@@ -298,25 +316,6 @@ def _of_parameters(
     last = len(call.parameters)
     lines += [f'first{index}_{last}: ""', f'more{index}_{last}: ""']
     return lines, grammars
-
-
-def _pieces(text: str, special_tokens: Mapping[str, int]) -> list[str]:
-    """`text` cut so that each special token in it is a piece of its own."""
-    pieces, begin, position = list[str](), 0, 0
-    while position < len(text):
-        # Longest first: one token may begin with another.
-        found = max((token for token in special_tokens if text.startswith(token, position)), key=len, default="")
-        if found:
-            pieces += [text[begin:position], found]
-            begin = position = position + len(found)
-        else:
-            position += 1
-    return [piece for piece in [*pieces, text[begin:]] if piece]
-
-
-def _escaped(text: str) -> str:
-    """`text` within a regular expression of Lark."""
-    return re.sub(r"[\\.+*?()|\[\]{}^$/]", lambda found: "\\" + found[0], text).replace("\n", "\\n")
 
 
 def _of_arguments(schema: Mapping[str, Any], index: int) -> dict[str, Any]:
@@ -351,12 +350,10 @@ def _after_reasoning(
     whole = json.loads(grammar)
     first, *others = whole["grammars"]
 
-    def literal(text: str | None) -> str:
-        return " ".join(mark(piece, special_tokens.get(piece)) for piece in _pieces(text or "", special_tokens))
-
-    end, *more = _pieces(marks.end, special_tokens)
+    literal = partial(lark.literal, special_tokens=special_tokens)
+    end, *more = pieces(marks.end, special_tokens)
     after = " ".join(map(literal, more))
-    start = literal(marks.start)
+    start = literal(marks.start or "")
     if budget is not None:
         thought = budget.rule
         start = start if budget.start is None else f"<[{budget.start}]>"
@@ -365,11 +362,11 @@ def _after_reasoning(
     else:
         thought = f"thought: upto {after}\nupto[lazy]: /(.|\\n)*/ {literal(end)}"
     answer = "@answer" if is_call else f"{literal(marks.answer_start)} @answer {literal(marks.answer_end)}"
-    lark = (
+    rules = (
         f"start: {'reasoning?' if marks.is_optional else 'reasoning'} {answer}\n"
         f"reasoning: {start} thought SPACE?\n{thought}\nSPACE: /\\n{{1,2}}/\n"
     )
-    return json.dumps({**whole, "grammars": [{"lark_grammar": lark}, {**first, "name": "answer"}, *others]})
+    return json.dumps({**whole, "grammars": [{"lark_grammar": rules}, {**first, "name": "answer"}, *others]})
 
 
 def _write(wanted: StructuredOutputsParams, closes_objects: bool) -> str:
@@ -414,8 +411,8 @@ def _check_length(piece: str) -> None:
         raise ValueError(f"a part of it has {len(piece)} characters, and {MAX_PIECE_CHARACTERS} is the most")
 
 
-def _check_parts(schema: Any) -> None:
-    """That a schema is not too deep and that none of its strings is too long."""
+def _check_parts(schema: Any, passed_over: Collection[str] = _COMMENTS) -> None:
+    """That a schema is not too deep and that none of its strings is too long, but those of the names `passed_over`."""
     level, depth = [schema], 0
     while level:
         if depth > _MAX_DEPTH:
@@ -429,7 +426,7 @@ def _check_parts(schema: Any) -> None:
                 children += node
             elif isinstance(node, dict):
                 children += node.keys()
-                children += (value for name, value in node.items() if name not in _COMMENTS)
+                children += (value for name, value in node.items() if name not in passed_over)
         level = children
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from octavo.bench.offline import latency, throughput
+from tests.lora.random_adapters import write_random_adapter
 
 SMALL = ["--max-model-len", "128", "--max-num-seqs", "4", "--num-gpu-blocks-override", "64"]
 
@@ -23,6 +24,15 @@ def test_throughput_counts_what_went_through(tmp_path: Path, capsys: pytest.Capt
     assert figures["num_prompt_tokens"] == pytest.approx(5 * 20, abs=5)
     assert figures["tokens_per_second"] == pytest.approx(figures["total_num_tokens"] / figures["elapsed_time"])
     assert "Throughput: " in capsys.readouterr().out
+
+
+def test_throughput_of_the_asynchronous_engine_with_an_adapter(tmp_path: Path) -> None:
+    file, adapter = tmp_path / "t.json", write_random_adapter(tmp_path / "adapter", 0)
+    flags = ["--input-len", "8", "--output-len", "4", "--num-prompts", "3", "--n", "2", "--output-json", str(file)]
+    asked = [*flags, *SMALL, "--async-engine", "--enable-lora", "--lora-path"]
+    assert throughput([*asked, str(adapter)]) == 0
+    figures = json.loads(file.read_text())
+    assert (figures["num_requests"], figures["num_output_tokens"]) == (3, 3 * 2 * 4)
 
 
 def test_throughput_reads_sharegpt(tmp_path: Path) -> None:
@@ -60,6 +70,12 @@ def test_what_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert "are more than the engine's 128" in capsys.readouterr().err
     assert throughput(["--dataset", "/nowhere.json", *SMALL]) == 1
     assert "--dataset-path /nowhere.json cannot be read" in capsys.readouterr().err
+    assert throughput(["--lora-path", "/nowhere", *SMALL]) == 1
+    assert "--lora-path needs --enable-lora" in capsys.readouterr().err
+    adapter = ["--enable-lora", "--lora-path", "/nowhere", "--input-len", "8", "--output-len", "4"]
+    for more in ([], ["--async-engine"]):
+        assert throughput([*adapter, *more, *SMALL]) == 1
+        assert "there is no adapter at /nowhere" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["throughput", "latency"])

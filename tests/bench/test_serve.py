@@ -126,6 +126,20 @@ def test_failures_are_counted_and_shown(
         assert "HTTP 404: The model 'other' does not exist here" in capsys.readouterr().err
 
 
+def test_each_request_names_one_of_several_adapters(
+    address: str, engine: FakeEngine, tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--num-prompts", "5", "--random-input-len", "8", "--random-output-len", "2", "--lora-modules", "alias"]
+    assert run(address, tmp_path, tiny_tokenizer, *flags)["completed"] == 5
+    figures = run(address, tmp_path, tiny_tokenizer, *flags, "other", "--lora-assignment", "round-robin")
+    assert (figures["completed"], figures["failed"]) == (3, 2)
+    assert "2 failed: HTTP 404: The model 'other' does not exist" in capsys.readouterr().err
+    args = serve.make_parser("bench").parse_args(["--lora-modules", "a", "b", "--seed", "3"])
+    models = serve.Plan(args, "http://x", None, 1.0).models(100)
+    assert models == serve.Plan(args, "http://x", None, 1.0).models(100)
+    assert Counter(models).keys() == {"a", "b"} and models != sorted(models)
+
+
 def test_a_key_is_sent(tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     engine = FakeEngine(tiny_tokenizer)
     flags = ["--num-prompts", "2", "--random-input-len", "8", "--random-output-len", "2"]

@@ -57,6 +57,22 @@ def test_every_kind_of_structure_is_followed_beside_free_text(llm: LLM) -> None:
         assert llm.generate(prompt, kind, use_tqdm=False)[0].outputs[0].text == text
 
 
+def test_tags_within_free_text(llm: LLM) -> None:
+    """Once a trigger has come what follows is a call, even if the model would have gone on in another way."""
+    structures = [{"begin": "<call>", "schema": PERSON, "end": "</call>"}]
+    tag = {"structures": structures, "triggers": ["<call>"]}
+    free = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    (text,) = [output.outputs[0].text for output in llm.generate("Once upon", free, use_tqdm=False)]
+    same = structured(structural_tag=json.dumps(tag), max_tokens=12, ignore_eos=True)
+    assert llm.generate("Once upon", same, use_tqdm=False)[0].outputs[0].text == text
+    once = {"type": "triggered_tags", "triggers": ["<call>"], "at_least_one": True, "stop_after_first": True, "tags": [
+        {"type": "tag", "begin": "<call>", "content": {"type": "json_schema", "json_schema": PERSON}, "end": "</call>"},
+    ]}  # fmt: skip
+    one = structured(structural_tag={"type": "structural_tag", "format": once})
+    (called,) = [output.outputs[0].text for output in llm.generate("A person:", one, use_tqdm=False)]
+    jsonschema.validate(json.loads(called.removeprefix("<call>").removesuffix("</call>")), PERSON)
+
+
 def test_a_grammar_holds_with_other_parameters(llm: LLM) -> None:
     params = structured(
         temperature=1.0, seed=1, json=PERSON, n=3, logprobs=2, repetition_penalty=1.1, top_p=0.9, logit_bias={300: 5.0},

@@ -223,8 +223,25 @@ def test_a_message_of_the_assistant_may_be_empty(
             "tools[0].function.parameters must describe an object, not 'array'",
         ),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema goes with type json_schema"),
-        ({"response_format": {"type": "structural_tag"}}, "response_format.type should be 'text', 'json_object' or"),
-        ({"structured_outputs": {"structural_tag": {}}}, "structural_tag is not built yet"),
+        ({"response_format": {"type": "mood"}}, "response_format.type should be 'text', 'json_object'"),
+        ({"response_format": {"type": "structural_tag"}}, "needs either format or structures and triggers"),
+        (
+            {"response_format": {"type": "text", "triggers": []}},
+            "response_format.triggers goes with type structural_tag",
+        ),
+        (
+            {"response_format": {"type": "structural_tag", "format": {"type": "x"}}},
+            "response_format cannot be read: format.type is one of const_string, ",
+        ),
+        (
+            {"response_format": {"type": "structural_tag", "structures": [{"begin": "<"}], "triggers": ["<"]}},
+            "response_format cannot be read: structures[0] has no schema.",
+        ),
+        ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag cannot be read: it has no"),
+        (
+            {"structured_outputs": {"structural_tag": "{"}},
+            "structured_outputs.structural_tag cannot be read: Expecting",
+        ),
         ({"echo": True}, "echo is not built yet; leave it out: completions have it, and a chat's last message is the"),
         ({"functions": [{}]}, "functions is not built yet; leave it out: tools has them."),
         ({"documents": [{"text": "a"}]}, 'chat_template_kwargs {"documents": [...]} gives them to the chat template'),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,26 @@ def test_the_load_is_the_requests_that_are_not_answered_in_full(http: httpx.Clie
         http.post("/tokenize", json={"prompt": "a"})
         engine.is_paused = False
     wait_until(lambda: http.get("/load").json() == {"server_load": 0})
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/invocations"])
+def test_a_body_is_not_kept_while_its_answer_streams(http: httpx.Client, engine: FakeEngine, path: str) -> None:
+    """Blanks are a part of the body that nothing of the request is made of."""
+    size = 1 << 20
+    body = b'{"prompt": "a", "stream": true, "max_tokens": 300' + b" " * size + b"}"
+    engine.answer, engine.is_paused = "x" * 200, True
+    tracemalloc.start()
+    try:
+        headers = {"Content-Type": "application/json"}
+        with http.stream("POST", path, content=body, headers=headers) as answer:
+            chunks = answer.iter_raw()  # which closes the answer when nobody holds it
+            next(chunks)
+            gc.collect()
+            held = [trace for trace in tracemalloc.take_snapshot().traces if trace.size >= size]
+            assert held == []
+            engine.is_paused = False
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("keys", [["one", "two"], ["schlüssel"]])

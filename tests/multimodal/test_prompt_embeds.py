@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import torch
@@ -175,6 +176,45 @@ def test_answers_are_the_same(
                 }
 
 
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+def test_chats_have_them_between_texts(llm: LLM, folder: Path) -> None:
+    """A part that is the embeddings of a text is that text; others make another answer."""
+    tokenizer = llm.get_tokenizer()
+
+    def embeds(text: str) -> dict[str, Any]:
+        return {"type": "prompt_embeds", "data": embedded(folder, tokenizer.encode(text))}
+
+    def answer(*messages: tuple[str, Any]) -> Any:
+        conversation = [{"role": role, "content": content} for role, content in messages]
+        [output] = llm.chat(conversation, GREEDY, use_tqdm=False, chat_template=TEMPLATE)
+        return output
+
+    llm.reset_prefix_cache()
+    as_text = answer(("system", "cat"), ("user", "on\nits mat\non"))
+    text = {"type": "text", "text": "on"}
+    mixed = answer(("system", [embeds("cat")]), ("user", [text, embeds("its mat"), text]))
+    for one, other in zip(as_text.outputs[0].logprobs, mixed.outputs[0].logprobs, strict=True):
+        assert {token: pytest.approx(x.logprob, abs=1e-5) for token, x in one.items()} == {
+            token: x.logprob for token, x in other.items()
+        }
+    assert len(mixed.prompt_token_ids) == len(as_text.prompt_token_ids)
+    again = answer(("system", [embeds("cat")]), ("user", [text, embeds("its mat"), text]))
+    assert again.num_cached_tokens >= 16 and again.outputs[0].logprobs == mixed.outputs[0].logprobs
+    other = answer(("system", [embeds("cat")]), ("user", [text, embeds("its hat"), text]))
+    assert other.outputs[0].logprobs != mixed.outputs[0].logprobs
+    for part, reason in (
+        ({"type": "prompt_embeds"}, "has a part that is not like"),
+        ({"type": "prompt_embeds", "data": "%%%"}, "no base64 of one tensor"),
+        ({"type": "prompt_embeds", "data": torch.zeros(128, 64)}, "shorten it"),
+    ):
+        with pytest.raises(RequestError, match=reason):
+            answer(("user", [part]))
+    with pytest.raises(RequestError, match="does not have every part of type prompt_embeds once"):
+        llm.chat([{"role": "user", "content": [embeds("cat")]}], chat_template="none", use_tqdm=False)
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "other sizes": ({"prompt_embeds": torch.zeros(4, 32)}, r"prompt_embeds have the shape \[4, 32\]; this model takes"),
     "none": ({"prompt_embeds": torch.zeros(0, 64)}, "have the shape"),
@@ -217,6 +257,7 @@ def test_completions_take_them(tmp_path: Path, llm: LLM, folder: Path) -> None:
         served(
             tmp_path, "--model", str(folder), "--served-model-name", "m", "--dtype", "float32",
             "--num-gpu-blocks-override", "64", "--max-model-len", "128", "--enable-prompt-embeds",
+            "--chat-template", TEMPLATE,
         ) as server,
         openai_client(server) as client,
     ):  # fmt: skip
@@ -240,6 +281,26 @@ def test_completions_take_them(tmp_path: Path, llm: LLM, folder: Path) -> None:
                 client.completions.create(prompt="", extra_body=more, **options)
         with pytest.raises(openai.BadRequestError, match="prompt"):
             client.completions.create(prompt=None, **options)
+        part: Any = {"type": "prompt_embeds", "data": given[0]}
+        messages: Any = [{"role": "system", "content": [part]}, {"role": "user", "content": "a b"}]
+        chat = client.chat.completions.create(messages=messages, extra_body=extra, **options)
+        texts["chat"] = [chat.choices[0].message.content]
+        for path, sent in (
+            ("/tokenize", messages),
+            ("/v1/chat/completions", [{"role": "user", "content": [{**part, "data": 7}]}]),
+            ("/v1/chat/completions", [{"role": "user", "content": [{**part, "uuid": "x"}]}]),
+        ):
+            refused = httpx.post(server.url + path, json={"model": "m", "messages": sent}, timeout=60)
+            assert refused.status_code == 400 and "prompt_embeds" in refused.json()["error"]["message"], refused.text
+    alike: Any = [{"role": "system", "content": [{**part, "data": rows[0]}]}, messages[1]]
+    [told_here] = llm.chat(alike, GREEDY, use_tqdm=False, chat_template=TEMPLATE)
+    assert chat.usage is not None and chat.usage.prompt_tokens == len(told_here.prompt_token_ids)
     assert json.dumps(texts) == json.dumps(
-        {"one": expected[:1], "two": expected[:2], "beside a text": expected, "streamed": expected[:1]}
+        {
+            "one": expected[:1],
+            "two": expected[:2],
+            "beside a text": expected,
+            "streamed": expected[:1],
+            "chat": [told_here.outputs[0].text],
+        }
     )

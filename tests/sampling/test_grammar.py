@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +14,53 @@ from octavo.sampling.grammar import CallText, ReasoningMarks, Spelling, ToolCall
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+# Structural tags, in the forms that xgrammar's documentation gives.
+OLD = {
+    "structures": [
+        {"begin": "<call=f>", "schema": OBJECT, "end": "</call>"},
+        {"begin": "<call=g>", "schema": {"type": "object"}, "end": "</call>"},
+    ],
+    "triggers": ["<call="],
+}
+ANY: dict[str, Any] = {"type": "any_text"}
+
+
+def text(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"type": kind, **fields}
+
+
+def constant(value: str) -> dict[str, Any]:
+    return text("const_string", value=value)
+
+
+def json_of(schema: Any) -> dict[str, Any]:
+    return text("json_schema", json_schema=schema)
+
+
+def whole(format_: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "structural_tag", "format": format_}
+
+
+def tag(begin: Any, content: Any, end: Any) -> dict[str, Any]:
+    return whole(text("tag", begin=begin, content=content, end=end))
+
+
+def sequence(*elements: Any) -> dict[str, Any]:
+    return whole(text("sequence", elements=list(elements)))
+
+
+def nested(levels: int) -> dict[str, Any]:
+    inner = constant("a")
+    for _ in range(levels):
+        inner = text("optional", content=inner)
+    return whole(inner)
+
+
+A, F = '<a>{"a": 1}</a>', '<call=f>{"a": 1}</call>'
+TAGGED = text("triggered_tags", triggers=["<a"], tags=[tag("<a>", json_of(OBJECT), "</a>")["format"]])
+DIGITS = tag("<b>", text("regex", pattern="[0-9]+"), "</b>")["format"]
+LISTED = text("tags_with_separator", tags=[TAGGED["tags"][0], DIGITS], separator=", ")
+RULES = text("dispatch", rules=[["<a>", json_of(OBJECT)], ["<g>", constant("G")]])
 LIST = Spelling("[", "]", ", ", {name: CallText(f'{{"name": "{name}", "parameters": ', "}") for name in ("f", "g")})
 
 
@@ -75,11 +124,57 @@ def test_closing_takes_nothing_away_that_a_schema_needs(schema: dict[str, Any], 
 
 def test_other_structures() -> None:
     assert accepts("{}", json_object=True) and not accepts("[]", json_object=True)
-    assert accepts("ab/c", regex="a./c") and not accepts("ab/cd", regex="a./c")
+    assert accepts("ab/c", regex="a./c", disable_fallback=True) and not accepts("ab/cd", regex="a./c")
     assert accepts('say "no"\n', choice=["yes", 'say "no"\n', "世界"]) and accepts("世界", choice=["yes", "世界"])
     assert not accepts("ye", choice=["yes", "no"])
     assert accepts("a1", grammar='start: "a" NUMBER\nNUMBER: /[0-9]+/')
     assert accepts("yes!", grammar='root ::= ("yes" | "no") "!"')
+
+
+@pytest.mark.parametrize(
+    ("wanted", "right", "wrong"),
+    [
+        (OLD, ["", "1 < 2", f"so {F} and <call=g>{{}}</call>.", F + F], ["<call=h>{}</call>", "<call=f>{}", F[:-1]]),
+        (whole(TAGGED), [f"so {A} < {A}", "none"], ["<ab>", "<a>{}</a>"]),
+        (whole({**TAGGED, "at_least_one": True}), [A, f"{A} so {A}"], ["", f"so {A}"]),
+        (whole({**TAGGED, "stop_after_first": True}), ["so", f"so {A}"], [f"{A} so"]),
+        (whole({**TAGGED, "at_least_one": True, "stop_after_first": True}), [A], ["", f"{A} so", A + A]),
+        (whole({**TAGGED, "excludes": ["no"]}), [f"so n {A} n"], ["so no", f"no {A}", f"{A} no"]),
+        (tag("<r>", TAGGED, "</r>"), [f"<r>so {A} n</r>", "<r></r>"], ["<r>so", "<r>so</r> ", "<r><ab></r>"]),
+        (tag("<r>", json_of(OBJECT), ["</r>", "</s>"]), ['<r>{"a": 1}</s>'], ['<r>{"a": 1}', '<r>{"a": 1}</t>']),
+        (tag("<r>", ANY, ["</r>", "</s>"]), ["<r>a < b</s>"], ["<r>a", "<r>a</r></s>"]),
+        (tag("<r>", ANY, ""), ["<r>so", "<r>"], ["so"]),
+        (whole({**ANY, "excludes": ["no", "/"]}), ["", "n o"], ["so no", "/"]),
+        (sequence(ANY, constant("so: "), json_of(OBJECT)), ['a so so: {"a": 1}'], ['so {"a": 1}']),
+        (sequence(DIGITS, text("or", elements=[constant("x"), constant("")])), ["<b>1</b>x", "<b>12</b>"], ["<b>"]),
+        (sequence(text("optional", content=constant("a")), text("plus", content=constant("b"))), ["bb", "ab"], ["a"]),
+        (whole(text("star", content=constant("ab"))), ["", "abab"], ["aba"]),
+        (whole(text("repeat", min=1, max=2, content=DIGITS)), ["<b>1</b>", 2 * "<b>1</b>"], ["", 3 * "<b>1</b>"]),
+        (whole(text("repeat", min=1, max=-1, content=constant("x"))), ["x", "xxxxx"], [""]),
+        (whole(LISTED), ["", A, f"{A}, <b>2</b>, {A}"], [f"{A}, ", f"{A} {A}"]),
+        (whole({**LISTED, "at_least_one": True, "stop_after_first": True}), [A], ["", f"{A}, {A}"]),
+        (tag("<l>\n", {**LISTED, "separator": "\n"}, "\n</l>"), [f"<l>\n{A}\n{A}\n</l>"], [f"<l>\n{A}\n"]),
+        (whole(RULES), ['so <a>{"a": 1}<g>G.', "so"], ["<g>H", "<a>"]),
+        (tag("<r>", {**RULES, "loop": False}, "</r>"), ["<r>o<g>G</r>", "<r>o</r>"], ["<r><g>Ga</r>", "<r>"]),
+        (tag("<r>", {**RULES, "excludes": ["</r>", "no"]}, "</r>"), ["<r>o<g>G</r>"], ["<r><g>Gno</r>", "<r>no</r>"]),
+        (whole(text("grammar", grammar='root ::= ("yes" | "no") "!"')), ["yes!"], ["yes"]),
+        (json.dumps(sequence(text("grammar", grammar="start: /[a-c]/ /[d-f]/"), constant("!"))), ["ad!"], ["ad"]),
+    ],
+)  # fmt: skip
+def test_structural_tags(wanted: Any, right: list[str], wrong: list[str]) -> None:
+    grammar = make_grammar(StructuredOutputsParams(structural_tag=wanted))
+    assert [text for text in right if not follows(grammar, text)] == []
+    assert [text for text in wrong if follows(grammar, text)] == []
+
+
+def test_structural_tags_name_special_tokens_by_their_ids_and_take_the_options_of_json() -> None:
+    wanted = StructuredOutputsParams(structural_tag=OLD, disable_any_whitespace=True)
+    rules, schema, _ = json.loads(make_grammar(wanted, special_tokens={"<call=": 7, "</call>": 8}))["grammars"]
+    assert re.search(r'<\[7\]> \("f>" rest_\d+ \| "g>" rest_\d+\)', rules["lark_grammar"])
+    assert "<[8]>" in rules["lark_grammar"] and "lazy" not in rules["lark_grammar"]
+    assert schema["json_schema"]["x-guidance"] == {"whitespace_flexible": False}
+    after = make_grammar(wanted, ReasoningMarks("<think>", "</think>", False))
+    assert follows(after, f'<think>{F}</think>so <call=f>{{"a":1}}</call>') and not follows(after, "<think>so")
 
 
 @pytest.mark.parametrize(("text", "expected"), [("<think>\nso {\n</think>\n\n[1]", True), ("so</think>[1]", False)])
@@ -136,8 +231,34 @@ def test_calls_are_written_as_they_are_spelled() -> None:
         ({"grammar": "start: nobody"}, "unknown name"),
         ({"grammar": "root ::= ("}, "structured_outputs.grammar cannot be"),
         ({"grammar": "x" * (1 << 21)}, "1048576 is the most"),
+        ({"json_object": True, "disable_fallback": 1}, "structured_outputs.disable_fallback must be true or false"),
         ({"json_object": "yes"}, "structured_outputs.json_object must be true or false"),
-        ({"structural_tag": "{}"}, "structural_tag is not built yet"),
+        ({"structural_tag": 7}, "structured_outputs.structural_tag must be a structural tag, as an object or as text"),
+        ({"structural_tag": "{"}, "structured_outputs.structural_tag cannot be read: Expecting property name"),
+        ({"structural_tag": "[]"}, "a structural tag is an object, not []"),
+        ({"structural_tag": {}}, "structured_outputs.structural_tag cannot be read: it has no format"),
+        ({"structural_tag": {**OLD, "triggers": ["<f"]}}, 'a tag begins "<call=f>", and none of the triggers does'),
+        ({"structural_tag": {**OLD, "triggers": []}}, "structures.triggers is a list of non-empty texts"),
+        ({"structural_tag": {"structures": [], "triggers": ["<"]}}, "a list of at least one object with begin, schema"),
+        ({"structural_tag": {"structures": [{"begin": "<"}], "triggers": ["<"]}}, "structures[0] has no schema"),
+        ({"structural_tag": {**OLD, "format": {}}}, 'it has "format", which is not known'),
+        ({"structural_tag": tag("<a>", json_of({"not": {}}), "")}, "structural_tag cannot be followed: Unimplemented"),
+        ({"structural_tag": {"format": {"type": "mood"}}}, "format.type is one of const_string, json_schema, grammar"),
+        ({"structural_tag": {"format": {"type": "token", "token": 1}}}, "format.type token is not built"),
+        ({"structural_tag": tag("<a>", {**json_of({}), "style": "qwen_xml"}, "")}, '"qwen_xml" is not built'),
+        ({"structural_tag": tag("<a>", text("regex", pattern="("), "</a>")}, "structural_tag cannot be followed"),
+        ({"structural_tag": tag(1, ANY, "</a>")}, "format.begin is a text, not 1"),
+        ({"structural_tag": tag("<a>", ANY, [])}, "format.end is a text or a list of texts"),
+        (
+            {"structural_tag": sequence(ANY, json_of({}))},
+            "format.elements[0] has no end: any text is last, or in a tag",
+        ),
+        (
+            {"structural_tag": sequence(constant("x" * 20_000))},
+            "a part of it has 20000 characters, and 16384 is the most",
+        ),
+        ({"structural_tag": nested(60)}, "formats are nested more than 40 deep"),
+        ({"structural_tag": "[" * 500 + "]" * 500}, "nested more than 100 deep"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_with_the_field_and_the_reason(wanted: Any, message: str) -> None:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.chat_template import render_chat
-from octavo.entrypoints.media_parts import for_template, media_of
+from octavo.entrypoints.media_parts import content_for_template, embeds_of, media_of, with_embeds
 from octavo.entrypoints.openai.answer import (
     AnswerFormat,
     AnswerReader,
@@ -29,6 +29,7 @@ from octavo.entrypoints.openai.errors import validation_error
 from octavo.entrypoints.openai.hints import hint_options
 from octavo.entrypoints.openai.protocol import ChatCompletionRequest, ChatMessage, TemplateRequest, Tool
 from octavo.entrypoints.openai.state import Asked, ServerState
+from octavo.errors import RequestError
 from octavo.media_kinds import SentMedium
 from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from octavo.request import Prompt
@@ -109,7 +110,8 @@ class Conversation:
 
         def count() -> int:
             asked = self.prepare()
-            assert isinstance(asked.prompt, str)
+            if not isinstance(asked.prompt, str):
+                raise RequestError("tokens of prompt_embeds are not counted.", param="messages")
             return self._state.engine.inputs.count(asked.prompt, asked.media, asked.add_special_tokens)
 
         async with self._fetched():
@@ -173,17 +175,19 @@ class Conversation:
             options,
             content_format=state.args.chat_template_content_format,
             placeholders=placeholders,
+            takes_embeds=True,
         )
         self._format = answer_format(body, state.formats, prompt)
         marks = "".join(self._format.marks)
-        if any(token in marks for token in state.special_tokens):
+        special_tokens = state.engine.inputs.special_tokens
+        if any(token in marks for token in special_tokens):
             params.skip_special_tokens = False  # they must be read
         budget = state.thinking_budget(body.thinking_token_budget, self._format.reasoning)
-        grammar = wanted_grammar(
-            body, self._format, state.formats, params.structured_outputs, state.special_tokens, budget
-        )
+        grammar = wanted_grammar(body, self._format, state.formats, params.structured_outputs, special_tokens, budget)
         # The template has put the special tokens in already.
-        return Asked(prompt, bool(body.add_special_tokens), grammar, media)
+        embeds = embeds_of([message.content for message in body.messages])
+        asked = with_embeds(prompt, embeds) if embeds else prompt
+        return Asked(asked, bool(body.add_special_tokens), grammar, media)
 
     def _kinds(self) -> set[str]:
         """Of its media."""
@@ -219,11 +223,14 @@ def render_messages(
     generates: bool = True,
     content_format: str = "auto",
     placeholders: Mapping[str, str] | None = None,
+    takes_embeds: bool = False,
 ) -> str:
     """The prompt that `messages` and `tools` make with the template's options of `body`, beside `options`; unless those
     say otherwise it ends with the beginning of an answer if the model `generates` one. Each medium becomes what the
-    template makes of it, or what `placeholders` has for its kind; without those, media are refused. Raises
-    `RequestError`."""
+    template makes of it, or what `placeholders` has for its kind; without those, media are refused, as are embeddings
+    unless a caller `takes_embeds`. Raises `RequestError`."""
+    if not takes_embeds and embeds_of([message.content for message in messages]):
+        raise RequestError("parts of type prompt_embeds are built for chats and LLM.chat only.", param="messages")
     continues = bool(body.continue_final_message)
     return render_chat(
         tokenizer,
@@ -244,6 +251,5 @@ def _for_template(message: ChatMessage) -> dict[str, Any]:
     fields = message.model_dump(exclude={"content"}, exclude_none=True)
     if (reasoning := fields.pop("reasoning", None)) is not None:
         fields.setdefault("reasoning_content", reasoning)
-    content = message.content
-    fields["content"] = content if isinstance(content, str) else [for_template(part) for part in content]
+    fields["content"] = content_for_template(message.content)
     return fields

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
-from octavo.entrypoints.media_parts import MEDIA_PARTS, SoundFormat, as_part, read_part
+from octavo.entrypoints.media_parts import MEDIA_PARTS, SoundFormat, as_part, is_embeds, read_embeds, read_part
 from octavo.errors import RequestError
 
 ID_PATTERN = r"^[!-~]{1,200}$"  # printable ASCII: it becomes a header and part of an id
@@ -62,7 +62,7 @@ _INSTEAD = {
     "logprob_token_ids": "top_logprobs -1 has them among all, where --max-logprobs allows it",
     "media_io_kwargs": "--media-io-kwargs is the server's",
     "mm_processor_kwargs": "the model's own settings are taken",
-    "prompt_embeds": "completions take them, with --enable-prompt-embeds",
+    "prompt_embeds": "completions take them, and messages as parts of type prompt_embeds, with --enable-prompt-embeds",
     "repetition_detection": "frequency_penalty and repetition_penalty keep answers from repeating themselves",
     "return_prompt_text": "/tokenize with messages has the tokens",
     "session_id": "conversations are recognised by what they begin with; cache_salt keeps them apart",
@@ -190,13 +190,19 @@ def _check_content(value: Any) -> str:
 
 
 def _check_message_content(value: Any) -> str | list[dict[str, Any]]:
-    """As `_check_content`; with pictures or sounds a list of parts, of which those have been read."""
-    if not isinstance(value, list) or not any(map(_is_medium, value)):
+    """As `_check_content`; with pictures, sounds or embeddings a list of parts, of which those have been read."""
+    if not isinstance(value, list) or not any(_is_medium(part) or is_embeds(part) for part in value):
         return _check_content(value)
-    return [
-        as_part(read_part(part)) if _is_medium(part) else {"type": "text", "text": _check_content([part])}
-        for part in value
-    ]
+    return [_read_content_part(part) for part in value]
+
+
+def _read_content_part(part: Any) -> dict[str, Any]:
+    if is_embeds(part):
+        read = read_embeds(part)
+        if not isinstance(read["data"], str):
+            raise ValueError("has a part of type prompt_embeds whose data is no string")
+        return read
+    return as_part(read_part(part)) if _is_medium(part) else {"type": "text", "text": _check_content([part])}
 
 
 def _is_medium(part: object) -> bool:
@@ -337,6 +343,15 @@ class VideoEmbedsPart(BaseModel):
     uuid: Uuid | None = None
 
 
+class PromptEmbedsPart(BaseModel):
+    """Embeddings in the place of a text, with --enable-prompt-embeds: a tensor [tokens, hidden_size] in base64."""
+
+    model_config = ConfigDict(defer_build=True)
+
+    type: Literal["prompt_embeds"]
+    data: str
+
+
 Content = Annotated[str, PlainValidator(_check_content, json_schema_input_type=str | list[TextPart])]
 MessageContent = Annotated[
     str | list[dict[str, Any]],
@@ -352,6 +367,7 @@ MessageContent = Annotated[
             | ImageEmbedsPart
             | AudioEmbedsPart
             | VideoEmbedsPart
+            | PromptEmbedsPart
         ],
     ),
 ]

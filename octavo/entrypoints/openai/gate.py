@@ -74,8 +74,9 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers, method = Headers(scope=scope), scope["method"]
-        if (sent := scope.get(WITHIN)) is not None:
-            await self._pass_on(scope, read_already(sent, receive), send, len(sent))
+        if scope.get(WITHIN) is not None:
+            num_bytes = len(scope[WITHIN])
+            await self._pass_on(scope, read_already(scope.pop(WITHIN), receive), send, num_bytes)
             return
         is_queued = method == "POST" and not _is_light(path)
         answer: Response | bytes | None = await self._refuse(headers, method, path, is_queued)
@@ -92,10 +93,14 @@ class Gate:
             if isinstance(answer, Response):
                 await answer(scope, receive, send)
                 return
-            ARRIVAL.set(Arrival(time.monotonic(), headers, 0 if answer is None else len(answer)))
+            num_bytes = 0
+            if answer is not None:
+                num_bytes, receive = len(answer), read_already(answer, receive)
+                del answer  # whoever reads it has it: it is not to be kept for as long as an answer streams
+            ARRIVAL.set(Arrival(time.monotonic(), headers, num_bytes))
             self._state.num_queued += is_queued
             try:
-                await self._app(scope, receive if answer is None else read_already(answer, receive), send)
+                await self._app(scope, receive, send)
             finally:
                 self._state.num_queued -= is_queued
         except ClientGoneError:

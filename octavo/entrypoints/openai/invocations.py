@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.engine.off_loop import run_off_loop
-from octavo.entrypoints.openai.routes import Router
+from octavo.entrypoints.openai.gate import read_already
+from octavo.entrypoints.openai.routes import Router, whole_body
 from octavo.entrypoints.openai.state import state_of
 from octavo.errors import RequestError
 from octavo.pooling_params import PoolingConfig
@@ -27,10 +28,11 @@ _SCORES = ("text_1", "data_1", "queries")
 async def invocations(raw: Request) -> Response:
     """Answer as /v1/chat/completions does for `messages`, and /v1/completions for a `prompt`; a model that pools as
     /v1/embeddings, /classify or /pooling do, /score for pairs, or /rerank for a `query` and `documents`."""
-    body = await raw.body()
+    body = await whole_body(raw)
     given = await run_off_loop(lambda: _fields(body), length=len(body))
     path = _path_of(given, state_of(raw).engine.config.model.pooling)
-    response: Response = await raw.app.router.plain[path].endpoint(raw)
+    again = Request(raw.scope, read_already(body, raw.receive))
+    response: Response = await raw.app.router.plain[path].endpoint(again)
     return response
 
 

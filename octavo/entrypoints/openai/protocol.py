@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from octavo.entrypoints.media_parts import check_role
+from octavo.entrypoints.media_parts import check_role, media_of
 from octavo.entrypoints.openai.fields import (
     Content,
     Id,
@@ -111,13 +111,14 @@ class ChatMessage(RequestBody):
 
     @model_validator(mode="after")
     def _check_media(self) -> ChatMessage:
-        if not isinstance(self.content, str):
+        if media_of([self.content]):
             check_role(self.role)
         return self
 
 
 class StructuredOutputs(RequestBody):
-    """What an answer must be: one of `json`, `regex`, `choice`, `grammar` and `json_object`, with vLLM's options."""
+    """What an answer must be: one of `json`, `regex`, `choice`, `grammar`, `json_object` and `structural_tag`,
+    with vLLM's options."""
 
     model_config = ConfigDict(serialize_by_alias=True)
 
@@ -126,7 +127,8 @@ class StructuredOutputs(RequestBody):
     choice: list[Text] | None = None
     grammar: Text | None = None
     json_object: bool | None = None
-    structural_tag: Any = None
+    structural_tag: Text | dict[str, Any] | None = None
+    disable_fallback: bool | None = None
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
     whitespace_pattern: Text | None = None
@@ -142,10 +144,18 @@ class JsonSchemaFormat(RequestBody):
 
 
 class ResponseFormat(RequestBody):
-    """OpenAI's way to ask for JSON."""
+    """OpenAI's way to ask for JSON, and vLLM's for structural tags: xgrammar's, or the older list with its triggers."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[Text] | None = None
+
+    @property
+    def structural_tag(self) -> dict[str, Any] | None:
+        """As `structured_outputs` has it."""
+        return self.model_dump(exclude_none=True) if self.type == "structural_tag" else None
 
     @model_validator(mode="after")
     def _check_schema(self) -> ResponseFormat:
@@ -153,6 +163,17 @@ class ResponseFormat(RequestBody):
             raise RequestError(
                 "response_format.json_schema goes with type json_schema, and only with it.",
                 param="response_format.json_schema",
+            )
+        fields = [name for name in ("format", "structures", "triggers") if getattr(self, name) is not None]
+        if self.type == "structural_tag" and fields not in (["format"], ["structures", "triggers"]):
+            raise RequestError(
+                "response_format of type structural_tag needs either format or structures and triggers.",
+                param="response_format",
+            )
+        if self.type != "structural_tag" and fields:
+            raise RequestError(
+                f"response_format.{fields[0]} goes with type structural_tag, and only with it.",
+                param=f"response_format.{fields[0]}",
             )
         return self
 
@@ -233,7 +254,9 @@ class SamplingRequest(TokenRequest):
     early_stopping: bool | Literal["never"] | None = described('Beam search: when to stop; true, false or "never".')
     # What the answer must be: OpenAI's field, vLLM's, and vLLM's older ones.
     response_format: ResponseFormat | None = described("OpenAI's way to ask for JSON, of a schema or any.")
-    structured_outputs: StructuredOutputs | None = described("What the answer must be: json, regex, choice or grammar.")
+    structured_outputs: StructuredOutputs | None = described(
+        "What the answer must be: json, regex, choice, grammar or structural_tag."
+    )
     guided_json: Text | dict[str, Any] | None = described("vLLM's older name of structured_outputs.json.")
     guided_regex: Text | None = described("vLLM's older name of structured_outputs.regex.")
     guided_choice: list[Text] | None = described("vLLM's older name of structured_outputs.choice.")
@@ -261,6 +284,8 @@ class SamplingRequest(TokenRequest):
             schema = self.response_format.json_schema
             if schema is not None and schema.schema_ is not None:
                 found["response_format.json_schema.schema"] = {"json": schema.schema_}
+            elif self.response_format.type == "structural_tag":
+                found["response_format"] = {"structural_tag": self.response_format.structural_tag}
             else:
                 found["response_format"] = {"json_object": True}
         for name in ("json", "regex", "choice", "grammar"):

@@ -139,9 +139,14 @@ class Router:
         return declare
 
 
+async def whole_body(request: Request) -> bytes:
+    """What was sent, once: a request that is read by `request.body()` keeps a copy for as long as it is answered."""
+    return b"".join([part async for part in request.stream() if part])
+
+
 async def _read_body(request: Request, kind: type[BaseModel]) -> BaseModel:
     """Raises `RequestError`."""
-    body = await request.body()
+    body = await whole_body(request)
     unknown: UnknownFields = request.app.state.octavo.args.unknown_fields
     if len(body) <= MAX_INLINE_BYTES:
         return _parse(body, kind, unknown)

@@ -149,12 +149,6 @@ class ServerState:
             self.store.close()
 
     @cached_property
-    def special_tokens(self) -> dict[str, int]:
-        """Ids of the tokens whose text is not shown, by their text."""
-        added = self.engine.tokenizer.backend_tokenizer.get_added_tokens_decoder()
-        return {token.content: token_id for token_id, token in added.items() if token.special}
-
-    @cached_property
     def formats(self) -> ModelFormats:
         """How the model calls tools and reasons: what the flags name, else what is recognised."""
         args, checkpoint, tokenizer = self.args, self.engine.config.model.checkpoint, self.engine.tokenizer
@@ -321,7 +315,7 @@ class ServerState:
             asked = prepare()
             grammar = asked.grammar
             if grammar is None and structure is not None:
-                grammar = WantedGrammar(structure, field=body.structure_field)
+                grammar = WantedGrammar(structure, None, body.structure_field, self.engine.inputs.special_tokens)
             prediction = None if body.prediction is None else body.prediction.content
             given = asked.prompt
             if not isinstance(given, dict):

@@ -1,0 +1,32 @@
+"""Texts within a grammar in llguidance's Lark, where special tokens have no text and are named by their ids."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+
+
+def literal(text: str, special_tokens: Mapping[str, int]) -> str:
+    """Exactly `text`; `special_tokens` are ids by text. Nothing for an empty text."""
+    parts = (f"<[{special_tokens[p]}]>" if p in special_tokens else json.dumps(p) for p in pieces(text, special_tokens))
+    return " ".join(parts)
+
+
+def pieces(text: str, special_tokens: Mapping[str, int]) -> list[str]:
+    """`text` cut so that each special token in it is a piece of its own."""
+    found, begin, position = list[str](), 0, 0
+    while position < len(text):
+        # Longest first: one token may begin with another.
+        token = max((token for token in special_tokens if text.startswith(token, position)), key=len, default="")
+        if token:
+            found += [text[begin:position], token]
+            begin = position = position + len(token)
+        else:
+            position += 1
+    return [piece for piece in [*found, text[begin:]] if piece]
+
+
+def escaped(text: str) -> str:
+    """`text` within a regular expression."""
+    return re.sub(r"[\\.+*?()|\[\]{}^$/]", lambda found: "\\" + found[0], text).replace("\n", "\\n")
