@@ -262,6 +262,7 @@ class NodesConfig:
     master_addr: str = "127.0.0.1"  # of node 0, where the others join; empty: that which Ray has of it
     master_port: int = 29501
     ray_flags: dict[str, Any] | None = None  # `EngineArgs` of the other nodes, which Ray starts; None: by hand
+    have_been_complete: bool = False  # so that one which is missing now is waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +386,8 @@ class EngineConfig:
     def when_ready(self, max_model_len: int, num_blocks: int, num_host_blocks: int) -> EngineConfig:
         """With what the core has found."""
         cache = replace(self.cache, num_gpu_blocks=num_blocks, num_cpu_blocks=num_host_blocks)
-        return replace(self.with_max_model_len(max_model_len), cache=cache)
+        nodes = replace(self.nodes, have_been_complete=True)
+        return replace(self.with_max_model_len(max_model_len), cache=cache, nodes=nodes)
 
     def with_max_model_len(self, length: int) -> EngineConfig:
         return replace(self, model=replace(self.model, max_model_len=length))

@@ -15,6 +15,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -28,8 +29,9 @@ logger = logging.getLogger(__name__)
 
 # Within which a start that cannot succeed says so. Ray itself would wait for ever for room, and for minutes for a
 # cluster that is not there.
-_PROBE_S, _ANSWER_S, _PLACEMENT_S = 4.0, 10.0, 8.0
+_PROBE_S, _ANSWER_S, _PLACEMENT_S = 4.0, 10.0, 6.0
 _CONNECT_S = 60.0  # to one that is
+_NOTICE_S = 30.0  # of room that is waited for
 # What a client of HTTP/2, which Ray speaks, begins with, and settings without an entry (RFC 9113, 3.4 and 4.1).
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 _CARRIED = ("OCTAVO_", "HF_")  # variables of these names are those of this host on all hosts
@@ -70,16 +72,17 @@ class RayNode:
 class RayHosts:
     """Room on so many hosts, of which this one is the first, and the actors on the others."""
 
-    def __init__(self, flag: str, size: int, num_cpus: int, advice: str) -> None:
+    def __init__(self, flag: str, size: int, num_cpus: int, advice: str, *, waits: bool = False) -> None:
         """Connect to the cluster that this host belongs to, and reserve processors of its hosts. Raises `ConfigError`
-        without a cluster, or one that has too little: `flag` asks for it, and `advice` is how to ask for less."""
+        without a cluster, or one that has too little, unless it `waits` for that: `flag` asks for it, and `advice` is
+        how to ask for less."""
         import ray
 
         _connect(flag)
         self.address: str = ray.util.get_node_ip_address()
         self._num_cpus = num_cpus
         self._actors: dict[int, Any] = {}
-        self._reserved = _reserve(ray.get_runtime_context().get_node_id(), size, num_cpus, advice)
+        self._reserved = _reserve(ray.get_runtime_context().get_node_id(), size, num_cpus, advice, waits)
         if not os.environ.get(TOKEN_VARIABLE):
             os.environ[TOKEN_VARIABLE] = secrets.token_hex(32)
 
@@ -112,22 +115,28 @@ class RayHosts:
             ray.util.remove_placement_group(self._reserved)
 
 
-def _reserve(own_id: str, size: int, num_cpus: int, advice: str) -> Any:
+def _reserve(own_id: str, size: int, num_cpus: int, advice: str, waits: bool) -> Any:
     import ray
 
     room = ray.util.placement_group(
         [{"CPU": num_cpus}] * size, "STRICT_SPREAD",
         bundle_label_selector=[{"ray.io/node-id": own_id}, *({} for _ in range(1, size))],
     )  # fmt: skip
-    if not room.wait(_PLACEMENT_S):
-        ray.util.remove_placement_group(room)
+    next_notice = 0.0
+    while not room.wait(_PLACEMENT_S):
         hosts = [node for node in ray.nodes() if node["Alive"]]
         have = ", ".join(f"{one['NodeManagerHostname']} {one['Resources'].get('CPU', 0):g}" for one in hosts)
-        raise ConfigError(
+        lacks = (
             f"Ray's cluster has no room for {size} nodes on hosts of their own, this one among them, with "
             f"{num_cpus} CPUs each (--cpu-threads, or as many as workers): its CPUs are {have}, of which "
-            f"{ray.available_resources().get('CPU', 0):g} are free. {advice}"
+            f"{ray.available_resources().get('CPU', 0):g} are free."
         )
+        if not waits:
+            ray.util.remove_placement_group(room)
+            raise ConfigError(f"{lacks} {advice}")
+        if time.monotonic() > next_notice:
+            next_notice = time.monotonic() + _NOTICE_S
+            logger.warning("%s It is waited for.", lacks)
     return room
 
 

@@ -6,6 +6,7 @@ The core's side is `adapters.py`.
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
@@ -15,6 +16,8 @@ from octavo.errors import OctavoError, RequestError
 from octavo.lora.request import LoRARequest
 from octavo.request import AdapterSource
 
+logger = logging.getLogger(__name__)
+
 
 class AdapterRequests:
     """Those of one engine."""
@@ -23,6 +26,7 @@ class AdapterRequests:
         self._supervisor, self._inputs = supervisor, inputs
         self._by_id: dict[int, AdapterSource] = {}  # by `lora_int_id`
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}  # by the adapter's identity
+        self._pinned: dict[str, AdapterSource] = {}  # likewise
 
     @property
     def ids(self) -> set[int]:
@@ -47,6 +51,7 @@ class AdapterRequests:
 
     def unload(self, identity: str) -> None:
         """Free an adapter's memory when no request uses it."""
+        self._pinned.pop(identity, None)
         self._supervisor.tell(UnloadAdapter(identity))
 
     def remove(self, lora_id: int) -> bool:
@@ -62,10 +67,19 @@ class AdapterRequests:
         if found is None:
             raise RequestError(f"there is no adapter {lora_id}; add it first.", param="lora_id")
         await self.load(found, pins=True)
+        if found in self._by_id.values():  # still
+            self._pinned[found.identity] = found
+
+    def pin_again(self) -> None:
+        """A core has become ready, which has no adapters yet: it is told those that are pinned."""
+        for source in self._pinned.values():
+            self._supervisor.tell(LoadAdapter(source, pins=True))
 
     def end(self, loaded: AdapterLoaded) -> None:
         """The core has read an adapter, or cannot."""
         error = None if loaded.error is None else RequestError(loaded.error, param="lora_path")
+        if error is not None and self._pinned.pop(loaded.identity, None) is not None:
+            logger.warning("an adapter that was pinned is not any more: %s", error)
         self._end(self._waiting.pop(loaded.identity, []), error)
 
     def lose(self, error: OctavoError) -> None:

@@ -456,6 +456,7 @@ class AsyncLLMEngine(EngineCalls):
             case CacheWasReset():
                 self._control.cache_was_reset()
             case Ready():
+                self._adapters.pin_again()
                 self.inputs.model = self.config.model
                 if self.metrics is not None:
                     self.metrics.record_startup("core", message.startup)

@@ -18,7 +18,7 @@ from octavo.errors import EngineDeadError, OctavoError, RequestError
 from octavo.lora.request import LoRARequest
 from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from octavo.pooling_params import PoolingParams
-from octavo.request import EngineRequest
+from octavo.request import AdapterSource, EngineRequest
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -192,10 +192,16 @@ class StepCalls(ConfigNames, ABC):
             refuse_kwargs(lora_request=lora_request)
             [request] = PoolingInput(self.inputs).process([Text.of(prompt)], params, priority=priority)
         else:
-            adapter = None if lora_request is None else self.inputs.find_adapter(lora_request)
+            adapter = None if lora_request is None else self.find_adapter(lora_request)
             request = self.inputs.process(prompt, params, priority=priority, arrival_time=arrival_time, adapter=adapter)
         self.add(request, request_id, lora_request)
         return request_id
+
+    def find_adapter(self, asked: LoRARequest) -> AdapterSource:
+        """The adapter that a request names, which is listed from now on. Raises `RequestError`."""
+        found = self.inputs.find_adapter(asked)
+        self.name_adapter(asked.lora_int_id, found)
+        return found
 
     @property
     @abstractmethod
@@ -228,6 +234,10 @@ class StepCalls(ConfigNames, ABC):
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Bring an adapter to the host and check it, before a request asks for it. Raises `RequestError` if it cannot
         be served."""
+
+    @abstractmethod
+    def name_adapter(self, lora_id: int, source: AdapterSource) -> None:
+        """List an adapter under its `lora_int_id` until it is removed."""
 
     @abstractmethod
     def remove_lora(self, lora_id: int) -> bool:

@@ -6,6 +6,7 @@ own for servers.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
@@ -124,7 +125,10 @@ class EngineCore:
 
     def load_adapter(self, source: AdapterSource, pins: bool = False) -> None:
         """Have an adapter on the host; a step's outputs say when it is there."""
-        self._loading.append(LoadingAdapter(source, pins))
+        self._loading.append(one := LoadingAdapter(source, pins))
+        if self.adapters is not None:
+            with contextlib.suppress(RequestError):  # which the next step tells
+                one.ready = self.adapters.want(source, self._adapters_in_use())  # before requests that come later
 
     def unload_adapter(self, identity: str) -> None:
         """Free an adapter's memory, now or when the requests that use it have ended."""

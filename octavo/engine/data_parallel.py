@@ -186,9 +186,12 @@ class DataParallelEngine(EngineCalls):
     async def prepare(self, wanted: Wanted) -> EngineRequest:
         request = await self._engines[0].prepare(wanted)
         if wanted.lora_request is not None and request.adapter is not None:  # whichever computes it gets the adapter
-            for engine in self._engines[1:]:
-                engine.name_adapter(wanted.lora_request.lora_int_id, request.adapter)
+            self.name_adapter(wanted.lora_request.lora_int_id, request.adapter)
         return request
+
+    def name_adapter(self, lora_id: int, source: AdapterSource) -> None:
+        for engine in self._engines:
+            engine.name_adapter(lora_id, source)
 
     async def generate_from(
         self, request: EngineRequest, shown_id: str | None = None

@@ -23,7 +23,7 @@ from octavo.lora.request import LoRARequest
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.outputs import RequestOutput
 from octavo.processes import event_loop_factory
-from octavo.request import EngineRequest
+from octavo.request import AdapterSource, EngineRequest
 
 T = TypeVar("T")
 
@@ -68,8 +68,7 @@ class DataParallelLLMEngine(StepCalls):
         self._await(self._engine.do_log_stats())
 
     def add(self, request: EngineRequest, shown_id: str | None = None, lora_request: LoRARequest | None = None) -> None:
-        if self._is_closed or self._is_asleep:
-            raise OctavoError("these engines sleep, or have been closed; wake_up() loads the model again.")
+        self._check_awake()
         asked = _Asked(request, shown_id or request.request_id, lora_request)
         answer = asyncio.run_coroutine_threadsafe(self._answer(asked), self._loop)
         self._under_way[asked.shown_id] = (asked, answer)
@@ -122,10 +121,16 @@ class DataParallelLLMEngine(StepCalls):
         return self._is_asleep
 
     def reset_prefix_cache(self) -> bool:
+        self._check_awake()
         return self._await(self._engine.reset_prefix_cache())
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
+        self._check_awake()
         return self._await(self._engine.add_lora(lora_request))
+
+    def name_adapter(self, lora_id: int, source: AdapterSource) -> None:
+        self._check_awake()
+        self._loop.call_soon_threadsafe(self._engine.name_adapter, lora_id, source)
 
     def remove_lora(self, lora_id: int) -> bool:
         return self._await(self._engine.remove_lora(lora_id))
@@ -134,6 +139,7 @@ class DataParallelLLMEngine(StepCalls):
         return self._await(self._engine.list_loras())
 
     def pin_lora(self, lora_id: int) -> bool:
+        self._check_awake()
         return self._await(self._engine.pin_lora(lora_id))
 
     def close(self) -> None:
@@ -148,6 +154,11 @@ class DataParallelLLMEngine(StepCalls):
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    def _check_awake(self) -> None:
+        """Raises `OctavoError` where the engines would keep the caller waiting until they are awake."""
+        if self._is_closed or self._is_asleep:
+            raise OctavoError("these engines sleep, or have been closed; wake_up() loads the model again.")
 
     def _await(self, asked: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(asked, self._loop).result()

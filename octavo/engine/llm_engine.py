@@ -4,6 +4,7 @@ that are wanted before a request asks for them are loaded by steps too."""
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, cast
@@ -26,6 +27,8 @@ from octavo.request import AdapterSource, EngineRequest
 if TYPE_CHECKING:
     from octavo.usage.usage_lib import UsageContext
 
+logger = logging.getLogger(__name__)
+
 
 class LLMEngine(StepCalls):
     """Requests are added, and each `step` brings what it has computed of them."""
@@ -45,6 +48,7 @@ class LLMEngine(StepCalls):
         self._lora_requests: dict[str, LoRARequest] = {}  # by the caller's ids
         self._arrived: list[Output] = []  # while an adapter was loaded
         self._adapters: dict[int, AdapterSource] = {}  # by `lora_int_id`
+        self._pinned: dict[str, AdapterSource] = {}  # by identity
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, usage_context: UsageContext | None = None) -> LLMEngine:
@@ -111,13 +115,18 @@ class LLMEngine(StepCalls):
     def add_lora(self, lora_request: LoRARequest) -> bool:
         source = self.inputs.find_adapter(lora_request)
         self._load(source)
-        self._adapters[lora_request.lora_int_id] = source
+        self.name_adapter(lora_request.lora_int_id, source)
         return True
+
+    def name_adapter(self, lora_id: int, source: AdapterSource) -> None:
+        self._adapters[lora_id] = source
 
     def remove_lora(self, lora_id: int) -> bool:
         found = self._adapters.pop(lora_id, None)
         if found is not None and all(one.identity != found.identity for one in self._adapters.values()):
-            self.core.unload_adapter(found.identity)
+            self._pinned.pop(found.identity, None)
+            if self._core is not None:  # which has it even while it sleeps
+                self._core.unload_adapter(found.identity)
         return found is not None
 
     def list_loras(self) -> set[int]:
@@ -126,7 +135,9 @@ class LLMEngine(StepCalls):
     def pin_lora(self, lora_id: int) -> bool:
         if lora_id not in self._adapters:
             raise RequestError(f"there is no adapter {lora_id}; add it first.", param="lora_id")
-        self._load(self._adapters[lora_id], pins=True)
+        source = self._adapters[lora_id]
+        self._load(source, pins=True)
+        self._pinned[source.identity] = source
         return True
 
     def _load(self, source: AdapterSource, pins: bool = False) -> None:
@@ -157,6 +168,9 @@ class LLMEngine(StepCalls):
         if len(self._ids) > len(self._outputs.requests):
             self._ids = {shown: own for shown, own in self._ids.items() if own in self._outputs.requests}
             self._lora_requests = {name: lora for name, lora in self._lora_requests.items() if name in self._ids}
+        for one in step.adapters:
+            if one.error is not None and self._pinned.pop(one.identity, None) is not None:
+                logger.warning("an adapter that was pinned is not any more: %s", one.error)
         return outputs, step.adapters
 
     def sleep(self, level: int = 1) -> None:
@@ -176,6 +190,8 @@ class LLMEngine(StepCalls):
         self.metrics.sleep_level = self.metrics.sleep_level if self._asleep else 0
         if self._core is None:
             self._core = EngineCore(self.config)
+            for source in self._pinned.values():  # which this core does not have
+                self._core.load_adapter(source, pins=True)
 
     def is_sleeping(self) -> bool:
         return bool(self._asleep)

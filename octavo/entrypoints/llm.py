@@ -266,7 +266,7 @@ class LLM(PoolingMethods):
         return list(params)
 
     def _adapters_for(self, asked: Sequence[LoRARequest | None]) -> list[AdapterSource | None]:
-        found = {one: self.inputs.find_adapter(one) for one in asked if one is not None}
+        found = {one: self.llm_engine.find_adapter(one) for one in asked if one is not None}
         return [None if one is None else found[one] for one in asked]
 
     def _generated(

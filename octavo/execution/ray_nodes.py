@@ -19,12 +19,15 @@ class RayNodes:
     for `start` and `close`."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Raises `ConfigError` without a cluster, or one that has too little."""
+        """Raises `ConfigError` without a cluster, or one that has too little; but a cluster that has lost a host of an
+        engine which has served is waited for."""
         nodes = config.nodes
         num_workers = config.tensor_parallel_size * config.pipeline_parallel_size // nodes.size
         advice = "--nnodes says how many hosts share the stages."
         num_cpus = config.cpu_threads or num_workers
-        self._hosts = RayHosts("--distributed-executor-backend", nodes.size, num_cpus, advice)
+        self._hosts = RayHosts(
+            "--distributed-executor-backend", nodes.size, num_cpus, advice, waits=nodes.have_been_complete
+        )
         self.config = replace(config, nodes=replace(nodes, master_addr=nodes.master_addr or self._hosts.address))
 
     def start(self, fail: Callable[[int, str, str], None]) -> None:

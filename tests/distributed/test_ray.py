@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -27,6 +26,7 @@ from octavo.engine.client import make_engine
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError, LoadError, OctavoError
 from octavo.execution.executor import TeamExecutor
+from tests.distributed.rays import install_ray
 from tests.distributed.test_nodes import FOUR_LAYERS
 from tests.e2e.prometheus import free_port
 from tests.e2e.server import running_server
@@ -43,13 +43,9 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
 @pytest.mark.skipif(HAS_RAY, reason="Ray is here: the tests below are run")
-@pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed")
 def test_the_tests_below_pass_where_ray_is(tmp_path: Path) -> None:
-    installing = ["uv", "pip", "install", "--python", sys.executable, "--target", str(tmp_path), "ray>=2.50"]
-    try:
-        subprocess.run(installing, check=True, capture_output=True, text=True, timeout=120)
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        pytest.skip(f"Ray cannot be installed here: {error.stderr[-500:]!r}")
+    if why := install_ray(tmp_path):
+        pytest.skip(why)
     # Behind what the tests' environment has.
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT), str(tmp_path)]))
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-n", "0", "--long", __file__]

@@ -274,10 +274,18 @@ def test_a_script_has_several_engines_too(llm: LLM, cores: list[subprocess.Popen
         replicas = llm.llm_engine._engine._router._replicas
         assert all(replica.num_recent_tokens > 0 for replica in replicas), "both have served"
         assert llm.reset_prefix_cache()
-        llm.sleep(1)
-        with pytest.raises(OctavoError, match="these engines sleep"):
-            generate(llm, ANSWER)
-        llm.wake_up()
+        adapter = LoRARequest("sql", 7, "nowhere")
+        for level in (1, 2):
+            llm.sleep(level)
+            for call in (
+                lambda: generate(llm, ANSWER), llm.reset_prefix_cache, lambda: llm.llm_engine.add_lora(adapter),
+                lambda: llm.llm_engine.pin_lora(7),
+            ):  # fmt: skip
+                with pytest.raises(OctavoError, match="these engines sleep"):
+                    call()
+            assert not llm.llm_engine.remove_lora(7) and llm.llm_engine.list_loras() == set()
+            llm.wake_up()
+        assert generate(llm, ANSWER)[0].finished
         with pytest.raises(RequestError, match="logits_processors are Python callables"):
             generate(llm, ANSWER, params=with_processor)
         with pytest.raises(OctavoError, match="none has its core here"):
@@ -287,7 +295,18 @@ def test_a_script_has_several_engines_too(llm: LLM, cores: list[subprocess.Popen
             generate(llm, ANSWER)
 
     asyncio.run(in_a_loop())
-    assert [core.wait(10) for core in cores] == [0, 0]
+    assert [core.wait(10) for core in cores] == [0] * 4, "two before level 2, and two after it"
+
+
+def test_an_adapter_that_a_scripts_request_names_is_listed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, asked = AdapterSource("identity", "sql", None, "nowhere"), LoRARequest("sql", 7, "nowhere")
+    monkeypatch.setattr(llm.llm_engine.inputs, "find_adapter", lambda _: source)
+    once = SamplingParams(max_tokens=1)
+    llm.llm_engine.add_request("a", {"prompt_token_ids": ANSWER}, once, lora_request=asked)
+    assert llm.llm_engine.list_loras() == {7}
+    assert llm.llm_engine.remove_lora(7) and llm.llm_engine.list_loras() == set()
+    assert llm.generate({"prompt_token_ids": ANSWER}, once, use_tqdm=False, lora_request=asked)[0].finished
+    assert llm.llm_engine.list_loras() == {7}
 
 
 def test_a_scripts_engine_that_dies_costs_the_call_and_others_go_on(llm: LLM) -> None:

@@ -3,16 +3,20 @@ refused."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from octavo import LLM, LLMEngine, SamplingParams
+from octavo import LLM, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
+from octavo.engine.client import make_engine
 from octavo.errors import ConfigError, RequestError
 from octavo.lora.request import LoRARequest
 from octavo.sequence import Sequence
@@ -60,6 +64,8 @@ def test_outputs_of_an_engine_tell_their_adapters(llm: LLM, adapters: list[LoRAR
     while engine.has_unfinished_requests():
         found |= {output.request_id: output.lora_request for output in engine.step()}  # type: ignore[union-attr]
     assert found == {"with": adapters[0], "without": None} and not engine._lora_requests
+    llm.generate(PROMPT, params(1), use_tqdm=False, lora_request=adapters[1])
+    assert engine.list_loras() >= {1, 2} and engine.remove_lora(2), "though nobody has added them"
 
 
 def test_adapters_are_added_pinned_and_removed_by_their_numbers(
@@ -67,7 +73,10 @@ def test_adapters_are_added_pinned_and_removed_by_their_numbers(
 ) -> None:
     """As with vLLM. What comes of requests meanwhile is not lost."""
     engine, library = llm.llm_engine, llm.core.adapters
-    assert library is not None and engine.list_loras() == set()
+    assert library is not None
+    for number in engine.list_loras():  # that requests have named before
+        assert engine.remove_lora(number)
+    assert engine.list_loras() == set()
     engine.add_request("meanwhile", PROMPT, params())
     num_reads = len(library)
     assert [engine.add_lora(adapter) for adapter in adapters[14:]] == [True, True]
@@ -256,6 +265,61 @@ def test_adapters_that_are_not_there_or_too_large_are_refused(llm: LLM, tmp_path
         llm.generate(PROMPT, params(), use_tqdm=False, lora_request=LoRARequest("x", 1, str(truncated)))
     with pytest.raises(RequestError, match="2 lora_requests for 1 prompts"):
         llm.generate([PROMPT], params(), lora_request=[None, None])
+
+
+ONE_PLACE: dict[str, Any] = {
+    "max_model_len": 64, "num_gpu_blocks_override": 16, "enable_lora": True, "max_loras": 1, "max_cpu_loras": 1
+}  # fmt: skip
+IS_FULL = "all 1 places .* have adapters that are pinned"
+
+
+def test_what_is_pinned_stays_so_while_an_engine_sleeps(adapters: list[LoRARequest]) -> None:
+    with LLM(**ONE_PLACE) as llm:
+        assert llm.llm_engine.add_lora(adapters[0]) and llm.llm_engine.pin_lora(1)
+        for level in (1, 2):
+            llm.sleep(level)
+            llm.wake_up()
+            with pytest.raises(RequestError, match=IS_FULL):
+                llm.generate(PROMPT, params(1), use_tqdm=False, lora_request=adapters[1])
+        llm.sleep(2)
+        assert llm.llm_engine.remove_lora(1)
+        llm.wake_up()
+        assert llm.generate(PROMPT, params(1), use_tqdm=False, lora_request=adapters[1])
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_what_is_pinned_stays_so_when_a_core_is_followed_by_another(
+    adapters: list[LoRARequest], is_removed: bool
+) -> None:
+    """One that is killed, and one that sleeps; unless it was removed meanwhile."""
+
+    async def use(engine: AsyncLLMEngine) -> None:
+        await engine.wait_ready()
+        assert await engine.add_lora(adapters[0]) and await engine.pin_lora(1)
+        for is_killed in (True, False):
+            if is_killed:
+                engine._supervisor.core.kill()
+                while engine.is_ready:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                while not engine.is_ready:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            else:
+                await engine.sleep(2)
+                if is_removed:
+                    assert await engine.remove_lora(1)
+                await engine.wake_up()
+            with (
+                contextlib.nullcontext() if is_removed and not is_killed else pytest.raises(RequestError, match=IS_FULL)
+            ):
+                async for _ in engine.generate(PROMPT, params(1), "r", adapters[1]):
+                    pass
+
+    engine = make_engine(EngineArgs(**ONE_PLACE).create_engine_config(), max_restarts=1)
+    assert isinstance(engine, AsyncLLMEngine)
+    try:
+        asyncio.run(asyncio.wait_for(use(engine), 240))
+    finally:
+        engine.shutdown()
 
 
 @pytest.mark.parametrize(
