@@ -1,7 +1,8 @@
 """Stages and engines on hosts that have addresses of their own, and one of which is cut off in the middle of streams.
 
 The hosts are namespaces (`tests.distributed.hosts`). The first test starts the others on the first host, beside Ray,
-which the tests' environment lacks. Times are shown by `-rP`, and are not part of what is tested.
+which the tests' environment lacks. Times are shown by `-rP`, and are not part of what is tested. All of it is left to
+a machine with nothing else to do (`OCTAVO_TEST_HOSTS=1`): what Ray itself waits for cannot be had without a clock.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tests.e2e.server import Server, running_server
 
 ROOT = Path(__file__).parents[2]
 ON_HOST = "TESTS_ARE_ON_A_HOST"  # set there
+WANTED = "OCTAVO_TEST_HOSTS"
 on_first_host = pytest.mark.skipif(ON_HOST not in os.environ, reason="the first test runs these on the first host")
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -40,6 +42,7 @@ ENDLESS = 60_000  # tokens of a stream that is cut off, or that a test has enoug
 
 
 @pytest.mark.skipif(ON_HOST in os.environ, reason="this is the first host: the tests below are run")
+@pytest.mark.skipif(WANTED not in os.environ, reason=f"{WANTED} is not set; some ten minutes of an idle machine")
 @pytest.mark.timeout(3600)
 def test_the_tests_below_pass_on_the_first_host(tmp_path: Path) -> None:
     if why := why_no_hosts():
