@@ -67,53 +67,55 @@ inline const T* shrunk_row(const LinearArgs& a, const Products& p, int64_t r) {
     return static_cast<const T*>(a.shrunk) + (p.row + r) * a.shrunk_stride;
 }
 
-// Rows row .. row + rows - 1 of the products, which have the same adapter: on top of their sums those with B, by
-// vectors.
+// Adds to rows row .. row + rows - 1 of the products, which have the same adapter, theirs with its B: by vectors.
 template <class E>
-void expand_by_vectors(const LinearArgs& a, const Products& p, int64_t row, int64_t rows, const AdapterFactors& f) {
-    using T = typename E::T;
-    const T* s[kExpandRows];
-    const int64_t tiles = (rows + kExpandRows - 1) / kExpandRows;
-    for_pieces<E>(p, f, [&](int64_t i, auto vecs, const AdapterPanel& panel, const T* b) {
-        constexpr int kVecs = decltype(vecs)::kValue;
-        for (int64_t t = 0; t < tiles; ++t) {
-            const int64_t begin = row + rows * t / tiles, end = row + rows * (t + 1) / tiles;
-            for (int64_t r = begin; r < end; ++r) s[r - begin] = shrunk_row<T>(a, p, r) + panel.first;
-            with_constant<kExpandRows>(end - begin, [&](auto count) {
-                constexpr int kRows = decltype(count)::kValue;
-                expand_tile<E, kRows, kVecs>(s, b, panel.count / E::kStep, p.y + begin * p.stride + i, p.stride);
-            });
-        }
-    });
-}
+class Expand {
+  public:
+    explicit Expand(const Products&) {}
+
+    void add(const LinearArgs& a, const Products& p, int64_t row, int64_t rows, const AdapterFactors& f) {
+        using T = typename E::T;
+        const T* s[kExpandRows];
+        const int64_t tiles = (rows + kExpandRows - 1) / kExpandRows;
+        for_pieces<E>(p, f, [&](int64_t i, auto vecs, const AdapterPanel& panel, const T* b) {
+            constexpr int kVecs = decltype(vecs)::kValue;
+            for (int64_t t = 0; t < tiles; ++t) {
+                const int64_t begin = row + rows * t / tiles, end = row + rows * (t + 1) / tiles;
+                for (int64_t r = begin; r < end; ++r) s[r - begin] = shrunk_row<T>(a, p, r) + panel.first;
+                with_constant<kExpandRows>(end - begin, [&](auto count) {
+                    constexpr int kRows = decltype(count)::kValue;
+                    expand_tile<E, kRows, kVecs>(s, b, panel.count / E::kStep, p.y + begin * p.stride + i, p.stride);
+                });
+            }
+        });
+    }
+};
 
 #ifdef OCTAVO_TILES
-// As many rows as tiles 0 to 3 have, by `count` elements of the shrunk ones, for kVecs vectors of outputs: tiles 0
-// and 1. What `count` lacks to whole tiles are tiles 3, 6 and 7, which have fewer.
+// Tiles 0 and 1, for kVecs vectors of outputs: plus tile kS, of elements of the shrunk rows, by those of B.
+template <int kVecs, int kS, int kB>
+inline void expand_step(const uint16_t* s, int64_t s_stride, const uint16_t* b) {
+    constexpr int64_t kPairStride = kPanel * 4;
+    tile_load<kS>(s, s_stride);
+    tile_load<kB>(b, kPairStride);
+    tile_dot_bf16<0, kS, kB>();
+    if constexpr (kVecs > 1) {
+        tile_load<kB + 1>(b + 2 * kLanes, kPairStride);
+        tile_dot_bf16<1, kS, kB + 1>();
+    }
+}
+
+// to = y + s B^T, of as many rows as tiles 0 to 3 have. What `count` elements lack to whole tiles are tiles 3, 6 and 7,
+// which have fewer.
 template <int kVecs>
 inline void expand_tiles(const uint16_t* s, int64_t s_stride, const uint16_t* b, int64_t count, const float* y,
                          int64_t y_stride, float* to, int64_t to_stride) {
-    constexpr int64_t kPairStride = kPanel * 4;
     tile_load<0>(y, y_stride);
     if constexpr (kVecs > 1) tile_load<1>(y + kLanes, y_stride);
     for (; count >= kTileK; count -= kTileK, s += kTileK, b += kTileK * kPanel) {
-        tile_load<2>(s, s_stride);
-        tile_load<4>(b, kPairStride);
-        tile_dot_bf16<0, 2, 4>();
-        if constexpr (kVecs > 1) {
-            tile_load<5>(b + 2 * kLanes, kPairStride);
-            tile_dot_bf16<1, 2, 5>();
-        }
+        expand_step<kVecs, 2, 4>(s, s_stride, b);
     }
-    if (count > 0) {
-        tile_load<3>(s, s_stride);
-        tile_load<6>(b, kPairStride);
-        tile_dot_bf16<0, 3, 6>();
-        if constexpr (kVecs > 1) {
-            tile_load<7>(b + 2 * kLanes, kPairStride);
-            tile_dot_bf16<1, 3, 7>();
-        }
-    }
+    if (count > 0) expand_step<kVecs, 3, 6>(s, s_stride, b);
     tile_store<0>(to, to_stride);
     if constexpr (kVecs > 1) tile_store<1>(to + kLanes, to_stride);
 }
@@ -121,16 +123,17 @@ inline void expand_tiles(const uint16_t* s, int64_t s_stride, const uint16_t* b,
 // The same by tiles, for a single row too: their sums have an order of their own. All tiles of these products are
 // equally high, because to give them another shape takes as long as two of them: where fewer rows have an adapter,
 // those next to them are computed as well, and left out.
-class ExpandTiles {
+template <>
+class Expand<BF16> {
   public:
-    explicit ExpandTiles(const Products& p) : height_(static_cast<int>(min_of<int64_t>(kTileMaxRows, p.rows))) {}
-    ~ExpandTiles() {
+    explicit Expand(const Products& p) : height_(static_cast<int>(min_of<int64_t>(kTileMaxRows, p.rows))) {}
+    ~Expand() {
         if (rest_ >= 0) tile_release();
     }
-    ExpandTiles(const ExpandTiles&) = delete;
-    ExpandTiles& operator=(const ExpandTiles&) = delete;
+    Expand(const Expand&) = delete;
+    Expand& operator=(const Expand&) = delete;
 
-    void expand(const LinearArgs& a, const Products& p, int64_t row, int64_t rows, const AdapterFactors& f) {
+    void add(const LinearArgs& a, const Products& p, int64_t row, int64_t rows, const AdapterFactors& f) {
         for_pieces<BF16>(p, f, [&](int64_t i, auto vecs, const AdapterPanel& panel, const uint16_t* b) {
             constexpr int kVecs = decltype(vecs)::kValue;
             configure(panel.count % kTileK);
@@ -174,23 +177,13 @@ class ExpandTiles {
 // What the rows' adapters add to the products. A row's bits do not depend on which rows are next to it.
 template <class E>
 void expand_products(const LinearArgs& a, const Products& p) {
-#ifdef OCTAVO_TILES
-    ExpandTiles tiles(p);
-#endif
+    Expand<E> expand(p);
     for_adapters(a, p.row, p.row + p.rows, [&](int64_t from, int64_t rows, const AdapterFactors& f) {
         const int64_t row = from - p.row;
         for (int64_t r = row; r < row + rows && f.replaces; ++r) {
             memset(p.y + r * p.stride, 0, static_cast<size_t>(p.width) * sizeof(float));
         }
-#ifdef OCTAVO_TILES
-        if constexpr (E::kStep == 2) {
-            tiles.expand(a, p, row, rows, f);
-        } else {
-            expand_by_vectors<E>(a, p, row, rows, f);
-        }
-#else
-        expand_by_vectors<E>(a, p, row, rows, f);
-#endif
+        expand.add(a, p, row, rows, f);
         for (int64_t r = row; r < row + rows && (f.scales || f.bias); ++r) {
             for (int64_t i = 0; i < p.width; i += kLanes) {
                 float* at = p.y + r * p.stride + i;

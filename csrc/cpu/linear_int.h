@@ -259,7 +259,8 @@ void int_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t 
     alignas(64) char opened[F::kOpenedBytes ? F::kOpenedBytes * kOpenedBlocks : 1];
     const int64_t blocks = (a.matrix.k + kQBlock - 1) / kQBlock;
     const int64_t panel_bytes = blocks * F::kBlockBytes;
-    const int64_t unit = unit_vecs(a, (a.expands ? 4 : 1) * kVecsPerPanel) / kVecsPerPanel;
+    // What adapters need to be found and begun with is shared by as many panels as fit.
+    const int64_t unit = unit_vecs(a, a.expands ? kMaxUnit / kLanes : kVecsPerPanel) / kVecsPerPanel;
     const int64_t rows = row_end - row_begin;
     const QBlock* x = static_cast<const QBlock*>(a.x) + row_begin * a.x_stride;
     OutlierList& outliers = OutlierList::of(x, a.x_stride, blocks, rows, kRows, a.matrix.segments);

@@ -335,7 +335,7 @@ class AsyncLLMEngine(EngineCalls):
 
     async def list_loras(self) -> set[int]:
         """The `lora_int_id`s that have been asked for and not removed."""
-        return self._adapters.ids
+        return self._adapters.named.ids
 
     async def pin_lora(self, lora_id: int) -> bool:
         """Keep the adapter of a `lora_int_id` on the host, and on the device while others can make room."""
@@ -344,7 +344,7 @@ class AsyncLLMEngine(EngineCalls):
 
     def name_adapter(self, lora_id: int, source: AdapterSource) -> None:
         """List an adapter that has been asked for, which this engine has or may be given."""
-        self._adapters.name(lora_id, source)
+        self._adapters.named.name(lora_id, source)
 
     async def load_adapter(self, source: AdapterSource) -> None:
         """Return when an adapter is on the host. Raises `RequestError` if it cannot be served."""

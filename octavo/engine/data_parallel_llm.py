@@ -161,6 +161,9 @@ class DataParallelLLMEngine(StepCalls):
             raise OctavoError("these engines sleep, or have been closed; wake_up() loads the model again.")
 
     def _await(self, asked: Coroutine[Any, Any, T]) -> T:
+        if not self._thread.is_alive():
+            asked.close()
+            raise OctavoError("these engines have been closed.")
         return asyncio.run_coroutine_threadsafe(asked, self._loop).result()
 
     async def _answer(self, asked: _Asked) -> None:

@@ -312,7 +312,9 @@ class InputProcessor:
             if getattr(params, name) is not None:
                 raise RequestError(f"{name} is of tokens, and prompt_embeds are none; leave it out.", param=name)
         texts = prompt.get("prompt")
-        if isinstance(embeds, list) and isinstance(texts, list) and len(texts) == len(embeds) + 1:
+        if isinstance(embeds, list) and isinstance(texts, list):
+            if len(texts) != len(embeds) + 1 or not all(isinstance(text, str) for text in texts):
+                raise RequestError("between a list of prompt_embeds prompt has texts, one more.", param="prompt")
             return self._between(texts, embeds, add_special_tokens, salt)
         item, made = self.prompt_embeds.take(embeds, salt)
         self._check_length(item.num_tokens, "shorten it")

@@ -4,7 +4,6 @@ that are wanted before a request asks for them are loaded by steps too."""
 from __future__ import annotations
 
 import gc
-import logging
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, cast
@@ -13,6 +12,7 @@ from octavo.config import EngineArgs, EngineConfig
 from octavo.engine.calls import Output, StepCalls
 from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import InputProcessor
+from octavo.engine.named_adapters import NamedAdapters
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
 from octavo.engine.sleeping import SLEEPERS, check_level, woken_by
 from octavo.engine.wire import AdapterLoaded
@@ -26,8 +26,6 @@ from octavo.request import AdapterSource, EngineRequest
 
 if TYPE_CHECKING:
     from octavo.usage.usage_lib import UsageContext
-
-logger = logging.getLogger(__name__)
 
 
 class LLMEngine(StepCalls):
@@ -47,8 +45,7 @@ class LLMEngine(StepCalls):
         self._ids: dict[str, str] = {}  # the core's, by the caller's
         self._lora_requests: dict[str, LoRARequest] = {}  # by the caller's ids
         self._arrived: list[Output] = []  # while an adapter was loaded
-        self._adapters: dict[int, AdapterSource] = {}  # by `lora_int_id`
-        self._pinned: dict[str, AdapterSource] = {}  # by identity
+        self._adapters = NamedAdapters()
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, usage_context: UsageContext | None = None) -> LLMEngine:
@@ -119,25 +116,21 @@ class LLMEngine(StepCalls):
         return True
 
     def name_adapter(self, lora_id: int, source: AdapterSource) -> None:
-        self._adapters[lora_id] = source
+        self._adapters.name(lora_id, source)
 
     def remove_lora(self, lora_id: int) -> bool:
-        found = self._adapters.pop(lora_id, None)
-        if found is not None and all(one.identity != found.identity for one in self._adapters.values()):
-            self._pinned.pop(found.identity, None)
-            if self._core is not None:  # which has it even while it sleeps
-                self._core.unload_adapter(found.identity)
-        return found is not None
+        was_named, identity = self._adapters.remove(lora_id)
+        if identity is not None and self._core is not None:  # which has it even while it sleeps
+            self._core.unload_adapter(identity)
+        return was_named
 
     def list_loras(self) -> set[int]:
-        return set(self._adapters)
+        return self._adapters.ids
 
     def pin_lora(self, lora_id: int) -> bool:
-        if lora_id not in self._adapters:
-            raise RequestError(f"there is no adapter {lora_id}; add it first.", param="lora_id")
-        source = self._adapters[lora_id]
+        source = self._adapters.named(lora_id)
         self._load(source, pins=True)
-        self._pinned[source.identity] = source
+        self._adapters.pin(source)
         return True
 
     def _load(self, source: AdapterSource, pins: bool = False) -> None:
@@ -169,8 +162,7 @@ class LLMEngine(StepCalls):
             self._ids = {shown: own for shown, own in self._ids.items() if own in self._outputs.requests}
             self._lora_requests = {name: lora for name, lora in self._lora_requests.items() if name in self._ids}
         for one in step.adapters:
-            if one.error is not None and self._pinned.pop(one.identity, None) is not None:
-                logger.warning("an adapter that was pinned is not any more: %s", one.error)
+            self._adapters.loaded(one)
         return outputs, step.adapters
 
     def sleep(self, level: int = 1) -> None:
@@ -190,7 +182,7 @@ class LLMEngine(StepCalls):
         self.metrics.sleep_level = self.metrics.sleep_level if self._asleep else 0
         if self._core is None:
             self._core = EngineCore(self.config)
-            for source in self._pinned.values():  # which this core does not have
+            for source in self._adapters.pinned:  # which this core does not have
                 self._core.load_adapter(source, pins=True)
 
     def is_sleeping(self) -> bool:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from octavo.config import EngineArgs, ModelConfig
 from octavo.engine.core import EngineCore
@@ -191,15 +191,12 @@ class LLM(PoolingMethods):
             )
             for conversation, processor in zip(taken, processors, strict=True)
         ]
-        prompts: list[PromptInput] = [
-            # The template has put special tokens in.
-            {"prompt": text, "multi_modal_data": processor.open(given)}
-            if processor
-            else with_embeds(text, embeds)
-            if embeds
-            else text
-            for text, processor, given, embeds in zip(texts, processors, media, all_embeds, strict=True)
-        ]
+        prompts: list[PromptInput] = []
+        for text, processor, given, embeds in zip(texts, processors, media, all_embeds, strict=True):
+            prompt: dict[str, Any] = with_embeds(text, embeds) if embeds else {"prompt": text}
+            if processor is not None:
+                prompt["multi_modal_data"] = processor.open(given)
+            prompts.append(cast(PromptInput, prompt))
         params, loras = self._params_for(prompts, sampling_params), _one_each(prompts, lora_request)
         requests = [
             # The template has put special tokens in.

@@ -147,17 +147,16 @@ def read_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
     parts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if isinstance(kind, str) and kind in MEDIA_PARTS | _VALUE_PARTS:
+        is_medium = isinstance(kind, str) and kind in MEDIA_PARTS | _VALUE_PARTS
+        if is_medium:
             check_role(message.get("role"))
-            try:
+        try:
+            if is_medium:
                 part = as_part(read_part(part))
-            except ValueError as error:
-                raise RequestError(f"messages: the content {error}.", param="messages") from None
-        elif is_embeds(part):
-            try:
+            elif is_embeds(part):
                 part = read_embeds(part)
-            except ValueError as error:
-                raise RequestError(f"messages: the content {error}.", param="messages") from None
+        except ValueError as error:
+            raise RequestError(f"messages: the content {error}.", param="messages") from None
         parts.append(part)
     return {**message, "content": parts}
 

@@ -15,16 +15,16 @@ def literal(text: str, special_tokens: Mapping[str, int]) -> str:
 
 def pieces(text: str, special_tokens: Mapping[str, int]) -> list[str]:
     """`text` cut so that each special token in it is a piece of its own."""
-    found, begin, position = list[str](), 0, 0
-    while position < len(text):
-        # Longest first: one token may begin with another.
-        token = max((token for token in special_tokens if text.startswith(token, position)), key=len, default="")
-        if token:
-            found += [text[begin:position], token]
-            begin = position = position + len(token)
-        else:
-            position += 1
-    return [piece for piece in [*found, text[begin:]] if piece]
+    found, begin = list[str](), 0
+    while True:
+        places = [
+            (at, -len(token), token) for token in special_tokens if token and (at := text.find(token, begin)) >= 0
+        ]
+        if not places:
+            return [piece for piece in [*found, text[begin:]] if piece]
+        at, _, token = min(places)  # of those at one place the longest: one token may begin with another
+        found += [text[begin:at], token]
+        begin = at + len(token)
 
 
 def escaped(text: str) -> str:

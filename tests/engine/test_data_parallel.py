@@ -293,6 +293,9 @@ def test_a_script_has_several_engines_too(llm: LLM, cores: list[subprocess.Popen
         llm.close()
         with pytest.raises(OctavoError, match="or have been closed"):
             generate(llm, ANSWER)
+        for call in (llm.llm_engine.list_loras, lambda: llm.llm_engine.remove_lora(7)):
+            with pytest.raises(OctavoError, match="these engines have been closed"):
+                call()
 
     asyncio.run(in_a_loop())
     assert [core.wait(10) for core in cores] == [0] * 4, "two before level 2, and two after it"

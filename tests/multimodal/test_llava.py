@@ -236,6 +236,9 @@ def test_chats_of_scripts_have_pictures(llm: LLM) -> None:
             llm.chat([{"role": "user", "content": [part]}])
     with pytest.raises(RequestError, match="only messages of the user"):
         llm.chat([{"role": "system", "content": [{"type": "image_pil", "image_pil": A}]}])
+    parts: list[dict[str, Any]] = [{"type": "image_pil", "image_pil": A}, {"type": "prompt_embeds", "data": "x"}]
+    with pytest.raises(RequestError, match="needs --enable-prompt-embeds"):
+        llm.chat([{"role": "user", "content": parts}])
 
 
 def test_a_picture_is_known_by_its_uuid(llm: LLM) -> None:

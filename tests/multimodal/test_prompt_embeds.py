@@ -222,6 +222,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no numbers": ({"prompt_embeds": torch.full((4, 64), torch.nan)}, "not finite numbers"),
     "whole numbers": ({"prompt_embeds": torch.zeros(4, 64, dtype=torch.int64)}, "are of int64"),
     "no base64": ({"prompt_embeds": "%%%"}, "no base64 of one tensor"),
+    "between no texts": ({"prompt_embeds": [torch.zeros(4, 64)], "prompt": ["a"]}, "prompt has texts, one more"),
     "beside tokens": ({"prompt_embeds": torch.zeros(4, 64), "prompt_token_ids": [1]}, "leave prompt_token_ids out"),
 }
 

@@ -1,0 +1,61 @@
+"""The adapters that an engine's callers have named by numbers, and which of them are pinned."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from octavo.engine.wire import AdapterLoaded
+from octavo.errors import RequestError
+from octavo.request import AdapterSource
+
+logger = logging.getLogger(__name__)
+
+
+class NamedAdapters:
+    """Several numbers may name one adapter, whose identity is its content."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, AdapterSource] = {}  # by `lora_int_id`
+        self._pinned: dict[str, AdapterSource] = {}  # by identity
+
+    @property
+    def ids(self) -> set[int]:
+        """The `lora_int_id`s that have been asked for and not removed."""
+        return set(self._by_id)
+
+    @property
+    def pinned(self) -> Collection[AdapterSource]:
+        """Those that a core which takes another one's place has to be told."""
+        return self._pinned.values()
+
+    def name(self, lora_id: int, source: AdapterSource) -> None:
+        """Have an adapter listed under its `lora_int_id` until it is removed."""
+        self._by_id[lora_id] = source
+
+    def named(self, lora_id: int) -> AdapterSource:
+        """Raises `RequestError`."""
+        if (found := self._by_id.get(lora_id)) is None:
+            raise RequestError(f"there is no adapter {lora_id}; add it first.", param="lora_id")
+        return found
+
+    def remove(self, lora_id: int) -> tuple[bool, str | None]:
+        """Forget a `lora_int_id`: whether there was one, and the identity of an adapter that none names any more."""
+        found = self._by_id.pop(lora_id, None)
+        if found is None or any(one.identity == found.identity for one in self._by_id.values()):
+            return found is not None, None
+        self.unpin(found.identity)
+        return True, found.identity
+
+    def pin(self, source: AdapterSource) -> None:
+        """The core has pinned it. One that was removed meanwhile is not kept."""
+        if source in self._by_id.values():
+            self._pinned[source.identity] = source
+
+    def unpin(self, identity: str) -> None:
+        self._pinned.pop(identity, None)
+
+    def loaded(self, result: AdapterLoaded) -> None:
+        """A core has read an adapter, or cannot."""
+        if result.error is not None and self._pinned.pop(result.identity, None) is not None:
+            logger.warning("an adapter that was pinned is not any more: %s", result.error)
