@@ -7,6 +7,7 @@ it is work of the current stream and can be captured. In Triton's interpreter it
 
 from __future__ import annotations
 
+import atexit
 import os
 import select
 import threading
@@ -24,11 +25,11 @@ from octavo.ops.triton.rows import MAX_PARTS, sum_in_tree
 from octavo.ops.triton.schedule import sum_exchanges
 
 _JOIN_S = 10.0  # within which all are there, as they have opened their devices before
-_WATCH_MS = 100
 _HUNG_UP = getattr(select, "POLLRDHUP", 0)
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renames it
 
 _size = 0  # of the group; 0: there is none
+_watch: _Watch | None = None  # of the group's other workers
 
 
 def check_is_in_no_group() -> None:
@@ -44,13 +45,15 @@ def join_group(rank: int, size: int, file: int, connections: list[int]) -> None:
     """Be worker `rank` of `size`, which find each other through the file of that descriptor, empty at first, which
     nobody else has. If the other end of one of `connections` hangs up, nothing waits for the group any more. Raises
     `ConfigError` where the others do not come."""
-    global _size
+    global _size, _watch
     check_is_in_no_group()
     device = launch.device()
     is_cuda = device.type == "cuda"
     for library in ("NCCL", "GLOO"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")  # all are on this host
-    store = dist.FileStore(f"/proc/self/fd/{file}", size)  # type: ignore[attr-defined]
+    # The store opens its file by name once more when it is destroyed, which is whenever the last of torch's references to
+    # it goes: by then the caller's descriptor may be another file's, so this one stays for as long as the process.
+    store = dist.FileStore(f"/proc/self/fd/{os.dup(file)}", size)  # type: ignore[attr-defined]
     try:
         store.set(f"worker {rank}", "")
         store.wait([f"worker {other}" for other in range(size)], timedelta(seconds=_JOIN_S))
@@ -67,26 +70,44 @@ def join_group(rank: int, size: int, file: int, connections: list[int]) -> None:
     from_first(x[:, 0].contiguous())
     if is_cuda:
         torch.cuda.synchronize(device)
-    threading.Thread(target=_watch, args=(dist.group.WORLD, connections), name="group", daemon=True).start()
+    _watch = _Watch(dist.group.WORLD, connections)
+    atexit.register(leave_group)  # torch's threads may end the process with an error where they are still there
 
 
 def leave_group() -> None:
     """Without waiting for the others."""
-    global _size
+    global _size, _watch
     _size = 0
+    if _watch is not None:
+        _watch.stop()
+        _watch = None
     if dist.is_initialized():
         dist.distributed_c10d._abort_process_group()
 
 
-def _watch(group: dist.ProcessGroup, connections: list[int]) -> None:
-    """NCCL does not see that another process has ended: its kernels would wait for it for ever."""
-    poll = select.poll()
-    for connection in connections:
-        poll.register(connection, _HUNG_UP)
-    while group is dist.group.WORLD:  # a connection that is polled stays open, whoever closes it
-        if poll.poll(_WATCH_MS):
+class _Watch:
+    """Aborts a group once another process has ended, which NCCL does not see: its kernels would wait for it for ever."""
+
+    def __init__(self, group: dist.ProcessGroup, connections: list[int]) -> None:
+        """`connections` stay open until `stop`."""
+        self._stopped, self._stop = os.pipe()
+        args = group, connections
+        self._thread = threading.Thread(target=self._run, args=args, name="group", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        os.close(self._stop)
+        if threading.current_thread() is not self._thread:  # which may have been collecting garbage
+            self._thread.join()
+        os.close(self._stopped)
+
+    def _run(self, group: dist.ProcessGroup, connections: list[int]) -> None:
+        poll = select.poll()
+        for connection in connections:
+            poll.register(connection, _HUNG_UP)
+        poll.register(self._stopped)
+        if self._stopped not in dict(poll.poll()):
             group.abort()
-            return
 
 
 def all_reduce(x: Tensor, bias: Tensor | None = None) -> None:

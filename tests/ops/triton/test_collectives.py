@@ -103,3 +103,27 @@ def test_who_waits_for_others_in_vain_says_so(monkeypatch: pytest.MonkeyPatch) -
         cuda_collectives.join_group(0, 2, file, [])
     os.close(file)
     cuda_collectives.check_is_in_no_group()
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="needs a device for each process: scripts/gpu-check parallel")
+def test_a_group_that_was_left_lets_its_file_be_another(tmp_path: Path) -> None:
+    """Torch's store opens its file by name when it is destroyed, which was once after the descriptor had become a
+    socket: the process ended there. The thread that watches the others is gone as well."""
+    program = f"""
+import os, socket, sys, threading
+import torch.distributed as dist
+from octavo.ops import cuda_collectives
+
+file = os.memfd_create("test")
+end, other = socket.socketpair()
+cuda_collectives.join_group(0, 1, file, [end.fileno()])
+group = dist.group.WORLD
+cuda_collectives.leave_group()
+assert not [thread for thread in threading.enumerate() if thread.name == "group"]
+os.close(file)
+os.dup2(other.fileno(), file)
+del group
+cuda_collectives.join_group(0, 1, os.open({str(tmp_path / "file")!r}, os.O_RDWR | os.O_CREAT), [end.fileno()])
+"""
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
