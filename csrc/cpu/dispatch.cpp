@@ -40,7 +40,7 @@ Registers cpuid_features(unsigned subleaf) {
 // have asked for it; threads and forked children are included.
 [[maybe_unused]] bool may_use_tiles() {
 #if defined(__linux__) && defined(__x86_64__)
-    constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kAll = kBf16 | kTile;
+    constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25, kAll = kBf16 | kTile | kInt8;
     if ((cpuid_features(0).edx & kAll) != kAll) return false;
     constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
     constexpr long kTileData = 18;               // XFEATURE_XTILEDATA
@@ -67,6 +67,7 @@ Registers cpuid_features(unsigned subleaf) {
     table->experts_shrink_up = products.experts_shrink_up;
     table->experts_shrink_down = products.experts_shrink_down;
     if (products.attention) table->attention = products.attention;
+    table->has_tiles = products.has_tiles;
     return table;
 }
 

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "launch_costs.h"
 #include "pack_int.h"
@@ -147,10 +148,11 @@ Launch plan(LinearArgs& args, const KernelTable& table, int threads) {
     const double rate = integers ? kIntOpsPerNs : m.format == kWeightF32 ? kF32FlopsPerNs : kBf16FlopsPerNs;
     const double cost_ns = std::max(bytes / kBytesPerNs, flops / rate);
     const int64_t wanted = kTasksPerThread * threads;
+    const auto [chunk_bytes, least_rows] =
+        table.has_tiles ? std::pair(kTileChunkBytes, kMinTileChunkRows) : std::pair(kChunkBytes, kMinChunkRows);
+    const int64_t row_bytes = ceil_div(m.k, kQBlock) * static_cast<int64_t>(sizeof(QBlock));
     const int64_t chunk_rows =
-        integers ? std::clamp<int64_t>(kChunkBytes / (ceil_div(m.k, kQBlock) * static_cast<int64_t>(sizeof(QBlock))),
-                                       kMinChunkRows, kMaxChunkRows)
-                 : kMaxChunkRows;
+        integers ? std::clamp(chunk_bytes / row_bytes, least_rows, kMaxChunkRows) : kMaxChunkRows;
     args.row_chunks = ceil_div(args.rows, chunk_rows);
     if (args.row_chunks * units < wanted) {
         args.row_chunks = std::max(args.row_chunks, std::min(ceil_div(wanted, units), args.rows / kMinChunkRows));

@@ -23,9 +23,12 @@ constexpr int64_t kMaxChunkRows = 256;
 constexpr int64_t kMinChunkRows = 48;
 // Rows a thread from which on rows are shared out before panels are.
 constexpr int64_t kOwnRows = 32;
-// Of an integer product: the same two, as bytes of weights and of quantized rows.
+// Of an integer product: the same two, as bytes of weights and of quantized rows, and the least rows by tiles, for
+// which codes are opened.
 constexpr int64_t kIntTaskBytes = 32 * 1024;
 constexpr int64_t kChunkBytes = 256 * 1024;
+constexpr int64_t kTileChunkBytes = 512 * 1024;
+constexpr int64_t kMinTileChunkRows = 64;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

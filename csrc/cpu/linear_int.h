@@ -5,8 +5,8 @@
 #pragma once
 
 #include "epilogue.h"
+#include "linear_int_tiles.h"
 #include "outliers.h"
-#include "super_formats.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {
@@ -18,10 +18,6 @@ inline int32_t start_of_sum(const QBlock& x, int g) {
     return F::kBits == 4 ? x.start4[g] : F::kGroup == 32 ? x.start8[g] : x.start16[g];
 }
 
-// Blocks that are opened together for several tiles of rows: some 20 KB, which fit a first-level cache.
-constexpr int64_t kOpenedBlocks = 8;
-static_assert(kOpenedBlocks % kBlocksOfSuper == 0, "whole superblocks are opened");
-
 // How far ahead a single row tile fetches, into the second-level cache: the first has no room for what else it reads.
 constexpr int kIntPrefetchBytes = 8192;
 
@@ -31,14 +27,47 @@ struct Fetch {
     int lines;
     Pieces& factors;
     int64_t factor_lines;
+
+    inline void of_block() {
+        for (int i = 0; i < lines; ++i, from += 64) __builtin_prefetch(from, 0, 2);
+        factors.fetch(factor_lines);
+    }
 };
 
-// Blocks that a product sees at a time: all of a panel, or as many as are opened together. A single tile of rows opens
-// as few as it can, so that they are read soon after they were fetched.
+// How the rows of a batch are cut: into those of tile instructions, where these are faster, and tiles of vectors.
 template <class F>
-inline int64_t blocks_at_a_time(int64_t blocks, int64_t tiles) {
-    if constexpr (F::kOpenedBytes == 0) return blocks;
-    return min_of<int64_t>(blocks, tiles == 1 ? kBlocksOfSuper : kOpenedBlocks);
+class RowCuts {
+  public:
+    struct Cut {
+        int64_t begin, end;
+        bool by_instructions;
+    };
+
+    explicit RowCuts(int64_t rows)
+        : rows_(rows),
+          whole_(IntTilesOf<F>::whole_tiles(rows)),
+          rest_(max_of<int64_t>(0, rows - whole_ * kRowsOfTile)),
+          narrow_((rest_ + kIntRows - 1) / kIntRows) {}
+
+    int64_t count() const { return whole_ + narrow_; }
+    bool any_by_instructions() const { return whole_ > 0; }
+
+    Cut at(int64_t i) const {
+        if (i < whole_) return {i * kRowsOfTile, min_of((i + 1) * kRowsOfTile, rows_), true};
+        const int64_t begin = rows_ - rest_, narrow = i - whole_;
+        return {begin + rest_ * narrow / narrow_, begin + rest_ * (narrow + 1) / narrow_, false};
+    }
+
+  private:
+    int64_t rows_, whole_, rest_, narrow_;
+};
+
+// Blocks that a product sees at a time: all of a panel, or as many as are opened together. A single tile of vectors
+// opens as few as it can, so that they are read soon after they were fetched.
+template <class F>
+inline int64_t blocks_at_a_time(int64_t blocks, int64_t cuts, bool by_instructions) {
+    if (F::kOpenedBytes == 0 && !by_instructions) return blocks;
+    return min_of<int64_t>(blocks, cuts == 1 && !by_instructions ? kBlocksOfSuper : kOpenedBlocks);
 }
 
 // y[r, 0 .. kPanel) for R rows of `blocks` blocks, from zero or, not `is_first`, from what is there. V vectors of
@@ -57,8 +86,7 @@ void int_tile(IntView w, int64_t blocks, const QBlock* rows, int64_t x_stride, b
         for (int v = 0; v < kVecsPerPanel; ++v) acc[r][v] = is_first ? zero() : load(y + r * kMaxUnit + v * kLanes);
     }
     for (int64_t b = 0; b < blocks; ++b, w.codes += w.code_stride, w.scales += w.scale_stride) {
-        for (int i = 0; i < fetch.lines; ++i, fetch.from += 64) __builtin_prefetch(fetch.from, 0, 2);
-        fetch.factors.fetch(fetch.factor_lines);
+        fetch.of_block();
 #pragma GCC unroll 8
         for (int v0 = 0; v0 < kVecsPerPanel; v0 += V) {
 #pragma GCC unroll 4
@@ -167,8 +195,7 @@ void int_tile_by_matrices(IntView w, int64_t blocks, const QBlock* rows, int64_t
         for (int v = 0; v < kVecsPerPanel; ++v) acc[r][v] = is_first ? zero() : load(y + r * kMaxUnit + v * kLanes);
     }
     for (int64_t b = 0; b < blocks; ++b, w.codes += w.code_stride, w.scales += w.scale_stride) {
-        for (int i = 0; i < fetch.lines; ++i, fetch.from += 64) __builtin_prefetch(fetch.from, 0, 2);
-        fetch.factors.fetch(fetch.factor_lines);
+        fetch.of_block();
         for (int v0 = 0; v0 < kVecsPerPanel; v0 += V) {
 #pragma GCC unroll 4
             for (int g = 0; g < F::kGroups; ++g) {
@@ -264,20 +291,24 @@ void int_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t 
     const int64_t rows = row_end - row_begin;
     const QBlock* x = static_cast<const QBlock*>(a.x) + row_begin * a.x_stride;
     OutlierList& outliers = OutlierList::of(x, a.x_stride, blocks, rows, kRows, a.matrix.segments);
-    const int64_t all_tiles = (rows + kIntRows - 1) / kIntRows;
-    const int lines = static_cast<int>(((F::kBlockBytes + 63) / 64 + all_tiles - 1) / all_tiles);
-    const int64_t step = blocks_at_a_time<F>(blocks, all_tiles);
+    using Cuts = RowCuts<Flat>;
+    const int64_t all_cuts = rows / kRows * Cuts(kRows).count() + Cuts(rows % kRows).count();
+    const bool by_instructions = Cuts(min_of<int64_t>(rows, kRows)).any_by_instructions();
+    const int lines = static_cast<int>(((F::kBlockBytes + 63) / 64 + all_cuts - 1) / all_cuts);
+    const int64_t step = blocks_at_a_time<F>(blocks, all_cuts, by_instructions);
+    IntTilesOf<Flat> instructions(x, a.x_stride, blocks, rows, by_instructions);
+    const int64_t soon = by_instructions ? step * F::kBlockBytes : kIntPrefetchBytes;  // of a single tile
     const float inverse = 1 / a.matrix.factor;
     const int64_t all_panels = panels_of(a.matrix);
     FactorLines factors(a, row_begin, row_end, panel_begin, all_panels);
     for (int64_t panel = panel_begin; panel < panel_end; panel += unit) {
         const int64_t panels = min_of(unit, panel_end - panel);
         const char* w = static_cast<const char*>(a.matrix.data) + panel * panel_bytes;
-        factors.list(panel, panels, panels * all_tiles * blocks);
-        int64_t tile = 0;
+        factors.list(panel, panels, panels * all_cuts * blocks);
+        int64_t cuts_before = 0;
         for (int64_t first = 0; first < rows; first += kRows) {
             const int64_t some = min_of<int64_t>(kRows, rows - first);
-            const int64_t tiles = (some + kIntRows - 1) / kIntRows;
+            const Cuts cuts(some);
             for (int64_t p = 0; p < panels; ++p) {
                 const char* panel_w = w + p * panel_bytes;
                 outliers.make_columns<F>(panel_w, first, inverse);
@@ -288,25 +319,33 @@ void int_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t 
                         const int64_t count = min_of(step, segment_end - block);
                         const bool is_last = block + count == segment_end;
                         const IntView view = F::open(panel_w, block, count, inverse, opened);
-                        for (int64_t t = 0; t < tiles; ++t) {
-                            const int64_t begin = some * t / tiles;
-                            const int64_t end = some * (t + 1) / tiles;
-                            const char* next = all_tiles == 1 ? panel_w + block * F::kBlockBytes + kIntPrefetchBytes
-                                                              : panel_w + panels * panel_bytes +
-                                                                    ((tile + t) * blocks + block) * lines * 64;
-                            with_constant<kIntRows>(end - begin, [&](auto r) {
+                        if (cuts.any_by_instructions()) instructions.open(view, count);
+                        for (int64_t i = 0; i < cuts.count(); ++i) {
+                            const auto cut = cuts.at(i);
+                            const char* next = all_cuts == 1 ? panel_w + block * F::kBlockBytes + soon
+                                                             : panel_w + panels * panel_bytes +
+                                                                   ((cuts_before + i) * blocks + block) * lines * 64;
+                            const bool is_first = block == segment_begin;
+                            const Vec factor = set1(is_last ? a.matrix.factor : 1);
+                            Fetch fetch{next, lines, factors.pieces(), factors.take(count)};
+                            if (cut.by_instructions) {
+                                instructions.multiply(view, count, first + cut.begin, block, is_first, factor,
+                                                      to + cut.begin * kMaxUnit, [&] { fetch.of_block(); });
+                                continue;
+                            }
+                            with_constant<kIntRows>(cut.end - cut.begin, [&](auto r) {
                                 int_tile_of_rows<Flat, decltype(r)::kValue>(
-                                    view, count, x + (first + begin) * a.x_stride + block, a.x_stride,
-                                    block == segment_begin, set1(is_last ? a.matrix.factor : 1), to + begin * kMaxUnit,
-                                    Fetch{next, lines, factors.pieces(), factors.take(count)});
+                                    view, count, x + (first + cut.begin) * a.x_stride + block, a.x_stride, is_first,
+                                    factor, to + cut.begin * kMaxUnit, fetch);
                             });
                         }
                     }
                     outliers.add(first, some, segment.number, a.matrix.factor, to, kMaxUnit);
                 });
             }
-            tile += tiles;
+            cuts_before += cuts.count();
             finish(a, {y, kMaxUnit, row_begin + first, some, panel * kPanel, panels * kPanel});
+            if (a.expands) instructions.configure();  // adapters have had tiles of their own
         }
     }
 }

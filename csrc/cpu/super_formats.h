@@ -8,6 +8,9 @@ namespace octavo::OCTAVO_ISA {
 namespace {
 
 constexpr int kBlocksOfSuper = kSuperblock / kQBlock;
+// Blocks that are opened together for several tiles of rows: some 20 KB, which fit a first-level cache.
+constexpr int64_t kOpenedBlocks = 8;
+static_assert(kOpenedBlocks % kBlocksOfSuper == 0, "whole superblocks are opened");
 
 // Superblocks of F that become blocks of its flat format as a whole.
 template <class F>

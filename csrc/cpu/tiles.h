@@ -2,7 +2,7 @@
 // products and attention use. Inline assembly rather than intrinsics, because these take no template arguments in GCC
 // and do not say that they read memory. With OCTAVO_EMULATE_TILES the same functions are plain code with the semantics
 // of Intel's manual, faults included, so that the products can be tested on a machine without AMX. Included by
-// linear_tiles.h, expand.h and attention_amx.h only.
+// linear_tiles.h, linear_int_tiles.h, expand.h and attention_amx.h only.
 #pragma once
 
 #include "simd.h"
@@ -49,6 +49,12 @@ inline void tile_store(void* p, int64_t stride) {
 template <int kC, int kA, int kB>
 inline void tile_dot_bf16() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
+}
+
+// C += A B: fours of int8, summed as int32.
+template <int kC, int kA, int kB>
+inline void tile_dot_int8() {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
 }
 
 #else
@@ -140,6 +146,24 @@ inline void tile_dot_bf16() {
     }
     asm volatile("" : : : "memory");
     _mm_setcsr(mode);
+}
+
+template <int kC, int kA, int kB>
+inline void tile_dot_int8() {
+    fault_unless_shapes_fit<kC, kA, kB>();
+    const TileShapes& s = emulated.shapes;
+    for (int m = 0; m < s.rows[kC]; ++m) {
+        int32_t c[kTileMaxBytes / 4];
+        memcpy(c, emulated.data[kC][m], sizeof(c));
+        for (int n = 0; n < s.row_bytes[kC] / 4; ++n) {
+            for (int k = 0; k < s.row_bytes[kA]; ++k) {
+                const int8_t a = static_cast<int8_t>(emulated.data[kA][m][k]);
+                const int8_t b = static_cast<int8_t>(emulated.data[kB][k / 4][4 * n + k % 4]);
+                c[n] += a * b;
+            }
+        }
+        memcpy(emulated.data[kC][m], c, sizeof(c));
+    }
 }
 
 #endif

@@ -51,8 +51,8 @@ def join_group(rank: int, size: int, file: int, connections: list[int]) -> None:
     is_cuda = device.type == "cuda"
     for library in ("NCCL", "GLOO"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")  # all are on this host
-    # The store opens its file by name once more when it is destroyed, which is whenever the last of torch's references to
-    # it goes: by then the caller's descriptor may be another file's, so this one stays for as long as the process.
+    # The store opens its file by name once more when it is destroyed, which is whenever the last of torch's references
+    # to it goes: by then the caller's descriptor may be another file's, so this one stays for as long as the process.
     store = dist.FileStore(f"/proc/self/fd/{os.dup(file)}", size)  # type: ignore[attr-defined]
     try:
         store.set(f"worker {rank}", "")
@@ -86,7 +86,7 @@ def leave_group() -> None:
 
 
 class _Watch:
-    """Aborts a group once another process has ended, which NCCL does not see: its kernels would wait for it for ever."""
+    """Aborts a group once another process has ended. NCCL does not see it: its kernels would wait for ever."""
 
     def __init__(self, group: dist.ProcessGroup, connections: list[int]) -> None:
         """`connections` stay open until `stop`."""
