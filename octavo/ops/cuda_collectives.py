@@ -70,6 +70,7 @@ def join_group(rank: int, size: int, file: int, connections: list[int]) -> None:
     from_first(x[:, 0].contiguous())
     if is_cuda:
         torch.cuda.synchronize(device)
+    assert dist.group.WORLD is not None
     _watch = _Watch(dist.group.WORLD, connections)
     atexit.register(leave_group)  # torch's threads may end the process with an error where they are still there
 
