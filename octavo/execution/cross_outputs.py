@@ -11,7 +11,7 @@ keys of those heads: to multiply them is left to who asks, so that no step waits
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,6 +69,12 @@ class _Seen(NamedTuple):
     content_hash: bytes
 
 
+def may_align(model: CrossModel) -> bool:
+    """Whether requests may want to be told what their tokens attend to."""
+    described = [layer.description for layer, _ in model.cross_layers]
+    return all(one.num_heads == one.num_kv_heads for one in described)
+
+
 class CrossOutputs:
     """Of the sequences of a plan, in the runner's tables of `num_rows`; `groups` are the model's, which computes in
     `dtype`. The tokens from a medium's place on see it, and those that stand right before it, up to the next one's
@@ -82,7 +88,7 @@ class CrossOutputs:
         self._group = next(number for number, group in enumerate(groups) if group.spec.kind == "cross")
         self._block_size, num_tokens = block_size, groups[self._group].spec.num_tokens
         self._most_exchanged = most_exchanged  # rows that workers bring each other at once
-        self._num_tokens = num_tokens  # of what a token sees, at most
+        self.num_tokens = num_tokens  # of what a token sees, at most
         self._lens = np.ones(num_rows, np.int32)  # what a row's tokens attend to
         self._starts = np.full(num_rows, _NEVER)  # the first of them that sees something
         self._ahead: dict[int, tuple[list[_Seen], list[int]]] = {}  # of rows that may come to media, and their blocks
@@ -113,9 +119,9 @@ class CrossOutputs:
                 slots = blocks * self._block_size + self._offsets[seen.first : seen.end]
                 yield planned.row, rows.reshape(-1, rows.shape[-1]).astype(self._dtype), slots
 
-    def nothing(self, hidden_size: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """An output that is written nowhere, and its slots, as `starting` has them."""
-        return np.zeros((self._num_tokens, hidden_size), self._dtype), np.full(self._num_tokens, -1)
+    def nothing(self, hidden_size: int, num_rows: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """An output of so many rows that is written nowhere, and its slots, as `starting` has them."""
+        return np.zeros((num_rows, hidden_size), self._dtype), np.full(num_rows, -1)
 
     def admit(self, admission: Admission) -> None:
         row = admission.row
@@ -175,6 +181,15 @@ class CrossOutputs:
             for layer in layers:
                 layer.keeps_query = False
 
+    @contextmanager
+    def trying_alignment(self, model: CrossModel) -> Iterator[None]:
+        """Meanwhile the model computes all that `alignment` may ask for: of layers with as many heads of keys as of
+        queries."""
+        with self.keeping_queries(model) if may_align(model) else nullcontext():
+            yield
+        for layer, _ in model.cross_layers:
+            layer.query = None
+
     def alignment(
         self, model: CrossModel, parts: Sequence[_Part], caches: Sequence[LayerKVCache]
     ) -> dict[int, Alignment]:
@@ -193,7 +208,7 @@ class CrossOutputs:
                 keys = [found_keys[wished] for wished in wish.heads]
             pairs = zip(queries, wish.heads, strict=True)
             found[row] = Alignment(
-                [query[first:end, head] for query, (_, head) in pairs], [one[:, : self._num_tokens] for one in keys]
+                [query[first:end, head] for query, (_, head) in pairs], [one[:, : self.num_tokens] for one in keys]
             )
         for layer, _ in layers:
             layer.query = None

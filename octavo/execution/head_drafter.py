@@ -52,6 +52,7 @@ class ChainDrafter:
         self._head, self._runner, self._device, self._group = head, runner, device, group
         self._ops = runner.ops
         runner.keeps_features = target.keeps_features = True
+        target.read_features = self._read
         table = target.table
         self._max_len = table.tokens.shape[1] - 1
         # How many positions the head has computed of each row, if it has a guess of what follows those; else -1.
@@ -68,6 +69,15 @@ class ChainDrafter:
         rows: Any = self._ops.place(np.arange(self._runner.max_num_tokens, dtype=np.int64))
         self._head.rows = self._device.as_input(rows)
         self._last = _RowFeatures(self._device.zeros([num_rows, size], dtype), self._ops)
+
+    def _read(self, features: Array) -> None:
+        """What `observe` and `draft` launch of features [T, F], at the start."""
+        assert self._last is not None
+        rows: Any = self._head.features_of(_first_rows(self._ops, features, len(cast(Any, features))))
+        self._buffer[: len(rows)] = rows
+        numbers = range(min(len(rows), len(self._num_computed)))
+        self._last.put(numbers, rows[: len(numbers)])
+        self._last.take(numbers)
 
     def draft(self, plan: StepPlan) -> Guesses:
         """Guess for the rows of a plan that leaves guesses to be made."""
@@ -162,7 +172,7 @@ class MedusaDrafter:
 
     def __init__(self, heads: MedusaHeads, target: Runner, device: Device) -> None:
         self._heads, self._target, self._device, self._ops = heads, target, device, target.ops
-        target.keeps_features = True
+        target.keeps_features, target.read_features = True, self._read
         num_rows = target.table.max_num_seqs
         self._sampling = SamplingTable(num_rows)
         self._num_computed = np.full(num_rows, -1, np.int64)  # of rows whose last features are there, else -1
@@ -171,6 +181,14 @@ class MedusaDrafter:
     def use_features(self, size: int, dtype: str, num_rows: int) -> None:
         """Make room for features of `size` elements."""
         self._last = _RowFeatures(self._device.zeros([num_rows, size], dtype), self._ops)
+
+    def _read(self, features: Array) -> None:
+        """As `ChainDrafter._read`; requests sample of the heads' logits as of the model's."""
+        assert self._last is not None
+        numbers = range(min(len(cast(Any, features)), len(self._num_computed)))
+        self._last.put(numbers, self._heads.features_of(_first_rows(self._ops, features, len(numbers))))
+        for head in range(self._heads.num_heads):
+            self._ops.argmax(self._heads.logits(head, self._last.take(numbers)))
 
     def draft(self, plan: StepPlan) -> Guesses:
         """As `ChainDrafter.draft`."""
@@ -235,6 +253,11 @@ class MedusaDrafter:
 
         if rows:
             self._device.compute.run(keep)
+
+
+def _first_rows(ops: Ops, features: Array, count: int) -> Array:
+    """As steps are read: by their places."""
+    return ops.take_rows(features, ops.place(np.arange(count)))
 
 
 def standing_rows(plan: StepPlan, result: StepResult) -> Iterator[tuple[PlannedRow, int, int]]:

@@ -9,7 +9,8 @@ before anybody on the host knows them. A step that fits a captured one is its re
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -124,6 +125,7 @@ class Runner:
         self._buffer = device.beside(self._stages[0].inputs)  # what the stages are uploaded to
         self.captured: list[Captured] = []
         self.keeps_features = False  # whether steps have their `features`
+        self.read_features: Callable[[Array], None] | None = None  # what reads those launches what it may, at the start
         self.target_ids: Array | None = None  # [vocab_size, 1] int64: what its tokens are to others, if not the same
         self.synthetic: SyntheticAcceptance | None = None  # for benchmarks
 
@@ -171,25 +173,27 @@ class Runner:
         for adapted in {False, self._largest.adapted}:
             self._warm_up(adapted)
         if self._cross is not None:
-            nothing = self._cross.nothing(cast(CrossModel, self.model).hidden_size)
-            self.device.compute.run(partial(self.computation.keep_output, *nothing))
-            if self._largest.adapted:
-                no_adapters = np.full(len(nothing[1]), -1, np.int32)
-                self.device.compute.run(partial(self.computation.keep_output, *nothing, no_adapters))
+            for num_rows in _device_ops(self.ops).row_classes(self._cross.num_tokens):
+                nothing = self._cross.nothing(cast(CrossModel, self.model).hidden_size, num_rows)
+                self.device.compute.run(partial(self.computation.keep_output, *nothing))
+                if self._largest.adapted:
+                    no_adapters = np.full(num_rows, -1, np.int32)
+                    self.device.compute.run(partial(self.computation.keep_output, *nothing, no_adapters))
         self._mover.warm_up()
 
     def _warm_up(self, adapted: bool) -> None:
         ops, num_rows = _device_ops(self.ops), self._largest.seqs
-        for num_tokens in ops.row_classes(self._largest.tokens):  # of prompts
+        # Of prompts. Views of one row may have other strides than those of several.
+        for num_tokens in sorted({1, *ops.row_classes(self._largest.tokens)}):
             self._rehearse(num_tokens, max(1, min(num_tokens // 4, num_rows)), 1, adapted)
-        most_samples = min(max(num_rows, MOST_ROWS), self._largest.samples)
-        if self.pooling is not None:
-            most_samples = self._most_vectors
-        for num_samples in ops.row_classes(most_samples):
+        classes = ops.row_classes(self._most_vectors)
+        if self.pooling is None:  # guesses, and prompts' log-probabilities: any token of a step may be sampled after
+            classes = ops.row_classes(self._largest.samples, exactly=False)
+        for num_samples in classes:
             try:
                 self._rehearse(min(num_samples, num_rows), min(num_samples, num_rows), num_samples, adapted)
             except self.device.memory_errors:
-                # More samples than rows are a prompt's, which may find no memory later either.
+                # More samples than rows are guesses' or a prompt's, which may find no memory later either.
                 if num_samples <= num_rows or self._team.connections:  # others wait for what this one has not computed
                     raise
                 self.device.release_memory()
@@ -212,12 +216,18 @@ class Runner:
         self._upload(stage, layout.num_bytes)
         inputs = layout.on_device(self._buffer, self.device.view)
 
+        num_told = min(num_samples, max(self._largest.seqs, MOST_ROWS))  # of whose tokens more is asked
+
         def work() -> None:
-            logits, best = self.computation.logits(inputs, self.computation.hidden(inputs)[0])
+            with self._telling_all():
+                hidden, features = self.computation.hidden(inputs)
+            logits, best = self.computation.logits(inputs, hidden)
+            if self.read_features is not None:
+                self.read_features(features)
             if self.pooling is not None or self._links.behind is not None:
                 return
-            raw = self.ops.rows_of(logits, np.arange(num_samples))  # as if all asked what they were before
-            measure(self.ops, raw, best, np.full(num_samples, MAX_LOGPROBS))
+            raw = self.ops.rows_of(logits, np.arange(num_told))  # as if all asked what they were before
+            measure(self.ops, raw, best[:num_told], np.full(num_told, MAX_LOGPROBS))
             one, neutral = np.zeros(1, np.int64), np.ones(num_samples, np.float32)
             self.ops.penalize(logits, one, one, one.astype(np.float32), neutral, neutral - 1, neutral - 1)
             self.ops.mask_tokens(logits, np.full((1, -(-self.model.vocab_size // 32)), -1, np.int32), one)
@@ -226,6 +236,12 @@ class Runner:
 
         self.device.compute.run(work)
         self.device.compute.record().wait()
+
+    def _telling_all(self) -> AbstractContextManager[None]:
+        """Meanwhile steps compute what requests may want to be told of cross attention, where they may."""
+        if self._cross is None:
+            return nullcontext()
+        return self._cross.trying_alignment(cast(CrossModel, self.model))
 
     def submit(self, plan: StepPlan) -> SubmittedStep:
         """Have the device compute a plan, which must have at least one row, after those submitted before.

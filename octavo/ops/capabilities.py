@@ -120,9 +120,10 @@ class DeviceOpsOver(OpsOver[A], Protocol[A]):
     and sequences of length 0, with which steps are padded to a graph's size, do nothing.
     """
 
-    def row_classes(self, max_rows: int) -> list[int]:
+    def row_classes(self, max_rows: int, exactly: bool = True) -> list[int]:
         """Numbers of rows up to `max_rows`, the last of them. What is launched for any number of rows is what is
-        launched for the next of these, so that steps of these sizes meet all kernels there are."""
+        launched for the next of these, so that steps of these sizes meet all kernels there are. Where the last need not
+        be `max_rows` `exactly`, it is no larger than meets them all."""
 
     def begin_step(self, query_start_loc: A, seq_lens: A) -> None:
         """What follows is a step with these lengths. What attention works out from them is worked out once, for all of

@@ -65,7 +65,8 @@ __all__ = [
 ]  # fmt: skip
 
 
-def row_classes(max_rows: int) -> list[int]:
+def row_classes(max_rows: int, exactly: bool = True) -> list[int]:
+    max_rows = max_rows if exactly else min(max_rows, ROW_CLASSES[-1])
     return [size for size in ROW_CLASSES if size < max_rows] + [max_rows]
 
 

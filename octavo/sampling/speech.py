@@ -18,20 +18,22 @@ from octavo.sampling_params import SpeechRules
 
 
 def follow_rules(ops: Ops, logits: Array, special: Sequence[SpecialSample]) -> bool:
-    """Mask what is not allowed in logits [N, V] float32 of the host, in place. Whether any sample has rules."""
-    allowed, samples = [], []
-    for one in special:
-        if (rules := one.settings.params.speech) is not None:
-            row: Any = logits[one.sample]
-            output = one.tokens[one.settings.num_prompt_tokens :].tolist()
-            bits = allowed_tokens(rules, output, np.asarray(row))
-            padded = np.zeros(-(-len(bits) // 32) * 32, bool)
-            padded[: len(bits)] = bits
-            allowed.append(np.packbits(padded, bitorder="little").view(np.int32))
-            samples.append(one.sample)
-    if samples:
-        ops.mask_tokens(logits, np.stack(allowed), np.array(samples))
-    return bool(samples)
+    """Mask what is not allowed in logits [N, V] float32, in place. Whether any sample has rules: a device is waited for
+    then, as they depend on what the model says."""
+    ruled = [(one, rules) for one in special if (rules := one.settings.params.speech) is not None]
+    if not ruled:
+        return False
+    samples = np.array([one.sample for one, _ in ruled], np.int64)
+    rows: Any = ops.rows_of(logits, samples)
+    on_host: NDArray[np.float32] = rows if isinstance(rows, np.ndarray) else rows.cpu().numpy()
+    allowed = []
+    for (one, rules), row in zip(ruled, on_host, strict=True):
+        bits = allowed_tokens(rules, one.tokens[one.settings.num_prompt_tokens :].tolist(), row)
+        padded = np.zeros(-(-len(bits) // 32) * 32, bool)
+        padded[: len(bits)] = bits
+        allowed.append(np.packbits(padded, bitorder="little").view(np.int32))
+    ops.mask_tokens(logits, np.stack(allowed), samples)
+    return True
 
 
 def allowed_tokens(rules: SpeechRules, output: Sequence[int], logits: NDArray[np.float32]) -> NDArray[np.bool_]:

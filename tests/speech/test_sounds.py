@@ -7,17 +7,20 @@ import struct
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import soundfile
+import torch
 
 from octavo.errors import RequestError
 from octavo.multimodal.sounds import from_bytes
 from octavo.multimodal.transcript import Segment, as_srt, as_vtt, compression_ratio, split
-from octavo.sampling.speech import allowed_tokens
-from octavo.sampling_params import SpeechRules
+from octavo.ops import Ops, torch_ref
+from octavo.sampling.batch import RowSettings, SpecialSample
+from octavo.sampling.speech import allowed_tokens, follow_rules
+from octavo.sampling_params import SamplingParams, SpeechRules
 from tests.speech.conftest import sound
 
 
@@ -136,3 +139,27 @@ def test_timestamps_are_said_in_pairs_and_do_not_go_back() -> None:
     assert allowed(T, 7, logits=flat) == set(range(T + 1, 120))  # likelier together than any other token
     without = SpeechRules([3], [4], end=90, first_timestamp=T)
     assert set(np.flatnonzero(~allowed_tokens(without, [], flat))) == {3, 4, *range(T, 120)}
+
+
+class OnDevice(torch.Tensor):
+    """Which numpy cannot read, as it cannot read a CUDA tensor."""
+
+    def __array__(self, *_: Any) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu()")
+
+    def cpu(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).clone()
+
+
+def test_rules_are_followed_where_logits_lie_on_a_device() -> None:
+    rules = SpeechRules([3], [4], end=90, first_timestamp=T, has_times=True, last_initial=T + 5)
+    params = SamplingParams(speech=rules)
+    logits = torch.zeros(3, 120).as_subclass(OnDevice)
+    special = [
+        SpecialSample(sample, RowSettings(settings, 1, []), np.array([9, *output], np.int32), 1 + len(output))
+        for sample, settings, output in ((0, params, [T]), (1, SamplingParams(), []), (2, params, []))
+    ]
+    assert follow_rules(cast(Ops, torch_ref), cast(Any, logits), special)
+    found = [set(np.flatnonzero(np.isfinite(row.cpu().numpy())).tolist()) for row in logits]
+    assert found == [(set(range(90)) | set(range(90, T - 1))) - {3}, set(range(120)), set(range(T, T + 6))]
+    assert not follow_rules(cast(Ops, torch_ref), cast(Any, logits), special[1:2])

@@ -90,7 +90,7 @@ def _is_left(slot_mapping, t, end):
     return following != tl.load(slot_mapping + t)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _conv(
     slot_mapping, query_start_loc, seq_lens, states, state_stride, x, x_stride, weight, bias, out,
     WIDTH: tl.constexpr, KERNEL: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, KIND: tl.constexpr,
@@ -155,7 +155,7 @@ def causal_conv(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _scan(
     slot_mapping, query_start_loc, seq_lens, states, state_stride, x, x_stride, time, time_stride, b,
     b_stride, c, c_stride, a, d, time_bias, out, time_min, time_max, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
@@ -221,7 +221,7 @@ def selective_scan(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _delta(
     slot_mapping, query_start_loc, seq_lens, states, state_stride, query, query_stride, key, key_stride,
     value, value_stride, decay, decay_stride, beta, beta_stride, a, decay_bias, beta_scale, lowest, out,
@@ -290,7 +290,7 @@ def gated_delta(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _recurrence(
     slot_mapping, query_start_loc, seq_lens, states, state_stride, x, x_stride, input_gate, input_stride,
     decay_gate, decay_stride, a, input_bias, decay_bias, out, WIDTH: tl.constexpr, LANES: tl.constexpr,

@@ -1,11 +1,12 @@
 """Which variants of kernels an engine launches: when it starts, and later, when a device would have to compile them.
 
 Triton compiles a kernel for each combination of constants, types, and what it is told of numbers and addresses: whether
-they are 1, and multiples of 16. In its interpreter nothing is compiled, and `watch` notes what would be."""
+they are 1, and multiples of 16. In its interpreter nothing is compiled, and `watch` notes what would be. What is
+launched follows from sizes that the host knows and from no result, so nothing has to be computed either: whole engines
+of many kinds take seconds."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,8 +25,8 @@ class Launches:
         self.late: dict[tuple[Any, ...], str] = {}
         self.num_starting = 0
 
-    def note(self, kernel: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-        found = variant(kernel, args, given)
+    def note(self, kernel: Any, bound: dict[str, Any]) -> None:
+        found = variant(kernel, bound)
         if self.num_starting:
             self.known.add(found)
         elif found not in self.known and found not in self.late:
@@ -35,17 +36,16 @@ class Launches:
             )
 
 
-def variant(kernel: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, ...]:
+def variant(kernel: Any, bound: dict[str, Any]) -> tuple[Any, ...]:
     """The kernel's name, then (name, what it is compiled for) of each argument and option."""
     unspecialized, unaligned = (
         {*(kernel.kwargs.get(name) or ())} for name in ("do_not_specialize", "do_not_specialize_on_alignment")
     )
-    parameters = inspect.signature(kernel.fn).parameters
-    bound = dict(zip(parameters, args, strict=False)) | given
+    parameters = kernel.fn.__annotations__
     found: list[Any] = [kernel.__name__]
     for name, value in bound.items():
         kind: Any
-        if name not in parameters or "constexpr" in str(parameters[name].annotation) or value is None:
+        if name not in kernel.arg_names or "constexpr" in str(parameters.get(name)) or value is None:
             kind = getattr(value, "value", value)
         elif isinstance(value, torch.Tensor):
             kind = value.dtype, name in unaligned or value.data_ptr() % 16 == 0
@@ -64,18 +64,42 @@ def _differences(one: tuple[Any, ...], other: tuple[Any, ...]) -> list[Any]:
     return [(name, kind, there.get(name)) for name, kind in one[1:] if kind != there.get(name)]
 
 
+class _Chance:
+    """What comes of kernels that are not run: zeros, and of logits one of a few tokens that no mask hides."""
+
+    _TOKENS = 4  # of which one is chosen, so that what is guessed is right now and then
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+        self._empty = torch.empty
+
+    def zeros(self, *size: Any, **how: Any) -> torch.Tensor:
+        """In the place of `torch.empty`."""
+        found: torch.Tensor = self._empty(*size, **how)
+        return found.zero_()
+
+    def choose(self, logits: torch.Tensor, out: torch.Tensor) -> None:
+        preferred = torch.zeros(logits.shape)
+        columns = torch.randint(5, 5 + self._TOKENS, (len(logits), 1), generator=self._generator)
+        out.copy_((logits.nan_to_num(0.0, 0.0) + preferred.scatter_(1, columns, 1.0)).argmax(1))
+
+
 @contextmanager
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
-    """Note the launches of all engines meanwhile, in the interpreter."""
+    """Note the launches of all engines meanwhile, in the interpreter, which runs but those that hide tokens."""
     from triton.runtime.interpreter import InterpretedFunction
 
-    launches = Launches()
+    launches, chance = Launches(), _Chance()
     run: Callable[..., Any] = InterpretedFunction.run
     start: Callable[..., Any] = Worker.__init__
 
-    def noted(self: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> Any:
-        launches.note(self, args, given)
-        return run(self, *args, grid=grid, warmup=warmup, **given)
+    def noted(self: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
+        bound = dict(zip(self.arg_names, args, strict=False)) | given
+        launches.note(self, bound)
+        if self.__name__ in ("_argmax", "_draw"):
+            chance.choose(bound["logits"], bound["out"])
+        elif self.__name__ == "_apply_masks":
+            run(self, *args, grid=grid, warmup=warmup, **given)
 
     def started(self: Worker, *args: Any, **given: Any) -> None:
         launches.num_starting += 1
@@ -88,6 +112,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     with monkeypatch.context() as patches:
         patches.setattr(InterpretedFunction, "run", noted)
         patches.setattr(Worker, "__init__", started)
+        patches.setattr(torch, "empty", chance.zeros)
+        patches.setattr(torch, "empty_like", torch.zeros_like)
         yield launches
 
 

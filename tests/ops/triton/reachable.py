@@ -19,10 +19,12 @@ _LLAMA: dict[str, Any] = {
     "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
     "max_position_embeddings": 8192, "tie_word_embeddings": False, "dtype": "bfloat16",
 }  # fmt: skip
-# As wide as Llama-3.1-8B, gpt-oss-20b (sinks, windows, clamped experts), Qwen3-30B-A3B (but a token has one expert, so
-# that the most tokens find tiles of few rows), Bloom-7.1B (ALiBi) and DeepSeek V3.2 (an index chooses keys).
+# As wide as Llama-3.1-8B (once with the vocabulary of Llama 2), gpt-oss-20b (sinks, windows, clamped experts),
+# Qwen3-30B-A3B (but a token has one expert, so that the most tokens find tiles of few rows), Bloom-7.1B (ALiBi) and
+# DeepSeek V3.2 (an index chooses keys).
 MODELS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
+    "llama_2": _LLAMA | {"vocab_size": 32000},
     "gpt-oss": _LLAMA | {
         "architectures": ["GptOssForCausalLM"], "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
         "num_attention_heads": 64, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
@@ -147,8 +149,7 @@ def main() -> None:
                 for num_seqs in {1, num_tokens // 2, min(num_tokens, MAX_SEQS)} - {0}:
                     num_seqs = min(num_seqs, MAX_SEQS)
                     for adapted in {False, config.lora is not None}:
-                        num_samples = num_tokens if model in POOLING else min(num_tokens, MAX_SEQS)
-                        runner._rehearse(num_tokens, num_seqs, num_samples, adapted)
+                        runner._rehearse(num_tokens, num_seqs, num_tokens, adapted)  # all of them may be guesses
     names = sorted({name for name, _ in found})
     late = sorted({name for name, _ in found - at_start})
     print(json.dumps({"kernels": names, "variants": len(at_start), "late": late}))
