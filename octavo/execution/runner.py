@@ -239,9 +239,7 @@ class Runner:
 
     def _telling_all(self) -> AbstractContextManager[None]:
         """Meanwhile steps compute what requests may want to be told of cross attention, where they may."""
-        if self._cross is None:
-            return nullcontext()
-        return self._cross.trying_alignment(cast(CrossModel, self.model))
+        return nullcontext() if self._cross is None else self._cross.trying_alignment(cast(CrossModel, self.model))
 
     def submit(self, plan: StepPlan) -> SubmittedStep:
         """Have the device compute a plan, which must have at least one row, after those submitted before.
