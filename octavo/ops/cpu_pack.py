@@ -21,6 +21,7 @@ from octavo.ops import LinearWeight
 from octavo.ops.cpu_arrays import UINT8, code_of, is_dense, stride
 from octavo.ops.cpu_memory import zeros
 from octavo.quantization import Codes, Layout, StoredWeight, common_layout, common_order, dequantize, layout_of, unpack
+from octavo.quantization.arrays import transposed
 from octavo.quantization.formats import KEPT_ON_CPUS
 from octavo.quantization.unpacking import ROUNDED
 
@@ -312,7 +313,7 @@ def _stride_bytes(rows: NDArray[Any]) -> int:
 
 def _dense(data: NDArray[Any]) -> NDArray[Any]:
     assert data.ndim == 2
-    return data if is_dense(data) else np.ascontiguousarray(data)
+    return data if is_dense(data) else transposed(data.T)
 
 
 def _staged(codes: Codes) -> NDArray[np.uint8]:

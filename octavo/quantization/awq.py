@@ -3,7 +3,7 @@ outputs, in the layout "gemv" eight elements of k."""
 
 from __future__ import annotations
 
-from octavo.quantization.arrays import Array
+from octavo.quantization.arrays import Array, cast, namespace, transposed
 from octavo.quantization.codes import Codes, grouped
 from octavo.quantization.gptq import unpack_words
 from octavo.quantization.stored import StoredWeight
@@ -15,7 +15,7 @@ _NIBBLE_OF_OUTPUT = [0, 4, 1, 5, 2, 6, 3, 7]
 def unpack(stored: StoredWeight) -> Codes:
     """Exactly what the file's tensors say."""
     tensors = stored.tensors
-    return grouped(4, _nibbles(tensors["qweight"]).T, tensors["scales"].T, _nibbles(tensors["qzeros"]).T)
+    return grouped(4, _nibbles(tensors["qweight"]), tensors["scales"].T, _nibbles(tensors["qzeros"]))
 
 
 def unpack_gemv(stored: StoredWeight) -> Codes:
@@ -26,6 +26,7 @@ def unpack_gemv(stored: StoredWeight) -> Codes:
 
 
 def _nibbles(words: Array) -> Array:
-    """int32 [R, W] -> uint8 [R, 8 * W] in the order of outputs."""
-    in_order = unpack_words(words, 4).reshape(words.shape[0], -1, 8)[..., _NIBBLE_OF_OUTPUT]
-    return in_order.reshape(words.shape[0], -1)
+    """int32 [R, W] -> uint8 [8 * W, R], a row for each output."""
+    words, num_columns = transposed(words), words.shape[0]
+    rows = [cast((words >> 4 * nibble) & 15, "uint8") for nibble in _NIBBLE_OF_OUTPUT]
+    return namespace(words).stack(rows, axis=1).reshape(-1, num_columns)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from octavo.errors import ConfigError
-from octavo.quantization.arrays import Array, arange, cast, namespace
+from octavo.quantization.arrays import Array, arange, cast, namespace, transposed
 from octavo.quantization.codes import Codes, grouped, in_order_of_groups
 from octavo.quantization.stored import StoredWeight
 
@@ -19,7 +19,7 @@ def unpack(stored: StoredWeight) -> Codes:
     bits = 32 * tensors["qweight"].shape[0] // k
     if bits not in (2, 3, 4, 8):
         raise ConfigError(f"GPTQ with {bits} bits is not built; 2, 3, 4 and 8 are.")
-    codes = unpack_words(tensors["qweight"].T, bits)
+    codes = unpack_words(transposed(tensors["qweight"]), bits)
     zeros = cast(unpack_words(tensors["qzeros"], bits).T, "int16")[:num_out]
     if stored.format == "GPTQ":
         zeros = zeros + 1
