@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.quantization import Layout, StoredWeight, dequantize, take_rows
+from octavo.quantization.arrays import transposed
 from octavo.quantization.formats import PLAIN, PLAIN_OF_DTYPE, QUANTIZED_AT_LOAD
 
 Bounds = tuple[int, int] | None  # a share (begin, end) of rows or columns, or all of them
@@ -84,7 +85,7 @@ class Weights:
             shape, is_transposed = (*shape[:-2], shape[-1], shape[-2]), False
         stored = _as_matrix(self.stored(name, shape), shape)
         if is_transposed:
-            stored = floats(np.ascontiguousarray(dequantize(stored, self._dtype).T))
+            stored = floats(transposed(dequantize(stored, self._dtype)))
         target = self._matrix_format(stored.format)
         if target in QUANTIZED_AT_LOAD.values():  # nothing is computed here: the packer quantizes as it reads
             stored = StoredWeight(target, stored.tensors, stored.shape)

@@ -195,8 +195,7 @@ def _pack_floats(parts: list[NDArray[Any]], bias: NDArray[Any] | None, gated: bo
     first_panel = 0
     for part, num_panels in zip(parts, panels, strict=True):
         assert part.shape[1] == k, f"parts of {k} and {part.shape[1]} inputs"
-        if not is_dense(part):
-            part = np.ascontiguousarray(part)
+        part = _dense(part)
         target = data[first_panel * panel_bytes :]
         _cpu.pack_linear(part, stride(part), part.shape[0], k, code, target, 2 if gated else 1)
         first_panel += 1 if gated else num_panels
