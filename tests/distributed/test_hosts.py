@@ -42,7 +42,7 @@ ENDLESS = 60_000  # tokens of a stream that is cut off, or that a test has enoug
 
 
 @pytest.mark.skipif(ON_HOST in os.environ, reason="this is the first host: the tests below are run")
-@pytest.mark.skipif(WANTED not in os.environ, reason=f"{WANTED} is not set; some ten minutes of an idle machine")
+@pytest.mark.skipif(WANTED not in os.environ, reason=f"{WANTED} is not set; two minutes of an idle machine")
 @pytest.mark.timeout(3600)
 def test_the_tests_below_pass_on_the_first_host(tmp_path: Path) -> None:
     if why := why_no_hosts():
