@@ -2,7 +2,7 @@
 Llama-3.2-1B), and attention's times.
 
     python benchmarks/kernels.py [--dtype bfloat16|float32|Q4_1|...]
-                                 [--only linear|attention|latent|call|pack|superblocks]
+                                 [--only linear|attention|latent|call|pack|superblocks|instructions]
 
 Weights and caches rotate through more memory than the caches of a processor hold, as they do in a model's step. Each
 figure is the best of several runs, since other programs can only make a run slower.
@@ -47,6 +47,7 @@ OUTPUTS = {
     "Q2_K": "Q6_K",
 }  # of a model's output matrix, where it has another format
 CACHES = ["int8", "float8_e4m3fn", "float8_e5m2"]  # beside those of the dtype
+ONLY = ["linear", "attention", "latent", "call", "pack", "superblocks", "instructions"]
 ROTATED_BYTES = 200e6
 ROTATED_COPIES = 30
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -176,6 +177,37 @@ def bench_superblocks(seconds: float) -> None:
             print(line, flush=True)
 
 
+def bench_instructions(name: str, seconds: float) -> None:
+    """The best set of instructions against the next best one: billions of products a second and thread of either, and
+    the ratio of times, the least of runs in turn."""
+    k, n, copies, sets = 2048, 8192, 6, _cpu.available_isas()[:2]
+    packed = [
+        random_superblocks(n, k, name, False) if name in SUPERBLOCKS else random_integers(n, k, *INTEGERS[name], False)
+        for _ in range(copies)
+    ]
+    x = cpu.Program.input(cpu.quantize(random(256, k), packed[0]))
+    programs = {}  # plans are of the set that was chosen
+    for isa in sets:
+        _cpu.set_isa(isa)
+        programs[isa] = cpu.Program()
+        with programs[isa].record(False):
+            for weight in packed:
+                cpu.linear(x, weight, out_dtype="float32")
+    line = f"{name}, {sets[1]} and {sets[0]}"
+    for rows in (8, 13, 16, 32, 64, 256):
+        least = dict.fromkeys(sets, float("inf"))
+        for _ in range(6):
+            for isa in sets:
+                _cpu.set_isa(isa)
+                run = programs[isa].run
+                taken = best_time_s(lambda _, run=run, rows=rows: run(rows, 0, rows), seconds / 6)
+                least[isa] = min(least[isa], taken)
+        rates = [rows * k * n * copies / least[isa] / 1e9 / _cpu.num_threads() for isa in reversed(sets)]
+        line += f"{rows:>6}: {rates[0]:.0f}, {rates[1]:.0f} ({rates[0] / rates[1]:.2f})"
+    _cpu.set_isa(sets[0])
+    print(line, flush=True)
+
+
 def fill_cache(cache: LayerKVCache, dtype: str) -> None:
     """With numbers like those of a model: random ones, or bytes with one scale."""
     if dtype in DTYPES:
@@ -302,13 +334,17 @@ def bench_packing(dtype: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=[*DTYPES, *INTEGERS, *SUPERBLOCKS], help="default: all")
-    parser.add_argument("--only", choices=["linear", "attention", "latent", "call", "pack", "superblocks"])
+    parser.add_argument("--only", choices=ONLY)
     parser.add_argument("--kv-cache-dtype", choices=["bfloat16", *CACHES], help="of attention; default: all")
     parser.add_argument("--seconds", type=float, default=0.2, help="time for one figure")
     args = parser.parse_args()
     print(f"{_cpu.isa()}, {_cpu.num_threads()} threads")
     if args.only == "superblocks":
         return bench_superblocks(args.seconds)
+    if args.only == "instructions":
+        for name in [args.dtype] if args.dtype in (*INTEGERS, *SUPERBLOCKS) else [*INTEGERS, *SUPERBLOCKS]:
+            bench_instructions(name, args.seconds)
+        return None
     for name in [args.dtype] if args.dtype else [*DTYPES, *INTEGERS, *SUPERBLOCKS]:
         if name in DTYPES:
             if args.only in (None, "pack"):

@@ -66,8 +66,8 @@ Registers cpuid_features(unsigned subleaf) {
     table->shrink = products.shrink;
     table->experts_shrink_up = products.experts_shrink_up;
     table->experts_shrink_down = products.experts_shrink_down;
-    if (products.attention) table->attention = products.attention;
-    table->has_tiles = products.has_tiles;
+    table->has_tiles = products.attention != nullptr;
+    if (table->has_tiles) table->attention = products.attention;
     return table;
 }
 

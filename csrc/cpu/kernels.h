@@ -177,13 +177,12 @@ struct KernelTable {
     Kernel shrink, pool;
     Kernel latent_attention, chosen_attention, choose, merge_chosen;
     Kernel replace_rows;
-    bool has_tiles = false;  // of ProductKernels
+    bool has_tiles = false;  // sixteen rows are one instruction
 };
 // What an instruction set with products of its own brings.
 struct ProductKernels {
     Kernel linear, experts_up, experts_down, shrink, experts_shrink_up, experts_shrink_down;
-    Kernel attention;  // or null: that of the set it is taken from
-    bool has_tiles;    // sixteen rows are one instruction
+    Kernel attention;  // by tiles; or null: that of the set it is taken from
 };
 
 // One instance per instruction set that was compiled in; see dispatch.cpp.

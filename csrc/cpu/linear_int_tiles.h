@@ -33,6 +33,7 @@ struct IntTiles {
 
 #ifdef OCTAVO_TILES
 
+static_assert(kRowsOfTile == kTileMaxRows);
 template <class F>
 using IntTilesOf = IntTiles<F, F::kGroup == kTileGroup>;
 

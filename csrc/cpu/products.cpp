@@ -10,18 +10,12 @@
 namespace octavo {
 
 const ProductKernels OCTAVO_CONCAT(kProducts_, OCTAVO_ISA) = {
-    OCTAVO_ISA::linear,
-    OCTAVO_ISA::experts_up,
-    OCTAVO_ISA::experts_down,
-    OCTAVO_ISA::shrink,
-    OCTAVO_ISA::experts_shrink<true>,
-    OCTAVO_ISA::experts_shrink<false>,
+    OCTAVO_ISA::linear,    OCTAVO_ISA::experts_up,           OCTAVO_ISA::experts_down,
+    OCTAVO_ISA::shrink,    OCTAVO_ISA::experts_shrink<true>, OCTAVO_ISA::experts_shrink<false>,
 #ifdef OCTAVO_TILES
     OCTAVO_ISA::attention,
-    true,
 #else
     nullptr,
-    false,
 #endif
 };
 

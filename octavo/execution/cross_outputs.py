@@ -69,12 +69,6 @@ class _Seen(NamedTuple):
     content_hash: bytes
 
 
-def may_align(model: CrossModel) -> bool:
-    """Whether requests may want to be told what their tokens attend to."""
-    described = [layer.description for layer, _ in model.cross_layers]
-    return all(one.num_heads == one.num_kv_heads for one in described)
-
-
 class CrossOutputs:
     """Of the sequences of a plan, in the runner's tables of `num_rows`; `groups` are the model's, which computes in
     `dtype`. The tokens from a medium's place on see it, and those that stand right before it, up to the next one's
@@ -185,7 +179,9 @@ class CrossOutputs:
     def trying_alignment(self, model: CrossModel) -> Iterator[None]:
         """Meanwhile the model computes all that `alignment` may ask for: of layers with as many heads of keys as of
         queries."""
-        with self.keeping_queries(model) if may_align(model) else nullcontext():
+        described = [layer.description for layer, _ in model.cross_layers]
+        may_align = all(one.num_heads == one.num_kv_heads for one in described)
+        with self.keeping_queries(model) if may_align else nullcontext():
             yield
         for layer, _ in model.cross_layers:
             layer.query = None

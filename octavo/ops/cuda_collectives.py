@@ -72,16 +72,15 @@ def join_group(rank: int, size: int, file: int, connections: list[int]) -> None:
         torch.cuda.synchronize(device)
     assert dist.group.WORLD is not None
     _watch = _Watch(dist.group.WORLD, connections)
-    atexit.register(leave_group)  # torch's threads may end the process with an error where they are still there
 
 
+@atexit.register  # torch's threads may end the process with an error where they are still there
 def leave_group() -> None:
     """Without waiting for the others."""
     global _size, _watch
-    _size = 0
-    if _watch is not None:
-        _watch.stop()
-        _watch = None
+    _size, watch, _watch = 0, _watch, None
+    if watch is not None:
+        watch.stop()
     if dist.is_initialized():
         dist.distributed_c10d._abort_process_group()
 

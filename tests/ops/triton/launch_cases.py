@@ -25,7 +25,6 @@ from tests.models.small_experts import EXPERT_MODELS, GEMMA_4_MODELS
 from tests.models.small_latent import LATENT_MODELS
 from tests.models.small_models import MODELS, SmallModel
 from tests.models.small_recurrent import RECURRENT_MODELS
-from tests.multimodal.small_media import CASES as MEDIA
 from tests.multimodal.small_media import save_case
 from tests.multimodal.test_devices import prompts_of
 from tests.quantization.checkpoints import FORMATS, HIDDEN, tensors_of, write
@@ -303,7 +302,6 @@ CASES: dict[str, Case] = {
             "LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Qwen3VLForConditionalGeneration",
             "Gemma3ForConditionalGeneration", "Qwen2AudioForConditionalGeneration",
         )
-        if name in MEDIA
     },
     "mllama": Case(across, {"limit_mm_per_prompt": {"image": 5}, "num_gpu_blocks_override": 400}, drive=see_across),
     "whisper": Case(whisper, {"max_model_len": None, "num_gpu_blocks_override": 400}, drive=listen),
