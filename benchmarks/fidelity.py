@@ -1,12 +1,17 @@
 """How far what is computed lies from the same weights in float32: agreement in the best token, and KL divergence.
 
     python benchmarks/fidelity.py [--model MODEL] [--windows 16] [--forms auto bfloat16 int8 ...]
+        [--precise-layers N ...] [--speed]
 
-A form is a `--dtype`, or a `--quantization` of the weights at load; `auto` is what `octavo serve` would do. The text
-(benchmarks/data/perplexity.txt, see perplexity.py) is cut into windows of 512 tokens, of which 511 positions predict
-another. The reference is Octavo with `--dtype float32`, which expands blocks of few bits and multiplies floats. KL is
-that of the distributions of the next token, reference first, in nats; once more without the thousandth of positions
-that are furthest off, since a single one can decide the mean.
+A form is a `--dtype`, or a `--quantization` of the weights at load; `auto` is what `octavo serve` would do. With
+`--precise-layers` each form is measured with each of those numbers. The text (benchmarks/data/perplexity.txt, see
+perplexity.py) is cut into windows of 512 tokens, of which 511 positions predict another. The reference is Octavo with
+`--dtype float32`, which expands blocks of few bits and multiplies floats. KL is that of the distributions of the next
+token, reference first, in nats; once more without the thousandth of positions that are furthest off, since a single one
+can decide the mean.
+
+`--speed` says what `--precise-layers` cost instead: the times of one stream, of 16 and 64 at once and of prompts,
+engines in turn in one process, to those of the first number.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import argparse
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -62,26 +68,58 @@ def log_probabilities(model: str, windows: int, **form: Any) -> NDArray[np.float
     return logits
 
 
+# Requests at once, tokens of a prompt, tokens of an answer.
+WORK = {"one stream": (1, 16, 200), "16": (16, 16, 48), "64": (64, 16, 48), "prompts": (8, 256, 1)}
+ROUNDS = 7
+
+
+def compare_speed(model: str, numbers: list[int | None]) -> None:
+    flags: dict[str, Any] = {"max_model_len": 512, "enable_prefix_caching": False, "disable_log_stats": True}
+    engines = [LLM(model, precise_layers=n, cpu_memory_utilization=0.1, **flags) for n in numbers]
+    print("| precise layers | " + " | ".join(WORK) + " |\n|---|" + "---|" * len(WORK))
+    ratios: dict[str, list[float]] = {}
+    random = np.random.default_rng(0)
+    for work, (requests, num_in, num_out) in WORK.items():
+        params = SamplingParams(max_tokens=num_out, temperature=0.0, ignore_eos=True, detokenize=False)
+        seconds = np.zeros((len(engines), ROUNDS))
+        for turn in range(ROUNDS):
+            for i in range(len(engines))[:: 1 if turn % 2 else -1]:
+                prompts = [{"prompt_token_ids": random.integers(100, 4e4, num_in).tolist()} for _ in range(requests)]
+                start = time.perf_counter()
+                engines[i].generate(prompts, params, use_tqdm=False)
+                seconds[i, turn] = time.perf_counter() - start
+        ratios[work] = np.median(seconds / seconds[0], axis=1).tolist()
+    for i, number in enumerate(numbers):
+        print(f"| {number} | " + " | ".join(f"{ratios[work][i]:.3f}" for work in WORK) + " |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="")
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--forms", nargs="*", default=["auto"])
+    parser.add_argument("--precise-layers", nargs="*", type=int, default=[None])
+    parser.add_argument("--speed", action="store_true")
     args = parser.parse_args()
+    if args.speed:
+        return compare_speed(args.model, args.precise_layers)
     expected = log_probabilities(args.model, args.windows, dtype="float32")
-    print("| form | best token agrees | KL | without 0.1% | median | 99th percentile | seconds |")
-    print("|---|---|---|---|---|---|---|")
-    for name in args.forms:
+    print("| form | precise layers | best token agrees | KL | without 0.1% | median | 99th percentile | seconds |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, layers in product(args.forms, args.precise_layers):
         is_dtype = name in ("auto", "bfloat16", "float32")
         start = time.perf_counter()
-        found = log_probabilities(args.model, args.windows, **{"dtype" if is_dtype else "quantization": name})
+        found = log_probabilities(
+            args.model, args.windows, precise_layers=layers, **{"dtype" if is_dtype else "quantization": name}
+        )
         seconds = time.perf_counter() - start
         divergence = (np.exp(expected) * (expected - found)).sum(-1)
         trimmed = np.sort(divergence)[: len(divergence) - len(divergence) // 1000].mean()
         agrees = (expected.argmax(-1) == found.argmax(-1)).mean()
+        number = "default" if layers is None else layers
         print(
-            f"| {name} | {agrees:.2%} | {divergence.mean():.5f} | {trimmed:.5f} | {np.median(divergence):.5f} | "
-            f"{np.percentile(divergence, 99):.4f} | {seconds:.0f} |"
+            f"| {name} | {number} | {agrees:.2%} | {divergence.mean():.5f} | {trimmed:.5f} | "
+            f"{np.median(divergence):.5f} | {np.percentile(divergence, 99):.4f} | {seconds:.0f} |"
         )
 
 

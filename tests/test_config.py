@@ -412,6 +412,7 @@ def test_a_gpu_has_types_and_sizes_of_its_own(model: dict[str, Any], gpu: None) 
         ({"cpu_threads": 2}, "--cpu-threads is for CPUs, and the device is a GPU"),
         ({"cpu_threads_bind": "0"}, "--cpu-threads-bind is for CPUs"),
         ({"cpu_memory_utilization": 0.5}, "--cpu-memory-utilization is for CPUs"),
+        ({"precise_layers": 2}, "--precise-layers is for CPUs"),
         ({"kv_cache_dtype": "int4"}, "--kv-cache-dtype int4 is not built yet; auto, int8"),
     ]:
         with pytest.raises(ConfigError, match=message):
@@ -421,3 +422,22 @@ def test_a_gpu_has_types_and_sizes_of_its_own(model: dict[str, Any], gpu: None) 
 def test_several_gpus_have_adapters(model: dict[str, Any], gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.config.parallel.num_cuda_devices", lambda: 2)
     assert config(tensor_parallel_size=2, enable_lora=True, **model).lora is not None
+
+
+def test_the_first_of_24_layers_is_precise_where_weights_have_few_bits(tmp_path: Path, model: dict[str, Any]) -> None:
+    (tmp_path / "deep").mkdir()
+    deep = {"model": write_model(tmp_path / "deep", num_hidden_layers=48), "load_format": "dummy"}
+    assert config(**deep).model.num_precise_layers == 2
+    assert config(**deep, quantization="int8", precise_layers=48).model.num_precise_layers == 48
+    assert config(**model).model.num_precise_layers == 0
+    for flags, message in [
+        ({"precise_layers": 3, "quantization": "int8"}, "--precise-layers must be 0 to 2, as there are layers, got 3"),
+        ({"precise_layers": 1}, "--precise-layers is for weights of few bits, and .* has floats throughout"),
+        ({"precise_layers": 1, "quantization": "int8", "dtype": "float32"}, "has floats throughout"),
+        (
+            {"precise_layers": 1, "quantization": "int8", "model_impl": "transformers"},
+            "not built yet with --model-impl",
+        ),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            config(**(model | flags))

@@ -24,8 +24,10 @@ inline float sum_row(const T* x, int64_t n, Step step) {
 // Row `row` of the outputs from what f(index, lanes) yields vector by vector.
 template <class F>
 inline void write_row(void* out, int32_t out_dtype, int64_t row, int64_t width, F f) {
-    if (out_dtype == kQ8) {
-        quantize_row(width, static_cast<QBlock*>(out) + row * ((width + kQBlock - 1) / kQBlock), f);
+    if (is_quantized(out_dtype)) {
+        const int64_t blocks = (width + kQBlock - 1) / kQBlock;
+        QBlock* to = static_cast<QBlock*>(out) + row * (out_dtype == kQ16 ? 2 : 1) * blocks;
+        quantize_row(width, to, out_dtype == kQ16 ? to + blocks : nullptr, f);
     } else {
         with_element(out_dtype, [&](auto element) {
             auto* to = static_cast<typename decltype(element)::T*>(out) + row * width;

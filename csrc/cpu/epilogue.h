@@ -16,10 +16,10 @@ constexpr int kPrefetchBytes = 4096;
 // Vectors of outputs that are finished together: whole pairs of gate and up panels, and enough of them for a block of
 // a quantized row.
 inline int64_t unit_vecs(const LinearArgs& a, int64_t otherwise) {
-    const bool is_quantized = a.out_dtype == kQ8;
-    if (a.epilogue == kActivated && is_quantized) return 2 * kVecsPerPanel;
+    const bool by_blocks = is_quantized(a.out_dtype);
+    if (a.epilogue == kActivated && by_blocks) return 2 * kVecsPerPanel;
     if (a.epilogue != kGated) return otherwise;
-    return (is_quantized ? 4 : 2) * kVecsPerPanel;
+    return (by_blocks ? 4 : 2) * kVecsPerPanel;
 }
 constexpr int kMaxUnit = 4 * kPanel;
 
@@ -110,13 +110,19 @@ inline void write_outputs(const LinearArgs& a, const Products& p, int64_t begin,
     }
 }
 
+// `width` outputs of a row from `begin` on, as blocks.
+template <class F>
+inline void quantize_outputs(const LinearArgs& a, int64_t row, int64_t begin, int64_t width, F f) {
+    QBlock* out = static_cast<QBlock*>(a.out) + row * a.out_stride + begin / kQBlock;
+    quantize_row(width, out, a.out_dtype == kQ16 ? out + a.out_stride / 2 : nullptr, f);
+}
+
 // What pads the last panels is exactly zero, and so is its gated product.
 template <class Gate>
 inline void quantize_gated(const LinearArgs& a, const Products& p, Gate gate) {
     const Biased sums(a, p);
     for (int64_t r = 0; r < p.rows; ++r) {
-        QBlock* out = static_cast<QBlock*>(a.out) + (p.row + r) * a.out_stride + p.col / (2 * kQBlock);
-        quantize_row(p.width / 2, out, [&](int64_t i, int) { return gated(sums, r, i, gate); });
+        quantize_outputs(a, p.row + r, p.col / 2, p.width / 2, [&](int64_t i, int) { return gated(sums, r, i, gate); });
     }
 }
 
@@ -124,8 +130,7 @@ template <class Activation>
 inline void quantize_activated(const LinearArgs& a, const Products& p, Activation activation) {
     const Biased sums(a, p);
     for (int64_t r = 0; r < p.rows; ++r) {
-        QBlock* out = static_cast<QBlock*>(a.out) + (p.row + r) * a.out_stride + p.col / kQBlock;
-        quantize_row(p.width, out, [&](int64_t i, int) { return activation(sums.at(r, i)); });
+        quantize_outputs(a, p.row + r, p.col, p.width, [&](int64_t i, int) { return activation(sums.at(r, i)); });
     }
 }
 
@@ -144,10 +149,10 @@ inline void scatter(const LinearArgs& a, const Products& p) {
 void finish(const LinearArgs& a, const Products& p) {
     if (a.expands) expand(a, p);
     if (a.epilogue == kScatter) return scatter(a, p);
-    if (a.epilogue == kGated && a.out_dtype == kQ8) {
+    if (a.epilogue == kGated && is_quantized(a.out_dtype)) {
         return with_gate<F32>(a, [&](auto f) { quantize_gated(a, p, f); });
     }
-    if (a.epilogue == kActivated && a.out_dtype == kQ8) {
+    if (a.epilogue == kActivated && is_quantized(a.out_dtype)) {
         return with_activation<F32>(a.activation, [&](auto f) { quantize_activated(a, p, f); });
     }
     with_element(a.out_dtype, [&](auto element) {

@@ -5,8 +5,12 @@
 
 namespace octavo {
 
-// Element types, as the Python side names them. kQ8 is rows of QBlock; the last three are of caches of keys and values.
-enum DType : int32_t { kF32 = 0, kBF16 = 1, kQ8 = 2, kInt8 = 3, kFloat8E4M3 = 4, kFloat8E5M2 = 5 };
+// Element types, as the Python side names them. kQ8 is rows of QBlock. kQ16 is pairs of such rows, one after the other:
+// the elements in eight bits, and in eight more what these leave of them. The other bytes are of caches of keys and
+// values.
+enum DType : int32_t { kF32 = 0, kBF16 = 1, kQ8 = 2, kInt8 = 3, kFloat8E4M3 = 4, kFloat8E5M2 = 5, kQ16 = 6 };
+
+inline bool is_quantized(int32_t dtype) { return dtype == kQ8 || dtype == kQ16; }
 
 // Output channels that share a panel of a packed matrix.
 constexpr int kPanel = 32;

@@ -17,8 +17,8 @@
 namespace octavo {
 
 // y[rows, n] = x[rows, k] W^T + bias. Packed f32 weights are [panel][k][32] and multiply f32 rows, bf16 ones are
-// [panel][ceil(k / 2)][32][2] and multiply bf16 rows; integer ones (docs/kernels.md) multiply quantized rows. Strides
-// are in elements, those of quantized rows in blocks.
+// [panel][ceil(k / 2)][32][2] and multiply bf16 rows; integer ones (docs/kernels.md) multiply quantized rows, or
+// pairs of them, whose products are added up. Strides are in elements, those of quantized rows and pairs in blocks.
 struct LinearArgs : RowArgs {
     const void* x;
     int64_t x_stride;
@@ -26,6 +26,7 @@ struct LinearArgs : RowArgs {
     void* out;
     int64_t out_stride;
     int32_t out_dtype, epilogue, activation;
+    int32_t x_is_paired = 0;
     float scale;
     Clamp clamp;                    // of kClamped
     const int32_t* out_rows;        // of kScatter, and of kStore where it is not null

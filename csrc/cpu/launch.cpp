@@ -141,16 +141,17 @@ Launch plan(LinearArgs& args, const KernelTable& table, int threads) {
     const bool integers = m.format >= kWeightInt4;
     const int64_t panels = m.gated ? 2 * ceil_div(m.n / 2, kPanel) : ceil_div(m.n, kPanel);
     // Gated panels come in pairs, and all as whole blocks where the output is quantized.
-    const int64_t units = ceil_div(panels, (m.gated ? 2 : 1) * (args.out_dtype == kQ8 ? 2 : 1));
+    const int64_t units = ceil_div(panels, (m.gated ? 2 : 1) * (is_quantized(args.out_dtype) ? 2 : 1));
     const double products = static_cast<double>(panels * kPanel) * static_cast<double>(m.k);
     const double bytes = products * weight_bytes(m);
-    const double flops = 2 * products * static_cast<double>(args.rows);
+    const int64_t rows_of_one = args.x_is_paired ? 2 : 1;
+    const double flops = 2 * products * static_cast<double>(args.rows * rows_of_one);
     const double rate = integers ? kIntOpsPerNs : m.format == kWeightF32 ? kF32FlopsPerNs : kBf16FlopsPerNs;
     const double cost_ns = std::max(bytes / kBytesPerNs, flops / rate);
     const int64_t wanted = kTasksPerThread * threads;
     const auto [chunk_bytes, least_rows] =
         table.has_tiles ? std::pair(kTileChunkBytes, kMinTileChunkRows) : std::pair(kChunkBytes, kMinChunkRows);
-    const int64_t row_bytes = ceil_div(m.k, kQBlock) * static_cast<int64_t>(sizeof(QBlock));
+    const int64_t row_bytes = rows_of_one * ceil_div(m.k, kQBlock) * static_cast<int64_t>(sizeof(QBlock));
     const int64_t chunk_rows =
         integers ? std::clamp(chunk_bytes / row_bytes, least_rows, kMaxChunkRows) : kMaxChunkRows;
     args.row_chunks = ceil_div(args.rows, chunk_rows);
@@ -228,12 +229,12 @@ Launch plan(PoolArgs& args, const KernelTable& table, int threads) {
 }
 
 Launch plan(NormArgs& args, const KernelTable& table, int threads) {
-    const double row_ns = static_cast<double>(args.hidden) * (args.out_dtype == kQ8 ? 0.5 : 0.15);
+    const double row_ns = static_cast<double>(args.hidden) * (is_quantized(args.out_dtype) ? 0.5 : 0.15);
     return by_rows(table.norm, args, args.rows * args.inner, row_ns, threads);
 }
 
 Launch plan(ActivationArgs& args, const KernelTable& table, int threads) {
-    const double element_ns = args.out_dtype == kQ8 && args.kind != kIdentity ? 0.8 : 0.4;
+    const double element_ns = is_quantized(args.out_dtype) && args.kind != kIdentity ? 0.8 : 0.4;
     return by_rows(table.activation, args, args.rows, static_cast<double>(args.width) * element_ns, threads);
 }
 

@@ -274,6 +274,16 @@ inline void int_tile_of_rows(IntView w, int64_t blocks, const QBlock* rows, int6
 #endif
 }
 
+// The first `outputs` rows of a panel's y become the sums of pairs of them.
+inline void add_pairs(float* y, int64_t outputs) {
+    for (int64_t r = 0; r < outputs; ++r) {
+        const float* pair = y + 2 * r * kMaxUnit;
+        for (int i = 0; i < kPanel; i += kLanes) {
+            store(y + r * kMaxUnit + i, add(load(pair + i), load(pair + kMaxUnit + i)));
+        }
+    }
+}
+
 // Each unit of panels meets every row before the next: rows in batches, which share what is made of weights for their
 // outliers, and those in tiles. Meanwhile what follows is fetched, in equal parts.
 template <class F>
@@ -288,15 +298,17 @@ void int_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t 
     const int64_t panel_bytes = blocks * F::kBlockBytes;
     // What adapters need to be found and begun with is shared by as many panels as fit.
     const int64_t unit = unit_vecs(a, a.expands ? kMaxUnit / kLanes : kVecsPerPanel) / kVecsPerPanel;
-    const int64_t rows = row_end - row_begin;
+    // Both rows of a pair are rows here, until their outputs are added up.
+    const int64_t rows_of_one = a.x_is_paired ? 2 : 1;
+    const int64_t rows = (row_end - row_begin) * rows_of_one, x_stride = a.x_stride / rows_of_one;
     const QBlock* x = static_cast<const QBlock*>(a.x) + row_begin * a.x_stride;
-    OutlierList& outliers = OutlierList::of(x, a.x_stride, blocks, rows, kRows, a.matrix.segments);
+    OutlierList& outliers = OutlierList::of(x, x_stride, blocks, rows, kRows, a.matrix.segments);
     using Cuts = RowCuts<Flat>;
     const int64_t all_cuts = rows / kRows * Cuts(kRows).count() + Cuts(rows % kRows).count();
     const bool by_instructions = Cuts(min_of<int64_t>(rows, kRows)).any_by_instructions();
     const int lines = static_cast<int>(((F::kBlockBytes + 63) / 64 + all_cuts - 1) / all_cuts);
     const int64_t step = blocks_at_a_time<F>(blocks, all_cuts, by_instructions);
-    IntTilesOf<Flat> instructions(x, a.x_stride, blocks, rows, by_instructions);
+    IntTilesOf<Flat> instructions(x, x_stride, blocks, rows, by_instructions);
     const int64_t soon = by_instructions ? step * F::kBlockBytes : kIntPrefetchBytes;  // of a single tile
     const float inverse = 1 / a.matrix.factor;
     const int64_t all_panels = panels_of(a.matrix);
@@ -307,12 +319,13 @@ void int_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t 
         factors.list(panel, panels, panels * all_cuts * blocks);
         int64_t cuts_before = 0;
         for (int64_t first = 0; first < rows; first += kRows) {
-            const int64_t some = min_of<int64_t>(kRows, rows - first);
+            const int64_t some = min_of<int64_t>(kRows, rows - first), outputs = some / rows_of_one;
             const Cuts cuts(some);
             for (int64_t p = 0; p < panels; ++p) {
                 const char* panel_w = w + p * panel_bytes;
+                float* panel_y = y + p * kPanel;
                 outliers.make_columns<F>(panel_w, first, inverse);
-                sum_segments(a.matrix, y + p * kPanel, waiting, kPanel, some, kPanel, [&](Segment segment, float* to) {
+                sum_segments(a.matrix, panel_y, waiting, kPanel, outputs, kPanel, [&](Segment segment, float* to) {
                     const int64_t segment_begin = segment.begin / kQBlock;
                     const int64_t segment_end = segment_begin + (segment.size + kQBlock - 1) / kQBlock;
                     for (int64_t block = segment_begin; block < segment_end; block += step) {
@@ -335,16 +348,17 @@ void int_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t 
                             }
                             with_constant<kIntRows>(cut.end - cut.begin, [&](auto r) {
                                 int_tile_of_rows<Flat, decltype(r)::kValue>(
-                                    view, count, x + (first + cut.begin) * a.x_stride + block, a.x_stride, is_first,
-                                    factor, to + cut.begin * kMaxUnit, fetch);
+                                    view, count, x + (first + cut.begin) * x_stride + block, x_stride, is_first, factor,
+                                    to + cut.begin * kMaxUnit, fetch);
                             });
                         }
                     }
                     outliers.add(first, some, segment.number, a.matrix.factor, to, kMaxUnit);
+                    if (a.x_is_paired) add_pairs(to, outputs);
                 });
             }
             cuts_before += cuts.count();
-            finish(a, {y, kMaxUnit, row_begin + first, some, panel * kPanel, panels * kPanel});
+            finish(a, {y, kMaxUnit, row_begin + first / rows_of_one, outputs, panel * kPanel, panels * kPanel});
             if (a.expands) instructions.configure();  // adapters have had tiles of their own
         }
     }

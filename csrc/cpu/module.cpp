@@ -270,10 +270,11 @@ void define_operations(nb::module_& m) {
     using G = RecurrenceArgs;
     define<PackArgs, &PackArgs::weight, &PackArgs::stride, &PackArgs::n, &PackArgs::k, &PackArgs::dtype, &PackArgs::out,
            &PackArgs::panel_step>(m, "pack_linear");
-    define<LinearArgs, &LinearArgs::x, &LinearArgs::x_stride, &LinearArgs::rows, &LinearArgs::matrix, &LinearArgs::out,
-           &LinearArgs::out_stride, &LinearArgs::out_dtype, &LinearArgs::epilogue, &LinearArgs::scale,
-           &LinearArgs::activation, &LinearArgs::slots, &LinearArgs::num_slots, &LinearArgs::factors,
-           &LinearArgs::shrunk, &LinearArgs::shrunk_stride, &LinearArgs::factor_dtype>(m, "linear");
+    define<LinearArgs, &LinearArgs::x, &LinearArgs::x_stride, &LinearArgs::x_is_paired, &LinearArgs::rows,
+           &LinearArgs::matrix, &LinearArgs::out, &LinearArgs::out_stride, &LinearArgs::out_dtype,
+           &LinearArgs::epilogue, &LinearArgs::scale, &LinearArgs::activation, &LinearArgs::slots,
+           &LinearArgs::num_slots, &LinearArgs::factors, &LinearArgs::shrunk, &LinearArgs::shrunk_stride,
+           &LinearArgs::factor_dtype>(m, "linear");
     using K = ShrinkArgs;
     define<K, &K::x, &K::x_stride, &K::x_dtype, &K::rows, &K::slots, &K::num_slots, &K::factors, &K::out,
            &K::out_stride, &K::scratch, &K::k, &K::dtype>(m, "shrink");
@@ -387,6 +388,7 @@ NB_MODULE(_cpu, m) {
     m.attr("F32") = static_cast<int>(octavo::kF32);
     m.attr("BF16") = static_cast<int>(octavo::kBF16);
     m.attr("Q8") = static_cast<int>(octavo::kQ8);
+    m.attr("Q16") = static_cast<int>(octavo::kQ16);
     m.attr("INT8") = static_cast<int>(octavo::kInt8);
     m.attr("FLOAT8_E4M3") = static_cast<int>(octavo::kFloat8E4M3);
     m.attr("FLOAT8_E5M2") = static_cast<int>(octavo::kFloat8E5M2);

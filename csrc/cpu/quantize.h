@@ -95,9 +95,18 @@ inline void quantize_block(float* x, QBlock& out) {
     }
 }
 
-// A row of n floats that f(index, lanes) yields vector by vector.
+// Takes from elements x what the block has of them.
+inline void subtract_block(float* x, const QBlock& block) {
+    for (int i = 0; i < kQBlock; i += kLanes) {
+        const Vec scale = set1(-block.scale[i / (kQBlock / 2)]);
+        store(x + i, fma(scale, to_float(load_signed_bytes(block.q + i)), load(x + i)));
+    }
+}
+
+// A row of n floats that f(index, lanes) yields vector by vector. What eight bits leave of it goes to `rest`, unless
+// that is null.
 template <class F>
-inline void quantize_row(int64_t n, QBlock* out, F f) {
+inline void quantize_row(int64_t n, QBlock* out, QBlock* rest, F f) {
     alignas(64) float x[kQBlock];
     for (int64_t begin = 0; begin < n; begin += kQBlock) {
         for (int i = 0; i < kQBlock; i += kLanes) {
@@ -105,6 +114,9 @@ inline void quantize_row(int64_t n, QBlock* out, F f) {
             store(x + i, left > 0 ? f(begin + i, left < kLanes ? static_cast<int>(left) : kLanes) : zero());
         }
         quantize_block(x, out[begin / kQBlock]);
+        if (rest == nullptr) continue;
+        subtract_block(x, out[begin / kQBlock]);
+        quantize_block(x, rest[begin / kQBlock]);
     }
 }
 

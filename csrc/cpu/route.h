@@ -123,7 +123,7 @@ void gather_experts(const void* args, int64_t task) {
                 using T = typename decltype(element)::T;
                 const T* x = static_cast<const T*>(a.x) + s.tokens[i] * a.x_stride;
                 const auto scaled = [&](int64_t j, int lanes) { return mul(weight, load_some(x + j, lanes)); };
-                if (p.input_dtype == kQ8) return quantize_row(width, reinterpret_cast<QBlock*>(to), scaled);
+                if (p.input_dtype == kQ8) return quantize_row(width, reinterpret_cast<QBlock*>(to), nullptr, scaled);
                 for_vectors(width, [&](int64_t j, int lanes) {
                     store_some(reinterpret_cast<T*>(to) + j, scaled(j, lanes), lanes);
                 });

@@ -69,7 +69,7 @@ def _check_for_device(args: EngineArgs, device: str) -> None:
     if args.block_size not in (sizes := _BLOCK_SIZES[device]):
         raise ConfigError(f"--block-size must be {listed(sizes, 'or')}{on_device(device)}, got {args.block_size}.")
     if device != "cpu":
-        for name in ("cpu_threads", "cpu_threads_bind", "cpu_memory_utilization"):
+        for name in ("cpu_threads", "cpu_threads_bind", "cpu_memory_utilization", "precise_layers"):
             if getattr(args, name) != getattr(EngineArgs, name):
                 raise ConfigError(
                     f"--{name.replace('_', '-')} is for CPUs, and the device is a GPU; leave it out, or add "

@@ -14,7 +14,7 @@ from octavo.config.data_parallel import engine_hosts_config
 from octavo.config.engine_args import AUTO_LENGTH, EngineArgs
 from octavo.config.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from octavo.config.media import media_config, with_most_pictures
-from octavo.config.number_types import cache_dtype, load_quantization, model_dtype
+from octavo.config.number_types import cache_dtype, load_quantization, model_dtype, precise_layers
 from octavo.config.parallel import check_shared, is_reproducible, layer_partition, nodes_config
 from octavo.config.pooling import pooling_of
 from octavo.config.prompt_embeds import prompt_embeds_config
@@ -77,6 +77,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
         vocab_size=description.vocab_size,
         seed=args.seed,
         quantization=load_quantization("--quantization", args.quantization, checkpoint, device),
+        num_precise_layers=precise_layers(args, checkpoint, description, dtype, pooling is not None),
         impl=description.impl,
         code_folder=code_folder,
         chat_template=args.chat_template,

@@ -48,6 +48,7 @@ class ModelConfig:
     vocab_size: int
     seed: int | None
     quantization: str | None = None  # of weights of floats, as they are loaded: "int8", "int4" or "fp8"
+    num_precise_layers: int = 0  # `ModelDescription.num_precise_layers`
     may_shorten: bool = False  # max_model_len, to what the KV cache holds
     chat_template: str | None = None  # a file, a template or a name of one, in the place of the model's own
     impl: str = "auto"  # "octavo" or "transformers": who computes it

@@ -8,6 +8,7 @@ from octavo.config.engine_args import EngineArgs
 from octavo.config.wording import listed, on_device
 from octavo.errors import ConfigError
 from octavo.loading.checkpoint import Checkpoint
+from octavo.models.description import ModelDescription
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +18,9 @@ _QUANTIZATIONS = {"cpu": ("int8", "int4"), "cuda": ("int8", "int4", "fp8")}
 _FILE_METHODS = (
     "gguf", "gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "mxfp4", "bitsandbytes",
 )  # fmt: skip
+# By default the first of so many layers is precise. What it turns on or off, as attention sinks, stays so in all others
+# (docs/performance.md).
+_LAYERS_OF_ONE_PRECISE = 24
 # Of --kv-cache-dtype, what is another type than the model's. No CPU multiplies eight-bit floats: fp8 asks for bytes.
 CACHE_BYTES = {"int8": "int8", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
@@ -56,6 +60,29 @@ def check_quantization(name: str, wanted: str | None, device: str) -> None:
             f"{name} {wanted} is not built yet{on_device(device)}; {listed(methods, 'and')} are. Leave it out to serve "
             "the weights as they are."
         )
+
+
+def precise_layers(
+    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, dtype: str, is_pooling: bool
+) -> int:
+    """How many layers have inputs of sixteen bits. Raises `ConfigError` where none of them is quantized."""
+    wanted = args.precise_layers
+    if wanted is None:
+        return 0 if is_pooling else len(description.layers) // _LAYERS_OF_ONE_PRECISE
+    if not 0 <= wanted <= len(description.layers):
+        raise ConfigError(
+            f"--precise-layers must be 0 to {len(description.layers)}, as there are layers, got {wanted}."
+        )
+    is_quantized = bool(
+        args.quantization or checkpoint.format == "gguf" or checkpoint.config.get("quantization_config")
+    )
+    if wanted and (dtype == "float32" or not is_quantized):
+        raise ConfigError(
+            f"--precise-layers is for weights of few bits, and {checkpoint.name} has floats throughout; leave it out."
+        )
+    if wanted and description.impl == "transformers":
+        raise ConfigError("--precise-layers is not built yet with --model-impl transformers; leave one of them out.")
+    return wanted
 
 
 def load_quantization(name: str, wanted: str | None, checkpoint: Checkpoint, device: str) -> str | None:

@@ -190,7 +190,10 @@ class Worker:
         checkpoint = config.checkpoint
         description = describe(checkpoint.config, config.impl, config.code_folder, config.pooling)
         description = with_share(
-            description, seat.share, self._config.enable_expert_parallel, self._config.reproducible_parallel
+            replace(description, num_precise_layers=config.num_precise_layers),
+            seat.share,
+            self._config.enable_expert_parallel,
+            self._config.reproducible_parallel,
         )
         if seat.num_stages > 1:
             description = with_stage(description, self._config.stages(description)[seat.stage])

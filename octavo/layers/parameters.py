@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -105,6 +106,15 @@ class Parameters:
         self._made: dict[object, object] = {}  # once, for all layers of the same settings
         self.index: Index | None = None  # of the last layer that has one: those after it may share what it chooses
         self._has_warned = False
+        self._is_precise = False
+
+    @contextmanager
+    def precise(self, wanted: bool) -> Iterator[None]:
+        """Meanwhile `linear` makes, if that is `wanted`, matrices whose inputs are quantized to sixteen bits and not to
+        eight, where a backend quantizes them."""
+        self._is_precise = wanted
+        yield
+        self._is_precise = False
 
     def array(self, name: str, shape: tuple[int, ...]) -> Array:
         """A constant in the model's type: a norm, a table."""
@@ -196,7 +206,7 @@ class Parameters:
                 taken = [part[order] for part, order in zip(taken, orders or held, strict=True)]
             biases = np.concatenate(taken)
             own_biases = [np.asarray(part, np.float32) for part in taken]
-        packed = self.ops.pack_linear(parts, biases, gated, looked_up)
+        packed = self.ops.pack_linear(parts, biases, gated, looked_up, self._is_precise)
         self.num_matrix_bytes += packed.num_bytes
         own_orders = [None] * len(names) if orders is None else orders
         if orders is None and (owns is not None or is_reversed):

@@ -238,10 +238,11 @@ class Decoder:
             width = description.stage_width
             self._behind = parameters.packed(np.eye(width, hidden_size, hidden_size - width, parameters.dtype))
         numbers, own = description.layer_numbers, description.stage
-        self._blocks = {
-            i: block(description.layers[i], hidden_size, parameters, f"{description.layer_prefix}{numbers[i]}.")
-            for i in own
-        }
+        self._blocks: dict[int, BlockLike] = {}
+        for i in own:
+            with parameters.precise(i < description.num_precise_layers):
+                prefix = f"{description.layer_prefix}{numbers[i]}."
+                self._blocks[i] = block(description.layers[i], hidden_size, parameters, prefix)
         others = [number for i, number in enumerate(numbers) if i not in own]
         for number in (*others, *range(len(numbers), len(numbers) + description.num_unused_layers)):
             weights.pass_over(f"{description.layer_prefix}{number}.")

@@ -112,6 +112,7 @@ class ModelDescription:
     media_stand_in: int | None = None  # the token that all with rows are, where `token_inputs` asks which it is
     unused: tuple[str, ...] = ()  # prefixes of tensors that checkpoints have and the model has no use for
     share: Share = WHOLE  # of the output matrix, and of the layers' matrices: `octavo.models.sharing`
+    num_precise_layers: int = 0  # so many of the first have inputs of sixteen bits where others have eight
     # Of a stage of several, which layers it computes; the first one embeds, and the last one makes logits.
     own_layers: range | None = None
 

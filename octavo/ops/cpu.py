@@ -134,7 +134,8 @@ def _product(
             raise TypeError(f"{op} writes float32 or bfloat16, not {out.dtype}.")
     if weight.is_quantized:
         x = quantize(x, weight)
-        assert x.shape[1] == weight.num_blocks * _cpu.QBLOCK_BYTES, f"{op}: quantized for another matrix"
+        is_paired = x.shape[1] == 2 * weight.num_blocks * _cpu.QBLOCK_BYTES
+        assert is_paired or x.shape[1] == weight.num_blocks * _cpu.QBLOCK_BYTES, f"{op}: quantized for another matrix"
         x_stride, rest = divmod(x.strides[0], _cpu.QBLOCK_BYTES)
         assert rest == 0
     else:
@@ -142,12 +143,12 @@ def _product(
         if x.dtype != expected:
             raise TypeError(f"{op}: the input is {x.dtype} but the matrix is packed as {expected}.")
         assert x.shape[1] == weight.in_features, f"{op}: {x.shape[1]} inputs for a matrix of {weight.in_features}"
-        x_stride = stride(x)
+        x_stride, is_paired = stride(x), False
     assert is_dense(x)
-    out_stride = stride(out) if out_code != _cpu.Q8 else stride(out) // _cpu.QBLOCK_BYTES
+    out_stride = stride(out) if out_code not in (_cpu.Q8, _cpu.Q16) else stride(out) // _cpu.QBLOCK_BYTES
     kind = _cpu.ACTIVATIONS[activation]
     _cpu.linear(
-        x, x_stride, x.shape[0], weight.matrix, out, out_stride, out_code, epilogue, scale, kind,
+        x, x_stride, is_paired, x.shape[0], weight.matrix, out, out_stride, out_code, epilogue, scale, kind,
         *expand_arguments(expand, first_output),
     )  # fmt: skip
 
@@ -180,7 +181,7 @@ def _output_for(
     part = None if consumer is None else first_part(consumer)
     if part is not None and part.is_quantized and part.order is None:
         assert part.in_features == shape[-1]
-        return empty((*shape[:-1], part.num_blocks * _cpu.QBLOCK_BYTES), UINT8), _cpu.Q8
+        return empty((*shape[:-1], part.row_bytes), UINT8), part.row_code
     return empty(shape, dtype), CODES.get(dtype)
 
 

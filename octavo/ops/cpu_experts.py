@@ -98,7 +98,7 @@ def experts(
     check_inputs("experts", x=x, ids=ids, weights=weights)
     if x.dtype == UINT8:
         assert first.is_quantized and not scales_inputs
-        assert x.shape[1] == first.num_blocks * _cpu.QBLOCK_BYTES, "experts: quantized for other matrices"
+        assert x.shape[1] in (first.row_bytes, 2 * first.row_bytes), "experts: quantized for other matrices"
         code = _cpu.Q8
     else:
         assert x.shape[1] == first.in_features, f"experts: {x.shape[1]} inputs for matrices of {first.in_features}"

@@ -51,6 +51,7 @@ class PackedWeight:
     bias: NDArray[np.float32] | None
     matrix: _cpu.Matrix = field(repr=False)
     order: NDArray[np.int32] | None = None
+    is_precise: bool = False  # integers want rows as pairs (csrc/cpu/kernel_types.h: kQ16)
 
     @property
     def num_bytes(self) -> int:
@@ -68,6 +69,16 @@ class PackedWeight:
     def num_blocks(self) -> int:
         """Blocks of a quantized row of inputs."""
         return int(-(-self.in_features // _cpu.QBLOCK))
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a quantized row of inputs, or of a pair of them."""
+        return (1 + self.is_precise) * self.num_blocks * int(_cpu.QBLOCK_BYTES)
+
+    @property
+    def row_code(self) -> int:
+        """The kernels' name of the type of such rows."""
+        return int(_cpu.Q16 if self.is_precise else _cpu.Q8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +115,7 @@ def first_part(weight: LinearWeight) -> PackedWeight:
 def packed_weight(
     data: NDArray[np.uint8], shape: tuple[int, int], format: int, bias: NDArray[Any] | None = None, gated: bool = False,
     group: int = 0, minima: bool = False, factor: float = 1.0, order: NDArray[np.int32] | None = None,
+    is_precise: bool = False,
 ) -> PackedWeight:  # fmt: skip
     """Wrap a packed matrix of `shape` [N, K]. The bias [N] is not packed yet; with `gated` N counts gate and up."""
     n, k = shape
@@ -118,7 +130,7 @@ def packed_weight(
         rows[:, : n // sides] = bias.reshape(sides, -1)
         padded[:] = rows.reshape(sides, panels, _cpu.PANEL).swapaxes(0, 1).reshape(-1)
     matrix = _cpu.Matrix(data, 0 if padded is None else padded, n, k, factor, format, group, minima, gated)
-    return PackedWeight(n, k, gated, format, data, padded, matrix, order)
+    return PackedWeight(n, k, gated, format, data, padded, matrix, order, is_precise)
 
 
 def _num_panels(n: int) -> int:
@@ -138,15 +150,16 @@ def sum_by_segments(weight: LinearWeight, segments: int) -> int:
 
 
 def pack_linear(
-    parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None, gated: bool = False, looked_up: bool = False
-) -> PackedWeight | PackedStack:
+    parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None, gated: bool = False, looked_up: bool = False,
+    is_precise: bool = False,
+) -> PackedWeight | PackedStack:  # fmt: skip
     """`Ops.pack_linear`. Raises `ConfigError` for formats that these kernels do not multiply."""
     assert not gated or (len(parts) == 2 and parts[0].shape == parts[1].shape), "gated parts are gate and up"
     if looked_up and bias is None and [part.format in _PLAIN for part in parts] == [True]:
         return _as_rows(parts[0].tensors["data"])
     floats = [part for part in parts if part.format in _PLAIN]
     if not floats:
-        return _pack_runs(parts, bias, gated)
+        return _pack_runs(parts, bias, gated, is_precise)
     dtype = floats[0].tensors["data"].dtype.name
     # Some of a file's matrices were not worth fewer bits: those next to them follow.
     arrays = [part.tensors["data"] if part.format in _PLAIN else dequantize(part, dtype) for part in parts]
@@ -161,7 +174,9 @@ def _as_rows(table: NDArray[Any]) -> PackedWeight:
     return packed_weight(data, (table.shape[0], table.shape[1]), format)
 
 
-def _pack_runs(parts: Sequence[StoredWeight], bias: NDArray[Any] | None, gated: bool) -> PackedWeight | PackedStack:
+def _pack_runs(
+    parts: Sequence[StoredWeight], bias: NDArray[Any] | None, gated: bool, is_precise: bool
+) -> PackedWeight | PackedStack:
     """Neighbours that one layout holds as they are become a matrix, and several such matrices a stack. Gate and up have
     one layout, and so do parts whose columns have an order or whose last panels would not be whole."""
     sources = [_source(part) for part in parts]
@@ -171,15 +186,26 @@ def _pack_runs(parts: Sequence[StoredWeight], bias: NDArray[Any] | None, gated: 
     if gated or is_ordered or any(n % _cpu.PANEL for n in rows[:-1]):
         runs, rows = [sources], [sum(rows)]
     biases = [None] * len(runs) if bias is None else np.split(bias, list(accumulate(rows[:-1])))
-    matrices = [_pack_integers(run, one, gated) for run, one in zip(runs, biases, strict=True)]
+    matrices = [_pack_integers(run, one, gated, is_precise) for run, one in zip(runs, biases, strict=True)]
     return matrices[0] if len(matrices) == 1 else PackedStack(tuple(matrices))
 
 
-def _pack_integers(sources: Sequence[_Source], bias: NDArray[Any] | None, gated: bool) -> PackedWeight:
+def _pack_integers(
+    sources: Sequence[_Source], bias: NDArray[Any] | None, gated: bool, is_precise: bool
+) -> PackedWeight:
     packed = _pack_sources(sources, gated)
     layout, shape = packed.layout, (packed.num_out, packed.num_in)
     return packed_weight(
-        packed.data, shape, packed.format, bias, gated, layout.group, layout.minima, packed.factor, packed.order
+        packed.data,
+        shape,
+        packed.format,
+        bias,
+        gated,
+        layout.group,
+        layout.minima,
+        packed.factor,
+        packed.order,
+        is_precise,
     )
 
 

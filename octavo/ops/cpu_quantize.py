@@ -1,4 +1,4 @@
-"""Activations as matrices multiply them: as int8 (csrc/cpu/quantize.h), or in the matrix's type."""
+"""Activations as matrices multiply them: as int8, once or twice (csrc/cpu/quantize.h), or in the matrix's type."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def quantize(x: NDArray[Any], consumer: LinearWeight) -> NDArray[Any]:
     assert is_dense(x)
     check_inputs("quantize", x=x)
     if consumer.is_quantized:
-        out, out_code = empty((rows, consumer.num_blocks * _cpu.QBLOCK_BYTES), UINT8), _cpu.Q8
+        out, out_code = empty((rows, consumer.row_bytes), UINT8), consumer.row_code
     else:
         out = empty(x.shape, FLOAT_FORMATS[consumer.format])
         out_code = CODES[out.dtype]

@@ -21,13 +21,14 @@ class OpsOver(Protocol[A]):
 
     def pack_linear(
         self, parts: Sequence[StoredWeight], bias: HostArray | None = None, gated: bool = False,
-        looked_up: bool = False,
+        looked_up: bool = False, is_precise: bool = False,
     ) -> LinearWeight:  # fmt: skip
         """Pack matrices [N, K] of the same input, once, at load, as one whose outputs are side by side.
 
         Floats are multiplied as float32 or bfloat16, on some backends as float16 too. Parts of few bits beside floats
         become floats of their type. `bias` [sum of N] is for all outputs. With `gated` the parts are gate and up.
-        A matrix that is `looked_up` is for `embedding` and for no product, and may lie otherwise.
+        A matrix that is `looked_up` is for `embedding` and for no product, and may lie otherwise. What a backend would
+        quantize to eight bits, since it multiplies integers, has sixteen for one that `is_precise`.
         """
 
     def linear(self, x: A, weight: LinearWeight, out_dtype: str | None = None) -> A:

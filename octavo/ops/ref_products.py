@@ -47,8 +47,9 @@ class DenseWeight:
 
 
 def pack_linear(
-    parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None, gated: bool = False, looked_up: bool = False
-) -> DenseWeight:
+    parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None, gated: bool = False, looked_up: bool = False,
+    is_precise: bool = False,
+) -> DenseWeight:  # fmt: skip
     """Matrices of few bits become what they stand for, in the type of the floats beside them or float32; so this is
     the reference of products with activations that are not quantized."""
     floats = [part.tensors["data"] for part in parts if part.format in ("F32", "F16", "BF16")]

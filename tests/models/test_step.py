@@ -32,7 +32,7 @@ class RecordingOps:
     def place(self, array: Any) -> Any:
         return array
 
-    def pack_linear(self, parts: Any, bias: Any = None, gated: bool = False, looked_up: bool = False) -> Packed:
+    def pack_linear(self, parts: Any, bias: Any = None, gated: bool = False, *_: bool) -> Packed:
         outs = [part.shape[0] for part in parts]
         return Packed(name="+".join(map(str, outs)), num_out=sum(outs) // (2 if gated else 1))
 

@@ -1,12 +1,15 @@
 """Packed weights predict text as well as the floats they stand for; benchmarks/perplexity.py is the whole of it."""
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from benchmarks.perplexity import measure, quantize, requantize
+from octavo import LLM, SamplingParams
 from octavo.loading.checkpoint import resolve
 from tests.quantization.blocks import BLOCKS
 
@@ -50,3 +53,20 @@ def test_the_quantizers_of_the_benchmark_are_what_the_formats_mean(name: str) ->
     error = np.sqrt(np.mean((read - values) ** 2)) / 0.03
     assert np.all(read[0] == 0)
     assert error < {"Q4": 0.1, "Q5": 0.05, "Q6": 0.025, "Q8": 0.01, "BF": 0.002, "F3": 1e-9}[name[:2]]
+
+
+def test_the_first_layer_decides_in_sixteen_bits_what_later_ones_amplify() -> None:
+    """With eight bits throughout the second of these tokens loses its attention sink: a divergence of 5."""
+
+    def logprobs(**flags: Any) -> NDArray[np.float64]:
+        llm = LLM("", max_model_len=16, max_logprobs=-1, **flags)
+        params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=-1, detokenize=False)
+        [output] = llm.generate({"prompt_token_ids": [10750, 6330]}, params, use_tqdm=False)
+        [found] = output.outputs[0].logprobs or []
+        return np.array([found[token].logprob for token in range(len(found))])
+
+    expected = logprobs(dtype="float32")
+    found = [logprobs(precise_layers=layers) for layers in (None, 30)]
+    divergences = [float((np.exp(expected) * (expected - other)).sum()) for other in found]
+    print("KL divergences", divergences)
+    assert divergences[0] < 0.3 and divergences[1] < 0.03

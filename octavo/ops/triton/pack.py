@@ -43,8 +43,9 @@ _ROW_SCALED = {"FP8_SCALED": torch.float8_e4m3fn, "INT8_SCALED": torch.int8}
 
 
 def pack_linear(
-    parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None, gated: bool = False, looked_up: bool = False
-) -> PackedWeight:
+    parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None, gated: bool = False, looked_up: bool = False,
+    is_precise: bool = False,
+) -> PackedWeight:  # fmt: skip
     """`Ops.pack_linear`."""
     device = launch.device()
     rows = RowOrder([part.shape for part in parts], gated)
