@@ -71,11 +71,10 @@ class EngineArgs(Flags):
         "need no flag. Default: as the model's files have them.", short="-q",
     )  # fmt: skip
     precise_layers: int | None = flag(
-        None,
-        "Layers, from the first one on, that multiply weights of few bits with inputs of sixteen bits and not of "
-        "eight, on CPUs: answers are closer to those of float32, and prompts of such a layer take twice as long. "
-        "Default: one of 24.",
-    )
+        None, "Layers, from the first one on, that multiply weights of few bits, but for gate and up, with inputs of "
+        "sixteen bits and not of eight, on CPUs: answers are closer to those of float32, and prompts take half as long "
+        "again in such a layer. Default: one of 15.",
+    )  # fmt: skip
     generation_config: Literal["auto", "none", "vllm"] = flag(
         "auto", "Where sampling defaults come from: the model's generation_config, or ('none', 'vllm') Octavo's own."
     )

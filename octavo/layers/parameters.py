@@ -111,7 +111,7 @@ class Parameters:
     @contextmanager
     def precise(self, wanted: bool) -> Iterator[None]:
         """Meanwhile `linear` makes, if that is `wanted`, matrices whose inputs are quantized to sixteen bits and not to
-        eight, where a backend quantizes them."""
+        eight, where a backend quantizes them. Gate and up, which are half of a layer and gain least, are left out."""
         self._is_precise = wanted
         yield
         self._is_precise = False
@@ -206,7 +206,7 @@ class Parameters:
                 taken = [part[order] for part, order in zip(taken, orders or held, strict=True)]
             biases = np.concatenate(taken)
             own_biases = [np.asarray(part, np.float32) for part in taken]
-        packed = self.ops.pack_linear(parts, biases, gated, looked_up, self._is_precise)
+        packed = self.ops.pack_linear(parts, biases, gated, looked_up, self._is_precise and not gated)
         self.num_matrix_bytes += packed.num_bytes
         own_orders = [None] * len(names) if orders is None else orders
         if orders is None and (owns is not None or is_reversed):
