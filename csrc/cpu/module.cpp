@@ -268,6 +268,7 @@ void define_operations(nb::module_& m) {
     using S = ScanArgs;
     using D = DeltaArgs;
     using G = RecurrenceArgs;
+    using PW = PackWordsArgs;
     define<PackArgs, &PackArgs::weight, &PackArgs::stride, &PackArgs::n, &PackArgs::k, &PackArgs::dtype, &PackArgs::out,
            &PackArgs::panel_step>(m, "pack_linear");
     define<LinearArgs, &LinearArgs::x, &LinearArgs::x_stride, &LinearArgs::x_is_paired, &LinearArgs::rows,
@@ -359,6 +360,8 @@ void define_operations(nb::module_& m) {
            &G::a, &G::input_bias, &G::decay_bias, &G::width>(m, "gated_recurrence");
     define<PackPartArgs, &PackPartArgs::to, &PackPartArgs::first_row, &PackPartArgs::source,
            &PackPartArgs::source_format, &PackPartArgs::stride, &PackPartArgs::rows>(m, "pack_part");
+    define<PW, &PW::to, &PW::first_row, &PW::words, &PW::output_stride, &PW::word_stride, &PW::rows, &PW::bits,
+           &PW::by_outputs, &PW::scales, &PW::minima, &PW::shifts, &PW::group, &PW::order>(m, "pack_words");
 }
 
 void pack_factor_rows(Address source, int64_t stride, int64_t rows, int64_t columns, Address places, Address out,

@@ -6,8 +6,10 @@
 #include <iterator>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "int_sources.h"
+#include "int_words.h"
 #include "pack.h"
 
 namespace octavo {
@@ -117,16 +119,27 @@ void keep_superblock(const uint8_t* rows, int64_t stride, int begin, int end, ui
     for (int lane = begin; lane < end; ++lane) Source::keep(rows + (lane - begin) * stride, lane, out);
 }
 
+// A part's share of the i-th of the panels that it has outputs in: its rows from `row` on are lanes [begin, end).
+struct PanelShare {
+    int64_t row;
+    int begin, end;
+    uint8_t* out;
+
+    PanelShare(const Matrix& to, int64_t first_row, int64_t rows, int64_t i) {
+        const int64_t panel = to.gated ? 2 * i + first_row : first_row / kPanel + i;
+        row = to.gated ? i * kPanel : std::max<int64_t>(panel * kPanel - first_row, 0);
+        begin = to.gated ? 0 : static_cast<int>(first_row + row - panel * kPanel);
+        end = static_cast<int>(std::min<int64_t>(begin + rows - row, kPanel));
+        const int64_t blocks = (to.k + kQBlock - 1) / kQBlock;
+        out = static_cast<uint8_t*>(const_cast<void*>(to.data)) + panel * blocks * packed_block_bytes(to);
+    }
+};
+
 template <class Source>
 void pack_part_panel(const void* args, int64_t task) {
     const PackPartArgs& a = *static_cast<const PackPartArgs*>(args);
-    const int64_t panel = a.to.gated ? 2 * task + a.first_row : a.first_row / kPanel + task;
-    // The first row of the source that lies in the panel, and its lane.
-    const int64_t row = a.to.gated ? task * kPanel : std::max<int64_t>(panel * kPanel - a.first_row, 0);
-    const int begin = a.to.gated ? 0 : static_cast<int>(a.first_row + row - panel * kPanel);
-    const int end = static_cast<int>(std::min<int64_t>(begin + a.rows - row, kPanel));
+    auto [row, begin, end, out] = PanelShare(a.to, a.first_row, a.rows, task);
     const int64_t blocks = (a.to.k + kQBlock - 1) / kQBlock, block_bytes = packed_block_bytes(a.to);
-    uint8_t* out = static_cast<uint8_t*>(const_cast<void*>(a.to.data)) + panel * blocks * block_bytes;
     if constexpr (Source::kKept != kNotKept) {
         if (a.to.format == Source::kKept) {
             const int64_t super_bytes = kBlocksOfSuper * block_bytes;
@@ -143,6 +156,77 @@ void pack_part_panel(const void* args, int64_t task) {
             read_row<Source>(a.to, a.source + (row + lane - begin) * a.stride, block, lane, gathered);
         }
         write_block(a.to, gathered, begin, end, out + block * block_bytes);
+    }
+}
+
+// A block of one panel, of whose share `words` [word][pitch] and the groups of its halves from `first` on are.
+template <int kBits>
+void write_words(const PackWordsArgs& a, int64_t valid, const uint32_t* words, int64_t pitch, const LaneGroup* groups,
+                 int first, const PanelShare& share, uint8_t* out) {
+    const int lanes = share.end - share.begin;
+    const size_t bytes = static_cast<size_t>(lanes) * 2;
+    out += 4 * share.begin;
+    for (int i = 0; i < kWordsOfBlock<kBits>; ++i, out += 4 * kPanel) {
+        const int half = i * kPerWord<kBits> / 32;
+        uint32_t codes[kPanel];
+        if (i * kPerWord<kBits> >= valid) {
+            // What lacks in 32 elements are codes of 0, where all lack they stand for 0.
+            std::fill_n(codes, kPanel, 32 * half < valid ? 0 : kBits == 8 ? 0x80808080 : 0x88888888);
+        } else {
+            const uint32_t *from = words + i * pitch + first, *shifts = groups[half].shifts + first;
+            for (int lane = 0; lane < lanes; ++lane) {
+                codes[lane] = kBits == 8 ? from[lane] : by_halves(from[lane]) + (kBits < 4 ? shifts[lane] : 0);
+            }
+        }
+        std::memcpy(out, codes, 2 * bytes);
+    }
+    out -= 2 * share.begin;
+    for (int element = 0; element < kQBlock; element += a.to.group, out += 2 * kPanel) {
+        std::memcpy(out, groups[element / 32].scales + first, bytes);
+    }
+    out += 2 * share.begin;
+    for (int lane = 0; a.to.minima && lane < lanes; ++lane, out += 4) {
+        for (int half = 0; half < 2; ++half) std::memcpy(out + 2 * half, groups[half].minima + first + lane, 2);
+    }
+}
+
+template <int kBits>
+void pack_words_panels(const void* args, int64_t task) {
+    const PackWordsArgs& a = *static_cast<const PackWordsArgs*>(args);
+    const int64_t begin = task * a.together, end = std::min(begin + a.together, a.num_panels);
+    const PanelShare last(a.to, a.first_row, a.rows, end - 1);
+    const int64_t row = PanelShare(a.to, a.first_row, a.rows, begin).row;
+    const int count = static_cast<int>(last.row + last.end - last.begin - row);
+    const int64_t blocks = (a.to.k + kQBlock - 1) / kQBlock, block_bytes = packed_block_bytes(a.to);
+    const int64_t pitch = a.together * kPanel, block_words = kWordsOfBlock<kBits> * pitch;
+    std::vector<uint32_t> words(static_cast<size_t>(block_words)), all;
+    if (a.order) {
+        // Elements in an order of their own are taken from all words of the panel.
+        all.resize(static_cast<size_t>(blocks * block_words));
+        for (int64_t block = 0; block < blocks; ++block) {
+            read_words<kBits>(a, block, row, count, pitch, all.data() + block * block_words);
+        }
+    }
+    LaneGroup groups[2];
+    for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t k = block * kQBlock, valid = std::min<int64_t>(a.to.k - k, kQBlock);
+        if (a.order) {
+            take_words<kBits>(all.data(), a.order + k, valid, pitch, words.data());
+        } else {
+            read_words<kBits>(a, block, row, count, pitch, words.data());
+        }
+        for (int half = 0; half < 2; ++half) {
+            if (32 * half < valid) {
+                groups[half].read(a, (k + 32 * half) / a.group, row, count);
+            } else {
+                groups[half] = LaneGroup();
+            }
+        }
+        for (int64_t panel = begin; panel < end; ++panel) {
+            const PanelShare share(a.to, a.first_row, a.rows, panel);
+            const int first = static_cast<int>(share.row - row);
+            write_words<kBits>(a, valid, words.data(), pitch, groups, first, share, share.out + block * block_bytes);
+        }
     }
 }
 
@@ -227,6 +311,17 @@ const Source& checked_source(int32_t format, int64_t k, int64_t stride) {
     return source;
 }
 
+// How many panels a part has outputs in. Checks that they are the matrix's.
+int64_t panels_of_part(const Matrix& to, int64_t first_row, int64_t rows) {
+    const int64_t outputs = to.gated ? to.n / 2 : to.n;
+    const int64_t end = to.gated ? rows : first_row + rows;
+    if (rows < 0 || first_row < 0 || (to.gated && first_row > 1) || end > outputs) {
+        throw std::invalid_argument("rows " + std::to_string(first_row) + " to " + std::to_string(end) +
+                                    " are not in a matrix of " + std::to_string(outputs) + ".");
+    }
+    return rows ? (end + kPanel - 1) / kPanel - (to.gated ? 0 : first_row / kPanel) : 0;
+}
+
 }  // namespace
 
 std::vector<const char*> source_formats() {
@@ -254,15 +349,29 @@ Launch plan(PackPartArgs& args, const KernelTable&, int) {
                                     " bits, groups of " + std::to_string(args.to.group) + " and " +
                                     (args.to.minima ? "minima." : "no minima."));
     }
-    const int64_t outputs = args.to.gated ? args.to.n / 2 : args.to.n;
-    const int64_t end = args.to.gated ? args.rows : args.first_row + args.rows;
-    if (args.rows < 0 || args.first_row < 0 || (args.to.gated && args.first_row > 1) || end > outputs) {
-        throw std::invalid_argument("rows " + std::to_string(args.first_row) + " to " + std::to_string(end) +
-                                    " are not in a matrix of " + std::to_string(outputs) + ".");
-    }
-    const int64_t first = args.to.gated ? 0 : args.first_row / kPanel;
-    const int64_t tasks = args.rows ? (end + kPanel - 1) / kPanel - first : 0;
+    const int64_t tasks = panels_of_part(args.to, args.first_row, args.rows);
     return {source.pack, &args, tasks, static_cast<double>(args.rows * args.to.k)};
+}
+
+Launch plan(PackWordsArgs& args, const KernelTable&, int) {
+    const int bits = args.to.format == kWeightInt4 ? 4 : args.to.format == kWeightInt8 ? 8 : 0;
+    const bool is_known = args.bits == 2 || args.bits == 3 || args.bits == 4 || args.bits == 8;
+    if (!is_known || std::max(args.bits, 4) != bits || (args.by_outputs && args.bits != 4) ||
+        (args.minima && !args.to.minima) || (args.bits < 4) != (args.shifts != nullptr) || args.group <= 0 ||
+        args.group % 32 != 0) {
+        throw std::invalid_argument("words of " + std::to_string(args.bits) + " bits in groups of " +
+                                    std::to_string(args.group) + " do not fit into " + std::to_string(bits) +
+                                    " bits and " + (args.to.minima ? "minima." : "no minima."));
+    }
+    args.num_panels = panels_of_part(args.to, args.first_row, args.rows);
+    // All words of several panels, as an order wants them, would not fit into a core's own cache.
+    args.together = args.order ? 1 : kTogether;
+    const Kernel kernel = args.bits == 2   ? pack_words_panels<2>
+                          : args.bits == 3 ? pack_words_panels<3>
+                          : args.bits == 4 ? pack_words_panels<4>
+                                           : pack_words_panels<8>;
+    const int64_t tasks = (args.num_panels + args.together - 1) / args.together;
+    return {kernel, &args, tasks, static_cast<double>(args.rows * args.to.k) / 2};
 }
 
 Launch plan(MaxScaleArgs& args) {

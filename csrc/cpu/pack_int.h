@@ -25,6 +25,27 @@ struct PackPartArgs {
 // Throws std::invalid_argument where the matrix has no room for what the source holds (5 bits in 4, minima in none).
 Launch plan(PackPartArgs& args, const KernelTable&, int);
 
+// Packs a matrix [rows, k] whose codes are in words of 32 bits (octavo/quantization/words.py) likewise, into a layout
+// of as many bits, or of four where they are fewer. Words are anywhere: `output_stride` and `word_stride` bytes lie
+// from one output to the next, and from one word of an output. With `by_outputs` a word has AWQ's nibbles of eight
+// outputs: strides are those to the next eight and to the next element of k. `scales`, and `minima` and `shifts` where
+// they are given, are [k / group, rows], rounded up; a shift is added to codes of less than four bits. With `order`
+// element i of k is what order[i] is in the words. A task packs some neighbouring panels.
+struct PackWordsArgs {
+    Matrix to;
+    const uint8_t* words;
+    int64_t output_stride, word_stride, rows, first_row, group;
+    int32_t bits, by_outputs;
+    const float *scales, *minima;
+    const uint8_t* shifts;
+    const int32_t* order;
+    // Planned.
+    int64_t num_panels, together;
+};
+
+// Throws std::invalid_argument where the matrix has no room for the codes.
+Launch plan(PackWordsArgs& args, const KernelTable&, int);
+
 // The largest finite scale in these rows, from which the factor of a matrix is chosen. Results are by 32 rows.
 struct MaxScaleArgs {
     const uint8_t* source;

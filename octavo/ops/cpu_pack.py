@@ -1,7 +1,8 @@
 """Matrices into the panels of the native kernels, once, at load: which layout, how much memory, the calls that fill it.
 
 The packing itself is csrc/cpu/pack.cpp and pack_int.cpp, which read the file's bytes and write the panels, so that a
-matrix is never in memory twice. Of formats that these do not read they get unpacked codes.
+matrix is never in memory twice: blocks, floats, and codes in words. Of formats that these do not read they get unpacked
+codes.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from octavo.ops.cpu_arrays import UINT8, code_of, is_dense, stride
 from octavo.ops.cpu_memory import zeros
 from octavo.quantization import Codes, Layout, StoredWeight, common_layout, common_order, dequantize, layout_of, unpack
 from octavo.quantization.arrays import transposed
-from octavo.quantization.formats import KEPT_ON_CPUS
-from octavo.quantization.unpacking import ROUNDED
+from octavo.quantization.formats import BLOCK_TYPES, KEPT_ON_CPUS
+from octavo.quantization.unpacking import ROUNDED, words_of
+from octavo.quantization.words import Words
 
 _PLAIN = ("F32", "F16", "BF16")  # formats of floats that stay floats
 _NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -182,7 +184,7 @@ def _pack_runs(
     sources = [_source(part) for part in parts]
     runs = [list(run) for _, run in groupby(sources, lambda source: (source.kept, source.layout))]
     rows = [sum(source.num_rows for source in run) for run in runs]
-    is_ordered = any(source.codes is not None and source.codes.order is not None for source in sources)
+    is_ordered = any(source.order is not None for source in sources)
     if gated or is_ordered or any(n % _cpu.PANEL for n in rows[:-1]):
         runs, rows = [sources], [sum(rows)]
     biases = [None] * len(runs) if bias is None else np.split(bias, list(accumulate(rows[:-1])))
@@ -254,8 +256,10 @@ def _pack_sources(sources: Sequence[_Source], gated: bool) -> PackedIntegers:
     num_in, num_out = sources[0].num_in, sum(source.num_rows for source in sources)
     assert all(source.num_in == num_in for source in sources), f"parts of {[s.num_in for s in sources]} inputs"
     assert not gated or (len(sources) == 2 and sources[0].num_rows == sources[1].num_rows)
-    order = common_order([source.codes for source in sources])
+    order = common_order([source.order for source in sources])
     layout = common_layout(source.layout for source in sources)
+    # Words are read into a layout of their own bits; beside codes of more they are codes.
+    sources = [source.unpacked() if source.layout.bits != layout.bits else source for source in sources]
     factor = _factor(sources)
     kept = {source.kept for source in sources}
     format = kept.pop() if len(kept) == 1 else None
@@ -266,31 +270,43 @@ def _pack_sources(sources: Sequence[_Source], gated: bool) -> PackedIntegers:
     matrix = _cpu.Matrix(data, 0, *what)
     first_row = 0
     for source in sources:
-        array = source.rows()
-        _cpu.pack_part(matrix, first_row, array, source.format, _stride_bytes(array), source.num_rows)
+        if isinstance(source.opened, Words):
+            _pack_words(matrix, first_row, source.opened, order)
+        else:
+            array = source.rows()
+            _cpu.pack_part(matrix, first_row, array, source.format, _stride_bytes(array), source.num_rows)
         first_row += 1 if gated else source.num_rows
     return PackedIntegers(data, num_out, num_in, layout, format, factor, gated, order)
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A part as the native packer takes it: `data` of a format that it reads, or `codes`, which are put into one."""
+    """A part as the native packer takes it: `data` of a format that it reads, or `opened`: words, or codes, which are
+    put into a format."""
 
     layout: Layout
-    format: int  # of SOURCE_FORMATS
-    kept: int | None  # WEIGHT_* that keeps its superblocks
-    has_half_scales: bool
     num_rows: int
     num_in: int
-    data: NDArray[Any] | None
-    codes: Codes | None
+    format: int = -1  # of SOURCE_FORMATS; words have none
+    kept: int | None = None  # WEIGHT_* that keeps its superblocks
+    has_half_scales: bool = False
+    data: NDArray[Any] | None = None
+    opened: Codes | Words | None = None
+
+    @property
+    def order(self) -> NDArray[Any] | None:
+        return None if self.opened is None else self.opened.order
+
+    def unpacked(self) -> _Source:
+        """Without words."""
+        return _of_codes(self.opened.unpacked()) if isinstance(self.opened, Words) else self
 
     def rows(self) -> NDArray[Any]:
         """[num_rows, bytes or elements]"""
         if self.data is not None:
             return self.data
-        assert self.codes is not None
-        return _staged(self.codes)
+        assert isinstance(self.opened, Codes)
+        return _staged(self.opened)
 
 
 def _source(part: StoredWeight) -> _Source:
@@ -298,10 +314,8 @@ def _source(part: StoredWeight) -> _Source:
 
     def read(format: str, layout: Layout, data: NDArray[Any]) -> _Source:
         assert data.shape[0] == num_rows, f"{data.shape[0]} rows in a matrix {part.shape}"
-        has_half_scales = name in _PLAIN_SCALES
-        return _Source(
-            layout, _cpu.SOURCE_FORMATS[format], _KEPT.get(name), has_half_scales, num_rows, num_in, data, None
-        )
+        source_format, has_half_scales = _cpu.SOURCE_FORMATS[format], name in _PLAIN_SCALES
+        return _Source(layout, num_rows, num_in, source_format, _KEPT.get(name), has_half_scales, data)
 
     if name in _QUANTIZED:
         data = _dense(part.data)
@@ -309,14 +323,23 @@ def _source(part: StoredWeight) -> _Source:
         return read(f"{_NAMES[data.dtype.name]}{_QUANTIZED[name]}", layout_of(name), data)
     if name in ROUNDED:  # by the native packer, as floats that are quantized at load
         return read("F32", layout_of("INT8"), dequantize(part))
-    if name in _cpu.SOURCE_FORMATS:
+    if name in BLOCK_TYPES and name in _cpu.SOURCE_FORMATS:
         data = _dense(part.data)
         assert data.dtype == UINT8
         return read(name, layout_of(name), data)
     if name == "FP8":
         layout_of(name)  # which refuses it
-    codes = unpack(part)
-    layout = codes.layout
+    words = words_of(part)
+    if words is None:
+        return _of_codes(unpack(part), name)
+    if words.groups.group % 32:
+        return _of_codes(words.unpacked(), name)
+    has_half_scales = _are_halves(words.scales)
+    return _Source(words.layout, num_rows, num_in, has_half_scales=has_half_scales, opened=words)
+
+
+def _of_codes(codes: Codes, name: str = "") -> _Source:
+    layout, (num_rows, num_in) = codes.layout, codes.shape
     if codes.group % layout.group or (layout.minima and layout.group != 32):
         raise ConfigError(
             f"{name} matrices with groups of {codes.group} are not built for CPUs; multiples of 32 are, and without "
@@ -326,9 +349,26 @@ def _source(part: StoredWeight) -> _Source:
         f"CODES{layout.bits}{' MINIMA' if layout.minima else ' BY 16' if layout.group == 16 else ''}"
     ]
     codes = codes.widened(layout.bits, layout.group, layout.minima)
+    has_half_scales = _are_halves(codes.scales)
+    return _Source(layout, num_rows, num_in, format, has_half_scales=has_half_scales, opened=codes)
+
+
+def _are_halves(scales: NDArray[np.float32]) -> bool:
     with np.errstate(over="ignore"):
-        has_half_scales = bool((codes.scales.astype(np.float16) == codes.scales).all())
-    return _Source(layout, format, None, has_half_scales, num_rows, num_in, None, codes)
+        return bool((scales.astype(np.float16) == scales).all())
+
+
+def _pack_words(matrix: _cpu.Matrix, first_row: int, words: Words, order: NDArray[np.int32] | None) -> None:
+    groups, strides = words.groups, words.words.strides
+    scales, minima, shifts = (
+        0 if x is None else np.ascontiguousarray(np.broadcast_to(x, groups.scales.shape).T.astype(dtype, copy=False))
+        for x, dtype in ((groups.scales, np.float32), (groups.minima, np.float32), (groups.shifts, np.uint8))
+    )
+    num_rows = groups.scales.shape[0]
+    _cpu.pack_words(
+        matrix, first_row, words.words, *strides, num_rows, words.bits, words.by_outputs, scales, minima, shifts,
+        groups.group, 0 if order is None else order,
+    )  # fmt: skip
 
 
 def _stride_bytes(rows: NDArray[Any]) -> int:
@@ -366,8 +406,8 @@ def _factor(sources: Sequence[_Source]) -> float:
         return 1.0
     largest = 0.0
     for source in sources:
-        if source.codes is not None:
-            scales = np.abs(source.codes.scales)
+        if source.opened is not None:
+            scales = np.abs(source.opened.scales)
             found = float(scales[np.isfinite(scales)].max(initial=0))
         else:
             array = source.rows()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from octavo.errors import ConfigError
 from octavo.quantization.arrays import Array, arange, cast, namespace, padded, repeated
-from octavo.quantization.layout import Layout
+from octavo.quantization.layout import Layout, least_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,7 @@ class Codes:
 
     @property
     def layout(self) -> Layout:
-        """The least that holds it."""
-        by_32 = self.group % 32 == 0
-        return Layout(self.bits if by_32 else 8, 32 if by_32 else 16, self.minima is not None)
+        return least_layout(self.bits, self.group, self.minima is not None)
 
     def widened(self, bits: int, group: int, minima: bool) -> Codes:
         """The same matrix with at least as many bits, groups at most as long, and with minima if those are wanted."""
@@ -68,10 +66,34 @@ class Codes:
         return values if self.order is None else values[:, namespace(self.order).argsort(self.order)]
 
 
-def grouped(bits: int, codes: Array, scales: Array, zeros: Array | None, order: Array | None = None) -> Codes:
-    """scale * (code - zero), [N, K] with scales and zeros [N, groups], as `Codes`: without minima if all zeros are in
-    the middle, as they are where none are given. One group for all of a row becomes groups of 128."""
-    k, num_groups = codes.shape[1], scales.shape[1]
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """What the elements of each group have in common, as `Codes` have it: `bits` are those of codes to which `shifts`,
+    int16 [N, ceil(K / group)] or one for all, are added."""
+
+    bits: int
+    group: int
+    scales: Array
+    minima: Array | None = None
+    shifts: Array | int | None = None
+
+    @property
+    def layout(self) -> Layout:
+        return least_layout(self.bits, self.group, self.minima is not None)
+
+    def of(self, codes: Array, order: Array | None = None) -> Codes:
+        """The matrix of these codes, uint8 [N, K]."""
+        shifts = self.shifts
+        if shifts is not None:
+            shifts = shifts if isinstance(shifts, int) else repeated(shifts, self.group, codes.shape[1])
+            codes = cast(cast(codes, "int16") + shifts, "uint8")
+        return Codes(self.bits, self.group, codes, self.scales, self.minima, order)
+
+
+def groups_of(bits: int, k: int, scales: Array, zeros: Array | None) -> Groups:
+    """Those of scale * (code - zero), [N, K] with scales and zeros [N, groups]: without minima if all zeros are in the
+    middle, as they are where none are given. One group for all of a row becomes groups of 128."""
+    num_groups = scales.shape[1]
     group = -(-k // num_groups)
     if num_groups == 1:
         group = 128
@@ -82,17 +104,13 @@ def grouped(bits: int, codes: Array, scales: Array, zeros: Array | None, order: 
         zeros = None
     if bits < 4:
         # Codes of two and three bits are as far from any zero as codes of four are from theirs.
-        shift = 8 - middle if zeros is None else repeated(8 - cast(zeros, "int16"), group, k)
-        return Codes(4, group, cast(cast(codes, "int16") + shift, "uint8"), scales, None, order)
-    if zeros is None:
-        return Codes(bits, group, codes, scales, None, order)
-    return Codes(bits, group, codes, scales, -scales * cast(zeros, "float32"), order)
+        return Groups(4, group, scales, shifts=8 - (middle if zeros is None else cast(zeros, "int16")))
+    return Groups(bits, group, scales, None if zeros is None else -scales * cast(zeros, "float32"))
 
 
-def common_order(parts: Sequence[Codes | None]) -> Array | None:
+def common_order(orders: Sequence[Array | None]) -> Array | None:
     """The order of the columns of matrices that are stacked, int32; None if they are in the model's. Raises
     `ConfigError` where they differ. Parts of None are in the model's."""
-    orders = [None if part is None else part.order for part in parts]
     first = next((order for order in orders if order is not None), None)
     if first is None:
         return None

@@ -24,6 +24,11 @@ class Layout:
         return -(-num_out // PANEL) * PANEL * -(-num_in // BLOCK) * block
 
 
+def least_layout(bits: int, group: int, minima: bool) -> Layout:
+    """The least that holds codes of `bits`, 4 or 8, in groups of any multiple of 16."""
+    return Layout(bits, 32, minima) if group % 32 == 0 else Layout(8, 16, minima)
+
+
 def common_layout(layouts: Iterable[Layout]) -> Layout:
     """The least layout that holds matrices of all these: for projections that are stacked into one."""
     found = list(layouts)

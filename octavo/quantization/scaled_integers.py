@@ -7,24 +7,25 @@ packed along N likewise, "qzeros" [N, groups]. "INT8_SCALED" and "INT4_SCALED": 
 from __future__ import annotations
 
 from octavo.quantization.arrays import Array, cast
-from octavo.quantization.codes import Codes, grouped, in_order_of_groups
-from octavo.quantization.gptq import unpack_words
+from octavo.quantization.codes import Codes, groups_of, in_order_of_groups
 from octavo.quantization.stored import StoredWeight
+from octavo.quantization.words import Words, unpack_words
 
 
-def unpack_packed(stored: StoredWeight) -> Codes:
+def words(stored: StoredWeight) -> Words:
     tensors, (num_out, k) = stored.tensors, stored.shape
     bits = 32 * tensors["qweight"].shape[1] // k
-    codes, zeros = unpack_words(tensors["qweight"], bits), tensors.get("qzeros")
+    zeros = tensors.get("qzeros")
     if zeros is not None:
         zeros = cast(unpack_words(zeros.T, bits).T[:num_out], "int16")
     order = in_order_of_groups(tensors.get("g_idx"), tensors["scales"].shape[1])
-    return grouped(bits, codes if order is None else codes[:, order], tensors["scales"], zeros, order)
+    return Words(tensors["qweight"], bits, groups_of(bits, k, tensors["scales"], zeros), order)
 
 
 def unpack_scaled(stored: StoredWeight) -> Codes:
     bits = 4 if stored.format == "INT4_SCALED" else 8
-    return grouped(bits, _above(stored.tensors["codes"], bits), stored.tensors["scales"], _zeros(stored, bits))
+    groups = groups_of(bits, stored.shape[1], stored.tensors["scales"], _zeros(stored, bits))
+    return groups.of(_above(stored.tensors["codes"], bits))
 
 
 def _zeros(stored: StoredWeight, bits: int) -> Array | None:

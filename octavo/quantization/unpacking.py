@@ -15,6 +15,7 @@ from octavo.quantization.codes import Codes, rounded
 from octavo.quantization.formats import BLOCK_TYPES, KEPT_ON_CPUS, PLAIN
 from octavo.quantization.layout import PANEL, Layout
 from octavo.quantization.stored import StoredWeight
+from octavo.quantization.words import Words
 
 
 def _given(stored: StoredWeight) -> Codes:
@@ -31,15 +32,18 @@ _VALUES: dict[str, Callable[[StoredWeight], Array]] = {
     "CODEBOOK4": four_bits.codebook_values,
     gguf.Q2_K: gguf.q2_k_values,
 }
+_WORDS: dict[str, Callable[[StoredWeight], Words]] = {
+    "GPTQ": gptq.words,
+    "GPTQ_V2": gptq.words,
+    "AWQ": awq.words,
+    "AWQ_GEMV": awq.words_gemv,
+    "INT_PACKED": scaled_integers.words,
+}
 _UNPACKERS: dict[str, Callable[[StoredWeight], Codes]] = {
     **dict.fromkeys(gguf.LAYOUTS, gguf.unpack),
     int8.FORMAT: int8.unpack,
     int4.FORMAT: int4.unpack,
-    "GPTQ": gptq.unpack,
-    "GPTQ_V2": gptq.unpack,
-    "AWQ": awq.unpack,
-    "AWQ_GEMV": awq.unpack_gemv,
-    "INT_PACKED": scaled_integers.unpack_packed,
+    **dict.fromkeys(_WORDS, lambda stored: _WORDS[stored.format](stored).unpacked()),
     "INT8_SCALED": scaled_integers.unpack_scaled,
     "INT4_SCALED": scaled_integers.unpack_scaled,
     "FP8_SCALED": lambda stored: rounded(fp8.scaled_values(stored)),
@@ -63,6 +67,12 @@ def unpack(stored: StoredWeight) -> Codes:
     if unpacker is None:
         raise ConfigError(f"{stored.format} matrices have no codes; these have: {', '.join(_UNPACKERS)}.")
     return unpacker(stored)
+
+
+def words_of(stored: StoredWeight) -> Words | None:
+    """The same before codes are unpacked, of formats that have them in words."""
+    read = _WORDS.get(stored.format)
+    return None if read is None else read(stored)
 
 
 def as_stored(codes: Codes) -> StoredWeight:

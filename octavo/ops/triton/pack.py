@@ -157,7 +157,7 @@ def _pack_integers(
         for start, end in rows.pieces(part.shape[0]):
             yield start, unpack(part.rows(start, end)).widened(layout.bits, layout.group, layout.minima)
 
-    order = common_order([part if isinstance(part, Codes) else None for part in opened])
+    order = common_order([part.order if isinstance(part, Codes) else None for part in opened])
     block = BLOCK_WORDS * 32 // layout.bits
     num_blocks = -(-rows.num_in // block)
     num_groups = _rounded_up(num_blocks * block // layout.group, 2)
