@@ -271,6 +271,7 @@ def _pack_sources(sources: Sequence[_Source], gated: bool) -> PackedIntegers:
     first_row = 0
     for source in sources:
         if isinstance(source.opened, Words):
+            assert source.opened.shape == (source.num_rows, num_in)
             _pack_words(matrix, first_row, source.opened, order)
         else:
             array = source.rows()

@@ -30,6 +30,12 @@ class Words:
         return self.groups.scales
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)"""
+        num_rows, num_columns = self.words.shape
+        return (8 * num_rows, num_columns) if self.by_outputs else (num_rows, num_columns * 32 // self.bits)
+
+    @property
     def layout(self) -> Layout:
         return self.groups.layout
 
