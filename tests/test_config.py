@@ -424,10 +424,10 @@ def test_several_gpus_have_adapters(model: dict[str, Any], gpu: None, monkeypatc
     assert config(tensor_parallel_size=2, enable_lora=True, **model).lora is not None
 
 
-def test_the_first_of_15_layers_is_precise_where_weights_have_few_bits(tmp_path: Path, model: dict[str, Any]) -> None:
+def test_the_first_of_10_layers_is_precise_where_weights_have_few_bits(tmp_path: Path, model: dict[str, Any]) -> None:
     (tmp_path / "deep").mkdir()
     deep = {"model": write_model(tmp_path / "deep", num_hidden_layers=48), "load_format": "dummy"}
-    assert config(**deep).model.num_precise_layers == 3
+    assert config(**deep).model.num_precise_layers == 4
     assert config(**deep, quantization="int8", precise_layers=48).model.num_precise_layers == 48
     assert config(**model).model.num_precise_layers == 0
     for flags, message in [

@@ -73,7 +73,7 @@ class EngineArgs(Flags):
     precise_layers: int | None = flag(
         None, "Layers, from the first one on, that multiply weights of few bits, but for gate and up, with inputs of "
         "sixteen bits and not of eight, on CPUs: answers are closer to those of float32, and prompts take half as long "
-        "again in such a layer. Default: one of 15.",
+        "again in such a layer. Default: one of 10.",
     )  # fmt: skip
     generation_config: Literal["auto", "none", "vllm"] = flag(
         "auto", "Where sampling defaults come from: the model's generation_config, or ('none', 'vllm') Octavo's own."

@@ -20,7 +20,7 @@ _FILE_METHODS = (
 )  # fmt: skip
 # By default the first of so many layers is precise: what it turns on or off, as attention sinks, stays so in all others
 # (docs/performance.md).
-_LAYERS_OF_ONE_PRECISE = 15
+_LAYERS_OF_ONE_PRECISE = 10
 # Of --kv-cache-dtype, what is another type than the model's. No CPU multiplies eight-bit floats: fp8 asks for bytes.
 CACHE_BYTES = {"int8": "int8", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
