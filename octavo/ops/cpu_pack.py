@@ -198,17 +198,9 @@ def _pack_integers(
     packed = _pack_sources(sources, gated)
     layout, shape = packed.layout, (packed.num_out, packed.num_in)
     return packed_weight(
-        packed.data,
-        shape,
-        packed.format,
-        bias,
-        gated,
-        layout.group,
-        layout.minima,
-        packed.factor,
-        packed.order,
+        packed.data, shape, packed.format, bias, gated, layout.group, layout.minima, packed.factor, packed.order,
         is_precise,
-    )
+    )  # fmt: skip
 
 
 def _pack_floats(parts: list[NDArray[Any]], bias: NDArray[Any] | None, gated: bool) -> PackedWeight:
