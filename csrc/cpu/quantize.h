@@ -33,10 +33,16 @@ inline float largest_below(const float* x, int n, float limit) {
     return reduce_max(highest);
 }
 
+// Which of n elements, at most 32, have a magnitude of at least `least`: a bit each.
+inline uint32_t which_reach(const float* x, int n, float least) {
+    uint32_t which = 0;
+    for (int i = 0; i < n; i += kLanes) which |= lanes_at_least(abs(load(x + i)), set1(least)) << i;
+    return which;
+}
+
 // Takes the elements of at least `least` out of n, at most 32, if they are no more than are kept apart.
 inline bool take_outliers(float* x, int n, float least, int first, float* outlier, uint8_t* outlier_at) {
-    uint32_t wanted = 0;
-    for (int i = 0; i < n; i += kLanes) wanted |= lanes_at_least(abs(load(x + i)), set1(least)) << i;
+    uint32_t wanted = which_reach(x, n, least);
     if (__builtin_popcount(wanted) > kMaxOutliers) return false;
     for (; wanted != 0; wanted &= wanted - 1) {
         const int at = __builtin_ctz(wanted);
@@ -46,6 +52,9 @@ inline bool take_outliers(float* x, int n, float least, int first, float* outlie
     }
     return true;
 }
+
+// Those that are kept apart leave less than this of the largest: where more of them reach it, there are none to look for.
+constexpr float kLeftByOutliers = 1.02f / kOutlierRatio;
 
 // One block from kQBlock floats, of which outliers are taken out. A block that is not finite yields NaN in all that it
 // is multiplied with. One below 2^-100 is zero: the quotient would overflow.
@@ -60,7 +69,8 @@ inline void quantize_block(float* x, QBlock& out) {
             out.outlier[half][i] = 0.0f;
             out.outlier_at[half][i] = static_cast<uint8_t>(half * kHalf);
         }
-        if (absmax >= 0x1p-100f && absmax < __builtin_inff()) {
+        if (absmax >= 0x1p-100f && absmax < __builtin_inff() &&
+            __builtin_popcount(which_reach(of_half, kHalf, kLeftByOutliers * absmax)) <= kMaxOutliers) {
             const float second = largest_below(of_half, kHalf, absmax);
             const float third = largest_below(of_half, kHalf, second);
             const auto take = [&](float least) {
