@@ -257,6 +257,7 @@ def test_a_message_of_the_assistant_may_be_empty(
         ({"guided_regex": "(?=a)"}, "guided_regex cannot be followed: "),
         ({"guided_json": "{"}, "guided_json cannot be read: "),
         ({"guided_grammar": "start: nobody"}, 'guided_grammar cannot be followed: at 1(8): unknown name: "nobody"'),
+        ({"structural_tag": "{"}, "structural_tag cannot be read: Expecting"),
         ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json cannot be followed: Unimplemented"),
     ],
 )
@@ -272,6 +273,8 @@ def test_values_that_ask_for_nothing_are_taken(http: httpx.Client) -> None:
         "tool_choice": "none",
         "response_format": {"type": "text"},
         "functions": None,
+        "top_logprobs": 0,
+        "structural_tag": None,
         "echo": False,
         "vllm_xargs": {},
         "truncation_side": "left",
