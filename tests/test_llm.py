@@ -428,3 +428,13 @@ def test_the_longest_sequence_is_what_the_cache_holds_where_that_is_left_open() 
     assert llm.config.model.max_model_len == 160
     (output,) = llm.generate({"prompt_token_ids": [5] * 150}, greedy(99, ignore_eos=True), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 10
+
+
+def test_scores_are_of_texts_in_every_form_that_holds_one() -> None:
+    with LLM(runner="pooling", max_model_len=64) as llm:
+        (as_text,) = llm.score("a cat", "a dog", use_tqdm=False)
+        (as_dictionary,) = llm.score({"prompt": "a cat"}, [{"prompt": "a dog"}], use_tqdm=False)
+        assert as_dictionary.outputs.score == as_text.outputs.score
+        for tokens in ([504, 260], [[504, 260]], {"prompt_token_ids": [504, 260]}):
+            with pytest.raises(RequestError, match="data_2 must be a text or a list of them"):
+                llm.score("a cat", tokens, use_tqdm=False)
