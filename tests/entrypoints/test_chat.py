@@ -267,6 +267,12 @@ def test_what_is_wrong_with_a_conversation_is_said(http: httpx.Client, fields: d
     assert message in response.json()["error"]["message"]
 
 
+def test_an_error_of_the_prompt_names_the_messages(http: httpx.Client) -> None:
+    long = {"role": "user", "content": "x" * 5000}
+    error = http.post("/v1/chat/completions", json={"messages": [long]}).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+
+
 def test_values_that_ask_for_nothing_are_taken(http: httpx.Client) -> None:
     idle = {
         "tools": [],
