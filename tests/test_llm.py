@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -283,6 +285,25 @@ def test_a_failing_logits_processor_fails_its_request_and_leaves_the_engine_well
     with pytest.raises(RequestError, match="ZeroDivisionError: on purpose"):
         llm.generate("Hello", greedy(3, logits_processors=[broken]), use_tqdm=False)
     assert llm.generate("Hello", greedy(3, ignore_eos=True), use_tqdm=False)[0].finished
+
+
+def test_an_interrupt_waits_for_the_end_of_its_step_and_leaves_the_engine_well(llm: LLM) -> None:
+    def interrupt(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        signal.raise_signal(signal.SIGINT)
+        return logits
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["Hello", "World"], greedy(9, logits_processors=[interrupt], ignore_eos=True), use_tqdm=False)
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert llm.generate("Hello", greedy(3, ignore_eos=True), use_tqdm=False)[0].finished
+
+
+def test_threads_wait_for_each_other(llm: LLM) -> None:
+    prompts = ["One", "Two", "Three"]
+    alone = [output.outputs[0].text for output in llm.generate(prompts, greedy(5), use_tqdm=False)]
+    with ThreadPoolExecutor(3) as pool:
+        found = pool.map(lambda prompt: llm.generate(prompt, greedy(5), use_tqdm=False)[0].outputs[0].text, prompts)
+        assert list(found) == alone
 
 
 def test_a_second_run_finds_its_prompt_in_the_cache(llm: LLM) -> None:
