@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -285,6 +287,25 @@ def test_a_failing_logits_processor_fails_its_request_and_leaves_the_engine_well
     assert llm.generate("Hello", greedy(3, ignore_eos=True), use_tqdm=False)[0].finished
 
 
+def test_an_interrupt_waits_for_the_end_of_its_step_and_leaves_the_engine_well(llm: LLM) -> None:
+    def interrupt(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        signal.raise_signal(signal.SIGINT)
+        return logits
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["Hello", "World"], greedy(9, logits_processors=[interrupt], ignore_eos=True), use_tqdm=False)
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert llm.generate("Hello", greedy(3, ignore_eos=True), use_tqdm=False)[0].finished
+
+
+def test_threads_wait_for_each_other(llm: LLM) -> None:
+    prompts = ["One", "Two", "Three"]
+    alone = [output.outputs[0].text for output in llm.generate(prompts, greedy(5), use_tqdm=False)]
+    with ThreadPoolExecutor(3) as pool:
+        found = pool.map(lambda prompt: llm.generate(prompt, greedy(5), use_tqdm=False)[0].outputs[0].text, prompts)
+        assert list(found) == alone
+
+
 def test_a_second_run_finds_its_prompt_in_the_cache(llm: LLM) -> None:
     prompt = {"prompt_token_ids": list(range(2000, 2100))}
     (first,) = llm.generate(prompt, greedy(4), use_tqdm=False)
@@ -428,3 +449,13 @@ def test_the_longest_sequence_is_what_the_cache_holds_where_that_is_left_open() 
     assert llm.config.model.max_model_len == 160
     (output,) = llm.generate({"prompt_token_ids": [5] * 150}, greedy(99, ignore_eos=True), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 10
+
+
+def test_scores_are_of_texts_in_every_form_that_holds_one() -> None:
+    with LLM(runner="pooling", max_model_len=64) as llm:
+        (as_text,) = llm.score("a cat", "a dog", use_tqdm=False)
+        (as_dictionary,) = llm.score({"prompt": "a cat"}, [{"prompt": "a dog"}], use_tqdm=False)
+        assert as_dictionary.outputs.score == as_text.outputs.score
+        for tokens in ([504, 260], [[504, 260]], {"prompt_token_ids": [504, 260]}):
+            with pytest.raises(RequestError, match="data_2 must be a text or a list of them"):
+                llm.score("a cat", tokens, use_tqdm=False)

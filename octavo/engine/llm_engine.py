@@ -17,6 +17,7 @@ from octavo.engine.output_processor import OutputProcessor, RequestFailed
 from octavo.engine.sleeping import SLEEPERS, check_level, woken_by
 from octavo.engine.wire import AdapterLoaded
 from octavo.errors import OctavoError, RequestError
+from octavo.interrupts import uninterrupted
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.lora.request import LoRARequest
 from octavo.metrics.log_line import LogLine
@@ -44,7 +45,7 @@ class LLMEngine(StepCalls):
         self._failed: list[RequestFailed] = []  # whose errors are to be raised
         self._ids: dict[str, str] = {}  # the core's, by the caller's
         self._lora_requests: dict[str, LoRARequest] = {}  # by the caller's ids
-        self._arrived: list[Output] = []  # while an adapter was loaded
+        self._arrived: list[Output] = []  # what `step` has still to bring
         self._adapters = NamedAdapters()
 
     @classmethod
@@ -75,23 +76,25 @@ class LLMEngine(StepCalls):
 
     def add(self, request: EngineRequest, shown_id: str | None = None, lora_request: LoRARequest | None = None) -> None:
         core, name = self.core, shown_id or request.request_id
-        self._ids[name] = request.request_id
-        self._outputs.add(request, name)
-        core.add(request)
-        if lora_request is not None:
-            self._lora_requests[name] = lora_request
+        with uninterrupted():
+            self._ids[name] = request.request_id
+            self._outputs.add(request, name)
+            core.add(request)
+            if lora_request is not None:
+                self._lora_requests[name] = lora_request
 
     def is_under_way(self, request_id: str) -> bool:
         return request_id in self._ids
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        for one in [request_id] if isinstance(request_id, str) else list(request_id):
-            self._failed = [failed for failed in self._failed if failed.request_id != one]
-            self._arrived = [output for output in self._arrived if output.request_id != one]
-            self._lora_requests.pop(one, None)
-            if (own_id := self._ids.pop(one, None)) is not None:
-                self._outputs.drop(own_id)
-                self.core.abort(own_id)
+        with uninterrupted():
+            for one in [request_id] if isinstance(request_id, str) else list(request_id):
+                self._failed = [failed for failed in self._failed if failed.request_id != one]
+                self._arrived = [output for output in self._arrived if output.request_id != one]
+                self._lora_requests.pop(one, None)
+                if (own_id := self._ids.pop(one, None)) is not None:
+                    self._outputs.drop(own_id)
+                    self.core.abort(own_id)
 
     def get_num_unfinished_requests(self) -> int:
         return len(self._outputs.requests) + sum(output.finished for output in self._arrived)
@@ -102,9 +105,9 @@ class LLMEngine(StepCalls):
     def step(self) -> list[Output]:
         """What one step has brought. A request that failed on its way raises its error, once nothing else is to be
         returned."""
+        if not self._arrived and not self._failed:
+            self._advance()
         outputs, self._arrived = self._arrived, []
-        if not outputs and not self._failed:
-            outputs, _ = self._advance()
         if self._failed and not outputs:
             raise self._failed.pop(0).error
         return outputs
@@ -137,17 +140,19 @@ class LLMEngine(StepCalls):
         """Step until an adapter is on the host. What comes of requests meanwhile is the next `step`'s to bring."""
         self.core.load_adapter(source, pins)
         while True:
-            outputs, loaded = self._advance()
-            self._arrived += outputs
-            for one in loaded:
+            for one in self._advance():
                 if one.identity != source.identity:  # of a call that was interrupted
                     continue
                 if one.error is not None:
                     raise RequestError(one.error, param="lora_path")
                 return
 
-    def _advance(self) -> tuple[list[Output], list[AdapterLoaded]]:
-        """A step of the core: what it has brought, but for failures, and the adapters that came with it."""
+    def _advance(self) -> list[AdapterLoaded]:
+        """A step of the core: notes what it has brought, and returns the adapters that came with it."""
+        with uninterrupted():
+            return self._advance_core()
+
+    def _advance_core(self) -> list[AdapterLoaded]:
         step = self.core.step()
         self.metrics.record_step(step.stats)
         results, aborts = self._outputs.process(step.outputs)
@@ -163,7 +168,8 @@ class LLMEngine(StepCalls):
             self._lora_requests = {name: lora for name, lora in self._lora_requests.items() if name in self._ids}
         for one in step.adapters:
             self._adapters.loaded(one)
-        return outputs, step.adapters
+        self._arrived += outputs
+        return step.adapters
 
     def sleep(self, level: int = 1) -> None:
         check_level(level)

@@ -4,6 +4,7 @@ there are several engines."""
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -50,6 +51,7 @@ class LLM(PoolingMethods):
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=model, **engine_args))
         self.config, self.tokenizer = self.llm_engine.config, self.llm_engine.tokenizer
         self.inputs = self.llm_engine.inputs
+        self._runs = threading.RLock()  # one call's requests at a time, as each call steps the engine itself
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
@@ -280,7 +282,13 @@ class LLM(PoolingMethods):
     def run(
         self, requests: list[EngineRequest], use_tqdm: UseTqdm
     ) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
-        """Have the engine compute requests, and return what they gave, in order."""
+        """Have the engine compute requests, and return what they gave, in order. Calls of other threads wait."""
+        with self._runs:
+            return self._run(requests, use_tqdm)
+
+    def _run(
+        self, requests: list[EngineRequest], use_tqdm: UseTqdm
+    ) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
         from tqdm import tqdm
 
         engine = self.llm_engine

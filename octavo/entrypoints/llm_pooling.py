@@ -127,8 +127,8 @@ class PoolingMethods:
 
     def score(
         self,
-        data_1: str | Sequence[str],
-        data_2: str | Sequence[str],
+        data_1: PromptInput | Sequence[PromptInput],
+        data_2: PromptInput | Sequence[PromptInput],
         use_tqdm: UseTqdm = True,
         *,
         pooling_params: PoolingParams | None = None,
@@ -138,10 +138,9 @@ class PoolingMethods:
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ScoringRequestOutput]:
         """How well a text goes with each of several, or each of several with its own: by a cross-encoder, by the cosine
-        of embeddings, or by the vectors of tokens."""
+        of embeddings, or by the vectors of tokens. They are text, `{"prompt": ...}`, or a list of them."""
         refuse_kwargs(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        queries = [data_1] if isinstance(data_1, str) else list(data_1)
-        documents = [data_2] if isinstance(data_2, str) else list(data_2)
+        queries, documents = _texts(data_1, "data_1"), _texts(data_2, "data_2")
         params = self._with(pooling_params or PoolingParams(), None, truncate_prompt_tokens)
         scores = Scores(PoolingInput(self.inputs), queries, documents, params, instruction=instruction)
         outputs = self._pooled(scores.requests, use_tqdm)
@@ -157,3 +156,14 @@ class PoolingMethods:
         if truncate_prompt_tokens is None:
             truncate_prompt_tokens = params.truncate_prompt_tokens
         return msgspec.structs.replace(params, task=task or params.task, truncate_prompt_tokens=truncate_prompt_tokens)
+
+
+def _texts(data: PromptInput | Sequence[PromptInput], name: str) -> list[str]:
+    """Those of one side of `score`. Raises `RequestError` for what is no text, such as token ids."""
+    texts = []
+    for given in as_prompts(data):
+        text = given.get("prompt") if isinstance(given, Mapping) else given
+        if not isinstance(text, str):
+            raise RequestError(f"{name} must be a text or a list of them, got {given!r:.100}.", param=name)
+        texts.append(text)
+    return texts

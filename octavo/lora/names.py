@@ -76,7 +76,10 @@ class AdapterNames:
         place = self._below_root(Path(path))
         if place is None:
             roots = ", ".join(self._config.roots) or "none is given"
-            raise RequestError(f"lora_path must be below a folder of --lora-root ({roots}).", param="lora_path")
+            raise RequestError(
+                f"lora_path must be a folder or a .gguf file below a folder of --lora-root ({roots}).",
+                param="lora_path",
+            )
         try:
             return NamedAdapter(name, path, source(name, str(place)))
         except LoadError as e:

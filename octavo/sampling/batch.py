@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -142,7 +142,12 @@ def _with_prompt(processor: LogitsProcessor) -> LogitsProcessor:
     if num_parameters != 2:
         return processor
     short: Any = processor
-    return lambda prompt, output, logits: short(output, logits)
+
+    @wraps(processor)  # errors name it
+    def with_prompt(prompt: list[int], output: list[int], logits: Any) -> Any:
+        return short(output, logits)
+
+    return with_prompt
 
 
 class SpecialSample(NamedTuple):

@@ -78,8 +78,8 @@ def _run_callers_processors(ops: Ops, logits: Array, special: list[SpecialSample
                 has_nan = ops.process_row(
                     logits,
                     one.sample,
-                    lambda row, call=processor, prompt=prompt, output=output: call(  # type: ignore[misc]
-                        prompt.tolist(), output.tolist(), row
+                    lambda row, call=processor, prompt=prompt, output=output: _given_back(  # type: ignore[misc]
+                        call(prompt.tolist(), output.tolist(), row)
                     ),
                 )
             except Exception as e:  # the caller's code: its request fails, the others go on
@@ -88,6 +88,12 @@ def _run_callers_processors(ops: Ops, logits: Array, special: list[SpecialSample
         if has_nan and one.sample not in errors:
             errors[one.sample] = "the request's logits processors gave logits that are not numbers (NaN)"
     return errors
+
+
+def _given_back(logits: Array) -> Array:
+    if logits is None:
+        raise TypeError("it returned None; it has to return the logits, those that it changed in place too")
+    return logits
 
 
 def _flatten(pairs: Iterable[tuple[int, list[int] | NDArray[np.int64]]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -202,6 +202,7 @@ def test_what_is_wrong_is_said(embeddings: httpx.Client, path: str, body: dict[s
     answer = embeddings.post(path, content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
+    assert "prompt" in body or answer.json()["error"]["param"] != "prompt", "it names what the body has"
 
 
 def test_pairs_are_ranked_as_by_the_cross_encoder(judge: tuple[Any, Path], scores: httpx.Client) -> None:

@@ -52,7 +52,7 @@ def test_answers_say_which_line_they_are_for() -> None:
 def test_a_batch_is_answered(client: openai.OpenAI, engine: FakeEngine) -> None:
     lines = [line(str(i)) for i in range(30)]
     lines[3] = line("3", messages=HELLO, temperature=-1)
-    lines[5], lines[7], lines[8] = b"not JSON\n", line("7", "/v1/completions", prompt="x"), b"\n"
+    lines[4], lines[5], lines[7] = b"\n", b"not JSON\n", line("7", "/v1/completions", prompt="x")
     content = b"".join(lines).rstrip(b"\n")
     file = client.files.create(file=("in.jsonl", content), purpose="batch")
     assert file.bytes == len(content) and client.files.content(file.id).read() == content
@@ -65,10 +65,11 @@ def test_a_batch_is_answered(client: openai.OpenAI, engine: FakeEngine) -> None:
     assert counts is not None and (counts.total, counts.completed, counts.failed) == (29, 26, 3)
     assert batch.output_file_id and batch.error_file_id and batch.metadata == {"k": "v"}
     answers = [json.loads(text) for text in client.files.content(batch.output_file_id).text.splitlines()]
-    assert sorted(int(one["custom_id"]) for one in answers) == sorted({*range(30)} - {3, 5, 7, 8})
+    assert sorted(int(one["custom_id"]) for one in answers) == sorted({*range(30)} - {3, 4, 5, 7})
     for one in answers:
         assert one["response"]["body"]["choices"][0]["message"]["content"] == "Hello there"
     errors = {one["custom_id"]: one for one in map(json.loads, client.files.content(batch.error_file_id).iter_lines())}
+    assert errors[None]["error"]["message"].startswith("Request 5: "), "blank lines are none"
     assert errors["3"]["response"]["status_code"] == 400 and errors["7"]["error"] and errors[None]["response"] is None
     assert [one.id for one in client.batches.list(limit=1)][:1] == [batch.id]
     assert {file.id, batch.output_file_id} <= {one.id for one in client.files.list()}

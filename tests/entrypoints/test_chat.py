@@ -257,6 +257,7 @@ def test_a_message_of_the_assistant_may_be_empty(
         ({"guided_regex": "(?=a)"}, "guided_regex cannot be followed: "),
         ({"guided_json": "{"}, "guided_json cannot be read: "),
         ({"guided_grammar": "start: nobody"}, 'guided_grammar cannot be followed: at 1(8): unknown name: "nobody"'),
+        ({"structural_tag": "{"}, "structural_tag cannot be read: Expecting"),
         ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json cannot be followed: Unimplemented"),
     ],
 )
@@ -266,12 +267,20 @@ def test_what_is_wrong_with_a_conversation_is_said(http: httpx.Client, fields: d
     assert message in response.json()["error"]["message"]
 
 
+def test_an_error_of_the_prompt_names_the_messages(http: httpx.Client) -> None:
+    long = {"role": "user", "content": "x" * 5000}
+    error = http.post("/v1/chat/completions", json={"messages": [long]}).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+
+
 def test_values_that_ask_for_nothing_are_taken(http: httpx.Client) -> None:
     idle = {
         "tools": [],
         "tool_choice": "none",
         "response_format": {"type": "text"},
         "functions": None,
+        "top_logprobs": 0,
+        "structural_tag": None,
         "echo": False,
         "vllm_xargs": {},
         "truncation_side": "left",

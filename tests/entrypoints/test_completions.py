@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from octavo.entrypoints.openai.logprobs import echo_offsets
 from tests.entrypoints.fake_engine import MODEL, FakeEngine
 
 
@@ -118,6 +119,22 @@ def test_logprobs_are_those_of_each_token_with_the_most_likely_ones(client: open
     assert logprobs.text_offset == [0, 1]
     # The most likely one, and the chosen one because it is not that.
     assert logprobs.top_logprobs == [{"b": -0.25, "a": -0.5}, {"c": -0.25, "b": -0.5}]
+
+
+def test_text_offsets_are_places_in_the_text_whatever_tokens_show(client: openai.OpenAI, engine: FakeEngine) -> None:
+    """Characters of several tokens count once, and the token that ends the answer shows nothing."""
+    engine.answer = "aé🎉b"
+    choice = complete(client, prompt="<s>é", echo=True, logprobs=0).choices[0]
+    assert choice.text == "<s>éaé🎉b"
+    assert choice.logprobs.text_offset == [0, 3, 3, 4, 5, 5, 6, 6, 6, 6, 7, 8]
+    _, _, chunks = streamed(client, logprobs=0)
+    offsets = [offset for chunk in chunks for choice in chunk.choices for offset in choice.logprobs.text_offset]
+    assert offsets == [0, 1, 1, 2, 2, 2, 2, 3, 4]
+
+
+def test_what_the_tokenizer_puts_before_a_prompt_is_at_the_beginning_of_its_echo(engine: FakeEngine) -> None:
+    begin = engine.tokenizer.bos_token_id
+    assert echo_offsets(engine.tokenizer, [begin, *engine.inputs.encode("aéb")], "aéb") == [0, 0, 1, 1, 2]
 
 
 def test_an_impossible_token_has_a_logprob_that_json_can_hold(client: openai.OpenAI, engine: FakeEngine) -> None:

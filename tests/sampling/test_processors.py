@@ -238,6 +238,14 @@ def test_a_processor_that_fails_fails_its_own_request_only(processor: object, te
     assert (found.tokens[0], found.tokens[2]) == (1, 1)
 
 
+def test_the_error_of_a_processor_names_it_and_says_what_it_should_have_returned() -> None:
+    def forgetful(output: list[int], logits: torch.Tensor) -> None:
+        logits[0] += 1.0
+
+    found = sample([Row(torch.zeros(3), SamplingParams(logits_processors=[forgetful]))])
+    assert "forgetful" in found.errors[0] and "it has to return the logits" in found.errors[0]
+
+
 def test_a_plain_request_is_not_processed_at_all() -> None:
     table = SamplingTable(3)
     plain = SamplingParams(top_k=5, top_p=0.5, temperature=2.0, logprobs=1, stop_token_ids=[3])

@@ -116,8 +116,8 @@ class BatchFiles:
                     yield number, line
                 elif known != _sum(line):
                     raise ConfigError(
-                        f"{self._output_path} has an answer to another line {number + 1} than {self._input_path} has: "
-                        "it is of another batch. Give another output file."
+                        f"{self._output_path} has an answer to another request {number + 1} than {self._input_path} "
+                        "has: it is of another batch. Give another output file."
                     )
 
     def _take_output(self) -> None:

@@ -84,7 +84,7 @@ def answer_line(number: int, sum: int, custom_id: str, status: int, body: bytes)
 
 def error_line(number: int, sum: int, error: LineError) -> bytes:
     """The line for one that asks for nothing that could be answered."""
-    said = encode_json({"code": "invalid_line", "message": f"Line {number + 1}: {error}"})
+    said = encode_json({"code": "invalid_line", "message": f"Request {number + 1}: {error}"})
     custom_id = encode_json(error.custom_id)
     return b'%b,"custom_id":%b,"response":null,"error":%b}\n' % (_head(number, sum), custom_id, said)
 

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.engine.detokenizer import make_detokenizer
 from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.openai.job import Job
+from octavo.entrypoints.openai.logprobs import TextOffsets, echo_offsets
 from octavo.entrypoints.openai.protocol import CompletionRequest
 from octavo.entrypoints.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
 from octavo.entrypoints.openai.routes import Router
@@ -51,7 +53,8 @@ class _Prompt:
 
     echo: str | None  # its text, when the answer shall start with it
     token_ids: list[int]
-    offsets: dict[int, int] = field(default_factory=dict)  # by choice that has begun: characters of its tokens so far
+    begun: set[int] = field(default_factory=set)  # choices
+    offsets: dict[int, TextOffsets] = field(default_factory=dict)  # by choice, where logprobs are asked for
 
 
 class _Job(Job[CompletionRequest, CompletionChoice]):
@@ -126,7 +129,7 @@ class _Job(Job[CompletionRequest, CompletionChoice]):
     def _event(self, writer: ChunkWriter, index: int, prompt_index: int, completion: CompletionOutput) -> bytes:
         """A chunk with whatever the request asked for; empty if there is nothing new."""
         prompt = self._prompts[prompt_index]
-        is_first = completion.index not in prompt.offsets
+        is_first = completion.index not in prompt.begun
         text, logprobs = self._take(prompt_index, completion)
         finish_reason, stop_reason = self._end(completion)
         extra = b""
@@ -159,16 +162,27 @@ class _Job(Job[CompletionRequest, CompletionChoice]):
         if self._body.only_prompt:
             text, token_ids, positions = "", [], []
         self._num_completion += len(token_ids)
-        offset = prompt.offsets.get(completion.index)
         shown: list[PositionLogprobs | None] = [*positions]
-        if offset is None and prompt.echo is not None:
+        echoed: list[int] = []
+        if prompt.echo is not None and completion.index not in prompt.begun:
             text = prompt.echo + text
-            token_ids = prompt.token_ids + token_ids
-            shown = [*self._prompt_logprobs.get(prompt_index, [None] * len(prompt.token_ids)), *positions]
+            echoed = prompt.token_ids
+            shown = [*self._prompt_logprobs.get(prompt_index, [None] * len(echoed)), *positions]
+        prompt.begun.add(completion.index)
         if self._body.logprobs is None:
-            prompt.offsets[completion.index] = 0
             return text, None
-        logprobs, prompt.offsets[completion.index] = self._formatter.completion(
-            token_ids, shown, self._body.logprobs, text_offset=offset or 0
-        )
-        return text, logprobs
+        tokenizer = self._state.engine.tokenizer
+        offsets = echo_offsets(tokenizer, echoed, prompt.echo or "") + self._offsets(prompt, completion).add(token_ids)
+        return text, self._formatter.completion(echoed + token_ids, shown, self._body.logprobs, offsets)
+
+    def _offsets(self, prompt: _Prompt, completion: CompletionOutput) -> TextOffsets:
+        """Those of a choice, after its echo."""
+        if completion.index not in prompt.offsets:
+            detokenizer = make_detokenizer(
+                self._state.engine.tokenizer.backend_tokenizer,
+                prompt.token_ids,
+                self._params.skip_special_tokens,
+                self._params.spaces_between_special_tokens,
+            )
+            prompt.offsets[completion.index] = TextOffsets(detokenizer, len(prompt.echo or ""))
+        return prompt.offsets[completion.index]

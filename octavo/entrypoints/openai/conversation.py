@@ -25,7 +25,7 @@ from octavo.entrypoints.openai.answer import (
     check_tool_choice,
     wanted_grammar,
 )
-from octavo.entrypoints.openai.errors import validation_error
+from octavo.entrypoints.openai.errors import naming_prompt, validation_error
 from octavo.entrypoints.openai.hints import hint_options
 from octavo.entrypoints.openai.protocol import ChatCompletionRequest, ChatMessage, TemplateRequest, Tool
 from octavo.entrypoints.openai.state import Asked, ServerState
@@ -95,15 +95,16 @@ class Conversation:
     async def submit(self, response_id: str) -> tuple[Prompt, AsyncGenerator[RequestOutput, None]]:
         """Check the request and make its generator. Raises `RequestError` for whatever is wrong with it."""
         async with self._fetched():
-            return await self._state.submit(
-                response_id,
-                self._body,
-                self._params,
-                self.prepare,
-                has_grammar=self._body.forces_calls or self._body.thinking_token_budget is not None,
-                media=self._kinds(),
-                clamps_max_tokens=self._clamps_max_tokens,
-            )
+            with naming_prompt("messages"):
+                return await self._state.submit(
+                    response_id,
+                    self._body,
+                    self._params,
+                    self.prepare,
+                    has_grammar=self._body.forces_calls or self._body.thinking_token_budget is not None,
+                    media=self._kinds(),
+                    clamps_max_tokens=self._clamps_max_tokens,
+                )
 
     async def count_tokens(self, length: int) -> int:
         """The tokens of the prompt; `length` is that of the request's body."""

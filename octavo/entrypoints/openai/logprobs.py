@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from octavo.engine.detokenizer import GPT2_BYTES
+from octavo.engine.detokenizer import GPT2_BYTES, Detokenizer, make_detokenizer
 from octavo.entrypoints.openai.responses import (
     ChatLogprobs,
     ChatTokenLogprob,
@@ -23,6 +23,37 @@ LEAST_LOGPROB = -9999.0  # what OpenAI sends for minus infinity, which JSON cann
 REPLACEMENT = "�"
 
 
+class TextOffsets:
+    """Where the text of each token begins in that of its choice, by characters, from `start`.
+
+    A character of several tokens begins with the first of them, and so do the others. A token that shows no text begins
+    where the next one does.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, start: int = 0) -> None:
+        self._detokenizer = detokenizer
+        self._length = start
+
+    def add(self, token_ids: Sequence[int]) -> list[int]:
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._length)
+            self._length += len(self._detokenizer.add([token_id]))
+        return offsets
+
+    def end(self) -> int:
+        """The length of the whole text."""
+        return self._length + len(self._detokenizer.flush())
+
+
+def echo_offsets(tokenizer: ModelTokenizer, token_ids: list[int], echo: str) -> list[int]:
+    """Where the text of each token of a prompt begins in `echo`; at 0 what the tokenizer has put before that."""
+    offsets = TextOffsets(make_detokenizer(tokenizer.backend_tokenizer, [], skip_special_tokens=False))
+    found = offsets.add(token_ids)
+    num_before = offsets.end() - len(echo)
+    return [min(max(offset - num_before, 0), len(echo)) for offset in found]
+
+
 class LogprobsFormatter:
     """Writes log-probabilities of one tokenizer's tokens; `as_token_ids` writes tokens as `token_id:N`."""
 
@@ -35,22 +66,17 @@ class LogprobsFormatter:
         token_ids: Sequence[int],
         positions: Sequence[PositionLogprobs | None],
         num_top: int,
-        *,
-        text_offset: int = 0,
-    ) -> tuple[CompletionLogprobs, int]:
-        """The completions shape, with the `num_top` most likely ones, or all (-1). Offsets count characters of tokens
-        from `text_offset`; returns the next offset too."""
-        result = CompletionLogprobs(top_logprobs=[] if num_top else None)
+        text_offset: list[int],
+    ) -> CompletionLogprobs:
+        """The completions shape, with the `num_top` most likely ones, or all (-1)."""
+        result = CompletionLogprobs(text_offset=text_offset, top_logprobs=[] if num_top else None)
         for token_id, position in zip(token_ids, positions, strict=True):
             chosen = position.get(token_id) if position else None
-            text = self._text(token_id, chosen)
-            result.tokens.append(text)
+            result.tokens.append(self._text(token_id, chosen))
             result.token_logprobs.append(_finite(chosen.logprob) if chosen else None)
-            result.text_offset.append(text_offset)
-            text_offset += len(self._decode(token_id) if self._as_token_ids else text)
             if result.top_logprobs is not None:
                 result.top_logprobs.append(self._top_by_text(token_id, position, num_top) if position else None)
-        return result, text_offset
+        return result
 
     def chat(self, token_ids: Sequence[int], positions: Sequence[PositionLogprobs], num_top: int) -> ChatLogprobs:
         """The chat shape: each token with its bytes and the `num_top` most likely ones, or all (-1)."""

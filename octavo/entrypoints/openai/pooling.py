@@ -22,6 +22,7 @@ from octavo.engine.off_loop import run_off_loop
 from octavo.engine.pooling_input import PoolingInput, Scores, prompt_for
 from octavo.engine.pooling_input import Text as InputText
 from octavo.entrypoints.openai.conversation import render_messages
+from octavo.entrypoints.openai.errors import naming_prompt
 from octavo.entrypoints.openai.pooling_protocol import (
     ClassifyRequest,
     ClassifyResponse,
@@ -75,7 +76,8 @@ async def create_cohere_embedding(body: CohereEmbedRequest, raw: Request) -> Res
     job = _Job(body, raw, "embd")
     texts, purpose = body.all_texts, prompt_for(job.inputs.config, body.input_type)
     params = body.params(task="embed", dimensions=body.output_dimension, **body.cut)
-    requests = await job.named([InputText(text, None, purpose) for text in texts], params)
+    with naming_prompt("inputs" if body.texts is None else "texts"):
+        requests = await job.named([InputText(text, None, purpose) for text in texts], params)
 
     def write(found: Outputs) -> dict[str, Any]:
         vectors = [one.outputs.data for one in found]
@@ -184,7 +186,8 @@ class _Job:
                 arrival_time=self._arrival_time, cache_salt=body.cache_salt,
             )  # fmt: skip
 
-        return await run_off_loop(make, length=self._length)
+        with naming_prompt("input" if body.messages is None else "messages"):
+            return await run_off_loop(make, length=self._length)
 
     async def named(self, texts: Sequence[InputText], params: PoolingParams) -> list[EngineRequest]:
         """The requests for texts with the names of their prompts. Raises `RequestError`."""

@@ -261,6 +261,7 @@ class SamplingRequest(TokenRequest):
     guided_regex: Text | None = described("vLLM's older name of structured_outputs.regex.")
     guided_choice: list[Text] | None = described("vLLM's older name of structured_outputs.choice.")
     guided_grammar: Text | None = described("vLLM's older name of structured_outputs.grammar.")
+    structural_tag: Text | dict[str, Any] | None = described("vLLM's older name of structured_outputs.structural_tag.")
     guided_whitespace_pattern: Text | None = described("With guided_json: what may stand between the parts of JSON.")
     prediction: Prediction | None = described("A text that the answer largely repeats: it then comes sooner, the same.")
     add_special_tokens: bool | None = described("Begin the prompt with what the tokenizer begins texts with.")
@@ -288,9 +289,9 @@ class SamplingRequest(TokenRequest):
                 found["response_format"] = {"structural_tag": self.response_format.structural_tag}
             else:
                 found["response_format"] = {"json_object": True}
-        for name in ("json", "regex", "choice", "grammar"):
-            if (value := getattr(self, f"guided_{name}")) is not None:
-                found[f"guided_{name}"] = {name: value}
+        for field in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"):
+            if (value := getattr(self, field)) is not None:
+                found[field] = {field.removeprefix("guided_"): value}
         if len(found) > 1:
             raise RequestError(f"{' and '.join(found)} exclude each other.", param=list(found)[1])
         if not found:
@@ -455,7 +456,7 @@ class ChatCompletionRequest(GenerationRequest, TemplateRequest):
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatCompletionRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs is only allowed when logprobs is true.", param="top_logprobs")
         return self
 
