@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,6 +47,8 @@ def one_patch_of_tritons_language() -> None:
     language = sys.modules["triton.language"]
     interpreter._patch_lang(SimpleNamespace(__globals__={"language": language, "core": language.core}))
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
+    # Nor does each sum and product of integers be computed once more in 64 bits: sizes in the tests are far from 2^31.
+    interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
 
 
 @pytest.fixture(scope="session")

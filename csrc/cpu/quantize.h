@@ -53,7 +53,7 @@ inline bool take_outliers(float* x, int n, float least, int first, float* outlie
     return true;
 }
 
-// Those that are kept apart leave less than this of the largest: where more of them reach it, there are none to look for.
+// Those that are kept apart leave less than this of the largest: where more reach it, there are none to look for.
 constexpr float kLeftByOutliers = 1.02f / kOutlierRatio;
 
 // One block from kQBlock floats, of which outliers are taken out. A block that is not finite yields NaN in all that it

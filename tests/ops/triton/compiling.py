@@ -25,7 +25,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -222,22 +222,34 @@ def _explain(error: BaseException) -> str:
 
 
 def _read(case: str, capability: int, kernel: Any) -> Compiled:
-    """What cuobjdump says of a compiled kernel. Shared memory is given at launch, so Triton knows how much it is."""
+    """What cuobjdump says of a compiled kernel. Shared memory is given at launch, so Triton knows how much it is.
+    Instructions take long to be written out: they are where something may be spilled, or products be waited for."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    numbers = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", output))
+
+        def dumped(what: str) -> str:
+            command = [knobs.nvidia.cuobjdump.path, what, file.name]
+            return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+        numbers = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", dumped("-res-usage")))
+        stack = int(numbers["STACK"]) + int(numbers["LOCAL"])
+        sass = dumped("-sass") if stack or "wgmma" in kernel.asm["ptx"] else None
     metadata = kernel.metadata
-    stack = int(numbers["STACK"]) + int(numbers["LOCAL"])
-    return Compiled(
+    found = Compiled(
         case, metadata.name, capability, metadata.num_warps, int(numbers["REG"]), stack, metadata.shared,
-        loop_spills(output), metadata.enable_fp_fusion, products_under_way(output),
-        is_serialized(output),
+        fuses=metadata.enable_fp_fusion,
     )  # fmt: skip
+    if sass is None:
+        return found
+    return replace(
+        found,
+        loop_spills=loop_spills(sass),
+        products_under_way=products_under_way(sass),
+        is_serialized=is_serialized(sass),
+    )
 
 
 def loop_spills(sass: str) -> int:
