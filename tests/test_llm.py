@@ -63,6 +63,14 @@ def test_chat_takes_one_conversation_or_several(llm: LLM) -> None:
     assert of_parts.prompt == one.prompt.replace("capital of", "capital\nof"), "by lines, as the server joins them"
 
 
+@pytest.mark.parametrize("messages", ["What is it?", [["What is it?"]], [7]])
+def test_what_is_no_conversation_is_refused(llm: LLM, messages: object) -> None:
+    with pytest.raises(RequestError, match=r"messages must be a list of .*\bgot "):
+        llm.chat(messages, greedy(1))
+    with pytest.raises(TypeError, match="lora_request must be a LoRARequest or a list of them, got 'mine'"):
+        llm.generate("Hi", greedy(1), lora_request="mine")
+
+
 def test_what_vllm_hands_on_to_others_is_refused_where_it_says_anything(llm: LLM) -> None:
     for name in ("tokenization_kwargs", "mm_processor_kwargs"):
         llm.generate("Hi", greedy(1), use_tqdm=False, **{name: None})

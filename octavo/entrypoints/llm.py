@@ -175,6 +175,13 @@ class LLM(PoolingMethods):
         """
         refuse_kwargs(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
         conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        for conversation in conversations:
+            if not isinstance(conversation, Sequence) or not all(isinstance(one, Mapping) for one in conversation):
+                raise RequestError(
+                    'messages must be a list of {"role": ..., "content": ...}, or of such lists, '
+                    f"got {conversation!r:.100}.",
+                    param="messages",
+                )
         taken = [[read_message(message) for message in conversation] for conversation in conversations]
         media = [media_of([message.get("content") for message in conversation]) for conversation in taken]
         all_embeds = [embeds_of([message.get("content") for message in conversation]) for conversation in taken]
@@ -320,6 +327,8 @@ def _one_each(
 ) -> Sequence[LoRARequest | None]:
     if asked is None or isinstance(asked, LoRARequest):
         return [asked] * len(prompts)
+    if not isinstance(asked, Sequence) or not all(one is None or isinstance(one, LoRARequest) for one in asked):
+        raise TypeError(f"lora_request must be a LoRARequest or a list of them, got {asked!r:.100}.")
     if len(asked) != len(prompts):
         raise RequestError(f"{len(asked)} lora_requests for {len(prompts)} prompts.", param="lora_request")
     return asked

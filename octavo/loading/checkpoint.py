@@ -54,16 +54,18 @@ def resolve(
     download_dir: str | None = None,
     tokenizer: str | None = None,
 ) -> Checkpoint:
-    """Find a model: "" for the default one, a .gguf file, a folder, or a hub id (`org/name`, `org/name:file.gguf`).
+    """Find a model: "" or its name for the default one, a .gguf file, a folder, or a hub id (`org/name`,
+    `org/name:file.gguf`).
 
     Fetches what is not here yet. `load_format` "auto" takes safetensors, else pt, else gguf; "dummy" needs no weights.
     Raises `LoadError` with one line that says what was asked, what was found and what to do.
     """
     path = os.path.abspath(os.path.expanduser(model))
-    if revision is not None and (not model or os.path.exists(path)):
-        name = model or f"the default model, {DEFAULT_MODEL_NAME},"
+    is_default = is_default_model(model)
+    if revision is not None and (is_default or os.path.exists(path)):
+        name = f"the default model, {DEFAULT_MODEL_NAME}," if is_default else model
         raise LoadError(f"revision {revision} is one of a model on the hub, and {name} is none; leave it out.")
-    if not model:
+    if is_default:
         path = str(fetch_default_model())
         found = _from_gguf(DEFAULT_MODEL_NAME, path, load_format, _tokenizer_path(tokenizer, download_dir, path))
         return replace(found, generation_config=found.generation_config | DEFAULT_MODEL_GENERATION)
@@ -211,10 +213,15 @@ def _from_hub(model: str, load_format: str, revision: str | None, download_dir: 
     return folder
 
 
+def is_default_model(model: str) -> bool:
+    """Whether "" or the default model's name is asked for, and nothing here has that name."""
+    return not model or (model == DEFAULT_MODEL_NAME and not os.path.exists(model))
+
+
 def find_tokenizer(model: str, revision: str | None = None, download_dir: str | None = None) -> str:
     """The folder or .gguf file of a model's tokenizer, without its weights: "" or the default model's name, a folder, a
     .gguf file, or a hub id. Raises `LoadError`."""
-    if model in ("", DEFAULT_MODEL_NAME):
+    if is_default_model(model):
         return str(fetch_default_model())
     return _tokenizer_path(model, download_dir, model, revision)
 

@@ -117,6 +117,8 @@ def test_an_unknown_model_is_not_found(http: httpx.Client, route: str) -> None:
     error = error_of(response)
     assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
     assert "'gpt-9'" in error["message"]
+    nameless = http.post(route, json=body | {"model": "", "max_tokens": 1})
+    assert nameless.json()["model"] == http.get("/v1/models").json()["data"][0]["id"]
 
 
 def test_the_client_library_knows_the_errors(client: openai.OpenAI) -> None:

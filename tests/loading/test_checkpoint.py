@@ -11,13 +11,19 @@ import pytest
 import torch
 
 from octavo.errors import LoadError
-from octavo.loading.checkpoint import Checkpoint, resolve
+from octavo.loading.checkpoint import Checkpoint, is_default_model, resolve
 
 Write = Callable[..., Path]
 EMBEDDINGS = {"token_embd.weight": np.ones((4, 64), np.float32)}
 
 
-def test_no_name_is_the_default_model(default_checkpoint: Checkpoint) -> None:
+def test_no_name_is_the_default_model_and_so_is_its_own(
+    default_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert resolve("SmolLM2-135M-Instruct") == default_checkpoint
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "SmolLM2-135M-Instruct").mkdir()
+    assert not is_default_model("SmolLM2-135M-Instruct"), "it is a folder here"
     assert default_checkpoint.name == "SmolLM2-135M-Instruct"
     assert default_checkpoint.format == "gguf"
     assert default_checkpoint.weight_files == [default_checkpoint.path] == [default_checkpoint.tokenizer_path]

@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "octavo plan") -> int
         if args.count is not None and args.gpu is None:
             raise ConfigError("--count is of GPUs; say which with --gpu.")
         from octavo.config.number_types import CACHE_BYTES
+        from octavo.loading.checkpoint import is_default_model
         from octavo.planning.plan import PlanOptions, as_text, make_plan
         from octavo.planning.step_limits import GPUS
 
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "octavo plan") -> int
             args.format, GPUS[args.gpu] if args.gpu else None, args.count or 1, args.lengths, args.input_len,
             args.context_len, args.batch_sizes, not args.no_measure,
         )  # fmt: skip
-        is_here = not args.model or os.path.exists(os.path.expanduser(args.model))
+        is_here = is_default_model(args.model) or os.path.exists(os.path.expanduser(args.model))
         try:
             config = replace(engine_args, load_format="auto" if is_here else "dummy").create_engine_config()
         except LoadError as error:

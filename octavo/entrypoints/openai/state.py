@@ -245,8 +245,10 @@ class ServerState:
 
     def resolve_model(self, name: str | None) -> str:
         """The name to answer under. Raises `RequestError` (404) for a model that is not served here."""
-        if name is None or name in self.model_names:
-            return name or self.model_names[0]
+        if not name:  # clients that have no use for it send ""
+            return self.model_names[0]
+        if name in self.model_names:
+            return name
         if self.adapters is not None and name in self.adapters:
             return name
         names = [*self.model_names, *([] if self.adapters is None else self.adapters.named)]
@@ -260,7 +262,7 @@ class ServerState:
     async def _adapter_of(self, name: str | None) -> AdapterSource | None:
         """The adapter that a request names as its model."""
         names = self.adapters
-        if name is None or names is None or name in self.model_names:
+        if not name or names is None or name in self.model_names:
             return None
         if name in names.named:
             return names.named[name].source
