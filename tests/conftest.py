@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,6 +38,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session", autouse=True)
+def no_garbage_in_imports() -> Iterator[None]:
+    """Collections of garbage, of which engines ask for some, look at nothing that importing all tests has left."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
 def one_patch_of_tritons_language() -> None:
     """Triton's interpreter replaces the language's functions for a launch, and looks for all that there are to replace
     again whenever a kernel calls a function, which is nearly half of its time. Here they are replaced once and stay
@@ -47,8 +57,6 @@ def one_patch_of_tritons_language() -> None:
     language = sys.modules["triton.language"]
     interpreter._patch_lang(SimpleNamespace(__globals__={"language": language, "core": language.core}))
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
-    # Nor does each sum and product of integers be computed once more in 64 bits: sizes in the tests are far from 2^31.
-    interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
 
 
 @pytest.fixture(scope="session")

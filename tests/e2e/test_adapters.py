@@ -135,17 +135,20 @@ def test_a_name_is_given_once_however_many_ask_at_once(server: Server, root: Pat
     assert post(server, "unload", lora_name="once").status_code == 200
 
 
+OUTSIDE = "must be a folder or a .gguf file below a folder of --lora-root"
+
+
 @pytest.mark.parametrize(
     ("name", "path", "message"),
     [
-        ("x", "{root}/outside", "must be a folder or a .gguf file below a folder of --lora-root"),
-        ("x", "{root}/root/link", "must be a folder or a .gguf file below a folder of --lora-root"),
-        ("x", "{root}/root/../outside", "must be a folder or a .gguf file below a folder of --lora-root"),
-        ("x", "/etc", "must be a folder or a .gguf file below a folder of --lora-root"),
-        ("x", "{root}/root/none", "must be a folder or a .gguf file below a folder of --lora-root"),
-        ("x", "org/adapter", "must be a folder or a .gguf file below a folder of --lora-root"),
-        ("x", "~no such user/x", "must be a folder or a .gguf file below a folder of --lora-root"),
-        ("x", "x" * 5000, "must be a folder or a .gguf file below a folder of --lora-root"),
+        ("x", "{root}/outside", OUTSIDE),
+        ("x", "{root}/root/link", OUTSIDE),
+        ("x", "{root}/root/../outside", OUTSIDE),
+        ("x", "/etc", OUTSIDE),
+        ("x", "{root}/root/none", OUTSIDE),
+        ("x", "org/adapter", OUTSIDE),
+        ("x", "~no such user/x", OUTSIDE),
+        ("x", "x" * 5000, OUTSIDE),
         ("x", "{root}/root/broken", "damaged"),
         ("", "a1", "1 to 256 printable characters"),
         (MODEL, "a1", "is the name of the base model"),

@@ -33,7 +33,7 @@ def test_the_default_models_weights_lose_less_than_one_percent() -> None:
 @pytest.mark.parametrize("name", ["Q4_0", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "int8", "BF16"])
 def test_other_formats_of_the_same_weights_lose_less_than_one_percent(name: str, tmp_path: Path) -> None:
     # A part of the benchmark's 20,000 tokens.
-    tokens = 4 * WINDOW
+    tokens = 8 * WINDOW
     stored = "BF16" if name == "int8" else name
     path = str(requantize(resolve("").path, tmp_path / "m.gguf", stored))
     expected, _ = measure(path, "float32", tokens, WINDOW)
