@@ -3,6 +3,9 @@
 Anything else that escapes is a bug of Octavo's own and keeps its traceback.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class OctavoError(Exception):
     """Base of every error that is the user's to act on; command lines print it without a traceback."""
@@ -37,6 +40,19 @@ class RequestError(OctavoError, ValueError):
         self.status = status
         self.code = code
         self.retry_after_s = retry_after_s
+
+
+@contextmanager
+def of_several(field: str, index: int, count: int) -> Iterator[None]:
+    """An error of a prompt is the `field`'s that it comes from, and says which of several it is; `index` is from 0."""
+    try:
+        yield
+    except RequestError as error:
+        if count > 1:
+            error.args = (f"{field}[{index}]: {error}",)
+        if error.param == "prompt":
+            error.param = field
+        raise
 
 
 class DeviceMemoryError(OctavoError):

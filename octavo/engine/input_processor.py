@@ -423,6 +423,8 @@ class InputProcessor:
         return min(params.max_tokens, room)
 
     def _check_scheduling(self, params: SamplingParams, priority: int) -> None:
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}.")
         if params.num_sequences > self.scheduler.max_num_seqs:
             raise RequestError(
                 f"the request needs {params.num_sequences} sequences at once and --max-num-seqs is "

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tokenizers import Encoding
 
 from octavo.engine.input_processor import InputProcessor, PromptInput
-from octavo.errors import RequestError
+from octavo.errors import RequestError, of_several
 from octavo.pooling.scores import similarity
 from octavo.pooling_params import PoolingConfig, PoolingParams
 from octavo.request import EngineRequest, Prompt
@@ -86,13 +86,17 @@ class PoolingInput:
         priority: int = 0,
         arrival_time: float | None = None,
         cache_salt: str | None = None,
+        sources: str | Sequence[tuple[str, int, int]] = "prompt",
     ) -> list[EngineRequest]:
         """A request for the core for each text, under ids that no others have. Those of different salts share no cached
-        blocks."""
+        blocks. `sources` say where each text comes from, for its errors: the field, its index in that, and how many are
+        there; or the field that all of them are the list of."""
         params = self.config.settle(PoolingParams() if params is None else params)
         self._inputs.check_priority(priority)
         now = time.monotonic() if arrival_time is None else arrival_time
-        prompts = self._prompts(texts, params, add_special_tokens, cache_salt)
+        if isinstance(sources, str):
+            sources = [(sources, index, len(texts)) for index in range(len(texts))]
+        prompts = self._prompts(texts, sources, params, add_special_tokens, cache_salt)
         return [
             EngineRequest(
                 request_id=self._inputs.new_id(), prompt=prompt, params=_NO_SAMPLING, eos_token_ids=[], max_tokens=0,
@@ -110,23 +114,29 @@ class PoolingInput:
         return [text[:end] for text, end in zip(texts, ends, strict=True)]
 
     def _prompts(
-        self, texts: Sequence[Text], params: PoolingParams, add_special_tokens: bool, cache_salt: str | None
+        self,
+        texts: Sequence[Text],
+        sources: Sequence[tuple[str, int, int]],
+        params: PoolingParams,
+        add_special_tokens: bool,
+        cache_salt: str | None,
     ) -> list[tuple[Prompt, PoolingParams]]:
         written = [(text, self._prefix(text)) for text in texts]
         given = [self._given(text, prefix) for text, prefix in written]
         as_text = [entry for entry in given if entry is not None]
         encodings = iter(self._inputs.encode_all(as_text, add_special_tokens, _MANY))
         found = []
-        for (text, prefix), entry in zip(written, given, strict=True):
+        for source, (text, prefix), entry in zip(sources, written, given, strict=True):
             its = params
-            if entry is None:
-                ids, second_start = self._inputs.check_ids(text.first, "prompt_token_ids", "prompt"), None
-                ids = self._cut_ids(ids, params)
-            else:
-                ids, second_start = self._cut(next(encodings), params)
-                if prefix and not self.config.pools_prompts:
-                    its = self._skipping(prefix, params, add_special_tokens)
-            self._check_length(ids)
+            with of_several(*source):
+                if entry is None:
+                    ids, second_start = self._inputs.check_ids(text.first, "prompt_token_ids", "prompt"), None
+                    ids = self._cut_ids(ids, params)
+                else:
+                    ids, second_start = self._cut(next(encodings), params)
+                    if prefix and not self.config.pools_prompts:
+                        its = self._skipping(prefix, params, add_special_tokens)
+                self._check_length(ids)
             shown = text.first if isinstance(text.first, str) else None
             found.append((Prompt(ids, shown, second_start=second_start, cache_salt=cache_salt), its))
         return found
@@ -211,11 +221,13 @@ class Scores:
         documents: Sequence[str],
         params: PoolingParams | None = None,
         *,
+        fields: tuple[str, str] = ("queries", "documents"),
         instruction: str | None = None,
         priority: int = 0,
         arrival_time: float | None = None,
         cache_salt: str | None = None,
     ) -> None:
+        """`fields` are what the sides are called where errors are read."""
         if not queries or not documents:
             raise RequestError("there must be a query and a document at least.")
         if len(queries) not in (1, len(documents)):
@@ -233,13 +245,19 @@ class Scores:
         self._each = list(queries) * len(documents) if len(queries) == 1 else list(queries)
         self._documents = documents
         self._places: dict[Text, int] = {}
-        for query, document in zip(self._each, documents, strict=True):
-            for text in self._texts(config, query, document, instruction):
-                self._places.setdefault(text, len(self._places))
+        sources = []  # of each text
+        for index, (query, document) in enumerate(zip(self._each, documents, strict=True)):
+            of_query = (fields[0], index % len(queries), len(queries))
+            of_document = (fields[1], index, len(documents))
+            texts = self._texts(config, query, document, instruction)
+            for text, source in zip(texts, (of_query, of_document)[-len(texts) :], strict=True):
+                if text not in self._places:
+                    self._places[text] = len(self._places)
+                    sources.append(source)
         self._config, self._instruction = config, instruction
         self.requests = inputs.process(
             [*self._places], params, priority=priority, arrival_time=arrival_time, cache_salt=cache_salt,
-            add_special_tokens=config.score_template is None,
+            add_special_tokens=config.score_template is None, sources=sources,
         )  # fmt: skip
 
     def _texts(self, config: PoolingConfig, query: str, document: str, instruction: str | None) -> list[Text]:

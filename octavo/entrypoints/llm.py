@@ -18,7 +18,7 @@ from octavo.engine.vllm_names import ABSENT, refuse_kwargs
 from octavo.entrypoints.chat_template import render_chat
 from octavo.entrypoints.llm_pooling import PoolingMethods, UseTqdm
 from octavo.entrypoints.media_parts import embeds_of, media_of, message_for_template, read_message, with_embeds
-from octavo.errors import RequestError
+from octavo.errors import RequestError, of_several
 from octavo.logs import configure_logging
 from octavo.lora.request import LoRARequest
 from octavo.metrics.reader import Metric, snapshot
@@ -144,10 +144,11 @@ class LLM(PoolingMethods):
         elif len(priority) != len(prompts):
             raise RequestError(f"{len(priority)} priorities for {len(prompts)} prompts.", param="priority")
         loras = _one_each(prompts, lora_request)
+        requests = []
         asked = zip(prompts, params, priority, self._adapters_for(loras), strict=True)
-        requests = [
-            self.inputs.process(prompt, one, priority=its, adapter=adapter) for prompt, one, its, adapter in asked
-        ]
+        for index, (prompt, one, its, adapter) in enumerate(asked):
+            with of_several("prompts", index, len(prompts)):
+                requests.append(self.inputs.process(prompt, one, priority=its, adapter=adapter))
         return self._generated(requests, loras, use_tqdm)
 
     def chat(
@@ -207,11 +208,11 @@ class LLM(PoolingMethods):
                 prompt["multi_modal_data"] = processor.open(given)
             prompts.append(cast(PromptInput, prompt))
         params, loras = self._params_for(prompts, sampling_params), _one_each(prompts, lora_request)
-        requests = [
-            # The template has put special tokens in.
-            self.inputs.process(prompt, one, add_special_tokens=False, adapter=adapter)
-            for prompt, one, adapter in zip(prompts, params, self._adapters_for(loras), strict=True)
-        ]
+        requests = []
+        asked = zip(prompts, params, self._adapters_for(loras), strict=True)
+        for index, (filled, one, adapter) in enumerate(asked):
+            with of_several("messages", index, len(prompts)):  # the template has put special tokens in
+                requests.append(self.inputs.process(filled, one, add_special_tokens=False, adapter=adapter))
         return self._generated(requests, loras, use_tqdm)
 
     def beam_search(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any
 
@@ -104,6 +105,19 @@ def test_only_json_is_read(http: httpx.Client, content_type: str | None) -> None
     response = http.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
     assert response.status_code == 415
     assert "Content-Type: application/json" in error_of(response)["message"]
+
+
+def test_a_compressed_body_is_refused_as_that(http: httpx.Client) -> None:
+    content = gzip.compress(b'{"prompt": "a"}')
+    response = http.post("/v1/completions", content=content, headers={**JSON, "Content-Encoding": "gzip"})
+    assert (response.status_code, response.headers["Accept-Encoding"]) == (415, "identity")
+    assert error_of(response)["message"] == "The body must be sent as it is, got Content-Encoding: gzip."
+
+
+def test_of_several_prompts_the_wrong_one_is_named(http: httpx.Client) -> None:
+    prompts: list[object] = [[5], [5, 10**6], [5]]
+    error = error_of(http.post("/v1/completions", json={"prompt": prompts, "max_tokens": 1}))
+    assert error["message"].startswith("prompt[1]: ") and error["param"] == "prompt"
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -22,7 +22,7 @@ from octavo.entrypoints.openai.responses import CompletionChoice, CompletionLogp
 from octavo.entrypoints.openai.routes import Router
 from octavo.entrypoints.openai.state import Asked
 from octavo.entrypoints.openai.streaming import ChunkWriter, encode_json
-from octavo.errors import RequestError
+from octavo.errors import RequestError, of_several
 from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from octavo.request import Prompt
 
@@ -70,16 +70,17 @@ class _Job(Job[CompletionRequest, CompletionChoice]):
         if len(body.prompts) > MAX_PROMPTS:
             raise RequestError(f"prompt has {len(body.prompts)} entries; {MAX_PROMPTS} is the most.", param="prompt")
         adds_special = body.add_special_tokens is not False
-        for given in body.prompts:
+        for index, given in enumerate(body.prompts):
             await asyncio.sleep(0)  # let others go on between two prompts
-            prompt, generator = await self._state.submit(
-                self._about["id"],
-                body,
-                self._params,
-                partial(Asked, given, adds_special),
-                length=len(given["prompt_embeds"]) if isinstance(given, dict) else len(given),
-                num_prompts=len(body.prompts),
-            )
+            with of_several("prompt", index, len(body.prompts)):
+                prompt, generator = await self._state.submit(
+                    self._about["id"],
+                    body,
+                    self._params,
+                    partial(Asked, given, adds_special),
+                    length=len(given["prompt_embeds"]) if isinstance(given, dict) else len(given),
+                    num_prompts=len(body.prompts),
+                )
             echo = None
             if body.echo:
                 is_cut = body.truncate_prompt_tokens is not None

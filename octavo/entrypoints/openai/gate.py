@@ -146,6 +146,12 @@ class Gate:
             return full
         if path in WITH_DEV_MODE and headers.get("content-length", "0") == "0":
             return None  # without a body, which needs no type
+        encoding = headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in ("", "identity"):
+            return error_response(
+                f"The body must be sent as it is, got Content-Encoding: {encoding:.40}.", 415,
+                headers={"Accept-Encoding": "identity"},
+            )  # fmt: skip
         content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         if path == UPLOAD_PATH or path in AUDIO_PATHS:
             if content_type == "multipart/form-data":

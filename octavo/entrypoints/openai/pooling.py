@@ -76,8 +76,8 @@ async def create_cohere_embedding(body: CohereEmbedRequest, raw: Request) -> Res
     job = _Job(body, raw, "embd")
     texts, purpose = body.all_texts, prompt_for(job.inputs.config, body.input_type)
     params = body.params(task="embed", dimensions=body.output_dimension, **body.cut)
-    with naming_prompt("inputs" if body.texts is None else "texts"):
-        requests = await job.named([InputText(text, None, purpose) for text in texts], params)
+    given = [InputText(text, None, purpose) for text in texts]
+    requests = await job.named(given, params, "inputs" if body.texts is None else "texts")
 
     def write(found: Outputs) -> dict[str, Any]:
         vectors = [one.outputs.data for one in found]
@@ -123,7 +123,7 @@ async def score(body: ScoreRequest, raw: Request) -> Response:
     """How well a query goes with each document, or each of several with its own."""
     job = _Job(body, raw, "score")
     queries, documents = body.sides
-    scores = await job.scores(body, queries, documents)
+    scores = await job.scores(body, queries, documents, body.side_fields)
 
     def write(found: Outputs) -> dict[str, Any]:
         results = scores.results([one.outputs.data for one in found])
@@ -135,7 +135,7 @@ async def score(body: ScoreRequest, raw: Request) -> Response:
 async def rerank(body: RerankRequest, raw: Request) -> Response:
     """The documents in the order in which they go with the query, the best first."""
     job = _Job(body, raw, "rerank")
-    scores = await job.scores(body, [body.query], body.documents)
+    scores = await job.scores(body, [body.query], body.documents, ("query", "documents"))
 
     def write(found: Outputs) -> dict[str, Any]:
         results = scores.results([one.outputs.data for one in found])
@@ -173,6 +173,7 @@ class _Job:
 
     async def texts(self, body: TextsRequest, params: PoolingParams) -> list[EngineRequest]:
         """The requests for the texts of a body. Raises `RequestError`."""
+        field = "input" if body.messages is None else "messages"
 
         def make() -> list[EngineRequest]:
             conversation = None
@@ -183,38 +184,44 @@ class _Job:
                 )  # fmt: skip
             return self.inputs.process(
                 body.texts(conversation), params, add_special_tokens=body.adds_special_tokens, priority=body.priority,
-                arrival_time=self._arrival_time, cache_salt=body.cache_salt,
+                arrival_time=self._arrival_time, cache_salt=body.cache_salt, sources=field,
             )  # fmt: skip
 
-        with naming_prompt("input" if body.messages is None else "messages"):
+        with naming_prompt(field):
             return await run_off_loop(make, length=self._length)
 
-    async def named(self, texts: Sequence[InputText], params: PoolingParams) -> list[EngineRequest]:
-        """The requests for texts with the names of their prompts. Raises `RequestError`."""
+    async def named(self, texts: Sequence[InputText], params: PoolingParams, field: str) -> list[EngineRequest]:
+        """The requests for texts with the names of their prompts, of a `field` of the body. Raises `RequestError`."""
 
         def make() -> list[EngineRequest]:
             return self.inputs.process(
                 texts, params, priority=self._body.priority, arrival_time=self._arrival_time,
-                cache_salt=self._body.cache_salt,
+                cache_salt=self._body.cache_salt, sources=field,
             )  # fmt: skip
 
-        return await run_off_loop(make, length=self._length)
+        with naming_prompt(field):
+            return await run_off_loop(make, length=self._length)
 
     async def scores(
-        self, body: ScoreRequest | RerankRequest, queries: Sequence[str], documents: Sequence[str]
+        self,
+        body: ScoreRequest | RerankRequest,
+        queries: Sequence[str],
+        documents: Sequence[str],
+        fields: tuple[str, str],
     ) -> Scores:
-        """What scores are made of. Raises `RequestError`."""
+        """What scores are made of; `fields` of the body hold the two sides. Raises `RequestError`."""
 
         def make() -> Scores:
             return Scores(
                 self.inputs,
                 self.inputs.shortened(queries, body.max_tokens_per_query),
                 self.inputs.shortened(documents, body.max_tokens_per_doc),
-                body.params(), instruction=body.instruction, priority=body.priority, arrival_time=self._arrival_time,
-                cache_salt=body.cache_salt,
+                body.params(), fields=fields, instruction=body.instruction, priority=body.priority,
+                arrival_time=self._arrival_time, cache_salt=body.cache_salt,
             )  # fmt: skip
 
-        return await run_off_loop(make, length=self._length)
+        with naming_prompt(fields[1]):
+            return await run_off_loop(make, length=self._length)
 
     async def answer(self, requests: Sequence[EngineRequest], write: Callable[[Outputs], dict[str, Any]]) -> Response:
         """What `write` makes of the requests' outputs, as JSON. 499, which nobody sees, where the client hung up."""

@@ -229,8 +229,14 @@ class ScoreRequest(PairsRequest):
     @property
     def sides(self) -> tuple[list[str], list[str]]:
         """Queries and documents."""
-        found = [next(value for n in names if (value := getattr(self, n)) is not None) for names in _SIDES]
-        return found[0], found[1]
+        queries, documents = (getattr(self, name) for name in self.side_fields)
+        return queries, documents
+
+    @property
+    def side_fields(self) -> tuple[str, str]:
+        """What queries and documents were sent as."""
+        queries, documents = (next(name for name in names if getattr(self, name) is not None) for names in _SIDES)
+        return queries, documents
 
 
 class RerankRequest(PairsRequest):
