@@ -18,12 +18,12 @@ import sys
 from octavo import LLM, SamplingParams, StructuredOutputsParams
 from octavo.sampling_params import BeamSearchParams
 if __name__ == "__main__":
-    llm = LLM(sys.argv[1], device="cpu", max_model_len=256, num_gpu_blocks_override=64, **eval(sys.argv[2]))
+    llm = LLM(sys.argv[1], device="cpu", max_model_len=256, num_gpu_blocks_override=64, seed=0, **eval(sys.argv[2]))
     choice = StructuredOutputsParams(choice=["red", "green"])
     plain = SamplingParams(max_tokens=4, temperature=0)
     sampled = SamplingParams(max_tokens=4, temperature=1, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1)
     chosen = SamplingParams(max_tokens=8, structured_outputs=choice, presence_penalty=0.5, logit_bias={1: 2.0})
-    measured = SamplingParams(max_tokens=4, logprobs=5, prompt_logprobs=2)
+    measured = SamplingParams(max_tokens=4, logprobs=5, prompt_logprobs=2, ignore_eos=True)
     prompts = ["A", {"prompt_token_ids": [5, 6]}, "The colour is", "A"]
     outputs = llm.generate(prompts, [plain, sampled, chosen, measured], use_tqdm=False)
     assert outputs[2].outputs[0].text in ("red", "green")
