@@ -1,7 +1,7 @@
 """How far what is computed lies from the same weights in float32: agreement in the best token, and KL divergence.
 
     python benchmarks/fidelity.py [--model MODEL] [--windows 16] [--forms auto bfloat16 int8 ...]
-        [--precise-layers N ...] [--speed]
+        [--precise-layers N ...] [--speed [--rounds 7]]
 
 A form is a `--dtype`, or a `--quantization` of the weights at load; `auto` is what `octavo serve` would do. With
 `--precise-layers` each form is measured with each of those numbers. The text (benchmarks/data/perplexity.txt, see
@@ -11,7 +11,7 @@ token, reference first, in nats; once more without the thousandth of positions t
 can decide the mean.
 
 `--speed` says what `--precise-layers` cost instead: the times of one stream, of 16 and 64 at once and of prompts,
-engines in turn in one process, to those of the first number.
+engines in turn in one process, to those of the first number: medians of so many rounds, and quartiles.
 """
 
 from __future__ import annotations
@@ -70,27 +70,26 @@ def log_probabilities(model: str, windows: int, **form: Any) -> NDArray[np.float
 
 # Requests at once, tokens of a prompt, tokens of an answer.
 WORK = {"one stream": (1, 16, 200), "16": (16, 16, 48), "64": (64, 16, 48), "prompts": (8, 256, 1)}
-ROUNDS = 7
 
 
-def compare_speed(model: str, numbers: list[int | None]) -> None:
+def compare_speed(model: str, numbers: list[int | None], rounds: int) -> None:
     flags: dict[str, Any] = {"max_model_len": 512, "enable_prefix_caching": False, "disable_log_stats": True}
     engines = [LLM(model, precise_layers=n, cpu_memory_utilization=0.1, **flags) for n in numbers]
     print("| precise layers | " + " | ".join(WORK) + " |\n|---|" + "---|" * len(WORK))
-    ratios: dict[str, list[float]] = {}
+    ratios: dict[str, list[NDArray[np.float64]]] = {}
     random = np.random.default_rng(0)
     for work, (requests, num_in, num_out) in WORK.items():
         params = SamplingParams(max_tokens=num_out, temperature=0.0, ignore_eos=True, detokenize=False)
-        seconds = np.zeros((len(engines), ROUNDS))
-        for turn in range(ROUNDS):
+        seconds = np.zeros((len(engines), rounds))
+        for turn in range(rounds):
             for i in range(len(engines))[:: 1 if turn % 2 else -1]:
                 prompts = [{"prompt_token_ids": random.integers(100, 4e4, num_in).tolist()} for _ in range(requests)]
                 start = time.perf_counter()
                 engines[i].generate(prompts, params, use_tqdm=False)
                 seconds[i, turn] = time.perf_counter() - start
-        ratios[work] = np.median(seconds / seconds[0], axis=1).tolist()
+        ratios[work] = np.quantile(seconds / seconds[0], [0.5, 0.25, 0.75], axis=1).T
     for i, number in enumerate(numbers):
-        print(f"| {number} | " + " | ".join(f"{ratios[work][i]:.3f}" for work in WORK) + " |")
+        print(f"| {number} | " + " | ".join("{:.3f} ({:.3f}-{:.3f})".format(*ratios[work][i]) for work in WORK) + " |")
 
 
 def main() -> None:
@@ -100,9 +99,10 @@ def main() -> None:
     parser.add_argument("--forms", nargs="*", default=["auto"])
     parser.add_argument("--precise-layers", nargs="*", type=int, default=[None])
     parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--rounds", type=int, default=7, help="of --speed")
     args = parser.parse_args()
     if args.speed:
-        return compare_speed(args.model, args.precise_layers)
+        return compare_speed(args.model, args.precise_layers, args.rounds)
     expected = log_probabilities(args.model, args.windows, dtype="float32")
     print("| form | precise layers | best token agrees | KL | without 0.1% | median | 99th percentile | seconds |")
     print("|---|---|---|---|---|---|---|---|")
