@@ -110,7 +110,6 @@ _ADVICE = {
     "stream_interval": f"{_NEEDLESS}each token is streamed when it is there",
     "structured_outputs_config": f"{_GRAMMARS}; --allow-additional-properties is its one option",
     "tokenizer_revision": "--revision is that of the model's tokenizer too",
-    "trust_request_chat_template": _NOT_BUILT,
     "typical_acceptance_sampler_posterior_alpha": f"{_NEEDLESS}guesses change no answer",
     "typical_acceptance_sampler_posterior_threshold": f"{_NEEDLESS}guesses change no answer",
     "use_beam_search": f"{_OF_REQUESTS}use_beam_search",

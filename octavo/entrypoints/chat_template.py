@@ -69,8 +69,12 @@ def render_chat(
         )
     try:
         template = tokenizer.get_chat_template(chat_template, tools or None)
+        compile_template(template)
     except ValueError as error:
         raise RequestError(str(error), param="messages") from None
+    except Exception as error:  # Jinja's own, which is imported with the first template
+        param = "chat_template" if chat_template else "messages"
+        raise RequestError(f"The chat template is not valid: {error}", param=param) from None
     options = dict(template_options or {})
     reserved = options.keys() & (inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"kwargs"})
     if reserved:

@@ -70,6 +70,21 @@ def test_variables_of_the_template_have_defaults(engine: FakeEngine) -> None:
             assert ("LOUD" in engine.tokenizer.decode(engine.seen[-1][0])) is is_loud
 
 
+def test_requests_bring_templates_where_they_are_trusted(engine: FakeEngine) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    with serving(engine, disable_log_requests=True, trust_request_chat_template=True) as url:
+        own = {**chat, "chat_template": "<{{ messages[0].content }}|{{ mood }}>", "chat_template_kwargs": {"mood": "y"}}
+        assert httpx.post(f"{url}/v1/chat/completions", json=own).status_code == 200
+        assert engine.tokenizer.decode(engine.seen[-1][0]) == "<x|y>"
+        ids = httpx.post(f"{url}/tokenize", json=own).json()["tokens"]
+        assert engine.tokenizer.decode(ids) == "<x|y>"
+        wrong = httpx.post(f"{url}/v1/chat/completions", json={**chat, "chat_template": "{% if %}"})
+        error = wrong.json()["error"]
+        assert (wrong.status_code, error["param"]) == (400, "chat_template")
+        assert error["message"].startswith("The chat template is not valid: ")
+        assert httpx.post(f"{url}/v1/chat/completions", json=chat).status_code == 200
+
+
 def test_answers_have_an_id_and_say_what_was_cached_unless_told_not_to(engine: FakeEngine) -> None:
     chat = {"messages": [{"role": "user", "content": "x"}], "stream_options": {"include_usage": True}, "stream": True}
     message = {"messages": chat["messages"], "max_tokens": 4}

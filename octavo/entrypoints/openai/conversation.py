@@ -174,6 +174,7 @@ class Conversation:
             body.messages,
             tools,
             options,
+            trusts_template=state.args.trust_request_chat_template,
             content_format=state.args.chat_template_content_format,
             placeholders=placeholders,
             takes_embeds=True,
@@ -221,6 +222,7 @@ def render_messages(
     tools: Sequence[Tool] | None,
     options: Mapping[str, Any] | None = None,
     *,
+    trusts_template: bool,
     generates: bool = True,
     content_format: str = "auto",
     placeholders: Mapping[str, str] | None = None,
@@ -229,13 +231,19 @@ def render_messages(
     """The prompt that `messages` and `tools` make with the template's options of `body`, beside `options`; unless those
     say otherwise it ends with the beginning of an answer if the model `generates` one. Each medium becomes what the
     template makes of it, or what `placeholders` has for its kind; without those, media are refused, as are embeddings
-    unless a caller `takes_embeds`. Raises `RequestError`."""
+    unless a caller `takes_embeds`, and a template of `body` unless one `trusts_template`. Raises `RequestError`."""
+    if body.chat_template is not None and not trusts_template:
+        raise RequestError(
+            "chat_template is taken where the server was started with --trust-request-chat-template; leave it out.",
+            param="chat_template",
+        )
     if not takes_embeds and embeds_of([message.content for message in messages]):
         raise RequestError("parts of type prompt_embeds are built for chats and LLM.chat only.", param="messages")
     continues = bool(body.continue_final_message)
     return render_chat(
         tokenizer,
         [_for_template(message) for message in messages],
+        chat_template=body.chat_template,
         add_generation_prompt=generates and not continues
         if body.add_generation_prompt is None
         else body.add_generation_prompt,

@@ -19,7 +19,6 @@ ID_PATTERN = r"^[!-~]{1,200}$"  # printable ASCII: it becomes a header and part 
 # Fields of OpenAI's or vLLM's API that are not built, with the values that ask for nothing. null always does.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "audio": (),
-    "chat_template": (),
     "documents": ([],),
     "ec_transfer_params": (),
     "echo": (False,),
@@ -52,7 +51,6 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
 }
 # What to do instead, where there is something.
 _INSTEAD = {
-    "chat_template": "the server's --chat-template is taken",
     "documents": 'chat_template_kwargs {"documents": [...]} gives them to the chat template',
     "echo": "completions have it, and a chat's last message is the client's own",
     "function_call": "tool_choice says it",

@@ -28,9 +28,9 @@ def hint_options(tokenizer: ModelTokenizer, body: ChatCompletionRequest, *, is_s
     """The template's variables for what `body` wishes. Raises `RequestError` for a wish that the template does not
     know, if `is_strict`."""
     effort, verbosity = body.reasoning_effort, body.verbosity
-    if (effort is None and verbosity is None) or not tokenizer.chat_template:
+    if (effort is None and verbosity is None) or not (body.chat_template or tokenizer.chat_template):
         return {}
-    known = _variables(tokenizer.get_chat_template(None, body.tools or None))
+    known = _variables(tokenizer.get_chat_template(body.chat_template, body.tools or None))
     options: dict[str, Any] = {}
     if effort is not None:
         options = {name: effort != "none" for name in _SWITCHES if name in known}

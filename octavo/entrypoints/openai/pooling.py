@@ -180,6 +180,7 @@ class _Job:
             if body.messages is not None:
                 conversation = render_messages(
                     self._state.engine.tokenizer, body, body.messages, body.tools, generates=False,
+                    trusts_template=self._state.args.trust_request_chat_template,
                     content_format=self._state.args.chat_template_content_format,
                 )  # fmt: skip
             return self.inputs.process(

@@ -412,6 +412,9 @@ class TemplateRequest(PromptRequest):
 
     add_generation_prompt: bool | None = described("End the prompt with the beginning of an answer; true if left out.")
     continue_final_message: bool | None = described("Go on with the last message instead of answering it.")
+    chat_template: str | None = described(
+        "In the place of the model's: Jinja, or the name of one of the model's. With --trust-request-chat-template."
+    )
     chat_template_kwargs: dict[str, Any] | None = described("Variables for the chat template.")
     tools: list[Tool] | None = described("Functions that the answer may call.")
 

@@ -58,6 +58,9 @@ class ServerArgs(Flags):
     default_chat_template_kwargs: dict[str, Any] | None = flag(
         None, "Variables of the chat template, as JSON, for requests whose chat_template_kwargs leave them out."
     )
+    trust_request_chat_template: bool = flag(
+        False, "Let requests bring a chat_template: a program, in a sandbox, but of any duration."
+    )
     root_path: str = flag("", "Path under which a proxy offers this server, such as /llm.")
     allowed_origins: list[str] = flag([], "Web origins that browsers may call from; default: any.")
     allowed_methods: list[str] = flag([], "Methods that browsers may call with from other origins; default: any.")

@@ -82,5 +82,6 @@ def _text(state: ServerState, body: TokenizeRequest) -> str:
         body.messages,
         body.tools,
         defaults,
+        trusts_template=state.args.trust_request_chat_template,
         content_format=state.args.chat_template_content_format,
     )
