@@ -42,13 +42,17 @@ class RequestError(OctavoError, ValueError):
         self.retry_after_s = retry_after_s
 
 
+_OF_A_PROMPT = ("prompt", "prompt_embeds", "multi_modal_data", "multi_modal_uuids")
+
+
 @contextmanager
 def of_several(field: str, index: int, count: int) -> Iterator[None]:
-    """An error of a prompt is the `field`'s that it comes from, and says which of several it is; `index` is from 0."""
+    """An error of a prompt is the `field`'s that it comes from, and says which of several it is; `index` is from 0.
+    Those of what all prompts have in common stay as they are."""
     try:
         yield
     except RequestError as error:
-        if count > 1:
+        if count > 1 and (error.param in _OF_A_PROMPT or error.code == "context_length_exceeded"):
             error.args = (f"{field}[{index}]: {error}",)
         if error.param == "prompt":
             error.param = field

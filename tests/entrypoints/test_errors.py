@@ -118,6 +118,8 @@ def test_of_several_prompts_the_wrong_one_is_named(http: httpx.Client) -> None:
     prompts: list[object] = [[5], [5, 10**6], [5]]
     error = error_of(http.post("/v1/completions", json={"prompt": prompts, "max_tokens": 1}))
     assert error["message"].startswith("prompt[1]: ") and error["param"] == "prompt"
+    error = error_of(http.post("/v1/completions", json={"prompt": [[5], [5]], "n": 10**3}))
+    assert error["param"] == "n" and "prompt[" not in error["message"], "it is wrong for all of them"
 
 
 @pytest.mark.parametrize("route", ROUTES)
