@@ -1,7 +1,7 @@
 """How far what is computed lies from the same weights in float32: agreement in the best token, and KL divergence.
 
     python benchmarks/fidelity.py [--model MODEL] [--windows 16] [--forms auto bfloat16 int8 ...]
-        [--precise-layers N ...] [--speed [--rounds 7]]
+        [--precise-layers N ...] [--speed [--rounds 7] [--work 16 64 ...]]
 
 A form is a `--dtype`, or a `--quantization` of the weights at load; `auto` is what `octavo serve` would do. With
 `--precise-layers` each form is measured with each of those numbers. The text (benchmarks/data/perplexity.txt, see
@@ -11,7 +11,8 @@ token, reference first, in nats; once more without the thousandth of positions t
 can decide the mean.
 
 `--speed` says what `--precise-layers` cost instead: the times of one stream, of 16 and 64 at once and of prompts,
-engines in turn in one process, to those of the first number: medians of so many rounds, and quartiles.
+engines in turn in one process, to those of the first number: medians of so many rounds, and quartiles. `--work` names
+some of these four.
 """
 
 from __future__ import annotations
@@ -72,13 +73,14 @@ def log_probabilities(model: str, windows: int, **form: Any) -> NDArray[np.float
 WORK = {"one stream": (1, 16, 200), "16": (16, 16, 48), "64": (64, 16, 48), "prompts": (8, 256, 1)}
 
 
-def compare_speed(model: str, numbers: list[int | None], rounds: int) -> None:
+def compare_speed(model: str, numbers: list[int | None], works: list[str], rounds: int) -> None:
     flags: dict[str, Any] = {"max_model_len": 512, "enable_prefix_caching": False, "disable_log_stats": True}
     engines = [LLM(model, precise_layers=n, cpu_memory_utilization=0.1, **flags) for n in numbers]
-    print("| precise layers | " + " | ".join(WORK) + " |\n|---|" + "---|" * len(WORK))
+    print("| precise layers | " + " | ".join(works) + " |\n|---|" + "---|" * len(works))
     ratios: dict[str, list[NDArray[np.float64]]] = {}
     random = np.random.default_rng(0)
-    for work, (requests, num_in, num_out) in WORK.items():
+    for work in works:
+        requests, num_in, num_out = WORK[work]
         params = SamplingParams(max_tokens=num_out, temperature=0.0, ignore_eos=True, detokenize=False)
         seconds = np.zeros((len(engines), rounds))
         for turn in range(rounds):
@@ -89,7 +91,7 @@ def compare_speed(model: str, numbers: list[int | None], rounds: int) -> None:
                 seconds[i, turn] = time.perf_counter() - start
         ratios[work] = np.quantile(seconds / seconds[0], [0.5, 0.25, 0.75], axis=1).T
     for i, number in enumerate(numbers):
-        print(f"| {number} | " + " | ".join("{:.3f} ({:.3f}-{:.3f})".format(*ratios[work][i]) for work in WORK) + " |")
+        print(f"| {number} | " + " | ".join("{:.3f} ({:.3f}-{:.3f})".format(*ratios[work][i]) for work in works) + " |")
 
 
 def main() -> None:
@@ -99,10 +101,11 @@ def main() -> None:
     parser.add_argument("--forms", nargs="*", default=["auto"])
     parser.add_argument("--precise-layers", nargs="*", type=int, default=[None])
     parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--work", nargs="+", choices=WORK, default=[*WORK], help="of --speed")
     parser.add_argument("--rounds", type=int, default=7, help="of --speed")
     args = parser.parse_args()
     if args.speed:
-        return compare_speed(args.model, args.precise_layers, args.rounds)
+        return compare_speed(args.model, args.precise_layers, args.work, args.rounds)
     expected = log_probabilities(args.model, args.windows, dtype="float32")
     print("| form | precise layers | best token agrees | KL | without 0.1% | median | 99th percentile | seconds |")
     print("|---|---|---|---|---|---|---|---|")

@@ -46,9 +46,9 @@ _OF_A_PROMPT = ("prompt", "prompt_embeds", "multi_modal_data", "multi_modal_uuid
 
 
 @contextmanager
-def of_several(field: str, index: int, count: int) -> Iterator[None]:
-    """An error of a prompt is the `field`'s that it comes from, and says which of several it is; `index` is from 0.
-    Those of what all prompts have in common stay as they are."""
+def naming_prompt(field: str, index: int = 0, count: int = 1) -> Iterator[None]:
+    """Whatever is wrong with a prompt is said of the `field` that it comes from, and of several there are with its
+    `index`, from 0. What is wrong with all of them alike stays as it is."""
     try:
         yield
     except RequestError as error:

@@ -360,6 +360,8 @@ def test_prompts_that_are_none_are_refused_in_one_line(llm: LLM) -> None:
         llm.generate(5)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match=r"a prompt must be text, token ids or a dictionary .* got NoneType"):
         llm.generate([None])  # type: ignore[list-item]
+    with pytest.raises(RequestError, match=r"^prompts\[1\]: the prompt has 600 tokens"):
+        llm.generate([[5], [5] * 600])
 
 
 def test_token_ids_may_stand_for_a_prompt(llm: LLM) -> None:

@@ -227,7 +227,7 @@ class AsyncLLMEngine(EngineCalls):
                 data_parallel_rank=data_parallel_rank,
             ),
             length=length_of(prompt),
-            has_grammar=sampling_params is not None and sampling_params.structured_outputs is not None,
+            has_grammar=getattr(sampling_params, "structured_outputs", None) is not None,
             media=_kinds_of(prompt),
         )
         if self._logs_requests:

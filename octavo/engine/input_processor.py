@@ -12,7 +12,7 @@ import msgspec
 
 from octavo.config import EngineConfig, ModelConfig
 from octavo.engine.off_loop import MAX_INLINE_LENGTH
-from octavo.errors import LoadError, RequestError
+from octavo.errors import LoadError, RequestError, naming_prompt
 from octavo.lora.files import source
 from octavo.lora.request import LoRARequest
 from octavo.media_kinds import KINDS, MediaKind, SentMedium
@@ -44,6 +44,15 @@ def as_prompts(prompts: PromptInput | Sequence[PromptInput] | None) -> Sequence[
     if not isinstance(prompts, Sequence):
         raise RequestError(f"prompts must be one or a list of them, got {type(prompts).__name__}.", param="prompt")
     return cast(Sequence[PromptInput], prompts)
+
+
+# Where a text comes from: a field, its index in that, and how many are there.
+Source = tuple[str, int, int]
+
+
+def sources_of(field: str, count: int) -> list[Source]:
+    """Of all that a field has."""
+    return [(field, index, count) for index in range(count)]
 
 
 _MAX_CHARACTERS_PER_TOKEN = 1024  # more than the longest token of any vocabulary we know
@@ -101,21 +110,27 @@ class InputProcessor:
         return str(next(self._ids))
 
     def encode_all(
-        self, texts: Sequence[str | tuple[str, str]], add_special_tokens: bool, many: int, *, has_offsets: bool = False
+        self,
+        texts: Sequence[str | tuple[str, str]],
+        sources: Sequence[Source],
+        add_special_tokens: bool,
+        many: int,
+        *,
+        has_offsets: bool = False,
     ) -> list[Encoding]:
-        """The encodings of texts and pairs, `many` or more of them on several threads. Offsets, which say where tokens
-        lie in the text, take a fifth of the time."""
-        for text in texts:
+        """The encodings of texts and pairs, which come from `sources`, `many` or more of them on several threads.
+        Offsets, which say where tokens lie in the text, take a fifth of the time."""
+        for text, its in zip(texts, sources, strict=True):
             for part in (text,) if isinstance(text, str) else text:
-                self._check_characters(part)
+                with naming_prompt(*its):
+                    self._check_characters(part)
+                    if not is_unicode(part):
+                        raise RequestError("the prompt is not valid Unicode text.", param="prompt")
         backend = self.tokenizer.backend_tokenizer
         encode = backend.encode_batch if has_offsets else backend.encode_batch_fast
-        try:
-            if len(texts) >= many:
-                return list(encode(list(texts), add_special_tokens=add_special_tokens))
-            return [encode([text], add_special_tokens=add_special_tokens)[0] for text in texts]
-        except (TypeError, UnicodeEncodeError) as e:  # lone surrogates
-            raise RequestError(f"the prompt is not valid Unicode text: {e}.", param="prompt") from None
+        if len(texts) >= many:
+            return list(encode(list(texts), add_special_tokens=add_special_tokens))
+        return [encode([text], add_special_tokens=add_special_tokens)[0] for text in texts]
 
     def _check_characters(self, text: str) -> None:
         if len(text) > self.model.max_model_len * _MAX_CHARACTERS_PER_TOKEN:
@@ -149,6 +164,8 @@ class InputProcessor:
         self.check_rank(data_parallel_rank)
         if params is None:
             params = SamplingParams(**self.model.default_sampling_params)
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}.")
         self._check_scheduling(params, priority)
         counts = self._logprobs(params)
         made, media, kinds = self._make_prompt(prompt, params, add_special_tokens)
@@ -423,8 +440,6 @@ class InputProcessor:
         return min(params.max_tokens, room)
 
     def _check_scheduling(self, params: SamplingParams, priority: int) -> None:
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}.")
         if params.num_sequences > self.scheduler.max_num_seqs:
             raise RequestError(
                 f"the request needs {params.num_sequences} sequences at once and --max-num-seqs is "

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding
 
-from octavo.engine.input_processor import InputProcessor, PromptInput
-from octavo.errors import RequestError, of_several
+from octavo.engine.input_processor import InputProcessor, PromptInput, Source, sources_of
+from octavo.errors import RequestError, naming_prompt
 from octavo.pooling.scores import similarity
 from octavo.pooling_params import PoolingConfig, PoolingParams
 from octavo.request import EngineRequest, Prompt
@@ -86,16 +86,15 @@ class PoolingInput:
         priority: int = 0,
         arrival_time: float | None = None,
         cache_salt: str | None = None,
-        sources: str | Sequence[tuple[str, int, int]] = "prompt",
+        sources: str | Sequence[Source] = "prompt",
     ) -> list[EngineRequest]:
         """A request for the core for each text, under ids that no others have. Those of different salts share no cached
-        blocks. `sources` say where each text comes from, for its errors: the field, its index in that, and how many are
-        there; or the field that all of them are the list of."""
+        blocks. Errors name the `sources` of the texts, or the field that all of them are."""
         params = self.config.settle(PoolingParams() if params is None else params)
         self._inputs.check_priority(priority)
         now = time.monotonic() if arrival_time is None else arrival_time
         if isinstance(sources, str):
-            sources = [(sources, index, len(texts)) for index in range(len(texts))]
+            sources = sources_of(sources, len(texts))
         prompts = self._prompts(texts, sources, params, add_special_tokens, cache_salt)
         return [
             EngineRequest(
@@ -105,30 +104,31 @@ class PoolingInput:
             for prompt, its in prompts
         ]  # fmt: skip
 
-    def shortened(self, texts: Sequence[str], num_tokens: int) -> list[str]:
-        """Texts cut at the end of their first `num_tokens` tokens; 0 cuts nothing."""
+    def shortened(self, texts: Sequence[str], num_tokens: int, field: str) -> list[str]:
+        """The texts of a `field`, cut at the end of their first `num_tokens` tokens; 0 cuts nothing."""
         if not num_tokens:
             return list(texts)
-        encodings = self._inputs.encode_all(list(texts), False, _MANY, has_offsets=True)
+        encodings = self._inputs.encode_all(texts, sources_of(field, len(texts)), False, _MANY, has_offsets=True)
         ends = [encoding.offsets[:num_tokens][-1][1] if encoding.ids else 0 for encoding in encodings]
         return [text[:end] for text, end in zip(texts, ends, strict=True)]
 
     def _prompts(
         self,
         texts: Sequence[Text],
-        sources: Sequence[tuple[str, int, int]],
+        sources: Sequence[Source],
         params: PoolingParams,
         add_special_tokens: bool,
         cache_salt: str | None,
     ) -> list[tuple[Prompt, PoolingParams]]:
         written = [(text, self._prefix(text)) for text in texts]
         given = [self._given(text, prefix) for text, prefix in written]
-        as_text = [entry for entry in given if entry is not None]
-        encodings = iter(self._inputs.encode_all(as_text, add_special_tokens, _MANY))
+        as_text = [(entry, source) for entry, source in zip(given, sources, strict=True) if entry is not None]
+        entries, their_sources = [entry for entry, _ in as_text], [source for _, source in as_text]
+        encodings = iter(self._inputs.encode_all(entries, their_sources, add_special_tokens, _MANY))
         found = []
         for source, (text, prefix), entry in zip(sources, written, given, strict=True):
             its = params
-            with of_several(*source):
+            with naming_prompt(*source):
                 if entry is None:
                     ids, second_start = self._inputs.check_ids(text.first, "prompt_token_ids", "prompt"), None
                     ids = self._cut_ids(ids, params)
@@ -191,7 +191,7 @@ class PoolingInput:
 
     def _skipping(self, prefix: str, params: PoolingParams, add_special_tokens: bool) -> PoolingParams:
         """Instructions are not pooled, the special token before them included."""
-        [encoding] = self._inputs.encode_all([prefix], add_special_tokens, _MANY)
+        [encoding] = self._inputs.encode_all([prefix], sources_of("prompt_name", 1), add_special_tokens, _MANY)
         ends_special = bool(encoding.sequence_ids) and encoding.sequence_ids[-1] is None
         return msgspec.structs.replace(params, num_skipped=len(encoding.ids) - ends_special)
 
@@ -245,7 +245,7 @@ class Scores:
         self._each = list(queries) * len(documents) if len(queries) == 1 else list(queries)
         self._documents = documents
         self._places: dict[Text, int] = {}
-        sources = []  # of each text
+        sources: list[Source] = []
         for index, (query, document) in enumerate(zip(self._each, documents, strict=True)):
             of_query = (fields[0], index % len(queries), len(queries))
             of_document = (fields[1], index, len(documents))

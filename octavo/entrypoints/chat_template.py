@@ -73,7 +73,7 @@ def render_chat(
     except ValueError as error:
         raise RequestError(str(error), param="messages") from None
     except Exception as error:  # Jinja's own, which is imported with the first template
-        param = "chat_template" if chat_template else "messages"
+        param = "chat_template" if chat_template else None  # the model's own is no field of the request's
         raise RequestError(f"The chat template is not valid: {error}", param=param) from None
     options = dict(template_options or {})
     reserved = options.keys() & (inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"kwargs"})

@@ -18,7 +18,7 @@ from octavo.engine.vllm_names import ABSENT, refuse_kwargs
 from octavo.entrypoints.chat_template import render_chat
 from octavo.entrypoints.llm_pooling import PoolingMethods, UseTqdm
 from octavo.entrypoints.media_parts import embeds_of, media_of, message_for_template, read_message, with_embeds
-from octavo.errors import RequestError, of_several
+from octavo.errors import RequestError, naming_prompt
 from octavo.logs import configure_logging
 from octavo.lora.request import LoRARequest
 from octavo.metrics.reader import Metric, snapshot
@@ -147,7 +147,7 @@ class LLM(PoolingMethods):
         requests = []
         asked = zip(prompts, params, priority, self._adapters_for(loras), strict=True)
         for index, (prompt, one, its, adapter) in enumerate(asked):
-            with of_several("prompts", index, len(prompts)):
+            with naming_prompt("prompts", index, len(prompts)):
                 requests.append(self.inputs.process(prompt, one, priority=its, adapter=adapter))
         return self._generated(requests, loras, use_tqdm)
 
@@ -211,7 +211,7 @@ class LLM(PoolingMethods):
         requests = []
         asked = zip(prompts, params, self._adapters_for(loras), strict=True)
         for index, (filled, one, adapter) in enumerate(asked):
-            with of_several("messages", index, len(prompts)):  # the template has put special tokens in
+            with naming_prompt("messages", index, len(prompts)):  # the template has put special tokens in
                 requests.append(self.inputs.process(filled, one, add_special_tokens=False, adapter=adapter))
         return self._generated(requests, loras, use_tqdm)
 

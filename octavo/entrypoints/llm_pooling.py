@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from octavo.engine.input_processor import InputProcessor, PromptInput, as_prompts
+from octavo.engine.input_processor import InputProcessor, PromptInput, as_prompts, sources_of
 from octavo.engine.pooling_input import PoolingInput, Scores, Text
 from octavo.engine.vllm_names import refuse_kwargs
-from octavo.errors import RequestError
+from octavo.errors import RequestError, naming_prompt
 from octavo.lora.request import LoRARequest
 from octavo.outputs import (
     ClassificationOutput,
@@ -64,14 +64,18 @@ class PoolingMethods:
             params = [params or PoolingParams()] * len(given)
         if len(params) != len(given):
             raise RequestError(f"{len(params)} pooling_params for {len(given)} prompts.", param="pooling_params")
-        inputs = PoolingInput(self.inputs)
+        inputs, sources = PoolingInput(self.inputs), sources_of("prompts", len(given))
         requests: list[EngineRequest] = []
         begin = 0
         for end in range(1, len(given) + 1):  # neighbours of equal parameters are tokenized together
             if end < len(given) and params[end] == params[begin]:
                 continue
             its = self._with(params[begin], pooling_task, truncate_prompt_tokens)
-            requests += inputs.process([Text.of(prompt, prompt_name) for prompt in given[begin:end]], its)
+            texts = []
+            for prompt, source in zip(given[begin:end], sources[begin:end], strict=True):
+                with naming_prompt(*source):
+                    texts.append(Text.of(prompt, prompt_name))
+            requests += inputs.process(texts, its, sources=sources[begin:end])
             begin = end
         return self._pooled(requests, use_tqdm)
 
@@ -142,7 +146,9 @@ class PoolingMethods:
         refuse_kwargs(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         queries, documents = _texts(data_1, "data_1"), _texts(data_2, "data_2")
         params = self._with(pooling_params or PoolingParams(), None, truncate_prompt_tokens)
-        scores = Scores(PoolingInput(self.inputs), queries, documents, params, instruction=instruction)
+        scores = Scores(
+            PoolingInput(self.inputs), queries, documents, params, fields=("data_1", "data_2"), instruction=instruction
+        )
         outputs = self._pooled(scores.requests, use_tqdm)
         found = scores.results([output.outputs.data for output in outputs])
         by_document = [outputs[place] for place in scores.places]

@@ -138,7 +138,7 @@ class Runner:
     def capture(self) -> None:
         """Capture the steps that are worth it, the largest first: the smaller ones find their memory already there."""
         if not self.device.shares_memory:
-            gc.collect()  # what garbage holds of it; once, and not before each, as captures leave none
+            gc.collect()  # garbage may hold the device's memory; once, and not before each, as captures leave none
         for shape in reversed(self.device.capture_shapes(self._largest)):
             layout = StepLayout(shape)
             staged = [layout.on_host(stage.inputs) for stage in self._stages]

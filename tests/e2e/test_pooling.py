@@ -191,11 +191,6 @@ def test_dimensions_prompts_and_cuts(embeddings: httpx.Client) -> None:
         ("/v2/embed", {"texts": ["x"], "input_type": "image"}, "input_type"),
         ("/v2/embed", {"texts": ["x"], "input_type": "clustering", "embedding_types": ["int8"]}, "embedding_types"),
         ("/v2/embed", {"texts": ["cat " * 300], "input_type": "clustering", "truncate": "NONE"}, "302 tokens"),
-        ("/v1/embeddings", {"input": ["x", "cat " * 300]}, "input[1]: the text has 302 tokens"),
-        ("/v2/embed", {"texts": ["x", "cat " * 300], "input_type": "clustering", "truncate": "NONE"}, "texts[1]: "),
-        ("/score", {"queries": ["x", "cat " * 300], "items": ["y", "z"]}, "queries[1]: the text has"),
-        ("/rerank", {"query": "cat " * 300, "documents": ["y", "z"]}, "the text has"),
-        ("/rerank", {"query": "x", "documents": ["y", "cat " * 300]}, "documents[1]: the text has"),
         ("/rerank", {"query": "x", "documents": [{"title": "y"}]}, "objects like"),
         ("/rerank", {"query": "x", "documents": ["y"], "instruction": "z"}, "takes no instruction"),
         ("/v1/completions", {"prompt": "x"}, "pools and has no tokens to answer with"),
@@ -208,6 +203,29 @@ def test_what_is_wrong_is_said(embeddings: httpx.Client, path: str, body: dict[s
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
     assert "prompt" in body or answer.json()["error"]["param"] != "prompt", "it names what the body has"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "which"),
+    [
+        ("/v1/embeddings", {"input": ["x", "cat " * 300]}, "input", "input[1]: "),
+        ("/v1/embeddings", {"input": ["x" * 200_000, "x"]}, "input", "input[0]: "),
+        ("/pooling", {"input": [[5], [5, 5000]]}, "input", "input[1]: "),
+        ("/v2/embed", {"texts": ["cat " * 300], "input_type": "clustering", "truncate": "NONE"}, "texts", "the text"),
+        ("/score", {"queries": ["x", "cat " * 300], "items": ["y", "z"]}, "queries", "queries[1]: "),
+        ("/score", {"text_1": "x", "data_2": ["y", "cat " * 300]}, "data_2", "data_2[1]: "),
+        ("/rerank", {"query": "cat " * 300, "documents": ["y", "z"]}, "query", "the text has"),
+        ("/rerank", {"query": "x" * 200_000, "documents": ["y"], "max_tokens_per_query": 9}, "query", "the prompt has"),
+        ("/rerank", {"query": "x", "documents": ["y", "cat " * 300]}, "documents", "documents[1]: "),
+    ],
+)
+def test_the_text_at_fault_is_named(
+    embeddings: httpx.Client, path: str, body: dict[str, Any], param: str, which: str
+) -> None:
+    answer = embeddings.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert error["message"].startswith(which)
 
 
 def test_pairs_are_ranked_as_by_the_cross_encoder(judge: tuple[Any, Path], scores: httpx.Client) -> None:

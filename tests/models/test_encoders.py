@@ -236,4 +236,15 @@ def test_a_pooling_model_does_not_generate(small_bert: tuple[Any, Path], tiny_to
         llm.generate("a")
     with pytest.raises(RequestError, match="gives embeddings"):
         llm.classify("a")
+    params = [PoolingParams(), PoolingParams(), PoolingParams(truncate_prompt_tokens=9), PoolingParams()]
+    for wrong, message in (
+        ("\ud800", "the prompt is not valid Unicode text"),
+        (5, "a prompt must be text"),
+        ([10**6], ""),
+    ):
+        with pytest.raises(RequestError, match=rf"^prompts\[3\]: {message}") as refusal:
+            llm.embed(["a", "b", "c", wrong], params, use_tqdm=False)  # type: ignore[list-item]
+        assert refusal.value.param == "prompts"
+    with pytest.raises(RequestError, match=r"^data_2\[1\]: "):
+        llm.score("a", ["b", "\ud800"], use_tqdm=False)
     assert len(llm.embed("a", use_tqdm=False)[0].outputs.embedding) == 48

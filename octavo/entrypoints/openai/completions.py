@@ -22,7 +22,7 @@ from octavo.entrypoints.openai.responses import CompletionChoice, CompletionLogp
 from octavo.entrypoints.openai.routes import Router
 from octavo.entrypoints.openai.state import Asked
 from octavo.entrypoints.openai.streaming import ChunkWriter, encode_json
-from octavo.errors import RequestError, of_several
+from octavo.errors import RequestError, naming_prompt
 from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from octavo.request import Prompt
 
@@ -72,7 +72,7 @@ class _Job(Job[CompletionRequest, CompletionChoice]):
         adds_special = body.add_special_tokens is not False
         for index, given in enumerate(body.prompts):
             await asyncio.sleep(0)  # let others go on between two prompts
-            with of_several("prompt", index, len(body.prompts)):
+            with naming_prompt("prompt", index, len(body.prompts)):
                 prompt, generator = await self._state.submit(
                     self._about["id"],
                     body,

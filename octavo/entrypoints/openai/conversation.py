@@ -25,11 +25,11 @@ from octavo.entrypoints.openai.answer import (
     check_tool_choice,
     wanted_grammar,
 )
-from octavo.entrypoints.openai.errors import naming_prompt, validation_error
+from octavo.entrypoints.openai.errors import validation_error
 from octavo.entrypoints.openai.hints import hint_options
 from octavo.entrypoints.openai.protocol import ChatCompletionRequest, ChatMessage, TemplateRequest, Tool
 from octavo.entrypoints.openai.state import Asked, ServerState
-from octavo.errors import RequestError
+from octavo.errors import RequestError, naming_prompt
 from octavo.media_kinds import SentMedium
 from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from octavo.request import Prompt

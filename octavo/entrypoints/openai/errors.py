@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -102,17 +101,6 @@ def describe(error: Exception) -> dict[str, Any]:
         return {"message": message, "status": 503, "code": "engine_dead"}
     logger.error("Unexpected error while answering a request", exc_info=error)
     return {"message": "Internal error.", "status": 500, "code": "internal_error"}
-
-
-@contextmanager
-def naming_prompt(field: str) -> Iterator[None]:
-    """Whatever is wrong with a prompt is said of the body's `field` that it comes from."""
-    try:
-        yield
-    except RequestError as error:
-        if error.param == "prompt":
-            error.param = field
-        raise
 
 
 def stream_error_event(error: Exception) -> bytes:

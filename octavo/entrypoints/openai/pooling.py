@@ -22,7 +22,6 @@ from octavo.engine.off_loop import run_off_loop
 from octavo.engine.pooling_input import PoolingInput, Scores, prompt_for
 from octavo.engine.pooling_input import Text as InputText
 from octavo.entrypoints.openai.conversation import render_messages
-from octavo.entrypoints.openai.errors import naming_prompt
 from octavo.entrypoints.openai.pooling_protocol import (
     ClassifyRequest,
     ClassifyResponse,
@@ -188,8 +187,7 @@ class _Job:
                 arrival_time=self._arrival_time, cache_salt=body.cache_salt, sources=field,
             )  # fmt: skip
 
-        with naming_prompt(field):
-            return await run_off_loop(make, length=self._length)
+        return await run_off_loop(make, length=self._length)
 
     async def named(self, texts: Sequence[InputText], params: PoolingParams, field: str) -> list[EngineRequest]:
         """The requests for texts with the names of their prompts, of a `field` of the body. Raises `RequestError`."""
@@ -200,8 +198,7 @@ class _Job:
                 cache_salt=self._body.cache_salt, sources=field,
             )  # fmt: skip
 
-        with naming_prompt(field):
-            return await run_off_loop(make, length=self._length)
+        return await run_off_loop(make, length=self._length)
 
     async def scores(
         self,
@@ -215,14 +212,13 @@ class _Job:
         def make() -> Scores:
             return Scores(
                 self.inputs,
-                self.inputs.shortened(queries, body.max_tokens_per_query),
-                self.inputs.shortened(documents, body.max_tokens_per_doc),
+                self.inputs.shortened(queries, body.max_tokens_per_query, fields[0]),
+                self.inputs.shortened(documents, body.max_tokens_per_doc, fields[1]),
                 body.params(), fields=fields, instruction=body.instruction, priority=body.priority,
                 arrival_time=self._arrival_time, cache_salt=body.cache_salt,
             )  # fmt: skip
 
-        with naming_prompt(fields[1]):
-            return await run_off_loop(make, length=self._length)
+        return await run_off_loop(make, length=self._length)
 
     async def answer(self, requests: Sequence[EngineRequest], write: Callable[[Outputs], dict[str, Any]]) -> Response:
         """What `write` makes of the requests' outputs, as JSON. 499, which nobody sees, where the client hung up."""
