@@ -36,7 +36,7 @@ class RequestOutputKind(IntEnum):
 class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """What an answer must be: exactly one of `json`, `regex`, `choice`, `grammar`, `json_object` and `structural_tag`.
 
-    `octavo.sampling.grammar` turns it into a grammar. Raises `RequestError` naming the field.
+    `octavo.structured_output.grammar` turns it into a grammar. Raises `RequestError` naming the field.
     """
 
     json: str | dict[str, Any] | None = None
@@ -51,7 +51,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
     """Any JSON object."""
     structural_tag: str | dict[str, Any] | None = None
     """Text in which what stands between tags has a form: xgrammar's structural tag or vLLM's older list of structures,
-    as JSON text or as an object. See `octavo.sampling.structural_tag`."""
+    as JSON text or as an object. See `octavo.structured_output.structural_tag`."""
     disable_fallback: bool = False
     """Either says what holds: there is one library of grammars, and what it cannot follow is refused."""
     disable_any_whitespace: bool = False

@@ -21,7 +21,7 @@ ROOT = Path(octavo.__file__).parent.parent
 # As the script that an installation makes: it lies elsewhere, and its folder is the first entry of the path.
 SCRIPT = f"import sys; sys.path.append({str(ROOT)!r})\n"
 TRY_GRAMMAR = """
-from octavo.sampling.grammar_trial import GrammarTrial
+from octavo.structured_output.trial import GrammarTrial
 trial = GrammarTrial()
 print(repr(trial.problem('{"grammars": [{"lark_grammar": "start: /a/"}]}')))
 trial.close()

@@ -17,8 +17,8 @@ from octavo.lora.files import source
 from octavo.lora.request import LoRARequest
 from octavo.media_kinds import KINDS, MediaKind, SentMedium
 from octavo.request import AdapterSource, EngineRequest, MediaInput, MediaItem, Prompt
-from octavo.sampling.grammar import WantedGrammar, make_grammar
 from octavo.sampling_params import SamplingParams, is_unicode
+from octavo.structured_output.grammar import WantedGrammar, make_grammar
 
 if TYPE_CHECKING:
     from tokenizers import Encoding

@@ -36,11 +36,11 @@ from octavo.ops import Array, DeviceOps, LayerKVCache, Ops, ParallelDeviceOps
 from octavo.plan import StepPlan, StepResult
 from octavo.pooling_params import PoolingConfig
 from octavo.sampling.batch import Samples, SamplingBatch, SamplingTable
-from octavo.sampling.grammar_masks import GrammarCompiler
 from octavo.sampling.logprobs import entries, measure
 from octavo.sampling.sampler import SampledTokens, sample_tokens, write_settings
 from octavo.sampling_params import MAX_LOGPROBS
 from octavo.speculative.synthetic import SyntheticAcceptance
+from octavo.structured_output.masks import GrammarCompiler
 
 if TYPE_CHECKING:
     from octavo.execution.adapter_store import AdapterStore

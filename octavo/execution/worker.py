@@ -44,9 +44,9 @@ from octavo.ops import AdapterOps, DeviceOps, LayerKVCache, Ops
 from octavo.phases import Phases
 from octavo.plan import StepPlan
 from octavo.request import MediaInput
-from octavo.sampling.grammar_masks import GrammarCompiler
 from octavo.speculative.synthetic import SyntheticAcceptance
 from octavo.speculative_config import HEAD_METHODS
+from octavo.structured_output.masks import GrammarCompiler
 
 if TYPE_CHECKING:
     from octavo.execution.adapter_store import AdapterStore

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from octavo.plan import Admission, num_standing
 from octavo.sampling.beams import Beams
-from octavo.sampling.grammar_masks import GrammarCompiler, GrammarTable, TokenMask
 from octavo.sampling_params import LogitsProcessor, SamplingParams
+from octavo.structured_output.masks import GrammarCompiler, GrammarTable, TokenMask
 
 # What every request has, each an array.
 _SETTINGS: dict[str, type[np.generic]] = {

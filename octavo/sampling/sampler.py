@@ -18,11 +18,11 @@ from octavo.ops import NO_TOKEN, Array, Ops
 from octavo.request import TokenLogprobs
 from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.beams import best_tokens, offers, score_beams
-from octavo.sampling.grammar_masks import TokenMask
 from octavo.sampling.logprobs import MeasuredLogprobs, entries, measure
 from octavo.sampling.processors import process_logits
 from octavo.sampling.random import uniform
 from octavo.sampling.speech import follow_rules
+from octavo.structured_output.masks import TokenMask
 
 NOTHING_TO_CHOOSE = (
     "no token could be chosen: allowed_token_ids, bad_words, min_tokens, structured_outputs and logits_processors "

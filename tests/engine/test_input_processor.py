@@ -20,8 +20,8 @@ from octavo.engine.wire import decode_frontend_message, encode_message
 from octavo.errors import RequestError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.request import Prompt
-from octavo.sampling.grammar import CallText, Spelling, ToolCalls, WantedGrammar
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
+from octavo.structured_output.grammar import CallText, Spelling, ToolCalls, WantedGrammar
 
 MAX_LEN = 20
 VOCAB_SIZE = 49152

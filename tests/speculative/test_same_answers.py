@@ -23,12 +23,12 @@ from octavo.loading.tokenizer import load_tokenizer
 from octavo.outputs import RequestOutput
 from octavo.plan import TO_BE_GUESSED, StepPlan, num_standing
 from octavo.request import EngineRequest, Prompt
-from octavo.sampling.grammar import make_grammar
 from octavo.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from octavo.sequence import Sequence
 from octavo.speculative.methods import make_speculation
 from octavo.speculative.speculation import Speculation
 from octavo.stats import EngineStats
+from octavo.structured_output.grammar import make_grammar
 from tests.execution.late_device import LateDevice
 from tests.execution.test_runner import EOS, VOCAB, config_of, late_executor, model
 from tests.models.small_recurrent import RECURRENT_MODELS

@@ -21,8 +21,8 @@ from octavo.entrypoints.openai.tools.reading import FormatParser, trigger_marks
 from octavo.entrypoints.openai.tools.recognition import ModelFormats
 from octavo.entrypoints.openai.tools.writing import arguments_only, list_of_calls, spelling
 from octavo.errors import RequestError
-from octavo.sampling.grammar import ReasoningMarks, Spelling, ThinkingBudget, ToolCalls, WantedGrammar
 from octavo.sampling_params import StructuredOutputsParams
+from octavo.structured_output.grammar import ReasoningMarks, Spelling, ThinkingBudget, ToolCalls, WantedGrammar
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,8 @@ from octavo.errors import EngineRestartingError, OctavoError, RequestError
 from octavo.metrics.http import HttpMetrics
 from octavo.outputs import RequestOutput
 from octavo.request import AdapterSource, EngineRequest, Prompt
-from octavo.sampling.grammar import ThinkingBudget, WantedGrammar
 from octavo.sampling_params import SamplingParams
+from octavo.structured_output.grammar import ThinkingBudget, WantedGrammar
 from octavo.tracing import Tracer
 from octavo.version import __version__
 

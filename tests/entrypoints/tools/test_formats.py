@@ -16,7 +16,7 @@ from octavo.entrypoints.openai.tools.forced import ForcedCallsReader
 from octavo.entrypoints.openai.tools.formats import FORMATS, KeyedValues, Tags, ToolFormat
 from octavo.entrypoints.openai.tools.reading import FormatParser, trigger_marks
 from octavo.entrypoints.openai.tools.writing import spelling
-from octavo.sampling.grammar import ToolCalls, make_grammar
+from octavo.structured_output.grammar import ToolCalls, make_grammar
 from tests.entrypoints.tools.written import TOOLS, write
 from tests.sampling.test_grammar import follows
 

@@ -4,7 +4,7 @@ arguments are given as they come."""
 from __future__ import annotations
 
 from octavo.entrypoints.openai.tools.calls import Call, JsonScanner, Piece
-from octavo.sampling.grammar import Spelling
+from octavo.structured_output.grammar import Spelling
 
 
 class ForcedCallsReader:

@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo.entrypoints.openai.tools.calls import ToolSchemas
 from octavo.entrypoints.openai.tools.formats import JsonCalls, NamedJson, PythonCalls, Tags, ToolFormat
-from octavo.sampling.grammar import CallText, ParameterText, Spelling
+from octavo.structured_output.grammar import CallText, ParameterText, Spelling
 
 _NO_CONSTRAINTS = {"type", "title", "description", "default", "examples", "$comment", "anyOf", "oneOf"}
 _MAX_DEPTH = 8  # of references to references, and of choices in choices

@@ -1,8 +1,9 @@
 """Structured output where the model runs: which tokens a sequence's grammar allows next.
 
-`GrammarCompiler` turns grammars (see `octavo.sampling.grammar`) into matchers, in a thread, before their requests are
-scheduled. `GrammarTable` keeps one matcher for each row that has a grammar. Its masks are computed by another thread as
-soon as a step's tokens are known, so that they are ready when the next step's logits are; the sampler waits for them.
+`GrammarCompiler` turns grammars (see `octavo.structured_output.grammar`) into matchers, in a thread, before their
+requests are scheduled. `GrammarTable` keeps one matcher for each row that has a grammar. Its masks are computed by
+another thread as soon as a step's tokens are known, so that they are ready when the next step's logits are; the sampler
+waits for them.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from numpy.typing import NDArray
 from octavo.errors import RequestError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.tokenizer import read_tokenizer_json
-from octavo.sampling.grammar_trial import STACK_BYTES, limits
 from octavo.sampling_params import SamplingParams
+from octavo.structured_output.trial import STACK_BYTES, limits
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from octavo.errors import RequestError
-from octavo.sampling import grammar, grammar_trial
-from octavo.sampling.grammar import MAX_PIECE_CHARACTERS, check_grammar, make_grammar
-from octavo.sampling.grammar_trial import GrammarTrial, TrialFailed
 from octavo.sampling_params import StructuredOutputsParams
+from octavo.structured_output import grammar
+from octavo.structured_output.grammar import MAX_PIECE_CHARACTERS, check_grammar, make_grammar
+from octavo.structured_output.trial import TIME_LIMIT_S, GrammarTrial, TrialFailed
 from tests.schemas import chained_schema
 
 FINE = json.dumps({"grammars": [{"lark_grammar": 'start: "a"'}]})
@@ -65,7 +65,7 @@ def test_a_request_is_told_and_may_try_again(monkeypatch: pytest.MonkeyPatch) ->
     text = lark('start: "tried twice"')
     with pytest.raises(RequestError, match="tools cannot be followed: to compile it takes more than 0 s"):
         check_grammar(text, "tools")
-    quick._time_limit_s = grammar_trial.TIME_LIMIT_S
+    quick._time_limit_s = TIME_LIMIT_S
     check_grammar(text, "tools")
     quick.close()
 

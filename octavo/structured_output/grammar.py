@@ -1,8 +1,8 @@
 """What an answer must be, as a grammar in llguidance's own form: JSON text that names Lark grammars and JSON schemas.
 
 The front end makes and checks it before a request is queued; it crosses the wire as text, and
-`octavo.sampling.grammar_masks` has it followed. llguidance itself looks at it in a process of its own
-(`grammar_trial`).
+`octavo.structured_output.masks` has it followed. llguidance itself looks at it in a process of its own
+(`trial`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from octavo.errors import RequestError
-from octavo.sampling import lark, structural_tag
-from octavo.sampling.grammar_trial import GrammarTrial, TrialFailed
-from octavo.sampling.lark import escaped, pieces
 from octavo.sampling_params import STRUCTURES, StructuredOutputsParams
+from octavo.structured_output import lark, structural_tag
+from octavo.structured_output.lark import escaped, pieces
+from octavo.structured_output.trial import GrammarTrial, TrialFailed
 
 MAX_CHARACTERS = 1 << 20  # of a schema or a grammar
 # Of one regular expression, choice, constant or pattern. A mask takes a microsecond a character, and streams wait.

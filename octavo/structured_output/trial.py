@@ -3,7 +3,7 @@ takes too long and replaced when it dies.
 
 llguidance bounds most of the work that a grammar may make (`limits`), but not all: intersected regular expressions keep
 it busy for ever, and references that follow each other by the hundred overflow its stack, which ends the process.
-`octavo.sampling.grammar` asks here; what passes is compiled once more where the model runs.
+`octavo.structured_output.grammar` asks here; what passes is compiled once more where the model runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from octavo.processes import child_command
 # long as this would take for ever.
 TIME_LIMIT_S = 10
 _PATIENCE = 6  # times as long by the clock, on a machine that gives the process no time
-# Where the model runs there must be more stack than here (see `grammar_masks`), so that what passes never overflows it.
+# Where the model runs there must be more stack than here (see `masks`), so that what passes never overflows it.
 STACK_BYTES = 4 << 20
 _MEMORY_BYTES = 4 << 30  # of addresses; the largest of our tests takes 0.3 GB
 # In Lark: strings and regular expressions, which are kept, and special tokens.
@@ -57,7 +57,7 @@ class GrammarTrial:
         """Why a grammar cannot be followed, in llguidance's words, or nothing. Raises `TrialFailed`."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
-                command = child_command("octavo.sampling.grammar_trial", str(self._time_limit_s))
+                command = child_command("octavo.structured_output.trial", str(self._time_limit_s))
                 self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             process = self._process
             assert process.stdin is not None and process.stdout is not None

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from octavo.errors import RequestError
-from octavo.sampling.grammar import CallText, ReasoningMarks, Spelling, ToolCalls, make_grammar
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
+from octavo.structured_output.grammar import CallText, ReasoningMarks, Spelling, ToolCalls, make_grammar
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 # Structural tags, in the forms that xgrammar's documentation gives.

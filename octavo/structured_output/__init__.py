@@ -1,0 +1,1 @@
+"""Structured output: grammars made from requests, tried out, and followed token by token."""
