@@ -29,7 +29,7 @@ from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.wire import StepOutputs as CoreOutputs
 from octavo.engine.wire import decode_core_message, encode_message
-from octavo.entrypoints.openai.streaming import ChunkWriter, encode_json
+from octavo.entrypoints.http.streaming import ChunkWriter, encode_json
 from octavo.execution.block_mover import BlockMover
 from octavo.execution.cpu_device import CpuDevice
 from octavo.execution.device import StepModel, StepOutputs

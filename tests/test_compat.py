@@ -19,7 +19,7 @@ from octavo.config import AsyncEngineArgs, PoolerConfig
 from octavo.config.checks import check as check_engine_args
 from octavo.distributed import cleanup_dist_env_and_memory, destroy_distributed_environment, destroy_model_parallel
 from octavo.entrypoints.cli.serve import make_parser, parse_args
-from octavo.entrypoints.openai.server_args import ServerArgs
+from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError, LoadError, RequestError
 from octavo.loading.tokenizer import read_tokenizer
 from octavo.logger import init_logger

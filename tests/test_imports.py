@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import octavo
-from octavo.entrypoints.openai.app import LATER
+from octavo.entrypoints.http.app import LAZY_ROUTES
 
 ROOT = Path(octavo.__file__).parent
 NATIVE = "_cpu"  # a module without a source file
@@ -89,10 +89,10 @@ def test_the_map_has_all_kinds_of_imports() -> None:
 
 
 def test_the_routes_import_nothing_that_only_some_requests_need() -> None:
-    unwanted = [*LATER, "octavo.entrypoints.openai.pooling_protocol", "numpy", "torch", "transformers", "fastapi",
-                "llguidance", "sqlite3"]  # fmt: skip
+    unwanted = [*LAZY_ROUTES, "octavo.entrypoints.pooling.pooling_protocol", "numpy", "torch", "transformers",
+                "fastapi", "llguidance", "sqlite3"]  # fmt: skip
     code = (
-        "import sys, octavo.entrypoints.openai.http_server, octavo.entrypoints.cli.serve\n"
+        "import sys, octavo.entrypoints.http.uvicorn_server, octavo.entrypoints.cli.serve\n"
         f"print([name for name in {unwanted} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -15,9 +15,9 @@ from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import PromptInput, as_prompts
 from octavo.engine.llm_engine import LLMEngine
 from octavo.engine.vllm_names import ABSENT, refuse_kwargs
-from octavo.entrypoints.chat_template import render_chat
-from octavo.entrypoints.llm_pooling import PoolingMethods, UseTqdm
-from octavo.entrypoints.media_parts import embeds_of, media_of, message_for_template, read_message, with_embeds
+from octavo.entrypoints.chat.chat_template import render_chat
+from octavo.entrypoints.chat.media_parts import embeds_of, media_of, message_for_template, read_message, with_embeds
+from octavo.entrypoints.pooling.llm_pooling import PoolingMethods, UseTqdm
 from octavo.errors import RequestError, naming_prompt
 from octavo.logs import configure_logging
 from octavo.lora.request import LoRARequest

@@ -19,8 +19,8 @@ from octavo.distributed.connection import listen
 from octavo.distributed.group import NodeGroup
 from octavo.distributed.messages import Joined
 from octavo.engine.core import EngineCore
-from octavo.entrypoints.openai.server import run_server
-from octavo.entrypoints.openai.server_args import ServerArgs
+from octavo.entrypoints.http.server import run_server
+from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError, LoadError
 from octavo.execution import node
 from octavo.execution.executor import TeamExecutor, make_executor

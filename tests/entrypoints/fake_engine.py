@@ -18,8 +18,8 @@ from octavo.engine.forecast import FirstTokenForecast
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.wire import BlockMap
-from octavo.entrypoints.openai.http_server import HttpServer
-from octavo.entrypoints.openai.server_args import ServerArgs
+from octavo.entrypoints.http.server_args import ServerArgs
+from octavo.entrypoints.http.uvicorn_server import HttpServer
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.metrics.prometheus import EngineMetrics

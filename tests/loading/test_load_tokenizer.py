@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 
-from octavo.entrypoints.chat_template import render_chat
+from octavo.entrypoints.chat.chat_template import render_chat
 from octavo.errors import LoadError, RequestError
 from octavo.loading.checkpoint import Checkpoint, resolve
 from octavo.loading.gguf import read_gguf

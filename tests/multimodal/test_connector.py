@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from octavo.config import MediaConfig
-from octavo.entrypoints.openai.conversation import Conversation
-from octavo.entrypoints.openai.protocol import ChatCompletionRequest
+from octavo.entrypoints.chat.conversation import Conversation
+from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.errors import RequestError
 from octavo.multimodal import connector
 from octavo.multimodal.connector import MediaConnector, fetch_all, is_public

@@ -14,7 +14,7 @@ import transformers
 from PIL import Image
 
 from octavo import LLM, SamplingParams
-from octavo.entrypoints.chat_template import render_chat
+from octavo.entrypoints.chat.chat_template import render_chat
 from octavo.errors import ConfigError, RequestError
 from octavo.media_kinds import IMAGE, KINDS, SentMedium
 from octavo.models.media import OTHER_NAMES

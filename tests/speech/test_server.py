@@ -18,7 +18,7 @@ import torch
 import transformers
 from transformers.models.whisper.tokenization_whisper import _combine_tokens_into_words
 
-from octavo.entrypoints.transcriber import Transcriber, Wish
+from octavo.entrypoints.audio.transcriber import Transcriber, Wish
 from octavo.errors import RequestError
 from tests.e2e.server import Server, openai_client, served
 from tests.speech.conftest import features, marks, sound

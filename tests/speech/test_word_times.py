@@ -13,7 +13,7 @@ from transformers.models.whisper.generation_whisper import _dynamic_time_warping
 from transformers.models.whisper.tokenization_whisper import _combine_tokens_into_words
 
 from octavo import SamplingParams
-from octavo.entrypoints.transcriber import Transcriber, Wish
+from octavo.entrypoints.audio.transcriber import Transcriber, Wish
 from octavo.errors import RequestError
 from octavo.layers.rotary import identity_table
 from octavo.multimodal.word_times import _median, attention, token_times, warp, words_of

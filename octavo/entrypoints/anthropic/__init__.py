@@ -1,1 +1,3 @@
-"""Anthropic's Messages API over the same chats: `protocol` checks, `translate` makes a chat, `events` its answer."""
+"""Anthropic's Messages API over `chat`: `messages_protocol` checks the body, `to_chat` makes a chat of it,
+`answer_blocks` builds the message and its events.
+"""

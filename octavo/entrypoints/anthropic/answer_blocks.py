@@ -10,9 +10,9 @@ import hashlib
 import json
 from typing import Any
 
-from octavo.entrypoints.anthropic.protocol import MessagesRequest
-from octavo.entrypoints.openai.answer import CallDelta, Delta, ReasoningDelta, TextDelta
-from octavo.entrypoints.openai.conversation import Progress
+from octavo.entrypoints.anthropic.messages_protocol import MessagesRequest
+from octavo.entrypoints.chat.answer_reader import CallDelta, Delta, ReasoningDelta, TextDelta
+from octavo.entrypoints.chat.conversation import Progress
 
 Event = dict[str, Any]
 

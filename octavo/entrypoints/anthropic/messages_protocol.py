@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, Tag, model_validator
 
-from octavo.entrypoints.openai.fields import Int, RequestBody, Text, described
+from octavo.entrypoints.http.body_fields import Int, RequestBody, Text, described
 from octavo.errors import RequestError
 
 _NOTE = "Taken and without effect: it changes no answer."

@@ -10,15 +10,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from octavo.engine.off_loop import run_off_loop
-from octavo.entrypoints.anthropic.events import Answer
-from octavo.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
-from octavo.entrypoints.anthropic.translate import as_chat
-from octavo.entrypoints.openai.conversation import Conversation, Progress
-from octavo.entrypoints.openai.errors import describe, error_body
-from octavo.entrypoints.openai.responses import Body
-from octavo.entrypoints.openai.routes import Router
-from octavo.entrypoints.openai.state import ARRIVAL, state_of
-from octavo.entrypoints.openai.streaming import EventStream, named_event, run_until_disconnect
+from octavo.entrypoints.anthropic.answer_blocks import Answer
+from octavo.entrypoints.anthropic.messages_protocol import CountTokensRequest, MessagesRequest
+from octavo.entrypoints.anthropic.to_chat import as_chat
+from octavo.entrypoints.chat.conversation import Conversation, Progress
+from octavo.entrypoints.http.error_responses import describe, error_body
+from octavo.entrypoints.http.router import Router
+from octavo.entrypoints.http.server_state import ARRIVAL, state_of
+from octavo.entrypoints.http.streaming import EventStream, named_event, run_until_disconnect
+from octavo.entrypoints.openai.response_bodies import Body
 
 router = Router(tags=["Anthropic"])
 

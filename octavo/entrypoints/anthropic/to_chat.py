@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from octavo.entrypoints.anthropic.protocol import (
+from octavo.entrypoints.anthropic.messages_protocol import (
     CountTokensRequest,
     ImageBlock,
     Message,
@@ -16,8 +16,8 @@ from octavo.entrypoints.anthropic.protocol import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from octavo.entrypoints.openai.conversation import make_chat
-from octavo.entrypoints.openai.protocol import ChatCompletionRequest
+from octavo.entrypoints.chat.conversation import make_chat
+from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.errors import RequestError
 
 _CLEAR_THINKING = "clear_thinking_20251015"

@@ -15,12 +15,12 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.engine.off_loop import run_off_loop
-from octavo.entrypoints.openai.fields import Int, RequestBody, Text, described
-from octavo.entrypoints.openai.responses import Body
-from octavo.entrypoints.openai.routes import Router, validated
-from octavo.entrypoints.openai.state import ServerState, state_of, wanted_rank
-from octavo.entrypoints.openai.streaming import EventStream, encode_json, run_until_disconnect
-from octavo.entrypoints.transcriber import Said, Transcriber, Wish, measures
+from octavo.entrypoints.audio.transcriber import Said, Transcriber, Wish, measures
+from octavo.entrypoints.http.body_fields import Int, RequestBody, Text, described
+from octavo.entrypoints.http.router import Router, validated
+from octavo.entrypoints.http.server_state import ServerState, state_of, wanted_rank
+from octavo.entrypoints.http.streaming import EventStream, encode_json, run_until_disconnect
+from octavo.entrypoints.openai.response_bodies import Body
 from octavo.errors import RequestError
 from octavo.multimodal.listening import Listener, Spectrum
 from octavo.multimodal.transcript import as_srt, as_vtt

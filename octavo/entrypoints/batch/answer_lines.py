@@ -12,8 +12,8 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message
 
-from octavo.entrypoints.batch.lines import Line, LineError, answer_line, checksum, error_line, read_line
-from octavo.entrypoints.openai.gate import WITHIN
+from octavo.entrypoints.batch.batch_lines import Line, LineError, answer_line, checksum, error_line, read_line
+from octavo.entrypoints.http.auth_and_limits import WITHIN
 
 MAX_TRIES = 20  # of a request while the engine is started again or its queue is full
 MAX_WAIT_S = 15.0  # between two

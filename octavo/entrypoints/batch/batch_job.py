@@ -13,11 +13,11 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from octavo.entrypoints.batch import stored
-from octavo.entrypoints.batch.runner import BatchStopped, answer_lines
-from octavo.entrypoints.batch.stored import BATCH, FILE
-from octavo.entrypoints.openai.state import ServerState
-from octavo.entrypoints.store import DEAD_AFTER_S, Database, StoreError
+from octavo.entrypoints.batch import stored_files
+from octavo.entrypoints.batch.answer_lines import BatchStopped, answer_lines
+from octavo.entrypoints.batch.stored_files import BATCH, FILE
+from octavo.entrypoints.http.server_state import ServerState
+from octavo.entrypoints.http.store import DEAD_AFTER_S, Database, StoreError
 
 logger = logging.getLogger("octavo.server")
 
@@ -61,14 +61,16 @@ class BatchJob:
             num_lines = 0
             async for _ in self._lines():
                 num_lines += 1
-            files = [stored.new_file(f"{batch['id']}_{name}.jsonl", "batch_output", 0) for name in ("output", "error")]
+            files = [
+                stored_files.new_file(f"{batch['id']}_{name}.jsonl", "batch_output", 0) for name in ("output", "error")
+            ]
             batch["request_counts"]["total"] = num_lines
             batch["output_file_id"], batch["error_file_id"] = files[0]["id"], files[1]["id"]
 
             def begin(database: Database) -> None:
                 for file in files:
-                    stored.write(database, FILE, file)
-                stored.write(database, BATCH, batch, is_owned=True)
+                    stored_files.write(database, FILE, file)
+                stored_files.write(database, BATCH, batch, is_owned=True)
 
             batch |= {"status": "in_progress", "in_progress_at": int(time.time())}
             await self._store.run(begin)
@@ -80,7 +82,7 @@ class BatchJob:
         )
 
     def _lines(self) -> Any:
-        return stored.read_lines(self._store, self.batch["input_file_id"], self._state.args.max_body_bytes)
+        return stored_files.read_lines(self._store, self.batch["input_file_id"], self._state.args.max_body_bytes)
 
     async def _left(self, done: set[int]) -> Any:
         async for number, line in self._lines():
@@ -100,7 +102,7 @@ class BatchJob:
 
         def write(database: Database) -> None:
             database.add_chunks(file_id, [(number, line)])
-            stored.write(database, BATCH, batch, is_owned=True)
+            stored_files.write(database, BATCH, batch, is_owned=True)
 
         await self._store.run(write)
 
@@ -116,12 +118,12 @@ class BatchJob:
                     continue
                 num_bytes = database.num_chunk_bytes(batch[name])
                 if num_bytes:
-                    file = stored.read(stored.find(database, FILE, batch[name]))
-                    stored.write(database, FILE, {**file, "bytes": num_bytes})
+                    file = stored_files.read(stored_files.find(database, FILE, batch[name]))
+                    stored_files.write(database, FILE, {**file, "bytes": num_bytes})
                 else:
                     database.delete(FILE, batch[name])
                     batch[name] = None
-            stored.write(database, BATCH, batch)
+            stored_files.write(database, BATCH, batch)
 
         try:
             await self._store.run(end)
@@ -133,7 +135,7 @@ async def take_over(app: ASGIApp, state: ServerState) -> None:
     """Go on with the batches of servers that have ended, as long as this one lives."""
 
     def take(database: Database) -> list[dict[str, Any]]:
-        found = [stored.read(one) for one in database.abandoned(BATCH)]
+        found = [stored_files.read(one) for one in database.abandoned(BATCH)]
         return [batch for batch in found if database.take(BATCH, batch["id"])]
 
     while not state.is_stopping:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.entrypoints.openai.streaming import encode_json
+from octavo.entrypoints.http.streaming import encode_json
 
 # What a line may ask for. Which of them are there is the application's to say.
 URLS = frozenset(

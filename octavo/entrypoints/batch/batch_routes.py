@@ -12,18 +12,18 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.entrypoints.batch import stored
-from octavo.entrypoints.batch.jobs import LIFETIME_S, UNDER_WAY, BatchJob
-from octavo.entrypoints.batch.lines import URLS
-from octavo.entrypoints.batch.stored import BATCH, FILE, PIECE_BYTES
-from octavo.entrypoints.openai.fields import Int, RequestBody, Text, described
-from octavo.entrypoints.openai.pages import Deleted, Page, page_of
-from octavo.entrypoints.openai.responses import Body
-from octavo.entrypoints.openai.responses_api.protocol import MAX_METADATA
-from octavo.entrypoints.openai.routes import Router
-from octavo.entrypoints.openai.state import state_of
-from octavo.entrypoints.openai.streaming import EventStream
-from octavo.entrypoints.store import Database
+from octavo.entrypoints.batch import stored_files
+from octavo.entrypoints.batch.batch_job import LIFETIME_S, UNDER_WAY, BatchJob
+from octavo.entrypoints.batch.batch_lines import URLS
+from octavo.entrypoints.batch.stored_files import BATCH, FILE, PIECE_BYTES
+from octavo.entrypoints.http.body_fields import Int, RequestBody, Text, described
+from octavo.entrypoints.http.pagination import Deleted, Page, page_of
+from octavo.entrypoints.http.router import Router
+from octavo.entrypoints.http.server_state import state_of
+from octavo.entrypoints.http.store import Database
+from octavo.entrypoints.http.streaming import EventStream
+from octavo.entrypoints.openai.response_bodies import Body
+from octavo.entrypoints.responses.responses_protocol import MAX_METADATA
 from octavo.errors import RequestError
 
 router = Router(tags=["Batches"])
@@ -114,14 +114,14 @@ async def upload_file(raw: Request) -> FileObject:
             raise RequestError("file is required.", param="file")
         if purpose != "batch":
             raise RequestError(f"purpose {purpose!r:.60} is not built; batch is.", param="purpose")
-        file = stored.new_file((upload.filename or "file")[:255], purpose, upload.size or 0)
+        file = stored_files.new_file((upload.filename or "file")[:255], purpose, upload.size or 0)
         try:
             number = 0
             while piece := await upload.read(PIECE_BYTES):
                 chunk = (number, piece)
                 await store.run(lambda database, one=chunk: database.add_chunks(file["id"], [one]))  # type: ignore[misc]
                 number += 1
-            await store.run(lambda database: stored.write(database, FILE, file))
+            await store.run(lambda database: stored_files.write(database, FILE, file))
         except BaseException:
             await store.run(lambda database: database.delete(FILE, file["id"]))
             raise
@@ -137,8 +137,8 @@ async def list_files(raw: Request) -> Page:
 @router.get("/v1/files/{file_id}")
 async def get_file(file_id: str, raw: Request) -> FileObject:
     """What is known of a file."""
-    found = await state_of(raw).store.run(lambda database: stored.find(database, FILE, file_id))
-    return FileObject(**stored.read(found))
+    found = await state_of(raw).store.run(lambda database: stored_files.find(database, FILE, file_id))
+    return FileObject(**stored_files.read(found))
 
 
 @router.get(
@@ -149,10 +149,10 @@ async def get_file(file_id: str, raw: Request) -> FileObject:
 async def get_content(file_id: str, raw: Request) -> Response:
     """What a file has."""
     store = state_of(raw).store
-    await store.run(lambda database: stored.find(database, FILE, file_id))
+    await store.run(lambda database: stored_files.find(database, FILE, file_id))
 
     async def content() -> AsyncGenerator[bytes, None]:
-        async for piece in stored.read_content(store, file_id):
+        async for piece in stored_files.read_content(store, file_id):
             yield piece
 
     return FileStream(content(), {})
@@ -163,7 +163,7 @@ async def delete_file(file_id: str, raw: Request) -> Deleted:
     """Forget a file."""
 
     def delete(database: Database) -> None:
-        stored.find(database, FILE, file_id)
+        stored_files.find(database, FILE, file_id)
         database.delete(FILE, file_id)
 
     await state_of(raw).store.run(delete)
@@ -192,8 +192,8 @@ async def create_batch(body: BatchRequest, raw: Request) -> BatchObject:
     batch |= {name: None for name in BatchObject.model_fields if name not in batch}
 
     def begin(database: Database) -> None:
-        stored.find(database, FILE, body.input_file_id)
-        stored.write(database, BATCH, batch, is_owned=True)
+        stored_files.find(database, FILE, body.input_file_id)
+        stored_files.write(database, BATCH, batch, is_owned=True)
 
     await state.store.run(begin)
     made = BatchObject(**batch)
@@ -227,8 +227,8 @@ async def cancel_batch(batch_id: str, raw: Request) -> BatchObject:
 
 
 async def _batch(raw: Request, batch_id: str) -> dict[str, Any]:
-    found = await state_of(raw).store.run(lambda database: stored.find(database, BATCH, batch_id))
-    return stored.read(found)
+    found = await state_of(raw).store.run(lambda database: stored_files.find(database, BATCH, batch_id))
+    return stored_files.read(found)
 
 
 async def _page(raw: Request, kind: str) -> list[dict[str, Any]]:
@@ -237,6 +237,6 @@ async def _page(raw: Request, kind: str) -> list[dict[str, Any]]:
 
     def read(database: Database) -> list[dict[str, Any]]:
         rows = database.page(kind, after=asked.after, limit=asked.limit + 1, is_ascending=asked.is_ascending)
-        return [stored.read(row) for row in rows]
+        return [stored_files.read(row) for row in rows]
 
     return await state_of(raw).store.run(read)

@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.entrypoints.batch.lines import answered, checksum
-from octavo.entrypoints.batch.runner import answer_lines
+from octavo.entrypoints.batch.answer_lines import answer_lines
+from octavo.entrypoints.batch.batch_lines import answered, checksum
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:

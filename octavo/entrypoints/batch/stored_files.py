@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from octavo.entrypoints.openai.streaming import encode_json
-from octavo.entrypoints.store import Database, Store, Stored
+from octavo.entrypoints.http.store import Database, Store, Stored
+from octavo.entrypoints.http.streaming import encode_json
 from octavo.errors import RequestError
 
 FILE = "file"

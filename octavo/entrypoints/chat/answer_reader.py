@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from octavo.entrypoints.openai.protocol import ChatCompletionRequest, NamedToolChoice
-from octavo.entrypoints.openai.reasoning import Reasoning, new_splitter
-from octavo.entrypoints.openai.responses import AssistantMessage, CalledFunction, ToolCall
-from octavo.entrypoints.openai.tools.calls import Call, Piece, ToolParser, new_call_id
-from octavo.entrypoints.openai.tools.forced import ForcedCallsReader
-from octavo.entrypoints.openai.tools.formats import HARMONY, ToolFormat
-from octavo.entrypoints.openai.tools.reading import FormatParser, trigger_marks
-from octavo.entrypoints.openai.tools.recognition import ModelFormats
-from octavo.entrypoints.openai.tools.writing import arguments_only, list_of_calls, spelling
+from octavo.entrypoints.chat.reasoning import Reasoning, new_splitter
+from octavo.entrypoints.chat.tools.call_spelling import arguments_only, list_of_calls, spelling
+from octavo.entrypoints.chat.tools.forced_calls import ForcedCallsReader
+from octavo.entrypoints.chat.tools.format_detection import ModelFormats
+from octavo.entrypoints.chat.tools.format_parser import FormatParser, trigger_marks
+from octavo.entrypoints.chat.tools.tool_formats import HARMONY, ToolFormat
+from octavo.entrypoints.chat.tools.tool_parser import Call, Piece, ToolParser, new_call_id
+from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, NamedToolChoice
+from octavo.entrypoints.openai.response_bodies import AssistantMessage, CalledFunction, ToolCall
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.structured_output.grammar import ReasoningMarks, Spelling, ThinkingBudget, ToolCalls, WantedGrammar

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from octavo.engine.off_loop import run_off_loop
-from octavo.entrypoints.chat_template import render_chat
-from octavo.entrypoints.media_parts import content_for_template, embeds_of, media_of, with_embeds
-from octavo.entrypoints.openai.answer import (
+from octavo.entrypoints.chat.answer_reader import (
     AnswerFormat,
     AnswerReader,
     Delta,
@@ -25,10 +23,12 @@ from octavo.entrypoints.openai.answer import (
     check_tool_choice,
     wanted_grammar,
 )
-from octavo.entrypoints.openai.errors import validation_error
-from octavo.entrypoints.openai.hints import hint_options
-from octavo.entrypoints.openai.protocol import ChatCompletionRequest, ChatMessage, TemplateRequest, Tool
-from octavo.entrypoints.openai.state import Asked, ServerState
+from octavo.entrypoints.chat.chat_template import render_chat
+from octavo.entrypoints.chat.media_parts import content_for_template, embeds_of, media_of, with_embeds
+from octavo.entrypoints.chat.reasoning_effort import hint_options
+from octavo.entrypoints.http.error_responses import validation_error
+from octavo.entrypoints.http.server_state import Asked, ServerState
+from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, ChatMessage, TemplateRequest, Tool
 from octavo.errors import RequestError, naming_prompt
 from octavo.media_kinds import SentMedium
 from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput

@@ -11,7 +11,7 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from octavo.entrypoints.openai.protocol import ChatCompletionRequest
+from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.errors import RequestError
 
 if TYPE_CHECKING:

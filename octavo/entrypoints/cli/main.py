@@ -34,7 +34,9 @@ COMMANDS: Commands = {
     "plan": Command("octavo.entrypoints.cli.plan", "main", "say what fits where and how fast"),
     "doctor": Command("octavo.entrypoints.cli.doctor", "main", "say what this machine can do, and what would be slow"),
     "collect-env": Command("octavo.entrypoints.cli.collect_env", "main", "print what a report of a problem needs"),
-    "completion": Command("octavo.entrypoints.cli.completion", "main", "print a shell's completion of this command"),
+    "completion": Command(
+        "octavo.entrypoints.cli.shell_completion", "main", "print a shell's completion of this command"
+    ),
     "bench": Command("octavo.entrypoints.cli.main", "bench", "measure the engine", "make_bench_parser"),
 }
 BENCHMARKS: Commands = {

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from octavo.config import AsyncEngineArgs
 from octavo.entrypoints.cli import run_command
-from octavo.entrypoints.openai.server_args import ServerArgs
+from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import OctavoError
 from octavo.flags import FlagParser
 from octavo.logs import configure_logging
 
 if TYPE_CHECKING:
-    from octavo.entrypoints.batch.files import BatchFiles
+    from octavo.entrypoints.batch.run_batch_files import BatchFiles
 
 # The server's flags that say how a request is answered.
 _SERVER_FLAGS = (
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "octavo run-batch") -
 
 def run_batch(engine_args: AsyncEngineArgs, args: ServerArgs, input_path: Path, output_path: Path) -> None:
     """Raises `OctavoError` for what keeps it from answering; what has been answered stands."""
-    from octavo.entrypoints.batch.files import BatchFiles
+    from octavo.entrypoints.batch.run_batch_files import BatchFiles
 
     args.check()
     configure_logging("batch", names=("octavo",))
@@ -69,8 +69,8 @@ async def _run(engine_args: AsyncEngineArgs, args: ServerArgs, files: BatchFiles
     from tqdm import tqdm
 
     from octavo.engine.client import make_engine
-    from octavo.entrypoints.batch.runner import BatchStopped
-    from octavo.entrypoints.openai.app import build_app
+    from octavo.entrypoints.batch.answer_lines import BatchStopped
+    from octavo.entrypoints.http.app import build_app
 
     engine = make_engine(
         engine_args.create_engine_config(),

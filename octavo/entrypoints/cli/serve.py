@@ -17,7 +17,7 @@ from typing import Any
 
 from octavo.config import AsyncEngineArgs
 from octavo.entrypoints.cli import run_command
-from octavo.entrypoints.openai.server_args import ServerArgs
+from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError, OctavoError
 from octavo.flags import FlagParser, with_hyphens
 from octavo.logs import JSON, configure_logging
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "octavo serve") -> in
 
     def serve() -> None:
         engine_args, server_args = parse_args(sys.argv[1:] if argv is None else argv, prog)
-        from octavo.entrypoints.openai.server import run_server
+        from octavo.entrypoints.http.server import run_server
 
         try:
             run_server(engine_args, server_args)

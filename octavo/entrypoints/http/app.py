@@ -17,24 +17,15 @@ from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from octavo.entrypoints import ui
-from octavo.entrypoints.openai import (
-    adapters,
-    chat,
-    completions,
-    control,
-    description,
-    generate,
-    health,
-    models,
-    tokenize,
-)
-from octavo.entrypoints.openai.errors import NOT_BUILT, add_error_handlers, refuse_not_built
-from octavo.entrypoints.openai.fields import ID_PATTERN
-from octavo.entrypoints.openai.gate import Gate
-from octavo.entrypoints.openai.routes import Declared, Later, make_routes
-from octavo.entrypoints.openai.server_args import ServerArgs
-from octavo.entrypoints.openai.state import ID_HEADER, ServerState
-from octavo.entrypoints.openai.streaming import SERVER_SEND
+from octavo.entrypoints.http import engine_control, health, openapi
+from octavo.entrypoints.http.auth_and_limits import Gate
+from octavo.entrypoints.http.body_fields import ID_PATTERN
+from octavo.entrypoints.http.error_responses import NOT_BUILT, add_error_handlers, refuse_not_built
+from octavo.entrypoints.http.router import Declared, Later, make_routes
+from octavo.entrypoints.http.server_args import ServerArgs
+from octavo.entrypoints.http.server_state import ID_HEADER, ServerState
+from octavo.entrypoints.http.streaming import SERVER_SEND
+from octavo.entrypoints.openai import chat_completions, completions, generate_route, lora_adapters, model_list, tokenize
 from octavo.metrics.http import HttpMetrics
 
 if TYPE_CHECKING:
@@ -42,11 +33,22 @@ if TYPE_CHECKING:
 
 
 ROUTERS = [
-    module.router for module in (completions, chat, models, adapters, tokenize, generate, health, description, ui)
+    module.router
+    for module in (
+        completions,
+        chat_completions,
+        model_list,
+        lora_adapters,
+        tokenize,
+        generate_route,
+        health,
+        openapi,
+        ui,
+    )
 ]
 # Modules that no start waits for, with their routes.
-LATER = {
-    "octavo.entrypoints.batch.routes": (
+LAZY_ROUTES = {
+    "octavo.entrypoints.batch.batch_routes": (
         "GET /v1/files",
         "POST /v1/files",
         "GET /v1/files/{file_id}",
@@ -64,7 +66,7 @@ LATER = {
         "DELETE /v1/chat/completions/{completion_id}",
         "GET /v1/chat/completions/{completion_id}/messages",
     ),
-    "octavo.entrypoints.openai.responses_api.routes": (
+    "octavo.entrypoints.responses.responses_routes": (
         "POST /v1/responses",
         "POST /v1/responses/input_tokens",
         "GET /v1/responses/{response_id}",
@@ -72,7 +74,7 @@ LATER = {
         "POST /v1/responses/{response_id}/cancel",
         "GET /v1/responses/{response_id}/input_items",
     ),
-    "octavo.entrypoints.openai.pooling": (
+    "octavo.entrypoints.pooling.pooling_routes": (
         "POST /v1/embeddings",
         "POST /v2/embed",
         "POST /pooling",
@@ -84,8 +86,8 @@ LATER = {
         "POST /v2/rerank",
     ),
     "octavo.entrypoints.openai.invocations": ("POST /invocations",),
-    "octavo.entrypoints.openai.audio": ("POST /v1/audio/transcriptions", "POST /v1/audio/translations"),
-    "octavo.entrypoints.anthropic.routes": ("POST /v1/messages", "POST /v1/messages/count_tokens"),
+    "octavo.entrypoints.audio.transcription_routes": ("POST /v1/audio/transcriptions", "POST /v1/audio/translations"),
+    "octavo.entrypoints.anthropic.messages_routes": ("POST /v1/messages", "POST /v1/messages/count_tokens"),
 }
 
 
@@ -162,9 +164,9 @@ def _add_id(answer: MutableHeaders, request: Headers) -> None:
 def build_app(engine: EngineClient, args: ServerArgs) -> Starlette:
     """The application of a server that answers with `engine`, which need not be ready yet."""
     state = ServerState(engine, args)
-    routers = [*ROUTERS, control.router] if args.is_dev_mode else ROUTERS
+    routers = [*ROUTERS, engine_control.router] if args.is_dev_mode else ROUTERS
     declared: list[Declared | Later] = [one for router in routers for one in router.declared]
-    declared += [Later(module, *route.split(" ")) for module, routes in LATER.items() for route in routes]
+    declared += [Later(module, *route.split(" ")) for module, routes in LAZY_ROUTES.items() for route in routes]
     unbuilt = [Route(path, refuse_not_built, methods=["GET", "POST", "PUT", "DELETE"]) for path in NOT_BUILT]
     routes = [*make_routes(declared), *unbuilt]
     app = _App()
@@ -173,7 +175,7 @@ def build_app(engine: EngineClient, args: ServerArgs) -> Starlette:
     app.counts = state.http_metrics
     app.lets_streams_past = not args.middleware
     app.sends_ids = args.enable_request_id_headers
-    app.state.openapi = description.Description(declared)
+    app.state.openapi = openapi.Description(declared)
     add_error_handlers(app)
     for middleware in reversed(args.middlewares):
         if not inspect.isclass(middleware):

@@ -19,12 +19,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.entrypoints import ui
-from octavo.entrypoints.anthropic.errors import PREFIX as ANTHROPIC_PREFIX
-from octavo.entrypoints.anthropic.errors import anthropic_error
-from octavo.entrypoints.openai.description import PAGE_FILES
-from octavo.entrypoints.openai.errors import ERROR_FORM, WITH_DEV_MODE, error_response, not_allowed
-from octavo.entrypoints.openai.routes import methods_of
-from octavo.entrypoints.openai.state import ARRIVAL, Arrival, ServerState
+from octavo.entrypoints.anthropic.anthropic_errors import PREFIX as ANTHROPIC_PREFIX
+from octavo.entrypoints.anthropic.anthropic_errors import anthropic_error
+from octavo.entrypoints.http.error_responses import ERROR_FORM, WITH_DEV_MODE, error_response, not_allowed
+from octavo.entrypoints.http.openapi import PAGE_FILES
+from octavo.entrypoints.http.router import methods_of
+from octavo.entrypoints.http.server_state import ARRIVAL, Arrival, ServerState
 from octavo.errors import RequestError
 
 OPEN_PATHS = ui.OPEN_PATHS | {"/health", "/ping", "/metrics", "/version", "/load", "/openapi.json", "/docs"}

@@ -12,8 +12,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from octavo.entrypoints.openai.state import ServerState
-from octavo.entrypoints.store import BEAT_S, Database, StoreError
+from octavo.entrypoints.http.server_state import ServerState
+from octavo.entrypoints.http.store import BEAT_S, Database, StoreError
 
 _END_S = 3.0
 _CANCEL_POLL_S = 0.2

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
-from octavo.entrypoints.media_parts import MEDIA_PARTS, SoundFormat, as_part, is_embeds, read_embeds, read_part
+from octavo.entrypoints.chat.media_parts import MEDIA_PARTS, SoundFormat, as_part, is_embeds, read_embeds, read_part
 from octavo.errors import RequestError
 
 ID_PATTERN = r"^[!-~]{1,200}$"  # printable ASCII: it becomes a header and part of an id

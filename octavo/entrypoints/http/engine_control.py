@@ -6,9 +6,9 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from octavo.entrypoints.openai.errors import error_response
-from octavo.entrypoints.openai.routes import Router
-from octavo.entrypoints.openai.state import state_of
+from octavo.entrypoints.http.error_responses import error_response
+from octavo.entrypoints.http.router import Router
+from octavo.entrypoints.http.server_state import state_of
 from octavo.errors import RequestError
 
 router = Router(tags=["control"])

@@ -43,7 +43,7 @@ NOT_BUILT = frozenset((
     "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
     "/get_world_size", "/abort_requests",
 ))  # fmt: skip
-# Routes of `control`, which a server has that is told so.
+# Routes of `engine_control`, which a server has that is told so.
 WITH_DEV_MODE = frozenset({
     "/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused", "/reset_prefix_cache",
 })  # fmt: skip

@@ -5,10 +5,10 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from octavo.entrypoints.openai.errors import RETRY_AFTER_S
-from octavo.entrypoints.openai.responses import Body
-from octavo.entrypoints.openai.routes import Router
-from octavo.entrypoints.openai.state import state_of
+from octavo.entrypoints.http.error_responses import RETRY_AFTER_S
+from octavo.entrypoints.http.router import Router
+from octavo.entrypoints.http.server_state import state_of
+from octavo.entrypoints.openai.response_bodies import Body
 from octavo.version import __version__
 
 router = Router(tags=["operations"])

@@ -16,9 +16,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from octavo.entrypoints.anthropic.errors import PREFIX as ANTHROPIC_PREFIX
-from octavo.entrypoints.openai.responses import AnthropicError, ErrorResponse
-from octavo.entrypoints.openai.routes import Declared, Later, Router
+from octavo.entrypoints.anthropic.anthropic_errors import PREFIX as ANTHROPIC_PREFIX
+from octavo.entrypoints.http.router import Declared, Later, Router
+from octavo.entrypoints.openai.response_bodies import AnthropicError, ErrorResponse
 from octavo.version import __version__
 
 router = Router(include_in_schema=False)

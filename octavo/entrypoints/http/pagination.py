@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from starlette.requests import Request
 
-from octavo.entrypoints.openai.responses import Body
+from octavo.entrypoints.openai.response_bodies import Body
 from octavo.errors import RequestError
 
 MAX_LIMIT = 100

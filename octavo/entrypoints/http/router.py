@@ -1,6 +1,6 @@
 """Routes: how a request reaches its handler, and how what the handler returns becomes an answer.
 
-Handlers are declared as for FastAPI, which describes them for /openapi.json (see `description`) when that is first
+Handlers are declared as for FastAPI, which describes them for /openapi.json (see `openapi`) when that is first
 asked for. It has no part in answering: importing it would be a quarter of the server's start.
 """
 
@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 
 from octavo.engine.off_loop import run_off_loop
-from octavo.entrypoints.openai.errors import validation_error
+from octavo.entrypoints.http.error_responses import validation_error
 from octavo.errors import RequestError
 
 UnknownFields = Literal["error", "warn", "ignore"]

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from octavo.config import AsyncEngineArgs, EngineConfig
 from octavo.engine.core_client import CoreProcess
 from octavo.engine.wire import Ready
-from octavo.entrypoints.openai.server_args import ServerArgs
+from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError, OctavoError
 from octavo.logs import JSON, configure_logging
 from octavo.metrics.log_line import LogLine
@@ -115,7 +115,7 @@ def _start(engine_args: AsyncEngineArgs, args: ServerArgs) -> Iterator[_Started]
             registry.register(metrics)
         phases.end("configuration")
         from octavo.engine.client import make_engine
-        from octavo.entrypoints.chat_template import compile_chat_template
+        from octavo.entrypoints.chat.chat_template import compile_chat_template
 
         engine = make_engine(
             config,
@@ -174,7 +174,7 @@ def run_headless(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
 
 async def _serve(started: _Started) -> None:
     engine, metrics, args, sock, phases = started
-    from octavo.entrypoints.openai.http_server import HttpServer
+    from octavo.entrypoints.http.uvicorn_server import HttpServer
 
     server = HttpServer(engine, args)
     phases.end("HTTP server")

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from octavo import tracing
-from octavo.entrypoints.openai.reasoning import STYLES
-from octavo.entrypoints.openai.tools.formats import AUTO, FORMATS, NONE
+from octavo.entrypoints.chat.reasoning import STYLES
+from octavo.entrypoints.chat.tools.tool_formats import AUTO, FORMATS, NONE
 from octavo.errors import ConfigError
 from octavo.flags import Flags, flag
 
@@ -211,7 +211,7 @@ class ServerArgs(Flags):
                 raise ConfigError(f"--{name.replace('_', '-')} must be one of {', '.join(known)}, got {value!r}.")
         _ = self.cors, self.middlewares
         if self.response_store is not None:
-            from octavo.entrypoints.store import check_store
+            from octavo.entrypoints.http.store import check_store
 
             check_store(self.response_store, self.response_store_bytes)
 
@@ -261,5 +261,5 @@ def _run_plugin(path: str) -> None:
     except Exception as error:
         raise ConfigError(
             f"--tool-parser-plugin {path} fails: {type(error).__name__}: {error}. It is to call register_tool_format "
-            "of octavo.entrypoints.openai.tools.formats; vLLM's parser classes are not built."
+            "of octavo.entrypoints.chat.tools.tool_formats; vLLM's parser classes are not built."
         ) from None

@@ -21,12 +21,12 @@ from starlette.requests import Request
 
 from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
 from octavo.engine.request_log import log_request
-from octavo.entrypoints.openai.errors import RETRY_AFTER_S
-from octavo.entrypoints.openai.fields import ID_PATTERN
-from octavo.entrypoints.openai.protocol import SamplingRequest
-from octavo.entrypoints.openai.reasoning import Reasoning
-from octavo.entrypoints.openai.server_args import ServerArgs
-from octavo.entrypoints.openai.tools.recognition import ModelFormats, model_formats
+from octavo.entrypoints.chat.reasoning import Reasoning
+from octavo.entrypoints.chat.tools.format_detection import ModelFormats, model_formats
+from octavo.entrypoints.http.body_fields import ID_PATTERN
+from octavo.entrypoints.http.error_responses import RETRY_AFTER_S
+from octavo.entrypoints.http.server_args import ServerArgs
+from octavo.entrypoints.openai.request_bodies import SamplingRequest
 from octavo.errors import EngineRestartingError, OctavoError, RequestError
 from octavo.metrics.http import HttpMetrics
 from octavo.outputs import RequestOutput
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from octavo.engine.client import EngineClient
-    from octavo.entrypoints.background import Background
-    from octavo.entrypoints.store import Store
+    from octavo.entrypoints.http.background_jobs import Background
+    from octavo.entrypoints.http.store import Store
     from octavo.lora.names import AdapterNames
 
 logger = logging.getLogger("octavo.server")
@@ -127,14 +127,14 @@ class ServerState:
     @cached_property
     def store(self) -> Store:
         """What is kept between requests; opened when something is first kept or looked for."""
-        from octavo.entrypoints.store import Store
+        from octavo.entrypoints.http.store import Store
 
         return Store(self.args.response_store, self.args.response_store_bytes)
 
     @cached_property
     def background(self) -> Background:
         """Work that outlives its requests."""
-        from octavo.entrypoints.background import Background
+        from octavo.entrypoints.http.background_jobs import Background
 
         return Background(self)
 

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.entrypoints.openai.errors import stream_error_event
+from octavo.entrypoints.http.error_responses import stream_error_event
 from octavo.outputs import RequestOutput
 
 T = TypeVar("T")

@@ -1,5 +1,5 @@
 """The HTTP server around the application: uvicorn with our way to stop, and with limits on what a client may do before
-its request has begun, which uvicorn has none of. Bodies are limited in `gate`.
+its request has begun, which uvicorn has none of. Bodies are limited in `auth_and_limits`.
 
 A signal drains: /health and new requests answer 503 while those under way go on; when they are done, or their time is
 up, the server ends. A second signal ends it at once.
@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from octavo.entrypoints.openai.app import build_app
-from octavo.entrypoints.openai.errors import RETRY_AFTER_S, error_body
-from octavo.entrypoints.openai.server_args import ServerArgs
-from octavo.entrypoints.openai.state import ServerState
+from octavo.entrypoints.http.app import build_app
+from octavo.entrypoints.http.error_responses import RETRY_AFTER_S, error_body
+from octavo.entrypoints.http.server_args import ServerArgs
+from octavo.entrypoints.http.server_state import ServerState
 
 if TYPE_CHECKING:
     from octavo.engine.client import EngineClient
@@ -85,7 +85,7 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self._state.args.response_store is not None:
-            from octavo.entrypoints.batch.jobs import take_over
+            from octavo.entrypoints.batch.batch_job import take_over
 
             self._batches = asyncio.ensure_future(take_over(self._app, self._state))
 

@@ -1,5 +1,5 @@
 """`python -m octavo.entrypoints.openai.api_server --model MODEL …`, which is `octavo serve` under vLLM's name; and the
-names that programs written for vLLM import from its module, which are `programs.py`'s."""
+names that programs written for vLLM import from its module, which are `vllm_compat.py`'s."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.processes import import_path
 
 if TYPE_CHECKING:
-    from octavo.entrypoints.openai.programs import *  # noqa: F403
+    from octavo.entrypoints.openai.vllm_compat import *  # noqa: F403
 
 # vLLM's that there are not, with what to do instead.
 _ABSENT = {
@@ -22,10 +22,10 @@ _ABSENT = {
 def __getattr__(name: str) -> Any:
     """Loaded when it is asked for: a server that is started needs none of it."""
     if not name.startswith("_"):
-        from octavo.entrypoints.openai import programs
+        from octavo.entrypoints.openai import vllm_compat
 
-        if name in programs.__all__:
-            return getattr(programs, name)
+        if name in vllm_compat.__all__:
+            return getattr(vllm_compat, name)
     why = f": {_ABSENT[name]}" if name in _ABSENT else ""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{why}")
 

@@ -7,14 +7,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.entrypoints.openai.answer import Delta, ReasoningDelta, TextDelta, assistant_message
-from octavo.entrypoints.openai.conversation import Conversation
-from octavo.entrypoints.openai.job import Job
-from octavo.entrypoints.openai.protocol import ChatCompletionRequest
-from octavo.entrypoints.openai.responses import ChatChoice, ChatCompletionResponse, ChatLogprobs
-from octavo.entrypoints.openai.routes import Router
+from octavo.entrypoints.chat.answer_reader import Delta, ReasoningDelta, TextDelta, assistant_message
+from octavo.entrypoints.chat.conversation import Conversation
+from octavo.entrypoints.http.router import Router
+from octavo.entrypoints.http.streaming import ChunkWriter, encode_json
+from octavo.entrypoints.openai.generation_job import Job
+from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
+from octavo.entrypoints.openai.response_bodies import ChatChoice, ChatCompletionResponse, ChatLogprobs
 from octavo.entrypoints.openai.stored_chats import keep_chat
-from octavo.entrypoints.openai.streaming import ChunkWriter, encode_json
 from octavo.outputs import CompletionOutput, RequestOutput
 
 router = Router(tags=["OpenAI"])

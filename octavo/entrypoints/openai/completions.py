@@ -15,13 +15,13 @@ from starlette.responses import Response
 
 from octavo.engine.detokenizer import make_detokenizer
 from octavo.engine.off_loop import run_off_loop
-from octavo.entrypoints.openai.job import Job
-from octavo.entrypoints.openai.logprobs import TextOffsets, echo_offsets
-from octavo.entrypoints.openai.protocol import CompletionRequest
-from octavo.entrypoints.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
-from octavo.entrypoints.openai.routes import Router
-from octavo.entrypoints.openai.state import Asked
-from octavo.entrypoints.openai.streaming import ChunkWriter, encode_json
+from octavo.entrypoints.http.router import Router
+from octavo.entrypoints.http.server_state import Asked
+from octavo.entrypoints.http.streaming import ChunkWriter, encode_json
+from octavo.entrypoints.openai.generation_job import Job
+from octavo.entrypoints.openai.logprobs_format import TextOffsets, echo_offsets
+from octavo.entrypoints.openai.request_bodies import CompletionRequest
+from octavo.entrypoints.openai.response_bodies import CompletionChoice, CompletionLogprobs, CompletionResponse
 from octavo.errors import RequestError, naming_prompt
 from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from octavo.request import Prompt

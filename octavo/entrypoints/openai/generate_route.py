@@ -10,13 +10,13 @@ from collections.abc import AsyncGenerator
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.entrypoints.http.error_responses import describe, error_body
+from octavo.entrypoints.http.router import Router
+from octavo.entrypoints.http.server_state import Asked, state_of
+from octavo.entrypoints.http.streaming import EventStream, encode_json, respond
 from octavo.entrypoints.openai.completions import prompt_text
-from octavo.entrypoints.openai.errors import describe, error_body
-from octavo.entrypoints.openai.protocol import GenerateRequest
-from octavo.entrypoints.openai.responses import GenerateResponse
-from octavo.entrypoints.openai.routes import Router
-from octavo.entrypoints.openai.state import Asked, state_of
-from octavo.entrypoints.openai.streaming import EventStream, encode_json, respond
+from octavo.entrypoints.openai.request_bodies import GenerateRequest
+from octavo.entrypoints.openai.response_bodies import GenerateResponse
 from octavo.outputs import RequestOutput
 
 router = Router(tags=["vLLM"])

@@ -12,17 +12,17 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.entrypoints.openai.logprobs import LogprobsFormatter
-from octavo.entrypoints.openai.protocol import GenerationRequest
-from octavo.entrypoints.openai.responses import (
+from octavo.entrypoints.http.server_state import state_of
+from octavo.entrypoints.http.streaming import DONE, ChunkWriter, EventStream, merge, respond
+from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
+from octavo.entrypoints.openai.request_bodies import GenerationRequest
+from octavo.entrypoints.openai.response_bodies import (
     ChatChoice,
     CompletionChoice,
     CompletionTokensDetails,
     PromptTokensDetails,
     Usage,
 )
-from octavo.entrypoints.openai.state import state_of
-from octavo.entrypoints.openai.streaming import DONE, ChunkWriter, EventStream, merge, respond
 from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 
 Body = TypeVar("Body", bound=GenerationRequest)

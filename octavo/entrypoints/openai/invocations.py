@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.engine.off_loop import run_off_loop
-from octavo.entrypoints.openai.gate import read_already
-from octavo.entrypoints.openai.routes import Router, whole_body
-from octavo.entrypoints.openai.state import state_of
+from octavo.entrypoints.http.auth_and_limits import read_already
+from octavo.entrypoints.http.router import Router, whole_body
+from octavo.entrypoints.http.server_state import state_of
 from octavo.errors import RequestError
 from octavo.pooling_params import PoolingConfig
 

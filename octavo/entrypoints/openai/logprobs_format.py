@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from octavo.engine.detokenizer import GPT2_BYTES, Detokenizer, make_detokenizer
-from octavo.entrypoints.openai.responses import (
+from octavo.entrypoints.openai.response_bodies import (
     ChatLogprobs,
     ChatTokenLogprob,
     ChatTopLogprob,

@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
-from octavo.entrypoints.openai.protocol import LoadAdapterRequest, UnloadAdapterRequest
-from octavo.entrypoints.openai.routes import Router
-from octavo.entrypoints.openai.state import ServerState, state_of
+from octavo.entrypoints.http.router import Router
+from octavo.entrypoints.http.server_state import ServerState, state_of
+from octavo.entrypoints.openai.request_bodies import LoadAdapterRequest, UnloadAdapterRequest
 from octavo.errors import RequestError
 from octavo.lora.names import AdapterNames
 

@@ -8,9 +8,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from octavo.entrypoints.openai.responses import ModelCard, ModelList
-from octavo.entrypoints.openai.routes import Router
-from octavo.entrypoints.openai.state import ServerState, state_of
+from octavo.entrypoints.http.router import Router
+from octavo.entrypoints.http.server_state import ServerState, state_of
+from octavo.entrypoints.openai.response_bodies import ModelCard, ModelList
 
 router = Router(tags=["OpenAI"])
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from octavo.entrypoints.media_parts import check_role, media_of
-from octavo.entrypoints.openai.fields import (
+from octavo.entrypoints.chat.media_parts import check_role, media_of
+from octavo.entrypoints.http.body_fields import (
     Content,
     Id,
     Int,

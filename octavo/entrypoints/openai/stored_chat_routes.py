@@ -8,14 +8,14 @@ import msgspec
 from pydantic import Field
 from starlette.requests import Request
 
-from octavo.entrypoints.openai.fields import RequestBody, Text
-from octavo.entrypoints.openai.pages import MAX_LIMIT, Deleted, Page, page_of
-from octavo.entrypoints.openai.responses_api.protocol import MAX_METADATA
-from octavo.entrypoints.openai.routes import Router
-from octavo.entrypoints.openai.state import state_of
+from octavo.entrypoints.http.body_fields import RequestBody, Text
+from octavo.entrypoints.http.pagination import MAX_LIMIT, Deleted, Page, page_of
+from octavo.entrypoints.http.router import Router
+from octavo.entrypoints.http.server_state import state_of
+from octavo.entrypoints.http.store import Database, Stored
+from octavo.entrypoints.http.streaming import encode_json
 from octavo.entrypoints.openai.stored_chats import KIND
-from octavo.entrypoints.openai.streaming import encode_json
-from octavo.entrypoints.store import Database, Stored
+from octavo.entrypoints.responses.responses_protocol import MAX_METADATA
 from octavo.errors import RequestError
 
 router = Router(tags=["OpenAI"])

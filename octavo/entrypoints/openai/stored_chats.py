@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from octavo.entrypoints.openai.protocol import ChatCompletionRequest
-from octavo.entrypoints.openai.responses import ChatCompletionResponse
-from octavo.entrypoints.openai.state import ServerState
-from octavo.entrypoints.openai.streaming import encode_json
+from octavo.entrypoints.http.server_state import ServerState
+from octavo.entrypoints.http.streaming import encode_json
+from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
+from octavo.entrypoints.openai.response_bodies import ChatCompletionResponse
 from octavo.errors import RequestError
 
 logger = logging.getLogger("octavo.server")

@@ -9,11 +9,11 @@ from typing import Any
 from starlette.requests import Request
 
 from octavo.engine.off_loop import run_off_loop
-from octavo.entrypoints.openai.conversation import render_messages
-from octavo.entrypoints.openai.protocol import DetokenizeRequest, TokenizeRequest
-from octavo.entrypoints.openai.responses import DetokenizeResponse, TokenizeResponse
-from octavo.entrypoints.openai.routes import Router
-from octavo.entrypoints.openai.state import ARRIVAL, ServerState, state_of
+from octavo.entrypoints.chat.conversation import render_messages
+from octavo.entrypoints.http.router import Router
+from octavo.entrypoints.http.server_state import ARRIVAL, ServerState, state_of
+from octavo.entrypoints.openai.request_bodies import DetokenizeRequest, TokenizeRequest
+from octavo.entrypoints.openai.response_bodies import DetokenizeResponse, TokenizeResponse
 from octavo.errors import RequestError
 
 router = Router(tags=["vLLM"])

@@ -20,10 +20,10 @@ from octavo.config import AsyncEngineArgs
 from octavo.engine.async_engine import AsyncLLMEngine
 from octavo.engine.client import EngineClient
 from octavo.entrypoints.cli.serve import both_args
-from octavo.entrypoints.openai import app as octavo_app
-from octavo.entrypoints.openai import server
+from octavo.entrypoints.http import app as octavo_app
+from octavo.entrypoints.http import server
+from octavo.entrypoints.http.error_responses import error_response
 from octavo.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
-from octavo.entrypoints.openai.errors import error_response
 from octavo.entrypoints.utils import cli_env_setup
 from octavo.errors import ConfigError
 from octavo.flags import FlagParser as FlexibleArgumentParser

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, PlainValidator, model_validator
 
 from octavo.engine.pooling_input import Text as InputText
-from octavo.entrypoints.openai.fields import Id, Int, Prompts, RequestBody, Text, check_text, described
-from octavo.entrypoints.openai.protocol import ChatMessage, PromptRequest, TemplateRequest
-from octavo.entrypoints.openai.responses import Body
+from octavo.entrypoints.http.body_fields import Id, Int, Prompts, RequestBody, Text, check_text, described
+from octavo.entrypoints.openai.request_bodies import ChatMessage, PromptRequest, TemplateRequest
+from octavo.entrypoints.openai.response_bodies import Body
 from octavo.errors import RequestError
 from octavo.pooling_params import PoolingParams
 

@@ -21,8 +21,11 @@ from starlette.responses import Response
 from octavo.engine.off_loop import run_off_loop
 from octavo.engine.pooling_input import PoolingInput, Scores, prompt_for
 from octavo.engine.pooling_input import Text as InputText
-from octavo.entrypoints.openai.conversation import render_messages
-from octavo.entrypoints.openai.pooling_protocol import (
+from octavo.entrypoints.chat.conversation import render_messages
+from octavo.entrypoints.http.router import Router
+from octavo.entrypoints.http.server_state import ARRIVAL, state_of, wanted_rank
+from octavo.entrypoints.http.streaming import encode_json, run_until_disconnect
+from octavo.entrypoints.pooling.pooling_protocol import (
     ClassifyRequest,
     ClassifyResponse,
     CohereEmbedRequest,
@@ -38,9 +41,6 @@ from octavo.entrypoints.openai.pooling_protocol import (
     ScoreResponse,
     TextsRequest,
 )
-from octavo.entrypoints.openai.routes import Router
-from octavo.entrypoints.openai.state import ARRIVAL, state_of, wanted_rank
-from octavo.entrypoints.openai.streaming import encode_json, run_until_disconnect
 from octavo.outputs import PoolingOutput, PoolingRequestOutput
 from octavo.pooling_params import PoolingParams
 from octavo.request import EngineRequest

@@ -1,2 +1,3 @@
-"""OpenAI's Responses API over the same chats: `protocol` checks, `items` reads what was said, `translate` makes a chat,
-`events` its answer, `stored` keeps it."""
+"""OpenAI's Responses API over `chat`: `responses_protocol` checks the body, `items` reads the conversation,
+`items_to_chat` makes a chat of it, `response_builder` builds the response and its events, `stored_responses` keeps it.
+"""

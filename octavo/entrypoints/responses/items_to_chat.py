@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from octavo.entrypoints.openai.conversation import make_chat
-from octavo.entrypoints.openai.protocol import ChatCompletionRequest, TokenRequest
-from octavo.entrypoints.openai.responses_api.protocol import AllowedTools, NamedFunction, ResponsesRequest
+from octavo.entrypoints.chat.conversation import make_chat
+from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, TokenRequest
+from octavo.entrypoints.responses.responses_protocol import AllowedTools, NamedFunction, ResponsesRequest
 from octavo.errors import RequestError
 
 # What errors call the chat's fields.

@@ -11,11 +11,11 @@ import base64
 import time
 from typing import Any
 
-from octavo.entrypoints.openai.answer import CallDelta, Delta, ReasoningDelta, TextDelta
-from octavo.entrypoints.openai.conversation import Progress
-from octavo.entrypoints.openai.logprobs import LogprobsFormatter
-from octavo.entrypoints.openai.responses_api.items import item_id
-from octavo.entrypoints.openai.responses_api.protocol import ResponsesRequest
+from octavo.entrypoints.chat.answer_reader import CallDelta, Delta, ReasoningDelta, TextDelta
+from octavo.entrypoints.chat.conversation import Progress
+from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
+from octavo.entrypoints.responses.items import item_id
+from octavo.entrypoints.responses.responses_protocol import ResponsesRequest
 from octavo.sampling_params import SamplingParams
 
 Event = dict[str, Any]

@@ -7,14 +7,14 @@ import logging
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from octavo.entrypoints.openai.conversation import Progress
-from octavo.entrypoints.openai.errors import describe
-from octavo.entrypoints.openai.responses_api import stored
-from octavo.entrypoints.openai.responses_api.events import Answer, Event
-from octavo.entrypoints.openai.responses_api.items import Item
-from octavo.entrypoints.openai.state import ServerState
-from octavo.entrypoints.openai.streaming import named_event
-from octavo.entrypoints.store import Database, StoreError
+from octavo.entrypoints.chat.conversation import Progress
+from octavo.entrypoints.http.error_responses import describe
+from octavo.entrypoints.http.server_state import ServerState
+from octavo.entrypoints.http.store import Database, StoreError
+from octavo.entrypoints.http.streaming import named_event
+from octavo.entrypoints.responses import stored_responses
+from octavo.entrypoints.responses.items import Item
+from octavo.entrypoints.responses.response_builder import Answer, Event
 
 logger = logging.getLogger("octavo.server")
 
@@ -71,7 +71,7 @@ class Run:
         if not self.response["store"]:
             return
         try:
-            await self._state.store.run(lambda database: stored.write(database, self.response, self._items))
+            await self._state.store.run(lambda database: stored_responses.write(database, self.response, self._items))
         except StoreError as error:
             logger.error("response %s is not stored: %s", self.response["id"], error)
             self.response["store"] = False
@@ -125,7 +125,7 @@ class BackgroundRun(Run):
 
     async def _keep_log(self) -> None:
         def keep(database: Database) -> None:
-            stored.write(database, self.response, self._items)
+            stored_responses.write(database, self.response, self._items)
             database.add_chunks(self.response["id"], enumerate(self._log))
 
         try:

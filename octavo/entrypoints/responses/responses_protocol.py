@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
-from octavo.entrypoints.openai.fields import Int, RequestBody, Text, described
-from octavo.entrypoints.openai.protocol import Effort, FunctionName, StructuredOutputs, TokenRequest, Verbosity
+from octavo.entrypoints.http.body_fields import Int, RequestBody, Text, described
+from octavo.entrypoints.openai.request_bodies import Effort, FunctionName, StructuredOutputs, TokenRequest, Verbosity
 from octavo.errors import RequestError
 
 _NOTE = "Taken and without effect, as OpenAI documents it."

@@ -10,20 +10,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.engine.off_loop import run_off_loop
-from octavo.entrypoints.openai.conversation import Conversation, Progress
-from octavo.entrypoints.openai.logprobs import LogprobsFormatter
-from octavo.entrypoints.openai.pages import Deleted, Page, page_of, read_integer
-from octavo.entrypoints.openai.responses import Body
-from octavo.entrypoints.openai.responses_api import stored
-from octavo.entrypoints.openai.responses_api.events import Answer
-from octavo.entrypoints.openai.responses_api.items import Item, read_items, to_messages
-from octavo.entrypoints.openai.responses_api.protocol import ResponsesRequest
-from octavo.entrypoints.openai.responses_api.runs import BackgroundRun, Run, stored_events
-from octavo.entrypoints.openai.responses_api.translate import as_chat, renamed
-from octavo.entrypoints.openai.routes import Router
-from octavo.entrypoints.openai.state import ARRIVAL, ServerState, state_of
-from octavo.entrypoints.openai.streaming import EventStream, encode_json, run_until_disconnect
-from octavo.entrypoints.store import Stored
+from octavo.entrypoints.chat.conversation import Conversation, Progress
+from octavo.entrypoints.http.pagination import Deleted, Page, page_of, read_integer
+from octavo.entrypoints.http.router import Router
+from octavo.entrypoints.http.server_state import ARRIVAL, ServerState, state_of
+from octavo.entrypoints.http.store import Stored
+from octavo.entrypoints.http.streaming import EventStream, encode_json, run_until_disconnect
+from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
+from octavo.entrypoints.openai.response_bodies import Body
+from octavo.entrypoints.responses import stored_responses
+from octavo.entrypoints.responses.items import Item, read_items, to_messages
+from octavo.entrypoints.responses.items_to_chat import as_chat, renamed
+from octavo.entrypoints.responses.response_builder import Answer
+from octavo.entrypoints.responses.response_run import BackgroundRun, Run, stored_events
+from octavo.entrypoints.responses.responses_protocol import ResponsesRequest
 from octavo.errors import RequestError
 
 router = Router(tags=["Responses"])
@@ -91,7 +91,7 @@ async def _read(body: ResponsesRequest, state: ServerState, response_id: str) ->
     items = await run_off_loop(lambda: read_items(body.input, response_id), length=_length())
     if body.previous_response_id is None and not any(item["type"] == "item_reference" for item in items):
         return [], items
-    return await state.store.run(lambda database: stored.complete(database, body.previous_response_id, items))
+    return await state.store.run(lambda database: stored_responses.complete(database, body.previous_response_id, items))
 
 
 async def _submit(
@@ -139,7 +139,7 @@ async def _start(
 ) -> Response:
     """Keep the response before it is there, and have it worked on."""
     response = dict(run.response)
-    await state.store.run(lambda database: stored.write(database, response, items, is_owned=True))
+    await state.store.run(lambda database: stored_responses.write(database, response, items, is_owned=True))
     state.background.start(response["id"], run, is_queued=True)
     return EventStream(run.follow(-1), headers) if is_streamed else _json(response, headers)
 
@@ -163,12 +163,14 @@ async def get_response(response_id: str, raw: Request) -> Response:
     if raw.query_params.get("stream", "false").lower() != "true":
         if isinstance(run, BackgroundRun):
             return _json(run.response)
-        found = await state.store.run(lambda database: stored.find(database, response_id))
-        return _json(stored.read_response(found))
+        found = await state.store.run(lambda database: stored_responses.find(database, response_id))
+        return _json(stored_responses.read_response(found))
     after = read_integer(raw, "starting_after", -1, least=-1)
     if isinstance(run, BackgroundRun):
         return EventStream(run.follow(after), {})
-    response = stored.read_response(await state.store.run(lambda database: stored.find(database, response_id)))
+    response = stored_responses.read_response(
+        await state.store.run(lambda database: stored_responses.find(database, response_id))
+    )
     if not response["background"]:
         raise RequestError("Only events of background responses are kept.", param="stream")
     if response["status"] in _UNDER_WAY:
@@ -181,8 +183,8 @@ async def delete_response(response_id: str, raw: Request) -> Deleted:
     """Forget a response."""
     state = state_of(raw)
     await state.background.cancel(response_id)
-    if not await state.store.run(lambda database: database.delete(stored.KIND, response_id)):
-        await state.store.run(lambda database: stored.find(database, response_id))
+    if not await state.store.run(lambda database: database.delete(stored_responses.KIND, response_id)):
+        await state.store.run(lambda database: stored_responses.find(database, response_id))
     return Deleted(id=response_id, object="response")
 
 
@@ -192,7 +194,9 @@ async def cancel_response(response_id: str, raw: Request) -> Response:
     state = state_of(raw)
 
     async def find() -> dict[str, Any]:
-        return stored.read_response(await state.store.run(lambda database: stored.find(database, response_id)))
+        return stored_responses.read_response(
+            await state.store.run(lambda database: stored_responses.find(database, response_id))
+        )
 
     async def is_under_way() -> bool:
         return (await find())["status"] in _UNDER_WAY
@@ -200,15 +204,15 @@ async def cancel_response(response_id: str, raw: Request) -> Response:
     if not (await find())["background"]:
         raise RequestError("Only background responses can be cancelled.", param="response_id")
     if await is_under_way():
-        await state.background.cancel_anywhere(stored.KIND, response_id, is_under_way)
+        await state.background.cancel_anywhere(stored_responses.KIND, response_id, is_under_way)
     return _json(await find())
 
 
 @router.get("/v1/responses/{response_id}/input_items", openapi_extra=Page.PARAMETERS)
 async def list_input_items(response_id: str, raw: Request) -> Page:
     """What the request of a response brought, the last first."""
-    found: Stored = await state_of(raw).store.run(lambda database: stored.find(database, response_id))
-    return Page.of_whole(stored.read_input(found), page_of(raw))
+    found: Stored = await state_of(raw).store.run(lambda database: stored_responses.find(database, response_id))
+    return Page.of_whole(stored_responses.read_input(found), page_of(raw))
 
 
 def _json(response: dict[str, Any], headers: dict[str, str] | None = None) -> Response:

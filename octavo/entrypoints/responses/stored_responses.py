@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from octavo.entrypoints.openai.responses_api.items import Item, response_of
-from octavo.entrypoints.openai.streaming import encode_json
-from octavo.entrypoints.store import Database, Stored
+from octavo.entrypoints.http.store import Database, Stored
+from octavo.entrypoints.http.streaming import encode_json
+from octavo.entrypoints.responses.items import Item, response_of
 from octavo.errors import RequestError
 
 KIND = "response"

@@ -17,8 +17,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
 
-from octavo.entrypoints.openai.routes import Router
-from octavo.entrypoints.openai.state import state_of
+from octavo.entrypoints.http.router import Router
+from octavo.entrypoints.http.server_state import state_of
 from octavo.errors import EngineDeadError
 from octavo.metrics.prometheus import EngineMetrics, Histogram
 

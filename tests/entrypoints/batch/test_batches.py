@@ -13,10 +13,10 @@ import openai
 import pytest
 from tqdm import tqdm
 
-from octavo.entrypoints.batch.files import BatchFiles
-from octavo.entrypoints.batch.lines import LineError, answer_line, answered, checksum, error_line, read_line
-from octavo.entrypoints.openai.app import build_app
-from octavo.entrypoints.openai.server_args import ServerArgs
+from octavo.entrypoints.batch.batch_lines import LineError, answer_line, answered, checksum, error_line, read_line
+from octavo.entrypoints.batch.run_batch_files import BatchFiles
+from octavo.entrypoints.http.app import build_app
+from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError
 from tests.entrypoints.fake_engine import FakeEngine, serving, wait_until
 

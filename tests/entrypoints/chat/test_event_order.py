@@ -13,8 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.entrypoints import test_messages, test_responses
+from tests.entrypoints.anthropic import test_messages
 from tests.entrypoints.fake_engine import FakeEngine, serving, wait_until
+from tests.entrypoints.responses import test_responses
 
 CALL = test_responses.CALL
 ANSWERS = {

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from octavo.entrypoints.openai.reasoning import STYLES, Reasoning, ReasoningSplitter, new_splitter
+from octavo.entrypoints.chat.reasoning import STYLES, Reasoning, ReasoningSplitter, new_splitter
 
 
 def split(style: str, prompt: str, text: str, cuts: list[int] | None = None) -> tuple[str, str]:

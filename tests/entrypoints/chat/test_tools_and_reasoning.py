@@ -11,8 +11,8 @@ import httpx
 import openai
 import pytest
 
-from octavo.entrypoints.chat_template import render_chat
-from octavo.entrypoints.openai.server_args import ServerArgs
+from octavo.entrypoints.chat.chat_template import render_chat
+from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError
 from tests.entrypoints.fake_engine import MODEL, FakeEngine, serving
 

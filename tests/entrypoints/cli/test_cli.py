@@ -13,7 +13,7 @@ import pytest
 from octavo.entrypoints.cli import main, serve
 from octavo.entrypoints.cli.serve import parse_args
 from octavo.entrypoints.cli.terminal import chat, complete
-from octavo.entrypoints.openai.server_args import ServerArgs
+from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError
 from tests.entrypoints.fake_engine import FakeEngine
 

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from octavo.entrypoints.openai import gate, http_server
-from octavo.entrypoints.openai.server_args import ServerArgs
+from octavo.entrypoints.http import auth_and_limits, uvicorn_server
+from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError
 from octavo.request import SequenceOutput
 from octavo.stats import EngineStats
@@ -101,7 +101,7 @@ def test_a_client_who_leaves_in_the_middle_of_its_body_does_no_harm(limited: str
 
 def test_a_head_that_is_too_long_is_431(limited: str) -> None:
     with connect(limited) as sock:
-        sock.sendall(b"GET /health HTTP/1.1\r\nX-Long: " + b"x" * (http_server.MAX_HEAD_BYTES + 10))
+        sock.sendall(b"GET /health HTTP/1.1\r\nX-Long: " + b"x" * (uvicorn_server.MAX_HEAD_BYTES + 10))
         status, error = read_answer(sock)
     assert status == 431
     assert error is not None and error["type"] == "invalid_request_error"
@@ -110,7 +110,7 @@ def test_a_head_that_is_too_long_is_431(limited: str) -> None:
 def test_a_head_that_drips_is_408_and_one_that_never_begins_is_hung_up_on(
     limited: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(uvicorn_server, "HEAD_TIMEOUT_S", 0.3)
     with connect(limited) as dripping, connect(limited) as silent:
         dripping.sendall(b"GET /health HTTP/1.1\r\n")
         assert read_answer(dripping)[0] == 408
@@ -192,7 +192,7 @@ def test_requests_are_counted_when_their_bodies_have_come(limited: str, engine: 
 def test_bodies_on_their_way_may_take_so_much_memory_and_no_more(
     limited: str, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gate, "MAX_BODIES_HELD", 2)
+    monkeypatch.setattr(auth_and_limits, "MAX_BODIES_HELD", 2)
     sockets = [connect(limited) for _ in range(3)]
     try:
         for sock in sockets:

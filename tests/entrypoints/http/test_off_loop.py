@@ -13,8 +13,9 @@ import pytest
 
 from octavo.engine import input_processor
 from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
-from octavo.entrypoints.openai import conversation, routes
-from octavo.entrypoints.openai.routes import MAX_INLINE_BYTES
+from octavo.entrypoints.chat import conversation
+from octavo.entrypoints.http import router
+from octavo.entrypoints.http.router import MAX_INLINE_BYTES
 from tests.entrypoints.fake_engine import FakeEngine, wait_until
 
 LONG = "x" * (MAX_INLINE_LENGTH + 1)
@@ -186,6 +187,6 @@ def test_long_bodies_are_checked_like_short_ones(
 def test_others_go_on_while_a_long_body_is_checked(
     http: httpx.Client, engine: FakeEngine, hold: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routes, "_parse", hold.around(routes._parse))
+    monkeypatch.setattr(router, "_parse", hold.around(router._parse))
     body = {**SHORT, "user": LONG * 8}
     assert meanwhile(http, hold, "/v1/completions", body).status_code == 200

@@ -11,21 +11,21 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo.entrypoints.openai.app import LATER, ROUTERS
-from octavo.entrypoints.openai.errors import NOT_BUILT
-from octavo.entrypoints.openai.hints import hint_options
+from octavo.entrypoints.chat.reasoning_effort import hint_options
+from octavo.entrypoints.http.app import LAZY_ROUTES, ROUTERS
+from octavo.entrypoints.http.error_responses import NOT_BUILT
 from octavo.entrypoints.openai.invocations import _path_of
-from octavo.entrypoints.openai.protocol import ChatCompletionRequest
+from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.errors import RequestError
 from octavo.pooling_params import PoolingConfig
 from tests.entrypoints.fake_engine import FakeEngine, serving
-from tests.entrypoints.test_errors import error_of
+from tests.entrypoints.http.test_errors import error_of
 
 HELLO: Any = [{"role": "user", "content": "Hi"}]
 
 
 def test_modules_that_are_imported_later_have_the_routes_that_are_said_of_them() -> None:
-    for module, routes in LATER.items():
+    for module, routes in LAZY_ROUTES.items():
         declared = importlib.import_module(module).router.declared
         assert {f"{one.method} {one.path}" for one in declared} == set(routes)
 
@@ -33,7 +33,7 @@ def test_modules_that_are_imported_later_have_the_routes_that_are_said_of_them()
 def test_a_method_that_a_route_lacks_is_refused_before_the_body(http: httpx.Client) -> None:
     allowed: dict[str, set[str]] = {}
     routes = [(one.method, one.path) for router in ROUTERS for one in router.declared]
-    for method, path in [*routes, *(route.split(" ") for routes in LATER.values() for route in routes)]:
+    for method, path in [*routes, *(route.split(" ") for routes in LAZY_ROUTES.values() for route in routes)]:
         allowed.setdefault(path, set()).update({method, "HEAD"} if method == "GET" else {method})
     assert allowed["/v1/chat/completions"] == {"GET", "HEAD", "POST"} and len(allowed) > 30
     for path, methods in allowed.items():

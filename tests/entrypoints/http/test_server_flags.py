@@ -14,15 +14,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from octavo.entrypoints.chat_template import render_chat
-from octavo.entrypoints.openai import server_args
-from octavo.entrypoints.openai.server import _bind, _warn_of_vllm_variables
-from octavo.entrypoints.openai.server_args import ServerArgs
-from octavo.entrypoints.openai.tools import formats, recognition
+from octavo.entrypoints.chat.chat_template import render_chat
+from octavo.entrypoints.chat.tools import format_detection, tool_formats
+from octavo.entrypoints.http import server_args
+from octavo.entrypoints.http.server import _bind, _warn_of_vllm_variables
+from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError
 from tests.entrypoints.fake_engine import FakeEngine, serving
 
-HERE = "tests.entrypoints.test_server_flags"
+HERE = "tests.entrypoints.http.test_server_flags"
 LOOP = "{%% for m in messages %%}{%% for p in %s %%}{{ p.text }}!{%% endfor %%}{%% endfor %%}"
 ASKED = {"prompt": "a", "stream": True}
 
@@ -148,12 +148,12 @@ def test_the_servers_contents_follow_the_flag(engine: FakeEngine) -> None:
 
 def test_a_plugin_brings_a_tool_format(tiny_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine(tiny_tokenizer, max_model_len=4096)  # tools are described
-    monkeypatch.setattr(formats, "FORMATS", dict(formats.FORMATS))
-    monkeypatch.setattr(server_args, "FORMATS", formats.FORMATS)
-    monkeypatch.setattr(recognition, "FORMATS", formats.FORMATS)
+    monkeypatch.setattr(tool_formats, "FORMATS", dict(tool_formats.FORMATS))
+    monkeypatch.setattr(server_args, "FORMATS", tool_formats.FORMATS)
+    monkeypatch.setattr(format_detection, "FORMATS", tool_formats.FORMATS)
     plugin = tmp_path / "mine.py"
     plugin.write_text(
-        "from octavo.entrypoints.openai.tools.formats import JsonCalls, ToolFormat, register_tool_format\n"
+        "from octavo.entrypoints.chat.tools.tool_formats import JsonCalls, ToolFormat, register_tool_format\n"
         "register_tool_format('mine', ToolFormat(JsonCalls(), start='<<', end='>>'))\n"
     )
     args = {"tool_parser_plugin": str(plugin), "tool_call_parser": "mine"}

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from octavo.entrypoints.openai.server_args import ServerArgs
-from octavo.entrypoints.store import Database, StoreError
+from octavo.entrypoints.http.server_args import ServerArgs
+from octavo.entrypoints.http.store import Database, StoreError
 from octavo.errors import ConfigError
 
 MANY = 1 << 30
 WRITER = """
 import sys
-from octavo.entrypoints.store import Database
+from octavo.entrypoints.http.store import Database
 database = Database(sys.argv[1], 1 << 30)
 for i in range(int(sys.argv[3])):
     with database.transaction():
@@ -56,7 +56,7 @@ def test_two_processes_write_at_once_and_a_kill_leaves_nothing_half_written(tmp_
 
 
 def copies(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(Path(__file__).parents[2] / "deploy" / "backup" / "store.py"), *map(str, words)]
+    command = [sys.executable, str(Path(__file__).parents[3] / "deploy" / "backup" / "store.py"), *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True)
 
 

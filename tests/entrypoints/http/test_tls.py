@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from octavo.entrypoints.openai.server_args import ServerArgs
+from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError
 from tests.entrypoints.fake_engine import MODEL, FakeEngine, serving
 

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo.entrypoints.openai.server_args import ServerArgs
+from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError, EngineDeadError
 from tests.entrypoints.fake_engine import MODEL, FakeEngine, serving, wait_until
 

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from octavo.entrypoints.openai.logprobs import echo_offsets
+from octavo.entrypoints.openai.logprobs_format import echo_offsets
 from tests.entrypoints.fake_engine import MODEL, FakeEngine
 
 

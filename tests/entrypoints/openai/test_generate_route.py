@@ -11,7 +11,7 @@ import pytest
 
 from octavo.errors import EngineDeadError
 from tests.entrypoints.fake_engine import FakeEngine, wait_until
-from tests.entrypoints.test_errors import error_of
+from tests.entrypoints.http.test_errors import error_of
 
 
 def test_the_answer_is_prompt_and_text_for_each_completion(http: httpx.Client) -> None:

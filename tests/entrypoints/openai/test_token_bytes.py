@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.entrypoints.openai.logprobs import token_bytes
+from octavo.entrypoints.openai.logprobs_format import token_bytes
 
 
 @pytest.mark.parametrize(

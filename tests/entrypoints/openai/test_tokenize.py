@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.entrypoints.fake_engine import MAX_MODEL_LEN, MODEL, FakeEngine, serving
-from tests.entrypoints.test_errors import error_of
+from tests.entrypoints.http.test_errors import error_of
 
 
 def test_a_prompt_becomes_token_ids_with_their_number(http: httpx.Client, engine: FakeEngine) -> None:

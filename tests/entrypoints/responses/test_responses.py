@@ -15,7 +15,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from octavo.entrypoints.store import DEAD_AFTER_S, Database
+from octavo.entrypoints.http.store import DEAD_AFTER_S, Database
 from tests.entrypoints.fake_engine import MODEL, FakeEngine, serving, wait_until
 
 WEATHER: Any = {
@@ -366,7 +366,7 @@ def test_two_servers_share_a_file_and_a_dead_one_is_noticed(
         # A server that died has left something behind.
         left = http.post(f"{one}/v1/responses", json={"input": "Hi", "background": True}).json()["id"]
         now = time.time()
-        monkeypatch.setattr("octavo.entrypoints.store.time.time", lambda: now + DEAD_AFTER_S + 60)
+        monkeypatch.setattr("octavo.entrypoints.http.store.time.time", lambda: now + DEAD_AFTER_S + 60)
         monkeypatch.setattr(Database, "beat", lambda self: [])
         found = http.get(f"{other}/v1/responses/{left}").json()
         assert found["status"] == "failed" and found["error"]["code"] == "server_error"

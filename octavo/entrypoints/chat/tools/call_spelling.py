@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.entrypoints.openai.tools.calls import ToolSchemas
-from octavo.entrypoints.openai.tools.formats import JsonCalls, NamedJson, PythonCalls, Tags, ToolFormat
+from octavo.entrypoints.chat.tools.tool_formats import JsonCalls, NamedJson, PythonCalls, Tags, ToolFormat
+from octavo.entrypoints.chat.tools.tool_parser import ToolSchemas
 from octavo.structured_output.grammar import CallText, ParameterText, Spelling
 
 _NO_CONSTRAINTS = {"type", "title", "description", "default", "examples", "$comment", "anyOf", "oneOf"}

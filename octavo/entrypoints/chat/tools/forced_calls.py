@@ -3,7 +3,7 @@ arguments are given as they come."""
 
 from __future__ import annotations
 
-from octavo.entrypoints.openai.tools.calls import Call, JsonScanner, Piece
+from octavo.entrypoints.chat.tools.tool_parser import Call, JsonScanner, Piece
 from octavo.structured_output.grammar import Spelling
 
 

@@ -15,9 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from octavo.entrypoints.openai.reasoning import STYLES, ReasoningStyle
-from octavo.entrypoints.openai.tools.calls import Call, JsonScanner, load_json
-from octavo.entrypoints.openai.tools.formats import (
+from octavo.entrypoints.chat.reasoning import STYLES, ReasoningStyle
+from octavo.entrypoints.chat.tools.call_spelling import spelling
+from octavo.entrypoints.chat.tools.format_parser import FormatParser, trigger_marks
+from octavo.entrypoints.chat.tools.tool_formats import (
     AUTO,
     FORMATS,
     HARMONY,
@@ -28,8 +29,7 @@ from octavo.entrypoints.openai.tools.formats import (
     Tags,
     ToolFormat,
 )
-from octavo.entrypoints.openai.tools.reading import FormatParser, trigger_marks
-from octavo.entrypoints.openai.tools.writing import spelling
+from octavo.entrypoints.chat.tools.tool_parser import Call, JsonScanner, load_json
 
 if TYPE_CHECKING:
     from octavo.loading.tokenizer import ModelTokenizer

@@ -6,8 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.entrypoints.openai.reasoning import held_back
-from octavo.entrypoints.openai.tools.calls import (
+from octavo.entrypoints.chat.reasoning import held_back
+from octavo.entrypoints.chat.tools.call_spelling import kinds_of
+from octavo.entrypoints.chat.tools.python_calls import keyed_call, python_calls
+from octavo.entrypoints.chat.tools.tool_formats import JsonCalls, KeyedValues, NamedJson, PythonCalls, Tags, ToolFormat
+from octavo.entrypoints.chat.tools.tool_parser import (
     Call,
     Steps,
     TextParser,
@@ -17,9 +20,6 @@ from octavo.entrypoints.openai.tools.calls import (
     search,
     to_json,
 )
-from octavo.entrypoints.openai.tools.formats import JsonCalls, KeyedValues, NamedJson, PythonCalls, Tags, ToolFormat
-from octavo.entrypoints.openai.tools.python_values import keyed_call, python_calls
-from octavo.entrypoints.openai.tools.writing import kinds_of
 
 _MAX_REREAD = 100_000  # characters that an answer may have in what looks like calls and is none, before all is content
 _MAX_HEAD = 512  # characters before the arguments of a `NamedJson`

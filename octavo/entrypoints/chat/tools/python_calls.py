@@ -7,8 +7,8 @@ import json
 import re
 from typing import Any
 
-from octavo.entrypoints.openai.tools.calls import Call, load_json, to_json
-from octavo.entrypoints.openai.tools.formats import KeyedValues
+from octavo.entrypoints.chat.tools.tool_formats import KeyedValues
+from octavo.entrypoints.chat.tools.tool_parser import Call, load_json, to_json
 
 _CONSTANTS = {"true": True, "false": False, "null": None}  # which models write, too
 _KEY = re.compile(r"([{,]\s*)([A-Za-z_][\w.\-]*)\s*:")

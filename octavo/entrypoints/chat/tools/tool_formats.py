@@ -1,6 +1,6 @@
 """The formats in which models write calls of tools, as data: marks, and how name and arguments stand between them.
 
-`reading` reads answers by these descriptions, `writing` makes grammars of them, `recognition` finds a model's own.
+`format_parser` reads answers by them, `call_spelling` writes them for grammars, `format_detection` finds a model's.
 Marks have the blanks that models write; where they are read, blanks around them do not matter. Sources are the models'
 chat templates as published. Names are those of vLLM's --tool-call-parser.
 """

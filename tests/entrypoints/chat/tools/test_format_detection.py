@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from octavo.entrypoints.openai.reasoning import STYLES, ReasoningStyle
-from octavo.entrypoints.openai.tools.formats import FORMATS, JsonCalls, NamedJson, ToolFormat
-from octavo.entrypoints.openai.tools.recognition import model_formats
+from octavo.entrypoints.chat.reasoning import STYLES, ReasoningStyle
+from octavo.entrypoints.chat.tools.format_detection import model_formats
+from octavo.entrypoints.chat.tools.tool_formats import FORMATS, JsonCalls, NamedJson, ToolFormat
 from octavo.loading.jinja_template import render_template
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from octavo.entrypoints.openai.answer import AnswerFormat, AnswerReader, CallDelta, TextDelta
-from octavo.entrypoints.openai.tools import calls, reading
-from octavo.entrypoints.openai.tools.formats import FORMATS
-from octavo.entrypoints.openai.tools.reading import FormatParser
+from octavo.entrypoints.chat.answer_reader import AnswerFormat, AnswerReader, CallDelta, TextDelta
+from octavo.entrypoints.chat.tools import format_parser, tool_parser
+from octavo.entrypoints.chat.tools.format_parser import FormatParser
+from octavo.entrypoints.chat.tools.tool_formats import FORMATS
 
 WEATHER = {
     "type": "object",
@@ -181,9 +181,9 @@ class Work:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_characters = 0
-        end, find, search = calls.JsonScanner.end, calls.find, calls.search
+        end, find, search = tool_parser.JsonScanner.end, tool_parser.find, tool_parser.search
 
-        def counted_end(scanner: calls.JsonScanner, text: str, begin: int = 0) -> int | None:
+        def counted_end(scanner: tool_parser.JsonScanner, text: str, begin: int = 0) -> int | None:
             found = end(scanner, text, begin)
             self.num_characters += (len(text) if found is None else found) - begin
             return found
@@ -198,9 +198,9 @@ class Work:
             self.num_characters += (len(text) if found is None else found.end()) - begin
             return found
 
-        monkeypatch.setattr(calls.JsonScanner, "end", counted_end)
-        monkeypatch.setattr(calls, "find", counted_find)
-        monkeypatch.setattr(reading, "search", counted_search)
+        monkeypatch.setattr(tool_parser.JsonScanner, "end", counted_end)
+        monkeypatch.setattr(tool_parser, "find", counted_find)
+        monkeypatch.setattr(format_parser, "search", counted_search)
 
 
 @pytest.mark.parametrize("parser", LARGE)
@@ -225,4 +225,4 @@ def test_what_only_looks_like_calls_takes_no_more_than_twice_the_work_for_twice_
         for cuts in ([], list(range(4, len(text), 4))):
             work.num_characters = 0
             read(parser, text, cuts)
-            assert work.num_characters <= 6 * len(text) + reading._MAX_REREAD
+            assert work.num_characters <= 6 * len(text) + format_parser._MAX_REREAD

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.entrypoints.openai.tools.calls import Call, ToolParser
-from octavo.entrypoints.openai.tools.forced import ForcedCallsReader
-from octavo.entrypoints.openai.tools.formats import FORMATS, KeyedValues, Tags, ToolFormat
-from octavo.entrypoints.openai.tools.reading import FormatParser, trigger_marks
-from octavo.entrypoints.openai.tools.writing import spelling
+from octavo.entrypoints.chat.tools.call_spelling import spelling
+from octavo.entrypoints.chat.tools.forced_calls import ForcedCallsReader
+from octavo.entrypoints.chat.tools.format_parser import FormatParser, trigger_marks
+from octavo.entrypoints.chat.tools.tool_formats import FORMATS, KeyedValues, Tags, ToolFormat
+from octavo.entrypoints.chat.tools.tool_parser import Call, ToolParser
 from octavo.structured_output.grammar import ToolCalls, make_grammar
-from tests.entrypoints.tools.written import TOOLS, write
+from tests.entrypoints.chat.tools.written import TOOLS, write
 from tests.sampling.test_grammar import follows
 
 NAMES = {form: name for name, form in FORMATS.items()}  # once each

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo.entrypoints.openai.tools.formats import JsonCalls, KeyedValues, NamedJson, PythonCalls, Tags, ToolFormat
+from octavo.entrypoints.chat.tools.tool_formats import JsonCalls, KeyedValues, NamedJson, PythonCalls, Tags, ToolFormat
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

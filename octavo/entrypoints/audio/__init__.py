@@ -1,0 +1,1 @@
+"""Speech to text: `transcription_routes` has OpenAI's routes, `transcriber` runs the model window by window."""
