@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from octavo.hardware import why_not_cuda
+from tests.seeds import seed_everything
 
 # Nothing in the tests may reach a model hub: only the default model is fetched, from the package index.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -25,6 +27,16 @@ os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
 if why_not_cuda():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Hypothesis draws the same examples in every run, and no example has to be fast.
+with contextlib.suppress(ImportError):
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "same examples", derandomize=True, deadline=None, database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    )  # fmt: skip
+    settings.load_profile("same examples")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="Run the long tier too, as CI does.")
@@ -35,6 +47,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
     items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> Generator[None]:
+    """Random numbers of a fixture depend on its name and parameter, and not on the tests before."""
+    seed_everything(fixturedef.argname, str(getattr(request, "param", "")))
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """Random numbers of a test depend on its name, and not on the tests before."""
+    seed_everything(item.name)
+    return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+
+from tests.installing import why_not
 
 
 def install_ray(folder: Path) -> str | None:
@@ -17,9 +18,5 @@ def install_ray(folder: Path) -> str | None:
         installing = [sys.executable, "-m", "pip", "install"]
     else:
         return "there is neither uv nor pip to install Ray with"
-    try:
-        command = [*installing, "--target", str(folder), "ray>=2.50"]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        return f"Ray cannot be installed here: {str(error.stderr)[-500:]}"
-    return None
+    reason = why_not([*installing, "--target", str(folder), "ray>=2.50"])
+    return f"Ray cannot be installed here: {reason}" if reason else None

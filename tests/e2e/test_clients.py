@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.server import MODEL, Server, running_server
+from tests.installing import why_not
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed")]
 
@@ -54,11 +55,10 @@ def test_a_client_works_as_it_is(server: Server, pooling: Server, client: str, t
     given = [word for requirement in CLIENTS[client].split() for word in ("--with", requirement)]
     python = ["uv", "run", "--no-project", *given, "python"]
     outside = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    running: Any = {"cwd": tmp_path, "env": outside, "capture_output": True, "text": True, "timeout": 120}
-    try:
-        subprocess.run([*python, "-c", ""], check=True, **running)
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        pytest.skip(f"{client} cannot be installed here: {error.stderr[-500:]!r}")
-    done = subprocess.run([*python, str(PROGRAMS), client, server.url, pooling.url], **running)
+    running: Any = {"cwd": tmp_path, "env": outside}
+    if reason := why_not([*python, "-c", ""], **running):
+        pytest.skip(f"{client} cannot be installed here: {reason}")
+    command = [*python, str(PROGRAMS), client, server.url, pooling.url]
+    done = subprocess.run(command, capture_output=True, text=True, **running)
     assert done.returncode == 0, done.stderr[-5000:]
     server.wait_until_idle()

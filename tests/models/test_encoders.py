@@ -18,6 +18,7 @@ from octavo.errors import ConfigError, RequestError
 from octavo.pooling_params import PoolingParams
 from tests.models.small_encoders import DECODERS, ENCODERS, VOCAB, SmallEncoder
 from tests.models.small_text_encoder import write_model, write_modules, write_tokenizer
+from tests.seeds import seed_of
 
 MODELS = ENCODERS | DECODERS
 # One of each family and of each kind of head; the others differ from these in names.
@@ -36,10 +37,9 @@ RAW = PoolingParams(use_activation=False)
 @pytest.mark.parametrize("name", CASES)
 def test_vectors_are_those_of_the_reference(name: str, tmp_path: Path, tiny_tokenizer: Path) -> None:
     model = MODELS[name]
-    reference = model.reference(seed=list(MODELS).index(name))
+    reference = model.reference(seed=seed_of(name))
     model.save(reference, tmp_path)
     llm = LLM(str(tmp_path), tokenizer=str(tiny_tokenizer), dtype="float32", max_num_batched_tokens=160, max_num_seqs=4)
-    torch.manual_seed(0)
     texts = [torch.randint(3, VOCAB, (length,)).tolist() for length in LENGTHS]
     prompts = [{"prompt_token_ids": tokens} for tokens in texts]
     together = [output.outputs.data for output in llm.encode(prompts, RAW, use_tqdm=False)]
@@ -80,9 +80,8 @@ def test_quantized_models_keep_the_direction(name: str, tmp_path: Path, tiny_tok
     """Where every block quantizes what it reads, the stream that is pooled is float32 in a model of bfloat16."""
     model = MODELS[name]
     model = model._replace(settings={**model.settings, "hidden_size": 64, "intermediate_size": 96})
-    reference = model.reference(seed=list(MODELS).index(name))
+    reference = model.reference(seed=seed_of(name))
     model.save(reference, tmp_path)
-    torch.manual_seed(0)
     texts = [torch.randint(3, VOCAB, (length,)).tolist() for length in LENGTHS[1:]]
     settings = {"dtype": "bfloat16", "quantization": "int8", "tokenizer": str(tiny_tokenizer)}
     found = pooled(tmp_path, texts, RAW, **settings)

@@ -27,6 +27,7 @@ from octavo.ops import Ops
 from tests.models import test_gguf_encoders
 from tests.models.driving import all_logits
 from tests.models.small_models import SIZES, SPECIAL_TOKENS, VOCAB
+from tests.seeds import seed_of
 
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[Tensors, Any], Tensors]  # of tensors by their Hugging Face names, and config.json
@@ -914,7 +915,7 @@ def write(case: Case, reference: PreTrainedModel, path: Path, quantized: str = "
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path, ops: Ops) -> None:
     case = CASES[name]
-    reference = random_model(case.config, seed=list(CASES).index(name))
+    reference = random_model(case.config, seed=seed_of(name))
     checkpoint = resolve(str(write(case, reference, tmp_path / "m.gguf")))
     description = describe(checkpoint.config)
     weights = open_weights(checkpoint, "float32", None, None, description.tie_word_embeddings)
@@ -926,7 +927,8 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path, ops: Ops) -
     for tokens, found in zip(sequences, all_logits(model, ops, sequences), strict=True):
         with torch.no_grad():
             expected = reference(torch.tensor([tokens])).logits[0].float()
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+        # Float32 rounds by up to 1.4e-4 here, in ten sets of weights; a wrong setting is off by 1e-2 and more.
+        torch.testing.assert_close(found, expected, atol=3e-4, rtol=0)
 
 
 def test_every_architecture_of_the_table_is_compared() -> None:

@@ -28,15 +28,9 @@ from tests.models.small_experts import ALL_MODELS
 from tests.models.small_latent import LATENT_MODELS
 from tests.models.small_models import VOCAB
 from tests.models.small_recurrent import RECURRENT_MODELS
+from tests.seeds import seed_of
 
 MODELS = ALL_MODELS | RECURRENT_MODELS | LATENT_MODELS
-# A model's weights are random by its place among these. Those that were added since stand behind the others, whose
-# weights thus stay what they were.
-ADDED = (
-    "nanochat, yarn", "biogpt, embeddings as small as they are", "falcon h1, biases that are multiplied",
-    "minimax, window", "zamba, heads of another size", "deepseek v2, biases, but of queries that are not compressed",
-)  # fmt: skip
-PLACES = [*(name for name in MODELS if name not in ADDED), *ADDED]
 PROMPT_LENGTHS = (30, 31, 32, 29)
 NUM_TOKENS = 8
 
@@ -45,7 +39,7 @@ NUM_TOKENS = 8
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """The reference, and the folder with its checkpoint."""
     model, folder = MODELS[request.param], tmp_path_factory.mktemp("model")
-    reference = model.reference(seed=PLACES.index(request.param))
+    reference = model.reference(seed=seed_of(request.param))
     model.save(reference, folder)
     return reference, folder
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.installing import why_not
+
 pytestmark = [
     pytest.mark.long,
     pytest.mark.timeout(600),
@@ -37,10 +39,8 @@ def test_videos_and_processors_of_torchvision(tmp_path: Path) -> None:
     minor = int(torch.__version__.split(".")[1])
     wanted = f"torchvision==0.{minor + 15}.*"  # 0.28 goes with torch 2.13
     installing = ["uv", "pip", "install", "--no-deps", "--python", sys.executable, "--target", str(tmp_path), wanted]
-    try:
-        subprocess.run(installing, check=True, capture_output=True, text=True, timeout=120)
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        pytest.skip(f"{wanted} cannot be installed here: {error.stderr[-500:]!r}")
+    if reason := why_not(installing):
+        pytest.skip(f"{wanted} cannot be installed here: {reason}")
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     env = os.environ | {"PYTHONPATH": path}
     if subprocess.run([sys.executable, "-c", "import torchvision"], env=env, capture_output=True).returncode:
