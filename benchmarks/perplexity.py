@@ -27,7 +27,7 @@ import numpy as np
 
 from octavo import LLM, SamplingParams
 from octavo.loading.checkpoint import resolve
-from octavo.loading.gguf import read_gguf
+from octavo.loading.gguf_file import read_gguf
 from octavo.loading.gguf_tensors import NamedTensor, stored_tensor
 from octavo.quantization import dequantize
 

@@ -26,8 +26,8 @@ from urllib.parse import unquote, urlsplit
 
 import octavo
 from octavo.entrypoints.cli.main import make_parser
-from octavo.metrics.http import HttpMetrics
-from octavo.metrics.media import MediaMetrics
+from octavo.metrics.http_metrics import HttpMetrics
+from octavo.metrics.media_metrics import MediaMetrics
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.variables import VARIABLES
 from octavo.version import __version__

@@ -71,7 +71,7 @@ class PoolingConfig:
     """How a model pools, and what its vectors are. Plain data: it crosses to the core's process."""
 
     task: str  # of `TASKS`: what requests get that do not say it
-    kind: str  # of `octavo.layers.pooling.KINDS`
+    kind: str  # of `octavo.layers.pooler.KINDS`
     size: int = 0  # elements of a vector
     dense: list[DenseConfig] = field(default_factory=list)
     activation: str = "identity"  # what becomes of vectors; see `PoolingParams`

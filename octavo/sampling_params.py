@@ -104,7 +104,7 @@ STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_t
 
 
 class SpeechRules(msgspec.Struct, frozen=True, array_like=True):
-    """What a model that writes down speech may say, by its tokens: see `octavo.sampling.speech`."""
+    """What a model that writes down speech may say, by its tokens: see `octavo.sampling.timestamp_rules`."""
 
     suppressed: list[int]
     suppressed_first: list[int]  # beside those, as the first token

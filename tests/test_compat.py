@@ -208,7 +208,8 @@ def test_modules_have_vllms_other_names() -> None:
     assert AsyncLLM is octavo.AsyncLLMEngine
     assert LLMEngine is octavo.LLMEngine
     for module, name, home in [
-        ("v1.engine.exceptions", "EngineDeadError", "errors"), ("engine.protocol", "EngineClient", "engine.client"),
+        ("v1.engine.exceptions", "EngineDeadError", "errors"),
+        ("engine.protocol", "EngineClient", "engine.engine_client"),
         ("utils.network_utils", "get_open_port", "utils"), ("config.pooler", "PoolerConfig", "config"),
         ("distributed.parallel_state", "destroy_model_parallel", "distributed"), ("config", "VllmConfig", "config"),
         ("logprobs", "Logprob", "outputs"), ("inputs", "PromptType", ""), ("version", "__version_tuple__", ""),

@@ -420,7 +420,7 @@ def test_a_gpu_has_types_and_sizes_of_its_own(model: dict[str, Any], gpu: None) 
 
 
 def test_several_gpus_have_adapters(model: dict[str, Any], gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.config.parallel.num_cuda_devices", lambda: 2)
+    monkeypatch.setattr("octavo.config.parallel_flags.num_cuda_devices", lambda: 2)
     assert config(tensor_parallel_size=2, enable_lora=True, **model).lora is not None
 
 

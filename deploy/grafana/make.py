@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.metrics.http import HttpMetrics
+from octavo.metrics.http_metrics import HttpMetrics
 from octavo.metrics.prometheus import EngineMetrics
 
 if TYPE_CHECKING:

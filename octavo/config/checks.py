@@ -6,8 +6,8 @@ import math
 
 from octavo.config.engine_args import AUTO_LENGTH, EngineArgs
 from octavo.config.number_types import CACHE_BYTES, DTYPES, check_quantization
-from octavo.config.parallel import check_parallel
-from octavo.config.speculation import speculative_config
+from octavo.config.parallel_flags import check_parallel
+from octavo.config.speculation_flags import speculative_config
 from octavo.config.wording import listed, on_device
 from octavo.errors import ConfigError
 from octavo.hardware import why_not_cuda

@@ -7,19 +7,19 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from octavo.config.adapters import lora_config
 from octavo.config.checks import SAMPLING_DEFAULTS, check
-from octavo.config.chosen_keys import check_cache_of_index, without_needless_index
-from octavo.config.data_parallel import engine_hosts_config
+from octavo.config.data_parallel_flags import engine_hosts_config
 from octavo.config.engine_args import AUTO_LENGTH, EngineArgs
 from octavo.config.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from octavo.config.media import media_config, with_most_pictures
+from octavo.config.lora_flags import lora_config
+from octavo.config.media_flags import media_config, with_most_pictures
 from octavo.config.number_types import cache_dtype, load_quantization, model_dtype, precise_layers
-from octavo.config.parallel import check_shared, is_reproducible, layer_partition, nodes_config
-from octavo.config.pooling import pooling_of
-from octavo.config.prompt_embeds import prompt_embeds_config
-from octavo.config.sound import sound_config
-from octavo.config.speculation import draft_config, speculative_config
+from octavo.config.parallel_flags import check_shared, is_reproducible, layer_partition, nodes_config
+from octavo.config.pooling_flags import pooling_of
+from octavo.config.prompt_embeds_flag import prompt_embeds_config
+from octavo.config.sound_flags import sound_config
+from octavo.config.sparse_attention import check_cache_of_index, without_needless_index
+from octavo.config.speculation_flags import draft_config, speculative_config
 from octavo.errors import ConfigError
 from octavo.loading.checkpoint import Checkpoint, resolve
 from octavo.loading.overrides import longest_context, overridden

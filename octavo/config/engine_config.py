@@ -349,7 +349,7 @@ class EngineConfig:
 
     def stages(self, description: ModelDescription) -> list[range]:
         """The layers of each stage. Raises `ConfigError`."""
-        from octavo.models.sharing import stage_layers
+        from octavo.models.sharding import stage_layers
 
         return stage_layers(description, self.pipeline_parallel_size, self.pipeline_layer_partition)
 

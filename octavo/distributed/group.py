@@ -14,10 +14,10 @@ from typing import NamedTuple, Protocol
 
 from octavo.config import EngineConfig
 from octavo.distributed.connection import release, send_message, show_address
-from octavo.distributed.door import Caller, Door, Member, has_gone, refuse
 from octavo.distributed.heartbeat import Heartbeat
+from octavo.distributed.listener import Caller, Door, Member, has_gone, refuse
 from octavo.distributed.messages import Control, Ended, GroupReady, Join, Joined, Refused, Rows
-from octavo.distributed.settings import difference, settings_of
+from octavo.distributed.node_settings import difference, settings_of
 from octavo.errors import ConfigError, LoadError
 from octavo.node_token import TOKEN_VARIABLE, check_token, group_token
 from octavo.version import __version__

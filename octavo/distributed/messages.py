@@ -1,4 +1,4 @@
-"""What nodes tell each other about the group. What workers tell each other is `octavo.execution.team_messages`'s."""
+"""What nodes tell each other about the group. What workers tell each other is `octavo.execution.worker_messages`'s."""
 
 from __future__ import annotations
 

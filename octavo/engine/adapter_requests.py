@@ -1,6 +1,6 @@
 """Adapters that callers of the asynchronous engine name, and who waits for one to be read.
 
-The core's side is `adapters.py`.
+The core's side is `adapter_library.py`.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ import msgspec
 
 from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig
 from octavo.engine.adapter_requests import AdapterRequests
-from octavo.engine.calls import EngineCalls, Output, Wanted, length_of
 from octavo.engine.control import EngineControl
 from octavo.engine.core_client import Core, CoreProcess
 from octavo.engine.forecast import FirstTokenForecast
+from octavo.engine.generate import EngineCalls, Output, Wanted, length_of
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.off_loop import run_off_loop
 from octavo.engine.output_processor import OutputProcessor, RequestFailed

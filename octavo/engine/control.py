@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-from octavo.engine.sleeping import SLEEPERS, check_level, woken_by
+from octavo.engine.sleep_levels import SLEEPERS, check_level, woken_by
 from octavo.engine.supervisor import Supervisor
 from octavo.engine.wire import BlockMap, GetBlockMap, ResetCache, SetPaused
 from octavo.errors import RequestError

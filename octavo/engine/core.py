@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from octavo.config import EngineConfig
-from octavo.engine.adapters import AdapterLibrary
-from octavo.engine.preparing import LoadingAdapter, Preparing
+from octavo.engine.adapter_library import AdapterLibrary
+from octavo.engine.pending_requests import LoadingAdapter, Preparing
 from octavo.engine.wire import AdapterLoaded, BlockMap, StepOutputs
 from octavo.errors import DeviceMemoryError, RequestError
 from octavo.kv_cache.manager import KVCacheManager

@@ -17,10 +17,10 @@ import msgspec
 
 from octavo.config import EngineConfig
 from octavo.engine.async_engine import AsyncLLMEngine
-from octavo.engine.calls import EngineCalls, Wanted
 from octavo.engine.core_client import CoreProcess
 from octavo.engine.engine_hosts import EngineHosts, RemoteCore
 from octavo.engine.forecast import FirstTokenForecast
+from octavo.engine.generate import EngineCalls, Wanted
 from octavo.engine.off_loop import run_off_loop
 from octavo.engine.routing import Router, block_hashes
 from octavo.engine.vllm_names import refuse_kwargs

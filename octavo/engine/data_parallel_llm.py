@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from octavo.config import EngineConfig
-from octavo.engine.calls import Output, StepCalls
 from octavo.engine.core import EngineCore
 from octavo.engine.data_parallel import DataParallelEngine
-from octavo.engine.sleeping import check_level
+from octavo.engine.generate import Output, StepCalls
+from octavo.engine.sleep_levels import check_level
 from octavo.errors import ConfigError, OctavoError, RequestError
 from octavo.lora.request import LoRARequest
 from octavo.metrics.prometheus import EngineMetrics

@@ -23,10 +23,10 @@ import msgspec
 
 from octavo.config import EngineConfig
 from octavo.distributed.connection import HANDSHAKE_S, send_message, show_address
-from octavo.distributed.door import Caller, Door, Member, has_gone, refuse
 from octavo.distributed.heartbeat import Heartbeat
+from octavo.distributed.listener import Caller, Door, Member, has_gone, refuse
 from octavo.distributed.messages import Ended, EngineLink, GroupReady, Join, Joined, News, Refused
-from octavo.distributed.settings import difference, settings_of
+from octavo.distributed.node_settings import difference, settings_of
 from octavo.engine.core_client import CoreProcess
 from octavo.engine.framing import read_message, write_message
 from octavo.engine.wire import (

@@ -19,10 +19,10 @@ from octavo.distributed.connection import HandshakeError, connect, send_message
 from octavo.distributed.heartbeat import Heartbeat
 from octavo.distributed.joining import join, receive_answer
 from octavo.distributed.messages import Answer, Ended, EngineLink, Join, Joined, News
-from octavo.distributed.settings import settings_of
+from octavo.distributed.node_settings import settings_of
 from octavo.engine.core_client import CoreClient
 from octavo.engine.framing import read_message, write_message
-from octavo.engine.restarts import Restarts
+from octavo.engine.restart_policy import Restarts
 from octavo.engine.wire import Leaving, encode_message
 from octavo.errors import ConfigError, LoadError, OctavoError
 from octavo.node_token import check_token, group_token

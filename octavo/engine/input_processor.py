@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
 
     from octavo.loading.tokenizer import ModelTokenizer
-    from octavo.multimodal.listening import Listener
+    from octavo.multimodal.audio_features import Listener
     from octavo.multimodal.processor import MediaProcessor
     from octavo.multimodal.prompt_embeds import PromptEmbedsReader
 
@@ -83,7 +83,7 @@ class InputProcessor:
             self.prompt_embeds = PromptEmbedsReader(config.prompt_embeds)
         self.listener: Listener | None = None  # of a model that writes down speech
         if config.sound is not None:
-            from octavo.multimodal.listening import Listener
+            from octavo.multimodal.audio_features import Listener
 
             self.listener = Listener(config.sound)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from octavo.config import EngineConfig
 from octavo.engine.core_client import Core, CoreClient, CoreProcess
-from octavo.engine.restarts import Restarts
+from octavo.engine.restart_policy import Restarts
 from octavo.engine.wire import CoreMessage, Failed, FrontendMessage, Leaving, Ready
 from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError, OctavoError
 

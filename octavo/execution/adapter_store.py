@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 from octavo.config import EngineConfig, LoRAConfig
 from octavo.errors import LoadError, RequestError
 from octavo.execution.device import Device, Event
-from octavo.execution.team import ALONE, Team
+from octavo.execution.worker_group import ALONE, Team
 from octavo.layers.parameters import Module, NamedMatrix
 from octavo.loading.file_weights import open_weights
 from octavo.loading.memory import available_memory_bytes
 from octavo.lora import files
-from octavo.lora.gguf import read_gguf_adapter
+from octavo.lora.gguf_adapter import read_gguf_adapter
 from octavo.lora.matching import ModuleMap
 from octavo.lora.ops import AdaptedOps
 from octavo.lora.peft import read_peft

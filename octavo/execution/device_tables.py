@@ -13,7 +13,7 @@ from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import StepArrays
 from octavo.ops import Array, DeviceOps, Ops
 from octavo.plan import StepPlan
-from octavo.sampling.batch import Samples
+from octavo.sampling.sampling_table import Samples
 
 # Of block tables: flat places that change, and the blocks that come there.
 Updates = tuple[NDArray[np.int64], NDArray[np.int32]]

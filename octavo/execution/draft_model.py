@@ -16,13 +16,13 @@ from octavo.execution.model_drafter import ModelDrafter
 from octavo.execution.runner import Runner
 from octavo.execution.sequence_table import SequenceTable
 from octavo.kv_cache.groups import CacheGroup, LayerCacheSpec, group_layers
-from octavo.layers.share import WHOLE
+from octavo.layers.tensor_parallel import WHOLE
 from octavo.loading.file_weights import open_weights
 from octavo.models.decoder import Decoder
 from octavo.models.description import ModelDescription
-from octavo.models.heads import ChainHead, Eagle3Head, EagleHead, HeadTarget, MedusaHeads, module_names
+from octavo.models.draft_heads import ChainHead, Eagle3Head, EagleHead, HeadTarget, MedusaHeads, module_names
 from octavo.models.registry import Model, describe
-from octavo.models.sharing import with_share
+from octavo.models.sharding import with_share
 from octavo.ops import LayerKVCache, Ops
 
 _LEAST_COMMON = 0.95  # of a model's tokens; families add a few from model to model

@@ -20,7 +20,7 @@ from typing import Protocol
 from octavo.execution.model_drafter import Guesses
 from octavo.execution.runner import Runner
 from octavo.execution.submitted_step import SubmittedStep
-from octavo.execution.team import Team
+from octavo.execution.worker_group import Team
 from octavo.plan import StepPlan, StepResult
 
 

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.execution.device import Device
-from octavo.execution.team import ALONE, Leader, Team
 from octavo.execution.worker import Worker
+from octavo.execution.worker_group import ALONE, Leader, Team
 from octavo.kv_cache.groups import CacheGroup
-from octavo.layers.share import Share
+from octavo.layers.tensor_parallel import Share
 from octavo.models.registry import describe
 from octavo.ops import Ops, load, load_cuda
 from octavo.phases import Phases

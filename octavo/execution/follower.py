@@ -21,8 +21,8 @@ from octavo.errors import ConfigError, OctavoError
 from octavo.execution.executor import LocalExecutor
 from octavo.execution.host_workers import Orders
 from octavo.execution.submitted_step import SubmittedStep
-from octavo.execution.team import Follower, has_hung_up
-from octavo.execution.team_messages import (
+from octavo.execution.worker_group import Follower, has_hung_up
+from octavo.execution.worker_messages import (
     AgreedSizes,
     CannotStart,
     ForgetAdapter,

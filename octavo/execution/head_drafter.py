@@ -22,11 +22,11 @@ from octavo.execution.device import Device
 from octavo.execution.model_drafter import Guesses, changes_of
 from octavo.execution.runner import Runner
 from octavo.execution.submitted_step import SubmittedStep
-from octavo.models.heads import ChainHead, MedusaHeads
+from octavo.models.draft_heads import ChainHead, MedusaHeads
 from octavo.ops import Array, Ops
 from octavo.plan import TO_BE_GUESSED, PlannedRow, StepPlan, StepResult, num_standing
-from octavo.sampling.batch import Samples, SamplingTable
 from octavo.sampling.sampler import sample_tokens, write_settings
+from octavo.sampling.sampling_table import Samples, SamplingTable
 
 
 class _RowFeatures:

@@ -20,7 +20,7 @@ from octavo.config import EngineConfig
 from octavo.execution.stage_links import LinkEnd, LinkEnds, Seat, Way, seats_of, shared_memory
 from octavo.logs import current_format
 from octavo.models.description import ModelDescription
-from octavo.models.sharing import gathered_size
+from octavo.models.sharding import gathered_size
 from octavo.ops.cpu_collectives import group_bytes
 from octavo.processes import child_command
 

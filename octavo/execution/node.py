@@ -31,7 +31,7 @@ from octavo.distributed.connection import (
 from octavo.distributed.heartbeat import Heartbeat
 from octavo.distributed.joining import join, receive_answer
 from octavo.distributed.messages import Answer, Control, Ended, Join, Joined, News, Rows
-from octavo.distributed.settings import settings_of
+from octavo.distributed.node_settings import settings_of
 from octavo.errors import LoadError
 from octavo.execution.host_workers import HostWorkers, end_processes
 from octavo.execution.stage_links import Seat

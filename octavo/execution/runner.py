@@ -30,14 +30,14 @@ from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import UPDATES_PER_DECODE, Padding, StepArrays, StepLayout, StepShape, pad
 from octavo.execution.step_computation import StepComputation
 from octavo.execution.submitted_step import Captured, Stage, SubmittedStep
-from octavo.execution.team import ALONE, Team
+from octavo.execution.worker_group import ALONE, Team
 from octavo.models.registry import CrossModel, Model, StageModel
 from octavo.ops import Array, DeviceOps, LayerKVCache, Ops, ParallelDeviceOps
 from octavo.plan import StepPlan, StepResult
 from octavo.pooling_params import PoolingConfig
-from octavo.sampling.batch import Samples, SamplingBatch, SamplingTable
 from octavo.sampling.logprobs import entries, measure
 from octavo.sampling.sampler import SampledTokens, sample_tokens, write_settings
+from octavo.sampling.sampling_table import Samples, SamplingBatch, SamplingTable
 from octavo.sampling_params import MAX_LOGPROBS
 from octavo.speculative.synthetic import SyntheticAcceptance
 from octavo.structured_output.masks import GrammarCompiler

@@ -17,7 +17,7 @@ from octavo.execution.step_arrays import StepArrays
 from octavo.kv_cache.groups import CacheGroup
 from octavo.kv_cache.state_blocks import MOST_GUESSES
 from octavo.plan import PlannedRow, StepPlan
-from octavo.sampling.batch import Samples
+from octavo.sampling.sampling_table import Samples
 
 
 class SequenceTable:

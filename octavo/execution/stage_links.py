@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import ConfigError
-from octavo.layers.share import WHOLE, Share
+from octavo.layers.tensor_parallel import WHOLE, Share
 
 _HEADER = struct.Struct("<QQ")  # of the rows of a step over TCP: number of the step, bytes
 HUNG_UP = getattr(select, "POLLRDHUP", 0)  # asked of a poll; POLLHUP, which sockets of one host give, comes unasked

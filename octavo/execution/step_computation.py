@@ -21,7 +21,7 @@ from octavo.ops import Array, DeviceOps, LayerKVCache, Ops
 
 if TYPE_CHECKING:
     from octavo.lora.ops import AdaptedOps
-    from octavo.models.heads import Taps
+    from octavo.models.draft_heads import Taps
 
 
 class StepComputation:

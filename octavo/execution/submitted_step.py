@@ -13,9 +13,9 @@ from octavo.execution.device import CapturedStep, Event
 from octavo.execution.step_arrays import StepArrays, StepLayout
 from octavo.ops import Array
 from octavo.plan import StepPlan, StepResult
-from octavo.sampling.batch import Samples
 from octavo.sampling.logprobs import MeasuredLogprobs
 from octavo.sampling.sampler import SampledTokens
+from octavo.sampling.sampling_table import Samples
 
 if TYPE_CHECKING:
     from octavo.execution.runner import Runner

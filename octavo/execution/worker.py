@@ -28,8 +28,8 @@ from octavo.execution.runner import Runner, RunnerAdapters
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.stage_links import Seat
 from octavo.execution.submitted_step import SubmittedStep
-from octavo.execution.team import ALONE, Team
-from octavo.execution.team_messages import Offer, Sizes
+from octavo.execution.worker_group import ALONE, Team
+from octavo.execution.worker_messages import Offer, Sizes
 from octavo.kv_cache.groups import NULL_BLOCK, LayerCacheSpec, group_layers
 from octavo.layers.attention import AttentionDescription
 from octavo.loading.file_weights import open_weights
@@ -39,7 +39,7 @@ from octavo.loading.weights import Weights
 from octavo.models.description import ModelDescription
 from octavo.models.inventory import adaptable_modules, record
 from octavo.models.registry import Model, StageModel, build, describe
-from octavo.models.sharing import with_share, with_stage
+from octavo.models.sharding import with_share, with_stage
 from octavo.ops import AdapterOps, DeviceOps, LayerKVCache, Ops
 from octavo.phases import Phases
 from octavo.plan import StepPlan
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from octavo.execution.draft_model import Draft
     from octavo.execution.drafting_runner import DraftedStep
     from octavo.lora.ops import AdaptedOps
-    from octavo.models.heads import MedusaHeads
+    from octavo.models.draft_heads import MedusaHeads
     from octavo.multimodal.tower import ReceivedRows, TowerCache
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class Worker:
 
             self._received = ReceivedRows()
         elif (sound := config.sound) is not None:
-            from octavo.multimodal.speech import SpeechEncoder
+            from octavo.multimodal.speech_encoder import SpeechEncoder
             from octavo.multimodal.tower import TowerCache
 
             encoder = SpeechEncoder(sound.folder, *of_tower)
@@ -287,7 +287,7 @@ class Worker:
         all. Nothing must be launched until it is done."""
         if self._config.device != "cuda" or description.impl != "octavo" or not self._team.is_leader:
             return None  # the networks of transformers need memory, and workers of a model launch the same
-        from octavo.execution.rehearsal import start_rehearsal
+        from octavo.execution.compile_ahead import start_rehearsal
 
         return start_rehearsal(self._config, description, weights, ops, self._team)
 

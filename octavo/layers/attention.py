@@ -14,7 +14,7 @@ from octavo.layers.norm import Norm, NormDescription, SharedNorm
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Adapters, Summand
 from octavo.layers.rotary import QueryGrowth, RopeConfig, alibi_slopes, halves
-from octavo.layers.share import WHOLE, OfHeads, Share, elements
+from octavo.layers.tensor_parallel import WHOLE, OfHeads, Share, elements
 from octavo.ops import Array, LayerKVCache
 
 
@@ -73,7 +73,7 @@ class AttentionDescription(OfHeads):
     num_inputs: int = 1  # arrays of that size that stand side by side in their input
     qk_norm_names: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     output_norm_name: str = ""
-    share: Share = WHOLE  # of the heads; what is not shared out yet is in `octavo.models.sharing`
+    share: Share = WHOLE  # of the heads; what is not shared out yet is in `octavo.models.sharding`
 
     @property
     def gathered_size(self) -> int:

@@ -15,11 +15,11 @@ import numpy as np
 
 from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import LayerCacheSpec
-from octavo.layers.gathered import Gathered
+from octavo.layers.all_gather import Gathered
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Summand
-from octavo.layers.share import WHOLE, Share, elements
+from octavo.layers.tensor_parallel import WHOLE, Share, elements
 from octavo.ops import Array, LayerKVCache
 
 
@@ -73,7 +73,7 @@ class CrossAttentionDescription:
 
 
 class CrossAttention:
-    """One layer's, as `octavo.layers.layer.Mixer`."""
+    """One layer's, as `octavo.layers.mixer.Mixer`."""
 
     def __init__(
         self, description: CrossAttentionDescription, hidden_size: int, parameters: Parameters, prefix: str

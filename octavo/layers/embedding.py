@@ -3,9 +3,9 @@ brought together as they are, so that bits are those of one worker."""
 
 from __future__ import annotations
 
-from octavo.layers.gathered import Gathered
+from octavo.layers.all_gather import Gathered
 from octavo.layers.parameters import Parameters
-from octavo.layers.share import Share
+from octavo.layers.tensor_parallel import Share
 from octavo.ops import Array
 from octavo.quantization.formats import PLAIN
 

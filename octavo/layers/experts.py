@@ -17,7 +17,7 @@ from octavo.errors import ConfigError, LoadError
 from octavo.layers.feed_forward import FeedForward, FeedForwardDescription
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Module, NamedMatrix, Parameters, StackedModule
-from octavo.layers.share import WHOLE, Share
+from octavo.layers.tensor_parallel import WHOLE, Share
 from octavo.loading.weights import Weights
 from octavo.ops import ACTIVATIONS, Array, ExpertsWeight, LinearWeight, Ops, ParallelOps, Routing
 from octavo.quantization import StoredWeight

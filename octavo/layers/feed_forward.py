@@ -8,11 +8,11 @@ from statistics import NormalDist
 import numpy as np
 
 from octavo.errors import LoadError
-from octavo.layers.gathered import Gathered
+from octavo.layers.all_gather import Gathered
 from octavo.layers.norm import NormDescription, SharedNorm
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Adapters, Summand
-from octavo.layers.share import WHOLE, Share
+from octavo.layers.tensor_parallel import WHOLE, Share
 from octavo.ops import ACTIVATIONS, Array
 
 _LEAST_VARIANCE = 1e-10

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import LayerCacheSpec
-from octavo.layers.gathered import Gathered
+from octavo.layers.all_gather import Gathered
 from octavo.layers.norm import Norm, NormDescription, SharedNorm
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Summand
 from octavo.layers.recurrent import Convolution, decay_rates, state_of
-from octavo.layers.share import WHOLE, OfHeads, Share, elements
+from octavo.layers.tensor_parallel import WHOLE, OfHeads, Share, elements
 from octavo.ops import Array, LayerKVCache, LinearWeight
 
 

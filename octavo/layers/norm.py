@@ -8,9 +8,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.layers.gathered import Gathered
+from octavo.layers.all_gather import Gathered
 from octavo.layers.parameters import Parameters
-from octavo.layers.share import WHOLE, Share
+from octavo.layers.tensor_parallel import WHOLE, Share
 from octavo.ops import Array, LinearWeight
 
 

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from octavo.errors import ConfigError
 from octavo.layers.product import EndingMatrix
 from octavo.layers.rotary import QueryGrowth, RopeConfig, distance_buckets, identity_table, rotary_table
-from octavo.layers.share import Share
+from octavo.layers.tensor_parallel import Share
 from octavo.loading.weights import Weights, floats
 from octavo.ops import BIAS_PADDING, Array, ExpertsWeight, LinearWeight, Ops, SegmentOps
 
 if TYPE_CHECKING:
-    from octavo.layers.index import Index
+    from octavo.layers.sparse_indexer import Index
 
 logger = logging.getLogger(__name__)
 

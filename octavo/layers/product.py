@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from octavo.layers.share import WHOLE, Share
+from octavo.layers.tensor_parallel import WHOLE, Share
 from octavo.ops import Array, LinearWeight, Ops, ParallelOps
 
 

@@ -20,7 +20,7 @@ from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.norm import Norm, NormDescription, SharedNorm
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Summand
-from octavo.layers.share import WHOLE, OfHeads, Share, elements
+from octavo.layers.tensor_parallel import WHOLE, OfHeads, Share, elements
 from octavo.loading.weights import floats
 from octavo.ops import Array, ExpertsWeight, LayerKVCache, LinearWeight
 

@@ -10,7 +10,7 @@ import numpy as np
 from octavo.layers.embedding import Embedding
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
-from octavo.layers.share import Share
+from octavo.layers.tensor_parallel import Share
 from octavo.ops import Array, LinearWeight
 
 

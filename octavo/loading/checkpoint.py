@@ -12,8 +12,8 @@ from typing import Any
 
 from octavo.errors import LoadError
 from octavo.loading.default_model import DEFAULT_MODEL_GENERATION, DEFAULT_MODEL_NAME, fetch_default_model
-from octavo.loading.gguf import read_gguf
 from octavo.loading.gguf_config import gguf_config
+from octavo.loading.gguf_file import read_gguf
 from octavo.loading.mistral_format import consolidated_files, mistral_config
 from octavo.loading.sentence_transformers import module_weights
 from octavo.loading.weight_files import complete_shards, gguf_parts, pick_weights, read_json

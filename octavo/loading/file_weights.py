@@ -19,7 +19,7 @@ from octavo.errors import LoadError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.dummy_weights import DummyWeights
 from octavo.loading.file_tensor import FileTensor, element_tensor
-from octavo.loading.gguf import read_gguf
+from octavo.loading.gguf_file import read_gguf
 from octavo.loading.gguf_tensors import named_tensors, stored_tensor
 from octavo.loading.mapped_file import MappedFile
 from octavo.loading.mistral_format import mistral_name

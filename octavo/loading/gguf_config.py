@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.errors import LoadError
-from octavo.loading.gguf import GGUFFile
 from octavo.loading.gguf_architectures import ARCHITECTURES
+from octavo.loading.gguf_file import GGUFFile
 from octavo.loading.gguf_layout import RANK, Architecture
 from octavo.loading.gguf_metadata import Metadata
 from octavo.loading.gguf_settings import EXPERTS

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 from octavo.errors import LoadError
-from octavo.loading.gguf import GGUFFile, TensorInfo
+from octavo.loading.gguf_file import GGUFFile, TensorInfo
 
 # Parts of the configuration, and not of the model.
 ROPE_FREQS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"

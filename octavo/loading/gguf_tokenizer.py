@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from octavo.errors import LoadError
-from octavo.loading.gguf import GGUFFile
+from octavo.loading.gguf_file import GGUFFile
 from octavo.loading.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from octavo.loading.tokenizer_parts import (
     CONTROL,

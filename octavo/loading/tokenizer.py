@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from octavo.errors import LoadError
 from octavo.loading.checkpoint import Checkpoint
-from octavo.loading.gguf import read_gguf
+from octavo.loading.gguf_file import read_gguf
 from octavo.loading.jinja_template import compile_template, render_template
 from octavo.loading.tokenizer_folder import WHAT_TO_DO, read_tokenizer_folder
 from octavo.loading.tokenizer_parts import ROLES, TokenizerParts

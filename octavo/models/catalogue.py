@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.experts import ExpertsDescription
 from octavo.layers.feed_forward import FeedForwardDescription
-from octavo.layers.latent import LatentDescription
 from octavo.layers.mamba import MambaDescription
+from octavo.layers.mla import LatentDescription
 from octavo.layers.recurrent import (
     GatedDeltaDescription,
     GatedRecurrenceDescription,
@@ -21,9 +21,9 @@ from octavo.layers.recurrent import (
 from octavo.loading import gguf_config
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.families import FAMILIES
-from octavo.models.media import DECODERS, MEDIA_FAMILIES, decoders_of, read_media
+from octavo.models.multimodal_models import DECODERS, MEDIA_FAMILIES, decoders_of, read_media
 from octavo.models.readers import read
-from octavo.models.speech import WHISPER, read_whisper
+from octavo.models.whisper import WHISPER, read_whisper
 
 # A model of every architecture may have these: 160 divides by all heads of keys and values, 24 layers by all patterns.
 EXAMPLE_SIZES: dict[str, Any] = {

@@ -13,22 +13,22 @@ import numpy as np
 
 from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import group_layers
+from octavo.layers.altup import Streams
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.cross_attention import CrossAttention
 from octavo.layers.embedding import Embedding
-from octavo.layers.head import Head
-from octavo.layers.layer import FeedForwardLike, Mixer
+from octavo.layers.mixer import FeedForwardLike, Mixer
 from octavo.layers.norm import Norm
 from octavo.layers.parameters import NamedMatrix, Parameters
-from octavo.layers.pooling import Pooler
+from octavo.layers.pooler import Pooler
 from octavo.layers.positions import position_table
 from octavo.layers.product import Summand
-from octavo.layers.shared import Shared
-from octavo.layers.streams import Streams
+from octavo.layers.projection_head import Head
+from octavo.layers.reused_layer import Shared
 from octavo.layers.token_inputs import TokenInputs
 from octavo.loading.weights import Weights
+from octavo.models.altup_block import StreamsBlock
 from octavo.models.description import LayerDescription, ModelDescription
-from octavo.models.streams import StreamsBlock
 from octavo.ops import Array, LayerKVCache, LinearWeight, Ops, ParallelOps
 
 _NEVER_SAID = -3e4  # a logit, which float16 has too

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from octavo.kv_cache.groups import LayerCacheSpec
+from octavo.layers.altup import PROJECTIONS, UNEMBED, StreamsDescription
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.cross_attention import CrossAttentionDescription
 from octavo.layers.experts import ExpertsDescription
 from octavo.layers.feed_forward import FeedForwardDescription
-from octavo.layers.head import HeadDescription
-from octavo.layers.latent import LatentDescription
-from octavo.layers.layer import MixerDescription
+from octavo.layers.mixer import MixerDescription
+from octavo.layers.mla import LatentDescription
 from octavo.layers.norm import NormDescription
-from octavo.layers.pooling import PoolingDescription
+from octavo.layers.pooler import PoolingDescription
 from octavo.layers.positions import PositionsDescription
-from octavo.layers.share import WHOLE, Share
-from octavo.layers.shared import SharedDescription
-from octavo.layers.streams import PROJECTIONS, UNEMBED, StreamsDescription
+from octavo.layers.projection_head import HeadDescription
+from octavo.layers.reused_layer import SharedDescription
+from octavo.layers.tensor_parallel import WHOLE, Share
 from octavo.layers.token_inputs import TokenInputsDescription
 
 _Mixer = TypeVar("_Mixer")
@@ -111,7 +111,7 @@ class ModelDescription:
     sees_ahead: Literal["", "picture", "prompt"] = ""
     media_stand_in: int | None = None  # the token that all with rows are, where `token_inputs` asks which it is
     unused: tuple[str, ...] = ()  # prefixes of tensors that checkpoints have and the model has no use for
-    share: Share = WHOLE  # of the output matrix, and of the layers' matrices: `octavo.models.sharing`
+    share: Share = WHOLE  # of the output matrix, and of the layers' matrices: `octavo.models.sharding`
     num_precise_layers: int = 0  # so many of the first have inputs of sixteen bits where others have eight
     # Of a stage of several, which layers it computes; the first one embeds, and the last one makes logits.
     own_layers: range | None = None

@@ -19,10 +19,10 @@ from octavo.loading.weights import Weights
 from octavo.models.decoder import Decoder
 from octavo.models.description import ModelDescription
 from octavo.models.families import FAMILIES
-from octavo.models.media import MEDIA_FAMILIES, OTHER_NAMES, read_media
-from octavo.models.pooling import decoder_of, with_pooling
+from octavo.models.multimodal_models import MEDIA_FAMILIES, OTHER_NAMES, read_media
+from octavo.models.pooling_models import decoder_of, with_pooling
 from octavo.models.readers import read
-from octavo.models.speech import WHISPER, read_whisper
+from octavo.models.whisper import WHISPER, read_whisper
 from octavo.ops import Array, LayerKVCache, Ops
 from octavo.pooling_params import PoolingConfig
 

@@ -10,7 +10,7 @@ from octavo.errors import RequestError
 from octavo.media_kinds import KINDS, VIDEO, MediaReader
 from octavo.multimodal.connector import MediaConnector
 from octavo.multimodal.embeddings import EmbeddingsReader
-from octavo.multimodal.kept_media import KeptMedia, medium_bytes
+from octavo.multimodal.media_cache import KeptMedia, medium_bytes
 
 
 class Intake:

@@ -20,13 +20,13 @@ import numpy as np
 from octavo.config import MediaConfig
 from octavo.errors import LoadError, RequestError
 from octavo.media_kinds import AUDIO, IMAGE, VIDEO, MediaKind, SentEmbeddings, SentMedium, checked_uuid
-from octavo.metrics.media import MediaMetrics
+from octavo.metrics.media_metrics import MediaMetrics
 from octavo.multimodal.connector import fetch_all, needs_fetching
 from octavo.multimodal.embeddings import Embeddings, in_place_of
 from octavo.multimodal.intake import Intake
-from octavo.multimodal.kept_media import KeptMedia, medium_bytes
-from octavo.multimodal.processor_class import load_processor
+from octavo.multimodal.media_cache import KeptMedia, medium_bytes
 from octavo.multimodal.sound_decoder import RATE
+from octavo.multimodal.transformers_processor import load_processor
 from octavo.request import EMBEDDINGS, MediaArray, MediaInput, MediaItem
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import LoadError, RequestError
-from octavo.models.media import OTHER_NAMES
+from octavo.models.multimodal_models import OTHER_NAMES
 from octavo.request import EMBEDDINGS, MediaInput
 
 logger = logging.getLogger(__name__)

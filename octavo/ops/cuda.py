@@ -30,18 +30,18 @@ from octavo.ops.torch_ops import (
 from octavo.ops.triton import launch
 from octavo.ops.triton import logits as logits_kernels
 from octavo.ops.triton.adapter_tables import adapter_table, allocate_arena, experts_adapter_table
-from octavo.ops.triton.adapters import rows_by_adapter, shrink
-from octavo.ops.triton.attention import paged_attention
 from octavo.ops.triton.attention_plan import begin_step
 from octavo.ops.triton.cache import allocate_kv_cache, copy_blocks, rotary_and_cache, rotate
-from octavo.ops.triton.experts import experts, route, stack_experts
-from octavo.ops.triton.index import choose_keys
-from octavo.ops.triton.latent import latent_attention, linear_by_head
-from octavo.ops.triton.norm import layer_norm, rms_norm
+from octavo.ops.triton.choose_keys import choose_keys
+from octavo.ops.triton.lora import rows_by_adapter, shrink
+from octavo.ops.triton.mla_attention import latent_attention, linear_by_head
+from octavo.ops.triton.moe import experts, route, stack_experts
+from octavo.ops.triton.norm_kernels import layer_norm, rms_norm
 from octavo.ops.triton.pack import pack_linear
-from octavo.ops.triton.pooling import pool
+from octavo.ops.triton.paged_attention import paged_attention
+from octavo.ops.triton.pool_rows import pool
 from octavo.ops.triton.products import embedding, linear, linear_activated, linear_add, linear_silu_and_mul, quantize
-from octavo.ops.triton.recurrent import (
+from octavo.ops.triton.recurrent_kernels import (
     causal_conv,
     gated_delta,
     gated_recurrence,

@@ -1,6 +1,6 @@
 """What adapters add to products, over torch's tensors: factors as they are, found through a table by slot.
 
-The reference computes with it directly; `octavo.ops.triton.adapters` has kernels.
+The reference computes with it directly; `octavo.ops.triton.lora` has kernels.
 """
 
 from __future__ import annotations

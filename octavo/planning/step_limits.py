@@ -14,7 +14,7 @@ from math import prod
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.experts import ExpertsDescription
-from octavo.layers.latent import LatentDescription
+from octavo.layers.mla import LatentDescription
 from octavo.loading.recording import RecordedTensor
 from octavo.models.description import ModelDescription
 from octavo.models.inventory import repeated_tensors, required_tensors

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import ConfigError
-from octavo.quantization import awq, four_bits, fp8, gguf, gptq, int4, int8, scaled_integers
+from octavo.quantization import awq, four_bits, fp8, gguf_blocks, gptq, int4, int8, scaled_integers
 from octavo.quantization.arrays import FLOATS, Array, converted
 from octavo.quantization.codes import Codes, rounded
 from octavo.quantization.formats import BLOCK_TYPES, KEPT_ON_CPUS, PLAIN
@@ -30,7 +30,7 @@ def _given(stored: StoredWeight) -> Codes:
 _VALUES: dict[str, Callable[[StoredWeight], Array]] = {
     "FP8_SCALED": fp8.scaled_values,
     "CODEBOOK4": four_bits.codebook_values,
-    gguf.Q2_K: gguf.q2_k_values,
+    gguf_blocks.Q2_K: gguf_blocks.q2_k_values,
 }
 _WORDS: dict[str, Callable[[StoredWeight], Words]] = {
     "GPTQ": gptq.words,
@@ -40,7 +40,7 @@ _WORDS: dict[str, Callable[[StoredWeight], Words]] = {
     "INT_PACKED": scaled_integers.words,
 }
 _UNPACKERS: dict[str, Callable[[StoredWeight], Codes]] = {
-    **dict.fromkeys(gguf.LAYOUTS, gguf.unpack),
+    **dict.fromkeys(gguf_blocks.LAYOUTS, gguf_blocks.unpack),
     int8.FORMAT: int8.unpack,
     int4.FORMAT: int4.unpack,
     **dict.fromkeys(_WORDS, lambda stored: _WORDS[stored.format](stored).unpacked()),
@@ -53,9 +53,9 @@ _UNPACKERS: dict[str, Callable[[StoredWeight], Codes]] = {
     "CODES8": _given,
 }
 # Formats of which a matrix is unpacked at once: those of files whose packers read no bytes of theirs.
-UNPACKED_WHOLE = frozenset(_UNPACKERS) - frozenset(gguf.LAYOUTS) - {int8.FORMAT, int4.FORMAT}
+UNPACKED_WHOLE = frozenset(_UNPACKERS) - frozenset(gguf_blocks.LAYOUTS) - {int8.FORMAT, int4.FORMAT}
 # Of these, formats whose values are rounded to eight bits by 32 elements.
-ROUNDED = frozenset(_VALUES) - frozenset(gguf.LAYOUTS)
+ROUNDED = frozenset(_VALUES) - frozenset(gguf_blocks.LAYOUTS)
 # Elements unpacked at once, so that what lies between packed bytes and values stays in the processor's cache.
 _CHUNK_ELEMENTS = 1 << 16
 
@@ -116,9 +116,9 @@ def layout_of(stored_format: str) -> Layout:
         raise ConfigError("8-bit floats are multiplied by GPUs only; --quantization int8 is for every device.")
     if stored_format in (int8.FORMAT, int4.FORMAT):
         return int8.LAYOUT if stored_format == int8.FORMAT else int4.LAYOUT
-    if stored_format not in gguf.LAYOUTS:
+    if stored_format not in gguf_blocks.LAYOUTS:
         raise ConfigError(f"{stored_format} matrices have no layout of their own; those of their codes have one.")
-    return gguf.LAYOUTS[stored_format]
+    return gguf_blocks.LAYOUTS[stored_format]
 
 
 def packed_bytes(

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.ops import Array, Ops
-from octavo.sampling.batch import RowSettings, SpecialSample
+from octavo.sampling.sampling_table import RowSettings, SpecialSample
 
 _MASKED = float("-inf")
 

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from octavo.ops import NO_TOKEN, Array, Ops
 from octavo.request import TokenLogprobs
-from octavo.sampling.batch import SamplingBatch
-from octavo.sampling.beams import best_tokens, offers, score_beams
+from octavo.sampling.beam_scores import best_tokens, offers, score_beams
 from octavo.sampling.logprobs import MeasuredLogprobs, entries, measure
 from octavo.sampling.processors import process_logits
 from octavo.sampling.random import uniform
-from octavo.sampling.speech import follow_rules
+from octavo.sampling.sampling_table import SamplingBatch
+from octavo.sampling.timestamp_rules import follow_rules
 from octavo.structured_output.masks import TokenMask
 
 NOTHING_TO_CHOOSE = (

@@ -25,15 +25,15 @@ from octavo.kv_cache.manager import KVCacheManager
 from octavo.lora.pool import AdapterPool
 from octavo.plan import PlannedRow, StepPlan, StepResult, num_standing
 from octavo.request import EngineRequest, Prompt, SequenceOutput
-from octavo.scheduling.adapters import AdapterTurn
-from octavo.scheduling.beams import BeamSearch
-from octavo.scheduling.budget import TimeLimit, prompt_token_s, time_limit
-from octavo.scheduling.limits import check_request
-from octavo.scheduling.live_sequences import LiveSequences, scheduling_order
-from octavo.scheduling.order import first_token_deadline
-from octavo.scheduling.results import Logprobs, end_with_vectors, extend, offer, start_forks, take_standing
-from octavo.scheduling.statistics import set_gauges
+from octavo.scheduling.adapter_turns import AdapterTurn
+from octavo.scheduling.beam_search import BeamSearch
+from octavo.scheduling.deadlines import first_token_deadline
+from octavo.scheduling.gauges import set_gauges
+from octavo.scheduling.request_limits import check_request
+from octavo.scheduling.sampled_tokens import Logprobs, end_with_vectors, extend, offer, start_forks, take_standing
+from octavo.scheduling.sequence_queues import LiveSequences, scheduling_order
 from octavo.scheduling.step import Step
+from octavo.scheduling.time_limit import TimeLimit, prompt_token_s, time_limit
 from octavo.sequence import Sequence, stop_reasons
 from octavo.speculative.speculation import Speculation
 from octavo.stats import EngineStats

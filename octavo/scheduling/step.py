@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from octavo.kv_cache.manager import Changes
 from octavo.plan import Admission, NewBlock, PlannedRow, StepPlan
-from octavo.scheduling.budget import TimeLimit
+from octavo.scheduling.time_limit import TimeLimit
 from octavo.sequence import Sequence
 
 

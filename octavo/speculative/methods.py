@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.speculative.lookup import NgramProposer
+from octavo.speculative.ngram import NgramProposer
 from octavo.speculative.proposer import Proposer, ToBeDrafted
 from octavo.speculative.speculation import Speculation
 from octavo.speculative.suffix import SuffixProposer

@@ -13,8 +13,8 @@ from typing import Any
 from octavo.plan import TO_BE_GUESSED, PlannedRow
 from octavo.sequence import Sequence
 from octavo.speculative.acceptance import Acceptance, SequenceAcceptance, compare
-from octavo.speculative.choice import Candidate, choose_counts, choose_draft_count
-from octavo.speculative.lookup import PredictionProposer
+from octavo.speculative.draft_length import Candidate, choose_counts, choose_draft_count
+from octavo.speculative.ngram import PredictionProposer
 from octavo.speculative.proposer import NO_GUESS, Guess, Proposer
 from octavo.stats import EngineStats
 from octavo.step_cost import StepCost, StepWork

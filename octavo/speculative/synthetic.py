@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.sampling.batch import Samples
+from octavo.sampling.sampling_table import Samples
 
 
 class SyntheticAcceptance:

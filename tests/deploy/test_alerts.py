@@ -14,7 +14,7 @@ import pytest
 import yaml
 from prometheus_client.samples import Sample
 
-from octavo.metrics.http import HttpMetrics
+from octavo.metrics.http_metrics import HttpMetrics
 from octavo.metrics.prometheus import EngineMetrics
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from octavo.config import AsyncEngineArgs, EngineConfig, data_parallel
+from octavo.config import AsyncEngineArgs, EngineConfig, data_parallel_flags
 from octavo.distributed import group, joining
 from octavo.distributed.connection import listen
 from octavo.distributed.group import NodeGroup
@@ -28,7 +28,7 @@ from octavo.execution.node import Node
 from octavo.models.registry import describe
 from octavo.speculative.proposer import ToBeDrafted
 from octavo.speculative.speculation import Speculation
-from tests.execution.test_guesses import guessed_requests
+from tests.execution.test_draft_tokens import guessed_requests
 from tests.execution.test_runner import config_of, model, run, told
 
 __all__ = ["model"]
@@ -249,7 +249,7 @@ def test_flags_of_nodes_are_checked(
     model: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], message: str
 ) -> None:
     monkeypatch.delenv("OCTAVO_NODES_TOKEN", raising=False)
-    monkeypatch.setattr(data_parallel, "find_spec", lambda name: None)  # whether or not it is here
+    monkeypatch.setattr(data_parallel_flags, "find_spec", lambda name: None)  # whether or not it is here
     with pytest.raises(ConfigError, match=message):
         config_of(model, **flags)
 

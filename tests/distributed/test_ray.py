@@ -22,8 +22,8 @@ import pytest
 
 from octavo.config import EngineConfig
 from octavo.distributed import ray_hosts
-from octavo.engine.client import make_engine
 from octavo.engine.core import EngineCore
+from octavo.engine.engine_client import make_engine
 from octavo.errors import ConfigError, LoadError, OctavoError
 from octavo.execution.executor import TeamExecutor
 from tests.distributed.rays import install_ray
@@ -31,7 +31,7 @@ from tests.distributed.test_nodes import FOUR_LAYERS
 from tests.e2e.prometheus import free_port
 from tests.e2e.server import running_server
 from tests.e2e.test_nodes import complete
-from tests.execution.test_guesses import guessed_requests
+from tests.execution.test_draft_tokens import guessed_requests
 from tests.execution.test_runner import config_of, model, run, told
 
 __all__ = ["model"]

@@ -15,7 +15,7 @@ import pytest
 
 from octavo.config import CacheConfig, EngineConfig, EngineHostsConfig, ModelConfig, SchedulerConfig
 from octavo.engine import core_client, supervisor
-from octavo.engine.client import make_engine
+from octavo.engine.engine_client import make_engine
 from octavo.loading.checkpoint import Checkpoint, resolve
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.metrics.prometheus import EngineMetrics

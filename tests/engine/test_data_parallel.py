@@ -14,10 +14,10 @@ import pytest
 
 from octavo import LLM, AsyncEngineArgs, AsyncLLMEngine, LLMEngine, LoRARequest, RequestOutput, SamplingParams
 from octavo.config import CacheConfig, EngineArgs, EngineConfig, EngineHostsConfig
-from octavo.engine import restarts
-from octavo.engine.calls import Wanted
+from octavo.engine import restart_policy
 from octavo.engine.data_parallel import DataParallelEngine
 from octavo.engine.data_parallel_llm import DataParallelLLMEngine
+from octavo.engine.generate import Wanted
 from octavo.engine.wire import UnloadAdapter
 from octavo.errors import ConfigError, EngineDeadError, OctavoError, RequestError
 from octavo.metrics.prometheus import EngineMetrics
@@ -104,7 +104,7 @@ def test_an_adapter_that_a_request_names_is_every_engines(
 
 
 def test_an_engine_that_dies_takes_its_own_requests_only(with_engine: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarts, "MAX_DELAY_S", 0.2)
+    monkeypatch.setattr(restart_policy, "MAX_DELAY_S", 0.2)
 
     async def use(engine: DataParallelEngine) -> None:
         await engine.wait_ready()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.engine import restarts
+from octavo.engine import restart_policy
 from octavo.engine.async_engine import AsyncLLMEngine
 from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError
 from octavo.metrics.prometheus import EngineMetrics
@@ -47,7 +47,7 @@ def test_a_core_that_fails_is_replaced_and_how_it_failed_is_for_the_log_only(
 def test_requests_during_the_outage_are_told_so_and_the_engine_gives_up_after_the_last_restart(
     with_engine: Callable[..., EngineMetrics], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restarts, "MAX_DELAY_S", 0.2)
+    monkeypatch.setattr(restart_policy, "MAX_DELAY_S", 0.2)
 
     async def use(engine: AsyncLLMEngine) -> None:
         await engine.wait_ready()
@@ -99,7 +99,7 @@ def test_a_core_that_hangs_while_it_starts_again_has_died_once_more(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(restarts, "MAX_DELAY_S", 0.1)
+    monkeypatch.setattr(restart_policy, "MAX_DELAY_S", 0.1)
 
     async def use(engine: AsyncLLMEngine) -> None:
         assert await ask(engine, ANSWER) == "length"

@@ -27,7 +27,7 @@ from octavo.speculative.proposer import ToBeDrafted
 from octavo.speculative.speculation import Speculation
 from tests.execution.late_device import LateDevice
 from tests.execution.small_overrides import BAMBA, CUT
-from tests.execution.test_guesses import guessed_requests
+from tests.execution.test_draft_tokens import guessed_requests
 from tests.execution.test_runner import EOS, FLAGS, VOCAB, config_of, late_executor, model, requests, run, told
 from tests.speculation import guessing
 

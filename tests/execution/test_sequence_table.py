@@ -16,7 +16,7 @@ from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import Padding, StepArrays, StepLayout, StepShape, pad
 from octavo.kv_cache.groups import CacheGroup, LayerCacheSpec
 from octavo.plan import Admission, NewBlock, PlannedRow, StepPlan
-from octavo.sampling.batch import Samples
+from octavo.sampling.sampling_table import Samples
 from octavo.sampling_params import SamplingParams
 
 MAX_SEQS, MAX_TOKENS, MAX_LEN, SIZE = 6, 40, 29, 4

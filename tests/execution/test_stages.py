@@ -13,7 +13,7 @@ from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError
 from tests.execution.small_overrides import CUT, GEMMA_3N, GEMMA_4, ZAMBA, ZAMBA_2
 from tests.execution.test_runner import config_of, model, requests, run
-from tests.execution.test_team import start, start_of, told_exactly, without_partition
+from tests.execution.test_worker_group import start, start_of, told_exactly, without_partition
 
 __all__ = ["model", "start", "start_of"]
 

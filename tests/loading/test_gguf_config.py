@@ -10,7 +10,7 @@ import pytest
 
 from octavo.errors import LoadError
 from octavo.loading.checkpoint import Checkpoint, resolve
-from octavo.loading.gguf import read_gguf
+from octavo.loading.gguf_file import read_gguf
 from octavo.loading.gguf_tensors import named_tensors
 
 Write = Callable[..., Path]

@@ -9,8 +9,8 @@ import pytest
 
 from octavo.errors import LoadError
 from octavo.loading.checkpoint import Checkpoint
-from octavo.loading.gguf import GGUFFile, read_gguf
 from octavo.loading.gguf_architectures import ARCHITECTURES
+from octavo.loading.gguf_file import GGUFFile, read_gguf
 from octavo.loading.gguf_tensors import NamedTensor, stored_tensor
 from octavo.quantization import dequantize, unpacking
 from octavo.quantization.arrays import FLOATS

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from octavo.entrypoints.chat.chat_template import render_chat
 from octavo.errors import LoadError, RequestError
 from octavo.loading.checkpoint import Checkpoint, resolve
-from octavo.loading.gguf import read_gguf
+from octavo.loading.gguf_file import read_gguf
 from octavo.loading.gguf_tokenizer import build_gguf_tokenizer
 from octavo.loading.pre_tokenizers import PRE_TOKENIZERS, byte_level_split
 from octavo.loading.tokenizer import load_tokenizer

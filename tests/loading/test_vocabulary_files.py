@@ -16,7 +16,7 @@ import tiktoken
 
 from octavo.errors import LoadError
 from octavo.loading.checkpoint import Checkpoint, resolve
-from octavo.loading.gguf import read_gguf
+from octavo.loading.gguf_file import read_gguf
 from octavo.loading.pre_tokenizers import GPT4O, LLAMA3, QWEN2, TEKKEN
 from octavo.loading.sentencepiece_model import read_sentencepiece
 from octavo.loading.tokenizer import load_tokenizer, read_tokenizer

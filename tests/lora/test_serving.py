@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from octavo import LLM, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
-from octavo.engine.client import make_engine
+from octavo.engine.engine_client import make_engine
 from octavo.errors import ConfigError, RequestError
 from octavo.lora.request import LoRARequest
 from octavo.sequence import Sequence

@@ -9,9 +9,9 @@ import pytest
 
 from octavo.entrypoints.cli.main import main
 from octavo.models import catalogue
-from octavo.models.media import MEDIA_FAMILIES
+from octavo.models.multimodal_models import MEDIA_FAMILIES
 from octavo.models.registry import architectures
-from octavo.models.speech import WHISPER
+from octavo.models.whisper import WHISPER
 from tests.models.small_encoders import ENCODERS
 from tests.models.small_experts import ALL_MODELS
 from tests.models.small_latent import LATENT_MODELS

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from octavo.errors import LoadError
-from octavo.models.families.experts import FAMILIES
+from octavo.models.families.moe import FAMILIES
 from octavo.models.registry import describe
 from tests.models.small_experts import EXPERT_MODELS
 from tests.models.small_models import MODEL_TYPES, SIZES

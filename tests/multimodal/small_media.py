@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import transformers
 
-from octavo.models.media import MEDIA_FAMILIES
+from octavo.models.multimodal_models import MEDIA_FAMILIES
 from tests.multimodal import small_processors as processors
 from tests.multimodal.conftest import save
 from tests.multimodal.granite_speech import SavedGraniteSpeech, encoder, granite_speech, with_adapter

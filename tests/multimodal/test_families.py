@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError, LoadError, RequestError
-from octavo.models.media import MEDIA_FAMILIES, TEXT_DEFAULTS
+from octavo.models.multimodal_models import MEDIA_FAMILIES, TEXT_DEFAULTS
 from octavo.models.readers import _NULLABLE
 from octavo.models.registry import describe
 from tests.multimodal.conftest import picture

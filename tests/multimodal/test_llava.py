@@ -17,10 +17,10 @@ from octavo import LLM, SamplingParams
 from octavo.entrypoints.chat.chat_template import render_chat
 from octavo.errors import ConfigError, RequestError
 from octavo.media_kinds import IMAGE, KINDS, SentMedium
-from octavo.models.media import OTHER_NAMES
-from octavo.multimodal.kept_media import KeptMedia
-from octavo.multimodal.processor_class import load_processor
+from octavo.models.multimodal_models import OTHER_NAMES
+from octavo.multimodal.media_cache import KeptMedia
 from octavo.multimodal.tower import Tower, TowerCache
+from octavo.multimodal.transformers_processor import load_processor
 from tests.multimodal.conftest import encoded, picture, save_llava
 
 A, B, C = picture(0), picture(1, 90, 33), picture(2)
@@ -317,7 +317,7 @@ def test_without_its_tower_it_is_a_language_model(llava: Path, llm: LLM, monkeyp
     with pytest.raises(RequestError, match="takes no pictures"):
         generate(blind, asked("one"))
     blind.close()
-    monkeypatch.setattr("octavo.config.media.find_spec", lambda module: None if module == "PIL" else module)
+    monkeypatch.setattr("octavo.config.media_flags.find_spec", lambda module: None if module == "PIL" else module)
     with pytest.raises(ConfigError, match=r"sees by PIL, which is not installed: pip install 'octavo\[vision\]'"):
         engine(llava)
 

@@ -17,7 +17,7 @@ from octavo.lora.request import LoRARequest
 from octavo.multimodal.tower import Tower
 from octavo.ops import cuda
 from tests.execution.late_device import LateDevice
-from tests.execution.late_team import late_followers
+from tests.execution.late_worker_group import late_followers
 from tests.multimodal.test_llava import generate, tower
 from tests.multimodal.test_mllama import MARK, ROWS, TALL, WIDE, asked, engine, folder, write_adapter
 from tests.ops.triton.conftest import DEVICE

@@ -117,7 +117,7 @@ def test_what_it_does_not_take_is_refused(phi4: Path, tmp_path: Path, monkeypatc
     shutil.rmtree(folder / ADAPTERS["audio"])
     with pytest.raises(ConfigError, match=r"takes an adapter for sounds, and there is no adapter_config\.json in"):
         LLM(str(folder), **SIZES)
-    monkeypatch.setattr("octavo.config.media.find_spec", lambda module: None if module == "soundfile" else module)
+    monkeypatch.setattr("octavo.config.media_flags.find_spec", lambda module: None if module == "soundfile" else module)
     with pytest.raises(ConfigError, match=r"hears by soundfile, which is not installed: pip install 'octavo\[audio\]'"):
         LLM(str(phi4), limit_mm_per_prompt={"audio": 1}, **SIZES)
     with LLM(str(folder), **SIZES) as llm:

@@ -22,7 +22,7 @@ from octavo import LLM
 from octavo.config import VideoConfig
 from octavo.errors import ConfigError, RequestError
 from octavo.execution.media_table import grid_positions
-from octavo.multimodal.processor_class import load_processor
+from octavo.multimodal.transformers_processor import load_processor
 from octavo.multimodal.videos import Video, from_bytes, normalized
 from octavo.request import MediaItem
 from tests.multimodal.conftest import picture, save
@@ -474,6 +474,6 @@ def test_flags_of_videos_are_checked(tmp_path: Path, tiny_tokenizer: Path, monke
     (tmp_path / "processor_config.json").write_text(json.dumps(whole))
     with pytest.raises(ConfigError, match="has no processor of videos; leave --media-io-kwargs"):
         engine(tmp_path)
-    monkeypatch.setattr("octavo.config.media.find_spec", lambda module: None if module == "av" else module)
+    monkeypatch.setattr("octavo.config.media_flags.find_spec", lambda module: None if module == "av" else module)
     with pytest.raises(ConfigError, match=r"sees videos by av, which is not installed: pip install 'octavo\[video\]'"):
         engine(tmp_path)

@@ -12,7 +12,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.quantization import Codes, StoredWeight, dequantize, gguf_codebooks, unpack
-from octavo.quantization.gguf import LAYOUTS
+from octavo.quantization.gguf_blocks import LAYOUTS
 from tests.quantization.blocks import BLOCKS, random_matrix, values_of
 from tests.quantization.groups import awq_matrix, expected_of, gptq_matrix, grouped_matrix
 

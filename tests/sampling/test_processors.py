@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from octavo.ops import cpu
 from octavo.plan import Admission
-from octavo.sampling.batch import RowSettings, Samples, SamplingTable, SpecialSample
 from octavo.sampling.processors import process_logits
+from octavo.sampling.sampling_table import RowSettings, Samples, SamplingTable, SpecialSample
 from octavo.sampling_params import SamplingParams
 from tests.sampling.rows import Row, sample
 

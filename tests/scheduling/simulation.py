@@ -22,9 +22,9 @@ from octavo.kv_cache.manager import KVCacheManager
 from octavo.plan import BlockMoves, StepPlan, StepResult
 from octavo.request import EngineRequest, Prompt, SequenceOutput
 from octavo.sampling_params import SamplingParams
-from octavo.scheduling.live_sequences import scheduling_order
-from octavo.scheduling.order import LONGEST_WAIT_S
+from octavo.scheduling.deadlines import LONGEST_WAIT_S
 from octavo.scheduling.scheduler import Scheduler
+from octavo.scheduling.sequence_queues import scheduling_order
 from octavo.sequence import Sequence
 from octavo.stats import EngineStats
 from tests.scheduling.device import Device

@@ -15,8 +15,8 @@ from octavo.kv_cache.manager import KVCacheManager
 from octavo.plan import StepPlan, StepResult
 from octavo.request import EngineRequest, MediaItem, Prompt, SequenceOutput, TokenLogprobs
 from octavo.sampling_params import RequestOutputKind, SamplingParams
-from octavo.scheduling.budget import AUTO_STEP_OF_ONE_S, AUTO_STEP_S, MIN_CHUNK_TOKENS, StepCost
 from octavo.scheduling.scheduler import Scheduler
+from octavo.scheduling.time_limit import AUTO_STEP_OF_ONE_S, AUTO_STEP_S, MIN_CHUNK_TOKENS, StepCost
 from octavo.sequence import Sequence
 from octavo.speculative.speculation import Speculation
 from octavo.step_cost import StepWork

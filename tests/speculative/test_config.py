@@ -16,7 +16,7 @@ from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError
 from octavo.request import EngineRequest, Prompt
-from octavo.sampling.batch import Samples
+from octavo.sampling.sampling_table import Samples
 from octavo.sampling_params import SamplingParams
 from octavo.speculative.synthetic import SyntheticAcceptance
 from octavo.speculative_config import SpeculativeConfig, parse

@@ -11,7 +11,7 @@ import pytest
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 from octavo.sequence import Sequence
-from octavo.speculative.lookup import NgramProposer, PredictionProposer
+from octavo.speculative.ngram import NgramProposer, PredictionProposer
 from octavo.speculative.proposer import Proposer
 from octavo.speculative.suffix import SuffixAutomaton, SuffixProposer
 

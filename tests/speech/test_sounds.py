@@ -18,8 +18,8 @@ from octavo.errors import RequestError
 from octavo.multimodal.sounds import from_bytes
 from octavo.multimodal.transcript import Segment, as_srt, as_vtt, compression_ratio, split
 from octavo.ops import Ops, torch_ref
-from octavo.sampling.batch import RowSettings, SpecialSample
-from octavo.sampling.speech import allowed_tokens, follow_rules
+from octavo.sampling.sampling_table import RowSettings, SpecialSample
+from octavo.sampling.timestamp_rules import allowed_tokens, follow_rules
 from octavo.sampling_params import SamplingParams, SpeechRules
 from tests.speech.conftest import sound
 

@@ -21,8 +21,8 @@ from octavo.outputs import RequestOutput
 from octavo.sampling_params import RequestOutputKind, SamplingParams, SpeechRules
 
 if TYPE_CHECKING:
-    from octavo.engine.client import EngineClient
-    from octavo.multimodal.listening import Spectrum
+    from octavo.engine.engine_client import EngineClient
+    from octavo.multimodal.audio_features import Spectrum
     from octavo.multimodal.word_times import Word
 
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")

@@ -22,7 +22,7 @@ from octavo.entrypoints.http.server_state import ServerState, state_of, wanted_r
 from octavo.entrypoints.http.streaming import EventStream, encode_json, run_until_disconnect
 from octavo.entrypoints.openai.response_bodies import Body
 from octavo.errors import RequestError
-from octavo.multimodal.listening import Listener, Spectrum
+from octavo.multimodal.audio_features import Listener, Spectrum
 from octavo.multimodal.transcript import as_srt, as_vtt
 
 router = Router(tags=["OpenAI"])

@@ -68,7 +68,7 @@ def run_batch(engine_args: AsyncEngineArgs, args: ServerArgs, input_path: Path, 
 async def _run(engine_args: AsyncEngineArgs, args: ServerArgs, files: BatchFiles) -> None:
     from tqdm import tqdm
 
-    from octavo.engine.client import make_engine
+    from octavo.engine.engine_client import make_engine
     from octavo.entrypoints.batch.answer_lines import BatchStopped
     from octavo.entrypoints.http.app import build_app
 

@@ -26,10 +26,10 @@ from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.http.server_state import ID_HEADER, ServerState
 from octavo.entrypoints.http.streaming import SERVER_SEND
 from octavo.entrypoints.openai import chat_completions, completions, generate_route, lora_adapters, model_list, tokenize
-from octavo.metrics.http import HttpMetrics
+from octavo.metrics.http_metrics import HttpMetrics
 
 if TYPE_CHECKING:
-    from octavo.engine.client import EngineClient
+    from octavo.engine.engine_client import EngineClient
 
 
 ROUTERS = [

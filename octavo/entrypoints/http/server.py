@@ -34,7 +34,7 @@ from octavo.variables import COUNTERPARTS, HARMLESS
 from octavo.version import __version__
 
 if TYPE_CHECKING:
-    from octavo.engine.client import EngineClient
+    from octavo.engine.engine_client import EngineClient
 
 logger = logging.getLogger("octavo.server")
 
@@ -114,7 +114,7 @@ def _start(engine_args: AsyncEngineArgs, args: ServerArgs) -> Iterator[_Started]
         if registry is not None:
             registry.register(metrics)
         phases.end("configuration")
-        from octavo.engine.client import make_engine
+        from octavo.engine.engine_client import make_engine
         from octavo.entrypoints.chat.chat_template import compile_chat_template
 
         engine = make_engine(

@@ -28,7 +28,7 @@ from octavo.entrypoints.http.error_responses import RETRY_AFTER_S
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.openai.request_bodies import SamplingRequest
 from octavo.errors import EngineRestartingError, OctavoError, RequestError
-from octavo.metrics.http import HttpMetrics
+from octavo.metrics.http_metrics import HttpMetrics
 from octavo.outputs import RequestOutput
 from octavo.request import AdapterSource, EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
@@ -39,7 +39,7 @@ from octavo.version import __version__
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from octavo.engine.client import EngineClient
+    from octavo.engine.engine_client import EngineClient
     from octavo.entrypoints.http.background_jobs import Background
     from octavo.entrypoints.http.store import Store
     from octavo.lora.names import AdapterNames

@@ -28,7 +28,7 @@ from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.http.server_state import ServerState
 
 if TYPE_CHECKING:
-    from octavo.engine.client import EngineClient
+    from octavo.engine.engine_client import EngineClient
 
 logger = logging.getLogger("octavo.server")
 

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.config import AsyncEngineArgs
 from octavo.engine.async_engine import AsyncLLMEngine
-from octavo.engine.client import EngineClient
+from octavo.engine.engine_client import EngineClient
 from octavo.entrypoints.cli.serve import both_args
 from octavo.entrypoints.http import app as octavo_app
 from octavo.entrypoints.http import server

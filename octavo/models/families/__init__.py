@@ -3,14 +3,14 @@ Mamba's, one of others with layers that keep a state, Gemma 4's, one of encoders
 share, `octavo.models.readers` reads config.json by them and by `defaults.json`, what config.json may leave out.
 """
 
-from octavo.models.families import dense, encoders, experts, gemma_4, latent, mamba, recurrent
+from octavo.models.families import deepseek, dense, encoders, gemma_4, linear_attention, mamba_hybrids, moe
 
 FAMILIES = (
     dense.FAMILIES
-    | experts.FAMILIES
-    | latent.FAMILIES
-    | mamba.FAMILIES
-    | recurrent.FAMILIES
+    | moe.FAMILIES
+    | deepseek.FAMILIES
+    | mamba_hybrids.FAMILIES
+    | linear_attention.FAMILIES
     | gemma_4.FAMILIES
     | encoders.FAMILIES
 )

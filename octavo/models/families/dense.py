@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from octavo.layers.head import HeadDescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.positions import PositionsDescription
+from octavo.layers.projection_head import HeadDescription
 from octavo.models.families.settings import (
     AFTER,
     ALL_SLIDE,

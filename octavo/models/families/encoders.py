@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from octavo.layers.head import HeadDescription
-from octavo.layers.pooling import PoolingDescription
+from octavo.layers.pooler import PoolingDescription
 from octavo.layers.positions import PositionsDescription
+from octavo.layers.projection_head import HeadDescription
 from octavo.models.families.settings import MODERN_BERT, modern_bert_head, norms_of_sum, slides
 from octavo.models.readers import Config, Family, Setting, activation_of, key, layer_norm, num_labels
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from octavo.errors import LoadError
+from octavo.layers.altup import StreamsDescription
 from octavo.layers.experts import PartNorms, stacked
 from octavo.layers.rotary import RopeConfig
-from octavo.layers.streams import StreamsDescription
 from octavo.layers.token_inputs import TokenInputsDescription
 from octavo.models.families.settings import AROUND, ROOT, all_but_every, by_layer, shared_expert, sliding
 from octavo.models.readers import Config, Family, Setting, activation_of, rms, rope_of

@@ -7,8 +7,8 @@ from typing import Any
 from octavo.errors import LoadError
 from octavo.layers.experts import EXPERT_NAMES, one_by_one, stacked
 from octavo.layers.feed_forward import FeedForwardDescription
-from octavo.layers.head import HeadDescription
 from octavo.layers.norm import NormDescription
+from octavo.layers.projection_head import HeadDescription
 from octavo.models.readers import Config, Family, Setting, activation_of, key, per_layer, routing, valued
 
 # Norms around a layer, and only after it.

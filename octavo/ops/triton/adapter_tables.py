@@ -1,7 +1,7 @@
 """Where adapters' factors lie on a device: a row of numbers for each slot of a table, which kernels find them by.
 
 `pack` cuts one adapter's factors for one matrix into pieces that fit pages, on the host; `put` says where they went.
-`octavo.ops.triton.adapters` computes with them.
+`octavo.ops.triton.lora` computes with them.
 """
 
 from __future__ import annotations

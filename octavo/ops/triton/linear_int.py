@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.triton.launch import capability, num_multiprocessors, stream
+from octavo.ops.triton.packed_weights import BLOCK_WORDS, IntWeight, Workspace
 from octavo.ops.triton.schedule import row_class
 from octavo.ops.triton.tiles import (
     GATED,
@@ -27,7 +28,6 @@ from octavo.ops.triton.tiles import (
     finish,
     place,
 )
-from octavo.ops.triton.weights import BLOCK_WORDS, IntWeight, Workspace
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Kernels met before they are needed: steps on arrays that have shapes but no memory, whose launches only compile.
 
-`octavo.execution.rehearsal` runs a model's steps like this while its weights are still being loaded. A thread that is
+`octavo.execution.compile_ahead` runs a model's steps like this while its weights are being loaded. A thread that is
 `outlining` gets arrays on torch's device "meta" wherever the kernels' wrappers make any, and hands each launch to a
 function instead of the device.
 """

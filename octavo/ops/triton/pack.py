@@ -18,15 +18,15 @@ from octavo.ops.torch_arrays import DTYPES, to_torch
 from octavo.ops.triton import launch
 from octavo.ops.triton.launch import capability
 from octavo.ops.triton.linear_int import workspace_for
+from octavo.ops.triton.packed_weights import BLOCK_WORDS, FloatWeight, IntWeight, PackedWeight, ScaledWeight
 from octavo.ops.triton.tiles import UNIT
-from octavo.ops.triton.weights import BLOCK_WORDS, FloatWeight, IntWeight, PackedWeight, ScaledWeight
 from octavo.quantization import (
     StoredWeight,
     common_layout,
     common_order,
     dequantize,
     fp8,
-    gguf,
+    gguf_blocks,
     int4,
     int8,
     layout_of,
@@ -37,7 +37,7 @@ from octavo.quantization.layout import Layout
 from octavo.quantization.unpacking import UNPACKED_WHOLE
 
 _PLAIN = ("F32", "F16", "BF16")  # formats of floats that stay floats
-_INTEGERS = frozenset(gguf.LAYOUTS) | UNPACKED_WHOLE | {int4.FORMAT}
+_INTEGERS = frozenset(gguf_blocks.LAYOUTS) | UNPACKED_WHOLE | {int4.FORMAT}
 # Formats of codes that are multiplied as they are where a row has one scale: their element type.
 _ROW_SCALED = {"FP8_SCALED": torch.float8_e4m3fn, "INT8_SCALED": torch.int8}
 

@@ -10,12 +10,12 @@ from octavo.ops import ACTIVATIONS, Expand, LinearWeight, Lookup
 from octavo.ops.torch_arrays import DTYPES
 from octavo.ops.triton import linear as linear_float
 from octavo.ops.triton import linear_int
-from octavo.ops.triton.adapters import added, look_up
+from octavo.ops.triton.lora import added, look_up
 from octavo.ops.triton.pack import pack_linear
+from octavo.ops.triton.packed_weights import IntWeight, PackedWeight, ScaledWeight
 from octavo.ops.triton.quantize import SCALE_BYTES, codes_of, quantize_rows, scales_of
 from octavo.ops.triton.rows import embedded
 from octavo.ops.triton.tiles import ACTIVATED, ADD, GATED, STORE, UNIT
-from octavo.ops.triton.weights import IntWeight, PackedWeight, ScaledWeight
 
 __all__ = ["embedding", "linear", "linear_activated", "linear_add", "linear_silu_and_mul", "pack_linear", "quantize"]
 

@@ -12,9 +12,9 @@ from octavo.errors import ConfigError
 from octavo.ops import ACTIVATIONS, PARAMETRIC_ACTIVATIONS, LinearWeight
 from octavo.ops.torch_arrays import DTYPES
 from octavo.ops.triton.launch import by_pieces
+from octavo.ops.triton.packed_weights import BLOCK_WORDS, FloatWeight, IntWeight, PackedWeight, ScaledWeight
 from octavo.ops.triton.quantize import quantize_rows
 from octavo.ops.triton.tiles import activate
-from octavo.ops.triton.weights import BLOCK_WORDS, FloatWeight, IntWeight, PackedWeight, ScaledWeight
 
 _BLOCK = 1024  # elements of a program
 

@@ -50,7 +50,7 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """What adapters add to a product, as `octavo.ops.triton.adapters` has computed it."""
+    """What adapters add to a product, as `octavo.ops.triton.lora` has computed it."""
 
     slots: Tensor  # [T] int32: the slot of each row's adapter, or -1
     entries: Tensor  # [slots, entry_size] int64, of `adapter_tables.TritonAdapterTable`

@@ -18,7 +18,7 @@ from octavo.lora.request import LoRARequest
 from octavo.pooling_params import PoolingParams
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import BeamSearchParams, SpeechRules, StructuredOutputsParams
-from tests.execution.test_heads import DEEPSEEK_MODULE, SHAPE
+from tests.execution.test_draft_heads import DEEPSEEK_MODULE, SHAPE
 from tests.lora.random_adapters import write_adapter_of
 from tests.models.small_encoders import DECODERS, ENCODERS
 from tests.models.small_experts import EXPERT_MODELS, GEMMA_4_MODELS

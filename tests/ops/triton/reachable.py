@@ -112,10 +112,10 @@ def main() -> None:
 
     from types import SimpleNamespace
 
-    from octavo.execution.rehearsal import outline_runner
-    from octavo.layers.share import Share
+    from octavo.execution.compile_ahead import outline_runner
+    from octavo.layers.tensor_parallel import Share
     from octavo.models.registry import describe
-    from octavo.models.sharing import with_share
+    from octavo.models.sharding import with_share
     from octavo.ops import cuda_collectives, load_cuda
     from octavo.ops.triton import outline
 

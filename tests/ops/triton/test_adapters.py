@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from octavo.ops import ExpandExperts, FactorShape, Lookup, cuda
-from octavo.ops.triton import adapter_tables, adapters
-from octavo.ops.triton.adapters import rows_by_adapter
+from octavo.ops.triton import adapter_tables, lora
+from octavo.ops.triton.lora import rows_by_adapter
 from tests.ops.adapter_cases import LOOKUPS, SHAPES, filled_experts, filled_table, parts, run
 from tests.ops.kernel_cases import DTYPES, assert_same_bits, generated, generated_few, random
 from tests.ops.tensors import OverTensors, stored, torch_ref
@@ -34,8 +34,8 @@ LARGE = [FactorShape(300, (200, 72), False, 70), FactorShape(64, (264,), False, 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """K in several chunks, which few rows are split by, and factors in several pieces."""
-    monkeypatch.setattr(adapters, "_CHUNK", 128)
-    monkeypatch.setattr(adapters, "_MAX_SPLIT_ROWS", 32)
+    monkeypatch.setattr(lora, "_CHUNK", 128)
+    monkeypatch.setattr(lora, "_MAX_SPLIT_ROWS", 32)
     monkeypatch.setattr(adapter_tables, "_PIECE_BYTES", 0)
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from octavo.ops import LayerKVCache
 from octavo.ops.ref_attention import to_cache
-from octavo.ops.triton import attention, attention_plan, launch
-from octavo.ops.triton.attention import Tiles, paged_attention
+from octavo.ops.triton import attention_plan, launch
+from octavo.ops.triton import paged_attention as kernels
+from octavo.ops.triton.paged_attention import Tiles, paged_attention
 from tests.ops.kernel_cases import score_settings
 from tests.ops.tensors import torch_ref
 from tests.ops.triton.conftest import DEVICE
@@ -26,10 +27,10 @@ BYTES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 @pytest.fixture(autouse=True)
 def fresh_workspace() -> Iterator[None]:
     """Tests may change its size; every launch must leave the counters as they were."""
-    attention._workspace.cache_clear()
+    kernels._workspace.cache_clear()
     yield
-    assert not attention._workspace(DEVICE, launch.stream(DEVICE))[1].any()
-    attention._workspace.cache_clear()
+    assert not kernels._workspace(DEVICE, launch.stream(DEVICE))[1].any()
+    kernels._workspace.cache_clear()
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def use_tiles(monkeypatch: pytest.MonkeyPatch, tiles: Tiles, split_keys: int = 16) -> None:
     monkeypatch.setattr(attention_plan, "SPLIT_KEYS", split_keys)
     monkeypatch.setattr(attention_plan, "SPLIT_OVERHEAD", 0)
-    monkeypatch.setattr(attention, "_tiles", lambda *args, **kwargs: tiles)
+    monkeypatch.setattr(kernels, "_tiles", lambda *args, **kwargs: tiles)
 
 
 class Paged:
@@ -240,8 +241,8 @@ def test_sequences_that_find_no_room_for_partial_sums_have_the_same_bits(monkeyp
     rows = [(0, 298, 300), (1, 99, 100)]
     split = paged.attend(rows)
     for num_partials in (0, 40):  # of 36 (for two tokens) and 7
-        monkeypatch.setattr(attention, "_WORKSPACE_FLOATS", num_partials * 3 * (64 + 2))
-        attention._workspace.cache_clear()
+        monkeypatch.setattr(kernels, "_WORKSPACE_FLOATS", num_partials * 3 * (64 + 2))
+        kernels._workspace.cache_clear()
         assert torch.equal(paged.attend(rows), split)
 
 

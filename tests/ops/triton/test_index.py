@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.ops import cuda
-from octavo.ops.triton import index, latent
+from octavo.ops.triton import choose_keys, mla_attention
 from tests.ops.index_cases import IndexedBatch, Sizes, assert_the_best_are_chosen
 from tests.ops.kernel_cases import assert_near, assert_same_bits
 from tests.ops.tensors import OverTensors, torch_ref
@@ -51,7 +51,7 @@ def test_mixed_batches_match_the_reference_whatever_unused_slots_hold(
 def test_chosen_are_the_best_and_of_equals_the_first(
     num_chosen: int, begin: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index, "_TILE", 64)
+    monkeypatch.setattr(choose_keys, "_TILE", 64)
     assert_the_best_are_chosen(triton, begin, num_chosen, Sizes(1, 16, 8, 3, 8), 300)
 
 
@@ -68,8 +68,8 @@ def test_a_row_has_the_same_bits_however_it_is_batched_chunked_and_paged(
         return torch.cat([chosen.float(), attended.float().flatten(1)], 1)
 
     whole = both(IndexedBatch(triton, SMALL, dtype, [length], num_keys=30), [(0, 0, length)])
-    monkeypatch.setattr(index, "_TILE", 32)
-    monkeypatch.setattr(index, "_SCRATCH_BYTES", 4 * 88 * 7)  # seven rows at a time
+    monkeypatch.setattr(choose_keys, "_TILE", 32)
+    monkeypatch.setattr(choose_keys, "_SCRATCH_BYTES", 4 * 88 * 7)  # seven rows at a time
     paged = IndexedBatch(triton, SMALL, dtype, [3, length, 40], 8, seed=2, num_keys=30)
     for begin, end in [(0, 1), (23, 25), (length - 1, length)]:
         assert_same_bits(both(paged, [(1, begin, end)]), whole[begin:end])
@@ -90,7 +90,7 @@ def test_attention_to_all_keys_has_the_bits_of_attention_that_chooses_none_and_p
     everything = torch.arange(n).int().expand(n, -1).tril() - torch.ones(n, n).int().triu(1)
     assert torch.equal(chosen, torch.cat([everything, torch.full((2, n), -1).int()]))
     attended = batch.attend(query, rotated, where, chosen)
-    assert_same_bits(attended, latent.latent_attention(query, rotated, batch.cache, *where, 0.2))
+    assert_same_bits(attended, mla_attention.latent_attention(query, rotated, batch.cache, *where, 0.2))
     assert not attended[n:].any()
 
 

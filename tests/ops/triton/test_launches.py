@@ -15,8 +15,8 @@ from octavo.models.registry import describe
 from octavo.ops import cuda
 from octavo.planning.formats import weights_in
 from tests.execution.late_device import LateDevice
-from tests.execution.test_heads import heads
-from tests.execution.test_heads import model as deep
+from tests.execution.test_draft_heads import heads
+from tests.execution.test_draft_heads import model as deep
 from tests.multimodal.conftest import tokenizer_that_sees
 from tests.multimodal.test_devices import tokenizer as tokenizer_of_media
 from tests.multimodal.test_mllama import folder as mllama

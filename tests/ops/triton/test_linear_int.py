@@ -11,7 +11,7 @@ import torch
 from octavo.loading.checkpoint import resolve
 from octavo.loading.file_weights import open_weights
 from octavo.ops.triton import linear_int, pack
-from octavo.ops.triton.weights import ScaledWeight
+from octavo.ops.triton.packed_weights import ScaledWeight
 from octavo.quantization import StoredWeight, dequantize
 from octavo.quantization.codes import Codes
 from tests.ops.tensors import stored, torch_ref

@@ -7,8 +7,8 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.ops.triton import pack
+from octavo.ops.triton.packed_weights import FloatWeight, ScaledWeight
 from octavo.ops.triton.quantize import codes_of, scales_of
-from octavo.ops.triton.weights import FloatWeight, ScaledWeight
 from tests.ops.tensors import stored, torch_ref
 from tests.ops.triton.conftest import DEVICE, products
 from tests.ops.triton.test_linear import TOLERANCE, assert_near, draw

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo.ops import LayerKVCache
-from octavo.ops.triton import recurrent
+from octavo.ops.triton import recurrent_kernels
 from octavo.ops.triton.cache import copy_blocks
 from tests.ops.kernel_cases import assert_near, assert_same_bits, random
 from tests.ops.recurrent_cases import CASES, CHUNKS, LENGTHS, Run, neighbours_and_alternating
@@ -15,7 +15,7 @@ from tests.ops.triton.conftest import DEVICE
 
 pytestmark = pytest.mark.long
 
-kernels = OverTensors(recurrent, takes_numpy=False)
+kernels = OverTensors(recurrent_kernels, takes_numpy=False)
 
 
 # Some of the cases: the interpreter takes a second for each.
@@ -51,4 +51,4 @@ def test_states_are_copied() -> None:
 @pytest.mark.parametrize(("activation", "shared"), [("identity", 1), ("silu", 1), ("sigmoid", 11), ("softplus", 3)])
 def test_products_of_rows(activation: str, shared: int) -> None:
     x, y = random(0, 5, 90).to(DEVICE)[:, 13:79], random(1, 5, 66 // shared).to(DEVICE) * 3
-    assert_near(recurrent.multiply(x, y, activation).cpu(), torch_ref.multiply(x, y, activation).cpu())
+    assert_near(recurrent_kernels.multiply(x, y, activation).cpu(), torch_ref.multiply(x, y, activation).cpu())

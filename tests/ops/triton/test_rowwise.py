@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from octavo.ops import ACTIVATIONS, POOLINGS
-from octavo.ops.triton import norm
-from octavo.ops.triton.norm import layer_norm, rms_norm
-from octavo.ops.triton.pooling import pool
+from octavo.ops.triton import norm_kernels
+from octavo.ops.triton.norm_kernels import layer_norm, rms_norm
+from octavo.ops.triton.pool_rows import pool
 from octavo.ops.triton.quantize import codes_of, quantize_rows, scales_of
 from octavo.ops.triton.rows import activation, add, take_rows
 from tests.ops.kernel_cases import PARAMETERS, assert_near, assert_same_bits, random
@@ -144,7 +144,7 @@ def test_the_norm_of_a_row_does_not_depend_on_other_rows(width: int) -> None:
 def test_long_rows_are_normalised_alike_wherever_the_tile_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = on_device(0, 3, 500), on_device(1, 500)
     expected = torch_ref.rms_norm(x, weight, 1e-5)
-    monkeypatch.setattr(norm, "_MAX_TILE", 256)
+    monkeypatch.setattr(norm_kernels, "_MAX_TILE", 256)
     assert_near(rms_norm(x, weight, 1e-5), expected)
 
 

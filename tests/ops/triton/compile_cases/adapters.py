@@ -10,8 +10,8 @@ import torch
 from octavo.ops import Expand, FactorShape, Lookup
 from octavo.ops.triton import products
 from octavo.ops.triton.adapter_tables import TritonAdapterTable
-from octavo.ops.triton.adapters import added, rows_by_adapter, shrink
-from octavo.ops.triton.weights import PackedWeight
+from octavo.ops.triton.lora import added, rows_by_adapter, shrink
+from octavo.ops.triton.packed_weights import PackedWeight
 from tests.ops.triton.compile_cases.products import BF16, F32, FP8, INT8, empty, floats, integers, scaled
 from tests.ops.triton.compiling import Case
 

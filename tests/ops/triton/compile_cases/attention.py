@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from octavo.ops import BIAS_PADDING, LayerKVCache
-from octavo.ops.triton.attention import paged_attention
-from octavo.ops.triton.index import choose_keys
-from octavo.ops.triton.latent import latent_attention
+from octavo.ops.triton.choose_keys import choose_keys
+from octavo.ops.triton.mla_attention import latent_attention
+from octavo.ops.triton.paged_attention import paged_attention
 from tests.ops.triton.compiling import Case
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn

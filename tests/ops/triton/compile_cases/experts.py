@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from octavo.ops import Routing
-from octavo.ops.triton import experts as kernels
-from octavo.ops.triton.weights import FloatWeight, IntWeight, PackedWeight, ScaledWeight
+from octavo.ops.triton import moe as kernels
+from octavo.ops.triton.packed_weights import FloatWeight, IntWeight, PackedWeight, ScaledWeight
 from tests.ops.triton.compile_cases.products import F32, INT8, empty, integers
 from tests.ops.triton.compiling import Case
 

@@ -8,7 +8,7 @@ import torch
 
 from octavo.ops.triton import products
 from octavo.ops.triton.linear_int import workspace_for
-from octavo.ops.triton.weights import BLOCK_WORDS, FloatWeight, IntWeight, PackedWeight, ScaledWeight
+from octavo.ops.triton.packed_weights import BLOCK_WORDS, FloatWeight, IntWeight, PackedWeight, ScaledWeight
 from tests.ops.triton.compiling import CAPABILITIES, Case
 
 BF16, F32, INT8, FP8 = torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from octavo.ops.triton.recurrent import causal_conv, gated_delta, gated_recurrence, multiply, selective_scan
+from octavo.ops.triton.recurrent_kernels import causal_conv, gated_delta, gated_recurrence, multiply, selective_scan
 from tests.ops.triton.compiling import Case
 
 TOKENS, SEQUENCES = 64, 8

@@ -8,8 +8,8 @@ import torch
 
 from octavo.ops import ACTIVATIONS, PARAMETRIC_ACTIVATIONS, POOLINGS
 from octavo.ops.triton.logits import apply_masks, penalize
-from octavo.ops.triton.norm import layer_norm, rms_norm
-from octavo.ops.triton.pooling import pool
+from octavo.ops.triton.norm_kernels import layer_norm, rms_norm
+from octavo.ops.triton.pool_rows import pool
 from octavo.ops.triton.quantize import quantize_rows
 from octavo.ops.triton.rows import activation, add, sum_in_tree, take_rows
 from octavo.ops.triton.sampling import argmax, sample

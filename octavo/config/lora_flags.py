@@ -1,0 +1,117 @@
+"""The flags of adapters, checked, and what a model's own adapters ask for: `LoRAConfig`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from octavo.config.engine_args import EngineArgs
+from octavo.config.engine_config import LoRAConfig, LoRAModule, MediaConfig
+from octavo.config.media_flags import ADAPTER_FILE
+from octavo.errors import ConfigError
+from octavo.loading.weight_files import read_json
+
+MAX_LORA_RANK = 512
+
+
+def lora_config(args: EngineArgs, impl: str, device: str, dtype: str, media: MediaConfig | None) -> LoRAConfig | None:
+    """None where no adapters are served. Raises `ConfigError` for what cannot be honoured."""
+    own = list(media.adapters.values()) if media is not None else []
+    if own:
+        _check_beside_own(args)
+    if not args.enable_lora:
+        idle = EngineArgs()
+        for name in (
+            "lora_modules", "lora_root", "lora_target_modules", "lora_memory_gb", "enable_runtime_lora_updating",
+            "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype",
+        ):  # fmt: skip
+            if getattr(args, name) != getattr(idle, name):
+                raise ConfigError(f"--{name.replace('_', '-')} needs --enable-lora.")
+        return _of_own(own, dtype) if own else None
+    if impl != "octavo":
+        raise ConfigError("--enable-lora is not built for models that transformers computes (--model-impl).")
+    if args.max_lora_rank > MAX_LORA_RANK:
+        raise ConfigError(f"--max-lora-rank must be at most {MAX_LORA_RANK}, got {args.max_lora_rank}.")
+    if args.lora_dtype == "float16" and device == "cpu":
+        raise ConfigError("--lora-dtype float16 is not built for CPUs; use auto, bfloat16 or float32.")
+    if args.max_cpu_loras is not None and args.max_cpu_loras < args.max_loras:
+        raise ConfigError(f"--max-cpu-loras {args.max_cpu_loras} is less than --max-loras {args.max_loras}.")
+    for root in args.lora_root:
+        if not Path(root).expanduser().is_dir():
+            raise ConfigError(f"--lora-root {root} is no folder.")
+    return LoRAConfig(
+        max_loras=args.max_loras,
+        max_rank=args.max_lora_rank,
+        max_cpu_loras=args.max_cpu_loras,
+        dtype=dtype if args.lora_dtype == "auto" else args.lora_dtype,
+        target_modules=list(args.lora_target_modules) or None,
+        modules=[_lora_module(text) for text in args.lora_modules],
+        roots=[str(Path(root).expanduser().resolve()) for root in args.lora_root],
+        may_update=args.enable_runtime_lora_updating or bool(os.environ.get("OCTAVO_ALLOW_RUNTIME_LORA_UPDATING")),
+        download_dir=args.download_dir,
+        memory_bytes=None if args.lora_memory_gb is None else int(args.lora_memory_gb * (1 << 30)),
+    )
+
+
+def _check_beside_own(args: EngineArgs) -> None:
+    """Raise `ConfigError` for what is not built beside adapters that media choose."""
+    for what, is_so in {
+        "--enable-lora": args.enable_lora,
+        "--reproducible-parallel": bool(args.reproducible_parallel) and args.tensor_parallel_size > 1,
+    }.items():
+        if is_so:
+            raise ConfigError(
+                f"{what} is not built with models that bring adapters for their media; leave it out, or add "
+                "--language-model-only."
+            )
+
+
+def _of_own(folders: list[str], dtype: str) -> LoRAConfig:
+    """As large as a model's own adapters, all of which a step may have."""
+    max_rank, modules = 1, set[str]()
+    is_open = False  # any module may be changed
+    for folder in folders:
+        path = Path(folder) / ADAPTER_FILE
+        config = read_json(str(path))
+        targets = config.get("target_modules")
+        ranks = [config.get("r", 8), *(config.get("rank_pattern") or {}).values()]
+        if not all(type(rank) is int and 1 <= rank <= MAX_LORA_RANK for rank in ranks):
+            raise ConfigError(f"{path}: ranks must be 1 to {MAX_LORA_RANK}, got {ranks!r:.60}.")
+        max_rank = max(max_rank, *ranks)
+        if isinstance(targets, list):
+            modules.update(targets)
+        else:
+            is_open = True  # an expression says which
+    return LoRAConfig(
+        max_loras=len(folders),
+        max_rank=max_rank,
+        max_cpu_loras=len(folders),
+        dtype=dtype,
+        target_modules=None if is_open else sorted(modules),
+        modules=[],
+        roots=[],
+        may_update=False,
+        takes_requests=False,
+    )
+
+
+def _lora_module(text: str) -> LoRAModule:
+    """`name=path`, or a JSON object. Raises `ConfigError`."""
+    fields: dict[str, Any] = {}
+    if text.lstrip().startswith("{"):
+        try:
+            fields = json.loads(text)
+        except ValueError:
+            raise ConfigError(f"--lora-modules {text} is not JSON.") from None
+    else:
+        fields["name"], _, fields["path"] = text.partition("=")
+    wanted = {"name", "path", "base_model_name"}
+    if not fields.get("name") or not fields.get("path") or not set(fields) <= wanted:
+        raise ConfigError(
+            f'--lora-modules {text} must be name=path or {{"name": ..., "path": ..., "base_model_name": ...}}.'
+        )
+    if not all(isinstance(value, str) for value in fields.values() if value is not None):
+        raise ConfigError(f"--lora-modules {text} must have texts for values.")
+    return LoRAModule(**fields)

@@ -1,0 +1,253 @@
+"""The flags of media, checked: `MediaConfig`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from octavo.config.engine_args import EngineArgs
+from octavo.config.engine_config import HeardConfig, MediaConfig, VideoConfig
+from octavo.config.sound_flags import check_cross_attention
+from octavo.config.speculation_flags import speculative_config
+from octavo.errors import ConfigError
+from octavo.loading.checkpoint import Checkpoint
+from octavo.loading.weight_files import read_json
+from octavo.media_kinds import AUDIO, IMAGE, KINDS, VIDEO
+from octavo.models.description import ModelDescription
+from octavo.models.mllama import NUM_PICTURES, max_tiles, tile_rows
+from octavo.models.multimodal_models import (
+    MEDIA_FAMILIES,
+    audio_token,
+    media_adapters,
+    media_token,
+    video_token,
+    vision_config,
+)
+from octavo.speculative_config import HEAD_METHODS
+
+ADAPTER_FILE = "adapter_config.json"  # PEFT's
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+_FLAGS = (  # which a model that neither sees nor hears could only ignore
+    "limit_mm_per_prompt", "language_model_only", "allowed_local_media_path", "allowed_media_domains",
+    "allow_private_media_addresses", "enable_mm_embeds",
+    "media_io_kwargs",
+)  # fmt: skip
+_MODULES = ("torch", "transformers")
+_DEFAULT_COUNT = 8  # of a prompt
+_NUM_FRAMES, _MAX_FRAMES = 32, 768  # of a video; the most are those of Qwen2-VL's processor
+_MAX_CACHE_GB = 1 << 20
+_PILLOW_PIXELS = 89_478_485  # PIL.Image.MAX_IMAGE_PIXELS: a quarter of a GiB of RGB
+
+
+def media_config(
+    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, max_model_len: int, device: str
+) -> MediaConfig | None:
+    """None where no media are taken. Raises `ConfigError` for what cannot be honoured."""
+    limits = _limits(args)
+    if args.max_image_pixels > _PILLOW_PIXELS:
+        raise ConfigError(
+            f"--max-image-pixels must be at most {_PILLOW_PIXELS}, Pillow's own bound, got {args.max_image_pixels}."
+        )
+    if not 0 <= args.mm_processor_cache_gb <= _MAX_CACHE_GB:
+        raise ConfigError(f"--mm-processor-cache-gb must be 0 to {_MAX_CACHE_GB}, got {args.mm_processor_cache_gb}.")
+    if args.max_media_redirects < 0:
+        raise ConfigError(f"--max-media-redirects must not be negative, got {args.max_media_redirects}.")
+    if not description.takes_media:
+        for name in _FLAGS:
+            if name == "language_model_only" and description.architecture in MEDIA_FAMILIES:
+                continue  # which it is anyway
+            if getattr(args, name):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is for models that see or hear; {checkpoint.name} does not."
+                )
+        return None
+    if description.num_cross_tokens:
+        _check_crossing(args, checkpoint, device)
+    if args.language_model_only:
+        if description.sees_ahead == "prompt":
+            raise ConfigError(f"{checkpoint.name} is no language model without pictures; drop --language-model-only.")
+        return None
+    family = MEDIA_FAMILIES[description.architecture]
+    kind = KINDS[family.kind]
+    beside = {AUDIO: family.audio_token is not None, VIDEO: family.sees_videos}
+    taken = [kind.name, *(other.name for other, is_taken in beside.items() if is_taken)]
+    if others := sorted(name for name, count in limits.items() if count and name not in taken):
+        raise ConfigError(
+            f"--limit-mm-per-prompt has {', '.join(others)}; {checkpoint.name} takes {' and '.join(taken)}."
+        )
+    speculative = speculative_config(args)
+    for what, is_so in {
+        "with a head that guesses": speculative is not None
+        and speculative.method in HEAD_METHODS
+        and speculative.model is not None,
+        "with --load-format dummy": checkpoint.format == "dummy",
+    }.items():
+        if is_so:
+            raise ConfigError(
+                f"{kind.noun}s are not built yet {what}; add --language-model-only to serve {checkpoint.name} without."
+            )
+    if missing := _missing(*_MODULES, *kind.modules):
+        raise ConfigError(
+            f"{checkpoint.name} {kind.verb} by {', '.join(missing)}, which is not installed: pip install "
+            f"'octavo[{kind.extra}]', or add --language-model-only."
+        )
+    if not any((Path(checkpoint.path) / name).is_file() for name in _PROCESSOR_FILES):
+        raise ConfigError(
+            f"{checkpoint.name} has no {' or '.join(_PROCESSOR_FILES)}, which says how it {kind.verb}; add "
+            "--language-model-only."
+        )
+    audio = _heard_config(args, checkpoint, description, limits)
+    return MediaConfig(
+        kind=family.kind,
+        folder=checkpoint.path,
+        token_id=media_token(checkpoint.config, description.architecture),
+        counts_pictures=family.counts_pictures,
+        frames_prompts=family.frames_prompts,
+        row_multiplier=description.embedding_multiplier if family.multiplies_rows else 1.0,
+        max_count=limits.get(kind.name, _DEFAULT_COUNT),
+        max_bytes=args.max_image_bytes if kind is IMAGE else args.max_audio_bytes,
+        max_pixels=args.max_image_pixels,
+        max_seconds=args.max_audio_seconds,
+        longest_s=family.longest_s,
+        adapters=_adapters(checkpoint, description, (kind.name, *([AUDIO.name] if audio is not None else []))),
+        cache_tokens=max(args.media_cache_tokens, max_model_len, description.num_cross_tokens),
+        tile_rows=tile_rows(vision_config(checkpoint.config)) if description.num_cross_tokens else 0,
+        max_tiles=max_tiles(vision_config(checkpoint.config)) if description.num_cross_tokens else 0,
+        video=_video_config(args, checkpoint, description, limits),
+        audio=audio,
+        hidden_size=description.hidden_size,
+        num_parts=1 + description.num_media_layers,
+        has_grids=description.has_axes,
+        takes_embeddings=args.enable_mm_embeds,
+        kept_bytes=int(args.mm_processor_cache_gb * (1 << 30)),
+        allowed_folder=_allowed_folder(args.allowed_local_media_path),
+        allowed_domains=[domain.strip().rstrip(".").lower() for domain in args.allowed_media_domains],
+        allows_private=args.allow_private_media_addresses,
+        fetch_timeout_s=args.media_fetch_timeout,
+        max_redirects=args.max_media_redirects,
+    )
+
+
+def with_most_pictures(args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription) -> Checkpoint:
+    """The checkpoint of a model whose layers attend to pictures, with as many as a token may see: all of a prompt's."""
+    if not (description.takes_media and description.num_cross_tokens):
+        return checkpoint
+    count = 1 if args.language_model_only else max(1, _limits(args).get(IMAGE.name, _DEFAULT_COUNT))
+    return replace(checkpoint, config=dict(checkpoint.config) | {NUM_PICTURES: count})
+
+
+def _check_crossing(args: EngineArgs, checkpoint: Checkpoint, device: str) -> None:
+    """Raise `ConfigError` for what is not built of models whose layers attend to a picture."""
+    check_cross_attention(args, checkpoint, "models that attend to a picture", device, pools=False, is_decoder=True)
+
+
+def _missing(*modules: str) -> list[str]:
+    return [module for module in modules if find_spec(module) is None]
+
+
+def _heard_config(
+    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, limits: dict[str, int]
+) -> HeardConfig | None:
+    """None where a model that sees takes no sounds, or what decodes them is not there and nobody has asked for it."""
+    token, missing = audio_token(checkpoint.config, description.architecture), _missing(*AUDIO.modules)
+    if token is not None and missing and limits.get(AUDIO.name):
+        raise ConfigError(
+            f"{checkpoint.name} hears by {', '.join(missing)}, which is not installed: pip install "
+            f"'octavo[{AUDIO.extra}]', or leave the limit of sounds out."
+        )
+    if token is None or missing or not limits.get(AUDIO.name, 1):
+        return None
+    return HeardConfig(token, limits.get(AUDIO.name, _DEFAULT_COUNT), args.max_audio_bytes)
+
+
+def _adapters(checkpoint: Checkpoint, description: ModelDescription, taken: tuple[str, ...]) -> dict[str, str]:
+    """By kind, the folders of the checkpoint's own adapters of the kinds that are `taken`. Raises `ConfigError` where
+    one is not there."""
+    found = {}
+    for kind, name in media_adapters(checkpoint.config, description.architecture).items():
+        if kind not in taken:
+            continue
+        folder = Path(checkpoint.path) / name
+        if not (folder / ADAPTER_FILE).is_file():
+            raise ConfigError(
+                f"{checkpoint.name} takes an adapter for {KINDS[kind].noun}s, and there is no {ADAPTER_FILE} in "
+                f"{folder}; add --language-model-only to serve it without."
+            )
+        found[kind] = str(folder)
+    return found
+
+
+def _video_config(
+    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, limits: dict[str, int]
+) -> VideoConfig | None:
+    """None where the model takes no videos, or what takes them is not there and nobody has asked for it."""
+    token, options = video_token(checkpoint.config, description.architecture), _video_options(args)
+    missing = _missing(*VIDEO.modules)
+    has_processor = _has_video_processor(Path(checkpoint.path))
+    if token is not None and (options or limits.get(VIDEO.name)):
+        if missing:
+            raise ConfigError(
+                f"{checkpoint.name} sees videos by {', '.join(missing)}, which is not installed: pip install "
+                f"'octavo[{VIDEO.extra}]', or leave --media-io-kwargs and the limit of videos out."
+            )
+        if not has_processor:
+            raise ConfigError(
+                f"{checkpoint.path} has no processor of videos; leave --media-io-kwargs and the limit of videos out."
+            )
+    if token is None or missing or not has_processor or not limits.get(VIDEO.name, 1):
+        return None
+    return VideoConfig(
+        token_id=token,
+        max_count=limits.get(VIDEO.name, 1),
+        max_bytes=args.max_video_bytes,
+        max_seconds=args.max_video_seconds,
+        max_pixels=args.max_video_pixels,
+        num_frames=options.get("num_frames", _NUM_FRAMES),
+        fps=options.get("fps"),
+        positions_per_s=float(vision_config(checkpoint.config).get("tokens_per_second", 4)),
+    )
+
+
+def _has_video_processor(folder: Path) -> bool:
+    """Whether there is one, or a file from before processors of videos had their own. Whoever saves a processor where
+    torchvision is not installed saves none."""
+    whole = folder / "processor_config.json"
+    if whole.exists() and "video_processor" in read_json(str(whole)):
+        return True
+    return any((folder / name).exists() for name in ("video_preprocessor_config.json", "preprocessor_config.json"))
+
+
+def _video_options(args: EngineArgs) -> dict[str, Any]:
+    """What --media-io-kwargs says of videos. Raises `ConfigError`."""
+    given = args.media_io_kwargs or {}
+    if set(given) - {VIDEO.name} or not isinstance(found := given.get(VIDEO.name, {}), dict):
+        raise ConfigError(f"--media-io-kwargs must have an object for video only, got {given!r:.80}.")
+    if others := sorted(set(found) - {"num_frames", "fps"}):
+        raise ConfigError(f"--media-io-kwargs has {', '.join(others)} for video; num_frames and fps are built.")
+    count, fps = found.get("num_frames", _NUM_FRAMES), found.get("fps")
+    if type(count) is not int or not 1 <= count <= _MAX_FRAMES:
+        raise ConfigError(f"--media-io-kwargs num_frames must be 1 to {_MAX_FRAMES}, got {count!r}.")
+    if fps is not None and not (type(fps) in (int, float) and 0 < fps <= 240):
+        raise ConfigError(f"--media-io-kwargs fps must be a number up to 240, got {fps!r}.")
+    return found
+
+
+def _allowed_folder(given: str | None) -> str | None:
+    if given is None:
+        return None
+    if not Path(given).is_dir():
+        raise ConfigError(f"--allowed-local-media-path {given} is not a folder.")
+    return str(Path(given).resolve())
+
+
+def _limits(args: EngineArgs) -> dict[str, int]:
+    """By kind, how many media of it a prompt may have."""
+    limits = args.limit_mm_per_prompt or {}
+    if others := set(limits) - set(KINDS):
+        raise ConfigError(f"--limit-mm-per-prompt has {', '.join(sorted(others))}; {', '.join(KINDS)} are built.")
+    for name, count in limits.items():
+        if type(count) is not int or count < 0:
+            raise ConfigError(f"--limit-mm-per-prompt {name} must be a number of {KINDS[name].noun}s, got {count!r}.")
+    return limits

@@ -1,0 +1,183 @@
+"""The flags of several workers, checked before and after a model has been found."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from octavo.config.data_parallel_flags import (
+    check_data_parallel,
+    check_ray_is_here,
+    flags_for_ray,
+    joins_others,
+    local_engines,
+)
+from octavo.config.engine_args import EngineArgs
+from octavo.config.engine_config import NodesConfig
+from octavo.config.speculation_flags import speculative_config
+from octavo.errors import ConfigError
+from octavo.hardware import num_cuda_devices
+from octavo.node_token import check_token
+from octavo.speculative_config import DRAFT_METHODS, HEAD_METHODS
+
+if TYPE_CHECKING:
+    from octavo.models.description import ModelDescription
+
+logger = logging.getLogger(__name__)
+
+MAX_GPUS = 8  # whose sums are one tree of `octavo.ops.cuda_collectives`
+
+
+def check_parallel(args: EngineArgs, device: str) -> None:
+    """Raises `ConfigError` for what does not go together with several workers, or not yet."""
+    size, num_stages = args.tensor_parallel_size, args.pipeline_parallel_size
+    check_data_parallel(args, device)
+    num_workers = len(local_engines(args)) * size * num_stages // num_nodes(args)  # of this host
+    if device == "cuda":
+        _check_devices(args, num_workers)
+    elif args.cpu_threads is not None and args.cpu_threads < num_workers:
+        raise ConfigError(
+            f"--cpu-threads {args.cpu_threads} is the number of all workers' threads: less than the "
+            f"{num_workers} workers of --tensor-parallel-size, --pipeline-parallel-size and "
+            "--data-parallel-size."
+        )
+    layer_partition(args)
+    _check_nodes(args)
+    if args.enable_expert_parallel and size == 1:
+        raise ConfigError(
+            "--enable-expert-parallel shares experts out among the workers of --tensor-parallel-size, which is 1."
+        )
+    if args.reproducible_parallel and device != "cpu":
+        raise ConfigError("--reproducible-parallel is not built yet on GPUs; leave it out.")
+    if args.reproducible_parallel and args.enable_lora and size > 1:
+        raise ConfigError(
+            "--reproducible-parallel is not built yet with --enable-lora: what adapters add is not cut at the same "
+            "places for any --tensor-parallel-size; leave one of them out."
+        )
+    if size * num_stages == 1:
+        return
+    asked = f"--tensor-parallel-size {size}" if num_stages == 1 else f"--pipeline-parallel-size {num_stages}"
+    speculative = speculative_config(args)
+    if speculative is None:
+        return
+    method = speculative.method
+    for name, is_asked in {
+        f"with {method}, which reads what the model computes, on GPUs": device == "cuda" and method in HEAD_METHODS,
+        "with a model that guesses on GPUs": device == "cuda" and method in DRAFT_METHODS,
+        "with synthetic_acceptance_rates": speculative.synthetic_acceptance_rates is not None,
+    }.items():
+        if is_asked:
+            raise ConfigError(f"{asked} is not built yet {name}; leave one of them out.")
+
+
+def _check_devices(args: EngineArgs, num_workers: int) -> None:
+    size, num_stages, found = args.tensor_parallel_size, args.pipeline_parallel_size, num_cuda_devices()
+    if num_nodes(args) > 1:
+        raise ConfigError("several hosts (--nnodes, ray) are not built yet with GPUs; leave them out.")
+    if size > MAX_GPUS:
+        raise ConfigError(f"--tensor-parallel-size {size} is more than the {MAX_GPUS} GPUs that may share a layer.")
+    if num_workers > max(1, found):
+        engines = len(local_engines(args))
+        times = f" times {engines} engines of --data-parallel-size" if engines > 1 else ""
+        raise ConfigError(
+            f"--tensor-parallel-size {size} times --pipeline-parallel-size {num_stages}{times} is {num_workers} GPUs, "
+            f"one for each worker, and there are {found} here (as CUDA_VISIBLE_DEVICES says)."
+        )
+
+
+def is_reproducible(args: EngineArgs, device: str) -> bool | None:
+    """Of `EngineConfig`: products of GPUs are not cut into segments."""
+    return args.reproducible_parallel if device == "cpu" else False
+
+
+def uses_ray(args: EngineArgs) -> bool:
+    """Whether Ray starts the nodes other than this one."""
+    return args.distributed_executor_backend == "ray"
+
+
+def num_nodes(args: EngineArgs) -> int:
+    """Hosts that share the stages out; with Ray one for each, unless --nnodes says otherwise."""
+    return args.pipeline_parallel_size if uses_ray(args) and args.nnodes == 1 else args.nnodes
+
+
+def nodes_config(args: EngineArgs) -> NodesConfig:
+    """Raises `ConfigError` for flags that other hosts cannot be told."""
+    if not uses_ray(args):
+        return NodesConfig(args.nnodes, args.node_rank, args.master_addr, args.master_port)
+    flags = flags_for_ray(args, "distributed_executor_backend")
+    address = "" if args.master_addr == EngineArgs.master_addr else args.master_addr
+    return NodesConfig(num_nodes(args), 0, address, args.master_port, flags)
+
+
+def _check_ray(args: EngineArgs) -> None:
+    backend = args.distributed_executor_backend
+    if backend not in (None, "mp", "ray"):
+        raise ConfigError(f"--distributed-executor-backend {backend} is not built; mp and ray are.")
+    if not uses_ray(args):
+        return
+    if args.pipeline_parallel_size == 1:
+        raise ConfigError(
+            "--distributed-executor-backend ray shares the stages of --pipeline-parallel-size out among hosts, and "
+            "that is 1: leave the backend out. --data-parallel-backend ray is for engines."
+        )
+    if args.node_rank:
+        raise ConfigError("--node-rank is for nodes that are started by hand, and Ray starts them: leave it out.")
+    check_ray_is_here("--distributed-executor-backend")
+
+
+def _check_nodes(args: EngineArgs) -> None:
+    _check_ray(args)
+    if not 0 <= args.node_rank < args.nnodes:
+        raise ConfigError(f"--node-rank must be 0 to {args.nnodes - 1}, as --nnodes says, got {args.node_rank}.")
+    if not 0 < args.master_port < 65536:
+        raise ConfigError(f"--master-port must be between 1 and 65535, got {args.master_port}.")
+    if num_nodes(args) == 1:
+        return
+    if args.pipeline_parallel_size % num_nodes(args):
+        raise ConfigError(
+            f"--nnodes {args.nnodes} shares out the stages of --pipeline-parallel-size, which is "
+            f"{args.pipeline_parallel_size}: it must be a multiple. --tensor-parallel-size is within each host."
+        )
+    if len(local_engines(args)) > 1 or joins_others(args):
+        several = "--distributed-executor-backend ray" if uses_ray(args) else "--nnodes"
+        raise ConfigError(
+            f"{several} is not built yet with --data-parallel-size, except where each engine has a server of its own "
+            "(--data-parallel-rank); leave one of them out."
+        )
+    if not uses_ray(args):  # for which a token is made
+        check_token(args.master_addr, "--master-addr")
+
+
+def layer_partition(args: EngineArgs) -> list[int] | None:
+    """Layers of each stage, where that is given. Raises `ConfigError`."""
+    given = args.pipeline_layer_partition
+    if given is None:
+        return None
+    counts = given.split(",")
+    if args.pipeline_parallel_size == 1 or not all(count.strip().isdecimal() for count in counts):
+        raise ConfigError(
+            f"--pipeline-layer-partition {given} must be numbers with commas between, one for each of the stages of "
+            f"--pipeline-parallel-size, which is {args.pipeline_parallel_size}."
+        )
+    return [int(count) for count in counts]
+
+
+def check_shared(args: EngineArgs, description: ModelDescription, device: str) -> None:
+    """Raises `ConfigError` for a model that so many workers cannot share, or not yet."""
+    size, num_stages = args.tensor_parallel_size, args.pipeline_parallel_size
+    if size * num_stages == 1:
+        return
+    from octavo.layers.tensor_parallel import Share
+    from octavo.models.sharding import stage_layers, why_not_reproducible, with_share, with_stage
+
+    reproducible = is_reproducible(args, device)
+    shared = with_share(description, Share(0, size), args.enable_expert_parallel, reproducible)
+    if reproducible is not False and (reason := why_not_reproducible(description, size)) is not None:
+        if reproducible:
+            raise ConfigError(
+                f"--reproducible-parallel is not possible with --tensor-parallel-size {size}: {reason}; leave one of "
+                "them out."
+            )
+        logger.info("Answers are not to the bit those of another --tensor-parallel-size: %s.", reason)
+    for layers in stage_layers(description, num_stages, layer_partition(args)):
+        with_stage(shared, layers)

@@ -1,0 +1,47 @@
+"""The flag of prompts that are embeddings, checked: `PromptEmbedsConfig`."""
+
+from __future__ import annotations
+
+from octavo.config.engine_args import EngineArgs
+from octavo.config.engine_config import PromptEmbedsConfig
+from octavo.config.speculation_flags import speculative_config
+from octavo.errors import ConfigError
+from octavo.loading.checkpoint import Checkpoint
+from octavo.models.description import ModelDescription
+from octavo.speculative_config import HEAD_METHODS
+
+# Where embeddings are multiplied with something: whether what transformers' embedding returns has been.
+_MULTIPLIES_ITSELF = {
+    "GemmaForCausalLM": True, "Gemma2ForCausalLM": True, "Gemma3ForCausalLM": True, "GraniteForCausalLM": False,
+    "GraniteMoeForCausalLM": False,
+}  # fmt: skip
+
+
+def prompt_embeds_config(
+    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, max_model_len: int, *, pools: bool
+) -> PromptEmbedsConfig | None:
+    """None where prompts are tokens. Raises `ConfigError` for a model that takes no others, or not yet."""
+    if not args.enable_prompt_embeds:
+        return None
+    speculative, multiplier = speculative_config(args), description.embedding_multiplier
+    for what, is_so in {
+        "models that pool": pools,
+        "models that see or hear": description.takes_media or description.num_cross_tokens > 0,
+        "models that transformers computes": description.impl != "octavo",
+        "inputs of tokens to every layer": description.token_inputs is not None,
+        "embeddings of another size than the hidden states": description.embedding_size is not None,
+        f"the multiplied embeddings of {description.architecture}": multiplier != 1.0
+        and description.architecture not in _MULTIPLIES_ITSELF,
+        "a head that guesses": speculative is not None and speculative.method in HEAD_METHODS,
+    }.items():
+        if is_so:
+            raise ConfigError(
+                f"--enable-prompt-embeds is not built yet for {what}; leave it out for {checkpoint.name}."
+            )
+    is_multiplied = _MULTIPLIES_ITSELF.get(description.architecture, True)
+    return PromptEmbedsConfig(
+        hidden_size=description.hidden_size,
+        max_rows=max_model_len,
+        multiplier=1.0 if is_multiplied else multiplier,
+        cache_tokens=max(args.media_cache_tokens, max_model_len),
+    )

@@ -1,0 +1,179 @@
+"""Steps of a model that is not there yet, so that its kernels are compiled while its weights are loaded.
+
+The worker starts `rehearse` in a thread beside the loading. The model is built a second time, of arrays without memory
+(`octavo.ops.triton.outline`), and a runner on a device without memory goes through the steps that the real one is going
+to warm up with: what is compiled and what is launched follow from the same lines.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from threading import Thread
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from octavo.config import CacheConfig, EngineConfig
+from octavo.execution.adapter_store import AdapterStore
+from octavo.execution.block_mover import BlockMover, layer_cache
+from octavo.execution.cross_outputs import CrossOutputs
+from octavo.execution.device import CapturedStep, Event, StepModel
+from octavo.execution.media_table import MediaTable
+from octavo.execution.runner import Runner, RunnerAdapters
+from octavo.execution.sequence_table import SequenceTable
+from octavo.execution.step_arrays import StepArrays, StepShape
+from octavo.execution.worker_group import ALONE, Team
+from octavo.kv_cache.groups import group_layers
+from octavo.loading.recording import RecordingWeights
+from octavo.loading.weights import Weights
+from octavo.lora.ops import AdaptedOps
+from octavo.models.description import ModelDescription
+from octavo.models.inventory import adaptable_modules
+from octavo.models.registry import build
+from octavo.multimodal.tower import ReceivedRows
+from octavo.ops import AdapterOps, Array, Ops
+
+logger = logging.getLogger(__name__)
+
+_ROTARY_POSITIONS = 1  # of the table, whose length is no kernel's business
+
+
+def start_rehearsal(
+    config: EngineConfig, description: ModelDescription, weights: Weights, ops: Ops, team: Team = ALONE
+) -> Thread:
+    """A thread that does `rehearse`, for the device of the one that asks."""
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    thread = Thread(
+        target=rehearse, args=(config, description, weights, ops, team, device), name="compile", daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def rehearse(
+    config: EngineConfig, description: ModelDescription, weights: Weights, ops: Ops, team: Team = ALONE,
+    device: int | None = None,
+) -> None:  # fmt: skip
+    """Compile what `Runner.warm_up` is going to launch. What fails here fails there, or is compiled there."""
+    from octavo.ops.triton.outline import compiling
+
+    begun = time.monotonic()
+    if device is not None:  # compiled kernels are kept by device
+        torch.cuda.set_device(device)
+    try:
+        with compiling(len(os.sched_getaffinity(0))):
+            outline_runner(config, description, weights, ops, team).warm_up()
+    except Exception as e:  # what is missing is compiled when it is launched
+        logger.info("kernels are compiled as they are launched (%s: %s)", type(e).__name__, str(e).splitlines()[:1])
+        return
+    logger.debug("kernels compiled in %.1f s beside the loading of weights", time.monotonic() - begun)
+
+
+def outline_runner(
+    config: EngineConfig, description: ModelDescription, weights: Weights | None, ops: Ops, team: Team = ALONE
+) -> Runner:
+    """A runner of the model, in a thread that is outlining."""
+    limits, device = config.scheduler, OutlineDevice()
+    recorded = RecordingWeights(config.model.dtype, weights)
+    adapted = None if config.lora is None else AdaptedOps(cast(AdapterOps, ops))
+    model_ops = ops if adapted is None else adapted.as_ops()
+    model = build(description, recorded, model_ops, _ROTARY_POSITIONS, config.model.dtype)
+    groups = group_layers(model.layer_caches)
+    table = SequenceTable(limits.max_num_seqs, config.model.max_model_len, config.cache.block_size, groups)
+    media = cross = adapters = None
+    if description.num_cross_tokens:
+        cross = CrossOutputs(
+            ReceivedRows(), groups, config.cache.block_size, config.model.dtype, limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+        )  # fmt: skip
+    elif config.media is not None or config.prompt_embeds is not None:
+        media = MediaTable(ReceivedRows(), description, limits.max_num_seqs)
+    if adapted is not None:
+        others = adaptable_modules(description)
+        adapters = RunnerAdapters(adapted, AdapterStore(model.matrices, adapted, config, device, others=others))
+    runner = Runner(
+        model, ops, device, table, limits.max_num_batched_tokens, pooling=config.model.pooling, media=media,
+        cross=cross, adapters=adapters, team=team,
+    )  # fmt: skip
+    own = description.caches_of(description.stage)
+    caches = [layer_cache(config.cache, device, ops, model.layer_caches[i], 1) for i in own]
+    runner.use_caches(caches, BlockMover(ops, device, [caches], [0]))
+    return runner
+
+
+class _Now:
+    """An event that has come, and a stream whose work is done when it is given."""
+
+    def run(
+        self, work: Callable[[], None], reads: Sequence[NDArray[Any]] = (), writes: Sequence[NDArray[Any]] = ()
+    ) -> None:
+        with torch.inference_mode():
+            work()
+
+    def record(self) -> Event:
+        return self
+
+    def wait(self, event: Event | None = None) -> None:
+        """It has come."""
+
+
+class OutlineDevice:
+    """A device without memory, that computes nothing."""
+
+    name = "an outline"
+    runs_ahead = False
+    shares_memory = False
+    memory_errors: tuple[type[Exception], ...] = ()
+
+    def __init__(self) -> None:
+        self.compute = self.copies = _Now()
+
+    def free_bytes(self) -> int:
+        return 0
+
+    def cache_bytes(self, config: CacheConfig, step: Callable[[], None], other_bytes: int) -> tuple[int, str]:
+        return 0, self.name
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        return 0
+
+    def release_memory(self) -> None:
+        """There is none."""
+
+    def time_s(self, work: Callable[[], object]) -> float:
+        return 0.0
+
+    def pinned(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
+        return np.zeros(tuple(shape), dtype)
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> Any:
+        return torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta")
+
+    def beside(self, pinned: NDArray[Any]) -> Any:
+        return self.zeros(pinned.shape, pinned.dtype.name)
+
+    def as_input(self, array: Any) -> Any:
+        return array
+
+    def view(self, array: Any, dtype: str) -> Any:
+        return array.view(getattr(torch, dtype))
+
+    def copy(self, source: Any, target: Any) -> None:
+        """Nothing is there."""
+
+    def capture_shapes(self, largest: StepShape) -> list[StepShape]:
+        return []
+
+    def can_replay(self, captured: StepShape, used: StepShape) -> bool:
+        return False
+
+    def capture(self, model: StepModel, inputs: StepArrays[Array]) -> CapturedStep:
+        raise NotImplementedError
+
+    def fetch(self, arrays: Sequence[Array], after: Event) -> list[NDArray[Any]]:
+        raise NotImplementedError

@@ -1,0 +1,74 @@
+"""From the hidden states of a text's tokens to one vector, or to one for each token, and what a head makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from octavo.layers.parameters import Parameters
+from octavo.layers.projection_head import Head, HeadDescription
+from octavo.loading.weights import floats
+from octavo.ops import Array
+
+# By vLLM's names. Each token, the first and the last are means of one.
+KINDS = {
+    "ALL": "mean", "CLS": "mean", "LAST": "mean", "MEAN": "mean", "MAX": "max", "MEAN_SQRT": "mean_sqrt",
+    "WEIGHTED_MEAN": "weighted_mean",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingDescription:
+    """What is pooled, and the head behind it.
+
+    With `label_tokens` the head is the rows of the output matrix, named `output_name`, of these tokens; with
+    `is_difference` what the second has more than the first.
+    """
+
+    kind: str  # of `KINDS`
+    head: tuple[HeadDescription, ...] = ()
+    label_tokens: tuple[int, ...] = ()
+    is_difference: bool = False
+    output_name: str = ""
+    output_rows: int | None = None  # None: the vocabulary's
+
+    def size(self, hidden_size: int) -> int:
+        """Of a vector."""
+        if self.label_tokens:
+            return 1 if self.is_difference else len(self.label_tokens)
+        return self.head[-1].size if self.head else hidden_size
+
+
+class Pooler:
+    """Pools the rows that it is told of: a text's, or a single token's, which pooling leaves as it is."""
+
+    def __init__(
+        self, description: PoolingDescription, hidden_size: int, vocab_size: int, parameters: Parameters
+    ) -> None:
+        self._ops, self._dtype = parameters.ops, parameters.dtype
+        self._kind = KINDS[description.kind]
+        self._heads, size = [], hidden_size
+        for one in description.head:
+            self._heads.append(Head(one, size, parameters))
+            size = one.size
+        self._labels = None
+        if description.label_tokens:
+            name = f"{description.output_name}.weight"
+            num_rows = description.output_rows or vocab_size
+            rows = parameters.weights.take(name, (num_rows, hidden_size))[list(description.label_tokens)]
+            if description.is_difference:
+                rows = (rows[1:].astype(np.float32) - rows[:1].astype(np.float32)).astype(rows.dtype)
+            self._labels = self._ops.pack_linear([floats(rows)])
+
+    def forward(self, hidden: Array, starts: Array, ends: Array) -> Array:
+        """hidden [T, H] after the final norm; rows starts[n] .. ends[n] are pooled ([N] int64) -> [N, size] float32"""
+        has_head = self._labels is not None or bool(self._heads)
+        pooled = self._ops.pool(hidden, starts, ends, self._kind, self._dtype if has_head else "float32")
+        if self._labels is not None:
+            return self._ops.linear(pooled, self._labels, "float32")
+        for number, head in enumerate(self._heads, 1):
+            is_last = number == len(self._heads)
+            consumer = None if is_last else self._heads[number].consumer
+            pooled = head.forward(pooled, consumer, "float32" if is_last else None)
+        return pooled

@@ -1,0 +1,244 @@
+"""A model of which several workers hold a share each, of its layers or of each layer: what is built of that, and what
+is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from octavo.errors import ConfigError
+from octavo.layers.attention import AttentionDescription
+from octavo.layers.cross_attention import CrossAttentionDescription
+from octavo.layers.experts import ExpertsDescription
+from octavo.layers.feed_forward import FeedForwardDescription
+from octavo.layers.mamba import MambaDescription
+from octavo.layers.mixer import MixerDescription
+from octavo.layers.mla import LatentDescription
+from octavo.layers.recurrent import (
+    GatedDeltaDescription,
+    GatedRecurrenceDescription,
+    LightningDescription,
+    ShortConvDescription,
+)
+from octavo.layers.tensor_parallel import Share
+from octavo.models.description import LayerDescription, ModelDescription
+
+# What workers share out of attention and what stands in its place or beside it: heads, or channels.
+_SHAREABLE = (
+    AttentionDescription, LatentDescription, MambaDescription, ShortConvDescription, GatedDeltaDescription,
+    LightningDescription, GatedRecurrenceDescription, CrossAttentionDescription,
+)  # fmt: skip
+# And what may have to see all of a row though workers share it out.
+_GATHERING = (
+    AttentionDescription, MambaDescription, LightningDescription, FeedForwardDescription, CrossAttentionDescription,
+)  # fmt: skip
+
+# Of how many equal parts what ends a layer may be the sum; the first that a model's sizes are multiples of is taken.
+_SUMMANDS = (8, 4, 2, 3, 5, 7)
+
+
+def with_share(
+    description: ModelDescription, share: Share, shares_experts: bool = False, reproducible: bool | None = None
+) -> ModelDescription:
+    """The model as worker `share.rank` builds it, which has its part of the experts where that `shares_experts`. Raises
+    `ConfigError` for what cannot be shared out, or not yet. Answers are to the bit those of any number of workers if
+    they are to be `reproducible`; if that is None, where they can be."""
+    if not share.is_whole:
+        _check_is_shareable(description, share, shares_experts)
+    if reproducible is not False and why_not_reproducible(description, share.size) is None:
+        share = replace(share, summands=_summands(description), must_agree=reproducible is True)
+    if share.is_whole and share.summands == 1:
+        return description
+    layers = tuple(_with_share(layer, share) for layer in description.layers)
+    return replace(description, layers=layers, share=share)
+
+
+def why_not_reproducible(description: ModelDescription, size: int) -> str | None:
+    """Why the bits of `size` workers would not be those of one; None if they can be."""
+    if size == 1:
+        return None
+    for layer in description.layers:
+        if isinstance(layer.feed_forward, ExpertsDescription) and layer.feed_forward.shared_gate_name is not None:
+            return f"the shared expert of {description.architecture} has a gate"
+    summands = _summands(description)
+    sizes = [n for n in range(1, summands + 1) if summands % n == 0 and (summands // n in (1, 2, 4, 8) or n == 1)]
+    if size in sizes:
+        return None
+    return f"the sizes for which sums are cut alike are {', '.join(map(str, sizes))}"
+
+
+def _summands(description: ModelDescription) -> int:
+    """Equal parts that what ends a layer is the sum of, for any number of workers: whole heads, equally many channels
+    or inner elements, whole experts. One where several workers are refused, or the sizes have nothing in common."""
+    if any(_not_built(description).values()):
+        return 1
+    counts = set[int]()
+    for layer in description.layers:
+        feed_forward = layer.feed_forward
+        counts.update(mixer.units for mixer in (layer.attention, layer.beside) if isinstance(mixer, _SHAREABLE))
+        if layer.shared is not None:
+            counts |= {layer.shared.attention.units, layer.shared.feed_forward.intermediate_size}
+        if isinstance(feed_forward, ExpertsDescription):
+            counts.add(feed_forward.num_experts)
+            feed_forward = feed_forward.shared
+        if isinstance(feed_forward, FeedForwardDescription):
+            counts.add(feed_forward.intermediate_size)
+    return next((n for n in _SUMMANDS if all(count % n == 0 for count in counts)), 1)
+
+
+def _check_is_shareable(description: ModelDescription, share: Share, shares_experts: bool) -> None:
+    has_experts = any(isinstance(layer.feed_forward, ExpertsDescription) for layer in description.layers)
+    if has_experts and not shares_experts:
+        raise ConfigError(
+            f"--tensor-parallel-size {share.size} does not cut the experts of {description.architecture}; add "
+            "--enable-expert-parallel, which shares whole ones out."
+        )
+    if shares_experts and not has_experts:
+        raise ConfigError(f"--enable-expert-parallel: {description.architecture} has no experts; leave it out.")
+    for name, has in _not_built(description).items():
+        if has:
+            raise ConfigError(
+                f"--tensor-parallel-size {share.size} is not built yet for {name}, which {description.architecture} "
+                "has; leave it out."
+            )
+
+
+def stage_layers(description: ModelDescription, num_stages: int, partition: Sequence[int] | None = None) -> list[range]:
+    """The layers of each stage: as many as `partition` says, or as equally as the model can be cut. The first and the
+    last one, which embed and make logits, have no more than others where it can be cut anywhere. Raises `ConfigError`
+    for what does not add up."""
+    num_layers = len(description.layers)
+    if partition is not None:
+        if len(partition) != num_stages or sum(partition) != num_layers or min(partition) < 1:
+            given = ",".join(map(str, partition))
+            raise ConfigError(
+                f"--pipeline-layer-partition {given} must be {num_stages} numbers above 0 that add up to the model's "
+                f"{num_layers} layers."
+            )
+        counts = list(partition)
+    else:
+        if num_stages > num_layers:
+            raise ConfigError(f"--pipeline-parallel-size {num_stages} is more than the model's {num_layers} layers.")
+        each, left = divmod(num_layers, num_stages)
+        first = max(0, min(1, num_stages - 1 - left))  # that gets one more
+        counts = [each + (first <= stage < first + left) for stage in range(num_stages)]
+        starts = _possible_starts(description)
+        if not starts.issuperset(accumulate(counts[:-1])):
+            counts = _equal_counts(sorted(starts), num_layers, num_stages)
+            if not counts:
+                possible = ", ".join(map(str, sorted(starts))) or "none but the first"
+                raise ConfigError(
+                    f"--pipeline-parallel-size {num_stages} is more stages than {description.architecture} can be cut "
+                    f"into: those behind the first can begin with layers {possible}."
+                )
+    ends = list(accumulate(counts))
+    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def with_stage(description: ModelDescription, layers: range) -> ModelDescription:
+    """The model as the workers build it that compute `layers`. Raises `ConfigError` for what cannot be cut there, or
+    not yet."""
+    if len(layers) == len(description.layers):
+        return description
+    refused = {
+        "models that transformers computes": description.impl != "octavo",
+        "models that write down speech": description.num_cross_tokens > 0 and not description.takes_media,
+    }
+    for name, has in refused.items():
+        if has:
+            raise ConfigError(
+                f"--pipeline-parallel-size is not built yet for {name}, which {description.architecture} has; leave it "
+                "out."
+            )
+    for start in (layers.start, layers.stop):
+        if (reason := _why_no_start(description, start)) is not None:
+            possible = ", ".join(map(str, sorted(_possible_starts(description)))) or "none"
+            raise ConfigError(
+                f"a stage cannot begin with layer {start}: {reason}. Those that can, for --pipeline-layer-partition: "
+                f"{possible}."
+            )
+    return replace(description, own_layers=layers)
+
+
+def _why_no_start(description: ModelDescription, start: int) -> str | None:
+    """Why no stage can begin with a layer; None where one can, and for what is no layer's number but all layers'."""
+    for i, layer in enumerate(description.layers):
+        attention = layer.attention
+        if i < start <= i + layer.added_after:
+            return f"layer {i} adds something at its end, or later"
+        read = attention.reads_layer if isinstance(attention, AttentionDescription) else None
+        if read is not None and read < start <= i:
+            return f"layer {i} reads the keys of layer {read}, which must be of its stage"
+        if i == start and isinstance(attention, LatentDescription) and attention.shares_index:
+            return "it reads keys that an index before it chooses"
+    return None
+
+
+def _possible_starts(description: ModelDescription) -> set[int]:
+    """Layers that a stage behind the first can begin with."""
+    return {start for start in range(1, len(description.layers)) if _why_no_start(description, start) is None}
+
+
+def _equal_counts(starts: Sequence[int], num_layers: int, num_stages: int) -> list[int]:
+    """Layers of each stage, where stages begin at `starts` alone: as equal as that can be (the least sum of squares).
+    None where there are too few of these."""
+    best = {0: (0, list[int]())}  # by the layers that so many stages have: sum of squares, and each one's
+    for ends in [starts] * (num_stages - 1) + [[num_layers]]:
+        longer = {}
+        for end in ends:
+            found = [(cost + (end - at) ** 2, [*counts, end - at]) for at, (cost, counts) in best.items() if at < end]
+            if found:
+                longer[end] = min(found)
+        best = longer
+    return best[num_layers][1] if best else []
+
+
+def _not_built(description: ModelDescription) -> dict[str, bool]:
+    return {
+        "models that transformers computes": description.impl != "octavo",
+        "attention of several inputs": any(a.num_inputs > 1 for a in description.mixers(AttentionDescription)),
+    }
+
+
+def gathered_size(description: ModelDescription) -> int:
+    """Elements of a row that all workers are brought within a layer, or before the first, at most."""
+    sizes = [description.embedding_size or description.hidden_size]
+    if description.token_inputs is not None:
+        sizes.append(len(description.layer_numbers) * description.token_inputs.size)
+    for layer in description.layers:
+        feed_forward = layer.feed_forward
+        if isinstance(feed_forward, ExpertsDescription):
+            feed_forward = feed_forward.shared
+        of_shared = () if layer.shared is None else (layer.shared.attention, layer.shared.feed_forward)
+        parts = (layer.attention, layer.beside, feed_forward, *of_shared)
+        sizes += [part.gathered_size for part in parts if isinstance(part, _GATHERING)]
+    return max(sizes)
+
+
+def _with_share(layer: LayerDescription, share: Share) -> LayerDescription:
+    feed_forward = layer.feed_forward
+    if isinstance(feed_forward, FeedForwardDescription):
+        feed_forward = replace(feed_forward, share=share)
+    elif isinstance(feed_forward, ExpertsDescription):
+        beside_experts = None if feed_forward.shared is None else replace(feed_forward.shared, share=share)
+        feed_forward = replace(feed_forward, share=share, shared=beside_experts)
+        feed_forward.own  # noqa: B018  # which may be refused
+    attention, beside = _shared_mixer(layer.attention, share), _shared_mixer(layer.beside, share)
+    shared = layer.shared
+    if shared is not None:
+        of_all, inner = shared.attention, replace(shared.feed_forward, share=share)
+        shared = replace(shared, attention=replace(of_all, share=share), feed_forward=inner)
+        shared.attention.own_heads, shared.cache  # noqa: B018  # which may be refused
+    return replace(layer, attention=attention, beside=beside, feed_forward=feed_forward, shared=shared)
+
+
+def _shared_mixer(mixer: MixerDescription | None, share: Share) -> MixerDescription | None:
+    if mixer is None:
+        return None
+    assert isinstance(mixer, _SHAREABLE)
+    shared: MixerDescription = replace(mixer, share=share)
+    if isinstance(shared, AttentionDescription | CrossAttentionDescription):
+        shared.own_heads  # noqa: B018  # which may be refused
+    shared.cache  # noqa: B018  # likewise
+    return shared

@@ -1,0 +1,259 @@
+"""What the sampler knows of each running sequence, held by row of the runner's tables, and gathered for a step.
+
+Numbers that every request has are arrays, so that a step gathers them with one call each. Whatever only some requests
+ask for (penalties, biases, masks) hides behind one flag a row, so that a plain batch pays nothing for it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, partial, wraps
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.plan import Admission, num_standing
+from octavo.sampling.beam_scores import Beams
+from octavo.sampling_params import LogitsProcessor, SamplingParams
+from octavo.structured_output.masks import GrammarCompiler, GrammarTable, TokenMask
+
+# What every request has, each an array.
+_SETTINGS: dict[str, type[np.generic]] = {
+    "temperature": np.float32,
+    "top_p": np.float32,
+    "top_k": np.int64,  # 0 is all
+    "min_p": np.float32,
+    "seed": np.uint64,
+    "index": np.uint64,
+    "num_prompt_tokens": np.int64,
+    "num_logprobs": np.int64,  # -1 is none
+}
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)  # beyond it a temperature would be infinite and its row NaN
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The N samples that a step draws. Fork 0 of a row continues the row."""
+
+    rows: NDArray[np.int64]
+    forks: NDArray[np.int64]
+    lengths: NDArray[np.int64]  # tokens of the row before the sample, guesses included
+    # By row that brought guesses: the place of its first sample, and the guesses.
+    guessed: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+
+    def standing(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of the sampled `tokens` [N] stand: not those after a wrong guess."""
+        stands = np.ones(len(tokens), bool)
+        for first, guesses in self.guessed.values():
+            sampled = tokens[first : first + len(guesses) + 1].tolist()
+            stands[first + num_standing(guesses, sampled) : first + len(sampled)] = False
+        return stands
+
+
+class RowSettings:
+    """The settings of one sequence that arrays do not hold, and what is worked out of them only once."""
+
+    def __init__(
+        self, params: SamplingParams, num_prompt_tokens: int, stop_token_ids: list[int], is_embedded: bool = False
+    ) -> None:
+        self.params = params
+        self.num_prompt_tokens = num_prompt_tokens
+        self.stop_token_ids = stop_token_ids
+        self.processors = [_with_prompt(processor) for processor in params.logits_processors or ()]
+        self._allowed_words: NDArray[np.int32] | None = None
+        self.seen = SeenTokens(num_prompt_tokens, is_embedded)
+
+    @property
+    def has_penalties(self) -> bool:
+        params = self.params
+        return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
+
+    @cached_property
+    def bias(self) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
+        """Tokens and what is added to their logits."""
+        bias = self.params.logit_bias
+        return (np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)) if bias else None
+
+    def allowed_words(self, vocab_size: int) -> NDArray[np.int32] | None:
+        """[W] int32: the allowed tokens as bits, if not all are."""
+        allowed = self.params.allowed_token_ids
+        if self._allowed_words is None and allowed is not None:
+            bits = np.zeros(-(-vocab_size // 32) * 32, bool)
+            bits[allowed] = True
+            self._allowed_words = np.packbits(bits, bitorder="little").view(np.int32)
+        return self._allowed_words
+
+
+class SeenTokens:
+    """Counts the tokens of a growing sequence, reading each of them once."""
+
+    def __init__(self, num_prompt_tokens: int, is_embedded: bool = False) -> None:
+        """Those of a prompt that `is_embedded` are none, and penalties do not know them."""
+        self._num_prompt_tokens, self._is_embedded = num_prompt_tokens, is_embedded
+        self._num_read = 0
+        self._place: dict[int, int] = {}
+        self._tokens = np.empty(0, np.int64)
+        self._counts = np.empty(0, np.float32)
+
+    def of(self, tokens: NDArray[np.int32], num_settled: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The distinct tokens of prompt and output [K], and how often each is in the output [K]. Those from
+        `num_settled` on are guesses, which are counted for this time only."""
+        if not self._num_read:
+            self._read_prompt(tokens[: self._num_prompt_tokens])
+        for token in tokens[self._num_read : num_settled].tolist():
+            self._count(token, 1)
+        self._num_read = num_settled
+        num_settled_places = len(self._place)
+        guesses = tokens[num_settled:].tolist()
+        for token in guesses:
+            self._count(token, 1)
+        found = self._tokens[: len(self._place)].copy(), self._counts[: len(self._place)].copy()
+        for token in guesses:
+            self._count(token, -1)
+        while len(self._place) > num_settled_places:
+            self._place.popitem()
+        return found
+
+    def _read_prompt(self, prompt: NDArray[np.int32]) -> None:
+        distinct = np.unique(prompt[: 0 if self._is_embedded else None]).astype(np.int64)
+        self._num_read = len(prompt)
+        self._place = {token: place for place, token in enumerate(distinct.tolist())}
+        self._tokens = np.concatenate([distinct, np.empty(256, np.int64)])
+        self._counts = np.zeros(len(self._tokens), np.float32)
+
+    def _count(self, token: int, number: int) -> None:
+        place = self._place.setdefault(token, len(self._place))
+        if place == len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._tokens[place] = token
+        self._counts[place] += number
+
+
+def _with_prompt(processor: LogitsProcessor) -> LogitsProcessor:
+    """vLLM's older form takes (output_token_ids, logits), without the prompt."""
+    try:
+        num_parameters = len(inspect.signature(processor).parameters)
+    except (TypeError, ValueError):  # some builtins do not say
+        return processor
+    if num_parameters != 2:
+        return processor
+    short: Any = processor
+
+    @wraps(processor)  # errors name it
+    def with_prompt(prompt: list[int], output: list[int], logits: Any) -> Any:
+        return short(output, logits)
+
+    return with_prompt
+
+
+class SpecialSample(NamedTuple):
+    """A sample whose logits are processed."""
+
+    sample: int
+    settings: RowSettings
+    tokens: NDArray[np.int32]  # of its row, before the sample
+    num_settled: int  # of those, the ones that are no guesses
+
+
+Masks = tuple[list[tuple[int, TokenMask]], dict[int, str]]
+
+
+def _no_masks() -> Masks:
+    return [], {}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """N samples to draw."""
+
+    settings: dict[str, NDArray[Any]]  # by name of `_SETTINGS`, [N]
+    position: NDArray[np.uint64]  # [N]: output tokens before this one
+    special: list[SpecialSample]
+    # Waits for the masks of samples that follow a grammar -> those, and why others cannot be followed any further.
+    masks: Callable[[], Masks] = _no_masks
+    beams: Beams = field(default_factory=list)
+
+
+class SamplingTable:
+    """The sampling settings of the running sequences, by row."""
+
+    def __init__(self, max_num_seqs: int, compiler: GrammarCompiler | None = None) -> None:
+        self.settings: list[RowSettings | None] = [None] * max_num_seqs
+        self._grammars = None if compiler is None else GrammarTable(compiler, max_num_seqs)
+        self._is_special = np.zeros(max_num_seqs, bool)
+        self._values = {name: np.zeros(max_num_seqs, dtype) for name, dtype in _SETTINGS.items()}
+        self._beams: dict[int, tuple[int, float]] = {}  # rows of beams: tokens to offer, temperature
+        self._needs_settings: set[int] = set()  # rows that ask for more than the most likely token
+
+    def admit(self, admission: Admission) -> None:
+        row, params = admission.row, admission.params
+        self.settings[row] = RowSettings(
+            params, admission.num_prompt_tokens, admission.stop_token_ids, admission.is_embedded
+        )
+        is_special = bool(params.follows_output or params.logit_bias or params.allowed_token_ids is not None)
+        self._is_special[row] = is_special
+        temperature = min(params.temperature, _MAX_FLOAT32)
+        num_logprobs = (params.logprobs or 0) if params.wants_logprobs else -1
+        self._beams.pop(row, None)
+        if params.use_beam_search:
+            # As many as could be chosen from this beam alone, were its likeliest tokens those that end it.
+            num_offered = max(params.num_sequences + len(admission.stop_token_ids), params.logprobs or 0)
+            self._beams[row] = num_offered, params.temperature
+            temperature, num_logprobs = 0.0, -1  # they have log-probabilities of their own
+        values = (
+            temperature, params.top_p, max(params.top_k, 0), params.min_p, admission.seed, admission.index,
+            admission.num_prompt_tokens, num_logprobs,
+        )  # fmt: skip
+        for array, value in zip(self._values.values(), values, strict=True):
+            array[row] = value
+        if self._grammars is not None:
+            output = admission.token_ids[admission.num_prompt_tokens :]
+            self._grammars.admit(row, params, output, admission.stop_token_ids)
+        needs_settings = params.temperature > 0 or params.wants_logprobs or is_special or params.grammar is not None
+        (self._needs_settings.add if needs_settings else self._needs_settings.discard)(row)
+
+    def build(self, samples: Samples, tokens: NDArray[np.int32]) -> SamplingBatch | None:
+        """Gather the settings of `samples`; `tokens` [max_num_seqs, max_model_len + 1] is the table of them. None when
+        all that they ask for is the most likely token."""
+        rows, lengths = samples.rows, samples.lengths
+        if self._needs_settings.isdisjoint(rows.tolist()):
+            return None
+        masks: Callable[[], Masks] = _no_masks
+        if (grammars := self._grammars) is not None and not grammars.is_empty:
+            for row, (_, guesses) in samples.guessed.items():
+                grammars.guess(row, guesses)
+            firsts = {row: first for row, (first, _) in samples.guessed.items()}
+            masks = partial(grammars.masks, rows, firsts)
+
+        settings = {name: values[rows] for name, values in self._values.items()}
+        settings["index"] += samples.forks.astype(np.uint64)
+        return SamplingBatch(
+            settings=settings,
+            position=(lengths - settings["num_prompt_tokens"]).astype(np.uint64),
+            special=self._special(samples, tokens),
+            masks=masks,
+            beams=[(n, *self._beams[row]) for n, row in enumerate(rows.tolist()) if row in self._beams],
+        )
+
+    def advance(self, rows: NDArray[np.int64], forks: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+        """`tokens` [N] were drawn for `rows` [N] and stand; fork 0 of a row continues it."""
+        if self._grammars is None or self._grammars.is_empty:
+            return
+        if forks.any():
+            continues = forks == 0
+            rows, tokens = rows[continues], tokens[continues]
+        self._grammars.advance(rows, tokens)
+
+    def _special(self, samples: Samples, tokens: NDArray[np.int32]) -> list[SpecialSample]:
+        found = []
+        for n in np.flatnonzero(self._is_special[samples.rows]).tolist():
+            row, length = int(samples.rows[n]), int(samples.lengths[n])
+            first, _ = samples.guessed.get(row, (n, ()))
+            settings = self.settings[row]
+            assert settings is not None
+            found.append(SpecialSample(n, settings, tokens[row, :length], int(samples.lengths[first])))
+        return found

@@ -1,0 +1,45 @@
+"""The gauges of the scheduler and its cache, as they are after a step."""
+
+from __future__ import annotations
+
+from octavo.kv_cache.manager import KVCacheManager
+from octavo.scheduling.sequence_queues import LiveSequences
+from octavo.sequence import Sequence
+from octavo.stats import EngineStats
+
+
+def set_gauges(stats: EngineStats, live: LiveSequences, cache: KVCacheManager) -> None:
+    running, waiting = live.running, live.waiting
+    stats.num_running = len(running)
+    for pool in cache.pools:
+        stats.num_blocks += pool.num_usable
+        stats.num_blocks_used += pool.num_used
+    for pool in cache.host_pools:
+        stats.num_host_blocks += pool.num_blocks
+        stats.num_host_blocks_used += pool.num_used
+    if stats.num_host_blocks_used:
+        stats.num_swapped = sum([bool(seq.host_blocks) for seq in waiting])
+    stats.num_waiting = len(waiting) - stats.num_swapped
+    num_with_slots = stats.num_blocks_used
+    for state in cache.states:
+        num_with_slots -= state.pool.num_used
+    stats.num_slots_allocated = num_with_slots * cache.block_size
+    has_forks = len(running) + len(waiting) > len(live.requests)
+    stats.num_slots_filled = stats.num_slots_allocated - _num_unfilled_slots(running, has_forks, cache)
+
+
+def _num_unfilled_slots(running: list[Sequence], has_forks: bool, cache: KVCacheManager) -> int:
+    """Slots of referenced blocks that hold no token: those at the end of each block table, where guesses under way may
+    have blocks of their own."""
+    size, unfilled = cache.block_size, 0
+    for group in [attention.group for attention in cache.attention]:
+        unfilled += sum([len(seq.block_tables[group]) * size - seq.num_computed_tokens for seq in running])
+        if has_forks:  # they may still share the block that they write to next
+            seen: set[int] = set()
+            for seq in running:
+                num_unfilled = -seq.num_computed_tokens % size
+                if num_unfilled:
+                    block = seq.block_tables[group][seq.num_computed_tokens // size]
+                    unfilled -= num_unfilled if block in seen else 0
+                    seen.add(block)
+    return unfilled

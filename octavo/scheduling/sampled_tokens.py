@@ -1,0 +1,72 @@
+"""What the tokens that a step has sampled mean for a sequence: it goes on, forks, is held for its chooser, or ends.
+That of a model that pools ends with its vectors."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.request import SequenceOutput, TokenLogprobs
+from octavo.scheduling.sequence_queues import LiveSequences
+from octavo.sequence import Sequence
+
+Logprobs = list[TokenLogprobs | None] | None  # parallel to tokens
+
+
+def offer(seq: Sequence, logprobs: Logprobs) -> list[SequenceOutput]:
+    """Hold a sequence until its chooser has chosen its next token. Returns what its request is told."""
+    found = logprobs[0] if logprobs is not None else None
+    assert seq.chooser is not None and found is not None, "there are no tokens to choose from"
+    seq.is_held = True
+    seq.num_pending_forks = 0  # the rows that were kept for them are the chooser's to fill
+    return seq.chooser.offer(seq, found)
+
+
+def start_forks(live: LiveSequences, seq: Sequence, tokens: list[int], logprobs: Logprobs) -> list[SequenceOutput]:
+    """The prompt of a sequence has been computed: start its siblings, with a token for each."""
+    seq.num_pending_forks = 0
+    siblings = [seq, *[live.fork(seq, index) for index in range(1, len(tokens))]]
+    return [
+        extend(live, sibling, tokens[i : i + 1], logprobs[i : i + 1] if logprobs is not None else None)
+        for i, sibling in enumerate(siblings)
+    ]
+
+
+def take_standing(
+    live: LiveSequences, seq: Sequence, count: int, tokens: list[int], logprobs: Logprobs
+) -> SequenceOutput:
+    """Add the first `count` tokens, which stand, and undo what was computed of wrong guesses."""
+    if seq.row is None:  # it was preempted meanwhile, and none of it is left
+        return extend(live, seq, tokens[:count], logprobs)
+    seq.num_computed_tokens += count - 1  # guesses that were right; the last token that stands was not computed
+    output = extend(live, seq, tokens[:count], logprobs)
+    if not seq.has_ended:
+        live.cache.register_computed(seq, seq.num_computed_tokens)
+        live.cache.roll_back(seq, count - 1)
+    return output
+
+
+def end_with_vectors(live: LiveSequences, seq: Sequence, vectors: NDArray[np.float32]) -> SequenceOutput:
+    """A text of a model that pools has been computed: [vectors, size]."""
+    output = seq.output([], "stop")
+    output.vectors = vectors.tobytes()
+    live.drop(seq)
+    return output
+
+
+def extend(live: LiveSequences, seq: Sequence, tokens: list[int], logprobs: Logprobs) -> SequenceOutput:
+    """Add sampled tokens, up to one that ends the sequence."""
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    for i, token in enumerate(tokens):
+        finish_reason = seq.append(token)
+        if finish_reason is not None:
+            stop_reason = seq.stop_reasons[token] if finish_reason == "stop" else None
+            tokens = tokens[: i + 1]
+            break
+    output = seq.output(tokens, finish_reason, stop_reason)
+    if logprobs is not None:
+        output.logprobs = [entry for entry in logprobs[: len(tokens)] if entry is not None] or None
+    if finish_reason is not None:
+        live.drop(seq)
+    return output
