@@ -40,7 +40,7 @@ def run(address: str, folder: Path, tokenizer: Path, *flags: str, code: int = 0)
 def test_a_closed_loop_run_has_vllms_figures(
     address: str, engine: FakeEngine, tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine.delay_s = 0.002
+    engine.may_begin = lambda: len(engine.seen) != 2  # the first of two, after the one that is no prompt, waits
     flags = [
         "--num-prompts",
         "6",

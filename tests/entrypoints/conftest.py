@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from tests.entrypoints.fake_engine import FakeEngine, serving
+from tests.waiting import within
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +32,7 @@ def address(shared_engine: FakeEngine) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def shared_http(address: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=address, timeout=20) as client:
+    with httpx.Client(base_url=address, timeout=within(60)) as client:
         yield client
 
 
@@ -42,5 +43,5 @@ def http(shared_http: httpx.Client, engine: FakeEngine) -> httpx.Client:
 
 @pytest.fixture
 def client(address: str, engine: FakeEngine) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=address + "/v1", api_key="none", max_retries=0, timeout=20) as client:
+    with openai.OpenAI(base_url=address + "/v1", api_key="none", max_retries=0, timeout=within(60)) as client:
         yield client

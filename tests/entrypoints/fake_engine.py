@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvloop
 
@@ -27,6 +29,7 @@ from octavo.outputs import RequestOutput
 from octavo.request import EngineRequest, SequenceOutput, TokenLogprobs
 from octavo.sampling_params import SamplingParams
 from octavo.stats import EngineStats
+from tests.waiting import until, wait_until, within
 
 MODEL = "org/fake"
 MAX_MODEL_LEN = 512
@@ -61,7 +64,7 @@ class FakeEngine:
         self.is_ready = True
         self.failure: Exception | None = None
         self.fails_after: tuple[int, Exception] | None = None  # tokens, and what happens then
-        self.delay_s = 0.0
+        self.may_begin: Callable[[], bool] = lambda: True  # asked before the first token, until it says yes
         self.is_paused = False  # after the first token
         self.active: set[str] = set()
         self.seen: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
@@ -94,9 +97,8 @@ class FakeEngine:
         try:
             scripts = [self._tokens(i, request.max_tokens) for i in range(params.num_completions)]
             for step in range(max(map(len, scripts))):
-                await asyncio.sleep(self.delay_s)
-                while self.is_paused and step > 0:  # noqa: ASYNC110  # the test's thread ends the pause
-                    await asyncio.sleep(0.002)
+                await asyncio.sleep(0)
+                await until(lambda step=step: not self.is_paused if step > 0 else self.may_begin())  # type: ignore[misc]
                 if self.fails_after is not None and step == self.fails_after[0]:
                     raise self.fails_after[1]
                 new = [
@@ -147,8 +149,23 @@ def _logprobs(token: int, num_top: int) -> TokenLogprobs:
     return TokenLogprobs([token, *(t for t, _ in top)], [-0.5, *(p for _, p in top)], 2)
 
 
+class Address(str):
+    """Where a server in a thread of this process listens, and what it knows."""
+
+    server: HttpServer
+
+    @property
+    def num_connections(self) -> int:
+        return len(self.server.server_state.connections)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests whose head has come, and that have no whole answer."""
+        return self.server._state.num_in_flight
+
+
 @contextlib.contextmanager
-def serving(engine: FakeEngine, **args: Any) -> Iterator[str]:
+def serving(engine: FakeEngine, **args: Any) -> Iterator[Address]:
     """The address of a real HTTP server, in a thread, that answers with `engine`."""
     server = HttpServer(engine, ServerArgs(**args))  # type: ignore[arg-type]
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
@@ -157,15 +174,24 @@ def serving(engine: FakeEngine, **args: Any) -> Iterator[str]:
         thread = threading.Thread(target=lambda: uvloop.run(server.serve([sock])))
         thread.start()
         try:
-            yield f"{scheme}://127.0.0.1:{sock.getsockname()[1]}"
+            address = Address(f"{scheme}://127.0.0.1:{sock.getsockname()[1]}")
+            address.server = server
+            yield address
         finally:
             server.should_exit = True
             thread.join()
 
 
-def wait_until(condition: Any, timeout_s: float = 5.0) -> None:
-    """Return when `condition()` holds; fail if it does not in time."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.005)
+def connect(url: str) -> socket.socket:
+    address = urlsplit(url)
+    assert address.hostname and address.port
+    return socket.create_connection((address.hostname, address.port), timeout=within(60))
+
+
+def ask_and_leave(url: str, route: str, body: dict[str, Any], once: Callable[[], object]) -> None:
+    """Send a request, and hang up as soon as `once()` holds."""
+    content = json.dumps(body).encode()
+    head = f"POST {route} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    with connect(url) as sock:
+        sock.sendall(f"{head}\r\n\r\n".encode() + content)
+        wait_until(once)

@@ -13,6 +13,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from tests.entrypoints.fake_engine import MODEL, FakeEngine, serving
+from tests.waiting import within
 
 HELLO: Any = [{"role": "user", "content": "Hi"}]
 WEATHER: Any = {
@@ -38,7 +39,7 @@ def agent_address(tiny_tokenizer: Path) -> Iterator[tuple[str, FakeEngine]]:
 def agent(agent_address: tuple[str, FakeEngine]) -> Iterator[tuple[anthropic.Anthropic, FakeEngine]]:
     url, engine = agent_address
     engine.reset()
-    with anthropic.Anthropic(base_url=url, api_key="secret", max_retries=0, timeout=20) as client:
+    with anthropic.Anthropic(base_url=url, api_key="secret", max_retries=0, timeout=within(60)) as client:
         yield client, engine
 
 

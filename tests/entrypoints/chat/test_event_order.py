@@ -14,8 +14,9 @@ import httpx
 import pytest
 
 from tests.entrypoints.anthropic import test_messages
-from tests.entrypoints.fake_engine import FakeEngine, serving, wait_until
+from tests.entrypoints.fake_engine import FakeEngine, serving
 from tests.entrypoints.responses import test_responses
+from tests.waiting import wait_until, within
 
 CALL = test_responses.CALL
 ANSWERS = {
@@ -52,7 +53,7 @@ API: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def agent(tiny_tokenizer: Path) -> Iterator[tuple[httpx.Client, FakeEngine]]:
     engine = FakeEngine(tiny_tokenizer, max_model_len=4096)
-    with serving(engine, **test_responses.FLAGS) as url, httpx.Client(base_url=url, timeout=20) as http:
+    with serving(engine, **test_responses.FLAGS) as url, httpx.Client(base_url=url, timeout=within(60)) as http:
         yield http, engine
 
 

@@ -15,6 +15,7 @@ from octavo.entrypoints.chat.chat_template import render_chat
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError
 from tests.entrypoints.fake_engine import MODEL, FakeEngine, serving
+from tests.waiting import within
 
 USER = {"role": "user", "content": "Hi"}
 WEATHER = {
@@ -53,7 +54,7 @@ def url(chatty: FakeEngine) -> Iterator[str]:
 @pytest.fixture
 def client(url: str, chatty: FakeEngine) -> Iterator[openai.OpenAI]:
     chatty.reset()
-    with openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=20) as client:
+    with openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=within(60)) as client:
         yield client
 
 

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.entrypoints.fake_engine import FakeEngine, wait_until
+from tests.entrypoints.fake_engine import FakeEngine
+from tests.waiting import wait_until
 
 TIMEOUT_S = 60
 

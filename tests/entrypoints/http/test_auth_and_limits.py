@@ -2,43 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import select
 import socket
-import time
 from collections.abc import Iterator
-from urllib.parse import urlsplit
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import Receive
 
 from octavo.entrypoints.http import auth_and_limits, uvicorn_server
 from octavo.entrypoints.http.server_args import ServerArgs
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, RequestError
 from octavo.request import SequenceOutput
 from octavo.stats import EngineStats
-from tests.entrypoints.fake_engine import FakeEngine, serving, wait_until
+from tests.entrypoints.fake_engine import Address, FakeEngine, connect, serving
+from tests.waiting import Clock, wait_until, within
 
-LIMITS = {
-    "max_body_bytes": 2000,
-    "body_timeout": 0.4,
-    "max_queue_len": 2,
-    "max_connections": 12,
-    "max_request_time": 50.0,
-}
+LIMITS = {"max_body_bytes": 2000, "max_queue_len": 2, "max_connections": 12, "max_request_time": 50.0}
 BODY = {"prompt": "a"}
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
 @pytest.fixture(scope="module")
-def limited(shared_engine: FakeEngine) -> Iterator[str]:
+def limited_server(shared_engine: FakeEngine) -> Iterator[Address]:
     with serving(shared_engine, disable_log_requests=True, **LIMITS) as url:
         yield url
 
 
-def connect(url: str) -> socket.socket:
-    address = urlsplit(url)
-    assert address.hostname and address.port
-    return socket.create_connection((address.hostname, address.port), timeout=20)
+@pytest.fixture
+def limited(limited_server: Address) -> Address:
+    """A server that has seen the connections of other tests end."""
+    wait_until(lambda: limited_server.num_connections == 0)
+    return limited_server
 
 
 def read_answer(sock: socket.socket) -> tuple[int, dict[str, object] | None]:
@@ -56,7 +57,7 @@ def read_answer(sock: socket.socket) -> tuple[int, dict[str, object] | None]:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_that_is_too_long_is_413_and_not_read(limited: str, engine: FakeEngine, chunked: bool) -> None:
+def test_a_body_that_is_too_long_is_413_and_not_read(limited: Address, engine: FakeEngine, chunked: bool) -> None:
     with connect(limited) as sock:
         if chunked:
             sock.sendall((HEAD + "Transfer-Encoding: chunked\r\n\r\n").encode() + b"1000\r\n" + b" " * 0x1000)
@@ -70,7 +71,7 @@ def test_a_body_that_is_too_long_is_413_and_not_read(limited: str, engine: FakeE
     assert not engine.seen
 
 
-def test_a_body_of_the_longest_length_is_read(limited: str, engine: FakeEngine) -> None:
+def test_a_body_of_the_longest_length_is_read(limited: Address, engine: FakeEngine) -> None:
     body = json.dumps(BODY).encode().ljust(2000)
     for content in (body, iter([body[:1000], body[1000:]])):  # the second one is sent in chunks
         answer = httpx.post(f"{limited}/v1/completions", content=content, headers={"Content-Type": "application/json"})
@@ -79,27 +80,42 @@ def test_a_body_of_the_longest_length_is_read(limited: str, engine: FakeEngine) 
     assert longer.status_code == 413
 
 
-def test_a_body_that_drips_is_408(limited: str, engine: FakeEngine) -> None:
-    with connect(limited) as sock:
-        sock.sendall((HEAD + "Content-Length: 100\r\n\r\n").encode())
-        begun = time.monotonic()
-        for _ in range(3):
-            sock.sendall(b" ")
-            time.sleep(0.05)
+def test_a_body_that_stops_is_408(engine: FakeEngine) -> None:
+    with serving(engine, body_timeout=0.05, disable_log_requests=True) as url, connect(url) as sock:
+        sock.sendall((HEAD + "Content-Length: 100\r\n\r\n   ").encode())
         status, error = read_answer(sock)
     assert status == 408
     assert error is not None and "3 bytes" in str(error["message"])
-    assert time.monotonic() - begun >= LIMITS["body_timeout"]
     assert not engine.seen
 
 
-def test_a_client_who_leaves_in_the_middle_of_its_body_does_no_harm(limited: str, engine: FakeEngine) -> None:
+def test_a_body_that_drips_has_its_time_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+
+    async def drip() -> dict[str, Any]:
+        await asyncio.sleep(10)
+        return {"type": "http.request", "body": b" ", "more_body": True}
+
+    reader = auth_and_limits.BodyReader(2000, 35.0)
+    answer = clock.run(reader.read(Headers(), drip))
+    assert isinstance(answer, Response) and b"within 35 s: 3 bytes of it did" in answer.body
+    with pytest.raises(RequestError, match="did not arrive within 35 s") as refused:
+        clock.run(all_of(reader.limited(drip)))
+    assert refused.value.status == 408
+
+
+async def all_of(receive: Receive) -> None:
+    while (await receive())["more_body"]:
+        pass
+
+
+def test_a_client_who_leaves_in_the_middle_of_its_body_does_no_harm(limited: Address, engine: FakeEngine) -> None:
     with connect(limited) as sock:
         sock.sendall((HEAD + "Content-Length: 100\r\n\r\n{").encode())
     assert httpx.post(f"{limited}/v1/completions", json=BODY).status_code == 200
 
 
-def test_a_head_that_is_too_long_is_431(limited: str) -> None:
+def test_a_head_that_is_too_long_is_431(limited: Address) -> None:
     with connect(limited) as sock:
         sock.sendall(b"GET /health HTTP/1.1\r\nX-Long: " + b"x" * (uvicorn_server.MAX_HEAD_BYTES + 10))
         status, error = read_answer(sock)
@@ -108,16 +124,18 @@ def test_a_head_that_is_too_long_is_431(limited: str) -> None:
 
 
 def test_a_head_that_drips_is_408_and_one_that_never_begins_is_hung_up_on(
-    limited: str, monkeypatch: pytest.MonkeyPatch
+    limited: Address, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uvicorn_server, "HEAD_TIMEOUT_S", 0.3)
-    with connect(limited) as dripping, connect(limited) as silent:
+    with connect(limited) as dripping:
+        wait_until(lambda: limited.num_connections == 1)
+        monkeypatch.setattr(uvicorn_server, "HEAD_TIMEOUT_S", 0.05)  # it counts from the first byte
         dripping.sendall(b"GET /health HTTP/1.1\r\n")
         assert read_answer(dripping)[0] == 408
+    with connect(limited) as silent:
         assert read_answer(silent)[0] == 0
 
 
-def test_what_is_no_http_gets_openais_error_body(limited: str) -> None:
+def test_what_is_no_http_gets_openais_error_body(limited: Address) -> None:
     with connect(limited) as sock:
         sock.sendall(b"\x16\x03\x01 hello\r\n\r\n")
         status, error = read_answer(sock)
@@ -125,10 +143,10 @@ def test_what_is_no_http_gets_openais_error_body(limited: str) -> None:
     assert error is not None and error["message"] == "Invalid HTTP request received."
 
 
-def test_connections_beyond_the_limit_are_503_with_retry_after(limited: str) -> None:
+def test_connections_beyond_the_limit_are_503_with_retry_after(limited: Address) -> None:
     sockets = [connect(limited) for _ in range(12)]
     try:
-        time.sleep(0.1)
+        wait_until(lambda: limited.num_connections == 12)
         answer = httpx.get(f"{limited}/health")
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "too_many_connections"
@@ -139,7 +157,7 @@ def test_connections_beyond_the_limit_are_503_with_retry_after(limited: str) -> 
     wait_until(lambda: httpx.get(f"{limited}/health").status_code == 200)
 
 
-def test_a_full_queue_is_429_with_an_estimate_of_the_wait(limited: str, engine: FakeEngine) -> None:
+def test_a_full_queue_is_429_with_an_estimate_of_the_wait(limited: Address, engine: FakeEngine) -> None:
     engine.stats = EngineStats(num_running=8, num_waiting=2)
     engine.metrics.requests_per_s = 0.0
     answer = httpx.post(f"{limited}/v1/completions", json=BODY)
@@ -155,28 +173,30 @@ def test_a_full_queue_is_429_with_an_estimate_of_the_wait(limited: str, engine: 
     assert httpx.post(f"{limited}/v1/completions", json=BODY).status_code == 200
 
 
-def test_stalled_uploads_take_no_place_in_the_queue(limited: str, engine: FakeEngine) -> None:
+def test_stalled_uploads_take_no_place_in_the_queue(limited: Address, engine: FakeEngine) -> None:
     stalled = [connect(limited) for _ in range(11)]  # more than there are slots and places in the queue
     try:
         for sock in stalled:
             sock.sendall((HEAD + "Content-Length: 100\r\n\r\n{").encode())
-        time.sleep(0.1)
+        wait_until(lambda: limited.num_in_flight == 11)
         assert httpx.post(f"{limited}/v1/completions", json=BODY).status_code == 200
     finally:
         for sock in stalled:
             sock.close()
 
 
-def test_requests_are_counted_when_their_bodies_have_come(limited: str, engine: FakeEngine) -> None:
-    engine.delay_s = 0.2
+def test_requests_are_counted_when_their_bodies_have_come(limited: Address, engine: FakeEngine) -> None:
+    engine.may_begin = lambda: False
     whole = json.dumps(BODY)
     sockets = [connect(limited) for _ in range(11)]  # eight slots and two places in the queue
     try:
         for sock in sockets:
             sock.sendall((HEAD + f"Connection: close\r\nContent-Length: {len(whole)}\r\n\r\n{whole[:-1]}").encode())
-        time.sleep(0.1)
+        wait_until(lambda: limited.num_in_flight == 11)
         for sock in sockets:
             sock.sendall(whole[-1:].encode())
+        assert len(select.select(sockets, [], [], within(60))[0]) == 1, "the one that is refused"
+        engine.may_begin = lambda: True
         answers = []
         for sock in sockets:
             data = b""
@@ -190,15 +210,15 @@ def test_requests_are_counted_when_their_bodies_have_come(limited: str, engine: 
 
 
 def test_bodies_on_their_way_may_take_so_much_memory_and_no_more(
-    limited: str, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    limited: Address, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auth_and_limits, "MAX_BODIES_HELD", 2)
     sockets = [connect(limited) for _ in range(3)]
     try:
         for sock in sockets:
             sock.sendall((HEAD + "Content-Length: 2000\r\n\r\n" + "x" * 1900).encode())
-            time.sleep(0.05)
-        status, error = read_answer(sockets[-1])
+        [refused], _, _ = select.select(sockets, [], [], within(60))
+        status, error = read_answer(refused)
         assert status == 503
         assert error is not None and error["code"] == "too_many_uploads"
     finally:
@@ -217,14 +237,12 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
 
 @pytest.mark.parametrize(("route", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)])
 def test_the_smaller_of_both_deadlines_counts_from_the_arrival(
-    limited: str, engine: FakeEngine, route: str, body: dict[str, object]
+    limited: Address, engine: FakeEngine, route: str, body: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = time.monotonic()
+    monkeypatch.setattr(auth_and_limits, "time", SimpleNamespace(monotonic=lambda: 1000.0))
     for fields in ({}, {"timeout": 7}, {"timeout": 0.5}, {"timeout": 1000.0}):
         assert httpx.post(limited + route, json={**body, **fields}).status_code == 200
-    after = time.monotonic()
-    for deadline, seconds in zip(engine.deadlines, (50, 7, 0.5, 50), strict=True):
-        assert deadline is not None and before + seconds <= deadline <= after + seconds
+    assert engine.deadlines == [1050, 1007, 1000.5, 1050]
 
 
 def test_without_limits_there_is_no_deadline(http: httpx.Client, engine: FakeEngine) -> None:

@@ -11,7 +11,8 @@ import openai
 import pytest
 
 from octavo.errors import EngineDeadError
-from tests.entrypoints.fake_engine import FakeEngine, wait_until
+from tests.entrypoints.fake_engine import FakeEngine
+from tests.waiting import wait_until
 
 ROUTES = ["/v1/completions", "/v1/chat/completions"]
 JSON = {"Content-Type": "application/json"}

@@ -16,7 +16,8 @@ from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
 from octavo.entrypoints.chat import conversation
 from octavo.entrypoints.http import router
 from octavo.entrypoints.http.router import MAX_INLINE_BYTES
-from tests.entrypoints.fake_engine import FakeEngine, wait_until
+from tests.entrypoints.fake_engine import FakeEngine, ask_and_leave
+from tests.waiting import until, wait_until, within
 
 LONG = "x" * (MAX_INLINE_LENGTH + 1)
 SHORT = {"prompt": "short"}
@@ -52,7 +53,7 @@ class Hold:
             self.threads.append(threading.current_thread().name)
             if always or LONG in str(args):
                 self.is_held.set()
-                assert self.may_go.wait(20)
+                assert self.may_go.wait(within(60))
             return function(*args, **options)
 
         return held
@@ -69,7 +70,7 @@ def meanwhile(http: httpx.Client, hold: Hold, route: str, body: dict[str, Any]) 
     """The answer to a request that is held up while short ones are answered."""
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(http.post, route, json=body)
-        assert hold.is_held.wait(20)
+        assert hold.is_held.wait(within(60))
         for _ in range(3):
             assert http.post("/v1/completions", json=SHORT).status_code == 200
             assert http.post("/v1/chat/completions", json=talk("short")).status_code == 200
@@ -116,7 +117,7 @@ def test_others_go_on_while_grammars_are_compiled_and_long_texts_too(
     monkeypatch.setattr(input_processor, "make_grammar", hold.around(input_processor.make_grammar, always=True))
     with ThreadPoolExecutor(8) as pool:
         slow = [pool.submit(http.post, "/v1/completions", json={**SHORT, "guided_regex": "a"}) for _ in range(8)]
-        assert hold.is_held.wait(20)
+        assert hold.is_held.wait(within(60))
         long = {"prompt": LONG, "truncate_prompt_tokens": 3}
         assert http.post("/v1/completions", json=long).status_code == 200
         assert not any(one.done() for one in slow)
@@ -135,22 +136,26 @@ def test_short_texts_cost_no_thread(
 
 
 def test_a_client_who_leaves_meanwhile_leaves_nothing_behind(
-    http: httpx.Client, engine: FakeEngine, hold: Hold, monkeypatch: pytest.MonkeyPatch
+    address: str, http: httpx.Client, engine: FakeEngine, hold: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine.inputs, "encode", hold.around(engine.inputs.encode))
-    with pytest.raises(httpx.ReadTimeout):
-        http.post("/v1/completions", json={"prompt": LONG, "truncate_prompt_tokens": 3}, timeout=0.2)
+    body = {"prompt": LONG, "truncate_prompt_tokens": 3}
+    ask_and_leave(address, "/v1/completions", body, once=hold.is_held.is_set)
     hold.may_go.set()
     assert http.post("/v1/completions", json=SHORT).status_code == 200
     wait_until(lambda: not engine.active)
 
 
 def test_a_cancelled_caller_does_not_wait_for_its_work() -> None:
-    may_go = threading.Event()
+    has_begun, may_go = threading.Event(), threading.Event()
+
+    def work() -> None:
+        has_begun.set()
+        may_go.wait()
 
     async def use() -> None:
-        task = asyncio.create_task(run_off_loop(lambda: may_go.wait(20), length=MAX_INLINE_LENGTH + 1))
-        await asyncio.sleep(0.05)
+        task = asyncio.create_task(run_off_loop(work, length=MAX_INLINE_LENGTH + 1))
+        await until(has_begun.is_set)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

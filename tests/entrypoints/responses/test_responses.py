@@ -16,7 +16,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from octavo.entrypoints.http.store import DEAD_AFTER_S, Database
-from tests.entrypoints.fake_engine import MODEL, FakeEngine, serving, wait_until
+from tests.entrypoints.fake_engine import MODEL, FakeEngine, serving
+from tests.waiting import wait_until, within
 
 WEATHER: Any = {
     "type": "function",
@@ -49,13 +50,13 @@ def engine(shared_agent: tuple[str, FakeEngine]) -> FakeEngine:
 
 @pytest.fixture
 def http(shared_agent: tuple[str, FakeEngine], engine: FakeEngine) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=shared_agent[0], timeout=20) as client:
+    with httpx.Client(base_url=shared_agent[0], timeout=within(60)) as client:
         yield client
 
 
 @pytest.fixture
 def client(shared_agent: tuple[str, FakeEngine], engine: FakeEngine) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=shared_agent[0] + "/v1", api_key="none", max_retries=0, timeout=20) as client:
+    with openai.OpenAI(base_url=shared_agent[0] + "/v1", api_key="none", max_retries=0, timeout=within(60)) as client:
         yield client
 
 
@@ -351,7 +352,7 @@ def test_two_servers_share_a_file_and_a_dead_one_is_noticed(
     with (
         serving(engines[0], response_store=path, disable_log_requests=True) as one,
         serving(engines[1], response_store=path, disable_log_requests=True) as other,
-        httpx.Client(timeout=20) as http,
+        httpx.Client(timeout=within(60)) as http,
     ):
         made = http.post(f"{one}/v1/responses", json={"input": "Hi"}).json()
         assert http.get(f"{other}/v1/responses/{made['id']}").json() == made
@@ -378,7 +379,7 @@ def test_a_full_store_loses_no_answer_and_the_oldest_leave(tiny_tokenizer: Path,
     engine = FakeEngine(tiny_tokenizer)
     with (
         serving(engine, response_store_bytes=200_000, disable_log_requests=True) as url,
-        httpx.Client(base_url=url, timeout=20) as http,
+        httpx.Client(base_url=url, timeout=within(60)) as http,
     ):
         note = {"k": "x" * 20_000}
         ids = [http.post("/v1/responses", json={"input": "Hi", "metadata": note}).json()["id"] for _ in range(20)]
