@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -79,6 +80,25 @@ def test_packages_import_one_way() -> None:
 def test_a_cycle_is_found_and_named() -> None:
     assert find_cycle({("a", "b"), ("b", "c"), ("c", "d")}) is None
     assert find_cycle({("a", "b"), ("b", "c"), ("c", "a"), ("c", "d"), ("d", "c")}) == ["c", "d", "c"]
+
+
+def test_an_api_imports_no_other_api_but_openais() -> None:
+    shared = {"http", "chat", "openai"}  # Responses and Messages become OpenAI's chats
+    allowed = dict.fromkeys(("responses", "anthropic", "pooling", "audio", "batch"), shared)
+    allowed |= {"openai": {"http", "chat", "cli", "utils"}, "chat": {"http", "openai"}}
+    doors = ROOT / "entrypoints"
+    for folder, may in allowed.items():
+        files = sorted((doors / folder).rglob("*.py"))
+        assert files
+        for file in files:
+            found = {name.split(".")[2] for name in re.findall(r"octavo\.entrypoints\.\w+", file.read_text("utf-8"))}
+            assert found <= may | {folder}, file
+
+
+def test_two_modules_of_the_doors_have_two_names() -> None:
+    names = [file.name for file in (ROOT / "entrypoints").rglob("*.py") if file.name != "__init__.py"]
+    twice = {name for name in names if names.count(name) > 1}
+    assert twice <= {"api_server.py"}, "but for vLLM's import paths"
 
 
 def test_the_map_has_all_kinds_of_imports() -> None:

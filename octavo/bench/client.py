@@ -26,7 +26,7 @@ TIMEOUT_S = 60  # of a question that is no request
 
 
 @dataclass(slots=True)
-class Answer:
+class RequestResult:
     """What became of one request. Times are seconds; `error` is None when it was answered whole."""
 
     start: float  # time.perf_counter, when it was sent
@@ -107,10 +107,10 @@ class Target:
                 raise OSError(f"{path} gave no JSON: {error}") from None
 
 
-async def stream(target: Target, body: Mapping[str, Any]) -> Answer:
+async def stream(target: Target, body: Mapping[str, Any]) -> RequestResult:
     """Send one streaming request and read its answer to the end. Failures are the answer's `error`."""
     message = target.message(body)
-    answer = Answer(time.perf_counter())
+    answer = RequestResult(time.perf_counter())
     loop = asyncio.get_running_loop()
     transport = None
     try:
@@ -131,7 +131,7 @@ async def stream(target: Target, body: Mapping[str, Any]) -> Answer:
 class _EventReader(asyncio.Protocol):
     """Sends one request as soon as there is a connection, and notes when each token of the answer comes."""
 
-    def __init__(self, answer: Answer, message: bytes, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, answer: RequestResult, message: bytes, loop: asyncio.AbstractEventLoop) -> None:
         self.ended: asyncio.Future[None] = loop.create_future()
         self._answer = answer
         self._message = message

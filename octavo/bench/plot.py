@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from octavo.bench.client import Answer
+from octavo.bench.client import RequestResult
 from octavo.bench.results import token_times_s, tpot_s
 from octavo.errors import ConfigError, OctavoError
 
@@ -69,7 +69,7 @@ def save_figure(figure: Figure, file: Path, title: str) -> None:
         raise OctavoError(f"{file} cannot be written: {error.strerror or error}.") from None
 
 
-def plot_serving(file: Path, answers: Sequence[Answer], setting: str) -> None:
+def plot_serving(file: Path, answers: Sequence[RequestResult], setting: str) -> None:
     """How requests' latencies are distributed, and what the server gave while they ran."""
     good = [answer for answer in answers if answer.error is None]
     if not good:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.bench.client import Answer
+from octavo.bench.client import RequestResult
 from octavo.errors import OctavoError
 
 # By name: the long one, and its heading.
@@ -24,14 +24,18 @@ METRICS = {
 _WIDTH = 50
 
 
-def tpot_s(answer: Answer) -> float:
+def tpot_s(answer: RequestResult) -> float:
     """Mean time of the tokens after the first; 0 where there is but one."""
     after_first = answer.num_output_tokens - 1
     return (answer.latency_s - answer.ttft_s) / after_first if after_first > 0 else 0.0
 
 
 def summarize(
-    answers: Sequence[Answer], duration_s: float, *, percentiles: Sequence[float], goodput_ms: Mapping[str, float]
+    answers: Sequence[RequestResult],
+    duration_s: float,
+    *,
+    percentiles: Sequence[float],
+    goodput_ms: Mapping[str, float],
 ) -> dict[str, Any]:
     """All figures of a run. Latencies are in milliseconds; only requests that were answered whole count in them.
 
@@ -75,7 +79,7 @@ def summarize(
     return figures
 
 
-def details(answers: Sequence[Answer]) -> dict[str, Any]:
+def details(answers: Sequence[RequestResult]) -> dict[str, Any]:
     """What vLLM saves of each request with --save-detailed."""
     return {
         "input_lens": [answer.num_prompt_tokens for answer in answers],
@@ -118,11 +122,11 @@ def _row(name: str, value: float) -> str:
     return f"{name + ':':<40} {value:<10.2f}".rstrip() if isinstance(value, float) else f"{name + ':':<40} {value}"
 
 
-def _by_request_ms(answer: Answer) -> dict[str, float]:
+def _by_request_ms(answer: RequestResult) -> dict[str, float]:
     return {"ttft": 1e3 * answer.ttft_s, "tpot": 1e3 * tpot_s(answer), "e2el": 1e3 * answer.latency_s}
 
 
-def token_times_s(answer: Answer) -> list[float]:
+def token_times_s(answer: RequestResult) -> list[float]:
     """When its chunks came, as `answer.start` counts."""
     times = [answer.start + answer.ttft_s]
     for itl in answer.itls_s:
@@ -130,7 +134,7 @@ def token_times_s(answer: Answer) -> list[float]:
     return times
 
 
-def _busiest_second(answers: Sequence[Answer]) -> float:
+def _busiest_second(answers: Sequence[RequestResult]) -> float:
     """Chunks of the second in which most came, from the first request on."""
     if not answers:
         return 0.0
@@ -139,7 +143,7 @@ def _busiest_second(answers: Sequence[Answer]) -> float:
     return float(np.bincount(seconds).max())
 
 
-def _most_at_once(answers: Sequence[Answer]) -> int:
+def _most_at_once(answers: Sequence[RequestResult]) -> int:
     changes = [(answer.start, 1) for answer in answers]
     changes += [(answer.start + answer.latency_s, -1) for answer in answers]
     running = most = 0

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from octavo.bench.client import Answer, Target, stream
+from octavo.bench.client import RequestResult, Target, stream
 from octavo.bench.data import BenchPrompt, add_dataset_args, positive_int, sample_prompts
 from octavo.bench.results import METRICS, details, summarize, table, write_json
 from octavo.entrypoints.cli import run_command
@@ -311,7 +311,7 @@ def arrival_times(num_prompts: int, rate: float, burstiness: float, seed: int, r
     return scaled
 
 
-async def _measure(args: argparse.Namespace, plan: Plan) -> tuple[list[Answer], float, list[BenchPrompt]]:
+async def _measure(args: argparse.Namespace, plan: Plan) -> tuple[list[RequestResult], float, list[BenchPrompt]]:
     plan.ask_server()
     from octavo.loading.checkpoint import find_tokenizer
     from octavo.loading.tokenizer import read_tokenizer
@@ -339,7 +339,7 @@ async def run_load(
     times: Sequence[float],
     max_concurrency: int | None,
     show_progress: bool,
-) -> tuple[list[Answer], float]:
+) -> tuple[list[RequestResult], float]:
     """Send each body at its time, or as soon after that as the limit allows; the answers and the whole duration."""
     from tqdm import tqdm
 
@@ -348,7 +348,7 @@ async def run_load(
     if max_concurrency is not None:
         limit = asyncio.Semaphore(max_concurrency)
 
-    async def send(body: Mapping[str, Any]) -> Answer:
+    async def send(body: Mapping[str, Any]) -> RequestResult:
         async with limit:
             answer = await stream(target, body)
         progress.update()
@@ -368,7 +368,11 @@ async def run_load(
 
 
 def _report(
-    args: argparse.Namespace, plan: Plan, answers: Sequence[Answer], duration_s: float, prompts: Sequence[BenchPrompt]
+    args: argparse.Namespace,
+    plan: Plan,
+    answers: Sequence[RequestResult],
+    duration_s: float,
+    prompts: Sequence[BenchPrompt],
 ) -> dict[str, Any]:
     """Print the figures of a run, save them if that is wanted, and return what was, or would be, saved."""
     figures = summarize(answers, duration_s, percentiles=plan.percentiles, goodput_ms=plan.goodput_ms)

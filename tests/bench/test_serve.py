@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from octavo.bench import serve
-from octavo.bench.client import Answer, Target
+from octavo.bench.client import RequestResult, Target
 from octavo.bench.data import BenchPrompt, add_dataset_args, random_prompts, sample_prompts, sharegpt_prompts
 from octavo.bench.results import details, summarize
 from octavo.bench.serve import Ramp, arrival_times, main
@@ -319,9 +319,9 @@ def test_results_are_appended_and_a_server_is_waited_for(
 
 def test_figures_are_those_of_the_requests_that_were_answered() -> None:
     answers = [
-        Answer(0.0, 0.1, [0.02, 0.02], 0.14, "a", 10, 3),
-        Answer(0.0, 0.3, [0.05, 0.05, 0.05, 0.05], 0.5, "b", 10, 5),
-        Answer(0.0, 0.2, error="gone"),
+        RequestResult(0.0, 0.1, [0.02, 0.02], 0.14, "a", 10, 3),
+        RequestResult(0.0, 0.3, [0.05, 0.05, 0.05, 0.05], 0.5, "b", 10, 5),
+        RequestResult(0.0, 0.2, error="gone"),
     ]
     figures = summarize(answers, 2.0, percentiles=[50.0, 99.9], goodput_ms={"ttft": 200.0, "tpot": 60.0})
     assert (figures["completed"], figures["failed"]) == (2, 1)

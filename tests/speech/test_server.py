@@ -18,7 +18,7 @@ import torch
 import transformers
 from transformers.models.whisper.tokenization_whisper import _combine_tokens_into_words
 
-from octavo.entrypoints.audio.transcriber import Transcriber, Wish
+from octavo.entrypoints.audio.transcriber import Transcriber, TranscriptionOptions
 from octavo.errors import RequestError
 from tests.e2e.server import Server, openai_client, served
 from tests.speech.conftest import features, marks, sound
@@ -183,15 +183,16 @@ def test_models_of_english_alone_are_told_of_no_language() -> None:
         config=SimpleNamespace(model=SimpleNamespace(checkpoint=checkpoint, max_model_len=40)),
     )
     scribe = Transcriber(engine)
-    assert scribe._prompt(Wish("transcribe"), "en", has_times=False) == [0, 5]
-    assert scribe._prompt(Wish("transcribe", prompt="x"), "en", has_times=True) == [3, *range(81, 100), 0]
+    assert scribe._prompt(TranscriptionOptions("transcribe"), "en", has_times=False) == [0, 5]
+    options = TranscriptionOptions("transcribe", prompt="x")
+    assert scribe._prompt(options, "en", has_times=True) == [3, *range(81, 100), 0]
     with pytest.raises(RequestError, match="English only"):
-        scribe.check(Wish("translate"))
+        scribe.check(TranscriptionOptions("translate"))
     checkpoint.generation_config = {}
-    assert Transcriber(engine)._prompt(Wish("transcribe"), "en", has_times=True) == [0, 1, 2]
+    assert Transcriber(engine)._prompt(TranscriptionOptions("transcribe"), "en", has_times=True) == [0, 1, 2]
     del engine.tokenizer.vocab["<|notimestamps|>"]
     with pytest.raises(RequestError, match=r"no <\|notimestamps"):
-        Transcriber(engine).check(Wish("translate"))
+        Transcriber(engine).check(TranscriptionOptions("translate"))
 
 
 def test_temperatures_draw_by_the_seed(client: openai.OpenAI) -> None:

@@ -13,7 +13,7 @@ from transformers.models.whisper.generation_whisper import _dynamic_time_warping
 from transformers.models.whisper.tokenization_whisper import _combine_tokens_into_words
 
 from octavo import SamplingParams
-from octavo.entrypoints.audio.transcriber import Transcriber, Wish
+from octavo.entrypoints.audio.transcriber import Transcriber, TranscriptionOptions
 from octavo.errors import RequestError
 from octavo.layers.rotary import identity_table
 from octavo.multimodal.word_times import _median, attention, token_times, warp, words_of
@@ -143,5 +143,5 @@ def test_checkpoints_that_do_not_say_what_follows_the_sound_are_refused(heads: A
         config=SimpleNamespace(model=SimpleNamespace(checkpoint=checkpoint)),
     )
     with pytest.raises(RequestError, match=message):
-        Transcriber(asked_of).check(Wish("transcribe", has_words=True))
-    Transcriber(asked_of).check(Wish("transcribe"))
+        Transcriber(asked_of).check(TranscriptionOptions("transcribe", has_words=True))
+    Transcriber(asked_of).check(TranscriptionOptions("transcribe"))

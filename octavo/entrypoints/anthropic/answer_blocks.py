@@ -17,7 +17,7 @@ from octavo.entrypoints.chat.conversation import Progress
 Event = dict[str, Any]
 
 
-class Answer:
+class MessageBuilder:
     """The answer to one request."""
 
     def __init__(self, body: MessagesRequest, message_id: str, model: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
+
+from octavo.entrypoints.http.body_fields import ResponseModel
 
 PREFIX = "/v1/messages"  # of the paths whose errors have this form
 _KINDS = {
@@ -14,6 +16,18 @@ _KINDS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+
+
+class AnthropicErrorInfo(ResponseModel):
+    type: str
+    message: str
+
+
+class AnthropicError(ResponseModel):
+    """The body of every answer of Messages that is not 2xx."""
+
+    type: Literal["error"]
+    error: AnthropicErrorInfo
 
 
 def anthropic_error(message: str, status: int, param: str | None, code: str | None) -> dict[str, Any]:

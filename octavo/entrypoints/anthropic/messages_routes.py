@@ -10,20 +10,20 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from octavo.engine.off_loop import run_off_loop
-from octavo.entrypoints.anthropic.answer_blocks import Answer
+from octavo.entrypoints.anthropic.answer_blocks import MessageBuilder
 from octavo.entrypoints.anthropic.messages_protocol import CountTokensRequest, MessagesRequest
-from octavo.entrypoints.anthropic.to_chat import as_chat
+from octavo.entrypoints.anthropic.to_chat import to_chat
 from octavo.entrypoints.chat.conversation import Conversation, Progress
+from octavo.entrypoints.http.body_fields import ResponseModel
 from octavo.entrypoints.http.error_responses import describe, error_body
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import ARRIVAL, state_of
 from octavo.entrypoints.http.streaming import EventStream, named_event, run_until_disconnect
-from octavo.entrypoints.openai.response_bodies import Body
 
 router = Router(tags=["Anthropic"])
 
 
-class MessageBody(Body):
+class MessageBody(ResponseModel):
     """An answer. Its blocks are text, thinking and tool_use."""
 
     id: str
@@ -36,7 +36,7 @@ class MessageBody(Body):
     usage: dict[str, int]
 
 
-class TokenCount(Body):
+class TokenCount(ResponseModel):
     input_tokens: int
 
 
@@ -48,20 +48,20 @@ class _MessageStream(EventStream):
 async def create_message(body: MessagesRequest, raw: Request) -> Response:
     """Answer a conversation, in the form of Anthropic's API."""
     state = state_of(raw)
-    chat = await run_off_loop(lambda: as_chat(body), length=_length())
+    chat = await run_off_loop(lambda: to_chat(body), length=_length())
     if state.thinking_tokens is not None and body.thinking is not None:  # clients send it to any model
         chat.thinking_token_budget = body.thinking.budget_tokens
     model = state.resolve_model(body.model)
     params = chat.to_sampling_params(state.engine.config.model.default_sampling_params)
     # Agents say how much effort to make to any model, as they do whether to think.
-    conversation = Conversation(chat, state, params, clamps_max_tokens=True, may_ignore_hints=True)
+    conversation = Conversation(chat, state, params, clamps_max_tokens=True, ignores_unknown_effort=True)
     request_id = uuid.uuid4().hex
     prompt, outputs = await conversation.submit(f"msg_{request_id}")
-    answer, headers = Answer(body, f"msg_{request_id}", model), {"request-id": f"req_{request_id}"}
+    builder, headers = MessageBuilder(body, f"msg_{request_id}", model), {"request-id": f"req_{request_id}"}
     progress = conversation.progress(prompt, outputs)
     if body.stream:
-        return _MessageStream(_stream(answer, progress), headers)
-    message = await run_until_disconnect(_collect(answer, progress), raw.receive)
+        return _MessageStream(_stream(builder, progress), headers)
+    message = await run_until_disconnect(_collect(builder, progress), raw.receive)
     return Response(status_code=499) if message is None else JSONResponse(message, headers=headers)
 
 
@@ -71,21 +71,21 @@ async def count_tokens(body: CountTokensRequest, raw: Request) -> TokenCount:
     state = state_of(raw)
     state.resolve_model(body.model)
 
-    chat = await run_off_loop(lambda: as_chat(body), length=_length())
-    conversation = Conversation(chat, state, chat.to_sampling_params({}), may_ignore_hints=True)
+    chat = await run_off_loop(lambda: to_chat(body), length=_length())
+    conversation = Conversation(chat, state, chat.to_sampling_params({}), ignores_unknown_effort=True)
     return TokenCount(input_tokens=await conversation.count_tokens(_length()))
 
 
-async def _collect(answer: Answer, progress: AsyncGenerator[Progress, None]) -> dict[str, Any]:
+async def _collect(builder: MessageBuilder, progress: AsyncGenerator[Progress, None]) -> dict[str, Any]:
     async for part in progress:
-        answer.add(part)
-    return answer.message
+        builder.add(part)
+    return builder.message
 
 
-async def _stream(answer: Answer, progress: AsyncGenerator[Progress, None]) -> AsyncGenerator[bytes, None]:
+async def _stream(builder: MessageBuilder, progress: AsyncGenerator[Progress, None]) -> AsyncGenerator[bytes, None]:
     try:
         async for part in progress:
-            if events := answer.add(part):
+            if events := builder.add(part):
                 yield b"".join(map(named_event, events))
     except Exception as error:
         yield b"event: error\ndata: " + error_body(**describe(error)) + b"\n\n"

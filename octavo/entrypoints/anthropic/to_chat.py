@@ -24,7 +24,7 @@ _CLEAR_THINKING = "clear_thinking_20251015"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def as_chat(body: CountTokensRequest) -> ChatCompletionRequest:
+def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
     """The chat that `body` asks for, with a stream of one answer. Raises `RequestError`."""
     fields: dict[str, Any] = {
         "model": body.model,
@@ -89,16 +89,16 @@ def _add_input(messages: list[dict[str, Any]], turn: Message) -> None:
     """Results of tools are messages of their own; what else is said by the same role is one message."""
     for block in turn.content:
         if isinstance(block, ToolResultBlock):
-            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)})
+            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _tool_result(block)})
         elif isinstance(block, TextBlock):
-            _say(messages, turn.role, block.text)
+            _append_text(messages, turn.role, block.text)
         elif isinstance(block, ImageBlock):
-            _show(messages, turn.role, block)
+            _append_image(messages, turn.role, block)
     if not turn.content:
-        _say(messages, turn.role, "")
+        _append_text(messages, turn.role, "")
 
 
-def _say(messages: list[dict[str, Any]], role: str, text: str) -> None:
+def _append_text(messages: list[dict[str, Any]], role: str, text: str) -> None:
     if messages and messages[-1]["role"] == role and isinstance(messages[-1]["content"], list):
         messages[-1]["content"].append({"type": "text", "text": text})
     elif messages and messages[-1]["role"] == role:
@@ -107,28 +107,28 @@ def _say(messages: list[dict[str, Any]], role: str, text: str) -> None:
         messages.append({"role": role, "content": text})
 
 
-def _show(messages: list[dict[str, Any]], role: str, block: ImageBlock) -> None:
+def _append_image(messages: list[dict[str, Any]], role: str, block: ImageBlock) -> None:
     """With a picture a message is a list of parts."""
     if not messages or messages[-1]["role"] != role:
         messages.append({"role": role, "content": ""})
-    said = messages[-1]["content"]
-    if isinstance(said, str):
-        messages[-1]["content"] = said = [{"type": "text", "text": said}] if said else []
-    said.append(_picture(block))
+    content = messages[-1]["content"]
+    if isinstance(content, str):
+        messages[-1]["content"] = content = [{"type": "text", "text": content}] if content else []
+    content.append(_image_part(block))
 
 
-def _picture(block: ImageBlock) -> dict[str, Any]:
+def _image_part(block: ImageBlock) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": block.url}}
 
 
-def _result(block: ToolResultBlock) -> str | list[dict[str, Any]]:
+def _tool_result(block: ToolResultBlock) -> str | list[dict[str, Any]]:
     """What a tool has found: text, or with a picture a list of parts."""
     blocks = block.content or []
     text = _text([one for one in blocks if isinstance(one, TextBlock)])
     mark = "Error: " if block.is_error and not text.lower().startswith("error") else ""
     if not any(isinstance(one, ImageBlock) for one in blocks):
         return mark + text
-    parts = [_picture(one) if isinstance(one, ImageBlock) else {"type": "text", "text": one.text} for one in blocks]
+    parts = [_image_part(one) if isinstance(one, ImageBlock) else {"type": "text", "text": one.text} for one in blocks]
     return [{"type": "text", "text": mark}, *parts] if mark else parts
 
 

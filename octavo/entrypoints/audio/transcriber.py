@@ -30,7 +30,7 @@ _LEAST_WINDOWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class TranscriptionOptions:
     """What is wanted of a sound."""
 
     task: str  # "transcribe" or "translate"
@@ -44,7 +44,7 @@ class Wish:
 
 
 @dataclass(slots=True)
-class Said:
+class WindowTranscript:
     """What a window adds."""
 
     text: str
@@ -121,11 +121,11 @@ class Transcriber:
 
         return str(LANGUAGES.get(code, code))
 
-    def check(self, wish: Wish) -> None:
+    def check(self, options: TranscriptionOptions) -> None:
         """Raise `RequestError` for what the model cannot do."""
-        if wish.task != "transcribe" and not self.tokens.languages:
+        if options.task != "transcribe" and not self.tokens.languages:
             raise RequestError("The model knows English only, and translates nothing.", param="model")
-        if wish.has_words:
+        if options.has_words:
             self._check_heads()
 
     async def detect(self, spectrum: Spectrum, name: str) -> str:
@@ -138,17 +138,19 @@ class Transcriber:
         [token] = (await self._answer([self.tokens.start], window, params, name)).outputs[0].token_ids
         return next(code for code, language in languages.items() if language == token)
 
-    async def listen(self, spectrum: Spectrum, wish: Wish, language: str, name: str) -> AsyncGenerator[Said, None]:
+    async def transcribe(
+        self, spectrum: Spectrum, options: TranscriptionOptions, language: str, name: str
+    ) -> AsyncGenerator[WindowTranscript, None]:
         """What is said, as it comes: window by window, or where no times are wanted of a short sound token by token."""
-        prompt = self._prompt(wish, language, with_times := wish.has_times or spectrum.num_frames > self._frames)
+        prompt = self._prompt(options, language, with_times := options.has_times or spectrum.num_frames > self._frames)
         params = SamplingParams(
-            temperature=wish.temperature, seed=wish.seed, max_tokens=None, detokenize=False,
-            logprobs=0 if wish.is_measured else None, speech=self.tokens.rules(with_times),
+            temperature=options.temperature, seed=options.seed, max_tokens=None, detokenize=False,
+            logprobs=0 if options.is_measured else None, speech=self.tokens.rules(with_times),
             output_kind=RequestOutputKind.FINAL_ONLY if with_times else RequestOutputKind.DELTA,
         )  # fmt: skip
         if not with_times:
-            async for said in self._listen_once(spectrum, prompt, params, name):
-                yield said
+            async for transcript in self._transcribe_once(spectrum, prompt, params, name):
+                yield transcript
             return
         seek = num_windows = 0
         # Segments that end soon after they begin would have a sound heard many times over.
@@ -159,16 +161,18 @@ class Transcriber:
             tokens = answer.token_ids
             tokens = tokens[:-1] if tokens[-1:] == [self.tokens.end] else tokens
             segments, step = split(tokens, self.tokens.first_timestamp, seek, num_frames)
-            said = Said("".join(map(self.text, segments)), segments, seek, num_prompt_tokens=len(prompt))
-            said.num_tokens = len(answer.token_ids)
-            if wish.is_measured:
-                said.avg_logprob = (answer.cumulative_logprob or 0.0) / max(1, len(answer.token_ids))
-                said.no_speech_prob = await self._no_speech_prob(window, name)
-            if wish.has_words:
+            transcript = WindowTranscript(
+                "".join(map(self.text, segments)), segments, seek, num_prompt_tokens=len(prompt)
+            )
+            transcript.num_tokens = len(answer.token_ids)
+            if options.is_measured:
+                transcript.avg_logprob = (answer.cumulative_logprob or 0.0) / max(1, len(answer.token_ids))
+                transcript.no_speech_prob = await self._no_speech_prob(window, name)
+            if options.has_words:
                 num_heard = spectrum.num_heard_frames - seek
                 times = await self._token_times(prompt, answer.token_ids, window, num_heard, name)
-                said.words = self._words(segments, times, seek, language)
-            yield said
+                transcript.words = self._words(segments, times, seek, language)
+            yield transcript
             num_windows += 1
             seek += step if step > 0 and num_windows < max_windows else num_frames
 
@@ -177,9 +181,9 @@ class Transcriber:
         words = [token for token in segment.tokens if token < self.tokens.end]
         return str(self._engine.tokenizer.decode(words))
 
-    async def _listen_once(
+    async def _transcribe_once(
         self, spectrum: Spectrum, prompt: list[int], params: SamplingParams, name: str
-    ) -> AsyncGenerator[Said, None]:
+    ) -> AsyncGenerator[WindowTranscript, None]:
         tokens: list[int] = []
         shown = ""
         async with contextlib.aclosing(self._outputs(prompt, spectrum, params, name)) as outputs:
@@ -191,17 +195,17 @@ class Transcriber:
                     continue  # a character that is not whole yet
                 new, shown = text[len(shown) :], text
                 if new or output.finished():
-                    yield Said(new, [], 0, num_prompt_tokens=len(prompt), num_tokens=len(tokens))
+                    yield WindowTranscript(new, [], 0, num_prompt_tokens=len(prompt), num_tokens=len(tokens))
 
-    def _prompt(self, wish: Wish, language: str, has_times: bool) -> list[int]:
+    def _prompt(self, options: TranscriptionOptions, language: str, has_times: bool) -> list[int]:
         tokens, longest = self.tokens, self._engine.config.model.max_model_len // 2 - 1
         found = []
-        if wish.prompt is not None and wish.prompt.strip():
-            before = self._engine.inputs.encode(" " + wish.prompt.strip(), add_special_tokens=False)
+        if options.prompt is not None and options.prompt.strip():
+            before = self._engine.inputs.encode(" " + options.prompt.strip(), add_special_tokens=False)
             found = [tokens.previous, *before[-longest:]]
         found.append(tokens.start)
         if tokens.languages:
-            found += [tokens.languages[language], tokens.task(wish.task)]
+            found += [tokens.languages[language], tokens.task(options.task)]
         return found if has_times else [*found, tokens.no_timestamps]
 
     async def _no_speech_prob(self, window: Spectrum, name: str) -> float:
@@ -260,9 +264,9 @@ class Transcriber:
         decode: Callable[[list[int]], str] = self._engine.tokenizer.decode
         for segment in segments:
             places = [first + i for i, token in enumerate(segment.tokens) if token < self.tokens.end]
-            said = [token for token in segment.tokens if token < self.tokens.end]
+            words = [token for token in segment.tokens if token < self.tokens.end]
             first += len(segment.tokens)
-            for text, of_word in words_of(said, decode, language):
+            for text, of_word in words_of(words, decode, language):
                 begin, last = places[of_word[0]], places[of_word[-1]]
                 start = times[begin - 1] if begin else 0.0
                 found.append(Word(text, offset + start, offset + times[last]))
@@ -297,12 +301,12 @@ class Transcriber:
         return listener.window_frames
 
 
-def measures(said: Said, text: str, temperature: float) -> dict[str, Any]:
+def segment_measures(transcript: WindowTranscript, text: str, temperature: float) -> dict[str, Any]:
     """What verbose answers tell of a segment beside its text and times."""
     return {
-        "seek": said.seek,
+        "seek": transcript.seek,
         "temperature": temperature,
-        "avg_logprob": said.avg_logprob,
+        "avg_logprob": transcript.avg_logprob,
         "compression_ratio": compression_ratio(text),
-        "no_speech_prob": said.no_speech_prob,
+        "no_speech_prob": transcript.no_speech_prob,
     }

@@ -15,12 +15,11 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.engine.off_loop import run_off_loop
-from octavo.entrypoints.audio.transcriber import Said, Transcriber, Wish, measures
-from octavo.entrypoints.http.body_fields import Int, RequestBody, Text, described
-from octavo.entrypoints.http.router import Router, validated
-from octavo.entrypoints.http.server_state import ServerState, state_of, wanted_rank
+from octavo.entrypoints.audio.transcriber import Transcriber, TranscriptionOptions, WindowTranscript, segment_measures
+from octavo.entrypoints.http.body_fields import Int, RequestBody, ResponseModel, Text, described
+from octavo.entrypoints.http.router import Router, validate_body
+from octavo.entrypoints.http.server_state import ServerState, requested_rank, state_of
 from octavo.entrypoints.http.streaming import EventStream, encode_json, run_until_disconnect
-from octavo.entrypoints.openai.response_bodies import Body
 from octavo.errors import RequestError
 from octavo.multimodal.audio_features import Listener, Spectrum
 from octavo.multimodal.transcript import as_srt, as_vtt
@@ -52,19 +51,19 @@ class AudioRequest(RequestBody):
     request_id: Text | None = described("Names the request in the log.")
 
 
-class Usage(Body):
+class Usage(ResponseModel):
     type: Literal["duration"] = "duration"
     seconds: int
 
 
-class Transcription(Body):
+class Transcription(ResponseModel):
     """What is said in the sound."""
 
     text: str
     usage: Usage
 
 
-class TranscriptionSegment(Body):
+class TranscriptionSegment(ResponseModel):
     id: int
     start: float
     end: float
@@ -77,13 +76,13 @@ class TranscriptionSegment(Body):
     no_speech_prob: float
 
 
-class TranscriptionWord(Body):
+class TranscriptionWord(ResponseModel):
     word: str
     start: float
     end: float
 
 
-class VerboseTranscription(Body):
+class VerboseTranscription(ResponseModel):
     """What is said in the sound, and when."""
 
     task: str
@@ -132,7 +131,7 @@ async def _answer(raw: Request, task: str) -> Response:
         if not isinstance(upload, UploadFile):
             raise RequestError("file is required, as an uploaded file.", param="file")
         body = _body_of(form, task, state)
-        job = _Job(state, listener, body, raw, task)
+        job = TranscriptionJob(state, listener, body, raw, task)
         if body.stream:
             # The form's file is gone when this returns, and so it is heard now.
             await state.sounds_held.acquire()
@@ -180,7 +179,7 @@ def _body_of(form: FormData, task: str, state: ServerState) -> AudioRequest:
         fields["stream"] = stream.lower() in ("true", "1")
     if not fields.get("language", "-"):
         del fields["language"]  # some clients send an empty field for none
-    body = validated(fields, AudioRequest, state.args.unknown_fields)
+    body = validate_body(fields, AudioRequest, state.args.unknown_fields)
     assert isinstance(body, AudioRequest)
     if body.timestamp_granularities and body.response_format != "verbose_json":
         raise RequestError("timestamp_granularities needs response_format verbose_json.", param="response_format")
@@ -189,29 +188,34 @@ def _body_of(form: FormData, task: str, state: ServerState) -> AudioRequest:
     return body
 
 
-class _Job:
+class TranscriptionJob:
     """One sound on its way to its answer."""
 
     def __init__(self, state: ServerState, listener: Listener, body: AudioRequest, raw: Request, task: str) -> None:
         self._state, self._listener, self._body = state, listener, body
         state.resolve_model(body.model)
         self._name, self.headers = state.response_id("audio", body, raw)
-        self._transcriber = Transcriber(state.engine, wanted_rank())
+        self._transcriber = Transcriber(state.engine, requested_rank())
         is_verbose = body.response_format == "verbose_json"
         has_times = is_verbose or body.response_format in ("srt", "vtt")
         language = None if body.language is None else self._transcriber.language_of(body.language)
         granularities = body.timestamp_granularities or ["segment"]
         self._has_segments, has_words = "segment" in granularities, "word" in granularities
-        self._wish = Wish(task, language, body.prompt, body.temperature, body.seed, has_times, is_verbose, has_words)
-        self._transcriber.check(self._wish)
+        self._options = TranscriptionOptions(
+            task, language, body.prompt, body.temperature, body.seed, has_times, is_verbose, has_words
+        )
+        self._transcriber.check(self._options)
 
     async def whole(self, upload: UploadFile) -> Response:
         """The answer at once."""
         async with self._state.sounds_held:
             spectrum = await self.hear(upload)
             language = await self._language(spectrum)
-            heard = [said async for said in self._transcriber.listen(spectrum, self._wish, language, self._name)]
-        text, kind = "".join(said.text for said in heard).strip(), self._body.response_format
+            heard = [
+                transcript
+                async for transcript in self._transcriber.transcribe(spectrum, self._options, language, self._name)
+            ]
+        text, kind = "".join(transcript.text for transcript in heard).strip(), self._body.response_format
         if kind == "text":
             return PlainTextResponse(text + "\n", headers=self.headers)
         usage = Usage(seconds=math.ceil(spectrum.seconds))
@@ -221,9 +225,9 @@ class _Job:
         if kind == "verbose_json":
             return self._json(
                 VerboseTranscription(
-                    task=self._wish.task, language=self._transcriber.name_of(language), duration=spectrum.seconds,
+                    task=self._options.task, language=self._transcriber.name_of(language), duration=spectrum.seconds,
                     text=text, usage=usage, segments=segments if self._has_segments else None,
-                    words=self._words(heard, spectrum.seconds) if self._wish.has_words else None,
+                    words=self._words(heard, spectrum.seconds) if self._options.has_words else None,
                 )
             )  # fmt: skip
         cues = [(one.start, one.end, one.text) for one in segments if one.text.strip()]
@@ -243,33 +247,33 @@ class _Job:
         """The answer as it comes."""
         whole, num_input, num_output = "", 0, 0
         language = await self._language(spectrum)
-        async for said in self._transcriber.listen(spectrum, self._wish, language, self._name):
-            text = said.text if whole else said.text.lstrip()
+        async for transcript in self._transcriber.transcribe(spectrum, self._options, language, self._name):
+            text = transcript.text if whole else transcript.text.lstrip()
             if text:
                 whole += text
                 yield _event({"type": "transcript.text.delta", "delta": text})
-            num_input, num_output = self._count(said, num_input, num_output)
+            num_input, num_output = self._count(transcript, num_input, num_output)
         usage = {"type": "tokens", "input_tokens": num_input, "output_tokens": num_output}
         usage["total_tokens"] = num_input + num_output
         yield _event({"type": "transcript.text.done", "text": whole, "usage": usage})
 
-    def _count(self, said: Said, num_input: int, num_output: int) -> tuple[int, int]:
-        heard = said.num_prompt_tokens + self._listener.config.num_rows
-        if said.segments:  # a window of several
-            return num_input + heard, num_output + said.num_tokens
-        return heard, said.num_tokens
+    def _count(self, transcript: WindowTranscript, num_input: int, num_output: int) -> tuple[int, int]:
+        heard = transcript.num_prompt_tokens + self._listener.config.num_rows
+        if transcript.segments:  # a window of several
+            return num_input + heard, num_output + transcript.num_tokens
+        return heard, transcript.num_tokens
 
     async def _language(self, spectrum: Spectrum) -> str:
-        return self._wish.language or await self._transcriber.detect(spectrum, self._name)
+        return self._options.language or await self._transcriber.detect(spectrum, self._name)
 
-    def _segments(self, heard: list[Said], seconds: float) -> list[TranscriptionSegment]:
+    def _segments(self, heard: list[WindowTranscript], seconds: float) -> list[TranscriptionSegment]:
         found: list[TranscriptionSegment] = []
-        for said in heard:
-            for segment in said.segments:
+        for transcript in heard:
+            for segment in transcript.segments:
                 text = self._transcriber.text(segment)
                 # Silence is heard behind a short sound's end.
                 start, end = (round(min(time, seconds), 2) for time in (segment.start, segment.end))
-                more = measures(said, text, self._wish.temperature)
+                more = segment_measures(transcript, text, self._options.temperature)
                 found.append(
                     TranscriptionSegment(
                         id=len(found), start=start, end=end, text=text, tokens=segment.tokens, **more
@@ -277,14 +281,14 @@ class _Job:
                 )  # fmt: skip
         return found
 
-    def _words(self, heard: list[Said], seconds: float) -> list[TranscriptionWord]:
+    def _words(self, heard: list[WindowTranscript], seconds: float) -> list[TranscriptionWord]:
         found = []
-        for word in (word for said in heard for word in said.words):
+        for word in (word for transcript in heard for word in transcript.words):
             start, end = (round(min(time, seconds), 2) for time in (word.start, word.end))
             found.append(TranscriptionWord(word=word.text.strip(), start=start, end=end))
         return found
 
-    def _json(self, body: Body) -> Response:
+    def _json(self, body: ResponseModel) -> Response:
         return Response(body.model_dump_json(exclude_none=True), headers=self.headers, media_type="application/json")
 
 

@@ -13,11 +13,11 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message
 
 from octavo.entrypoints.batch.batch_lines import Line, LineError, answer_line, checksum, error_line, read_line
-from octavo.entrypoints.http.auth_and_limits import WITHIN
+from octavo.entrypoints.http.auth_and_limits import INTERNAL_BODY
 
 MAX_TRIES = 20  # of a request while the engine is started again or its queue is full
 MAX_WAIT_S = 15.0  # between two
-_AGAIN = (429, 503)
+_RETRIED_STATUSES = (429, 503)
 
 # Number of a line, whether it was answered with success, and the line of the output.
 Write = Callable[[int, bool, bytes], Awaitable[None]]
@@ -79,7 +79,7 @@ async def _ask(app: ASGIApp, line: Line) -> tuple[int, bytes]:
     """Status and body of the answer. Waits while the application says that it cannot answer now."""
     for _ in range(MAX_TRIES):
         status, headers, body = await call(app, line.url, line.body)
-        if status not in _AGAIN:
+        if status not in _RETRIED_STATUSES:
             return status, body
         if b'"engine_stopping"' in body:
             break
@@ -93,7 +93,7 @@ async def call(app: ASGIApp, path: str, body: bytes) -> tuple[int, Headers, byte
     scope: dict[str, Any] = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
         "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"", "headers": raw_headers,
-        "client": None, "server": None, WITHIN: body,
+        "client": None, "server": None, INTERNAL_BODY: body,
     }  # fmt: skip
     status, headers, parts = 500, Headers(), list[bytes]()
 

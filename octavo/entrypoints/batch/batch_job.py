@@ -22,7 +22,7 @@ from octavo.entrypoints.http.store import DEAD_AFTER_S, Database, StoreError
 logger = logging.getLogger("octavo.server")
 
 LIFETIME_S = 24 * 3600
-UNDER_WAY = ("validating", "in_progress", "finalizing", "cancelling")
+ACTIVE_STATUSES = ("validating", "in_progress", "finalizing", "cancelling")
 
 
 class BatchJob:
@@ -143,7 +143,9 @@ async def take_over(app: ASGIApp, state: ServerState) -> None:
             try:
                 for batch in await state.store.run(take):
                     logger.info("going on with batch %s", batch["id"])
-                    state.background.start(batch["id"], BatchJob(app, state, batch), is_queued=False, is_awaited=False)
+                    state.background.start(
+                        batch["id"], BatchJob(app, state, batch), uses_engine=False, is_awaited=False
+                    )
             except StoreError as error:
                 logger.error("%s", error)
         await asyncio.sleep(DEAD_AFTER_S / 3)

@@ -13,23 +13,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.entrypoints.batch import stored_files
-from octavo.entrypoints.batch.batch_job import LIFETIME_S, UNDER_WAY, BatchJob
+from octavo.entrypoints.batch.batch_job import ACTIVE_STATUSES, LIFETIME_S, BatchJob
 from octavo.entrypoints.batch.batch_lines import URLS
 from octavo.entrypoints.batch.stored_files import BATCH, FILE, PIECE_BYTES
-from octavo.entrypoints.http.body_fields import Int, RequestBody, Text, described
-from octavo.entrypoints.http.pagination import Deleted, Page, page_of
+from octavo.entrypoints.http.body_fields import MAX_METADATA, Int, RequestBody, ResponseModel, Text, described
+from octavo.entrypoints.http.pagination import Deleted, Page, page_query
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import state_of
 from octavo.entrypoints.http.store import Database
 from octavo.entrypoints.http.streaming import EventStream
-from octavo.entrypoints.openai.response_bodies import Body
-from octavo.entrypoints.responses.responses_protocol import MAX_METADATA
 from octavo.errors import RequestError
 
 router = Router(tags=["Batches"])
 
 
-class FileObject(Body):
+class FileObject(ResponseModel):
     id: str
     object: Literal["file"] = "file"
     bytes: int
@@ -56,7 +54,7 @@ class BatchRequest(RequestBody):
     output_expires_after: ExpiresAfter | None = described("Taken; files stay until they are deleted.")
 
 
-class BatchObject(Body):
+class BatchObject(ResponseModel):
     """A batch. Answers with a status other than 200, and lines that are no requests, are in the error file."""
 
     id: str
@@ -131,7 +129,7 @@ async def upload_file(raw: Request) -> FileObject:
 @router.get("/v1/files", openapi_extra=Page.PARAMETERS)
 async def list_files(raw: Request) -> Page:
     """The files that are kept, the last first."""
-    return Page.of(await _page(raw, FILE), page_of(raw))
+    return Page.of(await _page(raw, FILE), page_query(raw))
 
 
 @router.get("/v1/files/{file_id}")
@@ -197,14 +195,14 @@ async def create_batch(body: BatchRequest, raw: Request) -> BatchObject:
 
     await state.store.run(begin)
     made = BatchObject(**batch)
-    state.background.start(batch["id"], BatchJob(raw.app, state, batch), is_queued=False, is_awaited=False)
+    state.background.start(batch["id"], BatchJob(raw.app, state, batch), uses_engine=False, is_awaited=False)
     return made
 
 
 @router.get("/v1/batches", openapi_extra=Page.PARAMETERS)
 async def list_batches(raw: Request) -> Page:
     """The batches, the last first."""
-    return Page.of(await _page(raw, BATCH), page_of(raw))
+    return Page.of(await _page(raw, BATCH), page_query(raw))
 
 
 @router.get("/v1/batches/{batch_id}")
@@ -219,7 +217,7 @@ async def cancel_batch(batch_id: str, raw: Request) -> BatchObject:
     state = state_of(raw)
 
     async def is_under_way() -> bool:
-        return (await _batch(raw, batch_id))["status"] in UNDER_WAY
+        return (await _batch(raw, batch_id))["status"] in ACTIVE_STATUSES
 
     if await is_under_way():
         await state.background.cancel_anywhere(BATCH, batch_id, is_under_way)
@@ -233,7 +231,7 @@ async def _batch(raw: Request, batch_id: str) -> dict[str, Any]:
 
 async def _page(raw: Request, kind: str) -> list[dict[str, Any]]:
     """The objects of a page, and one more if there is one."""
-    asked = page_of(raw)
+    asked = page_query(raw)
 
     def read(database: Database) -> list[dict[str, Any]]:
         rows = database.page(kind, after=asked.after, limit=asked.limit + 1, is_ascending=asked.is_ascending)

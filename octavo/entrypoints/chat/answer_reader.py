@@ -7,7 +7,7 @@ are of no API: each API writes them in its own form.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +19,6 @@ from octavo.entrypoints.chat.tools.format_parser import FormatParser, trigger_ma
 from octavo.entrypoints.chat.tools.tool_formats import HARMONY, ToolFormat
 from octavo.entrypoints.chat.tools.tool_parser import Call, Piece, ToolParser, new_call_id
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, NamedToolChoice
-from octavo.entrypoints.openai.response_bodies import AssistantMessage, CalledFunction, ToolCall
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.structured_output.grammar import ReasoningMarks, Spelling, ThinkingBudget, ToolCalls, WantedGrammar
@@ -174,10 +173,6 @@ class AnswerReader:
         """What ended the answer, as the API names it."""
         return "tool_calls" if reason == "stop" and self.num_calls else reason
 
-    def message(self, role: str, text: str) -> AssistantMessage:
-        """The whole message."""
-        return assistant_message(role, self.add(text, is_end=True))
-
     def _split(self, parts: tuple[str, str]) -> list[Delta]:
         reasoning, content = parts
         shown = bool(reasoning) and self._shows_reasoning
@@ -200,25 +195,3 @@ class AnswerReader:
             if piece.arguments:
                 deltas.append(CallDelta(self.num_calls - 1, piece.arguments))
         return deltas
-
-
-def assistant_message(role: str, deltas: Iterable[Delta]) -> AssistantMessage:
-    """The message that `deltas` add up to."""
-    reasoning, content, calls = list[str](), list[str](), list[ToolCall]()
-    for delta in deltas:
-        if isinstance(delta, ReasoningDelta):
-            reasoning.append(delta.text)
-        elif isinstance(delta, TextDelta):
-            content.append(delta.text)
-        else:
-            if delta.name:
-                calls.append(ToolCall(id=delta.id, function=CalledFunction(name=delta.name, arguments="")))
-            calls[-1].function.arguments += delta.arguments
-    thought = "".join(reasoning) or None
-    return AssistantMessage(
-        role=role,
-        content="".join(content) or (None if thought or calls else ""),
-        reasoning_content=thought,
-        reasoning=thought,
-        tool_calls=calls or None,
-    )

@@ -25,9 +25,9 @@ from octavo.entrypoints.chat.answer_reader import (
 )
 from octavo.entrypoints.chat.chat_template import render_chat
 from octavo.entrypoints.chat.media_parts import content_for_template, embeds_of, media_of, with_embeds
-from octavo.entrypoints.chat.reasoning_effort import hint_options
+from octavo.entrypoints.chat.reasoning_effort import effort_options
 from octavo.entrypoints.http.error_responses import validation_error
-from octavo.entrypoints.http.server_state import Asked, ServerState
+from octavo.entrypoints.http.server_state import PreparedPrompt, ServerState
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, ChatMessage, TemplateRequest, Tool
 from octavo.errors import RequestError, naming_prompt
 from octavo.media_kinds import SentMedium
@@ -56,7 +56,8 @@ class Progress:
 
 class Conversation:
     """One chat request. `clamps_max_tokens`: a `max_tokens` that does not fit is as much as fits, not an error.
-    `may_ignore_hints`: a wish for reasoning that the model's template does not know is none."""
+    `ignores_unknown_effort`: `reasoning_effort` and `verbosity` are ignored where the model's template has no such
+    variable."""
 
     def __init__(
         self,
@@ -65,24 +66,24 @@ class Conversation:
         params: SamplingParams,
         *,
         clamps_max_tokens: bool = False,
-        may_ignore_hints: bool = False,
+        ignores_unknown_effort: bool = False,
     ) -> None:
         check_tool_choice(body, state.formats)
         self._body = body
         self._state = state
         self._params = params
         self._clamps_max_tokens = clamps_max_tokens
-        self._refuses_hints = state.args.unknown_fields == "error" and not may_ignore_hints
+        self._refuses_unknown_effort = state.args.unknown_fields == "error" and not ignores_unknown_effort
         self._files: dict[str, bytes] = {}  # of the media that had to be fetched, by URL
         self._format = AnswerFormat()  # known when the prompt is
-        self._readers = defaultdict[int, AnswerReader](self.reader)  # by choice
+        self._readers = defaultdict[int, AnswerReader](self.new_reader)  # by choice
 
     @property
     def is_plain(self) -> bool:
         """Whether the text of an answer is its content as it is. Known after `submit`."""
         return self._format.is_plain
 
-    def reader(self) -> AnswerReader:
+    def new_reader(self) -> AnswerReader:
         """For one answer, whole or in pieces."""
         return AnswerReader(self._format)
 
@@ -110,10 +111,10 @@ class Conversation:
         """The tokens of the prompt; `length` is that of the request's body."""
 
         def count() -> int:
-            asked = self.prepare()
-            if not isinstance(asked.prompt, str):
+            prepared = self.prepare()
+            if not isinstance(prepared.prompt, str):
                 raise RequestError("tokens of prompt_embeds are not counted.", param="messages")
-            return self._state.engine.inputs.count(asked.prompt, asked.media, asked.add_special_tokens)
+            return self._state.engine.inputs.count(prepared.prompt, prepared.media, prepared.add_special_tokens)
 
         async with self._fetched():
             return await run_off_loop(count, length=length, media=self._kinds())
@@ -161,12 +162,12 @@ class Conversation:
         finally:
             await outputs.aclose()
 
-    def prepare(self) -> Asked:
+    def prepare(self) -> PreparedPrompt:
         """Render the conversation, which says how its answers are to be read and what they must be."""
         body, state, params = self._body, self._state, self._params
         tools = body.tools if body.chosen_tools else None
-        hints = hint_options(state.engine.tokenizer, body, is_strict=self._refuses_hints)
-        options = {**(state.args.default_chat_template_kwargs or {}), **hints}
+        effort = effort_options(state.engine.tokenizer, body, is_strict=self._refuses_unknown_effort)
+        options = {**(state.args.default_chat_template_kwargs or {}), **effort}
         media, placeholders = self._decoded()
         prompt = render_messages(
             state.engine.tokenizer,
@@ -188,8 +189,8 @@ class Conversation:
         grammar = wanted_grammar(body, self._format, state.formats, params.structured_outputs, special_tokens, budget)
         # The template has put the special tokens in already.
         embeds = embeds_of([message.content for message in body.messages])
-        asked = with_embeds(prompt, embeds) if embeds else prompt
-        return Asked(asked, bool(body.add_special_tokens), grammar, media)
+        whole = with_embeds(prompt, embeds) if embeds else prompt
+        return PreparedPrompt(whole, bool(body.add_special_tokens), grammar, media)
 
     def _kinds(self) -> set[str]:
         """Of its media."""

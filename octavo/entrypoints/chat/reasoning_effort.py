@@ -1,7 +1,8 @@
 """OpenAI's `reasoning_effort` and `verbosity`, as variables of the model's own chat template.
 
 Templates differ in what they read: gpt-oss a level, Qwen 3 and GLM `enable_thinking`, Granite and DeepSeek V3.1
-`thinking`. A wish that the template knows nothing of is an error, unless the server was told to overlook such things.
+`thinking`. A value that the template has no variable for is an error, unless the server was started with
+`--unknown-fields ignore`.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ _LEVELS = {"minimal": "low", "xhigh": "high", "max": "high"}  # templates know l
 _CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
 
 
-def hint_options(tokenizer: ModelTokenizer, body: ChatCompletionRequest, *, is_strict: bool) -> dict[str, Any]:
-    """The template's variables for what `body` wishes. Raises `RequestError` for a wish that the template does not
-    know, if `is_strict`."""
+def effort_options(tokenizer: ModelTokenizer, body: ChatCompletionRequest, *, is_strict: bool) -> dict[str, Any]:
+    """The template's variables for `reasoning_effort` and `verbosity` of `body`. Raises `RequestError` if `is_strict`
+    and the template has no such variable."""
     effort, verbosity = body.reasoning_effort, body.verbosity
     if (effort is None and verbosity is None) or not (body.chat_template or tokenizer.chat_template):
         return {}

@@ -1,4 +1,4 @@
-"""The application: routes, the gate in front of them, CORS, and errors."""
+"""The application: routes, the keys and limits in front of them, CORS, and errors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from octavo.entrypoints import ui
 from octavo.entrypoints.http import engine_control, health, openapi
-from octavo.entrypoints.http.auth_and_limits import Gate
+from octavo.entrypoints.http.auth_and_limits import AuthAndLimits
 from octavo.entrypoints.http.body_fields import ID_PATTERN
-from octavo.entrypoints.http.error_responses import NOT_BUILT, add_error_handlers, refuse_not_built
-from octavo.entrypoints.http.router import Declared, Later, make_routes
+from octavo.entrypoints.http.error_responses import UNBUILT_PATHS, add_error_handlers, refuse_not_built
+from octavo.entrypoints.http.router import LazyRoute, RouteSpec, make_routes
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.http.server_state import ID_HEADER, ServerState
 from octavo.entrypoints.http.streaming import SERVER_SEND
@@ -165,17 +165,17 @@ def build_app(engine: EngineClient, args: ServerArgs) -> Starlette:
     """The application of a server that answers with `engine`, which need not be ready yet."""
     state = ServerState(engine, args)
     routers = [*ROUTERS, engine_control.router] if args.is_dev_mode else ROUTERS
-    declared: list[Declared | Later] = [one for router in routers for one in router.declared]
-    declared += [Later(module, *route.split(" ")) for module, routes in LAZY_ROUTES.items() for route in routes]
-    unbuilt = [Route(path, refuse_not_built, methods=["GET", "POST", "PUT", "DELETE"]) for path in NOT_BUILT]
-    routes = [*make_routes(declared), *unbuilt]
+    specs: list[RouteSpec | LazyRoute] = [one for router in routers for one in router.specs]
+    specs += [LazyRoute(module, *route.split(" ")) for module, routes in LAZY_ROUTES.items() for route in routes]
+    unbuilt = [Route(path, refuse_not_built, methods=["GET", "POST", "PUT", "DELETE"]) for path in UNBUILT_PATHS]
+    routes = [*make_routes(specs), *unbuilt]
     app = _App()
     app.router = _Router(routes)
     app.state.octavo = state
     app.counts = state.http_metrics
     app.lets_streams_past = not args.middleware
     app.sends_ids = args.enable_request_id_headers
-    app.state.openapi = openapi.Description(declared)
+    app.state.openapi = openapi.Description(specs)
     add_error_handlers(app)
     for middleware in reversed(args.middlewares):
         if not inspect.isclass(middleware):
@@ -183,6 +183,6 @@ def build_app(engine: EngineClient, args: ServerArgs) -> Starlette:
         else:
             app.add_middleware(cast(Any, middleware))
     # The last one added is the outermost: CORS answers preflight requests, which bring no key, and marks errors too.
-    app.add_middleware(Gate, state=state, routes=routes)
+    app.add_middleware(AuthAndLimits, state=state, routes=routes)
     app.add_middleware(CORSMiddleware, **args.cors)
     return app

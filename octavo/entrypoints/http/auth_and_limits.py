@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from octavo.entrypoints import ui
 from octavo.entrypoints.anthropic.anthropic_errors import PREFIX as ANTHROPIC_PREFIX
 from octavo.entrypoints.anthropic.anthropic_errors import anthropic_error
-from octavo.entrypoints.http.error_responses import ERROR_FORM, WITH_DEV_MODE, error_response, not_allowed
+from octavo.entrypoints.http.error_responses import DEV_MODE_PATHS, ERROR_FORM, error_response, not_allowed
 from octavo.entrypoints.http.openapi import PAGE_FILES
 from octavo.entrypoints.http.router import methods_of
 from octavo.entrypoints.http.server_state import ARRIVAL, Arrival, ServerState
@@ -30,17 +30,18 @@ from octavo.errors import RequestError
 OPEN_PATHS = ui.OPEN_PATHS | {"/health", "/ping", "/metrics", "/version", "/load", "/openapi.json", "/docs"}
 OPEN_PATHS |= {f"/docs/{name}" for name in PAGE_FILES}
 MAX_BODIES_HELD = 64  # times the longest body: as much memory may bodies take that have not arrived whole
-_LIGHT_BEGINNINGS = ("/v1/chat/completions/", "/v1/files", "/v1/batches")
+_UNQUEUED_PREFIXES = ("/v1/chat/completions/", "/v1/files", "/v1/batches")
 UPLOAD_PATH = "/v1/files"
 AUDIO_PATHS = {"/v1/audio/transcriptions", "/v1/audio/translations"}
 _FORM_BYTES = 1 << 20  # of a form beside its file
-WITHIN = "octavo.within"  # where a scope holds the body of a request from within the server: no client can set it
+# Where a scope holds the body of a request from within the server. No client can set it.
+INTERNAL_BODY = "octavo.internal_body"
 _CLOSE = {"Connection": "close"}
 # POST, but nothing waits in the engine's queue
-LIGHT_PATHS = WITH_DEV_MODE | {"/tokenize", "/detokenize", "/v1/messages/count_tokens"}
+UNQUEUED_PATHS = DEV_MODE_PATHS | {"/tokenize", "/detokenize", "/v1/messages/count_tokens"}
 
 
-class Gate:
+class AuthAndLimits:
     """Answers 401, 405, 408, 413, 415, 429 or 503 itself and passes all other requests on.
 
     Health, metrics, load, version, the API's description and the page's own files need neither a key nor an engine.
@@ -74,12 +75,12 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers, method = Headers(scope=scope), scope["method"]
-        if scope.get(WITHIN) is not None:
-            num_bytes = len(scope[WITHIN])
-            await self._pass_on(scope, read_already(scope.pop(WITHIN), receive), send, num_bytes)
+        if scope.get(INTERNAL_BODY) is not None:
+            num_bytes = len(scope[INTERNAL_BODY])
+            await self._handle_internal(scope, replay_body(scope.pop(INTERNAL_BODY), receive), send, num_bytes)
             return
-        is_queued = method == "POST" and not _is_light(path)
-        answer: Response | bytes | None = await self._refuse(headers, method, path, is_queued)
+        uses_engine = method == "POST" and not _is_unqueued(path)
+        answer: Response | bytes | None = await self._refuse(headers, method, path, uses_engine)
         self._state.num_in_flight += 1
         try:
             if answer is None and method == "POST" and path == UPLOAD_PATH:
@@ -88,27 +89,27 @@ class Gate:
                 receive = self._sounds.limited(receive)
             elif answer is None and method == "POST":
                 answer = await self._bodies.read(headers, receive)
-                if isinstance(answer, bytes) and is_queued:
+                if isinstance(answer, bytes) and uses_engine:
                     answer = self._queue_full() or answer  # others may have come meanwhile
             if isinstance(answer, Response):
                 await answer(scope, receive, send)
                 return
             num_bytes = 0
             if answer is not None:
-                num_bytes, receive = len(answer), read_already(answer, receive)
+                num_bytes, receive = len(answer), replay_body(answer, receive)
                 del answer  # whoever reads it has it: it is not to be kept for as long as an answer streams
             ARRIVAL.set(Arrival(time.monotonic(), headers, num_bytes))
-            self._state.num_queued += is_queued
+            self._state.num_engine_requests += uses_engine
             try:
                 await self._app(scope, receive, send)
             finally:
-                self._state.num_queued -= is_queued
+                self._state.num_engine_requests -= uses_engine
         except ClientGoneError:
             pass
         finally:
             self._state.num_in_flight -= 1
 
-    async def _pass_on(self, scope: Scope, receive: Receive, send: Send, num_bytes: int) -> None:
+    async def _handle_internal(self, scope: Scope, receive: Receive, send: Send, num_bytes: int) -> None:
         """A request from within the server, which has passed here in another form."""
         unavailable = await self._state.unavailable()
         if unavailable is not None:
@@ -122,7 +123,7 @@ class Gate:
         finally:
             self._state.num_in_flight -= 1
 
-    async def _refuse(self, headers: Headers, method: str, path: str, is_queued: bool) -> Response | None:
+    async def _refuse(self, headers: Headers, method: str, path: str, uses_engine: bool) -> Response | None:
         if self._key_digests and not self._is_authorized(headers):
             return error_response(
                 "Incorrect or missing API key; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
@@ -142,9 +143,9 @@ class Gate:
             return error_response(reason, 503, code=f"engine_{status}", headers=close)
         if method != "POST":
             return None
-        if is_queued and (full := self._queue_full()) is not None:
+        if uses_engine and (full := self._queue_full()) is not None:
             return full
-        if path in WITH_DEV_MODE and headers.get("content-length", "0") == "0":
+        if path in DEV_MODE_PATHS and headers.get("content-length", "0") == "0":
             return None  # without a body, which needs no type
         encoding = headers.get("content-encoding", "identity").strip().lower()
         if encoding not in ("", "identity"):
@@ -166,7 +167,7 @@ class Gate:
         return None
 
     def _queue_full(self) -> Response | None:
-        if (retry_after_s := self._state.queue_full()) is None:
+        if (retry_after_s := self._state.queue_retry_after_s()) is None:
             return None
         return error_response(
             f"The queue is full (--max-queue-len {self._state.args.max_queue_len}); try again in about "
@@ -187,9 +188,9 @@ class Gate:
         return any(matches)
 
 
-def _is_light(path: str) -> bool:
+def _is_unqueued(path: str) -> bool:
     """Whether a POST gives the engine nothing to do."""
-    return path in LIGHT_PATHS or path.endswith("/cancel") or path.startswith(_LIGHT_BEGINNINGS)
+    return path in UNQUEUED_PATHS or path.endswith("/cancel") or path.startswith(_UNQUEUED_PREFIXES)
 
 
 def _digest(key: bytes) -> bytes:
@@ -287,7 +288,7 @@ class BodyReader:
         )
 
 
-def read_already(body: bytes, receive: Receive) -> Receive:
+def replay_body(body: bytes, receive: Receive) -> Receive:
     """An ASGI `receive` that gives a body which has been read, and then what the server says, such as a disconnect."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 

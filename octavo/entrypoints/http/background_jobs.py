@@ -20,37 +20,37 @@ _CANCEL_POLL_S = 0.2
 logger = logging.getLogger("octavo.server")
 
 
-class Work(Protocol):
+class Job(Protocol):
     """Something to be done. It notes itself what comes of it."""
 
     async def run(self) -> None: ...
 
 
-class Background:
+class BackgroundJobs:
     """The tasks of one server, by the ids of their objects."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._works: dict[str, Work] = {}
+        self._jobs: dict[str, Job] = {}
         self._beats: asyncio.Task[None] | None = None
 
-    def get(self, id: str) -> Work | None:
+    def get(self, id: str) -> Job | None:
         """What this server is at."""
-        return self._works.get(id)
+        return self._jobs.get(id)
 
-    def start(self, id: str, work: Work, *, is_queued: bool, is_awaited: bool = True) -> None:
-        """Have `work` done. `is_queued`: it is one request to the engine. `is_awaited`: a server that stops waits for
+    def start(self, id: str, job: Job, *, uses_engine: bool, is_awaited: bool = True) -> None:
+        """Have `job` done. `uses_engine`: it is one request to the engine. `is_awaited`: a server that stops waits for
         it, as for a request."""
         self._state.num_in_flight += is_awaited
-        self._state.num_queued += is_queued
-        task = self._tasks[id] = asyncio.ensure_future(work.run())
-        self._works[id] = work
+        self._state.num_engine_requests += uses_engine
+        task = self._tasks[id] = asyncio.ensure_future(job.run())
+        self._jobs[id] = job
 
         def end(ended: asyncio.Task[None]) -> None:
             self._state.num_in_flight -= is_awaited
-            self._state.num_queued -= is_queued
-            del self._tasks[id], self._works[id]
+            self._state.num_engine_requests -= uses_engine
+            del self._tasks[id], self._jobs[id]
             if not ended.cancelled() and (error := ended.exception()) is not None:
                 logger.error("work in the background failed", exc_info=error)
 

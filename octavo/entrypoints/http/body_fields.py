@@ -1,4 +1,4 @@
-"""The types of fields in request bodies, and which fields are not built.
+"""The base classes of request and response bodies, the types of request fields, and which fields are not built.
 
 Types are checked strictly ("5" is no number). A field of either API that is not built yet is refused by name unless its
 value asks for nothing.
@@ -15,6 +15,7 @@ from octavo.entrypoints.chat.media_parts import MEDIA_PARTS, SoundFormat, as_par
 from octavo.errors import RequestError
 
 ID_PATTERN = r"^[!-~]{1,200}$"  # printable ASCII: it becomes a header and part of an id
+MAX_METADATA = 16  # pairs of what clients keep with an object
 
 # Fields of OpenAI's or vLLM's API that are not built, with the values that ask for nothing. null always does.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
@@ -89,6 +90,13 @@ class RequestBody(BaseModel):
 
     # Pydantic makes a class's validator with the first body of its kind, not while the server starts.
     model_config = ConfigDict(strict=True, extra="forbid", defer_build=True)
+
+
+class ResponseModel(BaseModel):
+    """What a client gets."""
+
+    # Pydantic makes a class's serializer with the first object of it, not while the server starts.
+    model_config = ConfigDict(defer_build=True)
 
 
 def described(meaning: str, *, default: Any = None, **limits: float) -> Any:

@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.entrypoints.http.body_fields import ResponseModel
 from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError, RequestError
 
 logger = logging.getLogger("octavo.server")
@@ -32,7 +33,7 @@ _MEANT = {
     "thinking": 'chat_template_kwargs {"thinking": ...}',
 }
 # Routes of OpenAI's and vLLM's servers that none of ours answers.
-NOT_BUILT = frozenset((
+UNBUILT_PATHS = frozenset((
     "/v1/audio/speech", "/v1/realtime", "/v1/images/generations",
     "/v1/moderations", "/v1/conversations", "/v1/fine_tuning/jobs", "/v1/uploads", "/v1/vector_stores",
     "/v1/assistants", "/v1/threads", "/v1/messages/batches", "/v1/responses/compact",
@@ -44,10 +45,23 @@ NOT_BUILT = frozenset((
     "/get_world_size", "/abort_requests",
 ))  # fmt: skip
 # Routes of `engine_control`, which a server has that is told so.
-WITH_DEV_MODE = frozenset({
+DEV_MODE_PATHS = frozenset({
     "/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused", "/reset_prefix_cache",
 })  # fmt: skip
 MAX_MESSAGE_LENGTH = 1000  # messages quote what clients send, which may be megabytes
+
+
+class ErrorInfo(ResponseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(ResponseModel):
+    """Body of every answer that is not 2xx."""
+
+    error: ErrorInfo
 
 
 def error_body(message: str, status: int, *, param: str | None = None, code: str | None = None) -> bytes:
@@ -142,7 +156,7 @@ def refusal(error: Exception) -> Response:
 
 
 async def refuse_not_built(request: Request) -> Response:
-    """What answers the routes of `NOT_BUILT`."""
+    """What answers the routes of `UNBUILT_PATHS`."""
     return error_response(f"{request.url.path} is not built yet.", 404, code="not_built")
 
 
@@ -156,7 +170,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     message, path = str(error.detail), request.url.path
     if error.status_code == 404:
         route = path.removeprefix(str(request.scope.get("root_path", "")))
-        if route in WITH_DEV_MODE:
+        if route in DEV_MODE_PATHS:
             said = f"This server has no {path}: start it with --enable-server-dev-mode."
             return error_response(said, 404, code="not_enabled")
         message = f"Invalid URL ({request.method} {path})"

@@ -5,16 +5,16 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from octavo.entrypoints.http.body_fields import ResponseModel
 from octavo.entrypoints.http.error_responses import RETRY_AFTER_S
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import state_of
-from octavo.entrypoints.openai.response_bodies import Body
 from octavo.version import __version__
 
 router = Router(tags=["operations"])
 
 
-class Health(Body):
+class Health(ResponseModel):
     """`ok`, or the state that keeps the server from taking requests, and why."""
 
     status: str
@@ -42,7 +42,7 @@ async def version() -> dict[str, str]:
 @router.get("/load")
 async def load(request: Request) -> dict[str, int]:
     """Requests that the engine has been asked for and whose answers are not complete, those that wait included."""
-    return {"server_load": state_of(request).num_queued}
+    return {"server_load": state_of(request).num_engine_requests}
 
 
 @router.get("/metrics", response_class=PlainTextResponse)

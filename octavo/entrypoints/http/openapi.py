@@ -17,8 +17,9 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from octavo.entrypoints.anthropic.anthropic_errors import PREFIX as ANTHROPIC_PREFIX
-from octavo.entrypoints.http.router import Declared, Later, Router
-from octavo.entrypoints.openai.response_bodies import AnthropicError, ErrorResponse
+from octavo.entrypoints.anthropic.anthropic_errors import AnthropicError
+from octavo.entrypoints.http.error_responses import ErrorResponse
+from octavo.entrypoints.http.router import LazyRoute, Router, RouteSpec
 from octavo.version import __version__
 
 router = Router(include_in_schema=False)
@@ -133,8 +134,8 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
 class Description:
     """What /openapi.json says of routes."""
 
-    def __init__(self, declared: Sequence[Declared | Later]) -> None:
-        self._declared = declared
+    def __init__(self, specs: Sequence[RouteSpec | LazyRoute]) -> None:
+        self._specs = specs
 
     @cached_property
     def schema(self) -> dict[str, Any]:
@@ -143,8 +144,8 @@ class Description:
 
         bug = {"model": ErrorResponse, "description": "A bug; the server's log has the traceback."}
         app = FastAPI(title="Octavo", version=__version__, description=OVERVIEW, responses={500: bug})
-        for route in self._declared:
-            one = route.load() if isinstance(route, Later) else route
+        for route in self._specs:
+            one = route.load() if isinstance(route, LazyRoute) else route
             app.add_api_route(one.path, one.handler, methods=[one.method], **one.description)
         return _complete(app.openapi())
 

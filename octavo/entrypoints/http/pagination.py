@@ -8,14 +8,14 @@ from typing import Any, ClassVar, Literal, Self
 
 from starlette.requests import Request
 
-from octavo.entrypoints.openai.response_bodies import Body
+from octavo.entrypoints.http.body_fields import ResponseModel
 from octavo.errors import RequestError
 
 MAX_LIMIT = 100
 
 
 @dataclass(frozen=True, slots=True)
-class AskedPage:
+class PageQuery:
     """Which page a client asks for."""
 
     after: str | None  # the id of the last one of the page before
@@ -23,7 +23,7 @@ class AskedPage:
     is_ascending: bool
 
 
-class Deleted(Body):
+class Deleted(ResponseModel):
     """What is said of an object that was deleted."""
 
     id: str
@@ -31,7 +31,7 @@ class Deleted(Body):
     deleted: bool = True
 
 
-class Page(Body):
+class Page(ResponseModel):
     """A page of a list of objects."""
 
     PARAMETERS: ClassVar[dict[str, Any]] = {
@@ -49,9 +49,9 @@ class Page(Body):
     has_more: bool = False
 
     @classmethod
-    def of(cls, found: Sequence[dict[str, Any]], asked: AskedPage) -> Self:
+    def of(cls, found: Sequence[dict[str, Any]], query: PageQuery) -> Self:
         """The page that `found` begins with, which has one object more where there are more."""
-        data = list(found[: asked.limit])
+        data = list(found[: query.limit])
         ids = [one["id"] for one in data]
         return cls(
             data=data,
@@ -61,24 +61,24 @@ class Page(Body):
         )
 
     @classmethod
-    def of_whole(cls, items: Sequence[dict[str, Any]], asked: AskedPage) -> Self:
+    def of_whole(cls, items: Sequence[dict[str, Any]], query: PageQuery) -> Self:
         """The page of a whole list, which is in the order of its making. Raises `RequestError`."""
-        rest = list(items) if asked.is_ascending else list(reversed(items))
-        if asked.after is not None:
-            place = next((i for i, item in enumerate(rest) if item["id"] == asked.after), None)
+        rest = list(items) if query.is_ascending else list(reversed(items))
+        if query.after is not None:
+            place = next((i for i, item in enumerate(rest) if item["id"] == query.after), None)
             if place is None:
-                raise RequestError(f"There is no {asked.after!r:.100} in this list.", param="after")
+                raise RequestError(f"There is no {query.after!r:.100} in this list.", param="after")
             rest = rest[place + 1 :]
-        return cls.of(rest, asked)
+        return cls.of(rest, query)
 
 
-def page_of(raw: Request, *, limit: int = 20, order: str = "desc") -> AskedPage:
+def page_query(raw: Request, *, limit: int = 20, order: str = "desc") -> PageQuery:
     """What a query says. Raises `RequestError`."""
     order = raw.query_params.get("order", order)
     if order not in ("asc", "desc"):
         raise RequestError(f"order should be asc or desc, got {order!r:.60}.", param="order")
     limit = read_integer(raw, "limit", limit, least=1, most=MAX_LIMIT)
-    return AskedPage(raw.query_params.get("after"), limit, order == "asc")
+    return PageQuery(raw.query_params.get("after"), limit, order == "asc")
 
 
 def read_integer(raw: Request, name: str, default: int, *, least: int, most: int = 2**31) -> int:

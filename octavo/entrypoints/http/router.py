@@ -31,12 +31,12 @@ MAX_INLINE_BYTES = 8192  # of a body that is read in the event loop: about a mil
 logger = logging.getLogger("octavo.server")
 
 Handler = Callable[..., Awaitable[Any]]
-Answer = Callable[[Request], Awaitable[Response]]
+Endpoint = Callable[[Request], Awaitable[Response]]
 H = TypeVar("H", bound=Handler)
 
 
 @dataclass(frozen=True, slots=True)
-class Declared:
+class RouteSpec:
     """A handler takes the request, and by name the parameters of the path and the body as an object of its class."""
 
     method: str
@@ -44,14 +44,14 @@ class Declared:
     handler: Handler
     description: dict[str, Any]  # more that FastAPI's `add_api_route` is told
 
-    def answer(self) -> Answer:
+    def endpoint(self) -> Endpoint:
         """What answers a request."""
         hints = get_type_hints(self.handler)
         hints.pop("return")
         of_request = [name for name, kind in hints.items() if kind is Request]
         of_body = {name: kind for name, kind in hints.items() if isinstance(kind, type) and issubclass(kind, BaseModel)}
 
-        async def answer(request: Request) -> Response:
+        async def endpoint(request: Request) -> Response:
             bodies = {name: await _read_body(request, kind) for name, kind in of_body.items()}
             result = await self.handler(**request.path_params, **dict.fromkeys(of_request, request), **bodies)
             if isinstance(result, Response):
@@ -60,47 +60,47 @@ class Declared:
                 return Response(result.model_dump_json(), media_type="application/json")
             return JSONResponse(result)
 
-        return answer
+        return endpoint
 
 
 @dataclass(slots=True)
-class Later:
+class LazyRoute:
     """A route of a module that is imported when the first request for it comes, or the first for the description."""
 
     module: str  # has a `router`
     method: str
     path: str
-    _answer: Answer | None = field(default=None, init=False)
+    _endpoint: Endpoint | None = field(default=None, init=False)
 
-    def load(self) -> Declared:
+    def load(self) -> RouteSpec:
         """The route itself."""
         router: Router = importlib.import_module(self.module).router
-        return next(one for one in router.declared if (one.method, one.path) == (self.method, self.path))
+        return next(one for one in router.specs if (one.method, one.path) == (self.method, self.path))
 
-    def answer(self) -> Answer:
+    def endpoint(self) -> Endpoint:
         """What answers a request."""
 
-        async def answer(request: Request) -> Response:
-            if self._answer is None:
-                self._answer = (await asyncio.to_thread(self.load)).answer()
-            return await self._answer(request)
+        async def endpoint(request: Request) -> Response:
+            if self._endpoint is None:
+                self._endpoint = (await asyncio.to_thread(self.load)).endpoint()
+            return await self._endpoint(request)
 
-        return answer
+        return endpoint
 
 
-def make_routes(declared: Sequence[Declared | Later]) -> list[Route]:
+def make_routes(specs: Sequence[RouteSpec | LazyRoute]) -> list[Route]:
     """The routes that answer, one a path."""
-    by_path: dict[str, dict[str, Answer]] = {}
-    for one in declared:
-        by_path.setdefault(one.path, {})[one.method] = one.answer()
-    return [_route(path, answers) for path, answers in by_path.items()]
+    by_path: dict[str, dict[str, Endpoint]] = {}
+    for one in specs:
+        by_path.setdefault(one.path, {})[one.method] = one.endpoint()
+    return [_route(path, endpoints) for path, endpoints in by_path.items()]
 
 
-def _route(path: str, answers: Mapping[str, Answer]) -> Route:
-    async def answer(request: Request) -> Response:
-        return await answers["GET" if request.method == "HEAD" else request.method](request)
+def _route(path: str, endpoints: Mapping[str, Endpoint]) -> Route:
+    async def endpoint(request: Request) -> Response:
+        return await endpoints["GET" if request.method == "HEAD" else request.method](request)
 
-    return Route(path, answer, methods=list(answers))
+    return Route(path, endpoint, methods=list(endpoints))
 
 
 def methods_of(path: str, routes: Sequence[Route]) -> set[str] | None:
@@ -116,24 +116,24 @@ class Router:
     """The routes of a module."""
 
     def __init__(self, *, tags: Sequence[str] = (), include_in_schema: bool = True) -> None:
-        self.declared: list[Declared] = []
+        self.specs: list[RouteSpec] = []
         self._common = {"tags": list(tags), "include_in_schema": include_in_schema}
 
     def get(self, path: str, **description: Any) -> Callable[[H], H]:
         """Declare the handler of GET and HEAD."""
-        return self._declare("GET", path, description)
+        return self._add("GET", path, description)
 
     def post(self, path: str, **description: Any) -> Callable[[H], H]:
         """Declare the handler of POST."""
-        return self._declare("POST", path, description)
+        return self._add("POST", path, description)
 
     def delete(self, path: str, **description: Any) -> Callable[[H], H]:
         """Declare the handler of DELETE."""
-        return self._declare("DELETE", path, description)
+        return self._add("DELETE", path, description)
 
-    def _declare(self, method: str, path: str, description: dict[str, Any]) -> Callable[[H], H]:
+    def _add(self, method: str, path: str, description: dict[str, Any]) -> Callable[[H], H]:
         def declare(handler: H) -> H:
-            self.declared.append(Declared(method, path, handler, self._common | description))
+            self.specs.append(RouteSpec(method, path, handler, self._common | description))
             return handler
 
         return declare
@@ -166,10 +166,10 @@ def _parse(body: bytes, kind: type[BaseModel], unknown: UnknownFields) -> BaseMo
         raise RequestError("The body is nested too deeply.") from None
     except ValueError:
         raise RequestError("The body is not valid JSON: a number has too many digits.") from None
-    return validated(parsed, kind, unknown)
+    return validate_body(parsed, kind, unknown)
 
 
-def validated(parsed: Any, kind: type[BaseModel], unknown: UnknownFields) -> BaseModel:
+def validate_body(parsed: Any, kind: type[BaseModel], unknown: UnknownFields) -> BaseModel:
     """A body of its class. Raises `RequestError`."""
     for _ in range(_MAX_ROUNDS):
         try:
@@ -180,14 +180,14 @@ def validated(parsed: Any, kind: type[BaseModel], unknown: UnknownFields) -> Bas
             if unknown == "error" or not extra:
                 raise validation_error(errors) from None
             for location in extra:
-                _take_out(parsed, location)
+                _remove_field(parsed, location)
             if unknown == "warn":
                 names = ", ".join(".".join(map(str, location)) for location in extra[:_MAX_NAMED])
                 logger.warning("%d unknown fields of a request are ignored: %.300s", len(extra), names)
     raise RequestError("The body has too many unknown fields within unknown fields.")
 
 
-def _take_out(body: Any, location: Sequence[int | str]) -> None:
+def _remove_field(body: Any, location: Sequence[int | str]) -> None:
     """Remove what pydantic found at `location`, which also holds names of classes where a field may be one of some."""
     *way, last = location
     for part in way:

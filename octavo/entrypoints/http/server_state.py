@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from octavo.engine.engine_client import EngineClient
-    from octavo.entrypoints.http.background_jobs import Background
+    from octavo.entrypoints.http.background_jobs import BackgroundJobs
     from octavo.entrypoints.http.store import Store
     from octavo.lora.names import AdapterNames
 
@@ -62,14 +62,14 @@ class Arrival:
     num_bytes: int  # of the body
 
 
-class Identified(Protocol):
+class HasRequestId(Protocol):
     """A body that may bring an id."""
 
     request_id: str | None
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PreparedPrompt:
     """One prompt of a request, and what its answer must be where `SamplingParams` do not say it."""
 
     prompt: str | list[int] | dict[str, Any]  # text, token ids, or an object with `prompt_embeds`
@@ -81,7 +81,7 @@ class Asked:
 ARRIVAL: ContextVar[Arrival | None] = ContextVar("arrival", default=None)  # of the request that a task answers
 
 
-def wanted_rank() -> int | None:
+def requested_rank() -> int | None:
     """The engine that the request at hand names by its header. Raises `RequestError` for what is no number."""
     arrival = ARRIVAL.get()
     given = None if arrival is None else arrival.headers.get(RANK_HEADER)
@@ -122,7 +122,7 @@ class ServerState:
         self.fetched_held = asyncio.Semaphore(MAX_FETCHED_HELD)
         self.is_stopping = False
         self.num_in_flight = 0  # requests whose answers are not complete
-        self.num_queued = 0  # those of them that are whole, and that the engine answers
+        self.num_engine_requests = 0  # those of them that are whole, and that the engine answers
 
     @cached_property
     def store(self) -> Store:
@@ -132,11 +132,11 @@ class ServerState:
         return Store(self.args.response_store, self.args.response_store_bytes)
 
     @cached_property
-    def background(self) -> Background:
+    def background(self) -> BackgroundJobs:
         """Work that outlives its requests."""
-        from octavo.entrypoints.http.background_jobs import Background
+        from octavo.entrypoints.http.background_jobs import BackgroundJobs
 
-        return Background(self)
+        return BackgroundJobs(self)
 
     async def background_ended(self) -> None:
         """Return when what works in the background has noted how far it is."""
@@ -198,7 +198,7 @@ class ServerState:
             return "dead", str(error) or "The engine has died."
         return None if self.engine.is_ready else ("loading", "The model is still being loaded; try again in a moment.")
 
-    def queue_full(self) -> int | None:
+    def queue_retry_after_s(self) -> int | None:
         """Seconds after which a client should come back while as many requests wait as may, or None.
 
         That is the number of waiting requests divided by the rate at which requests have ended lately.
@@ -208,14 +208,14 @@ class ServerState:
             return None
         stats = self.engine.stats
         # The core's count is a step old; what has come since then is bounded by the slots.
-        num_beyond_slots = self.num_queued - self.engine.config.num_slots
+        num_beyond_slots = self.num_engine_requests - self.engine.config.num_slots
         num_waiting = max(stats.num_waiting + stats.num_swapped, num_beyond_slots)
         if num_waiting < max(limit, 1) and num_beyond_slots < limit:
             return None
         rate = 0.0 if self.engine.metrics is None else self.engine.metrics.all_requests_per_s
         return min(max(math.ceil(num_waiting / rate), 1), MAX_RETRY_AFTER_S) if rate > 0 else RETRY_AFTER_S
 
-    def check_first_token(self, num_tokens: int, wanted_s: float | None = None) -> None:
+    def check_ttft(self, num_tokens: int, wanted_s: float | None = None) -> None:
         """Raise `RequestError` (429) if a prompt would have its first token later than `wanted_s` and --max-ttft allow,
         because of those that are before it. What it says of the time to come back holds if no others come."""
         limits_s = [limit for limit in (wanted_s, self.args.max_ttft) if limit is not None]
@@ -277,7 +277,7 @@ class ServerState:
         fields = {"request_id": name, "num_prompt_tokens": num_tokens, "pooling_params": options}
         logger.info("%s: %d texts of %d tokens %s", name, len(requests), num_tokens, options, extra=fields)
 
-    def response_id(self, prefix: str, body: Identified, raw: Request) -> tuple[str, dict[str, str]]:
+    def response_id(self, prefix: str, body: HasRequestId, raw: Request) -> tuple[str, dict[str, str]]:
         """The response's id and headers: from the body's `request_id` or the header X-Request-Id, or a new one."""
         given = body.request_id or raw.headers.get(ID_HEADER)
         if given is None:
@@ -293,7 +293,7 @@ class ServerState:
         response_id: str,
         body: SamplingRequest,
         params: SamplingParams,
-        prepare: Callable[[], Asked],
+        prepare: Callable[[], PreparedPrompt],
         *,
         has_grammar: bool = False,
         media: Collection[str] = (),
@@ -310,24 +310,24 @@ class ServerState:
         self.engine.inputs.refuse_if_it_pools()
         arrival = ARRIVAL.get()
         structure = params.structured_outputs
-        rank = wanted_rank()
+        rank = requested_rank()
         adapter = await self._adapter_of(getattr(body, "model", None))
 
         def process() -> EngineRequest:
-            asked = prepare()
-            grammar = asked.grammar
+            prepared = prepare()
+            grammar = prepared.grammar
             if grammar is None and structure is not None:
                 grammar = WantedGrammar(structure, None, body.structure_field, self.engine.inputs.special_tokens)
             prediction = None if body.prediction is None else body.prediction.content
-            given = asked.prompt
+            given = prepared.prompt
             if not isinstance(given, dict):
                 given = {"prompt": given} if isinstance(given, str) else {"prompt_token_ids": given}
             return self.engine.inputs.process(
-                {**given, "cache_salt": body.cache_salt, "prediction": prediction, "multi_modal_data": asked.media},
+                {**given, "cache_salt": body.cache_salt, "prediction": prediction, "multi_modal_data": prepared.media},
                 params,
                 priority=body.priority,
                 arrival_time=None if arrival is None else arrival.at,
-                add_special_tokens=asked.add_special_tokens,
+                add_special_tokens=prepared.add_special_tokens,
                 grammar=grammar,
                 clamps_max_tokens=clamps_max_tokens,
                 adapter=adapter,
@@ -344,7 +344,7 @@ class ServerState:
             log_request(logger, name, request.prompt, params, self.args.max_log_len)
         limits_s = [limit for limit in (body.timeout, self.args.max_request_time) if limit is not None]
         deadline = request.arrival_time + min(limits_s) if limits_s else None
-        self.check_first_token(len(request.prompt.token_ids), body.max_ttft)
+        self.check_ttft(len(request.prompt.token_ids), body.max_ttft)
         request = msgspec.structs.replace(request, deadline=deadline, max_ttft_s=body.max_ttft)
         outputs = self.engine.generate_from(request)
         if self.tracer is not None:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.entrypoints.chat.answer_reader import Delta, ReasoningDelta, TextDelta, assistant_message
+from octavo.entrypoints.chat.answer_reader import Delta, ReasoningDelta, TextDelta
 from octavo.entrypoints.chat.conversation import Conversation
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.streaming import ChunkWriter, encode_json
-from octavo.entrypoints.openai.generation_job import Job
+from octavo.entrypoints.openai.generation_job import GenerationJob
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
-from octavo.entrypoints.openai.response_bodies import ChatChoice, ChatCompletionResponse, ChatLogprobs
+from octavo.entrypoints.openai.response_bodies import (
+    AssistantMessage,
+    CalledFunction,
+    ChatChoice,
+    ChatCompletionResponse,
+    ChatLogprobs,
+    ToolCall,
+)
 from octavo.entrypoints.openai.stored_chats import keep_chat
 from octavo.outputs import CompletionOutput, RequestOutput
 
@@ -23,10 +31,10 @@ router = Router(tags=["OpenAI"])
 @router.post("/v1/chat/completions", response_model=ChatCompletionResponse)
 async def create_chat_completion(body: ChatCompletionRequest, raw: Request) -> Response:
     """Answer a conversation."""
-    return await _Job(body, raw).answer(raw)
+    return await ChatJob(body, raw).answer(raw)
 
 
-class _Job(Job[ChatCompletionRequest, ChatChoice]):
+class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
     id_prefix = "chatcmpl"
     chunk_kind = "chat.completion.chunk"
 
@@ -61,8 +69,8 @@ class _Job(Job[ChatCompletionRequest, ChatChoice]):
 
     def _choice(self, prompt_index: int, completion: CompletionOutput) -> ChatChoice:
         self._num_completion += len(completion.token_ids)
-        reader = self._conversation.reader()
-        message = reader.message(self._role, completion.text)
+        reader = self._conversation.new_reader()
+        message = assistant_message(self._role, reader.add(completion.text, is_end=True))
         return ChatChoice(
             index=completion.index,
             message=message,
@@ -156,3 +164,25 @@ def _fields(delta: Delta) -> dict[str, Any]:
         return {"tool_calls": [{"index": delta.index, "function": function}]}
     call = {"index": delta.index, "id": delta.id, "type": "function", "function": {"name": delta.name, **function}}
     return {"tool_calls": [call]}
+
+
+def assistant_message(role: str, deltas: Iterable[Delta]) -> AssistantMessage:
+    """The message that `deltas` add up to."""
+    reasoning, content, calls = list[str](), list[str](), list[ToolCall]()
+    for delta in deltas:
+        if isinstance(delta, ReasoningDelta):
+            reasoning.append(delta.text)
+        elif isinstance(delta, TextDelta):
+            content.append(delta.text)
+        else:
+            if delta.name:
+                calls.append(ToolCall(id=delta.id, function=CalledFunction(name=delta.name, arguments="")))
+            calls[-1].function.arguments += delta.arguments
+    thought = "".join(reasoning) or None
+    return AssistantMessage(
+        role=role,
+        content="".join(content) or (None if thought or calls else ""),
+        reasoning_content=thought,
+        reasoning=thought,
+        tool_calls=calls or None,
+    )

@@ -16,9 +16,9 @@ from starlette.responses import Response
 from octavo.engine.detokenizer import make_detokenizer
 from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.http.router import Router
-from octavo.entrypoints.http.server_state import Asked
+from octavo.entrypoints.http.server_state import PreparedPrompt
 from octavo.entrypoints.http.streaming import ChunkWriter, encode_json
-from octavo.entrypoints.openai.generation_job import Job
+from octavo.entrypoints.openai.generation_job import GenerationJob
 from octavo.entrypoints.openai.logprobs_format import TextOffsets, echo_offsets
 from octavo.entrypoints.openai.request_bodies import CompletionRequest
 from octavo.entrypoints.openai.response_bodies import CompletionChoice, CompletionLogprobs, CompletionResponse
@@ -37,7 +37,7 @@ MAX_PROMPTS = 2048  # in one request
 @router.post("/v1/completions", response_model=CompletionResponse)
 async def create_completion(body: CompletionRequest, raw: Request) -> Response:
     """Continue each prompt."""
-    return await _Job(body, raw).answer(raw)
+    return await CompletionJob(body, raw).answer(raw)
 
 
 async def prompt_text(tokenizer: ModelTokenizer, prompt: Prompt, *, is_cut: bool) -> str:
@@ -57,7 +57,7 @@ class _Prompt:
     offsets: dict[int, TextOffsets] = field(default_factory=dict)  # by choice, where logprobs are asked for
 
 
-class _Job(Job[CompletionRequest, CompletionChoice]):
+class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
     id_prefix = "cmpl"
     chunk_kind = "text_completion"
 
@@ -77,7 +77,7 @@ class _Job(Job[CompletionRequest, CompletionChoice]):
                     self._about["id"],
                     body,
                     self._params,
-                    partial(Asked, given, adds_special),
+                    partial(PreparedPrompt, given, adds_special),
                     length=len(given["prompt_embeds"]) if isinstance(given, dict) else len(given),
                     num_prompts=len(body.prompts),
                 )

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from octavo.entrypoints.http.error_responses import describe, error_body
 from octavo.entrypoints.http.router import Router
-from octavo.entrypoints.http.server_state import Asked, state_of
+from octavo.entrypoints.http.server_state import PreparedPrompt, state_of
 from octavo.entrypoints.http.streaming import EventStream, encode_json, respond
 from octavo.entrypoints.openai.completions import prompt_text
 from octavo.entrypoints.openai.request_bodies import GenerateRequest
@@ -35,8 +35,8 @@ async def generate(body: GenerateRequest, raw: Request) -> Response:
     state = state_of(raw)
     params = body.to_sampling_params(state.engine.config.model.default_sampling_params)
     response_id, headers = state.response_id("gen", body, raw)
-    asked = Asked(body.prompt, body.add_special_tokens is not False)
-    prompt, outputs = await state.submit(response_id, body, params, lambda: asked)
+    prepared = PreparedPrompt(body.prompt, body.add_special_tokens is not False)
+    prompt, outputs = await state.submit(response_id, body, params, lambda: prepared)
     start = await prompt_text(state.engine.tokenizer, prompt, is_cut=body.truncate_prompt_tokens is not None)
     texts = [start] * body.num_choices
     if body.stream:

@@ -25,17 +25,17 @@ from octavo.entrypoints.openai.response_bodies import (
 )
 from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 
-Body = TypeVar("Body", bound=GenerationRequest)
-Choice = TypeVar("Choice", CompletionChoice, ChatChoice)
+RequestT = TypeVar("RequestT", bound=GenerationRequest)
+ChoiceT = TypeVar("ChoiceT", CompletionChoice, ChatChoice)
 
 
-class Job(ABC, Generic[Body, Choice]):
+class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
     """One request on its way through the engine. When `submit` returns, all that can be refused has been checked."""
 
     id_prefix: str
     chunk_kind: str  # the `object` of a stream's chunks
 
-    def __init__(self, body: Body, raw: Request) -> None:
+    def __init__(self, body: RequestT, raw: Request) -> None:
         self._state = state = state_of(raw)
         self._body = body
         model = state.resolve_model(body.model)
@@ -68,11 +68,11 @@ class Job(ABC, Generic[Body, Choice]):
         """Make the `_generators`. Raises `RequestError` for whatever is wrong with a prompt."""
 
     @abstractmethod
-    def _choice(self, prompt_index: int, completion: CompletionOutput) -> Choice:
+    def _choice(self, prompt_index: int, completion: CompletionOutput) -> ChoiceT:
         """A whole choice."""
 
     @abstractmethod
-    def _response(self, choices: list[Choice]) -> BaseModel:
+    def _response(self, choices: list[ChoiceT]) -> BaseModel:
         """The whole answer."""
 
     @abstractmethod
@@ -89,8 +89,8 @@ class Job(ABC, Generic[Body, Choice]):
     async def _on_end(self) -> None:
         """What is to be done when a stream is whole."""
 
-    async def _choices(self) -> list[Choice]:
-        choices: list[Choice] = []
+    async def _choices(self) -> list[ChoiceT]:
+        choices: list[ChoiceT] = []
         async for prompt_index, output in merge(self._generators):
             self._note(prompt_index, output)
             choices += [self._choice(prompt_index, completion) for completion in output.outputs]

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.engine.off_loop import run_off_loop
-from octavo.entrypoints.http.auth_and_limits import read_already
+from octavo.entrypoints.http.auth_and_limits import replay_body
 from octavo.entrypoints.http.router import Router, whole_body
 from octavo.entrypoints.http.server_state import state_of
 from octavo.errors import RequestError
@@ -31,7 +31,7 @@ async def invocations(raw: Request) -> Response:
     body = await whole_body(raw)
     given = await run_off_loop(lambda: _fields(body), length=len(body))
     path = _path_of(given, state_of(raw).engine.config.model.pooling)
-    again = Request(raw.scope, read_already(body, raw.receive))
+    again = Request(raw.scope, replay_body(body, raw.receive))
     response: Response = await raw.app.router.plain[path].endpoint(again)
     return response
 

@@ -5,41 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+
+from octavo.entrypoints.http.body_fields import ResponseModel
 
 
-class Body(BaseModel):
-    """Pydantic makes a class's serializer when the first object of it is made, not while the server starts."""
-
-    model_config = ConfigDict(defer_build=True)
-
-
-class ErrorInfo(Body):
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-
-
-class ErrorResponse(Body):
-    """Body of every answer that is not 2xx."""
-
-    error: ErrorInfo
-
-
-class AnthropicErrorInfo(Body):
-    type: str
-    message: str
-
-
-class AnthropicError(Body):
-    """That of Messages."""
-
-    type: Literal["error"]
-    error: AnthropicErrorInfo
-
-
-class ModelCard(Body):
+class ModelCard(ResponseModel):
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -49,23 +20,23 @@ class ModelCard(Body):
     max_model_len: int
 
 
-class ModelList(Body):
+class ModelList(ResponseModel):
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
-class PromptTokensDetails(Body):
+class PromptTokensDetails(ResponseModel):
     cached_tokens: int = 0
 
 
-class CompletionTokensDetails(Body):
+class CompletionTokensDetails(ResponseModel):
     """What came of the request's prediction."""
 
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
 
 
-class Usage(Body):
+class Usage(ResponseModel):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     total_tokens: int = 0
@@ -73,7 +44,7 @@ class Usage(Body):
     completion_tokens_details: CompletionTokensDetails = Field(default_factory=CompletionTokensDetails)
 
 
-class PromptLogprob(Body):
+class PromptLogprob(ResponseModel):
     logprob: float
     rank: int | None
     decoded_token: str | None
@@ -82,7 +53,7 @@ class PromptLogprob(Body):
 PromptLogprobs = list[Mapping[int, PromptLogprob] | None]
 
 
-class CompletionLogprobs(Body):
+class CompletionLogprobs(ResponseModel):
     """One entry a token in each list; a prompt's first token has no log-probability."""
 
     tokens: list[str] = Field(default_factory=list)
@@ -91,7 +62,7 @@ class CompletionLogprobs(Body):
     text_offset: list[int] = Field(default_factory=list)
 
 
-class CompletionChoice(Body):
+class CompletionChoice(ResponseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
@@ -102,7 +73,7 @@ class CompletionChoice(Body):
     prompt_token_ids: list[int] | None = None
 
 
-class CompletionResponse(Body):
+class CompletionResponse(ResponseModel):
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int
@@ -112,7 +83,7 @@ class CompletionResponse(Body):
     usage: Usage
 
 
-class ChatTopLogprob(Body):
+class ChatTopLogprob(ResponseModel):
     token: str
     logprob: float
     bytes: list[int]
@@ -122,23 +93,23 @@ class ChatTokenLogprob(ChatTopLogprob):
     top_logprobs: list[ChatTopLogprob]
 
 
-class ChatLogprobs(Body):
+class ChatLogprobs(ResponseModel):
     content: list[ChatTokenLogprob]
     refusal: None = None
 
 
-class CalledFunction(Body):
+class CalledFunction(ResponseModel):
     name: str
     arguments: str
 
 
-class ToolCall(Body):
+class ToolCall(ResponseModel):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class AssistantMessage(Body):
+class AssistantMessage(ResponseModel):
     """`reasoning` is a newer name of `reasoning_content`. What there is none of is left out."""
 
     role: str
@@ -155,7 +126,7 @@ class AssistantMessage(Body):
         return {name: value for name, value in fields.items() if value is not None or name not in optional}
 
 
-class ChatChoice(Body):
+class ChatChoice(ResponseModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
@@ -164,7 +135,7 @@ class ChatChoice(Body):
     token_ids: list[int] | None = None  # with return_token_ids
 
 
-class ChatCompletionResponse(Body):
+class ChatCompletionResponse(ResponseModel):
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
@@ -176,18 +147,18 @@ class ChatCompletionResponse(Body):
     prompt_token_ids: list[int] | None = None  # with return_token_ids; all choices have the same
 
 
-class GenerateResponse(Body):
+class GenerateResponse(ResponseModel):
     """Each text is the prompt and what continues it. A stream's lines are the same, as far as they have come."""
 
     text: list[str]
 
 
-class TokenizeResponse(Body):
+class TokenizeResponse(ResponseModel):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
 
 
-class DetokenizeResponse(Body):
+class DetokenizeResponse(ResponseModel):
     prompt: str

@@ -8,14 +8,13 @@ import msgspec
 from pydantic import Field
 from starlette.requests import Request
 
-from octavo.entrypoints.http.body_fields import RequestBody, Text
-from octavo.entrypoints.http.pagination import MAX_LIMIT, Deleted, Page, page_of
+from octavo.entrypoints.http.body_fields import MAX_METADATA, RequestBody, Text
+from octavo.entrypoints.http.pagination import MAX_LIMIT, Deleted, Page, page_query
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import state_of
 from octavo.entrypoints.http.store import Database, Stored
 from octavo.entrypoints.http.streaming import encode_json
 from octavo.entrypoints.openai.stored_chats import KIND
-from octavo.entrypoints.responses.responses_protocol import MAX_METADATA
 from octavo.errors import RequestError
 
 router = Router(tags=["OpenAI"])
@@ -31,15 +30,15 @@ class ChatUpdate(RequestBody):
 @router.get("/v1/chat/completions", openapi_extra=Page.PARAMETERS)
 async def list_chats(raw: Request) -> Page:
     """Stored chats, the oldest first; `model` and `metadata[KEY]` choose some."""
-    asked = page_of(raw, order="asc")
+    query = page_query(raw, order="asc")
     model = raw.query_params.get("model")
     wanted = {key[9:-1]: value for key, value in raw.query_params.items() if key.startswith("metadata[")}
 
     def read(database: Database) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
-        after = asked.after
-        while len(found) <= asked.limit:
-            rows = database.page(KIND, after=after, limit=MAX_LIMIT, is_ascending=asked.is_ascending)
+        after = query.after
+        while len(found) <= query.limit:
+            rows = database.page(KIND, after=after, limit=MAX_LIMIT, is_ascending=query.is_ascending)
             for row in rows:
                 chat = _decode(row.body)
                 if model in (None, chat["model"]) and wanted.items() <= chat["metadata"].items():
@@ -49,7 +48,7 @@ async def list_chats(raw: Request) -> Page:
             after = rows[-1].id
         return found
 
-    return Page.of(await state_of(raw).store.run(read), asked)
+    return Page.of(await state_of(raw).store.run(read), query)
 
 
 @router.get("/v1/chat/completions/{completion_id}")
@@ -89,7 +88,7 @@ async def delete_chat(completion_id: str, raw: Request) -> Deleted:
 async def list_messages(completion_id: str, raw: Request) -> Page:
     """The messages that the request of a stored chat brought, the first first."""
     stored = await state_of(raw).store.run(lambda database: _find(database, completion_id))
-    return Page.of_whole(_decode(stored.extra or b"[]"), page_of(raw, order="asc"))
+    return Page.of_whole(_decode(stored.extra or b"[]"), page_query(raw, order="asc"))
 
 
 def _find(database: Database, completion_id: str) -> Stored:

@@ -8,9 +8,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, PlainValidator, model_validator
 
 from octavo.engine.pooling_input import Text as InputText
-from octavo.entrypoints.http.body_fields import Id, Int, Prompts, RequestBody, Text, check_text, described
+from octavo.entrypoints.http.body_fields import (
+    Id,
+    Int,
+    Prompts,
+    RequestBody,
+    ResponseModel,
+    Text,
+    check_text,
+    described,
+)
 from octavo.entrypoints.openai.request_bodies import ChatMessage, PromptRequest, TemplateRequest
-from octavo.entrypoints.openai.response_bodies import Body
 from octavo.errors import RequestError
 from octavo.pooling_params import PoolingParams
 
@@ -250,19 +258,19 @@ class RerankRequest(PairsRequest):
     max_chunks_per_doc: Literal[1] | None = None
 
 
-class EmbeddingUsage(Body):
+class EmbeddingUsage(ResponseModel):
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int = 0
 
 
-class EmbeddingData(Body):
+class EmbeddingData(ResponseModel):
     object: Literal["embedding"] = "embedding"
     index: int
     embedding: list[float] | str
 
 
-class EmbeddingResponse(Body):
+class EmbeddingResponse(ResponseModel):
     id: str
     object: Literal["list"] = "list"
     created: int
@@ -271,7 +279,7 @@ class EmbeddingResponse(Body):
     usage: EmbeddingUsage
 
 
-class CohereEmbedResponse(Body):
+class CohereEmbedResponse(ResponseModel):
     id: str
     embeddings: dict[str, list[list[float]] | list[list[int]] | list[str]]
     texts: list[str]
@@ -279,13 +287,13 @@ class CohereEmbedResponse(Body):
     meta: dict[str, Any]
 
 
-class PoolingData(Body):
+class PoolingData(ResponseModel):
     object: Literal["pooling"] = "pooling"
     index: int
     data: list[float] | list[list[float]] | str
 
 
-class PoolingResponse(Body):
+class PoolingResponse(ResponseModel):
     id: str
     object: Literal["list"] = "list"
     created: int
@@ -294,14 +302,14 @@ class PoolingResponse(Body):
     usage: EmbeddingUsage
 
 
-class ClassData(Body):
+class ClassData(ResponseModel):
     index: int
     label: str | None
     probs: list[float]
     num_classes: int
 
 
-class ClassifyResponse(Body):
+class ClassifyResponse(ResponseModel):
     id: str
     object: Literal["list"] = "list"
     created: int
@@ -310,13 +318,13 @@ class ClassifyResponse(Body):
     usage: EmbeddingUsage
 
 
-class ScoreData(Body):
+class ScoreData(ResponseModel):
     index: int
     object: Literal["score"] = "score"
     score: float
 
 
-class ScoreResponse(Body):
+class ScoreResponse(ResponseModel):
     id: str
     object: Literal["list"] = "list"
     created: int
@@ -325,22 +333,22 @@ class ScoreResponse(Body):
     usage: EmbeddingUsage
 
 
-class RerankDocument(Body):
+class RerankDocument(ResponseModel):
     text: str
 
 
-class RerankResult(Body):
+class RerankResult(ResponseModel):
     index: int
     relevance_score: float
     document: RerankDocument | None = None
 
 
-class RerankUsage(Body):
+class RerankUsage(ResponseModel):
     prompt_tokens: int
     total_tokens: int
 
 
-class RerankResponse(Body):
+class RerankResponse(ResponseModel):
     id: str
     model: str
     usage: RerankUsage

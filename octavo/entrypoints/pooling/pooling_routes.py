@@ -23,7 +23,7 @@ from octavo.engine.pooling_input import PoolingInput, Scores, prompt_for
 from octavo.engine.pooling_input import Text as InputText
 from octavo.entrypoints.chat.conversation import render_messages
 from octavo.entrypoints.http.router import Router
-from octavo.entrypoints.http.server_state import ARRIVAL, state_of, wanted_rank
+from octavo.entrypoints.http.server_state import ARRIVAL, requested_rank, state_of
 from octavo.entrypoints.http.streaming import encode_json, run_until_disconnect
 from octavo.entrypoints.pooling.pooling_protocol import (
     ClassifyRequest,
@@ -60,19 +60,19 @@ _IN_BYTES: dict[int | str, dict[str, Any]] = {
 @router.post("/v1/embeddings", response_model=EmbeddingResponse, responses=_IN_BYTES)
 async def create_embedding(body: EmbeddingRequest, raw: Request) -> Response:
     """An embedding of each text."""
-    return await _vectors(_Job(body, raw, "embd"), body, "embed", ("embedding", "embedding"))
+    return await _vectors(PoolingJob(body, raw, "embd"), body, "embed", ("embedding", "embedding"))
 
 
 @router.post("/pooling", response_model=PoolingResponse, responses=_IN_BYTES)
 async def pool(body: PoolingRequest, raw: Request) -> Response:
     """What the model pools of each text: a vector, or one of each token."""
-    return await _vectors(_Job(body, raw, "pool"), body, body.task, ("pooling", "data"))
+    return await _vectors(PoolingJob(body, raw, "pool"), body, body.task, ("pooling", "data"))
 
 
 @router.post("/v2/embed", response_model=CohereEmbedResponse)
 async def create_cohere_embedding(body: CohereEmbedRequest, raw: Request) -> Response:
     """An embedding of each text, in the forms that are asked for: Cohere's route."""
-    job = _Job(body, raw, "embd")
+    job = PoolingJob(body, raw, "embd")
     texts, purpose = body.all_texts, prompt_for(job.inputs.config, body.input_type)
     params = body.params(task="embed", dimensions=body.output_dimension, **body.cut)
     given = [InputText(text, None, purpose) for text in texts]
@@ -90,7 +90,7 @@ async def create_cohere_embedding(body: CohereEmbedRequest, raw: Request) -> Res
     return await job.answer(requests, write)
 
 
-async def _vectors(job: _Job, body: EmbeddingRequest, task: str | None, names: tuple[str, str]) -> Response:
+async def _vectors(job: PoolingJob, body: EmbeddingRequest, task: str | None, names: tuple[str, str]) -> Response:
     """What each text gives, as an object of the first name, in a field of the second."""
     kind, field = names
     requests = await job.texts(body, body.params(task=task, dimensions=body.dimensions))
@@ -107,7 +107,7 @@ async def _vectors(job: _Job, body: EmbeddingRequest, task: str | None, names: t
 @router.post("/classify", response_model=ClassifyResponse)
 async def classify(body: ClassifyRequest, raw: Request) -> Response:
     """The probabilities of the model's classes for each text, and the likeliest."""
-    job = _Job(body, raw, "classify")
+    job = PoolingJob(body, raw, "classify")
     requests = await job.texts(body, body.params(task="classify"))
     labels = job.inputs.config.labels
 
@@ -120,7 +120,7 @@ async def classify(body: ClassifyRequest, raw: Request) -> Response:
 
 async def score(body: ScoreRequest, raw: Request) -> Response:
     """How well a query goes with each document, or each of several with its own."""
-    job = _Job(body, raw, "score")
+    job = PoolingJob(body, raw, "score")
     queries, documents = body.sides
     scores = await job.scores(body, queries, documents, body.side_fields)
 
@@ -133,7 +133,7 @@ async def score(body: ScoreRequest, raw: Request) -> Response:
 
 async def rerank(body: RerankRequest, raw: Request) -> Response:
     """The documents in the order in which they go with the query, the best first."""
-    job = _Job(body, raw, "rerank")
+    job = PoolingJob(body, raw, "rerank")
     scores = await job.scores(body, [body.query], body.documents, ("query", "documents"))
 
     def write(found: Outputs) -> dict[str, Any]:
@@ -158,7 +158,7 @@ for _path in ("/rerank", "/v1/rerank", "/v2/rerank"):
     router.post(_path, response_model=RerankResponse)(rerank)
 
 
-class _Job:
+class PoolingJob:
     """One request on its way through the engine. Making it raises `RequestError` for a model that generates."""
 
     def __init__(self, body: PoolingFields, raw: Request, prefix: str) -> None:
@@ -249,7 +249,7 @@ class _Job:
             requests = [
                 msgspec.structs.replace(request, deadline=request.arrival_time + min(limits_s)) for request in requests
             ]
-        if (rank := wanted_rank()) is not None:
+        if (rank := requested_rank()) is not None:
             self._state.engine.inputs.check_rank(rank)
             requests = [msgspec.structs.replace(request, data_parallel_rank=rank) for request in requests]
         self._state.log_pooling(self.response_id, requests)

@@ -22,7 +22,7 @@ _NAMES = {
 }
 
 
-def as_chat(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatCompletionRequest:
+def to_chat(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatCompletionRequest:
     """The chat that `body` asks for, with a stream of one answer to `messages`. Raises `RequestError`."""
     fields: dict[str, Any] = {name: getattr(body, name) for name in TokenRequest.model_fields}
     fields |= {

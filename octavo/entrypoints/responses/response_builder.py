@@ -21,7 +21,7 @@ from octavo.sampling_params import SamplingParams
 Event = dict[str, Any]
 
 
-class Answer:
+class ResponseBuilder:
     """The answer to one request. `formatter` writes log-probabilities, where they are wanted."""
 
     def __init__(

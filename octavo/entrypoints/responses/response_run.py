@@ -14,43 +14,43 @@ from octavo.entrypoints.http.store import Database, StoreError
 from octavo.entrypoints.http.streaming import named_event
 from octavo.entrypoints.responses import stored_responses
 from octavo.entrypoints.responses.items import Item
-from octavo.entrypoints.responses.response_builder import Answer, Event
+from octavo.entrypoints.responses.response_builder import Event, ResponseBuilder
 
 logger = logging.getLogger("octavo.server")
 
 _CHUNKS_AT_ONCE = 256  # events that are read together
 
 
-class Run:
+class ResponseRun:
     """One answer on its way. `items` are what the request brought."""
 
     def __init__(
-        self, state: ServerState, answer: Answer, items: list[Item], progress: AsyncGenerator[Progress, None]
+        self, state: ServerState, builder: ResponseBuilder, items: list[Item], progress: AsyncGenerator[Progress, None]
     ) -> None:
         self._state = state
-        self._answer = answer
+        self._builder = builder
         self._items = items
         self._progress = progress
 
     @property
     def response(self) -> dict[str, Any]:
         """As far as it has come."""
-        return self._answer.response
+        return self._builder.response
 
     async def collect(self) -> dict[str, Any]:
         """The whole response. Raises what ends the request."""
-        self._answer.begin()
+        self._builder.begin()
         async for part in self._progress:
-            self._answer.add(part)
+            self._builder.add(part)
         await self._keep()
         return self.response
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The events; an error is one of them."""
         try:
-            yield _encode(self._answer.begin())
+            yield _encode(self._builder.begin())
             async for part in self._progress:
-                events = self._answer.add(part)
+                events = self._builder.add(part)
                 if part.finish_reason is not None:
                     await self._keep()  # before the client hears that it is there
                 if events:
@@ -61,9 +61,9 @@ class Run:
             await self._progress.aclose()
 
     def _fail(self, error: Exception) -> list[Event]:
-        said = describe(error)
-        code = "rate_limit_exceeded" if said["status"] == 429 else "server_error"
-        return self._answer.fail(code, said["message"])
+        fields = describe(error)
+        code = "rate_limit_exceeded" if fields["status"] == 429 else "server_error"
+        return self._builder.fail(code, fields["message"])
 
     async def _keep(self) -> None:
         """Store the response, if the request did not say otherwise. One that finds no room is not lost to its client:
@@ -77,25 +77,25 @@ class Run:
             self.response["store"] = False
 
 
-class BackgroundRun(Run):
+class BackgroundRun(ResponseRun):
     """A run that goes on without its client. Its events are kept, so that any number of clients can follow."""
 
     def __init__(
-        self, state: ServerState, answer: Answer, items: list[Item], progress: AsyncGenerator[Progress, None]
+        self, state: ServerState, builder: ResponseBuilder, items: list[Item], progress: AsyncGenerator[Progress, None]
     ) -> None:
-        super().__init__(state, answer, items, progress)
+        super().__init__(state, builder, items, progress)
         self._log: list[bytes] = []  # events by their numbers
         self._is_over = False
         self._news = asyncio.Condition()
-        self._log += map(named_event, answer.begin())
+        self._log += map(named_event, builder.begin())
 
     async def run(self) -> None:
         """Work until the answer is there, or somebody cancels it."""
         try:
             async for part in self._progress:
-                await self._tell(self._answer.add(part))
+                await self._tell(self._builder.add(part))
         except asyncio.CancelledError:
-            self._answer.cancel()
+            self._builder.cancel()
         except Exception as error:
             await self._tell(self._fail(error))
         finally:

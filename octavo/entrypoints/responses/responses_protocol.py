@@ -9,13 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
-from octavo.entrypoints.http.body_fields import Int, RequestBody, Text, described
+from octavo.entrypoints.http.body_fields import MAX_METADATA, Int, RequestBody, Text, described
 from octavo.entrypoints.openai.request_bodies import Effort, FunctionName, StructuredOutputs, TokenRequest, Verbosity
 from octavo.errors import RequestError
 
 _NOTE = "Taken and without effect, as OpenAI documents it."
 MAX_TOP_LOGPROBS = 20
-MAX_METADATA = 16  # pairs
 
 # Fields of the API that are not built, with the values that ask for nothing. null always does.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {

@@ -11,27 +11,27 @@ from starlette.responses import Response
 
 from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.chat.conversation import Conversation, Progress
-from octavo.entrypoints.http.pagination import Deleted, Page, page_of, read_integer
+from octavo.entrypoints.http.body_fields import ResponseModel
+from octavo.entrypoints.http.pagination import Deleted, Page, page_query, read_integer
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import ARRIVAL, ServerState, state_of
 from octavo.entrypoints.http.store import Stored
 from octavo.entrypoints.http.streaming import EventStream, encode_json, run_until_disconnect
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
-from octavo.entrypoints.openai.response_bodies import Body
 from octavo.entrypoints.responses import stored_responses
 from octavo.entrypoints.responses.items import Item, read_items, to_messages
-from octavo.entrypoints.responses.items_to_chat import as_chat, renamed
-from octavo.entrypoints.responses.response_builder import Answer
-from octavo.entrypoints.responses.response_run import BackgroundRun, Run, stored_events
+from octavo.entrypoints.responses.items_to_chat import renamed, to_chat
+from octavo.entrypoints.responses.response_builder import ResponseBuilder
+from octavo.entrypoints.responses.response_run import BackgroundRun, ResponseRun, stored_events
 from octavo.entrypoints.responses.responses_protocol import ResponsesRequest
 from octavo.errors import RequestError
 
 router = Router(tags=["Responses"])
 
-_UNDER_WAY = ("queued", "in_progress")
+_ACTIVE_STATUSES = ("queued", "in_progress")
 
 
-class ResponseObject(Body):
+class ResponseObject(ResponseModel):
     """A response. `output` has items of type message, reasoning and function_call."""
 
     id: str
@@ -46,7 +46,7 @@ class ResponseObject(Body):
     usage: dict[str, Any] | None
 
 
-class InputTokens(Body):
+class InputTokens(ResponseModel):
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int
 
@@ -60,11 +60,11 @@ async def create_response(body: ResponsesRequest, raw: Request) -> Response:
     response_id = f"resp_{uuid.uuid4().hex}"  # always a new one: it is what the response is found by
     history, items = await _read(body, state, response_id)
     formatter = LogprobsFormatter(state.engine.tokenizer) if body.wants_logprobs else None
-    answer = Answer(body, response_id, model, formatter)
-    progress = await _submit(body, state, answer, [*history, *items])
+    builder = ResponseBuilder(body, response_id, model, formatter)
+    progress = await _submit(body, state, builder, [*history, *items])
     if body.background:
-        return await _start(BackgroundRun(state, answer, items, progress), items, state, headers, bool(body.stream))
-    run = Run(state, answer, items, progress)
+        return await _start(BackgroundRun(state, builder, items, progress), items, state, headers, bool(body.stream))
+    run = ResponseRun(state, builder, items, progress)
     if body.stream:
         return EventStream(run.stream(), headers)
     response = await run_until_disconnect(run.collect(), raw.receive)
@@ -79,7 +79,7 @@ async def count_input_tokens(body: ResponsesRequest, raw: Request) -> InputToken
     history, items = await _read(body, state, "resp_count")
     messages = await run_off_loop(lambda: to_messages([*history, *items], body.instructions), length=_length())
     try:
-        chat = await run_off_loop(lambda: as_chat(body, messages), length=_length())
+        chat = await run_off_loop(lambda: to_chat(body, messages), length=_length())
         conversation = Conversation(chat, state, chat.to_sampling_params({}))
         return InputTokens(input_tokens=await conversation.count_tokens(_length()))
     except RequestError as error:
@@ -95,18 +95,18 @@ async def _read(body: ResponsesRequest, state: ServerState, response_id: str) ->
 
 
 async def _submit(
-    body: ResponsesRequest, state: ServerState, answer: Answer, items: list[Item]
+    body: ResponsesRequest, state: ServerState, builder: ResponseBuilder, items: list[Item]
 ) -> AsyncGenerator[Progress, None]:
     """Give the engine the conversation, or with `truncation` "auto" as many of its last turns as fit."""
     messages = await run_off_loop(lambda: to_messages(items, body.instructions), length=_length())
 
     async def submit(first: int) -> AsyncGenerator[Progress, None]:
         kept = messages if first == 0 else [*messages[:num_fixed], *messages[first:]]
-        chat = await run_off_loop(lambda: as_chat(body, kept), length=_length())
+        chat = await run_off_loop(lambda: to_chat(body, kept), length=_length())
         params = chat.to_sampling_params(state.engine.config.model.default_sampling_params)
-        answer.set_params(params)
+        builder.set_params(params)
         conversation = Conversation(chat, state, params, clamps_max_tokens=True)
-        prompt, outputs = await conversation.submit(answer.response["id"])
+        prompt, outputs = await conversation.submit(builder.response["id"])
         return conversation.progress(prompt, outputs)
 
     num_fixed = next((i for i, one in enumerate(messages) if one["role"] not in ("system", "developer")), 0)
@@ -140,7 +140,7 @@ async def _start(
     """Keep the response before it is there, and have it worked on."""
     response = dict(run.response)
     await state.store.run(lambda database: stored_responses.write(database, response, items, is_owned=True))
-    state.background.start(response["id"], run, is_queued=True)
+    state.background.start(response["id"], run, uses_engine=True)
     return EventStream(run.follow(-1), headers) if is_streamed else _json(response, headers)
 
 
@@ -173,7 +173,7 @@ async def get_response(response_id: str, raw: Request) -> Response:
     )
     if not response["background"]:
         raise RequestError("Only events of background responses are kept.", param="stream")
-    if response["status"] in _UNDER_WAY:
+    if response["status"] in _ACTIVE_STATUSES:
         raise RequestError("Another server works on this response: ask for it without stream.", param="stream")
     return EventStream(stored_events(state, response_id, after), {})
 
@@ -199,7 +199,7 @@ async def cancel_response(response_id: str, raw: Request) -> Response:
         )
 
     async def is_under_way() -> bool:
-        return (await find())["status"] in _UNDER_WAY
+        return (await find())["status"] in _ACTIVE_STATUSES
 
     if not (await find())["background"]:
         raise RequestError("Only background responses can be cancelled.", param="response_id")
@@ -212,7 +212,7 @@ async def cancel_response(response_id: str, raw: Request) -> Response:
 async def list_input_items(response_id: str, raw: Request) -> Page:
     """What the request of a response brought, the last first."""
     found: Stored = await state_of(raw).store.run(lambda database: stored_responses.find(database, response_id))
-    return Page.of_whole(stored_responses.read_input(found), page_of(raw))
+    return Page.of_whole(stored_responses.read_input(found), page_query(raw))
 
 
 def _json(response: dict[str, Any], headers: dict[str, str] | None = None) -> Response:

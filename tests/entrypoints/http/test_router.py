@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo.entrypoints.chat.reasoning_effort import hint_options
+from octavo.entrypoints.chat.reasoning_effort import effort_options
 from octavo.entrypoints.http.app import LAZY_ROUTES, ROUTERS
-from octavo.entrypoints.http.error_responses import NOT_BUILT
+from octavo.entrypoints.http.error_responses import UNBUILT_PATHS
 from octavo.entrypoints.openai.invocations import _path_of
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.errors import RequestError
@@ -25,13 +25,13 @@ HELLO: Any = [{"role": "user", "content": "Hi"}]
 
 def test_modules_that_are_imported_later_have_the_routes_that_are_said_of_them() -> None:
     for module, routes in LAZY_ROUTES.items():
-        declared = importlib.import_module(module).router.declared
+        declared = importlib.import_module(module).router.specs
         assert {f"{one.method} {one.path}" for one in declared} == set(routes)
 
 
 def test_a_method_that_a_route_lacks_is_refused_before_the_body(http: httpx.Client) -> None:
     allowed: dict[str, set[str]] = {}
-    routes = [(one.method, one.path) for router in ROUTERS for one in router.declared]
+    routes = [(one.method, one.path) for router in ROUTERS for one in router.specs]
     for method, path in [*routes, *(route.split(" ") for routes in LAZY_ROUTES.values() for route in routes)]:
         allowed.setdefault(path, set()).update({method, "HEAD"} if method == "GET" else {method})
     assert allowed["/v1/chat/completions"] == {"GET", "HEAD", "POST"} and len(allowed) > 30
@@ -45,7 +45,7 @@ def test_a_method_that_a_route_lacks_is_refused_before_the_body(http: httpx.Clie
 
 
 def test_known_routes_that_are_not_built_say_so(http: httpx.Client) -> None:
-    for path in NOT_BUILT:  # some of them look like the id of something that is stored
+    for path in UNBUILT_PATHS:  # some of them look like the id of something that is stored
         answer = http.post(path, json={})
         assert (answer.status_code, answer.json()["error"]["message"]) == (404, f"{path} is not built yet.")
     assert http.post("/v1/audio/speech", json={}).json()["error"]["code"] == "not_built"
@@ -133,9 +133,9 @@ def test_hints_become_variables_of_the_template(template: str, fields: Any, opti
     body = ChatCompletionRequest.model_validate({"messages": HELLO, **fields})
     if options is None:
         with pytest.raises(RequestError, match="template"):
-            hint_options(Tokenizer(), body, is_strict=True)  # type: ignore[arg-type]
+            effort_options(Tokenizer(), body, is_strict=True)  # type: ignore[arg-type]
         options = {}
-    assert hint_options(Tokenizer(), body, is_strict=False) == options  # type: ignore[arg-type]
+    assert effort_options(Tokenizer(), body, is_strict=False) == options  # type: ignore[arg-type]
 
 
 def test_an_idle_stream_is_kept_alive(tiny_tokenizer: Path) -> None:

@@ -64,20 +64,20 @@ class KeyedValues:
     quote: str
 
 
-Body = JsonCalls | NamedJson | Tags | PythonCalls | KeyedValues
+CallSyntax = JsonCalls | NamedJson | Tags | PythonCalls | KeyedValues
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
     """`open start BODY end separator start BODY end close`. Without `open` and `start` calls are the whole answer."""
 
-    body: Body
+    body: CallSyntax
     open: str = ""
     start: str = ""
     end: str = ""
     separator: str = "\n"
     close: str = ""
-    also: tuple[Body, ...] = ()  # what is read, too
+    also: tuple[CallSyntax, ...] = ()  # what is read, too
     skipped: tuple[str, ...] = ()  # may stand before calls that are the whole answer
 
     @property

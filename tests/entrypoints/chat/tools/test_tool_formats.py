@@ -18,7 +18,7 @@ from octavo.entrypoints.chat.tools.tool_formats import FORMATS, KeyedValues, Tag
 from octavo.entrypoints.chat.tools.tool_parser import Call, ToolParser
 from octavo.structured_output.grammar import ToolCalls, make_grammar
 from tests.entrypoints.chat.tools.written import TOOLS, write
-from tests.sampling.test_grammar import follows
+from tests.structured_output.test_grammar import follows
 
 NAMES = {form: name for name, form in FORMATS.items()}  # once each
 BY_FORMAT = pytest.mark.parametrize("form", [pytest.param(form, id=name) for form, name in NAMES.items()])
