@@ -71,13 +71,13 @@ class Load:
 
     def warm_up(self) -> None:
         """Until all prompts are computed."""
-        while self.llm.core.scheduler.live.waiting or (self.llm.core.has_work and self._num_running() < self._live):
+        while self.llm.core.scheduler.queues.waiting or (self.llm.core.has_work and self._num_running() < self._live):
             self.llm.core.step()
         for _ in range(4):
             self.llm.core.step()
 
     def _num_running(self) -> int:
-        return sum(seq.num_output_tokens > 0 for seq in self.llm.core.scheduler.live.running)
+        return sum(seq.num_output_tokens > 0 for seq in self.llm.core.scheduler.queues.running)
 
     def measure(self) -> None:
         for _ in range(STEPS_AT_ONCE):
@@ -94,7 +94,7 @@ class Load:
             self.calls = [(name, min(ns, old)) for (name, ns), old in zip(times, least, strict=True)]
 
     def end(self) -> None:
-        for request_id in list(self.llm.core.scheduler.live.requests):
+        for request_id in list(self.llm.core.scheduler.queues.requests):
             self.llm.core.abort(request_id)
 
 

@@ -144,8 +144,8 @@ def llama_rate(server: str, target: Path, draft: Path | None, num_tokens: int) -
                     timings = json.loads(response.read())["timings"]
         finally:
             process.terminate()
-    guesses = f"{timings.get('draft_n_accepted', 0)} of {timings.get('draft_n', 0)} guesses right" if draft else ""
-    return timings["predicted_per_second"], guesses
+    draft_tokens = f"{timings.get('draft_n_accepted', 0)} of {timings.get('draft_n', 0)} guesses right" if draft else ""
+    return timings["predicted_per_second"], draft_tokens
 
 
 def main() -> None:
@@ -169,9 +169,11 @@ def main() -> None:
                 found = {"Octavo": (octavo_rate(target, drafts, args.tokens), "")}
                 if args.llama_server:
                     found["llama.cpp"] = llama_rate(args.llama_server, target, drafts, args.tokens)
-                for engine, (rate, guesses) in found.items():
+                for engine, (rate, draft_tokens) in found.items():
                     rates.setdefault((engine, drafts is not None), []).append(rate)
-                    print(f"{engine}, {'with' if drafts else 'without'}: {rate:.1f} tokens/s {guesses}", flush=True)
+                    print(
+                        f"{engine}, {'with' if drafts else 'without'}: {rate:.1f} tokens/s {draft_tokens}", flush=True
+                    )
     for engine in dict.fromkeys(name for name, _ in rates):
         plain, drafted = median(rates[engine, False]), median(rates[engine, True])
         print(f"{engine}: {plain:.1f} without, {drafted:.1f} with, {drafted / plain:.2f} times as many")

@@ -183,9 +183,10 @@ def simulate(
             heapq.heappush(events, (stages.now, order := order + 1, replica))
     executors = [cast(Stages, core.executor) for core in cores]
     seconds = max(executor.now for executor in executors)
-    num_made = sum(count for when, count in made if arrival / 3 < when <= arrival)
+    num_drafted = sum(count for when, count in made if arrival / 3 < when <= arrival)
     return Figures(
-        list(served.values()), num_made / (arrival * 2 / 3), mean(executor.busy_s for executor in executors) / seconds,
+        list(served.values()), num_drafted / (arrival * 2 / 3),
+        mean(executor.busy_s for executor in executors) / seconds,
         spent_s / sum(executor.num_steps for executor in executors),
     )  # fmt: skip
 

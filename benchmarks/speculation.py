@@ -26,7 +26,7 @@ from octavo.loading.tokenizer import ModelTokenizer, load_tokenizer
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 from octavo.sequence import Sequence
-from octavo.speculative.proposer import Guess
+from octavo.speculative.proposer import Proposal
 from octavo.speculative.speculation import Speculation
 from octavo.speculative_config import parse
 
@@ -43,10 +43,10 @@ class Engine:
         self._executor = LocalExecutor(self.config)
         self._num_requests = 0
 
-    def core(self, method: str | None, guesses: Speculation | None = None, **settings: int) -> EngineCore:
+    def core(self, method: str | None, draft_tokens: Speculation | None = None, **settings: int) -> EngineCore:
         """Without a method only predictions are guessed, and with "off" nothing is."""
         speculative = None if method in (None, "off") else parse({"method": method, **settings})
-        core = EngineCore(replace(self.config, speculative=speculative), self._executor, guesses)
+        core = EngineCore(replace(self.config, speculative=speculative), self._executor, draft_tokens)
         if method == "off":
             core.scheduler._speculation = None
         return core
@@ -70,7 +70,7 @@ class Run:
         for request in requests:
             core.add(request)
         self.tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
-        self.num_guessed = self.num_accepted = self.num_steps = 0
+        self.num_drafted = self.num_accepted = self.num_steps = 0
         self.step_s: list[float] = []
         begin = 0.0
         while core.has_work:
@@ -79,7 +79,7 @@ class Run:
             now = time.perf_counter()
             self.step_s.append(now - start)
             self.num_steps += 1
-            self.num_guessed += stepped.stats.num_draft_tokens
+            self.num_drafted += stepped.stats.num_draft_tokens
             self.num_accepted += stepped.stats.num_accepted_tokens
             for output in stepped.outputs:
                 self.tokens[output.request_id] += output.token_ids
@@ -107,7 +107,7 @@ def compare(
         last = measured[-1]
         print(
             f"{name:>10}  {label:>11}  {median(rates):7.1f} tok/s  ratio {median(ratios):5.3f}  steps {last.num_steps}"
-            f"  guessed {last.num_guessed}  accepted {last.num_accepted}  first {found[0].tokens_per_s:.1f} tok/s",
+            f"  guessed {last.num_drafted}  accepted {last.num_accepted}  first {found[0].tokens_per_s:.1f} tok/s",
             flush=True,
         )
 
@@ -172,9 +172,9 @@ class _Known:
     def start(self, seq: Sequence) -> None:
         """Nothing is kept."""
 
-    def propose(self, seq: Sequence, state: None, most: int) -> Guess:
+    def propose(self, seq: Sequence, state: None, most: int) -> Proposal:
         begin = seq.num_output_tokens
-        return Guess(tuple(self.answer[begin : begin + min(most, self.most)]))
+        return Proposal(tuple(self.answer[begin : begin + min(most, self.most)]))
 
     def end(self, seq: Sequence, state: None) -> None:
         """Nothing was kept."""

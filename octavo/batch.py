@@ -32,6 +32,6 @@ class StepBatch:
     axis_positions: Any = None  # [3, T] int64: in time, height and width, of models whose tokens have three positions
     key_ends: Any = None  # [T] int32: see `Ops.paged_attention`; of models whose tokens see later ones
     cross_lens: Any = None  # [S] int32: rows of another network's output that each sequence attends to
-    blind: Any = None  # [T] int32: 0 for tokens that see nothing of that output, -1 for others
-    entering: Any = None  # [T, H] of the stream's type, overwritten: what the stage before has made of these tokens
+    cross_mask: Any = None  # [T] int32: 0 for tokens that see nothing of that output, -1 for others
+    hidden_in: Any = None  # [T, H] of the stream's type, overwritten: what the stage before has made of these tokens
     token_types: Any = None  # [T] int64: 0 in the first text of a pair, 1 in the second

@@ -14,7 +14,7 @@ from octavo.request import MediaItem, TokenLogprobs
 from octavo.sampling_params import SamplingParams
 from octavo.step_cost import StepWork
 
-TO_BE_GUESSED = -1  # in the place of a guess: a model guesses it, when the step runs
+DRAFT_PLACEHOLDER = -1  # in the place of a guess: a model guesses it, when the step runs
 
 
 @dataclass(slots=True)
@@ -80,19 +80,19 @@ class PlannedRow(NamedTuple):
     num_tokens: int  # tokens to compute now, those after num_computed, guesses included
     # After so many of the last of them a token is sampled, or their vectors are wanted: 0 in mid-prompt, else
     # 1 + len(guesses).
-    num_positions: int
+    num_sampled_positions: int
     num_forks: int = 1  # samples drawn after the last of them: several where siblings start
-    # The last tokens to compute, which may turn out wrong; `TO_BE_GUESSED` for those that the runner is to guess.
-    guesses: tuple[int, ...] = ()
+    # The last tokens to compute, which may turn out wrong; `DRAFT_PLACEHOLDER` for those that the runner is to guess.
+    draft_tokens: tuple[int, ...] = ()
 
     @property
     def is_decode(self) -> bool:
         """Whether it computes one token, and guesses of what follows."""
-        return self.num_tokens - len(self.guesses) == 1
+        return self.num_tokens - len(self.draft_tokens) == 1
 
     @property
     def num_samples(self) -> int:
-        return self.num_positions + self.num_forks - 1 if self.num_positions else 0
+        return self.num_sampled_positions + self.num_forks - 1 if self.num_sampled_positions else 0
 
 
 @dataclass(slots=True)
@@ -126,17 +126,17 @@ class StepResult:
     # token's one of keys; see `CrossOutputs.alignment`.
     alignment: dict[int, list[bytes]] = field(default_factory=dict)
     vectors: NDArray[np.float32] | None = None  # [samples, size]: of a model that pools, in the place of `tokens`
-    guesses: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by row: what the runner has guessed for it
-    num_made: dict[int, int] = field(
+    draft_tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by row: what the runner has guessed for it
+    num_drafted: dict[int, int] = field(
         default_factory=dict
     )  # how many of these: others stand where nothing could be guessed
     draft_s: float = 0.0  # that guessing took
     caught_up: bool = False  # in this time the drafter has also computed what it lacked
 
 
-def num_standing(guesses: Sequence[int], tokens: Sequence[int]) -> int:
+def num_standing(draft_tokens: Sequence[int], tokens: Sequence[int]) -> int:
     """How many of `tokens`, sampled one after each position, stand: up to the first that is not what was guessed."""
-    for i, guess in enumerate(guesses):
+    for i, guess in enumerate(draft_tokens):
         if tokens[i] != guess:
             return i + 1
-    return len(guesses) + 1
+    return len(draft_tokens) + 1

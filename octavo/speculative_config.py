@@ -19,7 +19,7 @@ DRAFT_METHODS = {"draft_model": 4, "eagle": 3, "eagle3": 3, "medusa": 3, "mtp": 
 HEAD_METHODS = ("eagle", "eagle3", "medusa", "mtp")  # whose models read what the model has computed
 _NOT_BUILT = ("mlp_speculator",)
 _ALIASES = {"[ngram]": "ngram", "prompt_lookup": "ngram", "draft": "draft_model"}
-_MAX_GUESSES = 128
+_MAX_DRAFT_TOKENS = 128
 _LOOKUP = 5  # prompt_lookup_min and _max where both are left out
 
 
@@ -84,8 +84,8 @@ def parse(
     if isinstance(rates := settings.get("synthetic_acceptance_rates"), list | tuple):
         settings.setdefault("num_speculative_tokens", len(rates))
     most = settings.setdefault("num_speculative_tokens", (HOST_METHODS | DRAFT_METHODS)[method])
-    if not 1 <= most <= _MAX_GUESSES:
-        raise ConfigError(f"num_speculative_tokens must be between 1 and {_MAX_GUESSES}, got {most}.")
+    if not 1 <= most <= _MAX_DRAFT_TOKENS:
+        raise ConfigError(f"num_speculative_tokens must be between 1 and {_MAX_DRAFT_TOKENS}, got {most}.")
     if method in HOST_METHODS:
         settings.pop("model", None)
         idle = ("revision", "quantization", "max_model_len", "draft_tensor_parallel_size", "enforce_eager",
@@ -164,7 +164,7 @@ def _check_suffix(settings: dict[str, Any]) -> None:
             raise ConfigError(f"{name} must be {bounds}, got {settings[name]}.")
 
 
-def _check_rates(settings: dict[str, Any], num_guesses: int) -> None:
+def _check_rates(settings: dict[str, Any], num_draft_tokens: int) -> None:
     rates, method = settings.get("synthetic_acceptance_rates"), settings.get("rejection_sample_method")
     if method not in (None, "standard", "synthetic"):
         raise ConfigError(f"rejection_sample_method {method!r} is not built; standard and synthetic are.")
@@ -175,10 +175,10 @@ def _check_rates(settings: dict[str, Any], num_guesses: int) -> None:
     if method == "standard":
         raise ConfigError("synthetic_acceptance_rates are for rejection_sample_method synthetic.")
     numbers = all(isinstance(rate, int | float) and not isinstance(rate, bool) and 0 <= rate <= 1 for rate in rates)
-    if not numbers or len(rates) != num_guesses or [*rates] != sorted(rates, reverse=True):
+    if not numbers or len(rates) != num_draft_tokens or [*rates] != sorted(rates, reverse=True):
         raise ConfigError(
-            f"synthetic_acceptance_rates must be {num_guesses} numbers between 0 and 1 (num_speculative_tokens), none "
-            f"greater than the one before it, got {rates}."
+            f"synthetic_acceptance_rates must be {num_draft_tokens} numbers between 0 and 1 (num_speculative_tokens), "
+            f"none greater than the one before it, got {rates}."
         )
     settings["synthetic_acceptance_rates"] = tuple(map(float, rates))
     settings["rejection_sample_method"] = "synthetic"

@@ -40,8 +40,8 @@ class StepWork:
     def of(cls, rows: Iterable[tuple[int, int, int, int, int, tuple[int, ...]]]) -> StepWork:
         """Of a plan's rows (`octavo.plan.PlannedRow`)."""
         work = cls()
-        for _, num_computed, num_tokens, num_positions, _, _ in rows:
-            work.add(num_computed, num_tokens, num_positions)
+        for _, num_computed, num_tokens, num_sampled_positions, _, _ in rows:
+            work.add(num_computed, num_tokens, num_sampled_positions)
         return work
 
     def add(self, num_computed: int, num_tokens: int, num_samples: int) -> None:
@@ -53,7 +53,7 @@ class StepWork:
             self.num_chunks += 1
             self.num_chunk_pairs += _pairs(num_computed, num_tokens)
 
-    def add_guess(self, num_computed: int, count: int) -> None:
+    def add_draft_token(self, num_computed: int, count: int) -> None:
         """A row of one token and `count` - 1 guesses behind `num_computed` brings one more guess."""
         self.num_tokens += 1
         self.num_samples += 1
@@ -113,7 +113,7 @@ class StepCostModel:
         self._targets = np.zeros((2, num))
         self._ratios = deque[float](maxlen=_SPEED_STEPS)  # measured to predicted without the factor
         self.slowness = 1.0  # a factor
-        self.has_neighbour = False  # a tower computes beside the steps that are asked about
+        self.tower_running = False  # a tower computes beside the steps that are asked about
         self._ratios_beside = deque[float](maxlen=_SPEED_STEPS)  # likewise, of steps that had one
         self._num_steps = [0, 0]  # by kind
         self._mean_surprise = 1.0
@@ -131,7 +131,7 @@ class StepCostModel:
     def seconds(self, work: StepWork) -> float:
         """What a step is expected to take now."""
         base: float = sum(map(mul, self._coefficients, work.features()))
-        beside = median(self._ratios_beside) if self.has_neighbour and self._ratios_beside else 0.0
+        beside = median(self._ratios_beside) if self.tower_running and self._ratios_beside else 0.0
         return max(self.slowness, beside) * base
 
     def observe(self, work: StepWork, seconds: float, had_neighbour: bool = False) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from octavo.sequence import Sequence
-from octavo.speculative.proposer import NO_GUESS, Guess
+from octavo.speculative.proposer import NO_PROPOSAL, Proposal
 from octavo.speculative.speculation import Speculation
 
 
@@ -20,9 +20,9 @@ class Guessing:
         self._num_known += 1
         return self
 
-    def propose(self, seq: Sequence, state: object, most: int) -> Guess:
+    def propose(self, seq: Sequence, state: object, most: int) -> Proposal:
         assert state is self and most >= 0
-        return Guess(self._propose(seq, most)) if most else NO_GUESS
+        return Proposal(self._propose(seq, most)) if most else NO_PROPOSAL
 
     def end(self, seq: Sequence, state: object) -> None:
         assert state is self and seq.has_ended

@@ -104,11 +104,11 @@ def test_steps_beside_a_tower_are_predicted_at_once_and_teach_nothing_of_others(
     errors(model, random_steps(rng, 400), truth, noise(rng))
 
     def beside(factor: float, count: int) -> list[float]:
-        model.has_neighbour, found = True, []
+        model.tower_running, found = True, []
         for work in random_steps(rng, count):
             found.append(model.seconds(work) / truth.seconds(work) / factor - 1)
             model.observe(work, truth.seconds(work) * factor, had_neighbour=True)
-        model.has_neighbour = False
+        model.tower_running = False
         return found
 
     work = next(random_steps(rng, 1))
@@ -117,8 +117,8 @@ def test_steps_beside_a_tower_are_predicted_at_once_and_teach_nothing_of_others(
     assert model.seconds(work) == alone
     again = beside(1.6, 20)
     assert np.abs(again).max() < 0.1  # from the first one on
-    model.has_neighbour = True
+    model.tower_running = True
     assert model.seconds(work) > 1.4 * alone
     fast = derived()
-    fast.has_neighbour = True
+    fast.tower_running = True
     assert fast.seconds(work) == derived().seconds(work)  # which has not met one

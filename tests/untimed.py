@@ -7,7 +7,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from octavo.engine.core import EngineCore
-from octavo.execution.executor import TeamExecutor
+from octavo.execution.executor import MultiprocExecutor
 
 
 def without_time(core: EngineCore) -> EngineCore:
@@ -24,7 +24,7 @@ def without_time(core: EngineCore) -> EngineCore:
 
     executor = core.executor
     executor.prepare_grammar = at_once(executor.prepare_grammar)  # type: ignore[method-assign]
-    if not isinstance(executor, TeamExecutor):
+    if not isinstance(executor, MultiprocExecutor):
         executor.prepare_adapter = at_once(executor.prepare_adapter)  # type: ignore[method-assign]
     core.cost.observe = lambda *measured: None  # type: ignore[method-assign]
     return core

@@ -62,22 +62,22 @@ def parallel(smoke: bool) -> Iterator[Row]:
         name = ", ".join(f"-{'tp' if flag.startswith('tensor') else 'pp'} {count}" for flag, count in layout.items())
         found = []
         for order in (1, -1):
-            core, team = make_team(config, few | layout)
+            core, worker_group = make_team(config, few | layout)
             found.append(answers(core, order))
             if order == 1:
-                team.close()
+                worker_group.close()
         yield from _compared(name, found, expected)
         core.add(request("last", prompt_of(1, 20, vocab), 400))
         core.step()
-        team.processes[0].kill()
+        worker_group.processes[0].kill()
         begun = time.perf_counter()
         try:
             drain(core)
             yield f"{name}: the end of a worker is noticed", "", "NO"
         except (RuntimeError, OSError):
             yield f"{name}: the end of a worker is noticed after", "s", f"{time.perf_counter() - begun:.2f}"
-        team.close()
-        del core, team
+        worker_group.close()
+        del core, worker_group
         free_memory()
     for layout in [{"data_parallel_size": 2}, {"data_parallel_size": 2, "tensor_parallel_size": 2}]:
         if layout["data_parallel_size"] * layout.get("tensor_parallel_size", 1) > num_devices:
@@ -97,13 +97,15 @@ def parallel(smoke: bool) -> Iterator[Row]:
             rate = 64 * len(prompts) / (time.perf_counter() - begun)
             yield f"output, -dp {size}, 64 requests of 512 tokens each", "tok/s", f"{rate:.0f}"
     for size in (1, *sizes):
-        core, team = make_team(LLAMA_3_1_8B, {"max_model_len": 4096, "max_num_seqs": 64, "tensor_parallel_size": size})
+        core, worker_group = make_team(
+            LLAMA_3_1_8B, {"max_model_len": 4096, "max_num_seqs": 64, "tensor_parallel_size": size}
+        )
         for batch in (1, 64):
             _, step_s = timed_run(core, batch, 512, 64, LLAMA_3_1_8B["vocab_size"])
             yield f"decode step, -tp {size}, {batch} rows", "ms", f"{step_s * 1e3:.2f}"
-        if team is not None:
-            team.close()
-        del core, team
+        if worker_group is not None:
+            worker_group.close()
+        del core, worker_group
         free_memory()
     for size in sizes:
         for times in times_us(size, 4096):

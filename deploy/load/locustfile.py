@@ -50,14 +50,14 @@ def _options(parser: LocustArgumentParser) -> None:
 def _stop_after(environment: Environment, **_: Any) -> None:
     """End the test by the number of requests, whose rows of first tokens do not count."""
 
-    num_made, options = 0, environment.parsed_options
+    num_drafted, options = 0, environment.parsed_options
 
     def count(request_type: str, **_: Any) -> None:
-        nonlocal num_made
+        nonlocal num_drafted
         if request_type != "POST" or options is None or environment.runner is None:
             return
-        num_made += 1
-        if num_made == options.stop_after:
+        num_drafted += 1
+        if num_drafted == options.stop_after:
             gevent.spawn(environment.runner.quit)  # which ends the greenlet that this is called from
 
     environment.events.request.add_listener(count)

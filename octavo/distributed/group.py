@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from octavo.config import EngineConfig
 from octavo.distributed.connection import release, send_message, show_address
 from octavo.distributed.heartbeat import Heartbeat
-from octavo.distributed.listener import Caller, Door, Member, has_gone, refuse
+from octavo.distributed.listener import Caller, Listener, Member, has_gone, refuse
 from octavo.distributed.messages import Control, Ended, GroupReady, Join, Joined, Refused, Rows
 from octavo.distributed.node_settings import difference, settings_of
 from octavo.errors import ConfigError, LoadError
@@ -73,7 +73,7 @@ class NodeGroup:
         check_token(self._nodes.master_addr, "--master-addr")
         address = self._nodes.master_addr, self._nodes.master_port
         try:
-            self._door = Door(address, self._callers.put)
+            self._door = Listener(address, self._callers.put)
         except OSError as error:
             raise ConfigError(
                 f"node 0 cannot listen at {show_address(address)}: {error.strerror or error}. --master-addr must be an "
@@ -186,8 +186,10 @@ class NodeGroup:
             if caller is None:
                 continue
             match caller.message:
-                case Control(self._session, seat) if 0 <= seat < self._num_seats - own and seat not in self.controls:
-                    self.controls[seat] = release(caller.connection)
+                case Control(self._session, worker_rank) if (
+                    0 <= worker_rank < self._num_seats - own and worker_rank not in self.controls
+                ):
+                    self.controls[worker_rank] = release(caller.connection)
                 case Rows(self._session, rank) if 0 <= rank < self._size and rank not in links:
                     links[rank] = release(caller.connection)
                 case _:

@@ -42,7 +42,7 @@ class Member(NamedTuple):
         return f"{self.kind} {self.join.rank} ({self.join.host}, {self.host})"
 
 
-class Door:
+class Listener:
     """Open until `close`. `take` is called by many threads, with a caller each."""
 
     def __init__(self, address: tuple[str, int], take: Callable[[Caller], None]) -> None:

@@ -27,7 +27,7 @@ class Control(msgspec.Struct, tag="control", tag_field="kind"):
     """The first message of a connection between a worker of another node and the first worker."""
 
     session: bytes
-    seat: int  # number of the worker
+    worker_rank: int  # number of the worker
 
 
 class Rows(msgspec.Struct, tag="rows", tag_field="kind"):

@@ -21,7 +21,7 @@ from octavo.engine.adapter_requests import AdapterRequests
 from octavo.engine.control import EngineControl
 from octavo.engine.core_client import Core, CoreProcess
 from octavo.engine.forecast import FirstTokenForecast
-from octavo.engine.generate import EngineCalls, Output, Wanted, length_of
+from octavo.engine.generate import EngineCalls, GenerateArgs, Output, length_of
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.off_loop import run_off_loop
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
@@ -59,9 +59,9 @@ def _kinds_of(prompt: object) -> Collection[str]:
 class _Stream(asyncio.Queue[Output | OctavoError]):
     """Outputs of one request on their way to its caller, or the error that ended it."""
 
-    def __init__(self, request: EngineRequest, shown_id: str) -> None:
+    def __init__(self, request: EngineRequest, external_id: str) -> None:
         super().__init__()
-        self.request, self.shown_id = request, shown_id
+        self.request, self.external_id = request, external_id
         self.opening: asyncio.Future[None] | None = None  # what it waits for before it goes to the core
         self.has_ended_early = False  # meanwhile
 
@@ -114,7 +114,7 @@ class AsyncLLMEngine(EngineCalls):
         self.inputs, self.tokenizer = inputs, inputs.tokenizer
         self._outputs = OutputProcessor(self.tokenizer, metrics)
         self._streams: dict[str, _Stream] = {}
-        self._control = EngineControl(self._supervisor, lambda: not self._outputs.requests, self._abort_all)
+        self._control = EngineControl(self._supervisor, lambda: not self._outputs.requests, self._abort_running)
         self._adapters = AdapterRequests(self._supervisor, self.inputs)
 
     @classmethod
@@ -201,15 +201,15 @@ class AsyncLLMEngine(EngineCalls):
 
     def stop_restarting(self) -> None:
         """Do not start a core that dies from now on again."""
-        self._supervisor.restarts.limit = 0
+        self._supervisor.restart_policy.limit = 0
 
     async def do_log_stats(self) -> None:
         """Log a line of throughput and use since the last one, if anything ran and is counted."""
         if self._log_line is not None:
             self._log_line.log(time.monotonic())
 
-    async def prepare(self, wanted: Wanted) -> EngineRequest:
-        prompt, sampling_params, request_id, lora_request, priority, data_parallel_rank = wanted
+    async def prepare(self, args: GenerateArgs) -> EngineRequest:
+        prompt, sampling_params, request_id, lora_request, priority, data_parallel_rank = args
         if not isinstance(request_id, str) or not is_unicode(request_id):
             raise RequestError(f"the request id {request_id!r} is not valid Unicode text.", param="request_id")
         arrival_time = time.monotonic()
@@ -235,44 +235,44 @@ class AsyncLLMEngine(EngineCalls):
         return request
 
     async def generate_from(
-        self, request: EngineRequest, shown_id: str | None = None
+        self, request: EngineRequest, external_id: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """`generate` for a request that `inputs.process` has made. Outputs bear `shown_id`, if that is not its own.
+        """`generate` for a request that `inputs.process` has made. Outputs bear `external_id`, if that is not its own.
 
         At the request's `deadline` it ends with what it has: finish reason "abort", stop reason "timeout".
         """
-        async with contextlib.aclosing(self._outputs_of(request, shown_id)) as outputs:
+        async with contextlib.aclosing(self._outputs_of(request, external_id)) as outputs:
             async for output in outputs:
                 assert isinstance(output, RequestOutput)
                 yield output
 
-    async def pool(self, request: EngineRequest, shown_id: str | None = None) -> PoolingRequestOutput[PoolingOutput]:
+    async def pool(self, request: EngineRequest, external_id: str | None = None) -> PoolingRequestOutput[PoolingOutput]:
         """What a request for pooling gives, which `PoolingInput.process` has made. Raises as `generate_from` does, and
         `RequestError` (408) at the request's `deadline`."""
-        async with contextlib.aclosing(self._outputs_of(request, shown_id)) as outputs:
+        async with contextlib.aclosing(self._outputs_of(request, external_id)) as outputs:
             async for output in outputs:
                 if isinstance(output, PoolingRequestOutput):
                     return output
         raise RequestError("the request was not answered in the time that it may take.", status=408, code="timeout")
 
-    async def _outputs_of(self, request: EngineRequest, shown_id: str | None = None) -> AsyncGenerator[Output, None]:
-        shown_id = shown_id or request.request_id
+    async def _outputs_of(self, request: EngineRequest, external_id: str | None = None) -> AsyncGenerator[Output, None]:
+        external_id = external_id or request.request_id
         if request.params.logits_processors:
             raise RequestError(
                 "logits_processors are Python callables and run only with an LLM of one engine, in its process; use "
                 "logit_bias here.",
                 param="logits_processors",
             )
-        if shown_id in self._streams:
-            raise RequestError(f"request id {shown_id!r} is in use.", param="request_id")
-        stream = self._streams[shown_id] = _Stream(request, shown_id)
+        if external_id in self._streams:
+            raise RequestError(f"request id {external_id!r} is in use.", param="request_id")
+        stream = self._streams[external_id] = _Stream(request, external_id)
         timer: asyncio.TimerHandle | None = None
         try:
             if request.deadline is not None:
                 delay_s = max(0.0, request.deadline - time.monotonic())
-                timer = asyncio.get_running_loop().call_later(delay_s, self._end, stream, "timeout")
-            if await self._is_taken(stream):
-                self._outputs.add(request, shown_id)
+                timer = asyncio.get_running_loop().call_later(delay_s, self._abort_and_notify, stream, "timeout")
+            if await self._wait_until_accepted(stream):
+                self._outputs.add(request, external_id)
                 prompt = msgspec.structs.replace(request.prompt, text=None)  # which the core has no use for
                 self._supervisor.send(msgspec.structs.replace(request, prompt=prompt))
                 self.forecast.add(request.request_id, len(prompt.token_ids))
@@ -287,10 +287,10 @@ class AsyncLLMEngine(EngineCalls):
             if timer is not None:
                 timer.cancel()
             self.forecast.end(request.request_id)
-            del self._streams[shown_id]
-            self._abort_now(stream)
+            del self._streams[external_id]
+            self._abort_in_core(stream)
 
-    async def _is_taken(self, stream: _Stream) -> bool:
+    async def _wait_until_accepted(self, stream: _Stream) -> bool:
         """Wait until the engine takes requests. False if this one is ended before."""
         self._supervisor.listen()
         if self.is_ready and not self._control.is_paused:
@@ -310,13 +310,13 @@ class AsyncLLMEngine(EngineCalls):
         """End requests; their streams end with what they have, finish reason "abort". Unknown ids are ignored."""
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
             if (stream := self._streams.get(one)) is not None:
-                self._end(stream)
+                self._abort_and_notify(stream)
 
-    async def end_all(self) -> None:
+    async def abort_all_for_shutdown(self) -> None:
         """End every request, because the server stops: those that have begun keep what they have, with finish reason
         "abort"; the others raise `EngineStoppingError`."""
         for stream in list(self._streams.values()):
-            output = self._abort_now(stream)
+            output = self._abort_in_core(stream)
             if output is not None:
                 has_begun = output.metrics is not None and output.metrics.first_token_time is not None
                 stream.put_nowait(output if has_begun else EngineStoppingError("the server is stopping."))
@@ -413,23 +413,23 @@ class AsyncLLMEngine(EngineCalls):
         """Whether the core must be doing something."""
         return bool(self._outputs.requests) and not self._control.is_paused
 
-    def _abort_all(self) -> None:
+    def _abort_running(self) -> None:
         """End the requests under way; those that wait go on to."""
         for stream in list(self._streams.values()):
             if stream.opening is None:
-                self._end(stream)
+                self._abort_and_notify(stream)
 
-    def _end(self, stream: _Stream, stop_reason: str | None = None) -> None:
+    def _abort_and_notify(self, stream: _Stream, stop_reason: str | None = None) -> None:
         """End a request whose caller waits for outputs."""
-        if (output := self._abort_now(stream, stop_reason)) is not None:
+        if (output := self._abort_in_core(stream, stop_reason)) is not None:
             stream.put_nowait(output)
 
-    def _abort_now(self, stream: _Stream, stop_reason: str | None = None) -> RequestOutput | None:
+    def _abort_in_core(self, stream: _Stream, stop_reason: str | None = None) -> RequestOutput | None:
         request_id = stream.request.request_id
         if stream.opening is not None and not stream.has_ended_early:
             stream.has_ended_early = True
             stream.opening.cancel()
-            self._outputs.add(stream.request, stream.shown_id)
+            self._outputs.add(stream.request, stream.external_id)
             return self._outputs.abort(request_id, stop_reason)
         output = self._outputs.abort(request_id, stop_reason)
         if output is not None and self.is_ready:

@@ -42,14 +42,14 @@ _MACHINES = {"cpu": (10e9, 300e9), "cuda": (2e12, 2e14)}
 
 
 @dataclass(slots=True)
-class _UnderWay:
+class _InFlightStep:
     """A step that the device has been given."""
 
     plan: StepPlan
     pending: PendingStep
     begin: float  # time.monotonic, before it was planned
     predicted_s: float
-    has_neighbour: bool  # a tower computes beside it
+    tower_running: bool  # a tower computes beside it
 
 
 class EngineCore:
@@ -86,7 +86,7 @@ class EngineCore:
         )  # fmt: skip
         self._takes_media = any(one is not None for one in (config.media, config.sound, config.prompt_embeds))
         self.is_paused = False  # nothing is computed
-        self._under_way: deque[_UnderWay] = deque()
+        self._in_flight: deque[_InFlightStep] = deque()
         self._last_end = 0.0  # time.monotonic, of the last step
         self._refused: list[SequenceOutput] = []
         self._preparing: dict[str, Preparing] = {}  # in order of arrival
@@ -97,7 +97,7 @@ class EngineCore:
         if self.is_paused:
             return False
         return (
-            self.scheduler.has_work or bool(self._under_way) or bool(self._refused or self._preparing or self._loading)
+            self.scheduler.has_work or bool(self._in_flight) or bool(self._refused or self._preparing or self._loading)
         )
 
     def add(self, request: EngineRequest) -> None:
@@ -150,20 +150,22 @@ class EngineCore:
         loaded = self._take_in_adapters()
         outputs, self._refused = self._refused, []
         begin = time.monotonic()
-        has_neighbour = self.cost.has_neighbour = self._takes_media and self.executor.makes_media()
+        tower_running = self.cost.tower_running = self._takes_media and self.executor.makes_media()
         plan = self.scheduler.schedule()
         # Where nothing can be planned, somebody waits for what is under way.
-        num_ahead = max(0, len(self._under_way) - 1)
+        num_ahead = max(0, len(self._in_flight) - 1)
         if plan.rows:
             predicted_s = self.cost.seconds(plan.work)
             try:
-                self._under_way.append(_UnderWay(plan, self.executor.submit(plan), begin, predicted_s, has_neighbour))
+                self._in_flight.append(
+                    _InFlightStep(plan, self.executor.submit(plan), begin, predicted_s, tower_running)
+                )
                 num_ahead = max(1, self.executor.num_stages - 1) if plan.runs_ahead else 0
             except DeviceMemoryError as e:
                 outputs += self.scheduler.withdraw(plan, str(e))
         step_s = predicted_step_s = 0.0
-        while len(self._under_way) > num_ahead:
-            ended = self._under_way.popleft()
+        while len(self._in_flight) > num_ahead:
+            ended = self._in_flight.popleft()
             result = ended.pending.result()
             took_s = self._measure(ended, result.draft_s)
             step_s, predicted_step_s = step_s + took_s, predicted_step_s + ended.predicted_s
@@ -171,7 +173,7 @@ class EngineCore:
         stats = self.scheduler.take_stats()
         stats.step_s, stats.predicted_step_s = step_s, predicted_step_s
         stats.num_chunked_tokens = sum(
-            [row.num_computed + row.num_tokens for row in plan.rows if not row.num_positions]
+            [row.num_computed + row.num_tokens for row in plan.rows if not row.num_sampled_positions]
         )
         stats.num_deferred = len(self._preparing)
         stats.num_waiting += stats.num_deferred
@@ -181,14 +183,14 @@ class EngineCore:
             stats.num_media_queries, stats.num_media_hits, stats.tower_s = self.executor.take_media_stats()
         return StepOutputs(outputs, stats, loaded)
 
-    def _measure(self, step: _UnderWay, draft_s: float) -> float:
+    def _measure(self, step: _InFlightStep, draft_s: float) -> float:
         """Seconds of a step that has just ended, from which the next ones are predicted, as drafts took `draft_s` of
         them. While steps run ahead, one begins when the one before ends."""
         now = time.monotonic()
         seconds = now - max(step.begin, self._last_end)
         self._last_end = now
-        has_neighbour = step.has_neighbour or (self._takes_media and self.executor.makes_media())
-        self.cost.observe(step.plan.work, seconds - draft_s, has_neighbour)
+        tower_running = step.tower_running or (self._takes_media and self.executor.makes_media())
+        self.cost.observe(step.plan.work, seconds - draft_s, tower_running)
         return seconds
 
     def _queue(self, request: EngineRequest) -> None:
@@ -251,7 +253,7 @@ class EngineCore:
 
     def _media_in_use(self) -> set[bytes]:
         """Of requests that are queued, and of those whose media are being looked at."""
-        prompts = [seq.request.prompt for seq in self.scheduler.live]
+        prompts = [seq.request.prompt for seq in self.scheduler.queues]
         prompts += [one.request.prompt for one in self._preparing.values() if one.media is not None]
         return {item.content_hash for prompt in prompts for item in prompt.media}
 
@@ -276,7 +278,7 @@ class EngineCore:
 
     def _adapters_in_use(self) -> set[str]:
         """Of requests that are queued, and adapters that somebody waits for and that are there or being read."""
-        found = {seq.adapter for seq in self.scheduler.live if seq.adapter is not None}
+        found = {seq.adapter for seq in self.scheduler.queues if seq.adapter is not None}
         found |= {one.source.identity for one in self._loading if one.ready is not None}
         return found | {one.request.prompt.adapter or "" for one in self._preparing.values() if one.adapter is not None}
 
@@ -314,8 +316,8 @@ class EngineCore:
 
     def _add_adapter_stats(self, stats: EngineStats, adapters: AdapterLibrary) -> None:
         pool = adapters.pool
-        running = dict.fromkeys(seq.adapter for seq in self.scheduler.live.running if seq.adapter is not None)
-        waiting = dict.fromkeys(seq.adapter for seq in self.scheduler.live.waiting if seq.adapter is not None)
+        running = dict.fromkeys(seq.adapter for seq in self.scheduler.queues.running if seq.adapter is not None)
+        waiting = dict.fromkeys(seq.adapter for seq in self.scheduler.queues.waiting if seq.adapter is not None)
         preparing = [one.request.adapter.name for one in self._preparing.values() if one.request.adapter is not None]
         stats.running_adapters = [adapters.names.get(identity, identity) for identity in running]
         stats.waiting_adapters = [*dict.fromkeys([*(adapters.names.get(one, one) for one in waiting), *preparing])]

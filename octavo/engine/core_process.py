@@ -84,14 +84,14 @@ def main() -> None:
 
 def _run(args: CoreProcessArgs, phases: Phases, receiver: zmq.Socket[bytes], sender: zmq.Socket[bytes]) -> None:
     core = EngineCore(args.config)
-    from octavo.execution.executor import TeamExecutor
+    from octavo.execution.executor import MultiprocExecutor
 
     gc.freeze()  # from here on only what steps leave behind is looked at
     gc.enable()
     executor = core.executor
-    if isinstance(executor, TeamExecutor):
-        executor.team.on_death(partial(_die, args.end_path))
-        _goodbyes.append(executor.team.say_goodbye)
+    if isinstance(executor, MultiprocExecutor):
+        executor.worker_group.on_death(partial(_die, args.end_path))
+        _goodbyes.append(executor.worker_group.say_goodbye)
     ready = Ready(
         max_model_len=executor.max_model_len,
         num_blocks=sum(executor.num_blocks),
@@ -105,7 +105,7 @@ def _run(args: CoreProcessArgs, phases: Phases, receiver: zmq.Socket[bytes], sen
     try:
         _serve(core, receiver, sender)
     except Exception:
-        if isinstance(executor, TeamExecutor):  # the step may have failed for want of a worker, as `_die` tells
+        if isinstance(executor, MultiprocExecutor):  # the step may have failed for want of a worker, as `_die` tells
             threading.Event().wait(_LOSS_S)
         raise
 

@@ -20,7 +20,7 @@ from octavo.engine.async_engine import AsyncLLMEngine
 from octavo.engine.core_client import CoreProcess
 from octavo.engine.engine_hosts import EngineHosts, RemoteCore
 from octavo.engine.forecast import FirstTokenForecast
-from octavo.engine.generate import EngineCalls, Wanted
+from octavo.engine.generate import EngineCalls, GenerateArgs
 from octavo.engine.off_loop import run_off_loop
 from octavo.engine.routing import Router, block_hashes
 from octavo.engine.vllm_names import refuse_kwargs
@@ -183,10 +183,10 @@ class DataParallelEngine(EngineCalls):
         for engine in self._engines:
             engine.stop_restarting()
 
-    async def prepare(self, wanted: Wanted) -> EngineRequest:
-        request = await self._engines[0].prepare(wanted)
-        if wanted.lora_request is not None and request.adapter is not None:  # whichever computes it gets the adapter
-            self.name_adapter(wanted.lora_request.lora_int_id, request.adapter)
+    async def prepare(self, args: GenerateArgs) -> EngineRequest:
+        request = await self._engines[0].prepare(args)
+        if args.lora_request is not None and request.adapter is not None:  # whichever computes it gets the adapter
+            self.name_adapter(args.lora_request.lora_int_id, request.adapter)
         return request
 
     def name_adapter(self, lora_id: int, source: AdapterSource) -> None:
@@ -194,31 +194,31 @@ class DataParallelEngine(EngineCalls):
             engine.name_adapter(lora_id, source)
 
     async def generate_from(
-        self, request: EngineRequest, shown_id: str | None = None
+        self, request: EngineRequest, external_id: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         answer: list[int] = []  # of the first sequence, as its engine has it cached then
         async with (
-            self._routed(request, shown_id, answer) as engine,
-            contextlib.aclosing(engine.generate_from(request, shown_id)) as outputs,
+            self._routed(request, external_id, answer) as engine,
+            contextlib.aclosing(engine.generate_from(request, external_id)) as outputs,
         ):
             async for output in outputs:
                 tokens = list(output.outputs[0].token_ids) if output.outputs else []
                 answer[:] = answer + tokens if request.params.output_kind is RequestOutputKind.DELTA else tokens
                 yield output
 
-    async def pool(self, request: EngineRequest, shown_id: str | None = None) -> PoolingRequestOutput[PoolingOutput]:
-        async with self._routed(request, shown_id, []) as engine:
-            return await engine.pool(request, shown_id)
+    async def pool(self, request: EngineRequest, external_id: str | None = None) -> PoolingRequestOutput[PoolingOutput]:
+        async with self._routed(request, external_id, []) as engine:
+            return await engine.pool(request, external_id)
 
     @contextlib.asynccontextmanager
     async def _routed(
-        self, request: EngineRequest, shown_id: str | None, answer: list[int]
+        self, request: EngineRequest, external_id: str | None, answer: list[int]
     ) -> AsyncGenerator[AsyncLLMEngine, None]:
         """The engine that is to serve the request, whose load it is meanwhile."""
-        shown_id = shown_id or request.request_id
-        if shown_id in self._shown_ids:
-            raise RequestError(f"request id {shown_id!r} is in use.", param="request_id")
-        self._shown_ids.add(shown_id)
+        external_id = external_id or request.request_id
+        if external_id in self._shown_ids:
+            raise RequestError(f"request id {external_id!r} is in use.", param="request_id")
+        self._shown_ids.add(external_id)
         try:
             size = self.config.cache.block_size
             length = len(request.prompt.token_ids)
@@ -235,14 +235,14 @@ class DataParallelEngine(EngineCalls):
             yield self._engines[self._router.route(request, hashes, available)]
         finally:
             self._router.end(request.request_id, answer)
-            self._shown_ids.discard(shown_id)
+            self._shown_ids.discard(external_id)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         await self._all(lambda engine: engine.abort(ids))
 
-    async def end_all(self) -> None:
-        await self._all(lambda engine: engine.end_all())
+    async def abort_all_for_shutdown(self) -> None:
+        await self._all(lambda engine: engine.abort_all_for_shutdown())
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         return all(await self._all(lambda engine: engine.add_lora(lora_request)))
@@ -292,8 +292,8 @@ class DataParallelEngine(EngineCalls):
         self._router.forget_caches()
 
     async def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        wanted = None if tags is None else list(tags)
-        await self._all(lambda engine: engine.wake_up(wanted))
+        chosen = None if tags is None else list(tags)
+        await self._all(lambda engine: engine.wake_up(chosen))
 
     def shutdown(self) -> None:
         for engine in self._engines:

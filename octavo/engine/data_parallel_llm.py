@@ -33,7 +33,7 @@ class _Asked:
     """A request under way: what came of an earlier one of the same id is not its own."""
 
     request: EngineRequest
-    shown_id: str
+    external_id: str
     lora_request: LoRARequest | None
 
 
@@ -43,7 +43,7 @@ class DataParallelLLMEngine(StepCalls):
     def __init__(self, config: EngineConfig) -> None:
         if len(config.served_ranks) > len(config.local_ranks):
             raise ConfigError("LLM and LLMEngine run engines on this machine: leave --data-parallel-size-local out.")
-        self._under_way: dict[str, tuple[_Asked, Future[None]]] = {}  # by the caller's ids
+        self._in_flight: dict[str, tuple[_Asked, Future[None]]] = {}  # by the caller's ids
         self._outputs = queue.SimpleQueue[tuple[_Asked, Output | Exception]]()
         self._failed: list[Exception] = []  # to be raised
         self._is_closed = self._is_asleep = False
@@ -67,41 +67,43 @@ class DataParallelLLMEngine(StepCalls):
     def do_log_stats(self) -> None:
         self._await(self._engine.do_log_stats())
 
-    def add(self, request: EngineRequest, shown_id: str | None = None, lora_request: LoRARequest | None = None) -> None:
+    def add(
+        self, request: EngineRequest, external_id: str | None = None, lora_request: LoRARequest | None = None
+    ) -> None:
         self._check_awake()
-        asked = _Asked(request, shown_id or request.request_id, lora_request)
+        asked = _Asked(request, external_id or request.request_id, lora_request)
         answer = asyncio.run_coroutine_threadsafe(self._answer(asked), self._loop)
-        self._under_way[asked.shown_id] = (asked, answer)
+        self._in_flight[asked.external_id] = (asked, answer)
 
     def is_under_way(self, request_id: str) -> bool:
-        return request_id in self._under_way
+        return request_id in self._in_flight
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
-            if (found := self._under_way.pop(one, None)) is not None:
+            if (found := self._in_flight.pop(one, None)) is not None:
                 found[1].cancel()
 
     def get_num_unfinished_requests(self) -> int:
-        return len(self._under_way)
+        return len(self._in_flight)
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._under_way or self._failed)
+        return bool(self._in_flight or self._failed)
 
     def step(self) -> list[Output]:
         """What has come since the last call, and at least one output."""
         if self._failed:
             raise self._failed.pop(0)
         outputs: list[Output] = []
-        while self._under_way and not ((outputs or self._failed) and self._outputs.empty()):
+        while self._in_flight and not ((outputs or self._failed) and self._outputs.empty()):
             asked, found = self._outputs.get()
-            if self._under_way.get(asked.shown_id, (None,))[0] is not asked:  # which has been aborted
+            if self._in_flight.get(asked.external_id, (None,))[0] is not asked:  # which has been aborted
                 continue
             if isinstance(found, Exception):
                 self._failed.append(found)
             else:
                 outputs.append(found)
             if isinstance(found, Exception) or found.finished:
-                del self._under_way[asked.shown_id]
+                del self._in_flight[asked.external_id]
         if self._failed and not outputs:
             raise self._failed.pop(0)
         return outputs
@@ -179,7 +181,7 @@ class DataParallelLLMEngine(StepCalls):
             self._outputs.put((asked, error))
 
     def _give(self, asked: _Asked, output: Output) -> None:
-        output.request_id = asked.shown_id
+        output.request_id = asked.external_id
         if isinstance(output, RequestOutput):
             output.lora_request = asked.lora_request
         self._outputs.put((asked, output))

@@ -24,7 +24,7 @@ import msgspec
 from octavo.config import EngineConfig
 from octavo.distributed.connection import HANDSHAKE_S, send_message, show_address
 from octavo.distributed.heartbeat import Heartbeat
-from octavo.distributed.listener import Caller, Door, Member, has_gone, refuse
+from octavo.distributed.listener import Caller, Listener, Member, has_gone, refuse
 from octavo.distributed.messages import Ended, EngineLink, GroupReady, Join, Joined, News, Refused
 from octavo.distributed.node_settings import difference, settings_of
 from octavo.engine.core_client import CoreProcess
@@ -75,7 +75,7 @@ class EngineHosts:
         self._failure: OctavoError | None = None  # a host that did not fit, or was not there
         self.address = show_address((hosts.address, hosts.port))
         try:
-            self._door = Door((hosts.address, hosts.port), self._take)
+            self._door = Listener((hosts.address, hosts.port), self._take)
         except OSError as error:
             raise ConfigError(
                 f"the server of --data-parallel-size cannot listen at {self.address}: {error.strerror or error}. "

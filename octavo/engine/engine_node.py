@@ -22,7 +22,7 @@ from octavo.distributed.messages import Answer, Ended, EngineLink, Join, Joined,
 from octavo.distributed.node_settings import settings_of
 from octavo.engine.core_client import CoreClient
 from octavo.engine.framing import read_message, write_message
-from octavo.engine.restart_policy import Restarts
+from octavo.engine.restart_policy import RestartPolicy
 from octavo.engine.wire import Leaving, encode_message
 from octavo.errors import ConfigError, LoadError, OctavoError
 from octavo.node_token import check_token, group_token
@@ -58,7 +58,7 @@ class _Engine:
         self._address = config.engine_hosts.address, config.engine_hosts.port
         self._host = socket.gethostname()
         self._ready_timeout_s = ready_timeout_s
-        self._restarts = Restarts(max_restarts)
+        self._restarts = RestartPolicy(max_restarts)
         self._connection: socket.socket | None = None
         self._was_ready = self._is_ready = self.is_leaving = False
         self._loop: asyncio.AbstractEventLoop | None = None

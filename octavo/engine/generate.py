@@ -38,7 +38,7 @@ def length_of(prompt: PromptInput) -> int:
     return len(given) if isinstance(given, str | list | tuple) else 0
 
 
-class Wanted(NamedTuple):
+class GenerateArgs(NamedTuple):
     """What `generate` is asked for."""
 
     prompt: PromptInput
@@ -84,17 +84,17 @@ class EngineCalls(AsyncConfigNames, ABC):
         return self.tokenizer
 
     @abstractmethod
-    async def prepare(self, wanted: Wanted) -> EngineRequest:
+    async def prepare(self, args: GenerateArgs) -> EngineRequest:
         """What is wanted, for `generate_from`. Raises `RequestError`."""
 
     @abstractmethod
     def generate_from(
-        self, request: EngineRequest, shown_id: str | None = None
+        self, request: EngineRequest, external_id: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]: ...
 
     @abstractmethod
     async def pool(
-        self, request: EngineRequest, shown_id: str | None = None
+        self, request: EngineRequest, external_id: str | None = None
     ) -> PoolingRequestOutput[PoolingOutput]: ...
 
     async def generate(
@@ -118,7 +118,7 @@ class EngineCalls(AsyncConfigNames, ABC):
         """
         refuse_kwargs(tokenization_kwargs=tokenization_kwargs, trace_headers=trace_headers)
         request = await self.prepare(
-            Wanted(prompt, sampling_params, request_id, lora_request, priority, data_parallel_rank)
+            GenerateArgs(prompt, sampling_params, request_id, lora_request, priority, data_parallel_rank)
         )
         if prompt_text is not None:
             request = msgspec.structs.replace(request, prompt=msgspec.structs.replace(request.prompt, text=prompt_text))
@@ -208,9 +208,11 @@ class StepCalls(ConfigNames, ABC):
     def core(self) -> EngineCore: ...
 
     @abstractmethod
-    def add(self, request: EngineRequest, shown_id: str | None = None, lora_request: LoRARequest | None = None) -> None:
-        """Queue a request that has been made of the `inputs`. Its outputs bear `shown_id`, if that is not its own, and
-        the `lora_request`."""
+    def add(
+        self, request: EngineRequest, external_id: str | None = None, lora_request: LoRARequest | None = None
+    ) -> None:
+        """Queue a request that `inputs` has made. Its outputs have `external_id` in the place of the request's own id,
+        if one is given, and the `lora_request`."""
 
     @abstractmethod
     def is_under_way(self, request_id: str) -> bool:

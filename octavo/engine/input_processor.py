@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
 
     from octavo.loading.tokenizer import ModelTokenizer
-    from octavo.multimodal.audio_features import Listener
+    from octavo.multimodal.audio_features import AudioFeatureExtractor
     from octavo.multimodal.processor import MediaProcessor
     from octavo.multimodal.prompt_embeds import PromptEmbedsReader
 
@@ -81,11 +81,11 @@ class InputProcessor:
             from octavo.multimodal.prompt_embeds import PromptEmbedsReader
 
             self.prompt_embeds = PromptEmbedsReader(config.prompt_embeds)
-        self.listener: Listener | None = None  # of a model that writes down speech
+        self.listener: AudioFeatureExtractor | None = None  # of a model that writes down speech
         if config.sound is not None:
-            from octavo.multimodal.audio_features import Listener
+            from octavo.multimodal.audio_features import AudioFeatureExtractor
 
-            self.listener = Listener(config.sound)
+            self.listener = AudioFeatureExtractor(config.sound)
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:

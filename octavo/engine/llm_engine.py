@@ -74,8 +74,10 @@ class LLMEngine(StepCalls):
     def do_log_stats(self) -> None:
         self._log_line.log(time.monotonic())
 
-    def add(self, request: EngineRequest, shown_id: str | None = None, lora_request: LoRARequest | None = None) -> None:
-        core, name = self.core, shown_id or request.request_id
+    def add(
+        self, request: EngineRequest, external_id: str | None = None, lora_request: LoRARequest | None = None
+    ) -> None:
+        core, name = self.core, external_id or request.request_id
         with uninterrupted():
             self._ids[name] = request.request_id
             self._outputs.add(request, name)

@@ -134,9 +134,9 @@ class _Completion:
 class _Request:
     """A request under way: its completions, and when things happened to it."""
 
-    def __init__(self, request: EngineRequest, tokenizer: ModelTokenizer, shown_id: str) -> None:
+    def __init__(self, request: EngineRequest, tokenizer: ModelTokenizer, external_id: str) -> None:
         self.request = request
-        self.shown_id = shown_id
+        self.external_id = external_id
         num_completions = 0 if request.pooling is not None else request.params.num_completions
         self.completions = [_Completion(request, i, tokenizer) for i in range(num_completions)]
         self.prompt_logprobs: list[PositionLogprobs | None] | None = None
@@ -180,9 +180,9 @@ class OutputProcessor:
         self.metrics = metrics
         self.requests: dict[str, _Request] = {}
 
-    def add(self, request: EngineRequest, shown_id: str | None = None) -> None:
-        """Expect outputs of a request. Its results bear `shown_id`, if that is not the id that the core knows it by."""
-        self.requests[request.request_id] = _Request(request, self.tokenizer, shown_id or request.request_id)
+    def add(self, request: EngineRequest, external_id: str | None = None) -> None:
+        """Expect outputs of a request. Its results have `external_id`, if given, instead of the core's id."""
+        self.requests[request.request_id] = _Request(request, self.tokenizer, external_id or request.request_id)
 
     def abort(self, request_id: str, stop_reason: str | None = None) -> RequestOutput | None:
         """Forget a request. Returns what it had, marked as aborted, or None if it is not under way."""
@@ -260,7 +260,7 @@ class OutputProcessor:
                 self._record_finished(state)
             if state.error is not None:
                 aborts.append(Abort(request_id))
-                results.append(RequestFailed(state.shown_id, state.error, state.error_status))
+                results.append(RequestFailed(state.external_id, state.error, state.error_status))
             elif is_finished or not state.is_final_only:
                 results.append(self._output(state, is_finished))
         return results, aborts
@@ -279,7 +279,7 @@ class OutputProcessor:
         num_tokens = len(request.prompt.token_ids)
         data = finished(output.vectors, num_tokens, request.pooling)
         return PoolingRequestOutput(
-            state.shown_id, PoolingOutput(data), request.prompt.token_ids, metrics=state.metrics,
+            state.external_id, PoolingOutput(data), request.prompt.token_ids, metrics=state.metrics,
             num_cached_tokens=state.num_cached_tokens,
         )  # fmt: skip
 
@@ -322,7 +322,7 @@ class OutputProcessor:
                 if len(c.token_ids) > c.num_sent_tokens or (c.finish_reason is not None and not c.is_end_sent)
             ]
         return RequestOutput(
-            request_id=state.shown_id,
+            request_id=state.external_id,
             prompt=state.request.prompt.text,
             prompt_token_ids=state.request.prompt.token_ids,
             outputs=[completion.output(state.is_delta) for completion in completions],

@@ -6,7 +6,7 @@ QUICK_S = 60.0  # a death sooner than this after the core was ready is a quick o
 MAX_DELAY_S = 30.0
 
 
-class Restarts:
+class RestartPolicy:
     """Up to `limit` quick deaths in a row are answered with a new start: the first at once, the next after 1, 2, 4, …
     seconds. A core that serves longer than `QUICK_S` sets the count back to 0. Times are those of `time.monotonic`."""
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from octavo.config import EngineConfig
 from octavo.engine.core_client import Core, CoreClient, CoreProcess
-from octavo.engine.restart_policy import Restarts
+from octavo.engine.restart_policy import RestartPolicy
 from octavo.engine.wire import CoreMessage, Failed, FrontendMessage, Leaving, Ready
 from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError, OctavoError
 
@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 class Supervisor:
     """One core after another. All coroutines belong to one event loop, that of the first `listen`.
 
-    A core that has been ready once and dies is started again, up to `max_restarts` quick deaths in a row (`Restarts`);
-    after that, and by default at once, it has failed for good. A core that is `busy` and finishes no step for
-    `step_timeout_s`, or that loads for longer than `ready_timeout_s`, counts as dead, and is killed.
+    A core that has been ready once and dies is started again, up to `max_restarts` quick deaths in a row
+    (`RestartPolicy`); after that, and by default at once, it has failed for good. A core that is `busy` and finishes no
+    step for `step_timeout_s`, or that loads for longer than `ready_timeout_s`, counts as dead, and is killed.
 
     `handle` is called with each message that does not tell of a failure, `lose` with the reason whenever all that a
     core was to do is lost. `make_core` has a core start; one on another host comes again when its host lets it, and
@@ -49,7 +49,7 @@ class Supervisor:
         self.ready: Ready | None = None  # what the core that was ready last has
         self.failure: OctavoError | None = None  # for good
         self.num_restarts = 0
-        self.restarts = Restarts(max_restarts)
+        self.restart_policy = RestartPolicy(max_restarts)
         self._make_core = make_core or CoreClient
         self.core: Core = self._make_core(config, core)
         self.is_leaving = False  # the core's host takes no more requests
@@ -164,7 +164,7 @@ class Supervisor:
             self._fail(EngineDeadError(f"the engine core cannot be started again: {type(e).__name__}."))
 
     def _restart_delay(self) -> float | None:
-        return 0.0 if self.core.comes_again else self.restarts.next_delay(time.monotonic())
+        return 0.0 if self.core.comes_again else self.restart_policy.next_delay(time.monotonic())
 
     async def _follow_core(self) -> str:
         """Take in the messages of one core until it has ended. Returns why it did."""
@@ -242,7 +242,7 @@ class Supervisor:
                     )
                 self.ready, self._outage = message, None
                 self.config = self.config.when_ready(message.max_model_len, message.num_blocks, message.num_host_blocks)
-                self.restarts.record_ready(time.monotonic())
+                self.restart_policy.record_ready(time.monotonic())
                 self._ready_event.set()
         self._handle_message(message)
 
@@ -253,7 +253,7 @@ class Supervisor:
             logger.error("%s", self._outage)
         else:
             self._outage = EngineRestartingError(f"{reason}; it is being started again.")
-            logger.error("%s (%d of %d quick deaths in a row are allowed)", self._outage, *self.restarts.count)
+            logger.error("%s (%d of %d quick deaths in a row are allowed)", self._outage, *self.restart_policy.count)
         self.num_restarts += 1
         self._lose(EngineDeadError(f"{reason}; the request is lost."))
 

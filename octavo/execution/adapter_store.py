@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from octavo.config import EngineConfig, LoRAConfig
 from octavo.errors import LoadError, RequestError
 from octavo.execution.device import Device, Event
-from octavo.execution.worker_group import ALONE, Team
+from octavo.execution.worker_group import ALONE, WorkerGroup
 from octavo.layers.parameters import Module, NamedMatrix
 from octavo.loading.file_weights import open_weights
 from octavo.loading.memory import available_memory_bytes
@@ -85,7 +85,7 @@ class AdapterStore:
         ops: AdaptedOps,
         config: EngineConfig,
         device: Device,
-        team: Team = ALONE,
+        worker_group: WorkerGroup = ALONE,
         others: Collection[str] = (),
     ) -> None:
         """`others` are names of modules of other stages. Raises `LoadError` if the model has no product that adapters
@@ -119,20 +119,20 @@ class AdapterStore:
         ]  # fmt: skip
 
         # Plans are about pages that all workers have. Where adapters stay on the host these are a measure of it.
-        least = team.largest(max((table.least_page_bytes() for table in sizing), default=1))
+        least = worker_group.largest(max((table.least_page_bytes() for table in sizing), default=1))
         self.page_bytes = -(-least // _PAGE_UNIT) * _PAGE_UNIT
         pieces = [size for table in products for size in table.largest(self.page_bytes)]
-        most_pages = team.largest(place(pieces, self.page_bytes)[0])
+        most_pages = worker_group.largest(place(pieces, self.page_bytes)[0])
         self.num_pages = lora.max_loras * most_pages
         if lora.memory_bytes is not None:
             self.num_pages = max(1, lora.memory_bytes // self.page_bytes)
         if device.shares_memory and lora.memory_bytes is not None:
             self.num_host_pages = self.num_pages
         else:
-            share = int(_SHARE_OF_HOST * available_memory_bytes()) // team.seat.on_host.size
-            self.num_host_pages = max(self.num_pages, -team.largest(-(share // self.page_bytes)))
+            share = int(_SHARE_OF_HOST * available_memory_bytes()) // worker_group.worker_rank.on_host.size
+            self.num_host_pages = max(self.num_pages, -worker_group.largest(-(share // self.page_bytes)))
         # A device's tables have a row for each slot and expert, of which workers have different numbers.
-        num_experts = team.largest(
+        num_experts = worker_group.largest(
             max((cast(ExpertsWeight, m.weight).num_experts for m in firsts if m.expert is not None), default=1)
         )
         self.num_slots = min(self.num_pages, max(lora.max_loras, _MAX_SLOTS // num_experts))

@@ -39,7 +39,7 @@ def layer_cache(config: CacheConfig, device: Device, ops: Ops, spec: LayerCacheS
     )
 
 
-class _Stage:
+class _StagingBuffer:
     """Room for some blocks in one piece each: [blocks, bytes of a block] uint8."""
 
     def __init__(self, blocks: Array) -> None:
@@ -52,14 +52,14 @@ class _PoolMover:
 
     def __init__(self, ops: Ops, device: Device, caches: Sequence[LayerKVCache], num_host_blocks: int) -> None:
         self._ops, self._device, self._caches = ops, device, caches
-        self._stages: list[_Stage] = []
+        self._staging_buffers: list[_StagingBuffer] = []
         self.host_arrays: list[Any] = []  # that hold swapped blocks
         if num_host_blocks and caches:  # a stage may have no layer that uses a pool
             num_bytes = sum(block_bytes(cache) for cache in caches)
             self._host = device.pinned([num_host_blocks, num_bytes], "uint8")
             self.host_arrays = [self._host]
             num_staged = max(1, min(num_host_blocks, _STAGE_BYTES // num_bytes))
-            self._stages = [_Stage(device.zeros([num_staged, num_bytes], "uint8")) for _ in range(2)]
+            self._staging_buffers = [_StagingBuffer(device.zeros([num_staged, num_bytes], "uint8")) for _ in range(2)]
 
     def move(self, moves: BlockMoves) -> None:
         for pairs in self._staged(moves.swap_out):
@@ -71,20 +71,20 @@ class _PoolMover:
 
     def _staged(self, pairs: Pairs) -> Iterator[Pairs]:
         """As many at a time as a stage holds."""
-        if pairs and self._stages:
-            size = len(self._stages[0].blocks)
+        if pairs and self._staging_buffers:
+            size = len(self._staging_buffers[0].blocks)
             yield from (pairs[at : at + size] for at in range(0, len(pairs), size))
 
-    def _next_stage(self) -> _Stage:
-        stage = self._stages.pop(0)
-        self._stages.append(stage)
-        return stage
+    def _next_staging_buffer(self) -> _StagingBuffer:
+        staging = self._staging_buffers.pop(0)
+        self._staging_buffers.append(staging)
+        return staging
 
     def _swap_out(self, pairs: Pairs) -> None:
-        device, stage = self._device, self._next_stage()
+        device, staging = self._device, self._next_staging_buffer()
         compute, copies = device.compute, device.copies
         sources = np.array([source for source, _ in pairs])
-        staged = stage.blocks[: len(pairs)]
+        staged = staging.blocks[: len(pairs)]
 
         def gather() -> None:
             device.copy(self._ops.gather_blocks(sources, self._caches), staged)
@@ -93,18 +93,18 @@ class _PoolMover:
             for i, (_, destination) in enumerate(pairs):
                 device.copy(staged[i], self._host[destination])
 
-        if stage.is_free is not None:
-            compute.wait(stage.is_free)
+        if staging.is_free is not None:
+            compute.wait(staging.is_free)
         compute.run(gather)
         copies.wait(compute.record())
         copies.run(download)
-        stage.is_free = copies.record()
+        staging.is_free = copies.record()
 
     def _swap_in(self, pairs: Pairs) -> None:
-        device, stage = self._device, self._next_stage()
+        device, staging = self._device, self._next_staging_buffer()
         compute, copies = device.compute, device.copies
         destinations = np.array([destination for _, destination in pairs])
-        staged = stage.blocks[: len(pairs)]
+        staged = staging.blocks[: len(pairs)]
 
         def fill() -> None:
             for i, (source, _) in enumerate(pairs):
@@ -113,12 +113,12 @@ class _PoolMover:
         def scatter() -> None:
             self._ops.scatter_blocks(staged, destinations, self._caches)
 
-        if stage.is_free is not None:
-            copies.wait(stage.is_free)
+        if staging.is_free is not None:
+            copies.wait(staging.is_free)
         copies.run(fill)
         compute.wait(copies.record())
         compute.run(scatter)
-        stage.is_free = compute.record()
+        staging.is_free = compute.record()
 
     def warm_up(self) -> None:
         """A copy of the first block onto itself."""

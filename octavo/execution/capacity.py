@@ -10,7 +10,7 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kv_cache.groups import CacheGroup
 from octavo.kv_cache.manager import KVCacheManager
-from octavo.kv_cache.state_blocks import MOST_GUESSES
+from octavo.kv_cache.state_blocks import MAX_DRAFT_TOKENS
 from octavo.loading.memory import available_memory_bytes
 
 logger = logging.getLogger(__name__)
@@ -51,8 +51,10 @@ def num_blocks(
     if state_bytes and token_bytes:
         num_states = max(share, min(budget_bytes / 4, budget_bytes - token_bytes) / state_bytes)
     if override is None or token_bytes:
-        num_guesses = 0 if config.speculative is None else min(config.speculative.num_speculative_tokens, MOST_GUESSES)
-        num_states = min(num_states, limits.max_num_seqs * (1 + num_guesses))
+        num_draft_tokens = (
+            0 if config.speculative is None else min(config.speculative.num_speculative_tokens, MAX_DRAFT_TOKENS)
+        )
+        num_states = min(num_states, limits.max_num_seqs * (1 + num_draft_tokens))
     if override is None and token_bytes:
         share = min((budget_bytes - num_states * state_bytes) / token_bytes, limits.max_num_seqs)
     found = [int(max(0.0, num_states if pool in state_pools else share) * count) for pool, count in enumerate(least)]

@@ -27,7 +27,7 @@ from octavo.execution.media_table import MediaTable
 from octavo.execution.runner import Runner, RunnerAdapters
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import StepArrays, StepShape
-from octavo.execution.worker_group import ALONE, Team
+from octavo.execution.worker_group import ALONE, WorkerGroup
 from octavo.kv_cache.groups import group_layers
 from octavo.loading.recording import RecordingWeights
 from octavo.loading.weights import Weights
@@ -44,19 +44,19 @@ _ROTARY_POSITIONS = 1  # of the table, whose length is no kernel's business
 
 
 def start_rehearsal(
-    config: EngineConfig, description: ModelDescription, weights: Weights, ops: Ops, team: Team = ALONE
+    config: EngineConfig, description: ModelDescription, weights: Weights, ops: Ops, worker_group: WorkerGroup = ALONE
 ) -> Thread:
     """A thread that does `rehearse`, for the device of the one that asks."""
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
     thread = Thread(
-        target=rehearse, args=(config, description, weights, ops, team, device), name="compile", daemon=True
+        target=rehearse, args=(config, description, weights, ops, worker_group, device), name="compile", daemon=True
     )
     thread.start()
     return thread
 
 
 def rehearse(
-    config: EngineConfig, description: ModelDescription, weights: Weights, ops: Ops, team: Team = ALONE,
+    config: EngineConfig, description: ModelDescription, weights: Weights, ops: Ops, worker_group: WorkerGroup = ALONE,
     device: int | None = None,
 ) -> None:  # fmt: skip
     """Compile what `Runner.warm_up` is going to launch. What fails here fails there, or is compiled there."""
@@ -67,7 +67,7 @@ def rehearse(
         torch.cuda.set_device(device)
     try:
         with compiling(len(os.sched_getaffinity(0))):
-            outline_runner(config, description, weights, ops, team).warm_up()
+            outline_runner(config, description, weights, ops, worker_group).warm_up()
     except Exception as e:  # what is missing is compiled when it is launched
         logger.info("kernels are compiled as they are launched (%s: %s)", type(e).__name__, str(e).splitlines()[:1])
         return
@@ -75,7 +75,11 @@ def rehearse(
 
 
 def outline_runner(
-    config: EngineConfig, description: ModelDescription, weights: Weights | None, ops: Ops, team: Team = ALONE
+    config: EngineConfig,
+    description: ModelDescription,
+    weights: Weights | None,
+    ops: Ops,
+    worker_group: WorkerGroup = ALONE,
 ) -> Runner:
     """A runner of the model, in a thread that is outlining."""
     limits, device = config.scheduler, OutlineDevice()
@@ -98,7 +102,7 @@ def outline_runner(
         adapters = RunnerAdapters(adapted, AdapterStore(model.matrices, adapted, config, device, others=others))
     runner = Runner(
         model, ops, device, table, limits.max_num_batched_tokens, pooling=config.model.pooling, media=media,
-        cross=cross, adapters=adapters, team=team,
+        cross=cross, adapters=adapters, worker_group=worker_group,
     )  # fmt: skip
     own = description.caches_of(description.stage)
     caches = [layer_cache(config.cache, device, ops, model.layer_caches[i], 1) for i in own]

@@ -140,7 +140,7 @@ class CrossOutputs:
         rows = [planned.row for planned in plan.rows]
         into.cross_lens[: len(rows)] = self._lens[rows]
         positions = into.positions[: len(row_of)]
-        into.blind[: len(row_of)] = np.where(positions < self._starts[row_of], 0, -1)
+        into.cross_mask[: len(row_of)] = np.where(positions < self._starts[row_of], 0, -1)
 
     def aligned(self, plan: StepPlan) -> list[_Part]:
         """The prompt tokens of a step whose cross attention is wanted."""

@@ -60,11 +60,11 @@ class DeviceTables:
         num_tokens, num_samples = len(row_of), len(samples.rows)
         # The last token of a row may be one that only the device knows.
         is_unknown = arrays.positions[:num_tokens] + table.num_ahead >= table.num_known[row_of]
-        arrays.token_owners[:num_tokens] = np.where(is_unknown, row_of, no_row)
-        arrays.seq_owners[: len(plan.rows)] = [planned.row for planned in plan.rows]
+        arrays.pending_token_rows[:num_tokens] = np.where(is_unknown, row_of, no_row)
+        arrays.seq_table_rows[: len(plan.rows)] = [planned.row for planned in plan.rows]
         # Forks bring their token when they are admitted, and guesses that were sampled right are known to the host.
-        is_kept = (samples.forks == 0) & ~np.isin(samples.rows, list(samples.guessed))
-        arrays.sample_owners[:num_samples] = np.where(is_kept, samples.rows, no_row)
+        is_kept = (samples.forks == 0) & ~np.isin(samples.rows, list(samples.drafted))
+        arrays.sample_table_rows[:num_samples] = np.where(is_kept, samples.rows, no_row)
         places, blocks = updates
         arrays.block_places[: len(places)] = places
         arrays.new_blocks[: len(places)] = blocks
@@ -72,8 +72,8 @@ class DeviceTables:
     def resolve(self, ops: Ops, inputs: StepArrays[Array]) -> tuple[Array, Array]:
         """-> the step's token ids [T] and block tables [groups, S, width]."""
         return cast(DeviceOps, ops).resolve_step(
-            self._blocks, inputs.block_places, inputs.new_blocks, self._last_tokens, inputs.token_owners,
-            inputs.token_ids, inputs.seq_owners,
+            self._blocks, inputs.block_places, inputs.new_blocks, self._last_tokens, inputs.pending_token_rows,
+            inputs.token_ids, inputs.seq_table_rows,
         )  # fmt: skip
 
     def keep(self, ops: Ops, owners: Array, tokens: Array) -> None:

@@ -117,7 +117,7 @@ class Draft:
 
 
 def build_head(
-    config: EngineConfig, own: ModelConfig, target: Model, ops: Ops, max_guesses: int
+    config: EngineConfig, own: ModelConfig, target: Model, ops: Ops, max_draft_tokens: int
 ) -> ChainHead | MedusaHeads:
     """The head that `config.speculative` asks for, over a model, or a worker's share of it: then with copies of what
     embeds and makes logits where it has none of its own. Raises `LoadError` or `ConfigError` if it does not fit."""
@@ -150,8 +150,10 @@ def build_head(
         return head
     if method == "medusa":
         head = MedusaHeads(*settings)
-        if head.num_heads < max_guesses:
-            raise ConfigError(f"num_speculative_tokens {max_guesses} is more than the {head.num_heads} Medusa heads.")
+        if head.num_heads < max_draft_tokens:
+            raise ConfigError(
+                f"num_speculative_tokens {max_draft_tokens} is more than the {head.num_heads} Medusa heads."
+            )
     else:
         head = EagleHead(*settings) if method == "eagle" else Eagle3Head(*settings)
     weights.check_all_taken()

@@ -17,17 +17,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from octavo.execution.model_drafter import Guesses
+from octavo.execution.model_drafter import DraftBatch
 from octavo.execution.runner import Runner
 from octavo.execution.submitted_step import SubmittedStep
-from octavo.execution.worker_group import Team
+from octavo.execution.worker_group import WorkerGroup
 from octavo.plan import StepPlan, StepResult
 
 
 class Drafter(Protocol):
     """Guesses with a model, in the worker."""
 
-    def draft(self, plan: StepPlan) -> Guesses:
+    def draft(self, plan: StepPlan) -> DraftBatch:
         """Guess for the rows of a plan that have guesses to be made, as many as each has or as can be made. The model's
         runner has taken in the plan; the drafter sees every plan, once."""
         ...
@@ -42,11 +42,11 @@ class DraftedStep:
     then it is called when the result is wanted."""
 
     def __init__(
-        self, drafter: Drafter, plan: StepPlan, submit: Callable[[], SubmittedStep], guesses: Guesses, draft_s: float,
-        waits: bool,
+        self, drafter: Drafter, plan: StepPlan, submit: Callable[[], SubmittedStep], draft_tokens: DraftBatch,
+        draft_s: float, waits: bool,
     ) -> None:  # fmt: skip
-        self._drafter, self.plan, self._made, self._draft_s = drafter, plan, guesses, draft_s
-        self._guesses = {row.row: row.guesses for row in plan.rows if row.row in guesses.of_rows}
+        self._drafter, self.plan, self._made, self._draft_s = drafter, plan, draft_tokens, draft_s
+        self._draft_tokens = {row.row: row.draft_tokens for row in plan.rows if row.row in draft_tokens.of_rows}
         self._submit, self._step = submit, None if waits else submit()
         self._result: StepResult | None = None
 
@@ -62,8 +62,8 @@ class DraftedStep:
             result = self._result = step.result()
             begin = time.monotonic()
             self._drafter.observe(self.plan, step, result)
-            result.guesses, result.draft_s = self._guesses, self._draft_s + time.monotonic() - begin
-            result.num_made = {row: len(made) for row, made in self._made.of_rows.items()}
+            result.draft_tokens, result.draft_s = self._draft_tokens, self._draft_s + time.monotonic() - begin
+            result.num_drafted = {row: len(made) for row, made in self._made.of_rows.items()}
             result.caught_up = self._made.caught_up
         return self._result
 
@@ -71,28 +71,30 @@ class DraftedStep:
 class DraftingRunner:
     """`Runner.submit` for plans with guesses to be made."""
 
-    def __init__(self, runner: Runner, drafter: Drafter, team: Team) -> None:
-        self._runner, self._drafter, self._team = runner, drafter, team
-        self._has_stages = team.seat.num_stages > 1
+    def __init__(self, runner: Runner, drafter: Drafter, worker_group: WorkerGroup) -> None:
+        self._runner, self._drafter, self._worker_group = runner, drafter, worker_group
+        self._has_stages = worker_group.worker_rank.num_stages > 1
         self._waiting: deque[DraftedStep] = deque()  # for the stages before, in order; or their results are known
 
     def submit(self, plan: StepPlan) -> DraftedStep:
         """Guess, then have the device compute the plan. Raises `DeviceMemoryError` as `Runner.submit`."""
         while self._waiting and (self._waiting[0].is_done or self._changes_what_waits(plan)):
             self._waiting.popleft().result()
-        self._runner.take_in(plan)
+        self._runner.apply_updates(plan)
         begin = time.monotonic()
-        guesses = self._drafter.draft(plan)
+        draft_tokens = self._drafter.draft(plan)
         draft_s = time.monotonic() - begin
-        if made := guesses.of_rows:  # any token is as good as another where none was guessed
+        if made := draft_tokens.of_rows:  # any token is as good as another where none was guessed
             rows = [
-                p._replace(guesses=(*made[p.row], *[0] * (len(p.guesses) - len(made[p.row])))) if p.row in made else p
+                p._replace(draft_tokens=(*made[p.row], *[0] * (len(p.draft_tokens) - len(made[p.row]))))
+                if p.row in made
+                else p
                 for p in plan.rows
             ]
             plan = replace(plan, rows=rows)
-        self._team.tell_plan(plan)
+        self._worker_group.tell_plan(plan)
         compute = partial(self._runner.compute, plan)
-        step = DraftedStep(self._drafter, plan, compute, guesses, draft_s, self._has_stages)
+        step = DraftedStep(self._drafter, plan, compute, draft_tokens, draft_s, self._has_stages)
         if self._has_stages:
             self._waiting.append(step)
         return step

@@ -1,7 +1,7 @@
 """What stands between the engine core and the workers that run a model: it hands them plans and brings back results.
 
-`LocalExecutor` has one worker, in the core's own process, or one of those that share a model. `TeamExecutor` is the
-first of these: it sends the plan on.
+`LocalExecutor` has one worker in its own process. `MultiprocExecutor` has the first of several workers and sends plans
+to the others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.execution.device import Device
 from octavo.execution.worker import Worker
-from octavo.execution.worker_group import ALONE, Leader, Team
+from octavo.execution.worker_group import ALONE, Leader, WorkerGroup
 from octavo.kv_cache.groups import CacheGroup
 from octavo.layers.tensor_parallel import Share
 from octavo.models.registry import describe
@@ -93,16 +93,20 @@ class LocalExecutor:
     """One worker, in this process."""
 
     def __init__(
-        self, config: EngineConfig, device: Device | None = None, ops: Ops | None = None, team: Team = ALONE
+        self,
+        config: EngineConfig,
+        device: Device | None = None,
+        ops: Ops | None = None,
+        worker_group: WorkerGroup = ALONE,
     ) -> None:
         """Device and operations are those of `config.device`, unless tests bring their own. Raises `LoadError` or
         `ConfigError` when model or cache do not fit."""
         phases = Phases()
         if device is None or ops is None:
-            device, ops = _open_device(config, team)
+            device, ops = _open_device(config, worker_group)
         phases.end("kernels")
-        self.worker = worker = Worker(config, device, ops, phases, team)
-        self.runs_ahead, self.num_stages = device.runs_ahead, team.seat.num_stages
+        self.worker = worker = Worker(config, device, ops, phases, worker_group)
+        self.runs_ahead, self.num_stages = device.runs_ahead, worker_group.worker_rank.num_stages
         self.cache_groups = worker.groups
         self.max_model_len = worker.max_model_len
         self.num_blocks, self.num_host_blocks = worker.num_blocks, worker.num_host_blocks
@@ -140,19 +144,19 @@ class LocalExecutor:
         self.worker.adapters.forget(identity)
 
 
-class TeamExecutor(LocalExecutor):
+class MultiprocExecutor(LocalExecutor):
     """The first of several workers, and the others, which do what it does."""
 
     def __init__(self, config: EngineConfig) -> None:
         model = config.model
         description = describe(model.checkpoint.config, model.impl, model.code_folder, model.pooling)
-        self.team = Leader(config, description)
-        self._guesses = config.draft is not None  # then the worker tells plans, with its guesses
+        self.worker_group = Leader(config, description)
+        self._has_drafter = config.draft is not None  # then the worker tells plans, with its guesses
         try:
-            super().__init__(config, team=self.team)
-            self.team.wait_until_ready()
+            super().__init__(config, worker_group=self.worker_group)
+            self.worker_group.wait_until_ready()
         except BaseException as error:
-            self.team.abandon(str(error))
+            self.worker_group.abandon(str(error))
             raise
 
     def submit(self, plan: StepPlan) -> PendingStep:
@@ -160,12 +164,12 @@ class TeamExecutor(LocalExecutor):
         hashes = {item.content_hash for admission in plan.admissions for item in admission.media}
         if media is not None and hashes:
             rows = {content_hash: media.rows(content_hash) for content_hash in hashes}
-            self.team.tell_rows(rows)
-        if not self._guesses:
-            self.team.tell_plan(plan)
+            self.worker_group.tell_rows(rows)
+        if not self._has_drafter:
+            self.worker_group.tell_plan(plan)
         if self.num_stages == 1:
             return super().submit(plan)
-        if not self._guesses:
+        if not self._has_drafter:
             return _LastStage(partial(self._submit_late, plan, rows))
         return self._submit_late(plan, rows)  # which guesses now, and computes later
 
@@ -176,14 +180,14 @@ class TeamExecutor(LocalExecutor):
         return super().submit(plan)
 
     def prepare_adapter(self, source: AdapterSource) -> Future[int]:
-        return self.team.prepare_adapter(source, super().prepare_adapter(source))
+        return self.worker_group.prepare_adapter(source, super().prepare_adapter(source))
 
     def forget_adapter(self, identity: str) -> None:
-        self.team.forget_adapter(identity)
+        self.worker_group.forget_adapter(identity)
         super().forget_adapter(identity)
 
     def release_cache(self) -> None:
-        self.team.release_cache()
+        self.worker_group.release_cache()
         super().release_cache()
 
 
@@ -204,15 +208,15 @@ def make_executor(config: EngineConfig) -> LocalExecutor:
             f"--node-rank {config.nodes.rank} has no engine of its own: run `octavo serve --headless` there."
         )
     num_workers = config.tensor_parallel_size * config.pipeline_parallel_size
-    return LocalExecutor(config) if num_workers == 1 else TeamExecutor(config)
+    return LocalExecutor(config) if num_workers == 1 else MultiprocExecutor(config)
 
 
-def _open_device(config: EngineConfig, team: Team) -> tuple[Device, Ops]:
+def _open_device(config: EngineConfig, worker_group: WorkerGroup) -> tuple[Device, Ops]:
     if config.device == "cuda":
-        return _open_cuda(team)
+        return _open_cuda(worker_group)
     from octavo.execution.cpu_device import CpuDevice
 
-    share, on_host = team.share, team.seat.on_host
+    share, on_host = worker_group.share, worker_group.worker_rank.on_host
     num_workers = on_host.size * len(config.local_ranks)
     if num_workers == 1:
         return CpuDevice(), load(config.cpu_threads, config.cpus)
@@ -224,18 +228,18 @@ def _open_device(config: EngineConfig, team: Team) -> tuple[Device, Ops]:
     cpus = None if config.cpus is None else [config.cpus[i] for i in own]
     ops = load(max(1, len(own)), cpus or None)
     if not share.is_whole:
-        cpu.join_group(share.rank, share.size, team.memory, team.memory_bytes, team.connections)
+        cpu.join_group(share.rank, share.size, worker_group.memory, worker_group.memory_bytes, worker_group.connections)
     return CpuDevice(), ops
 
 
-def _open_cuda(team: Team) -> tuple[Device, Ops]:
+def _open_cuda(worker_group: WorkerGroup) -> tuple[Device, Ops]:
     """The device of this worker's number on its host."""
     from octavo.execution.cuda_device import CudaDevice
 
-    device, share = CudaDevice(team.seat.on_host.rank), team.share
-    team.largest(0)  # whoever lacks a device has said so
+    device, share = CudaDevice(worker_group.worker_rank.on_host.rank), worker_group.share
+    worker_group.largest(0)  # whoever lacks a device has said so
     if not share.is_whole:
         from octavo.ops.cuda_collectives import join_group
 
-        join_group(share.rank, share.size, team.memory, team.connections)
+        join_group(share.rank, share.size, worker_group.memory, worker_group.connections)
     return device, load_cuda()

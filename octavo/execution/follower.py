@@ -1,8 +1,8 @@
 """A worker beside the first, as a process: `python -m octavo.execution.follower`, started by `HostWorkers`.
 
-Its standard input brings one line of JSON (`Orders`) and stays open: when it closes, its parent has gone and so does
-the worker. It builds its share of the model and computes every plan that the first worker does, until that hangs up.
-"""
+Its standard input brings one line of JSON (`FollowerArgs`) and stays open. When it closes, the parent process has ended
+and the worker ends too. It builds its share of the model and computes every plan that the first worker does, until that
+hangs up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import msgspec
 
 from octavo.errors import ConfigError, OctavoError
 from octavo.execution.executor import LocalExecutor
-from octavo.execution.host_workers import Orders
+from octavo.execution.host_workers import FollowerArgs
 from octavo.execution.submitted_step import SubmittedStep
 from octavo.execution.worker_group import Follower, has_hung_up
 from octavo.execution.worker_messages import (
@@ -45,10 +45,10 @@ _GRACE_S = 10.0
 def main() -> None:
     lines = queue.SimpleQueue[bytes]()
     threading.Thread(target=follow_parent, args=(lines,), daemon=True).start()
-    orders = msgspec.json.decode(lines.get(), type=Orders)
-    leader = Connection(orders.control)
+    args = msgspec.json.decode(lines.get(), type=FollowerArgs)
+    leader = Connection(args.control)
     try:
-        _run(leader, orders)
+        _run(leader, args)
     except (EOFError, OSError):
         # The first worker has gone, or is about to, as one of another stage has: it must see who was the first to go.
         has_hung_up(leader, _GRACE_S)
@@ -60,19 +60,19 @@ def main() -> None:
         os._exit(1)
 
 
-def _run(leader: Connection, orders: Orders) -> None:
-    configure_logging(f"worker {orders.seat.number}", orders.log_level, log_format=orders.log_format)
-    team = Follower(leader, orders)
+def _run(leader: Connection, args: FollowerArgs) -> None:
+    configure_logging(f"worker {args.worker_rank.number}", args.log_level, log_format=args.log_format)
+    worker_group = Follower(leader, args)
     try:
-        executor = LocalExecutor(orders.config, team=team)
+        executor = LocalExecutor(args.config, worker_group=worker_group)
     except OctavoError as e:
-        team.tell(CannotStart(str(e), isinstance(e, ConfigError)))
+        worker_group.tell(CannotStart(str(e), isinstance(e, ConfigError)))
         return
-    team.tell(WorkerReady())
+    worker_group.tell(WorkerReady())
     gc.freeze()
     steps: deque[SubmittedStep] = deque()  # whose tokens are not known yet
     while True:
-        match team.hear():
+        match worker_group.hear():
             case Plan(plan):
                 step = executor.worker.runner.submit(plan)
                 if len(step.samples.rows) and executor.worker.runner.pooling is None:
@@ -84,7 +84,7 @@ def _run(leader: Connection, orders: Orders) -> None:
             case PictureRows() as pictures:
                 executor.worker.take_rows(pictures.rows)
             case PrepareAdapter(source):
-                executor.prepare_adapter(source).add_done_callback(partial(team.tell_read, source.identity))
+                executor.prepare_adapter(source).add_done_callback(partial(worker_group.tell_read, source.identity))
             case ForgetAdapter(identity):
                 executor.forget_adapter(identity)
             case ReleaseCache():

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from octavo.errors import DeviceMemoryError
 from octavo.execution.device import Device
-from octavo.execution.model_drafter import Guesses, changes_of
+from octavo.execution.model_drafter import DraftBatch, changes_of
 from octavo.execution.runner import Runner
 from octavo.execution.submitted_step import SubmittedStep
 from octavo.models.draft_heads import ChainHead, MedusaHeads
 from octavo.ops import Array, Ops
-from octavo.plan import TO_BE_GUESSED, PlannedRow, StepPlan, StepResult, num_standing
+from octavo.plan import DRAFT_PLACEHOLDER, PlannedRow, StepPlan, StepResult, num_standing
 from octavo.sampling.sampler import sample_tokens, write_settings
 from octavo.sampling.sampling_table import Samples, SamplingTable
 
@@ -57,7 +57,7 @@ class ChainDrafter:
         self._max_len = table.tokens.shape[1] - 1
         # How many positions the head has computed of each row, if it has a guess of what follows those; else -1.
         self._num_computed = np.full(table.max_num_seqs, -1, np.int64)
-        self._first_guess = np.zeros(table.max_num_seqs, np.int64)
+        self._first_draft = np.zeros(table.max_num_seqs, np.int64)
         self._buffer: Any = None
         self._last: _RowFeatures | None = None  # what the head has made of each row's last position
         self._changes = StepPlan()  # that the head's runner has taken in and not computed anything with
@@ -79,23 +79,25 @@ class ChainDrafter:
         self._last.put(numbers, rows[: len(numbers)])
         self._last.take(numbers)
 
-    def draft(self, plan: StepPlan) -> Guesses:
+    def draft(self, plan: StepPlan) -> DraftBatch:
         """Guess for the rows of a plan that leaves guesses to be made."""
         has_vocabulary = self._head.target_ids is None
-        self._runner.put_off(self._changes)  # where nothing has been computed since
+        self._runner.defer_updates(self._changes)  # where nothing has been computed since
         self._changes = changes_of(plan, self._group, len(self._runner.table.blocks), has_vocabulary)
-        self._runner.take_in(self._changes)
+        self._runner.apply_updates(self._changes)
         for admission in plan.admissions:
             self._num_computed[admission.row] = -1
-        wanting = [planned for planned in plan.rows if planned.guesses and planned.guesses[0] == TO_BE_GUESSED]
+        wanting = [
+            planned for planned in plan.rows if planned.draft_tokens and planned.draft_tokens[0] == DRAFT_PLACEHOLDER
+        ]
         ready = [planned for planned in wanting if self._num_computed[planned.row] == planned.num_computed]
-        found = {planned.row: [int(self._first_guess[planned.row])] for planned in ready}
+        found = {planned.row: [int(self._first_draft[planned.row])] for planned in ready}
         try:
-            while going := [p for p in ready if len(found[p.row]) < len(p.guesses)]:
+            while going := [p for p in ready if len(found[p.row]) < len(p.draft_tokens)]:
                 self._continue(going, found)
         except DeviceMemoryError:
             pass  # the step that verifies needs more than this
-        return Guesses({planned.row: found.get(planned.row, []) for planned in wanting})
+        return DraftBatch({planned.row: found.get(planned.row, []) for planned in wanting})
 
     def _continue(self, rows: list[PlannedRow], found: dict[int, list[int]]) -> None:
         """One more guess for each of the rows, which have equally many."""
@@ -126,7 +128,7 @@ class ChainDrafter:
             return
         for planned, begin, count in standing_rows(plan, result):
             end = planned.num_computed + count
-            is_sampled = planned.num_positions > 0 and end + 1 < self._max_len
+            is_sampled = planned.num_sampled_positions > 0 and end + 1 < self._max_len
             rows.append(PlannedRow(planned.row, planned.num_computed, count, int(is_sampled)))
             sources.append(np.arange(begin, begin + count))
             ends.append(sum(map(len, sources)) - 1)
@@ -144,9 +146,9 @@ class ChainDrafter:
             own = self._compute(rows)
         except DeviceMemoryError:
             return  # these positions are never computed by the head: it guesses worse
-        sampled = [(planned, end) for planned, end in zip(rows, ends, strict=True) if planned.num_positions]
+        sampled = [(planned, end) for planned, end in zip(rows, ends, strict=True) if planned.num_sampled_positions]
         for (planned, _), token in zip(sampled, own.result().tokens, strict=True):
-            self._first_guess[planned.row] = token
+            self._first_draft[planned.row] = token
             self._num_computed[planned.row] = planned.num_computed + planned.num_tokens
         if sampled:
             numbers = [planned.row for planned, _ in sampled]
@@ -163,7 +165,7 @@ class ChainDrafter:
         try:
             return self._runner.compute(plan)
         except DeviceMemoryError:
-            self._runner.put_off(changes)
+            self._runner.defer_updates(changes)
             raise
 
 
@@ -190,23 +192,25 @@ class MedusaDrafter:
         for head in range(self._heads.num_heads):
             self._ops.argmax(self._heads.logits(head, self._last.take(numbers)))
 
-    def draft(self, plan: StepPlan) -> Guesses:
+    def draft(self, plan: StepPlan) -> DraftBatch:
         """As `ChainDrafter.draft`."""
         for admission in changes_of(plan, 0, 0).admissions:
             self._sampling.admit(admission)
             self._num_computed[admission.row] = -1
-        wanting = [planned for planned in plan.rows if planned.guesses and planned.guesses[0] == TO_BE_GUESSED]
+        wanting = [
+            planned for planned in plan.rows if planned.draft_tokens and planned.draft_tokens[0] == DRAFT_PLACEHOLDER
+        ]
         ready = [planned for planned in wanting if self._num_computed[planned.row] == planned.num_computed]
         found: dict[int, list[int]] = {planned.row: [] for planned in ready}
         for head in range(self._heads.num_heads):
-            if going := [planned for planned in ready if len(planned.guesses) > head]:
+            if going := [planned for planned in ready if len(planned.draft_tokens) > head]:
                 lengths = np.array([planned.num_computed + 1 + head for planned in going], np.int64)
-                tokens = self._guess(head, np.array([planned.row for planned in going], np.int64), lengths)
+                tokens = self._draft(head, np.array([planned.row for planned in going], np.int64), lengths)
                 for planned, token in zip(going, tokens, strict=True):
                     found[planned.row].append(max(token, 0))
-        return Guesses({planned.row: found.get(planned.row, []) for planned in wanting})
+        return DraftBatch({planned.row: found.get(planned.row, []) for planned in wanting})
 
-    def _guess(self, head: int, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[int]:
+    def _draft(self, head: int, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[int]:
         """The tokens that a head draws for rows [N] that are so long by then."""
         assert self._last is not None
         last, samples = self._last, Samples(rows, np.zeros_like(rows), lengths)
@@ -241,7 +245,7 @@ class MedusaDrafter:
             return
         for planned, begin, count in standing_rows(plan, result):
             self._num_computed[planned.row] = -1
-            if planned.num_positions:
+            if planned.num_sampled_positions:
                 rows.append(planned.row)
                 places.append(begin + count - 1)
                 self._num_computed[planned.row] = planned.num_computed + count
@@ -266,8 +270,8 @@ def standing_rows(plan: StepPlan, result: StepResult) -> Iterator[tuple[PlannedR
     for planned in plan.rows:
         tokens = result.tokens[first : first + planned.num_samples]
         count = planned.num_tokens
-        if planned.guesses:
-            count += num_standing(planned.guesses, tokens) - 1 - len(planned.guesses)
+        if planned.draft_tokens:
+            count += num_standing(planned.draft_tokens, tokens) - 1 - len(planned.draft_tokens)
         yield planned, begin, count
         begin += planned.num_tokens
         first += planned.num_samples

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from octavo.config import EngineConfig
-from octavo.execution.stage_links import LinkEnd, LinkEnds, Seat, Way, seats_of, shared_memory
+from octavo.execution.stage_links import LinkEnd, LinkEnds, LinkPair, WorkerRank, shared_memory, worker_ranks_of
 from octavo.logs import current_format
 from octavo.models.description import ModelDescription
 from octavo.models.sharding import gathered_size
@@ -28,12 +28,12 @@ _EXIT_GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
+class FollowerArgs:
     """What a follower is started with: a line of JSON on its standard input, which stays open as long as its parent is
     there."""
 
     config: EngineConfig
-    seat: Seat
+    worker_rank: WorkerRank
     control: int  # its connection to the first worker
     memory: int  # the file that rows are exchanged through within the stage, or that devices' workers meet at
     memory_bytes: int
@@ -42,9 +42,9 @@ class Orders:
     log_format: str
 
 
-def seats_of_config(config: EngineConfig) -> list[Seat]:
+def configured_worker_ranks(config: EngineConfig) -> list[WorkerRank]:
     """Those of all workers, on all hosts."""
-    return seats_of(config.pipeline_parallel_size, config.tensor_parallel_size, config.nodes.size)
+    return worker_ranks_of(config.pipeline_parallel_size, config.tensor_parallel_size, config.nodes.size)
 
 
 class HostWorkers:
@@ -56,45 +56,49 @@ class HostWorkers:
         """`entering` are connections from the stage before this host's first one, and `leaving` to the one behind its
         last one, by rank; none where it is the model's first or last. They are closed by `let_go`."""
         self._config, self._entering, self._leaving = config, entering, leaving
-        self.seats = [seat for seat in seats_of_config(config) if seat.node == config.nodes.rank]
+        self.worker_ranks = [
+            worker_rank for worker_rank in configured_worker_ranks(config) if worker_rank.node == config.nodes.rank
+        ]
         size, num_stages, limits = config.tensor_parallel_size, config.pipeline_parallel_size, config.scheduler
         num_samples = max(limits.max_num_batched_tokens, limits.max_num_seqs)
         of_token = max(size * description.hidden_size, gathered_size(description))
         most = max(limits.max_num_batched_tokens * of_token, num_samples * description.vocab_size)
         # Devices have their rows carried by NCCL: in the file they find each other.
         self.memory_bytes = 0 if config.device == "cuda" else group_bytes(size, most)
-        stages = range(self.seats[0].stage, self.seats[-1].stage + 1)
+        stages = range(self.worker_ranks[0].stage, self.worker_ranks[-1].stage + 1)
         self._memories = {stage: shared_memory(self.memory_bytes) for stage in stages}
         self._slots, self._slot_bytes = num_stages + 1, limits.max_num_batched_tokens * description.stage_width * 4
-        self._ways = {
-            stage: [Way(self._slots, self._slot_bytes) for _ in range(size)] for stage in stages[:-1]
+        self._pairs = {
+            stage: [LinkPair(self._slots, self._slot_bytes) for _ in range(size)] for stage in stages[:-1]
         }  # by the stage that they start from
         self._first, self._last = stages[0], stages[-1]
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    def memory(self, seat: Seat) -> int:
+    def memory(self, worker_rank: WorkerRank) -> int:
         """Descriptor of what a worker exchanges rows through with the others of its stage."""
-        return self._memories[seat.stage]
+        return self._memories[worker_rank.stage]
 
-    def ends(self, seat: Seat) -> LinkEnds:
+    def ends(self, worker_rank: WorkerRank) -> LinkEnds:
         """A worker's."""
-        stage, rank = seat.stage, seat.share.rank
+        stage, rank = worker_rank.stage, worker_rank.share.rank
         before = behind = None
         if stage > self._first:
-            before = self._ways[stage - 1][rank].end
+            before = self._pairs[stage - 1][rank].end
         elif self._entering:
             before = LinkEnd(self._entering[rank])
         if stage < self._last:
-            behind = self._ways[stage][rank].start
+            behind = self._pairs[stage][rank].start
         elif self._leaving:
             behind = LinkEnd(self._leaving[rank])
         return LinkEnds(self._slots, self._slot_bytes, before, behind)
 
-    def start(self, seat: Seat, control: int) -> None:
+    def start(self, worker_rank: WorkerRank, control: int) -> None:
         """Start a worker, with its connection to the first one."""
-        ends, memory = self.ends(seat), self.memory(seat)
+        ends, memory = self.ends(worker_rank), self.memory(worker_rank)
         level = logging.getLogger("octavo").getEffectiveLevel()
-        orders = Orders(self._config, seat, control, memory, self.memory_bytes, ends, level, current_format())
+        args = FollowerArgs(
+            self._config, worker_rank, control, memory, self.memory_bytes, ends, level, current_format()
+        )
         process = subprocess.Popen(
             child_command("octavo.execution.follower"), stdin=subprocess.PIPE,
             pass_fds=[control, memory, *ends.descriptors],
@@ -102,15 +106,15 @@ class HostWorkers:
         self.processes.append(process)
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once, which the first worker hears when it waits for it
-            process.stdin.write(msgspec.json.encode(orders) + b"\n")
+            process.stdin.write(msgspec.json.encode(args) + b"\n")
             process.stdin.flush()
 
-    def let_go(self, own: Seat | None = None) -> None:
+    def let_go(self, own: WorkerRank | None = None) -> None:
         """Of what only the processes have to do with, and not this one, as the worker `own`, which keeps its memory and
         its connection to the stage before."""
-        for stage, ways in self._ways.items():
-            for rank, way in enumerate(ways):
-                way.let_go(keeps_end=own is not None and (stage, rank) == (own.stage - 1, own.share.rank))
+        for stage, pairs in self._pairs.items():
+            for rank, pair in enumerate(pairs):
+                pair.let_go(keeps_end=own is not None and (stage, rank) == (own.stage - 1, own.share.rank))
         for stage, memory in self._memories.items():
             if own is None or stage != own.stage:
                 os.close(memory)

@@ -26,7 +26,7 @@ from octavo.execution.filled_slots import FilledSlots
 from octavo.execution.runner import Runner
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.submitted_step import SubmittedStep
-from octavo.plan import TO_BE_GUESSED, NewBlock, PlannedRow, StepPlan, StepResult
+from octavo.plan import DRAFT_PLACEHOLDER, NewBlock, PlannedRow, StepPlan, StepResult
 from octavo.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _MOST_UNDER_WAY = 2
 
 
-class Guesses(NamedTuple):
+class DraftBatch(NamedTuple):
     """By row that wanted some: as many as it wanted, or fewer where they cannot be made yet. The drafter may have
     caught up with what it lacked of rows before."""
 
@@ -61,11 +61,13 @@ class ModelDrafter:
         self._num_drafted = np.zeros(num_rows, np.int64)
         self._num_filled = np.zeros(num_rows, np.int64)  # of those, the ones that `filled` knows of
 
-    def draft(self, plan: StepPlan) -> Guesses:
+    def draft(self, plan: StepPlan) -> DraftBatch:
         """Compute what the draft lacks of the plan's rows, whose blocks are there by now, and guess for those that
         want it, where there is memory enough."""
         changes = self._take_in(plan)
-        wanting = [planned for planned in plan.rows if planned.guesses and planned.guesses[0] == TO_BE_GUESSED]
+        wanting = [
+            planned for planned in plan.rows if planned.draft_tokens and planned.draft_tokens[0] == DRAFT_PLACEHOLDER
+        ]
         budget = self._runner.max_num_tokens
         first: list[PlannedRow] = []
         ready: list[PlannedRow] = []  # of those that want guesses, the ones of which nothing is lacking
@@ -78,12 +80,12 @@ class ModelDrafter:
             budget -= num_tokens
             if num_tokens == num_lacking:
                 ready.append(planned)
-            caught_up |= num_lacking > len(planned.guesses) + 1  # more than a step before can have brought
+            caught_up |= num_lacking > len(planned.draft_tokens) + 1  # more than a step before can have brought
             if num_tokens > 0:
                 first.append(self._next(planned, num_tokens, num_tokens == num_lacking))
         if plan.drafts_prompts:
             for planned in plan.rows:
-                if not planned.guesses and (planned.num_tokens > 1 or not planned.num_positions):
+                if not planned.draft_tokens and (planned.num_tokens > 1 or not planned.num_sampled_positions):
                     num_tokens = max(0, min(self._num_lacking(planned), budget))
                     budget -= num_tokens
                     if num_tokens:
@@ -95,11 +97,11 @@ class ModelDrafter:
             except DeviceMemoryError as e:
                 rows = [planned.row for planned in first]
                 self._num_drafted[rows] = self._num_filled[rows]
-                self._runner.put_off(changes)
+                self._runner.defer_updates(changes)
                 logger.debug("no tokens are guessed: %s", e)
         else:
-            self._runner.put_off(changes)
-        return Guesses({planned.row: found.get(planned.row, []) for planned in wanting}, caught_up)
+            self._runner.defer_updates(changes)
+        return DraftBatch({planned.row: found.get(planned.row, []) for planned in wanting}, caught_up)
 
     def observe(self, plan: StepPlan, step: SubmittedStep, result: StepResult) -> None:
         """Nothing: which of its guesses were right the next plan says."""
@@ -108,7 +110,7 @@ class ModelDrafter:
         """What comes before the plan's rows -> as much of that as concerns the draft."""
         table = self._runner.table
         changes = changes_of(plan, self._group, len(table.blocks), state_groups=table.state_groups)
-        self._runner.take_in(changes)
+        self._runner.apply_updates(changes)
         if self._filled is not None:
             self._look_up(plan, self._filled)
             return changes
@@ -137,7 +139,7 @@ class ModelDrafter:
 
     def _num_lacking(self, planned: PlannedRow) -> int:
         """Tokens to compute before the first guess, or up to the end of a prompt's part."""
-        end = planned.num_computed + planned.num_tokens - len(planned.guesses)
+        end = planned.num_computed + planned.num_tokens - len(planned.draft_tokens)
         return min(end, self._max_len) - int(self._num_drafted[planned.row])
 
     def _next(self, planned: PlannedRow, num_tokens: int, is_sampled: bool) -> PlannedRow:
@@ -152,11 +154,11 @@ class ModelDrafter:
 
         def collect() -> None:
             rows, step = under_way.popleft()
-            sampled = [planned.row for planned in rows if planned.num_positions]
+            sampled = [planned.row for planned in rows if planned.num_sampled_positions]
             for row, token in zip(sampled, step.result().tokens, strict=True):
                 found[row].append(token if token < self._vocab_size else 0)
 
-        num_guessed = 1
+        num_drafted = 1
         if self._states is not None:
             self._states.use_right()
         while plan.rows:
@@ -165,13 +167,13 @@ class ModelDrafter:
                 collect()
             plan = StepPlan()
             for planned in ready:
-                if len(planned.guesses) > num_guessed:
+                if len(planned.draft_tokens) > num_drafted:
                     if self._states is None:
-                        self._num_drafted[planned.row] = planned.num_computed + num_guessed + 1
-                    plan.rows.append(PlannedRow(planned.row, planned.num_computed + num_guessed, 1, 1))
-            if num_guessed == 1 and self._states is not None and plan.rows:
+                        self._num_drafted[planned.row] = planned.num_computed + num_drafted + 1
+                    plan.rows.append(PlannedRow(planned.row, planned.num_computed + num_drafted, 1, 1))
+            if num_drafted == 1 and self._states is not None and plan.rows:
                 self._states.use_copies([planned.row for planned in plan.rows])
-            num_guessed += 1
+            num_drafted += 1
         while under_way:
             collect()
 

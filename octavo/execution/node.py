@@ -34,7 +34,7 @@ from octavo.distributed.messages import Answer, Control, Ended, Join, Joined, Ne
 from octavo.distributed.node_settings import settings_of
 from octavo.errors import LoadError
 from octavo.execution.host_workers import HostWorkers, end_processes
-from octavo.execution.stage_links import Seat
+from octavo.execution.stage_links import WorkerRank
 from octavo.models.description import ModelDescription
 from octavo.models.registry import describe
 from octavo.node_token import check_token, group_token
@@ -183,13 +183,13 @@ class _Membership:
             open_files.pop_all()
             open_files.callback(workers.let_go)
             self._processes = workers.processes
-            for seat in workers.seats:
-                control = self._open(address, token, Control(session, seat.number))
+            for worker_rank in workers.worker_ranks:
+                control = self._open(address, token, Control(session, worker_rank.number))
                 try:
-                    workers.start(seat, control)
+                    workers.start(worker_rank, control)
                 finally:
                     os.close(control)
-                watcher = threading.Thread(target=self._watch, args=(seat, workers.processes[-1]), daemon=True)
+                watcher = threading.Thread(target=self._watch, args=(worker_rank, workers.processes[-1]), daemon=True)
                 watcher.start()
 
     def _open(self, address: tuple[str, int], token: bytes, first: Control | Rows) -> int:
@@ -224,11 +224,11 @@ class _Membership:
             else:
                 connection.close()
 
-    def _watch(self, seat: Seat, process: subprocess.Popen[bytes]) -> None:
+    def _watch(self, worker_rank: WorkerRank, process: subprocess.Popen[bytes]) -> None:
         status = process.wait()
         if status == 0:  # it has told node 0 why, or seen it end, so that the reason comes from there
             time.sleep(_WORKER_GRACE_S)
-        self._ends.put(_End(f"{seat} ended with status {status}"))
+        self._ends.put(_End(f"{worker_rank} ended with status {status}"))
 
 
 def run_node(config: EngineConfig, ready_timeout_s: float | None) -> None:

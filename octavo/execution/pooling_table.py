@@ -33,9 +33,9 @@ class PoolingTable:
     def gather(self, plan: StepPlan, into: StepArrays[NDArray[Any]]) -> None:
         """Fill `pool_starts` and `token_types`, and let `sample_rows` be the last of what is pooled. The sequence table
         has gathered the rest."""
-        row_ids, _, num_tokens, num_positions, _, _ = zip(*plan.rows, strict=True)
+        row_ids, _, num_tokens, num_sampled_positions, _, _ = zip(*plan.rows, strict=True)
         rows, counts = np.array(row_ids, np.int64), np.array(num_tokens, np.int64)
-        positions, num_samples = np.array(num_positions, np.int64), sum(num_positions)
+        positions, num_samples = np.array(num_sampled_positions, np.int64), sum(num_sampled_positions)
         types = into.token_types[: sum(num_tokens)]
         np.greater_equal(into.positions[: len(types)], np.repeat(self._second_starts[rows], counts), out=types)
         into.pool_starts[:num_samples] = into.sample_rows[:num_samples]

@@ -29,8 +29,8 @@ from octavo.execution.prompt_logprobs import MOST_ROWS, PromptLogprobs
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import UPDATES_PER_DECODE, Padding, StepArrays, StepLayout, StepShape, pad
 from octavo.execution.step_computation import StepComputation
-from octavo.execution.submitted_step import Captured, Stage, SubmittedStep
-from octavo.execution.worker_group import ALONE, Team
+from octavo.execution.submitted_step import Captured, StagingBuffer, SubmittedStep
+from octavo.execution.worker_group import ALONE, WorkerGroup
 from octavo.models.registry import CrossModel, Model, StageModel
 from octavo.ops import Array, DeviceOps, LayerKVCache, Ops, ParallelDeviceOps
 from octavo.plan import StepPlan, StepResult
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from octavo.lora.ops import AdaptedOps
 
 # Where steps run ahead two may be under way, and a third is written meanwhile.
-_NUM_STAGES_AHEAD = 3
+_NUM_STAGING_BUFFERS_AHEAD = 3
 
 
 class RunnerAdapters(NamedTuple):
@@ -70,15 +70,15 @@ class Runner:
         grammars: GrammarCompiler | None = None,
         adapters: RunnerAdapters | None = None,
         pooling: PoolingConfig | None = None,
-        team: Team = ALONE,
+        worker_group: WorkerGroup = ALONE,
         media: MediaTable | None = None,
         cross: CrossOutputs | None = None,
     ) -> None:
         """With `pooling` the model's vectors are the result in the place of tokens; `media` is of one that takes them,
         `cross` of one with cross attention."""
         self.model, self.ops, self.device = model, ops, device
-        self._adapters, self._team = adapters, team
-        self._links = team.links
+        self._adapters, self._worker_group = adapters, worker_group
+        self._links = worker_group.links
         self.table, self.max_num_tokens = table, max_num_tokens
         self.caches: Sequence[LayerKVCache]
         self._mover: BlockMover
@@ -87,7 +87,7 @@ class Runner:
         self.pooling = PoolingTable(num_rows) if pooling is not None else None
         self._result_size = model.vocab_size if pooling is None else pooling.size  # numbers of a sample
         self._media, self._cross = media, cross
-        self.occupants = np.zeros(num_rows, np.int64)  # how many sequences have had each row
+        self.row_generation = np.zeros(num_rows, np.int64)  # how many sequences have had each row
         self._prompt_logprobs = PromptLogprobs()
         self._stale: set[int] = set()  # rows whose block tables the device may not have got
         self._tables: DeviceTables | None = None
@@ -108,21 +108,21 @@ class Runner:
         if self._links.before is not None:
             of_stage = cast(StageModel, model)
             item_bytes = 4 if of_stage.stream_dtype == "float32" else 2
-            self._largest = replace(self._largest, entering_bytes=of_stage.stage_width * item_bytes)
+            self._largest = replace(self._largest, hidden_in_bytes=of_stage.stage_width * item_bytes)
         self.computation = StepComputation(
             model, ops, device, self._largest, self._tables, self._links, None if adapters is None else adapters.ops
         )
         # What goes to the stage behind, on its way from a device with memory of its own.
-        self._leaving: NDArray[np.uint8] | None = None
+        self._hidden_out: NDArray[np.uint8] | None = None
         if self._links.behind is not None and not device.shares_memory:
             row_bytes = cast(StageModel, model).stage_width * 4
-            self._leaving = device.pinned([max_num_tokens * row_bytes], "uint8")
+            self._hidden_out = device.pinned([max_num_tokens * row_bytes], "uint8")
         num_bytes = StepLayout(self._largest).num_bytes
-        self._stages = [
-            Stage(i, device.pinned([num_bytes], "uint8"), device.pinned([self._largest.samples], "int64"))
-            for i in range(_NUM_STAGES_AHEAD if device.runs_ahead else 1)
+        self._staging_buffers = [
+            StagingBuffer(i, device.pinned([num_bytes], "uint8"), device.pinned([self._largest.samples], "int64"))
+            for i in range(_NUM_STAGING_BUFFERS_AHEAD if device.runs_ahead else 1)
         ]
-        self._buffer = device.beside(self._stages[0].inputs)  # what the stages are uploaded to
+        self._buffer = device.beside(self._staging_buffers[0].inputs)  # what the stages are uploaded to
         self.captured: list[Captured] = []
         self.keeps_features = False  # whether steps have their `features`
         self.read_features: Callable[[Array], None] | None = None  # what reads those launches what it may, at the start
@@ -141,11 +141,11 @@ class Runner:
             gc.collect()  # garbage may hold the device's memory; once, and not before each, as captures leave none
         for shape in reversed(self.device.capture_shapes(self._largest)):
             layout = StepLayout(shape)
-            staged = [layout.on_host(stage.inputs) for stage in self._stages]
+            staged = [layout.on_host(staging.inputs) for staging in self._staging_buffers]
             # Padding through and through: a step that changes nothing.
             staged[0].query_start_loc[0] = 0
             pad(staged[0], StepShape(0, 0, 0, 0, shape.groups), self._padding)
-            self._upload(self._stages[0], layout.num_bytes)
+            self._upload(self._staging_buffers[0], layout.num_bytes)
             self.device.compute.record().wait()
             inputs = layout.on_device(self._buffer, self.device.view)
             self.captured.insert(0, Captured(layout, inputs, staged, self.device.capture(self.computation, inputs)))
@@ -176,10 +176,10 @@ class Runner:
         if self._cross is not None:
             for num_rows in _device_ops(self.ops).row_classes(self._cross.num_tokens):
                 nothing = self._cross.nothing(cast(CrossModel, self.model).hidden_size, num_rows)
-                self.device.compute.run(partial(self.computation.keep_output, *nothing))
+                self.device.compute.run(partial(self.computation.write_encoder_kv, *nothing))
                 if self._largest.adapted:
                     no_adapters = np.full(num_rows, -1, np.int32)
-                    self.device.compute.run(partial(self.computation.keep_output, *nothing, no_adapters))
+                    self.device.compute.run(partial(self.computation.write_encoder_kv, *nothing, no_adapters))
         self._mover.warm_up()
 
     def _warm_up(self, adapted: bool) -> None:
@@ -195,7 +195,9 @@ class Runner:
                 self._rehearse(min(num_samples, num_rows), min(num_samples, num_rows), num_samples, adapted)
             except self.device.memory_errors:
                 # More samples than rows are guesses' or a prompt's, which may find no memory later either.
-                if num_samples <= num_rows or self._team.connections:  # others wait for what this one has not computed
+                if (
+                    num_samples <= num_rows or self._worker_group.connections
+                ):  # others wait for what this one has not computed
                     raise
                 self.device.release_memory()
 
@@ -207,14 +209,14 @@ class Runner:
             adapted=adapted,
         )  # fmt: skip
         layout = StepLayout(shape)
-        stage = self._stages[0]
-        arrays = layout.on_host(stage.inputs)
+        staging = self._staging_buffers[0]
+        arrays = layout.on_host(staging.inputs)
         pad(arrays, StepShape(0, 0, 0, 0, self._largest.groups), self._padding)
         arrays.query_start_loc[:] = np.linspace(0, num_tokens, num_rows + 1).astype(np.int32)
         arrays.seq_lens[:] = np.diff(arrays.query_start_loc)
         arrays.slot_mapping[self.table.state_groups] = 0  # a state has to be somewhere, and nobody has one yet
         arrays.temperature[:] = arrays.top_p[:] = arrays.min_p[:] = 1
-        self._upload(stage, layout.num_bytes)
+        self._upload(staging, layout.num_bytes)
         inputs = layout.on_device(self._buffer, self.device.view)
 
         num_told = min(num_samples, max(self._largest.seqs, MOST_ROWS))  # of whose tokens more is asked
@@ -246,10 +248,10 @@ class Runner:
         """Have the device compute a plan, which must have at least one row, after those submitted before.
 
         Raises `DeviceMemoryError`; blocks were moved and rows admitted by then, but no token was computed."""
-        self.take_in(plan)
+        self.apply_updates(plan)
         return self.compute(plan)
 
-    def take_in(self, plan: StepPlan) -> None:
+    def apply_updates(self, plan: StepPlan) -> None:
         """The part of a plan that comes before its rows: admissions, block tables, moves of blocks."""
         self.table.update(plan)
         self._admit(plan)
@@ -258,16 +260,16 @@ class Runner:
             self._adapters.store.load(plan.adapters)
 
     def compute(self, plan: StepPlan) -> SubmittedStep:
-        """Have the device compute the rows of a plan that `take_in` has seen. Raises as `submit`. Where that is put off
-        for any rows, `put_off` is to be called instead."""
-        stage = self._stages.pop(0)
-        self._stages.append(stage)
-        if stage.is_free is not None:
-            stage.is_free.wait()
+        """Have the device compute the rows of a plan after `apply_updates`. Raises as `submit`. A caller that computes
+        no rows now calls `defer_updates` instead."""
+        staging = self._staging_buffers.pop(0)
+        self._staging_buffers.append(staging)
+        if staging.is_free is not None:
+            staging.is_free.wait()
         try:
-            return self._start(plan, stage)
+            return self._start(plan, staging)
         except self.device.memory_errors as e:
-            if self._team.connections:  # others wait for what this one has not computed: all start again
+            if self._worker_group.connections:  # others wait for what this one has not computed: all start again
                 raise
             self._stale.update(planned.row for planned in plan.rows)
             self.device.release_memory()
@@ -277,10 +279,10 @@ class Runner:
                 "--max-num-seqs or --gpu-memory-utilization."
             ) from None
         finally:
-            stage.is_free = self.device.compute.record()
+            staging.is_free = self.device.compute.record()
 
-    def put_off(self, plan: StepPlan) -> None:
-        """A plan that `take_in` has seen is not computed: what is new in block tables goes to the device later."""
+    def defer_updates(self, plan: StepPlan) -> None:
+        """Upload the block tables of a plan later, as none of its rows is computed now."""
         self._stale.update(admission.row for admission in plan.admissions)
         self._stale.update(entry.row for entry in plan.new_blocks)
 
@@ -288,7 +290,7 @@ class Runner:
         """Wait for a step, and append its tokens to the rows that are still the same sequences'."""
         assert step.done is not None
         step.done.wait()
-        self._team.check()
+        self._worker_group.check()
         sampled, samples, done = step.sampled, step.samples, step.done
 
         def fetch(arrays: Sequence[Array]) -> list[NDArray[Any]]:
@@ -299,14 +301,14 @@ class Runner:
             [vectors] = fetch([step.vectors])
             result.vectors = vectors.copy() if self.device.shares_memory else vectors  # the next step overwrites them
         if sampled is not None:
-            tokens = step.stage.tokens[: len(samples.rows)].copy()
-            self._team.tell_tokens(tokens)
+            tokens = step.staging.tokens[: len(samples.rows)].copy()
+            self._worker_group.tell_tokens(tokens)
             result.logprobs, errors = sampled.results(tokens, fetch)
             if self.synthetic is not None:
                 self.synthetic.apply(samples, tokens, self._may_change)
             result.tokens = tokens.tolist()
-            is_kept = self.occupants[samples.rows] == step.occupants
-            if samples.guessed:
+            is_kept = self.row_generation[samples.rows] == step.row_generation
+            if samples.drafted:
                 stands = samples.standing(tokens)
                 is_kept &= stands
                 errors = {n: message for n, message in errors.items() if stands[n]}
@@ -319,7 +321,7 @@ class Runner:
         for row, measured in step.prompts:
             found = result.prompt_logprobs.setdefault(row, [])
             found += entries(fetch(measured.arrays), measured.num_top)
-        if self._team.is_leader:
+        if self._worker_group.is_leader:
             result.alignment = {row: found.told(fetch) for row, found in step.alignment.items()}
         return result
 
@@ -330,7 +332,7 @@ class Runner:
 
     def _admit(self, plan: StepPlan) -> None:
         for admission in plan.admissions:
-            self.occupants[admission.row] += 1
+            self.row_generation[admission.row] += 1
             if self._media is not None:
                 self._media.admit(admission)
             if self.pooling is not None:
@@ -341,13 +343,13 @@ class Runner:
                 self._cross.admit(admission)
             self._prompt_logprobs.admit(admission)
 
-    def _start(self, plan: StepPlan, stage: Stage) -> SubmittedStep:
+    def _start(self, plan: StepPlan, staging: StagingBuffer) -> SubmittedStep:
         if self._cross is not None:
             for row, rows, slots in self._cross.starting(plan):
                 adapter_slots = None
                 if (slot := self.table.adapter_slots[row]) >= 0:
                     adapter_slots = np.full(len(slots), slot, np.int32)
-                self.device.compute.run(partial(self.computation.keep_output, rows, slots, adapter_slots))
+                self.device.compute.run(partial(self.computation.write_encoder_kv, rows, slots, adapter_slots))
         updates = None if self._tables is None else self._tables.updates(plan, self._stale)
         has_logits = self._links.behind is None
         prompts = self._prompt_logprobs.parts(plan, self.table.tokens) if has_logits else []
@@ -356,9 +358,9 @@ class Runner:
         captured = None if aligned else self._captured_for(used)  # a captured step keeps no queries
         if captured is None:
             layout = StepLayout(used)
-            arrays, inputs = layout.on_host(stage.inputs), layout.on_device(self._buffer, self.device.view)
+            arrays, inputs = layout.on_host(staging.inputs), layout.on_device(self._buffer, self.device.view)
         else:
-            layout, arrays, inputs = captured.layout, captured.staged[stage.number], captured.inputs
+            layout, arrays, inputs = captured.layout, captured.staged[staging.number], captured.inputs
         row_of = self.table.gather(plan, arrays)
         samples = self.table.samples
         num_samples = used.samples
@@ -379,9 +381,9 @@ class Runner:
             if settings is not None:
                 write_settings(arrays, settings)
         if self._links.before is not None:
-            self._links.before.receive(arrays.entering[: used.tokens])
-        self._upload(stage, layout.num_bytes)
-        step = SubmittedStep(self, plan, stage, samples)
+            self._links.before.receive(arrays.hidden_in[: used.tokens])
+        self._upload(staging, layout.num_bytes)
+        step = SubmittedStep(self, plan, staging, samples)
         if captured is not None:
             self.device.compute.run(lambda: captured.step.replay(used))
 
@@ -401,31 +403,33 @@ class Runner:
             if self.keeps_features:
                 step.features = outputs.features[: used.tokens]
             if self._links.behind is not None:
-                step.leaving = self.device.view(outputs.hidden[: used.tokens], "uint8")
+                step.hidden_out = self.device.view(outputs.hidden[: used.tokens], "uint8")
             elif self.pooling is not None:
                 step.vectors = outputs.logits[:num_samples]
                 if captured is not None and self.device.runs_ahead:  # before the next replay overwrites them
                     step.vectors = self.ops.rows_of(step.vectors, np.arange(num_samples))
             elif num_samples:
                 tokens = outputs.best[:num_samples]
-                if self._team.is_leader:
+                if self._worker_group.is_leader:
                     step.sampled = self._sample(outputs, num_samples, inputs, settings)
                     tokens = step.sampled.tokens
                 if self._tables is not None:
-                    if not self._team.share.is_whole:  # the others' devices need them before their hosts are told
+                    if (
+                        not self._worker_group.share.is_whole
+                    ):  # the others' devices need them before their hosts are told
                         cast(ParallelDeviceOps, self.ops).from_first(tokens)
-                    self._tables.keep(self.ops, inputs.sample_owners[:num_samples], tokens)
+                    self._tables.keep(self.ops, inputs.sample_table_rows[:num_samples], tokens)
             # Only now: on a device without a captured step they need as much memory as the logits had.
             step.prompts = [measured for part in prompts for measured in part.measure(self.ops, prompt_logits)]
 
         def download() -> None:
             if step.sampled is not None:
-                self.device.copy(step.sampled.tokens, stage.tokens[:num_samples])
-            if self._leaving is not None and step.leaving is not None:
-                self.device.copy(step.leaving.reshape(-1), self._leaving[: step.leaving.nbytes])
+                self.device.copy(step.sampled.tokens, staging.tokens[:num_samples])
+            if self._hidden_out is not None and step.hidden_out is not None:
+                self.device.copy(step.hidden_out.reshape(-1), self._hidden_out[: step.hidden_out.nbytes])
 
         self.device.compute.run(finish)
-        self.device.compute.run(download, writes=[stage.tokens] if self._leaving is None else [self._leaving])
+        self.device.compute.run(download, writes=[staging.tokens] if self._hidden_out is None else [self._hidden_out])
         step.done = self.device.compute.record()
         if self._links.behind is not None:
             self._send(step, used.tokens)
@@ -438,9 +442,9 @@ class Runner:
         """Wait until the device has computed the step, and hand what has come of it to the stage behind."""
         assert self._links.behind is not None and step.done is not None
         step.done.wait()
-        rows: Any = step.leaving
-        if self._leaving is not None:
-            rows = self._leaving[: rows.nbytes].reshape(num_tokens, -1)
+        rows: Any = step.hidden_out
+        if self._hidden_out is not None:
+            rows = self._hidden_out[: rows.nbytes].reshape(num_tokens, -1)
         self._links.behind.send(rows)
 
     def _sample(
@@ -463,14 +467,14 @@ class Runner:
         return cast(Array, found.reshape(-1))
 
     def _shape_of(self, plan: StepPlan, num_updates: int) -> StepShape:
-        _, _, num_tokens, num_positions, num_forks, _ = zip(*plan.rows, strict=True)
+        _, _, num_tokens, num_sampled_positions, num_forks, _ = zip(*plan.rows, strict=True)
         num_seqs, largest = len(plan.rows), self._largest
         num_samples = num_seqs
-        if num_positions.count(1) < num_seqs or num_forks.count(1) < num_seqs:
+        if num_sampled_positions.count(1) < num_seqs or num_forks.count(1) < num_seqs:
             num_samples = sum([planned.num_samples for planned in plan.rows])
         used = StepShape(
             sum(num_tokens), num_seqs, num_samples, num_updates, largest.groups, largest.blocks,
-            entering_bytes=largest.entering_bytes, crosses=largest.crosses,
+            hidden_in_bytes=largest.hidden_in_bytes, crosses=largest.crosses,
             adapted=largest.adapted and self.table.has_adapters([planned.row for planned in plan.rows]),
         )  # fmt: skip
         if self._media is None:
@@ -486,14 +490,14 @@ class Runner:
     def _padding_of(self, used: StepShape) -> Padding:
         return Padding(used.tokens, self._padding.no_row, self._padding.no_place)
 
-    def _upload(self, stage: Stage, num_bytes: int) -> None:
+    def _upload(self, staging: StagingBuffer, num_bytes: int) -> None:
         if self.device.shares_memory:
             return
 
         def work() -> None:
-            self.device.copy(stage.inputs[:num_bytes], self._buffer[:num_bytes])
+            self.device.copy(staging.inputs[:num_bytes], self._buffer[:num_bytes])
 
-        self.device.compute.run(work, reads=[stage.inputs])
+        self.device.compute.run(work, reads=[staging.inputs])
 
 
 def _device_ops(ops: Ops) -> DeviceOps:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from octavo.execution.step_arrays import StepArrays
 from octavo.kv_cache.groups import CacheGroup
-from octavo.kv_cache.state_blocks import MOST_GUESSES
+from octavo.kv_cache.state_blocks import MAX_DRAFT_TOKENS
 from octavo.plan import PlannedRow, StepPlan
 from octavo.sampling.sampling_table import Samples
 
@@ -44,7 +44,7 @@ class SequenceTable:
         self.state_groups = [number for number, kind in enumerate(self._kinds) if kind == "state"]
         self.max_blocks = -(-max(max_model_len, self.num_cross) // block_size)
         if self.state_groups:
-            self.max_blocks = max(self.max_blocks, 1 + MOST_GUESSES)
+            self.max_blocks = max(self.max_blocks, 1 + MAX_DRAFT_TOKENS)
         # np.zeros commits no memory until a row is used.
         self.tokens: NDArray[np.int32]
         self.tokens = np.zeros((max_num_seqs, max_model_len + 1), np.int32) if tokens_of is None else tokens_of.tokens
@@ -74,7 +74,7 @@ class SequenceTable:
     def gather(self, plan: StepPlan, into: StepArrays[NDArray[Any]]) -> NDArray[np.int64]:
         """Fill the beginnings of `into` with a plan that `update` has seen, and set `samples`. Returns the row of each
         token [T]."""
-        row_ids, num_computed, num_tokens, num_positions, num_forks, guesses = zip(*plan.rows, strict=True)
+        row_ids, num_computed, num_tokens, num_sampled_positions, num_forks, draft_tokens = zip(*plan.rows, strict=True)
         rows = np.array(row_ids, np.int64)
         computed = np.array(num_computed, np.int64)
         num_seqs = len(rows)
@@ -93,11 +93,11 @@ class SequenceTable:
             row_of = np.repeat(rows, counts)
             positions = into.positions[: len(row_of)]
             np.subtract(np.arange(len(row_of)), np.repeat(starts[:-1] - computed, counts), out=positions)
-        if any(guesses):
-            self._write_guesses(plan.rows)
+        if any(draft_tokens):
+            self._write_draft_tokens(plan.rows)
             if self.state_groups:
-                before_guesses = seq_lens - [len(of_row) for of_row in guesses] - 1
-                state_entries = np.maximum(positions - np.repeat(before_guesses, counts), 0)
+                before_drafts = seq_lens - [len(of_row) for of_row in draft_tokens] - 1
+                state_entries = np.maximum(positions - np.repeat(before_drafts, counts), 0)
         into.seq_lens[:num_seqs] = seq_lens
         tokens = into.token_ids[: len(row_of)]
         tokens[:] = self.tokens[row_of, positions + self.num_ahead]
@@ -108,7 +108,7 @@ class SequenceTable:
             width = -(-max(int(seq_lens.max()), self.num_cross) // self.block_size)
             for group, blocks in enumerate(self.blocks):
                 into.block_tables[group, :num_seqs, :width] = blocks[:, :width].take(rows, 0)
-        if is_decode and num_positions.count(1) == num_seqs and num_forks.count(1) == num_seqs:
+        if is_decode and num_sampled_positions.count(1) == num_seqs and num_forks.count(1) == num_seqs:
             into.sample_rows[:num_seqs] = self._numbers[:num_seqs]
             self.samples = Samples(rows, self._no_forks[:num_seqs], seq_lens + self.num_ahead, {})
         else:
@@ -150,11 +150,11 @@ class SequenceTable:
             np.multiply(self.blocks[group, row_of, places], self.block_size, out=slots)
             slots += offsets
 
-    def _write_guesses(self, rows: Sequence[PlannedRow]) -> None:
+    def _write_draft_tokens(self, rows: Sequence[PlannedRow]) -> None:
         for planned in rows:
-            if planned.guesses:
+            if planned.draft_tokens:
                 end = planned.num_computed + planned.num_tokens
-                self.tokens[planned.row, end - len(planned.guesses) : end] = planned.guesses
+                self.tokens[planned.row, end - len(planned.draft_tokens) : end] = planned.draft_tokens
                 self.num_known[planned.row] = end
 
     def _gather_samples(
@@ -164,13 +164,13 @@ class SequenceTable:
         starts: NDArray[np.int32],
         seq_lens: NDArray[np.int64],
     ) -> None:
-        """Each row is sampled after its last `num_positions` tokens, `num_forks` times after the last."""
+        """Each row is sampled after its last `num_sampled_positions` tokens, `num_forks` times after the last."""
         num_samples = np.array([planned.num_samples for planned in rows], np.int64)
-        num_positions = np.array([planned.num_positions for planned in rows], np.int64)
+        num_sampled_positions = np.array([planned.num_sampled_positions for planned in rows], np.int64)
         firsts = np.cumsum(num_samples) - num_samples
         # Counted from a row's first sample: positions advance until the last, then forks do.
         numbers = np.arange(int(num_samples.sum())) - np.repeat(firsts, num_samples)
-        last = np.repeat(num_positions - 1, num_samples)
+        last = np.repeat(num_sampled_positions - 1, num_samples)
         forks = np.maximum(numbers - last, 0)
         behind = last - np.minimum(numbers, last)  # tokens between the sampled position and the row's last one
         into.sample_rows[: len(numbers)] = np.repeat(starts[1:] - 1, num_samples) - behind
@@ -179,8 +179,8 @@ class SequenceTable:
             forks,
             np.repeat(seq_lens + self.num_ahead, num_samples) - behind,
             {
-                planned.row: (int(first), planned.guesses)
+                planned.row: (int(first), planned.draft_tokens)
                 for planned, first in zip(rows, firsts, strict=True)
-                if planned.guesses
+                if planned.draft_tokens
             },
         )

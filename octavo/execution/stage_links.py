@@ -29,7 +29,7 @@ _HEADER = struct.Struct("<QQ")  # of the rows of a step over TCP: number of the 
 HUNG_UP = getattr(select, "POLLRDHUP", 0)  # asked of a poll; POLLHUP, which sockets of one host give, comes unasked
 
 
-class Seat(NamedTuple):
+class WorkerRank(NamedTuple):
     """A worker's place among those that share a model.
 
     Each node has equally many stages, one after the other: node 1 has the first ones, and node 0 the last ones, as the
@@ -61,10 +61,12 @@ class Seat(NamedTuple):
         return f"worker {self.share.rank} of {self.share.size}{stage}{node}"
 
 
-def seats_of(num_stages: int, size: int, num_nodes: int) -> list[Seat]:
+def worker_ranks_of(num_stages: int, size: int, num_nodes: int) -> list[WorkerRank]:
     """Those of all workers, in order of their numbers."""
     return [
-        Seat(stage, num_stages, Share(rank, size), num_nodes) for stage in range(num_stages) for rank in range(size)
+        WorkerRank(stage, num_stages, Share(rank, size), num_nodes)
+        for stage in range(num_stages)
+        for rank in range(size)
     ]
 
 
@@ -207,7 +209,7 @@ class LinkEnds(NamedTuple):
         return [fd for end in (self.before, self.behind) if end is not None for fd in end if fd is not None]
 
     def open(self, watched: list[int]) -> StageLinks:
-        """`watched` are the connections of `Team`."""
+        """`watched` are the connections of `WorkerGroup`."""
         return StageLinks(*(None if end is None else self._open(end, watched) for end in (self.before, self.behind)))
 
     def _open(self, end: LinkEnd, watched: list[int]) -> Link:
@@ -217,7 +219,7 @@ class LinkEnds(NamedTuple):
         return SharedLink(end.memory, self.slots, self.slot_bytes, connection, watched)
 
 
-class Way:
+class LinkPair:
     """Memory and a pair of sockets between a worker and the next stage's."""
 
     def __init__(self, slots: int, slot_bytes: int) -> None:

@@ -39,7 +39,7 @@ class StepShape:
     axes: int = 0  # positions of a token beside that in its sequence
     sees_ahead: bool = False  # whether tokens may see later ones
     crosses: bool = False  # whether tokens attend to another network's output
-    entering_bytes: int = 0  # of a token, which the stage before sends
+    hidden_in_bytes: int = 0  # of a token, which the stage before sends
     adapted: bool = False  # whether rows may have adapters; a step where none has one needs not look for them
     # Of models that pool, whether whole "texts" are computed in a step, or prompts in "parts".
     pools: Literal["", "texts", "parts"] = ""
@@ -51,10 +51,10 @@ class StepShape:
             return self.tokens if self.media_width else 0
         if name == "tokens_ahead":
             return self.tokens if self.sees_ahead else 0
-        if name == "crossing_tokens":
+        if name == "cross_mask_tokens":
             return self.tokens if self.crosses else 0
-        if name == "tokens_entering":
-            return self.tokens if self.entering_bytes else 0
+        if name == "hidden_in_tokens":
+            return self.tokens if self.hidden_in_bytes else 0
         if name in ("adapted_tokens", "adapted_samples"):
             return int(getattr(self, name.removeprefix("adapted_"))) if self.adapted else 0
         return int(getattr(self, name))
@@ -63,9 +63,9 @@ class StepShape:
 def array_of(*dims: str, dtype: type[np.generic], padding: int | str = 0) -> Any:
     """A field of `StepArrays`: what its dimensions are, named by `StepShape`'s fields ("bounds" is one more than the
     sequences, "media_tokens" the tokens of models that take media, "tokens_ahead" those of models where tokens see
-    later ones, "crossing_tokens" those of models with cross attention, "tokens_entering" those of stages that are not
-    the first, "adapted_tokens" and "adapted_samples" those of steps with adapters), its type, and what lies behind the
-    entries of a step: a number, or the name of a `Padding`."""
+    later ones, "cross_mask_tokens" those of models with cross attention, "hidden_in_tokens" those of stages that are
+    not the first, "adapted_tokens" and "adapted_samples" those of steps with adapters), its type, and what lies behind
+    the entries of a step: a number, or the name of a `Padding`."""
     return field(metadata={"dims": dims, "dtype": np.dtype(dtype), "padding": padding})
 
 
@@ -95,9 +95,9 @@ class StepArrays(Generic[_A]):
     sample_rows: _A = array_of("samples", dtype=np.int64)
     # Filled by the host where the device reads the host's memory; elsewhere the device has tables of its own.
     block_tables: _A = array_of("groups", "seqs", "blocks", dtype=np.int32)
-    token_owners: _A = array_of("tokens", dtype=np.int64, padding="no_row")
-    seq_owners: _A = array_of("seqs", dtype=np.int64, padding="no_row")
-    sample_owners: _A = array_of("samples", dtype=np.int64, padding="no_row")  # none: its token is kept for no row
+    pending_token_rows: _A = array_of("tokens", dtype=np.int64, padding="no_row")
+    seq_table_rows: _A = array_of("seqs", dtype=np.int64, padding="no_row")
+    sample_table_rows: _A = array_of("samples", dtype=np.int64, padding="no_row")  # none: its token is kept for no row
     block_places: _A = array_of("updates", dtype=np.int64, padding="no_place")  # in the device's tables, flat
     new_blocks: _A = array_of("updates", dtype=np.int32)  # what is written there
     temperature: _A = array_of("samples", dtype=np.float32)  # 0 takes the most likely token
@@ -118,8 +118,8 @@ class StepArrays(Generic[_A]):
     axis_positions: _A = array_of("axes", "tokens", dtype=np.int64)
     key_ends: _A = array_of("tokens_ahead", dtype=np.int32)
     # Of models that attend to another network's output: 0 for tokens that see nothing of it, -1 for others.
-    blind: _A = array_of("crossing_tokens", dtype=np.int32, padding=-1)
-    entering: _A = array_of("tokens_entering", "entering_bytes", dtype=np.uint8)
+    cross_mask: _A = array_of("cross_mask_tokens", dtype=np.int32, padding=-1)
+    hidden_in: _A = array_of("hidden_in_tokens", "hidden_in_bytes", dtype=np.uint8)
 
 
 _FIELDS = tuple((f.name, f.metadata["dims"], f.metadata["dtype"], f.metadata["padding"]) for f in fields(StepArrays))

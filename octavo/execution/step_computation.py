@@ -36,7 +36,7 @@ class StepComputation:
     ) -> None:  # fmt: skip
         self._model, self._ops, self._device, self._largest = model, ops, device, largest
         self._tables, self._links, self._adapters = tables, links, adapters
-        self._entering_dtype = cast(StageModel, model).stream_dtype if largest.entering_bytes else ""
+        self._entering_dtype = cast(StageModel, model).stream_dtype if largest.hidden_in_bytes else ""
         self.taps: Taps | None = None  # what makes features of other layers than the last
 
     def hidden(self, inputs: StepArrays[Array]) -> tuple[Array, Array]:
@@ -69,14 +69,14 @@ class StepComputation:
             return StepOutputs(hidden, features, hidden[:0], hidden[:0])
         return StepOutputs(hidden, features, *self.logits(inputs, hidden))
 
-    def keep_output(
+    def write_encoder_kv(
         self, rows: NDArray[Any], slots: NDArray[np.int64], adapter_slots: NDArray[np.int32] | None = None
     ) -> None:
         """Have cross attention keep what it reads of a sequence that comes to it, [N, H] in these slots [N], by the
         adapter of those [N]."""
         place, positions = self._ops.place, np.zeros(len(slots), np.int64)
         with nullcontext() if adapter_slots is None else self._taking(place(adapter_slots)):
-            cast(CrossModel, self._model).keep_output(place(rows), place(positions), place(slots), self.caches)
+            cast(CrossModel, self._model).write_encoder_kv(place(rows), place(positions), place(slots), self.caches)
 
     def _batch(self, inputs: StepArrays[Array]) -> StepBatch:
         """The model's input. What only the device knows comes from its own tables."""
@@ -94,9 +94,11 @@ class StepComputation:
             media_rows=inputs.media_rows if self._largest.media else None,
             media_indices=inputs.media_indices if self._largest.media else None,
             cross_lens=inputs.cross_lens,
-            blind=inputs.blind,
+            cross_mask=inputs.cross_mask,
             token_types=inputs.token_types,
-            entering=self._device.view(inputs.entering, self._entering_dtype) if self._largest.entering_bytes else None,
+            hidden_in=self._device.view(inputs.hidden_in, self._entering_dtype)
+            if self._largest.hidden_in_bytes
+            else None,
             axis_positions=inputs.axis_positions if self._largest.axes else None,
             key_ends=inputs.key_ends if self._largest.sees_ahead else None,
         )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Stage:
+class StagingBuffer:
     """Pinned memory of one step: what the device is told, and the tokens that come back."""
 
     number: int
@@ -45,19 +45,19 @@ class Captured:
 class SubmittedStep:
     """A step that the device has been given."""
 
-    def __init__(self, runner: Runner, plan: StepPlan, stage: Stage, samples: Samples) -> None:
+    def __init__(self, runner: Runner, plan: StepPlan, staging: StagingBuffer, samples: Samples) -> None:
         self._runner = runner
         self.plan = plan
-        self.stage = stage
+        self.staging = staging
         self.samples = samples
-        self.occupants = runner.occupants[samples.rows]
+        self.row_generation = runner.row_generation[samples.rows]
         self.sampled: SampledTokens | None = None  # set when the device's turn has come
         self.vectors: Array | None = None  # likewise, [samples, size] float32: of a model that pools
         self.prompts: list[tuple[int, MeasuredLogprobs]] = []  # with their rows
         self.alignment: dict[int, Alignment] = {}
         self.done: Event | None = None
         self.features: Array | None = None  # [T, F]; a captured step's are there until the next replay
-        self.leaving: Array | None = None  # [T, bytes]: hidden states for the stage behind
+        self.hidden_out: Array | None = None  # [T, bytes]: hidden states for the stage behind
 
     def result(self) -> StepResult:
         """Wait until the device has computed the step."""
@@ -65,6 +65,6 @@ class SubmittedStep:
 
     def take_tokens(self, tokens: NDArray[np.int64]) -> None:
         """What the first worker of the team has sampled, [N]."""
-        sampled: Any = self.stage.tokens[: len(tokens)]
+        sampled: Any = self.staging.tokens[: len(tokens)]
         sampled[:] = tokens
         self.sampled = SampledTokens(sampled)

@@ -26,9 +26,9 @@ from octavo.execution.device import Device
 from octavo.execution.media_table import MediaRows, MediaTable
 from octavo.execution.runner import Runner, RunnerAdapters
 from octavo.execution.sequence_table import SequenceTable
-from octavo.execution.stage_links import Seat
+from octavo.execution.stage_links import WorkerRank
 from octavo.execution.submitted_step import SubmittedStep
-from octavo.execution.worker_group import ALONE, Team
+from octavo.execution.worker_group import ALONE, WorkerGroup
 from octavo.execution.worker_messages import Offer, Sizes
 from octavo.kv_cache.groups import NULL_BLOCK, LayerCacheSpec, group_layers
 from octavo.layers.attention import AttentionDescription
@@ -64,11 +64,13 @@ _GIB = 1 << 30
 class Worker:
     """Loads, sizes and captures. `phases` is told how long each took."""
 
-    def __init__(self, config: EngineConfig, device: Device, ops: Ops, phases: Phases, team: Team = ALONE) -> None:
-        self._config, self._device, self._ops, self._team = config, device, ops, team
+    def __init__(
+        self, config: EngineConfig, device: Device, ops: Ops, phases: Phases, worker_group: WorkerGroup = ALONE
+    ) -> None:
+        self._config, self._device, self._ops, self._worker_group = config, device, ops, worker_group
         model_config, limits = config.model, config.scheduler
         checkpoint = model_config.checkpoint
-        description, weights, ops = self._open(model_config, phases, team.seat)
+        description, weights, ops = self._open(model_config, phases, worker_group.worker_rank)
         compiling = self._compile_ahead(description, weights, ops)
         adapted = self._with_adapters(ops)
         model = build(
@@ -80,14 +82,14 @@ class Worker:
         )
         weights.check_all_taken()
         weights.close()
-        if team.seat.num_stages > 1:
-            _agree_on_stream(cast(StageModel, model), model_config.dtype, team)
+        if worker_group.worker_rank.num_stages > 1:
+            _agree_on_stream(cast(StageModel, model), model_config.dtype, worker_group)
         phases.end("weights packed")
         if compiling is not None:
             compiling.join()
             phases.end("kernels compiled")
         if config.device == "cuda":
-            team.largest(0)  # the others find compiled what the first one has compiled
+            worker_group.largest(0)  # the others find compiled what the first one has compiled
         self.weight_bytes = model.num_weight_bytes()
         self.groups = group_layers(model.layer_caches)
         self._description, self._own_layers = description, description.caches_of(description.stage)
@@ -97,12 +99,14 @@ class Worker:
         if adapted is not None:
             from octavo.execution.adapter_store import AdapterStore
 
-            self.adapters = AdapterStore(model.matrices, adapted, config, device, team, adaptable_modules(description))
+            self.adapters = AdapterStore(
+                model.matrices, adapted, config, device, worker_group, adaptable_modules(description)
+            )
             runner_adapters = RunnerAdapters(adapted, self.adapters)
             phases.end("adapter memory")
         of_tower = "cpu", "float32"  # which processors are better at
         if config.device == "cuda":  # with its number: towers compute in threads, whose own device is the first
-            of_tower = f"cuda:{team.seat.on_host.rank}", model_config.dtype
+            of_tower = f"cuda:{worker_group.worker_rank.on_host.rank}", model_config.dtype
         self.media: TowerCache | None = None
         self._largest_media: Callable[[], list[MediaInput]]  # that it may be given
         self._received: ReceivedRows | None = None
@@ -111,14 +115,14 @@ class Worker:
         if (media := config.media) is not None:
             from octavo.multimodal.tower import ReceivedRows, Tower, TowerCache
 
-            if team.is_leader:
+            if worker_group.is_leader:
                 from octavo.multimodal.processor import MediaProcessor
 
                 made_by = Tower(
                     media.folder, media.kind, media.row_multiplier, *of_tower, hears_too=media.audio is not None
                 )
                 rows = self.media = TowerCache(made_by, media.cache_tokens)
-                if team.seat.num_stages > 1:
+                if worker_group.worker_rank.num_stages > 1:
                     # Computed when its result is wanted: what a request had that has ended by then may be forgotten.
                     rows = self._received = ReceivedRows()
                 most_rows = description.num_cross_tokens or model_config.max_model_len
@@ -128,7 +132,7 @@ class Worker:
             if not description.num_cross_tokens:
                 self._media_table = MediaTable(rows, description, limits.max_num_seqs)
             phases.end("tower")
-        if config.sound is not None and not team.is_leader:
+        if config.sound is not None and not worker_group.is_leader:
             from octavo.multimodal.tower import ReceivedRows
 
             self._received = ReceivedRows()
@@ -143,10 +147,10 @@ class Worker:
         if (embeds := config.prompt_embeds) is not None:
             from octavo.multimodal.tower import BroughtRows, ReceivedRows, TowerCache
 
-            if team.is_leader:
+            if worker_group.is_leader:
                 rows = self.media = TowerCache(BroughtRows(embeds.multiplier), embeds.cache_tokens)
                 self._largest_media = lambda: []
-            if not team.is_leader or team.seat.num_stages > 1:
+            if not worker_group.is_leader or worker_group.worker_rank.num_stages > 1:
                 rows = self._received = ReceivedRows()
             self._media_table = MediaTable(rows, description, limits.max_num_seqs)
         self._cross: CrossOutputs | None = None
@@ -163,10 +167,10 @@ class Worker:
         table = SequenceTable(limits.max_num_seqs, model_config.max_model_len, config.cache.block_size, self.groups)
         self.runner = Runner(
             model, ops, device, table, limits.max_num_batched_tokens, self.grammars, runner_adapters,
-            model_config.pooling, team, self._media_table, self._cross,
+            model_config.pooling, worker_group, self._media_table, self._cross,
         )  # fmt: skip
         self._draft: Draft | None = None
-        if config.draft is not None and team.is_leader:  # the others are told what it guesses
+        if config.draft is not None and worker_group.is_leader:  # the others are told what it guesses
             self._draft = self._load_draft(config.draft, phases)
         self.submit: Callable[[StepPlan], SubmittedStep | DraftedStep] = self.runner.submit
         self._set_synthetic_acceptance(model.vocab_size)
@@ -185,18 +189,20 @@ class Worker:
             self.weight_bytes / _GIB, phases.seconds["weights opened"] + phases.seconds["weights packed"],
         )  # fmt: skip
 
-    def _open(self, config: ModelConfig, phases: Phases, seat: Seat) -> tuple[ModelDescription, Weights, Ops]:
+    def _open(
+        self, config: ModelConfig, phases: Phases, worker_rank: WorkerRank
+    ) -> tuple[ModelDescription, Weights, Ops]:
         """What a seat has of a model, which fits: what it is, its weights, and the operations that it computes with."""
         checkpoint = config.checkpoint
         description = describe(checkpoint.config, config.impl, config.code_folder, config.pooling)
         description = with_share(
             replace(description, num_precise_layers=config.num_precise_layers),
-            seat.share,
+            worker_rank.share,
             self._config.enable_expert_parallel,
             self._config.reproducible_parallel,
         )
-        if seat.num_stages > 1:
-            description = with_stage(description, self._config.stages(description)[seat.stage])
+        if worker_rank.num_stages > 1:
+            description = with_stage(description, self._config.stages(description)[worker_rank.stage])
         ops = self._with_attention(description, config.dtype, phases)
         weights = open_weights(
             checkpoint, config.dtype, config.seed, config.quantization, description.tie_word_embeddings
@@ -217,7 +223,9 @@ class Worker:
             model = build_head(config, own, target.model, ops, config.speculative.num_speculative_tokens)
         else:
             check_vocabulary(config.model, own)
-            description, weights, ops = self._open(own, phases, ALONE.seat)  # whole, whatever the model's share is
+            description, weights, ops = self._open(
+                own, phases, ALONE.worker_rank
+            )  # whole, whatever the model's share is
             model = build(description, weights, ops, config.model.max_model_len, own.dtype)
             weights.check_all_taken()
             weights.close()
@@ -254,7 +262,7 @@ class Worker:
     @property
     def _num_sharing(self) -> int:
         """Workers that take their memory from the same: all of a host, unless each has a device with its own."""
-        return self._team.seat.on_host.size if self._device.shares_memory else 1
+        return self._worker_group.worker_rank.on_host.size if self._device.shares_memory else 1
 
     def _with_attention(self, description: ModelDescription, dtype: str, phases: Phases) -> Ops:
         """The operations, with the attention that is chosen for this model and device."""
@@ -276,7 +284,7 @@ class Worker:
             score_settings=tuple(settings),
         )  # fmt: skip
         wanted = config.attention_backend
-        if wanted == "auto" and self._team.connections:
+        if wanted == "auto" and self._worker_group.connections:
             wanted = "triton"  # what is chosen by time may be another kernel for each worker, and in each run
         ops = with_attention(cast(DeviceOps, self._ops), wanted, shape, self._device.time_s)
         phases.end("attention chosen")
@@ -285,11 +293,11 @@ class Worker:
     def _compile_ahead(self, description: ModelDescription, weights: Weights, ops: Ops) -> Thread | None:
         """Start to compile what steps are going to launch, beside the loading of weights, where kernels are compiled at
         all. Nothing must be launched until it is done."""
-        if self._config.device != "cuda" or description.impl != "octavo" or not self._team.is_leader:
+        if self._config.device != "cuda" or description.impl != "octavo" or not self._worker_group.is_leader:
             return None  # the networks of transformers need memory, and workers of a model launch the same
         from octavo.execution.compile_ahead import start_rehearsal
 
-        return start_rehearsal(self._config, description, weights, ops, self._team)
+        return start_rehearsal(self._config, description, weights, ops, self._worker_group)
 
     def _with_adapters(self, ops: Ops) -> AdaptedOps | None:
         """The operations that the model is built over where adapters are served."""
@@ -315,7 +323,7 @@ class Worker:
         small = self._caches([1] * capacity.num_pools(self.groups))
         own_sizes = [sum(map(block_bytes, of_pool)) for of_pool in small]
         sizes = own_sizes  # the first worker's, which says how many blocks there are: drafts keep theirs in them
-        if self._team.seat.num_stages > 1:
+        if self._worker_group.worker_rank.num_stages > 1:
             sizes = [max(pair) for pair in zip(own_sizes, self._largest_blocks(), strict=True)]
         self._use(small, [0] * len(small))
         other_bytes = sum(runner.captured_bytes for runner in self._runners if self._captures(runner))
@@ -323,7 +331,7 @@ class Worker:
         if self._draft is not None and device.shares_memory:
             other_bytes += self._draft.state_bytes  # which are in use when they are written
         del small
-        budget, source = self._team.smallest(self._cache_offer(other_bytes))
+        budget, source = self._worker_group.smallest(self._cache_offer(other_bytes))
 
         def choose() -> Sizes:
             fitting = capacity.shortened(config, self.groups, sizes, budget)
@@ -331,9 +339,9 @@ class Worker:
             num_host_blocks = capacity.num_host_blocks(fitting, num_blocks, sizes)
             return Sizes(num_blocks, num_host_blocks, fitting.model.max_model_len)
 
-        self.num_blocks, self.num_host_blocks, self.max_model_len = self._team.agree(choose)
+        self.num_blocks, self.num_host_blocks, self.max_model_len = self._worker_group.agree(choose)
         self.cache_bytes = sum(map(mul, self.num_blocks, own_sizes))
-        swap_bytes, on_host = sum(map(mul, self.num_host_blocks, own_sizes)), self._team.seat.on_host
+        swap_bytes, on_host = sum(map(mul, self.num_host_blocks, own_sizes)), self._worker_group.worker_rank.on_host
         capacity.check_swap_space(swap_bytes, self.cache_bytes if device.shares_memory else 0, on_host.size)
         config = config.with_max_model_len(self.max_model_len)
         self._use(self._caches(self.num_blocks), self.num_host_blocks)
@@ -439,10 +447,10 @@ class Worker:
             in_pool = caches[draft.pool]
             of_draft = in_pool[len(in_pool) - len(draft.layer_caches) :]
             drafter = draft.use_caches(of_draft, in_pool[0].num_blocks, num_host_blocks[draft.pool])
-            self.submit = DraftingRunner(self.runner, drafter, self._team).submit
+            self.submit = DraftingRunner(self.runner, drafter, self._worker_group).submit
 
 
-def _agree_on_stream(model: StageModel, dtype: str, team: Team) -> None:
+def _agree_on_stream(model: StageModel, dtype: str, worker_group: WorkerGroup) -> None:
     """All stages must pass on hidden states of one type: float32 where each of them can have that, or the model's."""
-    if team.largest(int(model.stream_dtype != "float32")):
+    if worker_group.largest(int(model.stream_dtype != "float32")):
         model.stream_dtype = dtype

@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 from octavo.config import EngineConfig
 from octavo.distributed.group import NodeGroup
 from octavo.errors import ConfigError, LoadError, RequestError
-from octavo.execution.host_workers import HostWorkers, Orders, end_processes, seats_of_config
-from octavo.execution.stage_links import HUNG_UP, NO_LINKS, Seat
+from octavo.execution.host_workers import FollowerArgs, HostWorkers, configured_worker_ranks, end_processes
+from octavo.execution.stage_links import HUNG_UP, NO_LINKS, WorkerRank
 from octavo.execution.worker_messages import (
     AdapterRead,
     AgreedSizes,
@@ -66,10 +66,10 @@ _CLOSED_CHECK_S = 0.2
 _Message = TypeVar("_Message", bound=ToLeader)
 
 
-class Team:
+class WorkerGroup:
     """One worker's view of it. This one is alone."""
 
-    seat = Seat()
+    worker_rank = WorkerRank()
     is_leader = True  # the first worker, which samples
     links = NO_LINKS
     memory = -1
@@ -77,7 +77,7 @@ class Team:
 
     @property
     def share(self) -> Share:
-        return self.seat.share
+        return self.worker_rank.share
 
     @property
     def connections(self) -> list[int]:
@@ -113,10 +113,10 @@ class Team:
             raise ConnectionError("another worker of this model has ended.")
 
 
-ALONE = Team()
+ALONE = WorkerGroup()
 
 
-class Leader(Team):
+class Leader(WorkerGroup):
     """The first worker's team: the processes of this host, which it starts and ends, and those of other nodes."""
 
     def __init__(self, config: EngineConfig, description: ModelDescription) -> None:
@@ -124,23 +124,25 @@ class Leader(Team):
         nodes that do not fit."""
         collectives = _collectives(config.device)
         collectives.check_is_in_no_group()
-        seats = seats_of_config(config)
-        self.seat = next(seat for seat in seats if seat.stage == seat.num_stages - 1)
-        self._seats = [seat for seat in seats if seat != self.seat]
+        worker_ranks = configured_worker_ranks(config)
+        self.worker_rank = next(
+            worker_rank for worker_rank in worker_ranks if worker_rank.stage == worker_rank.num_stages - 1
+        )
+        self._worker_ranks = [worker_rank for worker_rank in worker_ranks if worker_rank != self.worker_rank]
         self._group = _gather(config) if config.nodes.size > 1 else None
         self._host = host = HostWorkers(config, description, self._group.links if self._group is not None else [], [])
-        self.memory, self.memory_bytes = host.memory(self.seat), host.memory_bytes
+        self.memory, self.memory_bytes = host.memory(self.worker_rank), host.memory_bytes
         self._followers: list[Connection] = []
-        for seat in self._seats:
-            if self._group is not None and seat.node != config.nodes.rank:
-                self._followers.append(Connection(self._group.controls[seat.number]))
+        for worker_rank in self._worker_ranks:
+            if self._group is not None and worker_rank.node != config.nodes.rank:
+                self._followers.append(Connection(self._group.controls[worker_rank.number]))
                 continue
             own, theirs = socket.socketpair()
-            host.start(seat, theirs.fileno())
+            host.start(worker_rank, theirs.fileno())
             theirs.close()
             self._followers.append(Connection(own.detach()))
-        self.links = host.ends(self.seat).open(self.connections)
-        host.let_go(self.seat)
+        self.links = host.ends(self.worker_rank).open(self.connections)
+        host.let_go(self.worker_rank)
         self._listener = ThreadPoolExecutor(1, "others' adapters")  # to what followers answer
         self._early_answers: dict[int, dict[str, AdapterRead]] = {}  # by seat and adapter: of those not asked about yet
         # Also when nobody refers to the team any more.
@@ -166,9 +168,13 @@ class Leader(Team):
 
     def smallest(self, own: Offer) -> Offer:
         found = own
-        for seat, message in zip(self._seats, self._hear_all(MemoryOffer), strict=True):
+        for worker_rank, message in zip(self._worker_ranks, self._hear_all(MemoryOffer), strict=True):
             if message.offer.num_bytes < found.num_bytes:
-                where = f"{message.offer.source} on node {seat.node}" if seat.num_nodes > 1 else message.offer.source
+                where = (
+                    f"{message.offer.source} on node {worker_rank.node}"
+                    if worker_rank.num_nodes > 1
+                    else message.offer.source
+                )
                 found = Offer(message.offer.num_bytes, where)
         return found
 
@@ -186,24 +192,24 @@ class Leader(Team):
     def _hear_all(self, kind: type[_Message]) -> list[_Message]:
         """What each follower says. Raises what one could not start for."""
         found = []
-        for seat, follower in zip(self._seats, self._followers, strict=True):
+        for worker_rank, follower in zip(self._worker_ranks, self._followers, strict=True):
             try:
                 message = decode_to_leader(follower.recv_bytes())
             except (EOFError, OSError):
                 lost = None if self._group is None else self._group.lost
-                raise LoadError(str(lost or f"{seat} ended before it was ready.")) from None
+                raise LoadError(str(lost or f"{worker_rank} ended before it was ready.")) from None
             if isinstance(message, CannotStart):
                 kind_of_error = ConfigError if message.is_of_flags else LoadError
-                where = f"node {seat.node}: " if seat.node != self.seat.node else ""
+                where = f"node {worker_rank.node}: " if worker_rank.node != self.worker_rank.node else ""
                 raise kind_of_error(where + message.error)
-            assert isinstance(message, kind), f"{seat} says {message}"
+            assert isinstance(message, kind), f"{worker_rank} says {message}"
             found.append(message)
         return found
 
     def _hang_up(self) -> None:
         """On the workers of other nodes, one of which is lost, so that nobody waits for them."""
-        for seat, follower in zip(self._seats, self._followers, strict=True):
-            if seat.node != self.seat.node:
+        for worker_rank, follower in zip(self._worker_ranks, self._followers, strict=True):
+            if worker_rank.node != self.worker_rank.node:
                 hang_up(follower)
         self.links.hang_up()
 
@@ -225,22 +231,22 @@ class Leader(Team):
 
     def _all_read(self, identity: str, own: Future[int]) -> int:
         """Each answer is awaited though the own reading failed: the next question about the adapter has others."""
-        answers = [self._answer(identity, *one) for one in zip(self._seats, self._followers, strict=True)]
+        answers = [self._answer(identity, *one) for one in zip(self._worker_ranks, self._followers, strict=True)]
         num_pages = own.result()
         for answer in answers:
             if answer.error is not None:
                 raise (RequestError(answer.error, param="model") if answer.is_of_request else LoadError(answer.error))
         return max(num_pages, *(answer.num_pages for answer in answers))
 
-    def _answer(self, identity: str, seat: Seat, follower: Connection) -> AdapterRead:
-        early = self._early_answers.setdefault(seat.number, {})
+    def _answer(self, identity: str, worker_rank: WorkerRank, follower: Connection) -> AdapterRead:
+        early = self._early_answers.setdefault(worker_rank.number, {})
         while identity not in early:
             try:
                 while not follower.poll(_CLOSED_CHECK_S):  # which raises once the team is closed
                     pass
                 answer = decode_to_leader(follower.recv_bytes())
             except (EOFError, OSError):
-                raise LoadError(f"{seat} has ended.") from None
+                raise LoadError(f"{worker_rank} has ended.") from None
             assert isinstance(answer, AdapterRead)
             early[answer.identity] = answer
         return early.pop(identity)
@@ -255,14 +261,14 @@ class Leader(Team):
         """Have a thread call `act`, with what clients may know of it, when a follower of this host ends, or another
         node is lost, before the team is closed."""
 
-        def watch(seat: Seat, process: subprocess.Popen[bytes]) -> None:
+        def watch(worker_rank: WorkerRank, process: subprocess.Popen[bytes]) -> None:
             status = process.wait()
             if self.close.alive:
-                act(f"{seat} ended with status {status}")
+                act(f"{worker_rank} ended with status {status}")
 
-        own = [seat for seat in self._seats if seat.node == self.seat.node]
-        for seat, process in zip(own, self.processes, strict=True):
-            threading.Thread(target=watch, args=(seat, process), name=str(seat), daemon=True).start()
+        own = [worker_rank for worker_rank in self._worker_ranks if worker_rank.node == self.worker_rank.node]
+        for worker_rank, process in zip(own, self.processes, strict=True):
+            threading.Thread(target=watch, args=(worker_rank, process), name=str(worker_rank), daemon=True).start()
         if (group := self._group) is not None:
             group.on_loss(lambda loss: act(loss.for_clients))
 
@@ -279,20 +285,20 @@ class Leader(Team):
 
     def _tell(self, message: ToFollower) -> None:
         data = encode(message)
-        for seat, follower in zip(self._seats, self._followers, strict=True):
+        for worker_rank, follower in zip(self._worker_ranks, self._followers, strict=True):
             try:
                 follower.send_bytes(data)
             except OSError:
-                raise RuntimeError(f"{seat} has ended.") from None
+                raise RuntimeError(f"{worker_rank} has ended.") from None
 
 
-class Follower(Team):
+class Follower(WorkerGroup):
     """Another worker's team: what it hears of the first."""
 
     is_leader = False
 
-    def __init__(self, leader: Connection, orders: Orders) -> None:
-        self.seat, self.memory, self.memory_bytes = orders.seat, orders.memory, orders.memory_bytes
+    def __init__(self, leader: Connection, orders: FollowerArgs) -> None:
+        self.worker_rank, self.memory, self.memory_bytes = orders.worker_rank, orders.memory, orders.memory_bytes
         self._leader = leader
         self._answering = threading.Lock()  # adapters are read by several threads
         self.links = orders.ends.open(self.connections)

@@ -69,21 +69,23 @@ class AttentionBlocks:
         return needed - sum([block != self.null and self.pool.ref_counts[block] > 0 for block in table])
 
     def num_needed(self, table: list[int], num_computed: int, num_tokens: int) -> int:
-        """Free blocks that `leave` and `take` need together; fewer than none if they give back more."""
+        """Free blocks that `free_out_of_window` and `allocate` need together; negative if they free more."""
         ref_counts = self.pool.ref_counts
         num_new = -(-num_tokens // self.block_size) - len(table)
         num_copied = sum([ref_counts[block] > 1 for block in table[num_computed // self.block_size :]])
-        num_left = sum([ref_counts[table[i]] == 1 for i in self._leaving(table, num_computed)]) if self.window else 0
+        num_left = (
+            sum([ref_counts[table[i]] == 1 for i in self._out_of_window(table, num_computed)]) if self.window else 0
+        )
         return max(num_new, 0) + num_copied - num_left
 
-    def leave(self, table: list[int], num_computed: int, changed: list[tuple[int, int, int]]) -> None:
+    def free_out_of_window(self, table: list[int], num_computed: int, changed: list[tuple[int, int, int]]) -> None:
         """Give back the blocks that no token from `num_computed` on sees."""
-        for i in self._leaving(table, num_computed):
+        for i in self._out_of_window(table, num_computed):
             self.pool.release(table[i])
             table[i] = self.null
             changed.append((self.group, i, self.null))
 
-    def take(
+    def allocate(
         self,
         table: list[int],
         num_computed: int,
@@ -116,7 +118,7 @@ class AttentionBlocks:
         first = self.first_visible(num_computed)
         assert self.null not in table[first:], "a block was given back that is still seen"
 
-    def _leaving(self, table: list[int], num_computed: int) -> range:
+    def _out_of_window(self, table: list[int], num_computed: int) -> range:
         """Entries that no token from `num_computed` on sees, and that still have a block."""
         end = first = min(self.first_visible(num_computed), len(table))
         while first and table[first - 1] != self.null:

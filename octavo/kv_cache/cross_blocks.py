@@ -37,10 +37,10 @@ class CrossBlocks:
     def num_needed(self, table: list[int], num_computed: int, num_rows: int) -> int:
         return self._num_blocks(num_rows) - len(table)
 
-    def leave(self, table: list[int], num_computed: int, changed: list[tuple[int, int, int]]) -> None:
+    def free_out_of_window(self, table: list[int], num_computed: int, changed: list[tuple[int, int, int]]) -> None:
         """Nothing is ever out of sight."""
 
-    def take(
+    def allocate(
         self,
         table: list[int],
         num_computed: int,

@@ -17,7 +17,7 @@ from octavo.kv_cache.block_hashes import extend_block_hashes
 from octavo.kv_cache.block_pool import BlockPool
 from octavo.kv_cache.cross_blocks import CrossBlocks
 from octavo.kv_cache.groups import CacheGroup
-from octavo.kv_cache.state_blocks import MOST_GUESSES, StateBlocks
+from octavo.kv_cache.state_blocks import MAX_DRAFT_TOKENS, StateBlocks
 from octavo.plan import BlockMoves
 from octavo.sequence import Sequence
 
@@ -187,22 +187,22 @@ class KVCacheManager:
             self._take_snapshots(seq)
         for blocks, table, pool in zip(self._groups, tables, self._pool_of, strict=True):
             extent = _extent(blocks, seq, num_tokens)
-            blocks.take(table, num_computed, extent, self._moves[pool].copy, changed)
+            blocks.allocate(table, num_computed, extent, self._moves[pool].copy, changed)
         seq.num_ready_slots = -(-num_tokens // self.block_size) * self.block_size
         return changed
 
     @property
-    def num_guesses_left(self) -> int:
+    def num_draft_slots(self) -> int:
         """How many guesses more a step may compute as far as states go, which have a block after each."""
-        return min([MOST_GUESSES, *[state.pool.num_free for state in self.states]]) if self.states else UNLIMITED
+        return min([MAX_DRAFT_TOKENS, *[state.pool.num_free for state in self.states]]) if self.states else UNLIMITED
 
-    def grow_for_guesses(self, seq: Sequence, num_guesses: int) -> Changes | None:
-        """Make room for guesses, no more than `num_guesses_left`, behind the next token, for which `grow` has made
+    def grow_for_drafts(self, seq: Sequence, num_draft_tokens: int) -> Changes | None:
+        """Make room for guesses, no more than `num_draft_slots`, behind the next token, for which `grow` has made
         some. Returns as `grow`."""
-        changed = self.grow(seq, seq.num_computed_tokens + 1 + num_guesses)
+        changed = self.grow(seq, seq.num_computed_tokens + 1 + num_draft_tokens)
         if changed is not None:
             for state in self.states:
-                state.take_for_guesses(seq.block_tables[state.group], num_guesses, changed)
+                state.allocate_for_drafts(seq.block_tables[state.group], num_draft_tokens, changed)
         return changed
 
     def register_computed(self, seq: Sequence, num_computed: int) -> None:
@@ -221,7 +221,7 @@ class KVCacheManager:
         if self.states and self.enable_prefix_caching:
             self._keep_passed(seq, num_right)
         for state in self.states:
-            state.settle(seq.block_tables[state.group], num_right)
+            state.commit_drafts(seq.block_tables[state.group], num_right)
         num_blocks = -(-seq.num_computed_tokens // self.block_size)
         for attention in self.attention:
             table = seq.block_tables[attention.group]
@@ -330,7 +330,7 @@ class KVCacheManager:
         """Give back the blocks of `seq` that no token still to be computed sees; what they hold may be found again."""
         self.register_computed(seq, seq.num_computed_tokens)
         for attention in self.attention:
-            attention.leave(seq.block_tables[attention.group], seq.num_computed_tokens, changed)
+            attention.free_out_of_window(seq.block_tables[attention.group], seq.num_computed_tokens, changed)
 
     def _take_snapshots(self, seq: Sequence) -> None:
         """Keep the states of `seq`, which is about to go on, if they are worth it."""

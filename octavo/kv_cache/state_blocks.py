@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from octavo.kv_cache.block_pool import BlockPool
 
-MOST_GUESSES = 32  # of a sequence in a step: what there is room for in a table, however short sequences are
+MAX_DRAFT_TOKENS = 32  # of a sequence in a step: what there is room for in a table, however short sequences are
 
 
 class StateBlocks:
@@ -46,7 +46,7 @@ class StateBlocks:
     def num_needed(self, table: list[int], num_computed: int, num_tokens: int) -> int:
         return 1 if not table or self.pool.ref_counts[table[0]] > 1 else 0
 
-    def leave(self, table: list[int], num_computed: int, changed: list[tuple[int, int, int]]) -> None:
+    def free_out_of_window(self, table: list[int], num_computed: int, changed: list[tuple[int, int, int]]) -> None:
         """Nothing is ever out of sight."""
 
     def snapshot(self, block: int, num_computed: int, keys: list[bytes]) -> None:
@@ -54,7 +54,7 @@ class StateBlocks:
         if num_computed and num_computed % self.block_size == 0:
             self.pool.register(block, keys[num_computed // self.block_size - 1])
 
-    def take(
+    def allocate(
         self,
         table: list[int],
         num_computed: int,
@@ -75,13 +75,13 @@ class StateBlocks:
             pool.forget(table[0])  # no block is left to keep the snapshot in
         changed.append((self.group, 0, table[0]))
 
-    def take_for_guesses(self, table: list[int], num_guesses: int, changed: list[tuple[int, int, int]]) -> None:
+    def allocate_for_drafts(self, table: list[int], num_draft_tokens: int, changed: list[tuple[int, int, int]]) -> None:
         """A block for the state after each guess, behind the one that the sequence may write."""
-        for position in range(1, num_guesses + 1):
+        for position in range(1, num_draft_tokens + 1):
             table.append(self.pool.allocate())
             changed.append((self.group, position, table[position]))
 
-    def settle(self, table: list[int], num_right: int) -> None:
+    def commit_drafts(self, table: list[int], num_right: int) -> None:
         """Go on from the state after the last of the guesses that were right, and give back the other blocks."""
         table[0], table[num_right] = table[num_right], table[0]
         while len(table) > 1:

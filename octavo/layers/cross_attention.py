@@ -35,7 +35,7 @@ class CrossAttentionDescription:
     num_kv_heads: int
     has_biases: bool = True
     qk_norm: NormDescription | None = None  # of each head
-    has_blind_tokens: bool = False  # some see nothing of that output: `StepBatch.blind`
+    has_blind_tokens: bool = False  # some see nothing of that output: `StepBatch.cross_mask`
     query_name: str = "encoder_attn.q_proj"
     key_name: str = "encoder_attn.k_proj"
     value_name: str = "encoder_attn.v_proj"
@@ -129,7 +129,7 @@ class CrossAttention:
             None, None, True,
         )  # fmt: skip
         if self.description.has_blind_tokens:
-            self._ops.replace_rows(attended, self._nothing, batch.blind)
+            self._ops.replace_rows(attended, self._nothing, batch.cross_mask)
         return self._output.product(attended)
 
     def keys(self, cache: LayerKVCache, blocks: Sequence[int], heads: Sequence[int], most_rows: int) -> Array:

@@ -49,13 +49,13 @@ def named_tensors(file: GGUFFile, config: Mapping[str, Any]) -> Iterator[NamedTe
     what `gguf_config` has read."""
     metadata, architecture = architecture_of(file)
     names, top_names = architecture.all_names(metadata), architecture.all_top_names(metadata)
-    guesses = metadata.number("nextn_predict_layers", 0) > 0  # layers that do come last, and are no part of the model
+    has_mtp = metadata.number("nextn_predict_layers", 0) > 0  # layers that do come last, and are no part of the model
     for info in file.tensors.values():
         if info.name in (ROPE_FREQS, ROPE_LONG, ROPE_SHORT):
             continue  # part of the configuration
         parts = info.name.split(".")
         is_of_layer = parts[0] == "blk" and len(parts) > 2
-        if is_of_layer and guesses and parts[1].isdecimal() and int(parts[1]) >= config["num_hidden_layers"]:
+        if is_of_layer and has_mtp and parts[1].isdecimal() and int(parts[1]) >= config["num_hidden_layers"]:
             continue
         if is_of_layer and (own := architecture.tensor_names.get(".".join(parts[2:]))) is not None:
             yield NamedTensor(f"{architecture.layer_prefix}{parts[1]}.{own}", info, is_rate=parts[2] == "ssm_a")

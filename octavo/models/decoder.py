@@ -105,7 +105,9 @@ class Block:
         if self._feed_forward is not None:
             residual, hidden = self._before(self._feed_forward_norm, residual, self._feed_forward)
             if self._layer.gates is not None:
-                self._ops.replace_rows(hidden, self._nothing, batch.blind)  # without biases nothing comes of nothing
+                self._ops.replace_rows(
+                    hidden, self._nothing, batch.cross_mask
+                )  # without biases nothing comes of nothing
             fed = self._feed_forward.forward(hidden)
             self._multiply_stream(residual, 1)
             if self._layer.added_after:
@@ -360,10 +362,10 @@ class Decoder:
         layer, [T, `stage_width`] of type `stream_dtype`. Caches are those of `layer_caches`
         that this stage's layers have."""
         description = self.description
-        residual = embedded = self._start(batch) if batch.entering is None else batch.entering
-        if batch.entering is not None and description.carries_embedding:
+        residual = embedded = self._start(batch) if batch.hidden_in is None else batch.hidden_in
+        if batch.hidden_in is not None and description.carries_embedding:
             width = description.stage_width - description.hidden_size
-            residual, embedded = batch.entering[:, :width], batch.entering[:, width:]
+            residual, embedded = batch.hidden_in[:, :width], batch.hidden_in[:, width:]
         inputs = None if self._token_inputs is None else self._token_inputs.embed(batch.token_ids, embedded)
         leaving = None if self._behind is None else self._ops.linear(embedded, self._behind, self._dtype)
         # Only where layers share something do blocks get more than what any block gets.
@@ -412,7 +414,7 @@ class Decoder:
             residual = ops.linear(residual, self._projection, self.stream_dtype)
         return residual
 
-    def keep_output(self, rows: Array, positions: Array, slots: Array, caches: Sequence[LayerKVCache]) -> None:
+    def write_encoder_kv(self, rows: Array, positions: Array, slots: Array, caches: Sequence[LayerKVCache]) -> None:
         """Have cross attention keep what it reads of a sequence: of rows [N, H] of another network's output, in `slots`
         [N] int64 of its group; `positions` [N] int64 are any. Caches are those of `forward`."""
         for layer, number in self.cross_layers:

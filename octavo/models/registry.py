@@ -81,7 +81,7 @@ class CrossModel(Model, Protocol):
     def cross_layers(self) -> list[tuple[CrossAttention, int]]:
         """The layers of this stage that do, in order, each with the number of its cache among the stage's."""
 
-    def keep_output(self, rows: Array, positions: Array, slots: Array, caches: Sequence[LayerKVCache]) -> None:
+    def write_encoder_kv(self, rows: Array, positions: Array, slots: Array, caches: Sequence[LayerKVCache]) -> None:
         """Have its cross attention keep what it reads of a sequence: of rows [N, H] of that output, in `slots` [N]
         int64 of its group; `positions` [N] int64 are any. Caches are those of `forward`."""
 

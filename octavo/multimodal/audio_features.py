@@ -48,7 +48,7 @@ class Spectrum:
         return Spectrum(np.pad(values, ((0, 0), (0, behind))) if behind else values, num_frames * FRAME_S)
 
 
-class Listener:
+class AudioFeatureExtractor:
     """Of one model. Threads may share it."""
 
     def __init__(self, config: SoundConfig) -> None:

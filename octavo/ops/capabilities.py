@@ -130,7 +130,14 @@ class DeviceOpsOver(OpsOver[A], Protocol[A]):
         its calls with these very arrays."""
 
     def resolve_step(
-        self, block_tables: A, places: A, blocks: A, last_tokens: A, token_owners: A, token_ids: A, seq_owners: A
+        self,
+        block_tables: A,
+        places: A,
+        blocks: A,
+        last_tokens: A,
+        pending_token_rows: A,
+        token_ids: A,
+        seq_table_rows: A,
     ) -> tuple[A, A]:
         """What only the device knows of a step. block_tables [G, R + 1, W] int32 has, for each cache group, R rows and
         one of no sequence: its entries at flat `places` [U] int64 become `blocks` [U] int32, in place.

@@ -111,12 +111,15 @@ def scatter_blocks(staged: Tensor, blocks: NDArray[Any], caches: Sequence[LayerK
 
 
 def resolve_step(
-    block_tables: Tensor, places: Tensor, blocks: Tensor, last_tokens: Tensor, token_owners: Tensor, token_ids: Tensor,
-    seq_owners: Tensor,
+    block_tables: Tensor, places: Tensor, blocks: Tensor, last_tokens: Tensor, pending_token_rows: Tensor,
+    token_ids: Tensor,
+    seq_table_rows: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     block_tables.view(-1)[places] = blocks
     no_row = len(last_tokens) - 1
-    return torch.where(token_owners < no_row, last_tokens[token_owners], token_ids), block_tables[..., seq_owners, :]
+    return torch.where(pending_token_rows < no_row, last_tokens[pending_token_rows], token_ids), block_tables[
+        ..., seq_table_rows, :
+    ]
 
 
 def keep_tokens(last_tokens: Tensor, owners: Tensor, tokens: Tensor) -> None:

@@ -42,14 +42,14 @@ class Samples:
     forks: NDArray[np.int64]
     lengths: NDArray[np.int64]  # tokens of the row before the sample, guesses included
     # By row that brought guesses: the place of its first sample, and the guesses.
-    guessed: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    drafted: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
     def standing(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of the sampled `tokens` [N] stand: not those after a wrong guess."""
         stands = np.ones(len(tokens), bool)
-        for first, guesses in self.guessed.values():
-            sampled = tokens[first : first + len(guesses) + 1].tolist()
-            stands[first + num_standing(guesses, sampled) : first + len(sampled)] = False
+        for first, draft_tokens in self.drafted.values():
+            sampled = tokens[first : first + len(draft_tokens) + 1].tolist()
+            stands[first + num_standing(draft_tokens, sampled) : first + len(sampled)] = False
         return stands
 
 
@@ -107,11 +107,11 @@ class SeenTokens:
             self._count(token, 1)
         self._num_read = num_settled
         num_settled_places = len(self._place)
-        guesses = tokens[num_settled:].tolist()
-        for token in guesses:
+        draft_tokens = tokens[num_settled:].tolist()
+        for token in draft_tokens:
             self._count(token, 1)
         found = self._tokens[: len(self._place)].copy(), self._counts[: len(self._place)].copy()
-        for token in guesses:
+        for token in draft_tokens:
             self._count(token, -1)
         while len(self._place) > num_settled_places:
             self._place.popitem()
@@ -224,9 +224,9 @@ class SamplingTable:
             return None
         masks: Callable[[], Masks] = _no_masks
         if (grammars := self._grammars) is not None and not grammars.is_empty:
-            for row, (_, guesses) in samples.guessed.items():
-                grammars.guess(row, guesses)
-            firsts = {row: first for row, (first, _) in samples.guessed.items()}
+            for row, (_, draft_tokens) in samples.drafted.items():
+                grammars.look_ahead(row, draft_tokens)
+            firsts = {row: first for row, (first, _) in samples.drafted.items()}
             masks = partial(grammars.masks, rows, firsts)
 
         settings = {name: values[rows] for name, values in self._values.items()}
@@ -252,7 +252,7 @@ class SamplingTable:
         found = []
         for n in np.flatnonzero(self._is_special[samples.rows]).tolist():
             row, length = int(samples.rows[n]), int(samples.lengths[n])
-            first, _ = samples.guessed.get(row, (n, ()))
+            first, _ = samples.drafted.get(row, (n, ()))
             settings = self.settings[row]
             assert settings is not None
             found.append(SpecialSample(n, settings, tokens[row, :length], int(samples.lengths[first])))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from octavo.kv_cache.manager import KVCacheManager
-from octavo.scheduling.sequence_queues import LiveSequences
+from octavo.scheduling.sequence_queues import SequenceQueues
 from octavo.sequence import Sequence
 from octavo.stats import EngineStats
 
 
-def set_gauges(stats: EngineStats, live: LiveSequences, cache: KVCacheManager) -> None:
-    running, waiting = live.running, live.waiting
+def set_gauges(stats: EngineStats, queues: SequenceQueues, cache: KVCacheManager) -> None:
+    running, waiting = queues.running, queues.waiting
     stats.num_running = len(running)
     for pool in cache.pools:
         stats.num_blocks += pool.num_usable
@@ -24,7 +24,7 @@ def set_gauges(stats: EngineStats, live: LiveSequences, cache: KVCacheManager) -
     for state in cache.states:
         num_with_slots -= state.pool.num_used
     stats.num_slots_allocated = num_with_slots * cache.block_size
-    has_forks = len(running) + len(waiting) > len(live.requests)
+    has_forks = len(running) + len(waiting) > len(queues.requests)
     stats.num_slots_filled = stats.num_slots_allocated - _num_unfilled_slots(running, has_forks, cache)
 
 

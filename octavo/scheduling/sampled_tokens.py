@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.request import SequenceOutput, TokenLogprobs
-from octavo.scheduling.sequence_queues import LiveSequences
+from octavo.scheduling.sequence_queues import SequenceQueues
 from octavo.sequence import Sequence
 
 Logprobs = list[TokenLogprobs | None] | None  # parallel to tokens
@@ -22,39 +22,39 @@ def offer(seq: Sequence, logprobs: Logprobs) -> list[SequenceOutput]:
     return seq.chooser.offer(seq, found)
 
 
-def start_forks(live: LiveSequences, seq: Sequence, tokens: list[int], logprobs: Logprobs) -> list[SequenceOutput]:
+def start_forks(queues: SequenceQueues, seq: Sequence, tokens: list[int], logprobs: Logprobs) -> list[SequenceOutput]:
     """The prompt of a sequence has been computed: start its siblings, with a token for each."""
     seq.num_pending_forks = 0
-    siblings = [seq, *[live.fork(seq, index) for index in range(1, len(tokens))]]
+    siblings = [seq, *[queues.fork(seq, index) for index in range(1, len(tokens))]]
     return [
-        extend(live, sibling, tokens[i : i + 1], logprobs[i : i + 1] if logprobs is not None else None)
+        extend(queues, sibling, tokens[i : i + 1], logprobs[i : i + 1] if logprobs is not None else None)
         for i, sibling in enumerate(siblings)
     ]
 
 
 def take_standing(
-    live: LiveSequences, seq: Sequence, count: int, tokens: list[int], logprobs: Logprobs
+    queues: SequenceQueues, seq: Sequence, count: int, tokens: list[int], logprobs: Logprobs
 ) -> SequenceOutput:
     """Add the first `count` tokens, which stand, and undo what was computed of wrong guesses."""
     if seq.row is None:  # it was preempted meanwhile, and none of it is left
-        return extend(live, seq, tokens[:count], logprobs)
+        return extend(queues, seq, tokens[:count], logprobs)
     seq.num_computed_tokens += count - 1  # guesses that were right; the last token that stands was not computed
-    output = extend(live, seq, tokens[:count], logprobs)
+    output = extend(queues, seq, tokens[:count], logprobs)
     if not seq.has_ended:
-        live.cache.register_computed(seq, seq.num_computed_tokens)
-        live.cache.roll_back(seq, count - 1)
+        queues.cache.register_computed(seq, seq.num_computed_tokens)
+        queues.cache.roll_back(seq, count - 1)
     return output
 
 
-def end_with_vectors(live: LiveSequences, seq: Sequence, vectors: NDArray[np.float32]) -> SequenceOutput:
+def end_with_vectors(queues: SequenceQueues, seq: Sequence, vectors: NDArray[np.float32]) -> SequenceOutput:
     """A text of a model that pools has been computed: [vectors, size]."""
     output = seq.output([], "stop")
     output.vectors = vectors.tobytes()
-    live.drop(seq)
+    queues.drop(seq)
     return output
 
 
-def extend(live: LiveSequences, seq: Sequence, tokens: list[int], logprobs: Logprobs) -> SequenceOutput:
+def extend(queues: SequenceQueues, seq: Sequence, tokens: list[int], logprobs: Logprobs) -> SequenceOutput:
     """Add sampled tokens, up to one that ends the sequence."""
     finish_reason: str | None = None
     stop_reason: int | None = None
@@ -68,5 +68,5 @@ def extend(live: LiveSequences, seq: Sequence, tokens: list[int], logprobs: Logp
     if logprobs is not None:
         output.logprobs = [entry for entry in logprobs[: len(tokens)] if entry is not None] or None
     if finish_reason is not None:
-        live.drop(seq)
+        queues.drop(seq)
     return output

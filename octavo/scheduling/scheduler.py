@@ -31,9 +31,9 @@ from octavo.scheduling.deadlines import first_token_deadline
 from octavo.scheduling.gauges import set_gauges
 from octavo.scheduling.request_limits import check_request
 from octavo.scheduling.sampled_tokens import Logprobs, end_with_vectors, extend, offer, start_forks, take_standing
-from octavo.scheduling.sequence_queues import LiveSequences, scheduling_order
+from octavo.scheduling.sequence_queues import SequenceQueues, scheduling_order
 from octavo.scheduling.step import Step
-from octavo.scheduling.time_limit import TimeLimit, prompt_token_s, time_limit
+from octavo.scheduling.time_limit import TimeLimit, prompt_token_s, step_time_limit
 from octavo.sequence import Sequence, stop_reasons
 from octavo.speculative.speculation import Speculation
 from octavo.stats import EngineStats
@@ -61,12 +61,12 @@ class Scheduler:
         """Without a `cost` steps are bounded by tokens alone, and there are no deadlines."""
         self.config = config
         self.cache = cache
-        self._under_way: deque[Step] = deque()
+        self._in_flight: deque[Step] = deque()
         self._arrivals = 0
         self._runs_ahead, self._num_stages = runs_ahead, num_stages
         self._speculation = speculation
         on_end = None if self._speculation is None else self._speculation.end
-        self.live = LiveSequences(config.max_num_seqs, cache, on_end, adapters)
+        self.queues = SequenceQueues(config.max_num_seqs, cache, on_end, adapters)
         self._cost = cost
         self._prompt_token_s = 0.0
         self._random = random.Random(seed)
@@ -74,11 +74,11 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.live.requests)
+        return bool(self.queues.requests)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises `RequestError` for one that could never run, with the numbers."""
-        if request.request_id in self.live.requests:
+        if request.request_id in self.queues.requests:
             raise RequestError(f"request id {request.request_id!r} is in use.", param="request_id")
         check_request(request, self.config, self.cache)
         self._arrivals += 1
@@ -93,35 +93,35 @@ class Scheduler:
         )
         seq.key = (self._order_number(seq), self._arrivals)
         if request.params.use_beam_search:
-            seq.chooser = BeamSearch(seq, self.live)
-        self.live.add(seq)
+            seq.chooser = BeamSearch(seq, self.queues)
+        self.queues.add(seq)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its sequences, and free its blocks at once. Unknown ids are ignored, and so are
         single sequences that are not yet, or never, a completion: before the forks have started one stands for all, and
         a chooser decides itself which sequences there are."""
-        for seq in list(self.live.requests.get(request_id, ())):
+        for seq in list(self.queues.requests.get(request_id, ())):
             if index is None or (seq.index == index and not seq.num_pending_forks and seq.chooser is None):
-                self.live.drop(seq)
+                self.queues.drop(seq)
 
     def schedule(self) -> StepPlan:
         """Decide the next step. The plan may be empty of rows only if nothing can run."""
-        running = self.live.running
+        running = self.queues.running
         if self._num_stages > 1:
             running = [seq for seq in running if not seq.num_awaited_tokens]
-        limit = time_limit(self._cost, self.config.target_step_s, running, bool(self.live.waiting))
-        step = Step(self.config.max_num_batched_tokens, limit, most_sequences=self._most_sequences())
+        time_limit = step_time_limit(self._cost, self.config.target_step_s, running, bool(self.queues.waiting))
+        step = Step(self.config.max_num_batched_tokens, time_limit, most_sequences=self._most_sequences())
         if self._schedule_running(step):
-            self._add_guesses(step)
+            self._add_draft_tokens(step)
             self._schedule_waiting(step)
-        if not self._under_way:
-            while not step.sequences and self.live.running:  # held ones keep blocks or rows that others wait for
-                self._preempt(self.live.running[-1])
+        if not self._in_flight:
+            while not step.sequences and self.queues.running:  # held ones keep blocks or rows that others wait for
+                self._preempt(self.queues.running[-1])
                 self._schedule_waiting(step)
         plan = step.plan
         plan.moves = self.cache.take_moves()
-        if self.live.adapters is not None:
-            plan.adapters = self.live.adapters.take_loads()
+        if self.queues.adapters is not None:
+            plan.adapters = self.queues.adapters.take_loads()
             step.group_by_adapter()
         # A plan without rows is not executed. The first sequence always gets its blocks: the pools hold any one alone.
         assert plan.rows or not plan.adapters
@@ -130,19 +130,19 @@ class Scheduler:
             plan.work = StepWork.of(plan.rows)
             if self._speculation is not None:
                 self._speculation.planned(plan.rows)
-                plan.drafts_prompts = self._speculation.is_guessing
+                plan.drafts_prompts = self._speculation.is_speculating
             if plan.work.num_chunks and self._cost is not None and not all(row.is_decode for row in plan.rows):
-                self._prompt_token_s = prompt_token_s(self._cost, plan, self.config.max_num_batched_tokens, limit)
-            step.set_off(self._runs_ahead and not self._must_wait(step), of_stages=self._num_stages > 1)
-            self._under_way.append(step)
+                self._prompt_token_s = prompt_token_s(self._cost, plan, self.config.max_num_batched_tokens, time_limit)
+            step.mark_in_flight(self._runs_ahead and not self._must_wait(step), of_stages=self._num_stages > 1)
+            self._in_flight.append(step)
         return plan
 
     def _schedule_running(self, step: Step) -> bool:
         """Returns whether everyone has found blocks: only then may others be admitted."""
-        running = self.live.running
+        running = self.queues.running
         has_preempted = False
         i = 0
-        while i < len(running) and step.budget > 0 and len(step.sequences) < step.most_sequences:
+        while i < len(running) and step.token_budget > 0 and len(step.sequences) < step.most_sequences:
             seq = running[i]
             i += 1
             if self._num_stages > 1 and seq.num_awaited_tokens:
@@ -154,12 +154,12 @@ class Scheduler:
                 if self.config.enable_chunked_prefill and not has_preempted:
                     i += self._schedule_waiting(step, before=seq, num_behind=len(running) - i + 1)
                 # One token is kept back for each sequence behind, so that a long prompt never stalls the decodes.
-                most = max(1, step.budget - (len(running) - i))
-                num_tokens = self._chunk(seq, seq.num_computed_tokens, most, step.limit)
+                most = max(1, step.token_budget - (len(running) - i))
+                num_tokens = self._chunk(seq, seq.num_computed_tokens, most, step.time_limit)
                 if num_tokens == 0:
                     continue
             while (changed := self.cache.grow(seq, seq.num_computed_tokens + num_tokens)) is None:
-                if self._under_way and not step.sequences:
+                if self._in_flight and not step.sequences:
                     return False  # what is under way may end sequences: nobody loses blocks before that is known
                 has_preempted = True
                 self._preempt(running[-1])
@@ -168,42 +168,42 @@ class Scheduler:
             step.add(seq, num_tokens, changed)
         return not has_preempted
 
-    def _add_guesses(self, step: Step) -> None:
+    def _add_draft_tokens(self, step: Step) -> None:
         """Guess what follows the sequences that lack one token. Guesses take only what the running sequences leave of
         budget and blocks, so that nobody is preempted for them."""
         if self._speculation is None or self._speculation.is_idle:
             return
         places, candidates = [], []
         for place, (seq, planned) in enumerate(zip(step.sequences, step.plan.rows, strict=True)):
-            most = min(step.budget, seq.num_remaining_tokens - 1)
-            is_last = planned.num_tokens == planned.num_positions == 1  # and no token within a prompt
-            if is_last and most > 0 and not seq.num_awaited_tokens and _may_be_guessed(seq, planned):
+            most = min(step.token_budget, seq.num_remaining_tokens - 1)
+            is_last = planned.num_tokens == planned.num_sampled_positions == 1  # and no token within a prompt
+            if is_last and most > 0 and not seq.num_awaited_tokens and _may_draft(seq, planned):
                 places.append(place)
                 candidates.append((seq, most))
         if not candidates:
             return
         found = self._speculation.choose(candidates, step.plan.rows)
-        for place, (seq, _), guesses in zip(places, candidates, found, strict=True):
-            guesses = guesses[: min(step.budget, self.cache.num_guesses_left)]
-            if guesses and (changed := self.cache.grow_for_guesses(seq, len(guesses))) is not None:
-                step.add_guesses(place, guesses, changed)
+        for place, (seq, _), draft_tokens in zip(places, candidates, found, strict=True):
+            draft_tokens = draft_tokens[: min(step.token_budget, self.cache.num_draft_slots)]
+            if draft_tokens and (changed := self.cache.grow_for_drafts(seq, len(draft_tokens))) is not None:
+                step.add_draft_tokens(place, draft_tokens, changed)
 
-    def _guess(self, seq: Sequence, tokens: list[int], drafts: tuple[int, ...] | None, num_forks: int) -> None:
+    def _observe_tokens(self, seq: Sequence, tokens: list[int], drafts: tuple[int, ...] | None, num_forks: int) -> None:
         """`tokens` have come for a sequence, or one each for the forks that have started with it: guess what follows.
         `drafts` are what the worker had guessed."""
         assert self._speculation is not None
         if num_forks > 1:
-            for fork in self.live.siblings(seq):
-                self._speculation.took(fork, fork.token_ids[-1:], None)
+            for fork in self.queues.siblings(seq):
+                self._speculation.accept(fork, fork.token_ids[-1:], None)
         elif not seq.has_ended:
-            self._speculation.took(seq, tokens, drafts)
+            self._speculation.accept(seq, tokens, drafts)
 
     def _most_sequences(self) -> int:
         """Of a step: stages have equally many of the sequences that run, and of those that wait and could."""
         if self._num_stages == 1:
             return self.config.max_num_seqs
-        num_waiting = min(len(self.live.waiting), self.live.num_rows_left)
-        return max(1, -(-(len(self.live.running) + num_waiting) // self._num_stages))
+        num_waiting = min(len(self.queues.waiting), self.queues.num_rows_left)
+        return max(1, -(-(len(self.queues.running) + num_waiting) // self._num_stages))
 
     def _must_wait(self, step: Step) -> bool:
         """Whether guesses are to follow the tokens of this step, which must be known then."""
@@ -212,20 +212,20 @@ class Scheduler:
     def _schedule_waiting(self, step: Step, before: Sequence | None = None, num_behind: int = 0) -> int:
         """Admit waiting sequences in their order: all that there is room for, or those that come `before` a prompt that
         is being computed. Each of the running ones that are `num_behind` keeps a token. Returns how many have come."""
-        waiting, turn = self.live.waiting, AdapterTurn(self.live.adapters)
+        waiting, turn = self.queues.waiting, AdapterTurn(self.queues.adapters)
         i = num_admitted = 0
-        while i < len(waiting) and step.budget > num_behind and step.has_room:
+        while i < len(waiting) and step.token_budget > num_behind and step.has_room:
             seq = waiting[i]
             if before is not None and scheduling_order(before) < scheduling_order(seq):
                 break
             if seq.is_held or not turn.may_start(seq):
                 i += 1
                 continue
-            has_row = seq.num_rows <= self.live.num_rows_left
-            num_tokens = self._admit(seq, step.budget - num_behind, step.limit) if has_row else 0
+            has_row = seq.num_rows <= self.queues.num_rows_left
+            num_tokens = self._admit(seq, step.token_budget - num_behind, step.time_limit) if has_row else 0
             if num_tokens == 0:
                 break
-            self.live.start(seq)
+            self.queues.start(seq)
             turn.started(seq)
             num_admitted += 1
             if seq.first_scheduled_time == 0.0:
@@ -233,7 +233,7 @@ class Scheduler:
             step.add(seq, num_tokens, [])
         return num_admitted
 
-    def _admit(self, seq: Sequence, budget: int, limit: TimeLimit | None) -> int:
+    def _admit(self, seq: Sequence, token_budget: int, time_limit: TimeLimit | None) -> int:
         """Give a waiting sequence its blocks. Returns the tokens to compute, or 0 if it must go on waiting.
 
         Blocks for all its tokens must be free, so that a prompt which cannot finish does not push others out. One that
@@ -242,15 +242,15 @@ class Scheduler:
         if seq.num_awaited_tokens:
             return 0
         if seq.host_blocks:
-            if self._chunk(seq, seq.num_computed_tokens, budget, limit) == 0:
+            if self._chunk(seq, seq.num_computed_tokens, token_budget, time_limit) == 0:
                 return 0
             if not self.cache.swap_in(seq, self.config.max_num_batched_tokens):
                 return 0
         else:
             prefix = self.cache.find_prefix(seq)
-            if seq.num_tokens - prefix.num_tokens > budget and not self.config.enable_chunked_prefill:
+            if seq.num_tokens - prefix.num_tokens > token_budget and not self.config.enable_chunked_prefill:
                 return 0
-            if self._chunk(seq, prefix.num_tokens, budget, limit) == 0:
+            if self._chunk(seq, prefix.num_tokens, token_budget, time_limit) == 0:
                 return 0
             if not self.cache.share_prefix(seq, prefix, self.config.max_num_batched_tokens):
                 return 0
@@ -259,12 +259,12 @@ class Scheduler:
                 self._stats.num_prompt_tokens += seq.num_tokens
                 self._stats.num_prefix_queries += seq.num_tokens
                 self._stats.num_prefix_hits += prefix.num_tokens
-        num_tokens = self._chunk(seq, seq.num_computed_tokens, budget, limit)
+        num_tokens = self._chunk(seq, seq.num_computed_tokens, token_budget, time_limit)
         changed = self.cache.grow(seq, seq.num_computed_tokens + num_tokens)
         assert changed is not None, "blocks were counted before"
         return num_tokens
 
-    def _chunk(self, seq: Sequence, num_computed: int, most: int, limit: TimeLimit | None) -> int:
+    def _chunk(self, seq: Sequence, num_computed: int, most: int, time_limit: TimeLimit | None) -> int:
         """The tokens that a sequence lacks behind `num_computed`, or as many as a step can have of them. 0 where it
         cannot have a picture that comes next."""
         num_tokens = min(seq.num_tokens - num_computed, most)
@@ -273,8 +273,8 @@ class Scheduler:
             num_tokens = min([num_tokens, *(distance for distance in ahead if distance > 0)])
         if not self.config.enable_chunked_prefill or (num_tokens == 1 and not self.config.whole_pictures):
             return num_tokens
-        if limit is not None:
-            num_tokens = limit.chunk(num_computed, num_tokens)
+        if time_limit is not None:
+            num_tokens = time_limit.chunk(num_computed, num_tokens)
         end = self.cache.step_end(num_computed, num_computed + num_tokens)
         if self.config.whole_pictures:
             end = _end_outside_pictures(seq.request.prompt, num_computed, end, most)
@@ -282,38 +282,38 @@ class Scheduler:
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Account for a finished step: tokens computed and sampled, forks, ends. Returns what is new, by sequence."""
-        step = self._under_way.popleft()
+        step = self._in_flight.popleft()
         assert step.plan is plan, "results come in the order of the plans"
         outputs: list[SequenceOutput] = []
         logprobs: Logprobs = None
         end = num_generated = 0  # of result.tokens
         for seq, planned in zip(step.sequences, plan.rows, strict=True):
-            row, num_computed, num_tokens, num_positions, num_forks, guesses = planned
+            row, num_computed, num_tokens, num_sampled_positions, num_forks, draft_tokens = planned
             first = end
-            if num_positions:
-                end += num_positions + num_forks - 1
+            if num_sampled_positions:
+                end += num_sampled_positions + num_forks - 1
             if row in result.errors and not seq.has_ended:
                 outputs.append(seq.output([], "error", error=result.errors[row]))
-                for other in self.live.siblings(seq) if seq.chooser is not None else [seq]:
-                    self.live.drop(other)
+                for other in self.queues.siblings(seq) if seq.chooser is not None else [seq]:
+                    self.queues.drop(other)
             if seq.has_ended:  # now, or while this step was under way
                 continue
             if plan.runs_ahead:
-                seq.num_awaited_tokens -= num_positions
+                seq.num_awaited_tokens -= num_sampled_positions
             if seq.row is not None:  # it was not preempted meanwhile
-                self.cache.register_computed(seq, num_computed + num_tokens - len(guesses))
+                self.cache.register_computed(seq, num_computed + num_tokens - len(draft_tokens))
             if row in result.prompt_logprobs:
                 # A preempted prompt starts over: what it reported before is replaced by the same values.
                 seq.prompt_logprobs[num_computed:] = result.prompt_logprobs[row]
             if row in result.alignment:
                 seq.alignment[num_computed:] = result.alignment[row]
-            if not num_positions:
+            if not num_sampled_positions:
                 continue
-            guesses = result.guesses.get(row, guesses)
+            draft_tokens = result.draft_tokens.get(row, draft_tokens)
             if result.logprobs is not None:
                 logprobs = result.logprobs[first:end]
             if result.vectors is not None:
-                outputs.append(end_with_vectors(self.live, seq, result.vectors[first:end]))
+                outputs.append(end_with_vectors(self.queues, seq, result.vectors[first:end]))
                 continue
             tokens = result.tokens[first:end]
             if seq.chooser is not None:
@@ -321,20 +321,20 @@ class Scheduler:
                 num_generated += 1
                 continue
             if num_forks > 1:
-                outputs += start_forks(self.live, seq, tokens, logprobs)
-            elif guesses:
-                count = num_standing(guesses, tokens)
+                outputs += start_forks(self.queues, seq, tokens, logprobs)
+            elif draft_tokens:
+                count = num_standing(draft_tokens, tokens)
                 if self._speculation is not None:
-                    self._speculation.count(seq, guesses, count - 1, self._stats)
-                outputs.append(take_standing(self.live, seq, count, tokens, logprobs))
+                    self._speculation.count(seq, draft_tokens, count - 1, self._stats)
+                outputs.append(take_standing(self.queues, seq, count, tokens, logprobs))
             else:
-                outputs.append(extend(self.live, seq, tokens, logprobs))
+                outputs.append(extend(self.queues, seq, tokens, logprobs))
             if self._speculation is not None:
-                drafts = result.guesses[row][: result.num_made[row]] if row in result.guesses else None
-                self._guess(seq, outputs[-1].token_ids, drafts, num_forks)
-            num_generated += len(tokens) if not guesses else len(outputs[-1].token_ids)
+                drafts = result.draft_tokens[row][: result.num_drafted[row]] if row in result.draft_tokens else None
+                self._observe_tokens(seq, outputs[-1].token_ids, drafts, num_forks)
+            num_generated += len(tokens) if not draft_tokens else len(outputs[-1].token_ids)
         if self._speculation is not None:
-            made = {row: guesses[: result.num_made[row]] for row, guesses in result.guesses.items()}
+            made = {row: draft_tokens[: result.num_drafted[row]] for row, draft_tokens in result.draft_tokens.items()}
             self._speculation.drafted(plan.rows, made, result.draft_s, result.caught_up)
         num_found = len(result.tokens if result.vectors is None else result.vectors)
         assert end == num_found, f"{end} tokens or vectors were wanted and {num_found} came"
@@ -347,31 +347,31 @@ class Scheduler:
     def withdraw(self, plan: StepPlan, error: str) -> list[SequenceOutput]:
         """The step that was planned last did not run, for want of memory: end its newest request, so that the others
         may find enough, and plan the rest again. Returns what the request is told."""
-        step = self._under_way.pop()
+        step = self._in_flight.pop()
         assert step.plan is plan, "only the last plan can be withdrawn"
-        scheduled = step.take_back()
+        scheduled = step.roll_back()
         for seq in scheduled:
             self.cache.roll_back(seq)
             if self.cache.states:  # layers may have gone on with theirs before the memory ran out
                 self._preempt(seq, may_swap=False)
         outputs = []
-        for seq in self.live.siblings(max(scheduled, key=scheduling_order)):
+        for seq in self.queues.siblings(max(scheduled, key=scheduling_order)):
             output = seq.output([], "error", error=error)
             output.error_status = 503  # the same request may find memory later
             outputs.append(output)
-            self.live.drop(seq)
+            self.queues.drop(seq)
         return outputs
 
     def take_stats(self) -> EngineStats:
         """Gauges of now, and the increments since the last call."""
         stats, self._stats = self._stats, EngineStats()
         stats.prompt_token_s = self._prompt_token_s
-        set_gauges(stats, self.live, self.cache)
+        set_gauges(stats, self.queues, self.cache)
         return stats
 
     def check(self) -> None:
         """Assert the invariants of scheduler and cache; for tests and `--check-invariants`."""
-        self.live.check([seq for step in self._under_way for seq in step.sequences])
+        self.queues.check([seq for step in self._in_flight for seq in step.sequences])
 
     def _order_number(self, seq: Sequence) -> float:
         """Of a new sequence, by the policy: the smaller goes first, and equals go by arrival."""
@@ -386,11 +386,11 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence, may_swap: bool = True) -> None:
         self._stats.num_preemptions += 1
-        has_guesses = seq.num_awaited_tokens > 1  # which may be wrong
-        self.live.preempt(seq, may_swap and not has_guesses and self.config.preemption_mode == "swap")
+        has_drafts = seq.num_awaited_tokens > 1  # which may be wrong
+        self.queues.preempt(seq, may_swap and not has_drafts and self.config.preemption_mode == "swap")
 
 
-def _may_be_guessed(seq: Sequence, planned: PlannedRow) -> bool:
+def _may_draft(seq: Sequence, planned: PlannedRow) -> bool:
     """Whether what follows a sequence may be guessed: the sampler alone chooses it, and sees all that it sees without
     guesses."""
     if seq.chooser is not None or planned.num_forks > 1:

@@ -17,7 +17,7 @@ from octavo.sequence import Sequence
 scheduling_order = attrgetter("key", "index")
 
 
-class LiveSequences:
+class SequenceQueues:
     """Every sequence that has not ended is either running or waiting. Both are in scheduling order: the first one waits
     least, the last one is preempted first."""
 
@@ -104,8 +104,8 @@ class LiveSequences:
 
     def check(self, under_way: list[Sequence]) -> None:
         """Assert that no sequence, row or block is lost or owned twice."""
-        running, waiting, live = self.running, self.waiting, list(self)
-        self.cache.check(live)
+        running, waiting, queues = self.running, self.waiting, list(self)
+        self.cache.check(queues)
         rows = [seq.row for seq in running if seq.row is not None]
         num_rows = len(rows) + len(self.free_rows)
         assert len(rows) == len(running) and {*rows, *self.free_rows} == {*range(num_rows)}, "two sequences share a row"
@@ -113,14 +113,14 @@ class LiveSequences:
         assert all(seq.row is None for seq in waiting), "a waiting sequence has a row"
         assert running == sorted(running, key=scheduling_order), "running sequences are out of order"
         assert waiting == sorted(waiting, key=scheduling_order), "waiting sequences are out of order"
-        assert len(running) + len(waiting) == len(live) and {*running, *waiting} == {*live}, "a sequence was lost"
+        assert len(running) + len(waiting) == len(queues) and {*running, *waiting} == {*queues}, "a sequence was lost"
         for seq in running:
             assert (seq.num_lacking_tokens > 0) != seq.is_held or seq in under_way, "a sequence lacks nothing"
             of_states = [seq.block_tables[state.group] for state in self.cache.states if seq.block_tables]
             assert seq in under_way or all(len(table) <= 1 for table in of_states), "guesses have kept their states"
         if self.adapters is not None:
             self.adapters.check([seq.adapter for seq in running if seq.adapter is not None])
-        if not live:
+        if not queues:
             pools = [*self.cache.pools, *self.cache.host_pools]
             assert all(pool.num_used == 0 for pool in pools), "blocks are in use when idle"
 

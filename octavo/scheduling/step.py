@@ -13,8 +13,8 @@ from octavo.sequence import Sequence
 
 @dataclass(slots=True)
 class Step:
-    budget: int  # tokens that may still be added
-    limit: TimeLimit | None = None  # where streams wait for it
+    token_budget: int  # tokens that may still be added
+    time_limit: TimeLimit | None = None  # where streams wait for it
     most_sequences: int = sys.maxsize
     plan: StepPlan = field(default_factory=StepPlan)
     sequences: list[Sequence] = field(default_factory=list)  # parallel to plan.rows
@@ -22,9 +22,9 @@ class Step:
     @property
     def has_room(self) -> bool:
         """Whether more of a prompt may be added than the least."""
-        if self.budget <= 0 or len(self.sequences) >= self.most_sequences:
+        if self.token_budget <= 0 or len(self.sequences) >= self.most_sequences:
             return False
-        return self.limit is None or not self.limit.is_spent
+        return self.time_limit is None or not self.time_limit.is_spent
 
     def add(self, seq: Sequence, num_tokens: int, changed: Changes) -> None:
         """Compute the next tokens of a sequence; `changed` are the entries of its block tables that are new."""
@@ -38,25 +38,27 @@ class Step:
         else:
             seq.is_admitted_to_runner = True
             plan.admissions.append(_admission(seq, row))
-        num_positions = seq.num_last_positions if num_tokens == seq.num_lacking_tokens else 0
+        num_sampled_positions = seq.num_last_positions if num_tokens == seq.num_lacking_tokens else 0
         num_forks = 1 if seq.chooser is not None else 1 + seq.num_pending_forks
         # As PlannedRow(...), in half the time: this happens for every token.
-        planned = tuple.__new__(PlannedRow, (row, seq.num_computed_tokens, num_tokens, num_positions, num_forks, ()))
+        planned = tuple.__new__(
+            PlannedRow, (row, seq.num_computed_tokens, num_tokens, num_sampled_positions, num_forks, ())
+        )
         plan.rows.append(planned)
         self.sequences.append(seq)
-        self.budget -= num_tokens
-        if num_tokens > 1 and self.limit is not None:
-            self.limit.take(seq.num_computed_tokens, num_tokens)
+        self.token_budget -= num_tokens
+        if num_tokens > 1 and self.time_limit is not None:
+            self.time_limit.spend(seq.num_computed_tokens, num_tokens)
 
-    def add_guesses(self, place: int, guesses: tuple[int, ...], changed: Changes) -> None:
+    def add_draft_tokens(self, place: int, draft_tokens: tuple[int, ...], changed: Changes) -> None:
         """Compute guesses behind the one token of the sequence at `place`."""
         row, num_computed, _, _, num_forks, _ = self.plan.rows[place]
-        count = 1 + len(guesses)
-        self.plan.rows[place] = PlannedRow(row, num_computed, count, count, num_forks, guesses)
+        count = 1 + len(draft_tokens)
+        self.plan.rows[place] = PlannedRow(row, num_computed, count, count, num_forks, draft_tokens)
         self.plan.new_blocks += [NewBlock(row, *change) for change in changed]
-        self.budget -= len(guesses)
-        if self.limit is not None:
-            self.limit.take_guesses(num_computed, len(guesses))
+        self.token_budget -= len(draft_tokens)
+        if self.time_limit is not None:
+            self.time_limit.spend_on_drafts(num_computed, len(draft_tokens))
 
     def group_by_adapter(self) -> None:
         """Rows that share an adapter next to each other: its factors are read once for all of them."""
@@ -64,31 +66,33 @@ class Step:
         self.sequences = [self.sequences[i] for i in order]
         self.plan.rows = [self.plan.rows[i] for i in order]
 
-    def set_off(self, may_run_ahead: bool, of_stages: bool = False) -> None:
+    def mark_in_flight(self, may_run_ahead: bool, of_stages: bool = False) -> None:
         """From here on the tokens count as computed, guesses apart, and what is sampled as awaited if the step runs
         ahead. Those `of_stages` do whatever they sample, as no sequence goes on before that is known."""
         plan = self.plan
         plan.runs_ahead = of_stages or (
             may_run_ahead
             and not any(
-                planned.num_positions and (planned.guesses or seq.needs_its_tokens)
+                planned.num_sampled_positions and (planned.draft_tokens or seq.needs_its_tokens)
                 for seq, planned in zip(self.sequences, plan.rows, strict=True)
             )
         )
-        for seq, (_, _, num_tokens, num_positions, _, guesses) in zip(self.sequences, plan.rows, strict=True):
-            seq.num_computed_tokens += num_tokens - len(guesses)
+        for seq, (_, _, num_tokens, num_sampled_positions, _, draft_tokens) in zip(
+            self.sequences, plan.rows, strict=True
+        ):
+            seq.num_computed_tokens += num_tokens - len(draft_tokens)
             if plan.runs_ahead:
-                seq.num_awaited_tokens += num_positions
+                seq.num_awaited_tokens += num_sampled_positions
 
-    def take_back(self) -> list[Sequence]:
-        """The reverse of `set_off`. Returns the sequences that have not ended meanwhile."""
+    def roll_back(self) -> list[Sequence]:
+        """The reverse of `mark_in_flight`. Returns the sequences that have not ended meanwhile."""
         alive = [
             (seq, planned) for seq, planned in zip(self.sequences, self.plan.rows, strict=True) if not seq.has_ended
         ]
         for seq, planned in alive:
-            seq.num_computed_tokens -= planned.num_tokens - len(planned.guesses)
+            seq.num_computed_tokens -= planned.num_tokens - len(planned.draft_tokens)
             if self.plan.runs_ahead:
-                seq.num_awaited_tokens -= planned.num_positions
+                seq.num_awaited_tokens -= planned.num_sampled_positions
         return [seq for seq, _ in alive]
 
 

@@ -48,18 +48,18 @@ class TimeLimit:
             longer, self.seconds, key=lambda n: self._cost.seconds(self._work.plus(num_computed, n, 1))
         )
 
-    def take(self, num_computed: int, num_tokens: int) -> None:
+    def spend(self, num_computed: int, num_tokens: int) -> None:
         """A part of a prompt is in the step."""
         self._has_prompts = True
         self._work.add(num_computed, num_tokens, 0)
 
-    def take_guesses(self, num_computed: int, num_guesses: int) -> None:
+    def spend_on_drafts(self, num_computed: int, num_draft_tokens: int) -> None:
         """A decode brings guesses."""
-        for count in range(1, num_guesses + 1):
-            self._work.add_guess(num_computed, count)
+        for count in range(1, num_draft_tokens + 1):
+            self._work.add_draft_token(num_computed, count)
 
 
-def time_limit(
+def step_time_limit(
     cost: StepCost | None, target_s: float | None, running: list[Sequence], has_waiting: bool
 ) -> TimeLimit | None:
     """The limit of the next step; None where no stream would wait for a prompt."""

@@ -6,7 +6,7 @@ tried out to be known.
 
 from __future__ import annotations
 
-from octavo.speculative.proposer import NUM_LEVELS, Guess
+from octavo.speculative.proposer import NUM_LEVELS, Proposal
 
 # Before anything is known: by level, which for lookups grows with the logarithm of the tokens that agree.
 _FIRST = (0.7, 0.2, 0.35, 0.5, 0.7, 0.85, 0.9, 0.95) * 2
@@ -58,9 +58,9 @@ class SequenceAcceptance:
         return max(0.0, min(1 - ratio * (1 - all_sequences), _MOST))
 
 
-def compare(guess: Guess, tokens: list[int]) -> tuple[int, int]:
+def compare(proposal: Proposal, tokens: list[int]) -> tuple[int, int]:
     """How many of the guessed tokens turned out right, and (0 or 1) wrong. `tokens` are those that came."""
-    for i, (guessed, token) in enumerate(zip(guess.tokens, tokens, strict=False)):
-        if guessed != token:
+    for i, (drafted, token) in enumerate(zip(proposal.tokens, tokens, strict=False)):
+        if drafted != token:
             return i, 1
-    return min(len(guess.tokens), len(tokens)), 0
+    return min(len(proposal.tokens), len(tokens)), 0

@@ -18,7 +18,7 @@ class Candidate(NamedTuple):
     """A sequence that lacks one token, and a guess of what follows."""
 
     num_computed: int
-    num_guesses: int  # at most
+    num_draft_tokens: int  # at most
     rate: float  # probability of each to be right if those before it are
 
 
@@ -38,8 +38,8 @@ def choose_counts(
         expected, chance = num_tokens, 1.0
         kept: tuple[StepWork, float] | None = None
         last = 0.0
-        for count in range(1, candidate.num_guesses + 1):
-            tried.add_guess(candidate.num_computed, count)
+        for count in range(1, candidate.num_draft_tokens + 1):
+            tried.add_draft_token(candidate.num_computed, count)
             chance *= candidate.rate
             expected += chance
             rate = expected / max(cost.seconds(tried) - prompts_s, 1e-9)
@@ -63,10 +63,10 @@ def choose_draft_count(
     expected = float(work.num_samples - prompts.num_samples)
     best = first = expected / max(cost.seconds(work) - prompts_s, 1e-9)
     chosen, tried, chances = 0, replace(work), [1.0] * len(candidates)
-    for count in range(1, max(candidate.num_guesses for candidate in candidates) + 1):
+    for count in range(1, max(candidate.num_draft_tokens for candidate in candidates) + 1):
         for i, candidate in enumerate(candidates):
-            if count <= candidate.num_guesses:
-                tried.add_guess(candidate.num_computed, count)
+            if count <= candidate.num_draft_tokens:
+                tried.add_draft_token(candidate.num_computed, count)
                 chances[i] *= candidate.rate
                 expected += chances[i]
         rate = expected / max(cost.seconds(tried) - prompts_s + count * draft_s, 1e-9)

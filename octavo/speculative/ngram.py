@@ -9,7 +9,7 @@ token is right.
 from __future__ import annotations
 
 from octavo.sequence import Sequence
-from octavo.speculative.proposer import NO_GUESS, Guess
+from octavo.speculative.proposer import NO_PROPOSAL, Proposal
 
 # Of a long prompt so many tokens are taken in at once, about a millisecond's work, and the others in later steps.
 _MOST_READ = 4096
@@ -83,7 +83,7 @@ class NgramProposer:
     def start(self, seq: Sequence) -> LookupState:
         return LookupState(NgramIndex(self._least, self._most))
 
-    def propose(self, seq: Sequence, state: LookupState, most: int) -> Guess:
+    def propose(self, seq: Sequence, state: LookupState, most: int) -> Proposal:
         tokens, index = seq.token_ids, state.index
         assert index is not None
         # The n-gram at the end is followed by nothing yet: it is taken in with the next token.
@@ -94,8 +94,8 @@ class NgramProposer:
             state.place, state.length = index.find(tokens) or self._return(state, tokens) or (-1, 0)
         state.num_seen = len(tokens)
         if state.place < 0:
-            return NO_GUESS
-        return Guess(tuple(tokens[state.place : state.place + most]), _level(state.length))
+            return NO_PROPOSAL
+        return Proposal(tuple(tokens[state.place : state.place + most]), _level(state.length))
 
     def _return(self, state: LookupState, tokens: list[int]) -> tuple[int, int] | None:
         """(place, n): a quote goes on, near the place at which it was left, after `n` tokens that agree."""
@@ -119,7 +119,7 @@ class PredictionProposer:
         state.num_seen, state.place = seq.num_prompt_tokens, 0
         return state
 
-    def propose(self, seq: Sequence, state: LookupState, most: int) -> Guess:
+    def propose(self, seq: Sequence, state: LookupState, most: int) -> Proposal:
         prediction = seq.request.prediction
         if not state.follow(seq.token_ids, prediction):
             output = seq.token_ids[-min(_RETURN_LENGTHS[0], seq.num_output_tokens) :]
@@ -128,7 +128,7 @@ class PredictionProposer:
                 0,
             )
         state.num_seen = len(seq.token_ids)
-        return Guess(tuple(prediction[state.place : state.place + most]), _PREDICTION_LEVELS + _level(state.length))
+        return Proposal(tuple(prediction[state.place : state.place + most]), _PREDICTION_LEVELS + _level(state.length))
 
     def end(self, seq: Sequence, state: LookupState) -> None:
         """Nothing outlasts the sequence."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-from octavo.plan import TO_BE_GUESSED
+from octavo.plan import DRAFT_PLACEHOLDER
 from octavo.sequence import Sequence
 
 NUM_LEVELS = 16
 
 
-class Guess(NamedTuple):
+class Proposal(NamedTuple):
     """Tokens that may follow a sequence. Guesses of one `level`, a number below `NUM_LEVELS`, are right about equally
     often, as far as the proposer knows; how often that is, is counted."""
 
@@ -22,7 +22,7 @@ class Guess(NamedTuple):
     level: int = 0
 
 
-NO_GUESS = Guess(())
+NO_PROPOSAL = Proposal(())
 
 
 class Proposer(Protocol):
@@ -32,7 +32,7 @@ class Proposer(Protocol):
         """What is kept of a sequence that is new, or a fork: it lasts through preemption until `end`."""
         ...
 
-    def propose(self, seq: Sequence, state: Any, most: int) -> Guess:
+    def propose(self, seq: Sequence, state: Any, most: int) -> Proposal:
         """Up to `most` tokens that may follow `seq`, all of whose tokens are known. Called after each step that has
         brought some."""
         ...
@@ -52,8 +52,8 @@ class ToBeDrafted:
     def start(self, seq: Sequence) -> None:
         """Nothing is kept."""
 
-    def propose(self, seq: Sequence, state: None, most: int) -> Guess:
-        return Guess((TO_BE_GUESSED,) * min(most, self._max_len - seq.num_tokens))
+    def propose(self, seq: Sequence, state: None, most: int) -> Proposal:
+        return Proposal((DRAFT_PLACEHOLDER,) * min(most, self._max_len - seq.num_tokens))
 
     def end(self, seq: Sequence, state: None) -> None:
         """Nothing is kept."""

@@ -10,12 +10,12 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.plan import TO_BE_GUESSED, PlannedRow
+from octavo.plan import DRAFT_PLACEHOLDER, PlannedRow
 from octavo.sequence import Sequence
 from octavo.speculative.acceptance import Acceptance, SequenceAcceptance, compare
 from octavo.speculative.draft_length import Candidate, choose_counts, choose_draft_count
 from octavo.speculative.ngram import PredictionProposer
-from octavo.speculative.proposer import NO_GUESS, Guess, Proposer
+from octavo.speculative.proposer import NO_PROPOSAL, Proposal, Proposer
 from octavo.stats import EngineStats
 from octavo.step_cost import StepCost, StepWork
 
@@ -24,7 +24,7 @@ _MOST_PREDICTED = 32  # guesses of a sequence in a step, from the prediction tha
 _LEAST_GAIN = 1.03
 # Where a drafter's guesses were not worth their time, one sequence has so many of them again: after so many steps, then
 # after as many as have passed, and in the end in every so many. So a bad beginning is soon made good.
-_TRIAL_GUESSES, _FIRST_TRIAL, _TRIAL_STEPS = 2, 4, 128
+_TRIAL_DRAFT_TOKENS, _FIRST_TRIAL, _TRIAL_STEPS = 2, 4, 128
 
 
 @dataclass(slots=True)
@@ -33,25 +33,25 @@ class Speculated:
 
     state: Any  # its proposer's
     prediction_state: Any = None
-    guess: Guess = NO_GUESS  # of what follows its tokens
+    proposal: Proposal = NO_PROPOSAL  # of what follows its tokens
     is_predicted: bool = False  # the guess is from the prediction that came with the request
     acceptance: SequenceAcceptance = field(default_factory=SequenceAcceptance)
 
 
 class Speculation:
-    """Guesses of one engine. `max_guesses` is the most for a sequence in a step. Without a `proposer` only requests
+    """The draft tokens of one engine, up to `max_draft_tokens` a sequence and step. Without a `proposer` only requests
     that bring a prediction are guessed. The proposer may leave its guesses to a drafter, in the worker, which may be
     one that `reads_steps`: what the model has computed in one, before the next. Without a `cost` there are always as
     many guesses as can be."""
 
     def __init__(
-        self, proposer: Proposer | None = None, max_guesses: int = _MOST_PREDICTED, cost: StepCost | None = None,
+        self, proposer: Proposer | None = None, max_draft_tokens: int = _MOST_PREDICTED, cost: StepCost | None = None,
         reads_steps: bool = False,
     ) -> None:  # fmt: skip
         self.cost, self._reads_steps = cost, reads_steps
         self._proposer = proposer
         self._predictions = PredictionProposer()
-        self._max_guesses = max_guesses
+        self._max_draft_tokens = max_draft_tokens
         self._acceptance = Acceptance()
         self._num_sequences = 0  # that are guessed
         self._was_worth_it = False  # the last step that could have guesses had some
@@ -65,7 +65,7 @@ class Speculation:
         """Whether there is nobody to guess for."""
         return not self._num_sequences
 
-    def took(self, seq: Sequence, tokens: list[int], drafts: tuple[int, ...] | None) -> None:
+    def accept(self, seq: Sequence, tokens: list[int], drafts: tuple[int, ...] | None) -> None:
         """`tokens` have come for a sequence that has not ended; `drafts` are what a drafter had guessed, as far as it
         could: what it could not says nothing of how good it is."""
         about = seq.speculated
@@ -74,53 +74,53 @@ class Speculation:
                 return
             seq.speculated = about = self._start(seq)
         if drafts is not None:
-            about.guess = about.guess._replace(tokens=drafts)
-        if about.guess.tokens and about.guess.tokens[0] != TO_BE_GUESSED:
-            right, wrong = compare(about.guess, tokens)
-            about.acceptance.observe(right, wrong, self._acceptance.rates[about.guess.level])
-            self._acceptance.observe(about.guess.level, right, wrong)
-        elif about.guess.tokens or drafts is not None:  # which nobody has made
+            about.proposal = about.proposal._replace(tokens=drafts)
+        if about.proposal.tokens and about.proposal.tokens[0] != DRAFT_PLACEHOLDER:
+            right, wrong = compare(about.proposal, tokens)
+            about.acceptance.observe(right, wrong, self._acceptance.rates[about.proposal.level])
+            self._acceptance.observe(about.proposal.level, right, wrong)
+        elif about.proposal.tokens or drafts is not None:  # which nobody has made
             about.acceptance.forget()
-        about.guess, about.is_predicted = NO_GUESS, False
+        about.proposal, about.is_predicted = NO_PROPOSAL, False
         if about.prediction_state is not None:
             most = max(0, min(_MOST_PREDICTED, seq.num_remaining_tokens - 1))
-            about.guess = self._predictions.propose(seq, about.prediction_state, most)
-            about.is_predicted = bool(about.guess.tokens)
+            about.proposal = self._predictions.propose(seq, about.prediction_state, most)
+            about.is_predicted = bool(about.proposal.tokens)
         if about.is_predicted:
             return
         if self._proposer is not None:
-            most = max(0, min(self._max_guesses, seq.num_remaining_tokens - 1))
-            about.guess = self._proposer.propose(seq, about.state, most)
-        if not about.guess.tokens:
+            most = max(0, min(self._max_draft_tokens, seq.num_remaining_tokens - 1))
+            about.proposal = self._proposer.propose(seq, about.state, most)
+        if not about.proposal.tokens:
             about.acceptance.forget()
 
     def choose(self, candidates: List[tuple[Sequence, int]], rows: List[PlannedRow]) -> list[tuple[int, ...]]:
         """For each of the sequences, which lack one token, what the step of `rows` verifies; as many as given at
         most."""
-        guesses: list[tuple[int, ...]] = [
-            seq.speculated.guess.tokens[:most] if seq.speculated else () for seq, most in candidates
+        draft_tokens: list[tuple[int, ...]] = [
+            seq.speculated.proposal.tokens[:most] if seq.speculated else () for seq, most in candidates
         ]
-        if not any(guesses):
-            return guesses
+        if not any(draft_tokens):
+            return draft_tokens
         if self.cost is None:
-            return guesses
+            return draft_tokens
         work = StepWork.of(rows)
         prompts = StepWork.of([row for row in rows if not row.is_decode])
-        asked = [i for i, guess in enumerate(guesses) if guess]
+        asked = [i for i, tokens in enumerate(draft_tokens) if tokens]
         found = [
-            Candidate(seq.num_computed_tokens, len(guess), self._rate(seq))
-            for (seq, _), guess in zip(candidates, guesses, strict=True)
-            if guess
+            Candidate(seq.num_computed_tokens, len(tokens), self._rate(seq))
+            for (seq, _), tokens in zip(candidates, draft_tokens, strict=True)
+            if tokens
         ]
         gain = 1.0 if self._was_worth_it else _LEAST_GAIN
-        if all(guesses[i][0] == TO_BE_GUESSED for i in asked):
+        if all(draft_tokens[i][0] == DRAFT_PLACEHOLDER for i in asked):
             counts = self._draft_counts(self.cost, work, prompts, found, gain)
         else:
             counts = choose_counts(self.cost, work, prompts, found, gain)
         self._was_worth_it = any(counts)
-        chosen: list[tuple[int, ...]] = [()] * len(guesses)
+        chosen: list[tuple[int, ...]] = [()] * len(draft_tokens)
         for i, count in zip(asked, counts, strict=True):
-            chosen[i] = guesses[i][:count]
+            chosen[i] = draft_tokens[i][:count]
         return chosen
 
     def _draft_counts(
@@ -130,15 +130,15 @@ class Speculation:
         known only if it makes them; so where they were not worth it one sequence has some now and then."""
         self._was_asked = True
         count = choose_draft_count(cost, work, prompts, candidates, self._draft_s, gain)
-        counts = [min(count, candidate.num_guesses) for candidate in candidates]
+        counts = [min(count, candidate.num_draft_tokens) for candidate in candidates]
         if not count and self._num_idle_steps >= self._next_trial:
-            counts[-1] = min(_TRIAL_GUESSES, candidates[-1].num_guesses)
+            counts[-1] = min(_TRIAL_DRAFT_TOKENS, candidates[-1].num_draft_tokens)
         return counts
 
     def planned(self, rows: List[PlannedRow]) -> None:
         """A step of `rows` is going to run."""
         was_asked, self._was_asked = self._was_asked, False
-        has_drafts = any(row.guesses and row.guesses[0] == TO_BE_GUESSED for row in rows)
+        has_drafts = any(row.draft_tokens and row.draft_tokens[0] == DRAFT_PLACEHOLDER for row in rows)
         if has_drafts and self._num_idle_steps < self._next_trial:
             self._num_idle_steps, self._next_trial = 0, _FIRST_TRIAL
         elif was_asked:
@@ -149,38 +149,38 @@ class Speculation:
     def must_wait(self, seqs: List[Sequence], rows: List[PlannedRow]) -> bool:
         """Whether the step after that of `rows` had better know the tokens of this one: it would verify guesses, or
         what this one computes of prompts is to be read."""
-        if any(row.guesses for row in rows):
+        if any(row.draft_tokens for row in rows):
             return True
         if self._reads_steps and not all(row.is_decode for row in rows):
             return True
         if self.is_idle:
             return False
         speculated = [(seq, seq.speculated) for seq in seqs if seq.speculated is not None]
-        found = [(seq, len(about.guess.tokens)) for seq, about in speculated if about.guess.tokens]
+        found = [(seq, len(about.proposal.tokens)) for seq, about in speculated if about.proposal.tokens]
         return bool(found) and any(self.choose(found, rows))
 
     @property
-    def is_guessing(self) -> bool:
+    def is_speculating(self) -> bool:
         """Whether guesses have been worth their time lately."""
         return self._num_idle_steps == 0
 
     def drafted(
-        self, rows: List[PlannedRow], guesses: dict[int, tuple[int, ...]], seconds: float, caught_up: bool = False
+        self, rows: List[PlannedRow], draft_tokens: dict[int, tuple[int, ...]], seconds: float, caught_up: bool = False
     ) -> None:
-        """A step of `rows` has begun with the worker making these `guesses`, which took so long, `caught_up` with what
-        it lacked of tokens before included."""
-        if not guesses:
+        """Record that the worker drafted `draft_tokens` for a step of `rows` in `seconds`. With `caught_up` that time
+        includes older tokens that the drafter had not computed yet."""
+        if not draft_tokens:
             return
-        if not any(guesses.values()):  # it lacks more than a step computes, or memory: nothing was tried
+        if not any(draft_tokens.values()):  # it lacks more than a step computes, or memory: nothing was tried
             self._next_trial = min(self._next_trial, self._num_idle_steps + _FIRST_TRIAL)
         elif not caught_up and all(row.is_decode for row in rows):  # and no parts of prompts
-            a_token = seconds / max(map(len, guesses.values()))
+            a_token = seconds / max(map(len, draft_tokens.values()))
             self._draft_s += (a_token - self._draft_s) / (8 if self._draft_s else 1)
 
-    def count(self, seq: Sequence, guesses: tuple[int, ...], num_accepted: int, stats: EngineStats) -> None:
-        """A step has verified `guesses`, of which so many stand."""
+    def count(self, seq: Sequence, draft_tokens: tuple[int, ...], num_accepted: int, stats: EngineStats) -> None:
+        """A step has verified `draft_tokens`, of which so many stand."""
         stats.num_drafts += 1
-        stats.num_draft_tokens += len(guesses)
+        stats.num_draft_tokens += len(draft_tokens)
         stats.num_accepted_tokens += num_accepted
         accepted = stats.num_accepted_by_position
         accepted += [0] * (num_accepted - len(accepted))
@@ -188,7 +188,7 @@ class Speculation:
             accepted[i] += 1
         if seq.speculated is not None and seq.speculated.is_predicted:
             seq.num_accepted_prediction_tokens += num_accepted
-            seq.num_rejected_prediction_tokens += len(guesses) - num_accepted
+            seq.num_rejected_prediction_tokens += len(draft_tokens) - num_accepted
 
     def end(self, seq: Sequence) -> None:
         """A sequence has ended."""
@@ -210,4 +210,4 @@ class Speculation:
         about: Speculated | None = seq.speculated
         if about is None:
             return self._acceptance.rates[0]
-        return about.acceptance.rate(self._acceptance.rates[about.guess.level])
+        return about.acceptance.rate(self._acceptance.rates[about.proposal.level])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.sequence import Sequence
-from octavo.speculative.proposer import NO_GUESS, Guess
+from octavo.speculative.proposer import NO_PROPOSAL, Proposal
 
 # Of a long prompt so many tokens are taken in at once, some milliseconds' work, and the others in later steps.
 _MOST_READ = 1024
@@ -131,7 +131,7 @@ class SuffixProposer:
     def start(self, seq: Sequence) -> _State:
         return _State(SuffixAutomaton(self._max_depth), num_matched=max(0, seq.num_tokens - self._max_depth))
 
-    def propose(self, seq: Sequence, state: _State, most: int) -> Guess:
+    def propose(self, seq: Sequence, state: _State, most: int) -> Proposal:
         tokens, own = seq.token_ids, state.own
         end = min(len(tokens), state.num_read + _MOST_READ)
         for token in tokens[state.num_read : end]:
@@ -139,7 +139,7 @@ class SuffixProposer:
         state.num_read = end
         self._match(state, tokens)
         if end < len(tokens):
-            return NO_GUESS
+            return NO_PROPOSAL
         # The longest end that occurs before, too, is the link of the whole.
         place = max(own.links[own.last], 0)
         found = [(own.lengths[place], own, place)]
@@ -148,8 +148,8 @@ class SuffixProposer:
         length, automaton, place = max(found, key=lambda one: one[0])
         length = min(length, self._max_depth)
         most = min(most, int(self._spec_factor * length), self._max_depth)
-        guess = automaton.continuation(place, most, self._least_probability) if most else ()
-        return Guess(tuple(guess), min(length.bit_length(), 7))
+        drafted = tuple(automaton.continuation(place, most, self._least_probability)) if most else ()
+        return Proposal(drafted, min(length.bit_length(), 7))
 
     def _match(self, state: _State, tokens: list[int]) -> None:
         """Bring the places in recent answers up to date."""

@@ -24,12 +24,12 @@ class SyntheticAcceptance:
 
     def apply(self, samples: Samples, tokens: NDArray[np.int64], may_change: Callable[[int], bool]) -> None:
         """Change `tokens` [N], which were sampled, of the rows with guesses that `may_change`."""
-        for row, (first, guesses) in samples.guessed.items():
+        for row, (first, draft_tokens) in samples.drafted.items():
             if not may_change(row):
                 continue
-            for i, (guess, chance) in enumerate(zip(guesses, self._chances, strict=False), first):
+            for i, (draft_token, chance) in enumerate(zip(draft_tokens, self._chances, strict=False), first):
                 if self._random.random() >= chance:
-                    if tokens[i] == guess:
-                        tokens[i] = (guess + 1) % self._vocab_size
+                    if tokens[i] == draft_token:
+                        tokens[i] = (draft_token + 1) % self._vocab_size
                     break
-                tokens[i] = guess
+                tokens[i] = draft_token

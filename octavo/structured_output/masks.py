@@ -117,7 +117,7 @@ class _Row:
     matcher: LLMatcher | None = None
     num_output: int = 0
     mask: TokenMask | None = None
-    guessed: list[TokenMask] = field(default_factory=list)  # after each guess of the step, up to one not allowed
+    drafted: list[TokenMask] = field(default_factory=list)  # after each guess of the step, up to one not allowed
     error: str | None = None
     index: int = field(default=0)  # its line in the array of masks
 
@@ -162,10 +162,10 @@ class GrammarTable:
         if changed:
             self._submit(list(changed.values()), partial(self._compute, list(changed.values())))
 
-    def guess(self, row: int, guesses: Sequence[int]) -> None:
-        """The next step computes `guesses` after the tokens of `row`: start to compute what may follow each."""
+    def look_ahead(self, row: int, draft_tokens: Sequence[int]) -> None:
+        """The next step computes `draft_tokens` after the tokens of `row`: start to compute what may follow each."""
         if (state := self._rows.get(row)) is not None:
-            self._submit([state], partial(self._look_ahead, state, list(guesses)))
+            self._submit([state], partial(self._look_ahead, state, list(draft_tokens)))
 
     def masks(
         self, rows: NDArray[np.int64], firsts: Mapping[int, int]
@@ -181,11 +181,11 @@ class GrammarTable:
         for n, row in enumerate(rows.tolist()):
             if (state := self._rows.get(row)) is None:
                 continue
-            num_guesses = n - firsts.get(row, n)
+            num_draft_tokens = n - firsts.get(row, n)
             if state.error is not None:
                 errors[n] = state.error
-            elif state.mask is not None and num_guesses <= len(state.guessed):
-                masks.append((n, state.guessed[num_guesses - 1] if num_guesses else state.mask))
+            elif state.mask is not None and num_draft_tokens <= len(state.drafted):
+                masks.append((n, state.drafted[num_draft_tokens - 1] if num_draft_tokens else state.mask))
         return masks, errors
 
     def _submit(self, rows: list[_Row], work: Callable[[], None]) -> None:
@@ -224,20 +224,24 @@ class GrammarTable:
             else:
                 state.mask = self._mask(state, words[state.index])
 
-    def _look_ahead(self, state: _Row, guesses: list[int]) -> None:
+    def _look_ahead(self, state: _Row, draft_tokens: list[int]) -> None:
         """In the thread of masks: go on with guesses as far as they are allowed, and back again."""
-        state.guessed = []
+        state.drafted = []
         matcher, mask = state.matcher, state.mask
         if matcher is None or mask is None or state.error is not None:
             return
-        for guess in guesses:
+        for draft_token in draft_tokens:
             # A token that ends the sequence is followed by nothing.
-            if not mask.allows(guess) or guess in state.end_token_ids or not matcher.consume_tokens([guess]):
+            if (
+                not mask.allows(draft_token)
+                or draft_token in state.end_token_ids
+                or not matcher.consume_tokens([draft_token])
+            ):
                 break
             words = np.frombuffer(matcher.compute_bitmask(), np.uint32)[: self._compiler.num_words]
-            mask = self._mask(state, words, len(state.guessed) + 1)
-            state.guessed.append(mask)
-        if state.guessed and not matcher.rollback(len(state.guessed)):
+            mask = self._mask(state, words, len(state.drafted) + 1)
+            state.drafted.append(mask)
+        if state.drafted and not matcher.rollback(len(state.drafted)):
             state.error = _explain(matcher)
 
     def _read(self, state: _Row) -> bool:
@@ -250,8 +254,8 @@ class GrammarTable:
             state.error = _explain(state.matcher)
         return state.error is None
 
-    def _mask(self, state: _Row, words: NDArray[np.uint32], num_guesses: int = 0) -> TokenMask:
-        is_short = state.num_output + num_guesses < state.min_tokens
+    def _mask(self, state: _Row, words: NDArray[np.uint32], num_draft_tokens: int = 0) -> TokenMask:
+        is_short = state.num_output + num_draft_tokens < state.min_tokens
         held = state.end_token_ids if is_short else state.ignored_token_ids
         if held:  # it may not end yet, unless the grammar lets it do nothing else
             going_on = words.copy()

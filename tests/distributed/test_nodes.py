@@ -23,7 +23,7 @@ from octavo.entrypoints.http.server import run_server
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError, LoadError
 from octavo.execution import node
-from octavo.execution.executor import TeamExecutor, make_executor
+from octavo.execution.executor import MultiprocExecutor, make_executor
 from octavo.execution.node import Node
 from octavo.models.registry import describe
 from octavo.speculative.proposer import ToBeDrafted
@@ -90,11 +90,11 @@ def test_nodes_answer_as_one_worker(model: Path, port: int, pool: Beside, size: 
     if "num_speculative_tokens" in flags:
         flags, speculation = flags | {"speculative_model": str(model)}, Speculation(ToBeDrafted(96), 3)
     others = [pool.submit(Node(node_config(model, port, rank, size, **flags), 60).run) for rank in range(1, size)]
-    executor = TeamExecutor(config := node_config(model, port, 0, size, **flags))
+    executor = MultiprocExecutor(config := node_config(model, port, 0, size, **flags))
     try:
         found = run(EngineCore(config, executor, speculation), guessed_requests(1), 1)
     finally:
-        executor.team.close()
+        executor.worker_group.close()
     for other in others:
         other.result(60)
     alone = {name: value for name, value in flags.items() if "parallel" not in name and "speculative" not in name}
@@ -183,7 +183,7 @@ def test_each_rank_is_there_once(model: Path, port: int, pool: Beside, monkeypat
 def test_what_a_node_cannot_load_is_told_by_all(model: Path, port: int, pool: Beside) -> None:
     other = pool.submit(Node(node_config(model, port, 1, kv_cache_memory_bytes=1 << 60), 60).run)
     with pytest.raises(ConfigError, match="node 1: --kv-cache-memory-bytes 1152921504606846976 is more than"):
-        TeamExecutor(node_config(model, port, 0))
+        MultiprocExecutor(node_config(model, port, 0))
     with pytest.raises(LoadError, match=r"node 1 \(.*\): the group has not got ready: .*--kv-cache-memory-bytes"):
         other.result(60)
 
@@ -191,8 +191,8 @@ def test_what_a_node_cannot_load_is_told_by_all(model: Path, port: int, pool: Be
 def test_the_smallest_offer_of_memory_counts(model: Path, port: int, pool: Beside) -> None:
     flags = {"num_gpu_blocks_override": None}
     other = pool.submit(Node(node_config(model, port, 1, kv_cache_memory_bytes=200_000, **flags), 60).run)
-    executor = TeamExecutor(node_config(model, port, 0, kv_cache_memory_bytes=30_000_000, **flags))
-    executor.team.close()
+    executor = MultiprocExecutor(node_config(model, port, 0, kv_cache_memory_bytes=30_000_000, **flags))
+    executor.worker_group.close()
     other.result(60)
     # Of two layers: keys and values of 8 tokens, 2 heads of 16 numbers in four bytes.
     assert executor.num_blocks == [200_000 // (2 * 2 * 8 * 2 * 16 * 4)]

@@ -25,7 +25,7 @@ from octavo.distributed import ray_hosts
 from octavo.engine.core import EngineCore
 from octavo.engine.engine_client import make_engine
 from octavo.errors import ConfigError, LoadError, OctavoError
-from octavo.execution.executor import TeamExecutor
+from octavo.execution.executor import MultiprocExecutor
 from tests.distributed.rays import install_ray
 from tests.distributed.test_nodes import FOUR_LAYERS
 from tests.e2e.prometheus import free_port
@@ -109,13 +109,13 @@ def test_nodes_of_ray_answer_as_one_worker(
 ) -> None:
     """The same bits, where each layer is one worker's, and tokens in any case. The token is made at the start."""
     monkeypatch.setenv("OCTAVO_NODES_TOKEN", "")
-    executor = TeamExecutor(config := ray_config(model, **flags))
+    executor = MultiprocExecutor(config := ray_config(model, **flags))
     try:
-        assert executor.team._group is not None
-        assert executor.team._group._nodes.master_addr == cluster.address.rpartition(":")[0]
+        assert executor.worker_group._group is not None
+        assert executor.worker_group._group._nodes.master_addr == cluster.address.rpartition(":")[0]
         found = run(EngineCore(config, executor), guessed_requests(1), 1)
     finally:
-        executor.team.close()
+        executor.worker_group.close()
     expected = run(EngineCore(config_of(model, **FOUR_LAYERS)), guessed_requests(1), 1)
     assert found.keys() == expected.keys()
     for key, outputs in found.items():
@@ -145,7 +145,7 @@ def test_a_bad_start_is_told(
     assert config.nodes.ray_flags is not None
     config.nodes.ray_flags.update(of_node)
     with pytest.raises(kind, match=message):
-        TeamExecutor(config)
+        MultiprocExecutor(config)
     wait_until_free()
 
 

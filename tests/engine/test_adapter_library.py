@@ -180,7 +180,7 @@ class Workload:
                 self.ended["failed"] += 1
                 continue
             assert set(output.token_ids) <= {token_of(asked.prompt.adapter)}, "computed with another adapter"
-            if output.finish_reason is not None and self.core.scheduler.live.requests.get(output.request_id) is None:
+            if output.finish_reason is not None and self.core.scheduler.queues.requests.get(output.request_id) is None:
                 del self.live[output.request_id]
                 self.ended["finished"] += 1
         self.check_host()

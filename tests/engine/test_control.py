@@ -49,7 +49,7 @@ def test_whoever_waits_for_a_paused_engine_is_told_of_its_end(with_engine: WithE
         await engine.pause_generation("keep")
         waiting = await held(engine)
         if how == "server stops":
-            await engine.end_all()
+            await engine.abort_all_for_shutdown()
         elif how == "shutdown":
             engine.shutdown()
         else:

@@ -133,7 +133,7 @@ def test_ending_all_gives_those_that_have_not_begun_an_error(with_engine: Callab
         waiting = asyncio.create_task(ask(engine, HANG))
         while not engine._outputs.requests:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        await engine.end_all()
+        await engine.abort_all_for_shutdown()
         with pytest.raises(EngineStoppingError):
             await waiting
 

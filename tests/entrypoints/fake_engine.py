@@ -83,7 +83,7 @@ class FakeEngine:
         return BlockMap(bytes([3, 2, 2, 1, 0, 0, 0, 0]))
 
     async def generate_from(
-        self, request: EngineRequest, shown_id: str | None = None
+        self, request: EngineRequest, external_id: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         params, request_id = request.params, request.request_id
         others = {
@@ -92,7 +92,7 @@ class FakeEngine:
         self.seen.append((request.prompt.token_ids, params, others))
         self.deadlines.append(request.deadline)
         outputs = OutputProcessor(self.tokenizer, self.metrics)
-        outputs.add(request, shown_id)
+        outputs.add(request, external_id)
         self.active.add(request_id)
         try:
             scripts = [self._tokens(i, request.max_tokens) for i in range(params.num_completions)]

@@ -112,8 +112,8 @@ def answer_of(core: EngineCore) -> tuple[list[int], dict[int, tuple[int, ...]]]:
     def watched(plan: Any) -> Any:
         step: Any = submit(plan)
         [planned] = plan.rows
-        if planned.guesses:
-            guessed[planned.num_computed + 1] = step._guesses[planned.row]
+        if planned.draft_tokens:
+            guessed[planned.num_computed + 1] = step._draft_tokens[planned.row]
         return step
 
     core.executor.submit = watched  # type: ignore[method-assign]
@@ -155,8 +155,10 @@ def test_guesses_are_those_of_the_whole_sequence(model: Path, heads: dict[str, P
     expected = np.asarray(best).argmax(1)
     if head.target_ids is not None:
         expected = head.target_ids[expected]
-    assert {at: guesses[0] for at, guesses in guessed.items()} == {at: int(expected[at - 2]) for at in guessed}
-    assert any(len(set(guesses)) > 1 for guesses in guessed.values())
+    assert {at: draft_tokens[0] for at, draft_tokens in guessed.items()} == {
+        at: int(expected[at - 2]) for at in guessed
+    }
+    assert any(len(set(draft_tokens)) > 1 for draft_tokens in guessed.values())
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa"])

@@ -20,7 +20,7 @@ from octavo.errors import ConfigError
 from octavo.execution.draft_model import group_for
 from octavo.execution.executor import PendingStep
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
-from octavo.plan import TO_BE_GUESSED, StepPlan, num_standing
+from octavo.plan import DRAFT_PLACEHOLDER, StepPlan, num_standing
 from octavo.request import EngineRequest, Prompt, SequenceOutput
 from octavo.sampling_params import SamplingParams
 from octavo.speculative.proposer import ToBeDrafted
@@ -100,8 +100,8 @@ def test_a_draft_that_lags_catches_up_whatever_became_of_its_blocks(model: Path,
     """The model guesses for itself: where its keys were lost, guesses would be wrong."""
     config = config_of(model, speculative_config={"model": str(model), "num_speculative_tokens": 3}, **flags)
     rng = random.Random(0)
-    found, num_guessed = run_with_right_guesses(EngineCore(config, None, sometimes(rng)), rng)
-    assert num_guessed > 50
+    found, num_drafted = run_with_right_guesses(EngineCore(config, None, sometimes(rng)), rng)
+    assert num_drafted > 50
     num_preemptions = sum(outputs[-1].num_preemptions for outputs in found.values())
     assert num_preemptions or "num_gpu_blocks_override" not in flags
 
@@ -123,35 +123,35 @@ def test_a_draft_that_finds_no_memory_loses_no_block(model: Path) -> None:
             device.memory_failures = 0.0
 
     drafter.compute = without_memory
-    _, num_guessed = run_with_right_guesses(core, rng)
-    assert device.num_failures > 3 and num_guessed > 30
+    _, num_drafted = run_with_right_guesses(core, rng)
+    assert device.num_failures > 3 and num_drafted > 30
 
 
 def sometimes(rng: random.Random) -> Speculation:
     """Leaves some guesses to a model, at times."""
-    return guessing(lambda seq, most: (TO_BE_GUESSED,) * min(most, rng.choice([0, 0, 0, 1, 3])))
+    return guessing(lambda seq, most: (DRAFT_PLACEHOLDER,) * min(most, rng.choice([0, 0, 0, 1, 3])))
 
 
 def run_with_right_guesses(core: EngineCore, rng: random.Random) -> tuple[Outputs, int]:
     """Every guess of a model that guesses for itself must be right, but for those that were made up. How many were."""
-    submit, num_guessed = core.executor.submit, 0
+    submit, num_drafted = core.executor.submit, 0
 
     def watched(plan: StepPlan) -> PendingStep:
-        nonlocal num_guessed
+        nonlocal num_drafted
         plan.drafts_prompts = rng.random() < 0.5
         result, first = submit(plan).result(), 0
         for planned in plan.rows:
             tokens = result.tokens[first : first + planned.num_samples]
             first += planned.num_samples
-            guesses = result.guesses.get(planned.row, ())
-            if any(guesses):  # not made up because more was lacking than fits a step
-                assert num_standing(guesses, tokens) == 1 + len(guesses)
-                num_guessed += len(guesses)
+            draft_tokens = result.draft_tokens.get(planned.row, ())
+            if any(draft_tokens):  # not made up because more was lacking than fits a step
+                assert num_standing(draft_tokens, tokens) == 1 + len(draft_tokens)
+                num_drafted += len(draft_tokens)
         return SimpleNamespace(result=lambda: result)
 
     core.executor.submit = watched  # type: ignore[method-assign]
     found = run(core, [request for request in requests(2, 40) if is_followed(request)], 2)
-    return found, num_guessed
+    return found, num_drafted
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -229,7 +229,7 @@ def test_what_a_draft_cannot_guess_yet_is_not_judged(model: Path) -> None:
         nonlocal lacking
         plan.drafts_prompts = False
         result = submit(plan).result()
-        lacking += sum(not made for made in result.num_made.values())
+        lacking += sum(not made for made in result.num_drafted.values())
         return SimpleNamespace(result=lambda: result)
 
     core.executor.submit = watched  # type: ignore[method-assign]
@@ -251,6 +251,6 @@ def test_what_a_draft_keeps_is_freed_with_the_cache(model: Path, tmp_path: Path,
     core.reset_prefix_cache(frees_memory=True)
     for array in kept:  # but for what shares a page with others
         assert not array.reshape(-1).view(np.uint8)[PAGESIZE : array.nbytes - PAGESIZE].any()
-    after, num_guessed = run_with_right_guesses(core, random.Random(1))
+    after, num_drafted = run_with_right_guesses(core, random.Random(1))
     assert_same(after, before, "cpu")
-    assert num_guessed > 100
+    assert num_drafted > 100

@@ -11,7 +11,7 @@ import pytest
 
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError
-from octavo.execution.executor import TeamExecutor
+from octavo.execution.executor import MultiprocExecutor
 from octavo.speculative.proposer import ToBeDrafted
 from octavo.speculative.speculation import Speculation
 from tests.execution.small_overrides import BAMBA, CUT
@@ -55,16 +55,16 @@ def test_a_draft_guesses_for_all_workers(
     expected = run(EngineCore(config_of(model, **flags)), guessed_requests(1), 1)
     draft = model if kind == "the model" else other_model(model, tmp_path, **CUT, **BAMBA)
     speculative = {"model": str(draft), "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}
-    speculation, num_guessed = always(), 0
+    speculation, num_drafted = always(), 0
 
-    def count(_rows: Any, guesses: dict[int, tuple[int, ...]], *_how_long: Any) -> None:
-        nonlocal num_guessed
-        num_guessed += sum(map(len, guesses.values()))
+    def count(_rows: Any, draft_tokens: dict[int, tuple[int, ...]], *_how_long: Any) -> None:
+        nonlocal num_drafted
+        num_drafted += sum(map(len, draft_tokens.values()))
 
     monkeypatch.setattr(speculation, "drafted", count)
     core = start(model, speculation, speculative_config=speculative, **workers(*sizes), **flags)
     assert exactly(run(core, guessed_requests(1), 1)) == exactly(expected)
-    assert num_guessed > 100
+    assert num_drafted > 100
 
 
 LAST_LAYERS = {"pipeline_layer_partition": "1,5"}  # that EAGLE-3 reads
@@ -121,7 +121,7 @@ def test_a_module_of_the_model_guesses_for_all_workers(
 def test_what_cannot_guess_for_several_workers_is_refused(deep_model: Path, heads: dict[str, Path]) -> None:
     """EAGLE-3 where another stage has a layer that it reads."""
     with pytest.raises(ConfigError, match=r"inputs of layers 1, 3, 5, and the last stage .* has those from 3 on"):
-        TeamExecutor(config_of(deep_model, **workers(1, 2), **settings("eagle3", heads)))
+        MultiprocExecutor(config_of(deep_model, **workers(1, 2), **settings("eagle3", heads)))
 
 
 def test_stages_compute_a_step_while_another_is_guessed_for(model: Path, start: Start) -> None:

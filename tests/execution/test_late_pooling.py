@@ -100,7 +100,7 @@ def test_texts_are_computed_one_step_ahead(folder: Path, tiny_tokenizer: Path) -
     num_ahead = 0
     while core.has_work:
         core.step()
-        num_ahead += len(core._under_way) == 1
+        num_ahead += len(core._in_flight) == 1
     assert num_ahead > 3
 
 

@@ -17,7 +17,7 @@ from octavo import LLM
 from octavo.config import EngineArgs, EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError, LoadError
-from octavo.execution.executor import TeamExecutor
+from octavo.execution.executor import MultiprocExecutor
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 from tests.execution.late_worker_group import late_followers
@@ -51,14 +51,14 @@ def start(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...
     def start(ops: str = "reference", **flags: Any) -> EngineCore:
         late_followers(monkeypatch, ops=ops)
         config: EngineConfig = config_of(model, **ON_GPU, **flags)
-        executor = TeamExecutor(config)
+        executor = MultiprocExecutor(config)
         executors.append(executor)
         return EngineCore(config, executor)
 
     yield start
     for executor in executors:
-        executor.team.close()
-        assert all(process.wait(60) is not None for process in executor.team.processes)
+        executor.worker_group.close()
+        assert all(process.wait(60) is not None for process in executor.worker_group.processes)
 
 
 def of_one_on_cpu(model: Path, **flags: Any) -> EngineCore:
@@ -205,7 +205,7 @@ def test_a_worker_that_dies_ends_the_step_and_the_others(
     with pytest.raises((RuntimeError, ConnectionError), match=r"Connection closed by peer|has ended"):
         run(core, [])
     assert time.monotonic() - begin < 2
-    core.executor.team.close()  # type: ignore[attr-defined]
+    core.executor.worker_group.close()  # type: ignore[attr-defined]
     statuses = [process.wait(60) for process in processes]
     assert statuses.pop(victim) == -9
     assert all(status in (0, 1) for status in statuses), "gloo tells those that wait, too"
@@ -260,5 +260,5 @@ def test_what_is_not_built_is_refused(
     late_followers(monkeypatch, num_devices=3)
     open_files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigError, match=message):
-        TeamExecutor(config_of(model, **ON_GPU, **flags))
+        MultiprocExecutor(config_of(model, **ON_GPU, **flags))
     assert len(os.listdir("/proc/self/fd")) == open_files

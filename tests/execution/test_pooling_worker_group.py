@@ -12,7 +12,7 @@ import pytest
 
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
-from octavo.execution.executor import TeamExecutor
+from octavo.execution.executor import MultiprocExecutor
 from tests.execution.late_worker_group import late_followers
 from tests.execution.test_late_pooling import config_of, folder, requests, run, vectors
 
@@ -25,13 +25,13 @@ def start() -> Iterator[Callable[[EngineConfig], EngineCore]]:
     executors = []
 
     def start(config: EngineConfig) -> EngineCore:
-        executor = TeamExecutor(config)
+        executor = MultiprocExecutor(config)
         executors.append(executor)
         return EngineCore(config, executor)
 
     yield start
     for executor in executors:
-        executor.team.close()
+        executor.worker_group.close()
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ def test_plain_requests_are_computed_one_step_ahead(model: Path) -> None:
     while core.has_work:
         core.step()
         num_steps += 1
-        num_ahead += len(core._under_way) == 1
+        num_ahead += len(core._in_flight) == 1
     assert (num_steps, num_ahead) == (21, 20)
 
 

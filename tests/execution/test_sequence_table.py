@@ -48,7 +48,7 @@ def naive(plan: StepPlan, tokens: dict[int, list[int]], blocks: Tables) -> dict[
     }  # fmt: skip
     for planned in plan.rows:
         row, end = planned.row, planned.num_computed + planned.num_tokens
-        known = tokens[row][: end - len(planned.guesses)] + list(planned.guesses)
+        known = tokens[row][: end - len(planned.draft_tokens)] + list(planned.draft_tokens)
         for position in range(planned.num_computed, end):
             found["token_ids"].append(known[position])
             found["positions"].append(position)
@@ -57,8 +57,8 @@ def naive(plan: StepPlan, tokens: dict[int, list[int]], blocks: Tables) -> dict[
         num_tokens = len(found["token_ids"])
         found["query_start_loc"].append(num_tokens)
         found["seq_lens"].append(end)
-        if planned.num_positions:
-            found["sample_rows"] += range(num_tokens - planned.num_positions, num_tokens)
+        if planned.num_sampled_positions:
+            found["sample_rows"] += range(num_tokens - planned.num_sampled_positions, num_tokens)
             found["sample_rows"] += [num_tokens - 1] * (planned.num_forks - 1)
     return found
 
@@ -68,8 +68,8 @@ def naive_samples(plan: StepPlan) -> list[tuple[int, int, int]]:
     found = []
     for planned in plan.rows:
         end = planned.num_computed + planned.num_tokens
-        if planned.num_positions:
-            found += [(planned.row, 0, end - behind) for behind in reversed(range(planned.num_positions))]
+        if planned.num_sampled_positions:
+            found += [(planned.row, 0, end - behind) for behind in reversed(range(planned.num_sampled_positions))]
             found += [(planned.row, fork, end) for fork in range(1, planned.num_forks)]
     return found
 
@@ -114,17 +114,19 @@ def histories(draw: st.DrawFn) -> list[tuple[StepPlan, dict[int, list[int]], Tab
                     plan.new_blocks.append(NewBlock(row, group, position, blocks[row][group][position]))
             computed = draw(st.integers(0, len(tokens[row]) - 1))
             count = draw(st.integers(1, min(len(tokens[row]) - computed, room - (len(rows) - i - 1))))
-            guesses: tuple[int, ...] = ()
+            draft_tokens: tuple[int, ...] = ()
             num_forks = 1
             if computed + count == len(tokens[row]):
-                num_guesses = draw(st.integers(0, max(0, min(3, MAX_LEN - len(tokens[row]), room - count - len(rows)))))
-                guesses = tuple(draw(st.lists(numbers, min_size=num_guesses, max_size=num_guesses)))
-                count += num_guesses
+                num_draft_tokens = draw(
+                    st.integers(0, max(0, min(3, MAX_LEN - len(tokens[row]), room - count - len(rows))))
+                )
+                draft_tokens = tuple(draw(st.lists(numbers, min_size=num_draft_tokens, max_size=num_draft_tokens)))
+                count += num_draft_tokens
             elif draw(st.booleans()):
                 num_forks = draw(st.integers(1, 3))
-            num_positions = draw(st.integers(0, 1)) if not guesses else 1 + len(guesses)
+            num_sampled_positions = draw(st.integers(0, 1)) if not draft_tokens else 1 + len(draft_tokens)
             room -= count
-            plan.rows.append(PlannedRow(row, computed, count, num_positions, num_forks, guesses))
+            plan.rows.append(PlannedRow(row, computed, count, num_sampled_positions, num_forks, draft_tokens))
         history.append((plan, deepcopy(tokens), deepcopy(blocks)))
     return history
 
@@ -154,7 +156,7 @@ def test_a_row_of_the_longest_length_has_room_for_its_last_sampled_token() -> No
 def test_tokens_behind_a_wrong_guess_do_not_stand() -> None:
     t = table()
     t.update(StepPlan(admissions=[admission(0, [1, 2, 3], [[4], [4]]), admission(1, [7], [[5], [5]])]))
-    plan = StepPlan(rows=[PlannedRow(0, 2, 4, 4, guesses=(8, 9, 10)), PlannedRow(1, 0, 1, 1)])
+    plan = StepPlan(rows=[PlannedRow(0, 2, 4, 4, draft_tokens=(8, 9, 10)), PlannedRow(1, 0, 1, 1)])
     t.gather(plan, arrays())
     tokens = np.array([8, 6, 5, 4, 3])
     stands = t.samples.standing(tokens)
@@ -179,11 +181,11 @@ def test_a_layout_gives_each_array_bytes_of_its_own_and_pads_what_lies_behind_a_
     for name, value in values.items():
         assert (getattr(on_device, name) == value).all()
     pad(found, StepShape(3, 2, 1, 0, groups=2), Padding(num_tokens=3, no_row=9, no_place=99))
-    slot, owner = values["slot_mapping"], values["seq_owners"]
+    slot, owner = values["slot_mapping"], values["seq_table_rows"]
     assert found.slot_mapping.tolist() == [[slot, slot, slot, -1, -1, -1, -1]] * 2
     assert found.query_start_loc[3:].tolist() == [3, 3, 3]
-    assert found.seq_owners.tolist() == [owner, owner, 9, 9, 9]
-    assert found.sample_owners[1:].tolist() == [9] * 5
+    assert found.seq_table_rows.tolist() == [owner, owner, 9, 9, 9]
+    assert found.sample_table_rows[1:].tolist() == [9] * 5
     assert found.block_places.tolist() == [99] * 4
 
 

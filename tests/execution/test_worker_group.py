@@ -20,7 +20,7 @@ from octavo.config.parallel_flags import check_parallel
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError
 from octavo.execution import capacity
-from octavo.execution.executor import TeamExecutor
+from octavo.execution.executor import MultiprocExecutor
 from octavo.lora.files import source
 from octavo.plan import StepPlan
 from octavo.request import EngineRequest, SequenceOutput
@@ -58,16 +58,16 @@ Outputs = dict[tuple[str, int], list[SequenceOutput]]
 @pytest.fixture
 def start_of() -> Iterator[Callable[..., EngineCore]]:
     """Cores of several workers of models, which are ended."""
-    teams = []
+    worker_groups = []
 
     def start(folder: Path, speculation: Speculation | None = None, **flags: Any) -> EngineCore:
-        executor = TeamExecutor(config_of(folder, **flags))
-        teams.append(executor.team)
+        executor = MultiprocExecutor(config_of(folder, **flags))
+        worker_groups.append(executor.worker_group)
         return EngineCore(config_of(folder, **flags), executor, speculation)
 
     yield start
-    for team in teams:
-        team.close()
+    for worker_group in worker_groups:
+        worker_group.close()
 
 
 @pytest.fixture
@@ -173,8 +173,8 @@ def test_bits_are_those_of_one_worker(
     for size in sizes:
         core = start(tensor_parallel_size=size, **flags)
         found = run(core, requests(1), 2)
-        assert isinstance(core.executor, TeamExecutor)
-        core.executor.team.close()
+        assert isinstance(core.executor, MultiprocExecutor)
+        core.executor.worker_group.close()
         assert found.keys() == expected.keys()
         for key, outputs in found.items():
             assert told_exactly(outputs) == told_exactly(expected[key]), (size, key)
@@ -232,10 +232,10 @@ def test_workers_of_whole_experts_answer_as_one(
 ) -> None:
     common = {"hf_overrides": overrides} | {name: flags[name] for name in flags if "parallel" not in name}
     alone = EngineCore(config_of(model, **common))
-    team = start(enable_expert_parallel=True, **(common | flags))
+    worker_group = start(enable_expert_parallel=True, **(common | flags))
     if flags == {"tensor_parallel_size": 2}:
-        assert team.executor.weight_bytes < 0.6 * alone.executor.weight_bytes
-    assert_near(run(team, requests(1), 1), run(alone, requests(1), 1))
+        assert worker_group.executor.weight_bytes < 0.6 * alone.executor.weight_bytes
+    assert_near(run(worker_group, requests(1), 1), run(alone, requests(1), 1))
 
 
 def test_several_workers_say_where_their_bits_are_not_those_of_one(
@@ -276,7 +276,7 @@ def test_as_many_steps_are_under_way_as_there_are_stages(
         core.add(request)
     while core.has_work:
         core.step()
-        most = max(most, len(core._under_way))
+        most = max(most, len(core._in_flight))
     assert most == 1, "the one before has not been waited for when a step ends"
     assert any(len(one) == len(other) == 2 and not {*one} & {*other} for one, other in pairwise(plans))
 
@@ -296,8 +296,8 @@ def test_bits_are_the_same_in_every_run_and_company(start: Callable[..., EngineC
     for seed in (1, 2):
         core = start(**flags)
         found.append(run(core, asked, seed))
-        assert isinstance(core.executor, TeamExecutor)
-        core.executor.team.close()  # a process has one team at a time
+        assert isinstance(core.executor, MultiprocExecutor)
+        core.executor.worker_group.close()  # a process has one team at a time
     alone = start(**flags, enable_prefix_caching=False)
     for request in asked:
         for key, outputs in run(alone, [request], 0).items():
@@ -369,8 +369,8 @@ def test_each_worker_has_its_share_of_adapters(
         return run(core, adapted(requests(1, 12), folders))
 
     alone = EngineCore(config_of(model, **flags))
-    team = start(tensor_parallel_size=size, pipeline_parallel_size=num_stages, **flags)
-    expected, found = outputs(alone), outputs(team)
+    worker_group = start(tensor_parallel_size=size, pipeline_parallel_size=num_stages, **flags)
+    expected, found = outputs(alone), outputs(worker_group)
     base = run(EngineCore(config_of(model, **model_flags)), requests(1, 12))
     assert [told(base[f"r{i}", 0]) == told(expected[f"r{i}", 0]) for i in range(5)] == [False] * 4 + [True]
     refused = {key for key, parts in expected.items() if parts[-1].error is not None}
@@ -380,7 +380,7 @@ def test_each_worker_has_its_share_of_adapters(
         del expected[key]
     assert_near(found, expected)
     config.write_text(json.dumps(settings))
-    assert_near(outputs(team), outputs(alone))
+    assert_near(outputs(worker_group), outputs(alone))
 
 
 def told_exactly(outputs: list[SequenceOutput]) -> tuple[list[int], list[list[float]]]:
@@ -453,5 +453,5 @@ def test_swap_space_must_fit_the_memory_of_each_host(monkeypatch: pytest.MonkeyP
 def test_what_cannot_be_shared_is_refused(model: Path, flags: dict[str, Any], message: str) -> None:
     open_files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigError, match=message):
-        TeamExecutor(config_of(model, **flags))
+        MultiprocExecutor(config_of(model, **flags))
     assert len(os.listdir("/proc/self/fd")) == open_files

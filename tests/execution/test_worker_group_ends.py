@@ -16,7 +16,7 @@ import pytest
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError, LoadError
 from octavo.execution import host_workers
-from octavo.execution.executor import TeamExecutor
+from octavo.execution.executor import MultiprocExecutor
 from tests.execution.test_runner import config_of, model, requests, run
 from tests.execution.test_worker_group import start, start_of
 
@@ -25,14 +25,14 @@ __all__ = ["model", "start", "start_of"]
 
 def kill_amid_steps(core: EngineCore, victim: int) -> tuple[Sequence[subprocess.Popen[bytes]], list[str]]:
     """All processes of the core's workers, one of which is killed between two steps, and what is told of deaths."""
-    assert isinstance(core.executor, TeamExecutor)
-    team = core.executor.team
+    assert isinstance(core.executor, MultiprocExecutor)
+    worker_group = core.executor.worker_group
     told: list[str] = []
-    team.on_death(told.append)
+    worker_group.on_death(told.append)
     for request in requests(1, 3):
         core.add(request)
     core.step()
-    processes = team.processes
+    processes = worker_group.processes
     processes[victim].kill()
     processes[victim].wait(60)
     return processes, told
@@ -55,7 +55,7 @@ def test_a_worker_that_dies_ends_the_step_and_the_others(
         match=r"another worker of this model has ended|of another stage has|of . has ended",
     ):
         run(core, [])
-    core.executor.team.close()  # type: ignore[attr-defined]
+    core.executor.worker_group.close()  # type: ignore[attr-defined]
     assert [process.wait(60) for process in processes] == [0, -9, 0]
     assert all(message == f"{name} ended with status -9" for message in told)
 
@@ -64,7 +64,7 @@ def test_what_a_worker_cannot_load_is_told(model: Path, monkeypatch: pytest.Monk
     """Here because the environment has changed since the first has read it."""
     monkeypatch.setenv("OCTAVO_CPU_ISA", "none such")
     with pytest.raises(ConfigError, match="'none such' is not one that this machine runs"):
-        TeamExecutor(config_of(model, tensor_parallel_size=2))
+        MultiprocExecutor(config_of(model, tensor_parallel_size=2))
 
 
 def test_a_worker_that_ends_at_once_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +79,6 @@ def test_a_worker_that_ends_at_once_is_named(model: Path, monkeypatch: pytest.Mo
     open_files = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(host_workers, "subprocess", SimpleNamespace(Popen=popen, PIPE=subprocess.PIPE))
     with pytest.raises(LoadError, match="worker 1 of 2 ended before it was ready"):
-        TeamExecutor(config_of(model, tensor_parallel_size=2))
+        MultiprocExecutor(config_of(model, tensor_parallel_size=2))
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == open_files

@@ -124,10 +124,10 @@ def test_a_state_is_one_block_and_a_snapshot_stays_where_a_step_ends_with_a_bloc
     cache.check([seq, again])
 
 
-def guess(cache: KVCacheManager, seq: Sequence, num_guesses: int, num_right: int) -> list[int]:
+def guess(cache: KVCacheManager, seq: Sequence, num_draft_tokens: int, num_right: int) -> list[int]:
     """A step of the next token and guesses of what follows it -> the blocks that it left states in."""
     compute(cache, seq, seq.num_computed_tokens + 1)
-    assert cache.grow_for_guesses(seq, num_guesses) is not None
+    assert cache.grow_for_drafts(seq, num_draft_tokens) is not None
     blocks = list(seq.block_tables[-1])
     seq.token_ids = [*seq.token_ids, *[7] * (num_right + 1)]
     seq.num_computed_tokens += num_right
@@ -140,7 +140,7 @@ def test_each_guess_has_a_state_and_that_of_the_last_right_one_is_gone_on_from()
     cache = manager((FULL, 0), (STATE, 1), num_blocks=[20, 6])
     seq = sequence(6)
     compute(cache, seq, 5)
-    assert cache.num_guesses_left == 5
+    assert cache.num_draft_slots == 5
     blocks = guess(cache, seq, 3, 2)
     assert len(set(blocks)) == 4 and seq.block_tables[1] == [blocks[2]]
     assert cache.pools[1].num_used == 1, "the others are free again"
@@ -157,11 +157,11 @@ def test_guesses_get_no_more_states_than_are_free() -> None:
     first, second = sequence(5), sequence(5, first=100)
     for seq in (first, second):
         compute(cache, seq, 4)
-    assert cache.num_guesses_left == 1
+    assert cache.num_draft_slots == 1
     guess(cache, first, 1, 1)
     compute(cache, second, 5)
-    assert cache.num_guesses_left == 1, "guesses keep nothing once it is known which were right"
-    assert manager((FULL, 0), num_blocks=[3]).num_guesses_left == UNLIMITED
+    assert cache.num_draft_slots == 1, "guesses keep nothing once it is known which were right"
+    assert manager((FULL, 0), num_blocks=[3]).num_draft_slots == UNLIMITED
 
 
 def test_a_snapshot_stays_where_right_guesses_have_passed_the_end_of_a_block() -> None:

@@ -152,9 +152,9 @@ def test_guessed_tokens_take_their_sequence_s_adapter(
     verified: dict[str | None, int] = {}
     counted = speculation.count
 
-    def count(seq: Sequence, guesses: tuple[int, ...], num_accepted: int, stats: EngineStats) -> None:
-        verified[seq.adapter] = verified.get(seq.adapter, 0) + len(guesses)
-        counted(seq, guesses, num_accepted, stats)
+    def count(seq: Sequence, draft_tokens: tuple[int, ...], num_accepted: int, stats: EngineStats) -> None:
+        verified[seq.adapter] = verified.get(seq.adapter, 0) + len(draft_tokens)
+        counted(seq, draft_tokens, num_accepted, stats)
 
     speculation.count = count  # type: ignore[method-assign]
     asked = [None, adapters[1], adapters[2], None, adapters[3], adapters[1]]

@@ -49,7 +49,7 @@ def engine(
     }  # fmt: skip
     with monkeypatch.context() as patch:
         if device is not None:
-            patch.setattr(executor, "_open_device", lambda config, team: (device, ops))
+            patch.setattr(executor, "_open_device", lambda config, worker_group: (device, ops))
         llm = LLM(str(folder), **(sizes | more))
     yield llm
     llm.close()

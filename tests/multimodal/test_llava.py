@@ -148,7 +148,7 @@ def test_steps_know_of_the_tower_beside_them(llava: Path, monkeypatch: pytest.Mo
     generate(llm, asked("none"), params=SamplingParams(max_tokens=4))
     assert not cost._ratios_beside
     generate(llm, asked("none"), asked("one"), params=SamplingParams(max_tokens=60, ignore_eos=True))
-    assert cost._ratios_beside and not cost.has_neighbour
+    assert cost._ratios_beside and not cost.tower_running
     llm.close()
 
 

@@ -175,7 +175,7 @@ def test_answers_are_the_cpus_on_a_device_that_is_late(
 ) -> None:
     names, device = list(PROMPTS), LateDevice(1)
     expected = told(folder, names, GREEDY, **more)
-    monkeypatch.setattr(executor, "_open_device", lambda config, team: (device, torch_ref))
+    monkeypatch.setattr(executor, "_open_device", lambda config, worker_group: (device, torch_ref))
     assert told(folder, names, GREEDY, has_same_bits=False, **more) == expected
     assert (device.num_replays > 0) == (not more)
 
@@ -187,7 +187,7 @@ def test_answers_of_tritons_kernels_are_the_cpus(monkeypatch: pytest.MonkeyPatch
     names = ["together and alone", "none"]
     params = SamplingParams(temperature=0, max_tokens=2, logprobs=3, ignore_eos=True)
     expected = told(folder, names, params, reproducible_parallel=False)
-    monkeypatch.setattr(executor, "_open_device", lambda config, team: (LateDevice(0), cuda))
+    monkeypatch.setattr(executor, "_open_device", lambda config, worker_group: (LateDevice(0), cuda))
     assert told(folder, names, params, reproducible_parallel=False) == expected
 
 

@@ -12,7 +12,7 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError, RequestError
 from octavo.execution import executor
-from octavo.execution.executor import TeamExecutor
+from octavo.execution.executor import MultiprocExecutor
 from octavo.lora.request import LoRARequest
 from octavo.multimodal.tower import Tower
 from octavo.ops import cuda
@@ -93,21 +93,21 @@ def test_several_devices_see(
 def test_rows_of_a_request_that_has_ended_are_there_for_the_last_stage(folder: Path) -> None:
     """Which computes a step when its result is wanted: by then others' rows may have taken the place of its own."""
     llm = engine(folder, pipeline_parallel_size=2, media_cache_tokens=1)
-    team, submit = llm.core.executor, TeamExecutor.submit
-    assert isinstance(team, TeamExecutor)
+    worker_group, submit = llm.core.executor, MultiprocExecutor.submit
+    assert isinstance(worker_group, MultiprocExecutor)
     generate(llm, asked("one tile"))
     [first] = tower(llm)._entries
 
     def late(plan: Any) -> Any:
-        pending = submit(team, plan)
+        pending = submit(worker_group, plan)
         if any(item.content_hash == first for admission in plan.admissions for item in admission.media):
             tower(llm)._entries.pop(first)
         return pending
 
-    team.submit = late  # type: ignore[method-assign]
+    worker_group.submit = late  # type: ignore[method-assign]
     again = answers(llm, asked("one tile"))
     assert first not in tower(llm)._entries
-    team.submit = lambda plan: submit(team, plan)  # type: ignore[method-assign]
+    worker_group.submit = lambda plan: submit(worker_group, plan)  # type: ignore[method-assign]
     assert answers(llm, asked("one tile")) == again
     llm.close()
 
@@ -127,10 +127,10 @@ def test_guesses_change_no_answer(
     guessing.cost = None  # however few of them are right
     counts, count = [0, 0], guessing.count
 
-    def counted(seq: Any, guesses: Any, num_right: int, stats: Any) -> None:
-        counts[0] += len(guesses)
+    def counted(seq: Any, draft_tokens: Any, num_right: int, stats: Any) -> None:
+        counts[0] += len(draft_tokens)
         counts[1] += num_right
-        count(seq, guesses, num_right, stats)
+        count(seq, draft_tokens, num_right, stats)
 
     monkeypatch.setattr(guessing, "count", counted)
     if method == "prediction":
@@ -190,5 +190,5 @@ def test_adapters_on_tritons_kernels_are_the_cpus(
 
     expected = told()
     assert expected[0] != expected[1]
-    monkeypatch.setattr(executor, "_open_device", lambda config, team: (LateDevice(0), cuda))
+    monkeypatch.setattr(executor, "_open_device", lambda config, worker_group: (LateDevice(0), cuda))
     assert told() == near(expected)

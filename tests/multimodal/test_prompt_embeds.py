@@ -156,7 +156,7 @@ def test_answers_are_the_same(
     expected = told(llm, *prompts, params=params)
     is_late = more == "late"
     if is_late:
-        monkeypatch.setattr(executor, "_open_device", lambda config, team: (LateDevice(1), torch_ref))
+        monkeypatch.setattr(executor, "_open_device", lambda config, worker_group: (LateDevice(1), torch_ref))
         more = {}
     elif more == "a draft model":
         more = {"speculative_config": {"model": str(draft_model), "num_speculative_tokens": 2}}

@@ -107,11 +107,11 @@ class Run:
         self.blocks, self.spare = [5, 0, 6, 2], list(range(7, 16))
         self.starts = [sum(LENGTHS[:s]) for s in range(len(LENGTHS))]
 
-    def step(self, done: list[int], chunks: list[int], guesses: list[list[int]] | None = None) -> list[Tensor]:
-        """`guesses` are the blocks that the last tokens of each sequence leave their states in."""
+    def step(self, done: list[int], chunks: list[int], draft_tokens: list[list[int]] | None = None) -> list[Tensor]:
+        """`draft_tokens` are the blocks that the last tokens of each sequence leave their states in."""
         places = torch.cat([torch.arange(s + d, s + d + c) for s, d, c in zip(self.starts, done, chunks, strict=True)])
         slots: list[int] = []
-        for block, chunk, own in zip(self.blocks, chunks, guesses or [[]] * len(chunks), strict=True):
+        for block, chunk, own in zip(self.blocks, chunks, draft_tokens or [[]] * len(chunks), strict=True):
             slots += [*[block] * (chunk - len(own)), *own]
         bounds = torch.tensor([0, *torch.tensor(chunks).cumsum(0).tolist()], dtype=torch.int32)
         lengths = torch.tensor([d + c for d, c in zip(done, chunks, strict=True)], dtype=torch.int32)
@@ -129,8 +129,8 @@ class Run:
             chunks = [min(w, length - d) for w, length, d in zip(wanted, LENGTHS, done, strict=True)]
             if not sum(chunks):
                 continue
-            guesses = [[self.spare.pop() for _ in range(c - 1)] if wanted is guessing else [] for c in chunks]
-            for s, (out, own) in enumerate(zip(self.step(done, chunks, guesses), guesses, strict=True)):
+            draft_tokens = [[self.spare.pop() for _ in range(c - 1)] if wanted is guessing else [] for c in chunks]
+            for s, (out, own) in enumerate(zip(self.step(done, chunks, draft_tokens), draft_tokens, strict=True)):
                 num_wrong = min(s % 3, len(own))
                 if own[: len(own) - num_wrong]:
                     self.blocks[s] = own[len(own) - num_wrong - 1]

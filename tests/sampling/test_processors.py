@@ -33,8 +33,8 @@ def process(rows: list[Row]) -> tuple[torch.Tensor, dict[int, str]]:
     return logits, errors
 
 
-def special_sample(n: int, settings: RowSettings, tokens: list[int], num_guesses: int = 0) -> SpecialSample:
-    return SpecialSample(n, settings, np.array(tokens, np.int32), len(tokens) - num_guesses)
+def special_sample(n: int, settings: RowSettings, tokens: list[int], num_draft_tokens: int = 0) -> SpecialSample:
+    return SpecialSample(n, settings, np.array(tokens, np.int32), len(tokens) - num_draft_tokens)
 
 
 def naive(row: Row) -> list[float]:
@@ -194,12 +194,14 @@ def test_penalties_count_the_tokens_of_a_growing_sequence_once() -> None:
         row.output.append(token)
         logits = row.logits[None].clone()
         # Guesses count, for this time only.
-        guesses = [5, 5, 4]
-        with_guesses = replace(row, output=row.output + guesses)
-        guessed = row.logits[None].clone()
+        draft_tokens = [5, 5, 4]
+        with_guesses = replace(row, output=row.output + draft_tokens)
+        drafted = row.logits[None].clone()
         known = row.prompt + row.output
-        process_logits(cpu, guessed.numpy(), [special_sample(0, settings_of_row, known + guesses, len(guesses))])
-        torch.testing.assert_close(guessed[0], torch.tensor(naive(with_guesses)), rtol=1e-5, atol=1e-5)
+        process_logits(
+            cpu, drafted.numpy(), [special_sample(0, settings_of_row, known + draft_tokens, len(draft_tokens))]
+        )
+        torch.testing.assert_close(drafted[0], torch.tensor(naive(with_guesses)), rtol=1e-5, atol=1e-5)
         process_logits(cpu, logits.numpy(), [special_sample(0, settings_of_row, known)])
         torch.testing.assert_close(logits[0], torch.tensor(naive(row)), rtol=1e-5, atol=1e-5)
 

@@ -49,12 +49,12 @@ class Device:
             table[position : position + 1] = [block]
         for row, position, token in plan.new_tokens:
             self.rows[row].token_ids[position:] = [token]
-        sequences = {seq.row: seq for seq in self.simulation.scheduler.live.running}
+        sequences = {seq.row: seq for seq in self.simulation.scheduler.queues.running}
         result = StepResult(tokens=[])
         for planned in plan.rows:
             states = self._compute(planned, sequences[planned.row])
-            self._sample(planned, sequences[planned.row], states[len(states) - planned.num_positions :], result)
-        for seq in self.simulation.scheduler.live:
+            self._sample(planned, sequences[planned.row], states[len(states) - planned.num_sampled_positions :], result)
+        for seq in self.simulation.scheduler.queues:
             self._check_memory(seq)
         assert all(set(memory[: self.block_size]) == {0} for memory in self._memories_with_null_block()), (
             "the null block was written"
@@ -74,8 +74,8 @@ class Device:
     def _compute(self, planned: PlannedRow, seq: Sequence) -> list[int]:
         """Compute the tokens of a row: read what each group can see, write what it keeps. Returns their states."""
         row = self.rows[planned.row]
-        end = planned.num_computed + planned.num_tokens - len(planned.guesses)
-        token_ids = [*row.token_ids[planned.num_computed : end], *planned.guesses]
+        end = planned.num_computed + planned.num_tokens - len(planned.draft_tokens)
+        token_ids = [*row.token_ids[planned.num_computed : end], *planned.draft_tokens]
         assert len(token_ids) == planned.num_tokens, "the runner does not know the tokens"
         states = []
         for position, token in enumerate(token_ids, start=planned.num_computed):
@@ -129,7 +129,7 @@ class Device:
         row = self.rows[planned.row]
         admission = row.admission
         params = admission.params
-        num_known = planned.num_computed + planned.num_tokens - len(planned.guesses)
+        num_known = planned.num_computed + planned.num_tokens - len(planned.draft_tokens)
         sampled: list[int] = []
         result.logprobs = result.logprobs or []
         for i, state in enumerate(states):
@@ -143,9 +143,9 @@ class Device:
                 best = likelihoods(state, masked)[:num_offered]
                 result.logprobs[-1] = TokenLogprobs([0, *(t for t, _ in best)], [0.0, *(v for _, v in best)], 1)
         if sampled:
-            count = num_standing(planned.guesses, sampled)
+            count = num_standing(planned.draft_tokens, sampled)
             self.simulation.seen["right guess"] += count - 1
-            self.simulation.seen["wrong guess"] += count <= len(planned.guesses)
+            self.simulation.seen["wrong guess"] += count <= len(planned.draft_tokens)
             row.token_ids[num_known:] = sampled[:count]
             if self.simulation.requests[seq.request.request_id].fails_at == num_known - admission.num_prompt_tokens:
                 result.errors[planned.row] = FAILURE

@@ -20,13 +20,13 @@ def run(
     ahead: bool,
     num_wanted: int,
     model: str = "full",
-    guesses: str = "none",
+    draft_tokens: str = "none",
     staged: bool = False,
 ) -> None:
     rng = random.Random(f"{policy} {preemption_mode} {chunked} {caching}")
     num_operations = 0
     seen: dict[str, int] = {}
-    wanted = wanted_of(policy, preemption_mode, chunked, caching, ahead, model, guesses)
+    wanted = wanted_of(policy, preemption_mode, chunked, caching, ahead, model, draft_tokens)
     while num_operations < num_wanted or (num_operations < MOST_OPERATIONS and unseen(seen, wanted)):
         max_num_seqs = rng.choice([1, 3, 5, 8, 12])
         num_stages = rng.choice([2, 3, 4]) if staged else 1
@@ -44,7 +44,7 @@ def run(
             num_stages=num_stages,
             memory_failures=rng.choice([0, 0, 2]),
             model=model,
-            guesses=guesses,
+            draft_tokens=draft_tokens,
             target_step_s=rng.choice([0.0, 10.0, 40.0]),
         )
         simulation = Simulation(setup)
@@ -64,7 +64,7 @@ def unseen(seen: dict[str, int], wanted: set[str]) -> set[str]:
 
 
 def wanted_of(
-    policy: str, preemption_mode: str, chunked: bool, caching: bool, ahead: bool, model: str, guesses: str
+    policy: str, preemption_mode: str, chunked: bool, caching: bool, ahead: bool, model: str, draft_tokens: str
 ) -> set[str]:
     """What a workload must exercise."""
     wanted = {
@@ -77,9 +77,9 @@ def wanted_of(
     wanted |= {"prefix hit"} if caching else set()
     wanted |= {"overtaken"} if policy != "fcfs" and chunked else set()
     wanted |= {"ahead"} if ahead else set()
-    if guesses != "none":
-        wanted |= {"guess"} | ({"right guess"} if guesses != "wrong" else set())
-        wanted |= {"wrong guess"} if guesses != "right" else set()
-    if (model, guesses) != ("full", "none"):  # what is rare, and seen in the other runs
+    if draft_tokens != "none":
+        wanted |= {"guess"} | ({"right guess"} if draft_tokens != "wrong" else set())
+        wanted |= {"wrong guess"} if draft_tokens != "right" else set()
+    if (model, draft_tokens) != ("full", "none"):  # what is rare, and seen in the other runs
         wanted -= {"held beam preempted", "abort an unborn fork", "abort swapped"}
     return wanted

@@ -48,14 +48,14 @@ class Simulation:
             preemption_mode=setup.preemption_mode,
             target_step_s=setup.target_step_s,
         )
-        speculation = None if setup.guesses == "none" else guessing(self._propose)
+        speculation = None if setup.draft_tokens == "none" else guessing(self._propose)
         self.scheduler = Scheduler(
             config, self.cache, None, setup.runs_ahead, speculation, STEP_COST, num_stages=setup.num_stages
         )
         self.device = Device(self)
         self.under_way: deque[tuple[StepPlan, StepResult]] = deque()
         self._failures = random.Random(5)
-        self._guesses = random.Random(6)
+        self._draft_tokens = random.Random(6)
         self.requests: dict[str, Watched] = {}
         self.num_operations = 0
         self.num_steps = 0
@@ -137,12 +137,12 @@ class Simulation:
     def step(self) -> EngineStats:
         """Schedule, compute and account, and check everything that must hold of a step."""
         running_before = [
-            seq for seq in self.scheduler.live.running
+            seq for seq in self.scheduler.queues.running
             if not seq.is_held
             and not (seq.num_awaited_tokens and (seq.num_remaining_tokens <= 0 or self.setup.num_stages > 1))
         ]  # fmt: skip
-        held_before = [seq for seq in self.scheduler.live if seq.is_held]
-        waiting_before = [seq for seq in self.scheduler.live.waiting if not seq.is_held]
+        held_before = [seq for seq in self.scheduler.queues if seq.is_held]
+        waiting_before = [seq for seq in self.scheduler.queues.waiting if not seq.is_held]
         plan = self.scheduler.schedule()
         self._check_order(waiting_before, running_before)
         self.seen["held beam"] += len(held_before)
@@ -180,7 +180,7 @@ class Simulation:
         self.seen["copy on write"] += sum(len(moves.copy) for moves in plan.moves)
         self.seen["prefix hit"] += stats.num_prefix_hits
         self.seen["chunk of a prompt"] += sum(planned.num_samples == 0 for planned in plan.rows)
-        self.seen["guess"] += sum(len(planned.guesses) for planned in plan.rows)
+        self.seen["guess"] += sum(len(planned.draft_tokens) for planned in plan.rows)
         self.num_steps += 1
         for watched in self.requests.values():
             if watched.deadline is None and watched.due <= self.num_steps:
@@ -208,7 +208,7 @@ class Simulation:
         """Slots of blocks in use that hold a token. A state has none."""
         size = self.setup.block_size
         filled: dict[tuple[int, int], int] = {}
-        for seq in self.scheduler.live.running:
+        for seq in self.scheduler.queues.running:
             for group, table in zip(self.setup.groups, seq.block_tables, strict=True):
                 for i, block in enumerate(table):
                     if group.spec.kind == "full" or (group.spec.kind == "window" and block != NULL_BLOCK):
@@ -227,18 +227,18 @@ class Simulation:
         if watched.fails_at is not None:
             return ()  # an error takes with it what its row has found before
         future = standalone(self.setup, watched, seq.index).token_ids[seq.num_output_tokens :]
-        uniforms = self._guesses
-        guesses = future[: uniforms.randint(0, 6)]
-        if self.setup.guesses == "wrong" or (self.setup.guesses == "random" and uniforms.random() < 0.6):
-            spoilt = 0 if self.setup.guesses == "wrong" else uniforms.randint(0, 3)
-            guesses = [(token + (i >= spoilt)) % VOCAB_SIZE for i, token in enumerate(guesses)]
-        if self.setup.guesses != "right":
-            guesses += [uniforms.randrange(VOCAB_SIZE) for _ in range(uniforms.randint(0, 3))]
-        return tuple(guesses)
+        uniforms = self._draft_tokens
+        draft_tokens = future[: uniforms.randint(0, 6)]
+        if self.setup.draft_tokens == "wrong" or (self.setup.draft_tokens == "random" and uniforms.random() < 0.6):
+            spoilt = 0 if self.setup.draft_tokens == "wrong" else uniforms.randint(0, 3)
+            draft_tokens = [(token + (i >= spoilt)) % VOCAB_SIZE for i, token in enumerate(draft_tokens)]
+        if self.setup.draft_tokens != "right":
+            draft_tokens += [uniforms.randrange(VOCAB_SIZE) for _ in range(uniforms.randint(0, 3))]
+        return tuple(draft_tokens)
 
     def _withdraw(self, plan: StepPlan) -> None:
         """The step failed for want of memory: its newest request ends, and nothing else is lost."""
-        scheduled = {seq.row: seq for seq in self.scheduler.live.running}
+        scheduled = {seq.row: seq for seq in self.scheduler.queues.running}
         newest = max((scheduled[planned.row] for planned in plan.rows), key=lambda seq: (seq.key, seq.index))
         for output in self.scheduler.withdraw(plan, FAILURE):
             assert (output.request_id, output.finish_reason) == (newest.request.request_id, "error")
@@ -298,19 +298,19 @@ class Simulation:
     def _check_plan(self, plan: StepPlan) -> None:
         assert sum(planned.num_tokens for planned in plan.rows) <= self.setup.max_num_batched_tokens
         assert len(plan.rows) == len({planned.row for planned in plan.rows}) <= self.setup.max_num_seqs
-        assert sum(seq.num_rows for seq in self.scheduler.live.running) <= self.setup.max_num_seqs
+        assert sum(seq.num_rows for seq in self.scheduler.queues.running) <= self.setup.max_num_seqs
         if self.setup.num_stages == 1:
-            assert not (plan.runs_ahead and any(planned.guesses for planned in plan.rows))
-        scheduled = {seq.row: seq for seq in self.scheduler.live.running}
+            assert not (plan.runs_ahead and any(planned.draft_tokens for planned in plan.rows))
+        scheduled = {seq.row: seq for seq in self.scheduler.queues.running}
         for planned in plan.rows:
             seq = scheduled[planned.row]
-            num_certain = planned.num_tokens - len(planned.guesses)
+            num_certain = planned.num_tokens - len(planned.draft_tokens)
             assert num_certain > 0
             assert planned.num_computed + num_certain == seq.num_computed_tokens
-            num_tokens = seq.num_tokens - (planned.num_positions if plan.runs_ahead else 0)
+            num_tokens = seq.num_tokens - (planned.num_sampled_positions if plan.runs_ahead else 0)
             is_complete = planned.num_computed + num_certain == num_tokens
             assert is_complete or self.setup.enable_chunked_prefill, "a prompt was cut though chunked prefill is off"
-            assert planned.num_positions == (1 + len(planned.guesses) if is_complete else 0)
+            assert planned.num_sampled_positions == (1 + len(planned.draft_tokens) if is_complete else 0)
             assert planned.num_forks == (1 if seq.chooser is not None else seq.num_rows)
 
     def _check_index(self) -> None:
@@ -326,7 +326,7 @@ class Simulation:
 
     def _sequences(self, watched: Watched) -> list[Sequence]:
         request_id = watched.request.request_id
-        return [seq for seq in self.scheduler.live if seq.request.request_id == request_id]
+        return [seq for seq in self.scheduler.queues if seq.request.request_id == request_id]
 
     def _count(self, operation: str) -> None:
         self.num_operations += 1

@@ -31,7 +31,7 @@ def step(s: Scheduler, *offers: Offer) -> list[SequenceOutput]:
 
 
 def outputs_of(s: Scheduler) -> list[list[int]]:
-    return sorted(seq.token_ids[seq.num_prompt_tokens :] for seq in s.live)
+    return sorted(seq.token_ids[seq.num_prompt_tokens :] for seq in s.queues)
 
 
 def test_the_best_continuations_live_on_whatever_beam_they_come_from() -> None:
@@ -50,7 +50,7 @@ def test_forks_share_their_blocks_and_copy_the_one_that_they_write_to() -> None:
     s = scheduler(max_num_seqs=3)
     s.add(request("a", 6, n=3, use_beam_search=True))
     plan = s.schedule()
-    assert ([planned.num_samples for planned in plan.rows], s.live.num_rows_left) == ([1], 0)
+    assert ([planned.num_samples for planned in plan.rows], s.queues.num_rows_left) == ([1], 0)
     s.update(plan, offered(plan, {1: 0.5, 2: 0.3, 3: 0.2}))
     assert s.cache.pools[0].num_used == 2
     plan = s.schedule()
@@ -115,7 +115,7 @@ def test_a_beam_that_is_preempted_leaves_the_others_waiting_for_it() -> None:
     held = []
     for _ in range(30):
         plan = s.schedule()
-        held += [seq for seq in s.live if seq.is_held]
+        held += [seq for seq in s.queues if seq.is_held]
         sampled = [planned for planned in plan.rows if planned.num_samples]
         result = offered(plan, *[{3: 0.6, 4: 0.3}] * len(sampled))
         s.update(plan, result)
@@ -131,7 +131,7 @@ def test_an_abort_or_an_error_ends_all_beams() -> None:
     s.add(request("a", 6, n=3, use_beam_search=True))
     step(s, {1: 0.5, 2: 0.3, 3: 0.2})
     s.abort("a", 1)  # a beam is not a completion, and its index means nothing outside
-    assert len(list(s.live)) == 3
+    assert len(list(s.queues)) == 3
     s.abort("a")
     assert (s.has_work, s.cache.pools[0].num_used) == (False, 0)
     s.add(request("b", 6, n=3, use_beam_search=True))
@@ -144,7 +144,7 @@ def test_an_abort_or_an_error_ends_all_beams() -> None:
     (failed, fine) = s.update(plan, result)
     assert (failed.request_id, failed.finish_reason, failed.error) == ("b", "error", "its processor raised")
     assert fine.request_id == "good"
-    assert names(s.live.running) == ["good"]
+    assert names(s.queues.running) == ["good"]
 
 
 def test_masks_that_leave_too_few_answers_are_an_error() -> None:

@@ -14,12 +14,12 @@ from tests.scheduling.test_scheduler import EOS, SIZE, computed, request, schedu
 from tests.speculation import guessing as speculation
 
 
-def guessing(*guesses: int, **settings: Any) -> Scheduler:
+def guessing(*draft_tokens: int, **settings: Any) -> Scheduler:
     """A scheduler whose proposer always guesses the same."""
 
     def propose(seq: Sequence, most: int) -> tuple[int, ...]:
         assert seq.num_lacking_tokens == 1
-        return guesses
+        return draft_tokens
 
     return scheduler(speculation=speculation(propose), **settings)
 
@@ -42,12 +42,17 @@ def test_guesses_are_computed_behind_the_last_token_and_sampled_after_each() -> 
     s = guessing(11, 12)
     s.add(request("a", 6))
     planned, _ = step(s, 10)
-    assert (planned.num_tokens, planned.guesses) == (6, ()), "a prompt is not guessed"
+    assert (planned.num_tokens, planned.draft_tokens) == (6, ()), "a prompt is not guessed"
     planned, output = step(s, 11, 12, 13, logprobs=True)
-    assert (planned.num_computed, planned.num_tokens, planned.num_positions, planned.num_samples) == (6, 3, 3, 3)
+    assert (planned.num_computed, planned.num_tokens, planned.num_sampled_positions, planned.num_samples) == (
+        6,
+        3,
+        3,
+        3,
+    )
     assert (output.token_ids, output.finish_reason) == ([11, 12, 13], None)
     assert [entry.token_ids for entry in output.logprobs or []] == [[11], [12], [13]], "one a token"
-    [seq] = s.live
+    [seq] = s.queues
     assert (seq.num_computed_tokens, seq.num_lacking_tokens) == (9, 1)
 
 
@@ -58,7 +63,7 @@ def test_what_was_computed_of_wrong_guesses_is_undone() -> None:
     planned, output = step(s, 11, 99, *range(13, 20))
     assert planned.num_tokens == 9
     assert output.token_ids == [11, 99]
-    [seq] = s.live
+    [seq] = s.queues
     assert (seq.token_ids[6:], seq.num_computed_tokens) == ([10, 11, 99], 8)
     assert len(seq.block_tables[0]) == s.cache.pools[0].num_used == 2, "blocks for guesses that were wrong are free"
     assert sum(key is not None for key in s.cache.pools[0].hashes) == 2, "full blocks of tokens that stand are indexed"
@@ -95,7 +100,7 @@ def test_guesses_never_reach_beyond_max_tokens() -> None:
     s.add(request("a", 6, max_tokens=3))
     step(s, 9)
     planned, output = step(s, 1, 2)
-    assert planned.guesses == (1,)
+    assert planned.draft_tokens == (1,)
     assert output.finish_reason == "length"
 
 
@@ -105,7 +110,11 @@ def test_guesses_take_what_budget_the_running_sequences_leave() -> None:
         s.add(request(name, 2))
     computed(s)
     plan = s.schedule()
-    assert [(planned.num_tokens, planned.guesses) for planned in plan.rows] == [(5, (1, 2, 3, 4)), (2, (1,)), (1, ())]
+    assert [(planned.num_tokens, planned.draft_tokens) for planned in plan.rows] == [
+        (5, (1, 2, 3, 4)),
+        (2, (1,)),
+        (1, ()),
+    ]
     s.update(plan, StepResult([7] * 8))
 
 
@@ -115,7 +124,9 @@ def test_guesses_are_dropped_where_blocks_are_short_and_nobody_is_preempted_for_
     s.add(request("b", SIZE))
     computed(s)
     plan = s.schedule()
-    assert [planned.guesses for planned in plan.rows] == [(), ()], "each has taken a block for the token that it has"
+    assert [planned.draft_tokens for planned in plan.rows] == [(), ()], (
+        "each has taken a block for the token that it has"
+    )
     s.update(plan, StepResult([7, 7]))
     assert s.take_stats().num_preemptions == 0
 
@@ -126,12 +137,16 @@ def test_forks_and_beams_and_the_chunks_of_a_prompt_are_not_guessed() -> None:
     s.add(request("beams", 5, n=2, use_beam_search=True))
     s.add(request("long", 40))
     plan = s.schedule()
-    assert all(planned.guesses == () for planned in plan.rows)
+    assert all(planned.draft_tokens == () for planned in plan.rows)
     best: list[TokenLogprobs | None] = [None, None, TokenLogprobs([5, 5, 6], [-1.0, -1.0, -2.0], 1)]
     s.update(plan, StepResult([3, 4, 5], best))
     plan = s.schedule()
-    guesses = {(seq.request.request_id, p.guesses) for seq in s.live.running for p in plan.rows if p.row == seq.row}
-    assert guesses == {("forks", (1, 2)), ("beams", ()), ("long", ())}, "forks that have started are like any others"
+    draft_tokens = {
+        (seq.request.request_id, p.draft_tokens) for seq in s.queues.running for p in plan.rows if p.row == seq.row
+    }
+    assert draft_tokens == {("forks", (1, 2)), ("beams", ()), ("long", ())}, (
+        "forks that have started are like any others"
+    )
 
 
 def test_steps_run_ahead_until_there_are_guesses_to_verify() -> None:
@@ -142,7 +157,7 @@ def test_steps_run_ahead_until_there_are_guesses_to_verify() -> None:
     assert first.runs_ahead and second.runs_ahead, "nothing was guessed yet"
     s.update(first, StepResult([7]))
     third = s.schedule()
-    assert not third.runs_ahead and third.rows[0].guesses == (), "a guess is there, but of the token before"
+    assert not third.runs_ahead and third.rows[0].draft_tokens == (), "a guess is there, but of the token before"
     s.update(second, StepResult([7]))
     s.update(third, StepResult([7]))
-    assert s.schedule().rows[0].guesses == (7,)
+    assert s.schedule().rows[0].draft_tokens == (7,)

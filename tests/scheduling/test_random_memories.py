@@ -17,8 +17,14 @@ KINDS = [(model, "none", mode, ahead) for model in MODELS if model != "full" for
 ]]  # fmt: skip
 GUESSES = [(model, "right", "recompute", True) for model in ("state", "full and state")]
 GUESSES += [
-    ("full", guesses, mode, ahead)
-    for guesses, ahead in (("right", False), ("right", True), ("wrong", False), ("random", False), ("random", True))
+    ("full", draft_tokens, mode, ahead)
+    for draft_tokens, ahead in (
+        ("right", False),
+        ("right", True),
+        ("wrong", False),
+        ("random", False),
+        ("random", True),
+    )
     for mode in ("recompute", "swap")
 ]
 GUESSES += [(model, "random", "swap", False) for model in MODELS if model != "full"]
@@ -30,7 +36,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("model", "guesses", "preemption_mode", "ahead"), CASES)
-def test_every_answer_is_that_of_a_standalone_run(model: str, guesses: str, preemption_mode: str, ahead: bool) -> None:
-    run("fcfs", preemption_mode, True, True, ahead, NUM_OPERATIONS, model, guesses)
-    run("priority", preemption_mode, True, False, ahead, NUM_OPERATIONS // 2, model, guesses)
+@pytest.mark.parametrize(("model", "draft_tokens", "preemption_mode", "ahead"), CASES)
+def test_every_answer_is_that_of_a_standalone_run(
+    model: str, draft_tokens: str, preemption_mode: str, ahead: bool
+) -> None:
+    run("fcfs", preemption_mode, True, True, ahead, NUM_OPERATIONS, model, draft_tokens)
+    run("priority", preemption_mode, True, False, ahead, NUM_OPERATIONS // 2, model, draft_tokens)

@@ -40,11 +40,13 @@ def test_every_answer_is_that_of_a_standalone_run_and_nothing_is_lost(
     run(policy, preemption_mode, chunked, caching, ahead, OPERATIONS_EACH)
 
 
-@pytest.mark.parametrize(("model", "guesses"), [("full", "none"), ("full", "random"), ("full and state", "random")])
+@pytest.mark.parametrize(
+    ("model", "draft_tokens"), [("full", "none"), ("full", "random"), ("full and state", "random")]
+)
 @pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
-def test_stages_share_the_sequences_out_and_change_nothing(preemption_mode: str, model: str, guesses: str) -> None:
-    policy = "priority" if guesses == "none" else "fcfs"
-    run(policy, preemption_mode, True, True, True, OPERATIONS_EACH, model, guesses, staged=True)
+def test_stages_share_the_sequences_out_and_change_nothing(preemption_mode: str, model: str, draft_tokens: str) -> None:
+    policy = "priority" if draft_tokens == "none" else "fcfs"
+    run(policy, preemption_mode, True, True, True, OPERATIONS_EACH, model, draft_tokens, staged=True)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -70,7 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_stages=st.sampled_from([1, 1, 2, 4]),
             memory_failures=st.sampled_from([0, 0, 10]),
             model=st.sampled_from(list(MODELS)),
-            guesses=st.sampled_from(["none", "right", "wrong", "random"]),
+            draft_tokens=st.sampled_from(["none", "right", "wrong", "random"]),
         )
     )
     def start(self, setup: Setup) -> None:

@@ -87,7 +87,7 @@ def step(s: Scheduler, token: int = 7) -> list[SequenceOutput]:
 def computed(s: Scheduler) -> dict[str, int]:
     """Schedule and account one step -> tokens that it computes, by request."""
     plan = s.schedule()
-    names = {seq.row: f"{seq.request.request_id}" for seq in s.live.running}
+    names = {seq.row: f"{seq.request.request_id}" for seq in s.queues.running}
     counts = {names[planned.row]: planned.num_tokens for planned in plan.rows}
     s.update(plan, result_of(plan))
     return counts
@@ -115,7 +115,7 @@ def test_a_long_prompt_in_front_leaves_one_token_to_each_decode_behind() -> None
     computed(s)
     s.add(request("long", 30, priority=0))
     assert computed(s) == {"a": 1, "b": 1, "c": 1, "long": 7}
-    assert names(s.live.running)[0] == "long"
+    assert names(s.queues.running)[0] == "long"
     assert computed(s) == {"long": 7, "a": 1, "b": 1, "c": 1}
 
 
@@ -161,7 +161,7 @@ def test_the_last_in_order_is_preempted_waits_at_its_old_place_and_starts_over()
     assert computed(s) == {"a": 1, "b": 1}
     assert computed(s) == {"a": 1}
     assert s.take_stats().num_preemptions == 1
-    [b] = [seq for seq in s.live if seq.request.request_id == "b"]
+    [b] = [seq for seq in s.queues if seq.request.request_id == "b"]
     assert (b.num_computed_tokens, b.block_tables, b.num_output_tokens) == (0, [], 2)
     assert computed(s) == {"a": 1}, "b needs 3 blocks; late, behind it, does not overtake"
     s.abort("a")
@@ -174,7 +174,7 @@ def test_the_lowest_priority_is_preempted_even_if_it_came_first() -> None:
     s.add(request("important", 8, priority=0))
     computed(s)
     computed(s)
-    assert names(s.live.running) == ["important"]
+    assert names(s.queues.running) == ["important"]
 
 
 def test_nothing_is_admitted_in_a_step_that_preempts() -> None:
@@ -256,7 +256,9 @@ def test_forks_share_the_blocks_of_their_prompt_and_run_on_their_own() -> None:
     s = scheduler()
     s.add(request("a", 10, n=3))
     plan = s.schedule()
-    assert [(planned.num_tokens, planned.num_positions, planned.num_forks) for planned in plan.rows] == [(10, 1, 3)]
+    assert [(planned.num_tokens, planned.num_sampled_positions, planned.num_forks) for planned in plan.rows] == [
+        (10, 1, 3)
+    ]
     outputs = s.update(plan, StepResult(tokens=[1, 2, 3]))
     assert [(output.index, output.token_ids) for output in outputs] == [(0, [1]), (1, [2]), (2, [3])]
     assert s.cache.pools[0].num_used == 3, "one prompt"
@@ -347,7 +349,7 @@ def test_a_request_that_fails_leaves_the_others_alone() -> None:
     outputs = {output.request_id: output for output in s.update(plan, result)}
     assert (outputs["bad"].finish_reason, outputs["bad"].error) == ("error", "its processor raised")
     assert outputs["good"].token_ids == [7]
-    assert names(s.live.running) == ["good"]
+    assert names(s.queues.running) == ["good"]
     s.check()
 
 
@@ -407,7 +409,7 @@ def test_aborted_requests_do_not_pile_up_behind_one_that_waits() -> None:
     for i in range(1000):
         s.add(request(f"impatient-{i}", 2, priority=1))
         s.abort(f"impatient-{i}")
-    assert len(s.live.waiting) < 100
+    assert len(s.queues.waiting) < 100
     assert s.take_stats().num_waiting == 0
     s.add(request("patient", 2, priority=1))
     s.abort("runs")

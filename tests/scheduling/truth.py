@@ -54,7 +54,7 @@ class Setup:
     memory_failures: int = 0  # percent of the steps that the device has no memory for
     model: str = "full"
     target_step_s: float = 0.0  # that steps take where streams wait, at what `STEP_COST` says
-    guesses: str = "none"  # "right", "wrong" or "random": what the proposer makes up
+    draft_tokens: str = "none"  # "right", "wrong" or "random": what the proposer makes up
 
     @property
     def max_model_len(self) -> int:

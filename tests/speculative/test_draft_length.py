@@ -6,7 +6,7 @@ import pytest
 
 from octavo.speculative.acceptance import Acceptance, SequenceAcceptance, compare
 from octavo.speculative.draft_length import Candidate, choose_counts, choose_draft_count
-from octavo.speculative.proposer import Guess
+from octavo.speculative.proposer import Proposal
 from octavo.step_cost import StepCostModel, StepWork
 
 # Seconds for each of `StepWork.features`: SmolLM2-135M on two cores (benchmarks/scheduling.py).
@@ -67,7 +67,7 @@ def test_drafts_that_take_time_are_fewer(draft_s: float, least: int, most: int) 
 
 
 def test_a_guess_is_compared_with_the_tokens_that_come() -> None:
-    guess = Guess((1, 2, 3))
+    guess = Proposal((1, 2, 3))
     found = [compare(guess, tokens) for tokens in ([1], [1, 2, 3, 4], [9], [1, 9, 3], [1, 2])]
     assert found == [(1, 0), (3, 0), (0, 1), (1, 1), (2, 0)]
 

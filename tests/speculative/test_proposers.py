@@ -21,7 +21,7 @@ def sequence(prompt: list[int], prediction: list[int] | None = None) -> Sequence
     return Sequence(request, (0, 0), 0, token_ids=list(prompt))
 
 
-def guesses(proposer: Proposer, seq: Sequence, tokens: list[int], most: int = 8) -> list[tuple[int, ...]]:
+def draft_tokens(proposer: Proposer, seq: Sequence, tokens: list[int], most: int = 8) -> list[tuple[int, ...]]:
     """What is guessed before each of `tokens`."""
     state = proposer.start(seq)
     found = []
@@ -45,7 +45,7 @@ def text(seed: int, length: int) -> list[int]:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_lookup_guesses_what_followed_the_last_tokens_before(seed: int) -> None:
     tokens = text(seed, 200)
-    for n, guess in enumerate(guesses(NgramProposer(2, 4), sequence(tokens[:20]), tokens[20:])):
+    for n, guess in enumerate(draft_tokens(NgramProposer(2, 4), sequence(tokens[:20]), tokens[20:])):
         known = tokens[: 20 + n]
         if not guess:
             assert all(known[i : i + 2] != known[-2:] for i in range(len(known) - 2))
@@ -58,16 +58,16 @@ def test_a_lookup_guesses_what_followed_the_last_tokens_before(seed: int) -> Non
 def test_a_lookup_stays_with_the_place_where_a_long_text_agrees() -> None:
     document = list(range(100, 160))
     tokens = [*document, *document[10:16], 1, 2, 3, *document[:5]]
-    found = guesses(NgramProposer(5, 5), sequence(tokens), document[5:20], most=4)
+    found = draft_tokens(NgramProposer(5, 5), sequence(tokens), document[5:20], most=4)
     assert found[0] == tuple(document[5:9])
     assert found[-1] == tuple(document[19:23]), "not where part of it was quoted"
 
 
 def test_a_long_prompt_is_taken_in_over_several_steps() -> None:
     prompt = list(range(10_000))
-    found = guesses(NgramProposer(3, 3), sequence([*prompt, 5, 6, 7]), prompt[8:13], most=2)
+    found = draft_tokens(NgramProposer(3, 3), sequence([*prompt, 5, 6, 7]), prompt[8:13], most=2)
     assert found == [(8, 9), (9, 10), (10, 11), (11, 12), (12, 13)]
-    found = guesses(NgramProposer(3, 3), sequence([*prompt, 9000, 9001, 9002]), prompt[9003:9008], most=2)
+    found = draft_tokens(NgramProposer(3, 3), sequence([*prompt, 9000, 9001, 9002]), prompt[9003:9008], most=2)
     assert found[0] == ()
     assert found[-1] == (9007, 9008)
 
@@ -75,7 +75,7 @@ def test_a_long_prompt_is_taken_in_over_several_steps() -> None:
 def test_a_prediction_is_guessed_from_its_beginning_and_again_after_an_edit() -> None:
     prediction = list(range(100, 130))
     answer = [*prediction[:10], 1, 2, 3, *prediction[12:]]
-    found = guesses(PredictionProposer(), sequence([7, 8], prediction), answer, most=4)
+    found = draft_tokens(PredictionProposer(), sequence([7, 8], prediction), answer, most=4)
     assert found[0] == tuple(prediction[:4])
     assert found[9] == tuple(prediction[9:13])
     assert found[14] == tuple(prediction[13:17]), "one token that agrees brings it back"
@@ -108,7 +108,7 @@ def test_an_automaton_knows_every_piece_how_often_it_occurs_and_what_follows(see
 def test_suffixes_guess_as_much_as_agrees() -> None:
     document = list(range(100, 140))
     proposer = SuffixProposer(24, 100, 1.0, 0.1)
-    found = guesses(proposer, sequence([*document, *document[:1]]), document[1:9], most=30)
+    found = draft_tokens(proposer, sequence([*document, *document[:1]]), document[1:9], most=30)
     assert [len(guess) for guess in found] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert all(guess == tuple(document[n + 1 : n + 1 + len(guess)]) for n, guess in enumerate(found))
 
@@ -116,18 +116,18 @@ def test_suffixes_guess_as_much_as_agrees() -> None:
 def test_suffixes_guess_what_recent_answers_said() -> None:
     proposer = SuffixProposer(24, 4, 1.0, 0.1)
     answer = list(range(200, 220))
-    assert not any(guesses(proposer, sequence([1, 2]), answer))
-    found = guesses(proposer, sequence([3]), answer)
+    assert not any(draft_tokens(proposer, sequence([1, 2]), answer))
+    found = draft_tokens(proposer, sequence([3]), answer)
     assert [len(guess) for guess in found[:6]] == [0, 1, 2, 3, 4, 5]
     for n in range(6):  # of four answers the two older ones are forgotten at once
-        guesses(proposer, sequence([4]), list(range(300 + 20 * n, 310 + 20 * n)))
-    assert not any(guesses(proposer, sequence([3]), answer))
-    assert not any(guesses(SuffixProposer(24, 0, 1.0, 0.1), sequence([3]), answer)), "0 keeps none"
+        draft_tokens(proposer, sequence([4]), list(range(300 + 20 * n, 310 + 20 * n)))
+    assert not any(draft_tokens(proposer, sequence([3]), answer))
+    assert not any(draft_tokens(SuffixProposer(24, 0, 1.0, 0.1), sequence([3]), answer)), "0 keeps none"
 
 
 def test_a_suffix_that_went_on_in_many_ways_is_not_guessed() -> None:
     ways = [token for i in range(20) for token in (7, 100 + i)]
-    [guess] = guesses(SuffixProposer(24, 0, 1.0, 0.1), sequence([*ways, 7]), [1])
+    [guess] = draft_tokens(SuffixProposer(24, 0, 1.0, 0.1), sequence([*ways, 7]), [1])
     assert guess == ()
 
 
@@ -136,4 +136,4 @@ def test_a_suffix_that_went_on_in_many_ways_is_not_guessed() -> None:
 )
 def test_no_more_is_guessed_than_asked_for(proposer: Any) -> None:
     for most in (0, 1, 3):
-        assert all(len(guess) <= most for guess in guesses(proposer, sequence([5] * 20), [5] * 10, most))
+        assert all(len(guess) <= most for guess in draft_tokens(proposer, sequence([5] * 20), [5] * 10, most))

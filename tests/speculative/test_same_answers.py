@@ -21,7 +21,7 @@ from octavo.engine.output_processor import OutputProcessor, RequestFailed
 from octavo.errors import ConfigError
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.outputs import RequestOutput
-from octavo.plan import TO_BE_GUESSED, StepPlan, num_standing
+from octavo.plan import DRAFT_PLACEHOLDER, StepPlan, num_standing
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from octavo.sequence import Sequence
@@ -307,19 +307,21 @@ def test_a_draft_goes_on_from_the_state_after_the_last_right_token(
         pytest.skip("a draft with states needs all keys")
     config = method_config(model, "draft_model", num_gpu_blocks_override=100)
     rng = random.Random(0)
-    guesses = guessing(lambda seq, most: rng.choice([(), (7, 8)[:most], *[(TO_BE_GUESSED,) * min(most, 3)] * 3]))
-    core = EngineCore(config, None if place == "cpu" else late_executor(config, LateDevice(1)), guesses)
-    submit, num_guessed = core.executor.submit, 0
+    draft_tokens = guessing(
+        lambda seq, most: rng.choice([(), (7, 8)[:most], *[(DRAFT_PLACEHOLDER,) * min(most, 3)] * 3])
+    )
+    core = EngineCore(config, None if place == "cpu" else late_executor(config, LateDevice(1)), draft_tokens)
+    submit, num_drafted = core.executor.submit, 0
 
     def watched(plan: StepPlan) -> Any:
-        nonlocal num_guessed
+        nonlocal num_drafted
         result, first = submit(plan).result(), 0
         for planned in plan.rows:
             tokens = result.tokens[first : first + planned.num_samples]
             first += planned.num_samples
-            if guessed := result.guesses.get(planned.row):
+            if guessed := result.draft_tokens.get(planned.row):
                 assert num_standing(guessed, tokens) == 1 + len(guessed)
-                num_guessed += len(guessed)
+                num_drafted += len(guessed)
         return SimpleNamespace(result=lambda: result)
 
     core.executor.submit = watched  # type: ignore[method-assign]
@@ -329,7 +331,7 @@ def test_a_draft_goes_on_from_the_state_after_the_last_right_token(
         core.add(EngineRequest(f"r{i}", Prompt([5, 6 + i, 7] * (3 + 6 * i)), params, [EOS], 24, 0.0))
     while core.has_work:
         core.step()
-    assert num_guessed > 30
+    assert num_drafted > 30
 
 
 @pytest.mark.parametrize("method", ["prediction", "noise", "draft_model"])

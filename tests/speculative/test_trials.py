@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from octavo.plan import TO_BE_GUESSED, PlannedRow
+from octavo.plan import DRAFT_PLACEHOLDER, PlannedRow
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 from octavo.sequence import Sequence
@@ -28,23 +28,23 @@ def guessed_steps(
     speculation = Speculation(ToBeDrafted(100_000), MOST, COST)
     request = EngineRequest("a", Prompt([1]), SamplingParams(), [], num_tokens + MOST + 2, 0.0)
     seq = Sequence(request, (0.0, 0), 0)
-    speculation.took(seq, [0], None)
+    speculation.accept(seq, [0], None)
     place, step, found = 0, 0, []
     while place < num_tokens:
-        (guesses,) = speculation.choose([(seq, MOST)], [PlannedRow(0, 10, 1, 1)])
-        assert all(guess == TO_BE_GUESSED for guess in guesses)
-        rows = [PlannedRow(0, 10, 1 + len(guesses), 1 + len(guesses), 1, guesses)]
+        (draft_tokens,) = speculation.choose([(seq, MOST)], [PlannedRow(0, 10, 1, 1)])
+        assert all(guess == DRAFT_PLACEHOLDER for guess in draft_tokens)
+        rows = [PlannedRow(0, 10, 1 + len(draft_tokens), 1 + len(draft_tokens), 1, draft_tokens)]
         speculation.planned(rows)
         # The token of a place is its number; a wrong guess is none of them.
-        drafts = tuple(place + i if is_right(place + i) else -7 for i in range(len(guesses)))
+        drafts = tuple(place + i if is_right(place + i) else -7 for i in range(len(draft_tokens)))
         if not can_guess(len(found)):
             drafts = ()
         right = next((i for i, token in enumerate(drafts) if token < 0), len(drafts))
-        if guesses:
+        if draft_tokens:
             found.append(step)
             lags = not can_guess(len(found) - 2)
             speculation.drafted(rows, {0: drafts}, len(drafts) * A_GUESS_S * (20 if lags else 1), lags)
-        speculation.took(seq, [place + i for i in range(right + 1)], drafts if guesses else None)
+        speculation.accept(seq, [place + i for i in range(right + 1)], drafts if draft_tokens else None)
         place, step = place + right + 1, step + 1
     return found, step
 

@@ -50,7 +50,7 @@ def test_answers_are_the_cpus_on_a_device_that_is_late(
     monkeypatch: pytest.MonkeyPatch, whisper: Path, more: dict[str, Any]
 ) -> None:
     expected, device = answers(whisper, **more), LateDevice(1)
-    monkeypatch.setattr(executor, "_open_device", lambda config, team: (device, torch_ref))
+    monkeypatch.setattr(executor, "_open_device", lambda config, worker_group: (device, torch_ref))
     check(answers(whisper, **more), expected)
     assert (device.num_replays > 0) == (not more.get("enforce_eager"))
 
@@ -78,7 +78,7 @@ def test_a_step_without_memory_loses_nothing_of_what_tokens_attend_to(
 ) -> None:
     """But for the newest request, which it ends."""
     device = LateDevice(0)
-    monkeypatch.setattr(executor, "_open_device", lambda config, team: (device, torch_ref))
+    monkeypatch.setattr(executor, "_open_device", lambda config, worker_group: (device, torch_ref))
     llm = engine(whisper)
     start = marks(whisper, "startoftranscript", "de", "transcribe", "notimestamps")
     prompts = [asked(start, sound(seed)) for seed in range(2)]
@@ -121,5 +121,5 @@ def test_answers_of_tritons_kernels_are_the_cpus(
         return together, [np.frombuffer(alone.alignment, np.float32)]
 
     expected = told()
-    monkeypatch.setattr(executor, "_open_device", lambda config, team: (LateDevice(0), cuda))
+    monkeypatch.setattr(executor, "_open_device", lambda config, worker_group: (LateDevice(0), cuda))
     check(told(), expected)

@@ -21,7 +21,7 @@ from octavo.entrypoints.http.router import Router, validate_body
 from octavo.entrypoints.http.server_state import ServerState, requested_rank, state_of
 from octavo.entrypoints.http.streaming import EventStream, encode_json, run_until_disconnect
 from octavo.errors import RequestError
-from octavo.multimodal.audio_features import Listener, Spectrum
+from octavo.multimodal.audio_features import AudioFeatureExtractor, Spectrum
 from octavo.multimodal.transcript import as_srt, as_vtt
 
 router = Router(tags=["OpenAI"])
@@ -191,7 +191,9 @@ def _body_of(form: FormData, task: str, state: ServerState) -> AudioRequest:
 class TranscriptionJob:
     """One sound on its way to its answer."""
 
-    def __init__(self, state: ServerState, listener: Listener, body: AudioRequest, raw: Request, task: str) -> None:
+    def __init__(
+        self, state: ServerState, listener: AudioFeatureExtractor, body: AudioRequest, raw: Request, task: str
+    ) -> None:
         self._state, self._listener, self._body = state, listener, body
         state.resolve_model(body.model)
         self._name, self.headers = state.response_id("audio", body, raw)

@@ -106,7 +106,7 @@ class HttpServer(uvicorn.Server):
             logger.info("stopping: no request is under way")
         elif not self.should_exit:
             logger.warning("stopping: %d requests are cut off", state.num_in_flight)
-            await self._engine.end_all()
+            await self._engine.abort_all_for_shutdown()
             await self._is_idle_within(FLUSH_TIMEOUT_S)
         self.should_exit = True
 

@@ -51,7 +51,7 @@ def test_an_engine_launches_what_its_start_has(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     case = CASES[name]
-    monkeypatch.setattr(executor, "_open_device", lambda config, team: (LateDevice(0), cuda))
+    monkeypatch.setattr(executor, "_open_device", lambda config, worker_group: (LateDevice(0), cuda))
     if case.format is not None:
 
         def opened(checkpoint: Checkpoint, *_: Any) -> Any:
