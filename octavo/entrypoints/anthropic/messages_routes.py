@@ -15,7 +15,7 @@ from octavo.entrypoints.anthropic.messages_protocol import CountTokensRequest, M
 from octavo.entrypoints.anthropic.to_chat import to_chat
 from octavo.entrypoints.chat.conversation import Conversation, Progress
 from octavo.entrypoints.http.body_fields import ResponseModel
-from octavo.entrypoints.http.error_responses import describe, error_body
+from octavo.entrypoints.http.error_responses import error_body, error_fields
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import ARRIVAL, state_of
 from octavo.entrypoints.http.streaming import EventStream, named_event, run_until_disconnect
@@ -88,7 +88,7 @@ async def _stream(builder: MessageBuilder, progress: AsyncGenerator[Progress, No
             if events := builder.add(part):
                 yield b"".join(map(named_event, events))
     except Exception as error:
-        yield b"event: error\ndata: " + error_body(**describe(error)) + b"\n\n"
+        yield b"event: error\ndata: " + error_body(**error_fields(error)) + b"\n\n"
     finally:
         await progress.aclose()
 

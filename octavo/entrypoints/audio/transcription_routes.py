@@ -51,7 +51,7 @@ class AudioRequest(RequestBody):
     request_id: Text | None = described("Names the request in the log.")
 
 
-class Usage(ResponseModel):
+class AudioUsage(ResponseModel):
     type: Literal["duration"] = "duration"
     seconds: int
 
@@ -60,7 +60,7 @@ class Transcription(ResponseModel):
     """What is said in the sound."""
 
     text: str
-    usage: Usage
+    usage: AudioUsage
 
 
 class TranscriptionSegment(ResponseModel):
@@ -91,7 +91,7 @@ class VerboseTranscription(ResponseModel):
     text: str
     segments: list[TranscriptionSegment] | None = None
     words: list[TranscriptionWord] | None = None
-    usage: Usage
+    usage: AudioUsage
 
 
 def _form(*names: str) -> dict[str, Any]:
@@ -220,7 +220,7 @@ class TranscriptionJob:
         text, kind = "".join(transcript.text for transcript in heard).strip(), self._body.response_format
         if kind == "text":
             return PlainTextResponse(text + "\n", headers=self.headers)
-        usage = Usage(seconds=math.ceil(spectrum.seconds))
+        usage = AudioUsage(seconds=math.ceil(spectrum.seconds))
         if kind == "json":
             return self._json(Transcription(text=text, usage=usage))
         segments = self._segments(heard, spectrum.seconds)

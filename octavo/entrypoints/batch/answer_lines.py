@@ -78,7 +78,7 @@ async def _answer(app: ASGIApp, number: int, text: bytes, write: Write, endpoint
 async def _ask(app: ASGIApp, line: Line) -> tuple[int, bytes]:
     """Status and body of the answer. Waits while the application says that it cannot answer now."""
     for _ in range(MAX_TRIES):
-        status, headers, body = await call(app, line.url, line.body)
+        status, headers, body = await call_app(app, line.url, line.body)
         if status not in _RETRIED_STATUSES:
             return status, body
         if b'"engine_stopping"' in body:
@@ -87,7 +87,7 @@ async def _ask(app: ASGIApp, line: Line) -> tuple[int, bytes]:
     raise BatchStopped(body.decode(errors="replace"))
 
 
-async def call(app: ASGIApp, path: str, body: bytes) -> tuple[int, Headers, bytes]:
+async def call_app(app: ASGIApp, path: str, body: bytes) -> tuple[int, Headers, bytes]:
     """Status, headers and body of what `app` answers to a POST from within the server."""
     raw_headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     scope: dict[str, Any] = {

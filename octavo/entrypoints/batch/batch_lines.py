@@ -89,7 +89,7 @@ def error_line(number: int, sum: int, error: LineError) -> bytes:
     return b'%b,"custom_id":%b,"response":null,"error":%b}\n' % (_head(number, sum), custom_id, said)
 
 
-def answered(line: bytes) -> tuple[int, int] | None:
+def read_answered(line: bytes) -> tuple[int, int] | None:
     """Number and checksum of the line that an answer is for; None if it is no answer of ours."""
     found = _ID.match(line)
     return None if found is None else (int(found[1]), int(found[2], 16))

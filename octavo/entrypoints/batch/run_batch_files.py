@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.entrypoints.batch.answer_lines import answer_lines
-from octavo.entrypoints.batch.batch_lines import answered, checksum
+from octavo.entrypoints.batch.batch_lines import checksum, read_answered
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class BatchFiles:
         with open(self._output_path, "rb") as file:
             begin = 0
             for line in file:
-                found = answered(line)
+                found = read_answered(line)
                 assert found is not None
                 begins[found[0]] = begin
                 begin += len(line)
@@ -131,7 +131,7 @@ class BatchFiles:
             for line in file:
                 if not line.endswith(b"\n"):
                     break  # was being written
-                found = answered(line)
+                found = read_answered(line)
                 if found is None or found[0] >= self.num_lines:
                     raise ConfigError(
                         f"{self._output_path} is there already and is not the output of {self._input_path}; give "

@@ -1,8 +1,8 @@
-"""What a chat's answer consists of: reasoning first, then content and tool calls, as a message or as deltas.
+"""What a chat's answer consists of: reasoning first, then content and tool calls, as deltas.
 
 The request, its prompt and the server's flags say how answers are to be read, and what they must be; a grammar is for
-what comes after the reasoning. A message is what its deltas add up to: a stream and a whole answer are the same. Deltas
-are of no API: each API writes them in its own form.
+what comes after the reasoning. A whole answer is what its deltas add up
+to. Deltas are of no API: each API writes them in its own form.
 """
 
 from __future__ import annotations

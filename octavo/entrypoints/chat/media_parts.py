@@ -44,34 +44,34 @@ def read_part(part: Mapping[str, Any]) -> SentMedium:
         if uuid is not None and (given is None or given == {}):
             return SentMedium(_KIND_OF[kind], None, uuid)
         return SentMedium(_KIND_OF[kind], _value_of(kind, given), uuid)
-    except _Unlike as error:
+    except _WrongShape as error:
         raise ValueError(f"has a part that is not like {error}") from None
 
 
-class _Unlike(Exception):
+class _WrongShape(Exception):
     """How a part should look."""
 
 
 def _value_of(kind: str, given: object) -> Any:
     if kind in _VALUE_PARTS:
         if given is None or isinstance(given, str):
-            raise _Unlike(_VALUE_PARTS[kind])
+            raise _WrongShape(_VALUE_PARTS[kind])
         return given
     if kind == "input_audio":
         if not isinstance(given, Mapping) or set(given) != {"data", "format"} or not isinstance(given["data"], str):
-            raise _Unlike(MEDIA_PARTS[kind])
+            raise _WrongShape(MEDIA_PARTS[kind])
         if given["format"] not in get_args(SoundFormat):
-            raise _Unlike(f"{MEDIA_PARTS[kind]}, with the format {', '.join(get_args(SoundFormat))}")
+            raise _WrongShape(f"{MEDIA_PARTS[kind]}, with the format {', '.join(get_args(SoundFormat))}")
         return f"data:audio/{given['format']};base64,{given['data']}"
     if kind.endswith("_embeds"):
         if not isinstance(given, str | Mapping):
-            raise _Unlike(MEDIA_PARTS[kind])
+            raise _WrongShape(MEDIA_PARTS[kind])
         return SentEmbeddings(given)
     known = {"url", "detail"} if kind == "image_url" else {"url"}  # one size is all that models here know
     if isinstance(given, Mapping) and not set(given) - known:
         given = given.get("url")
     if not isinstance(given, str):
-        raise _Unlike(MEDIA_PARTS[kind])
+        raise _WrongShape(MEDIA_PARTS[kind])
     return given
 
 

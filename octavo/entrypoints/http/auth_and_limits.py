@@ -21,7 +21,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from octavo.entrypoints import ui
 from octavo.entrypoints.anthropic.anthropic_errors import PREFIX as ANTHROPIC_PREFIX
 from octavo.entrypoints.anthropic.anthropic_errors import anthropic_error
-from octavo.entrypoints.http.error_responses import DEV_MODE_PATHS, ERROR_FORM, error_response, not_allowed
+from octavo.entrypoints.http.error_responses import (
+    DEV_MODE_PATHS,
+    ERROR_FORM,
+    error_response,
+    method_not_allowed_message,
+)
 from octavo.entrypoints.http.openapi import PAGE_FILES
 from octavo.entrypoints.http.router import methods_of
 from octavo.entrypoints.http.server_state import ARRIVAL, Arrival, ServerState
@@ -134,7 +139,7 @@ class AuthAndLimits:
         allowed = self._methods.get(path) or methods_of(path, self._routes)
         if allowed is not None and method not in allowed:
             headers_of_405 = {"Allow": ", ".join(sorted(allowed)), **_CLOSE}
-            return error_response(not_allowed(method, path), 405, headers=headers_of_405)
+            return error_response(method_not_allowed_message(method, path), 405, headers=headers_of_405)
         unavailable = await self._state.unavailable()
         if unavailable is not None:
             status, reason = unavailable

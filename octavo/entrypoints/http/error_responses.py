@@ -25,7 +25,7 @@ logger = logging.getLogger("octavo.server")
 
 RETRY_AFTER_S = 5
 # Unknown fields that users take for known ones, and those that they mean.
-_MEANT = {
+_SUGGESTED_FIELDS = {
     "enable_thinking": 'chat_template_kwargs {"enable_thinking": ...}',
     "lora_request": "model, which is the adapter's name",
     "max_new_tokens": "max_tokens",
@@ -67,7 +67,7 @@ class ErrorResponse(ResponseModel):
 def error_body(message: str, status: int, *, param: str | None = None, code: str | None = None) -> bytes:
     """The body in the form of the API that is spoken, in ASCII, so that a message may quote any string that a client
     sent."""
-    return json.dumps(ERROR_FORM.get()(_cut(message), status, param and _cut(param), code)).encode()
+    return json.dumps(ERROR_FORM.get()(_shorten(message), status, param and _shorten(param), code)).encode()
 
 
 def openai_error(message: str, status: int, param: str | None, code: str | None) -> dict[str, Any]:
@@ -81,7 +81,7 @@ ErrorForm = Callable[[str, int, str | None, str | None], dict[str, Any]]
 ERROR_FORM: ContextVar[ErrorForm] = ContextVar("error_form", default=openai_error)  # of the request that a task answers
 
 
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= MAX_MESSAGE_LENGTH else text[:MAX_MESSAGE_LENGTH] + "..."
 
 
@@ -102,7 +102,7 @@ def error_response(
     )
 
 
-def describe(error: Exception) -> dict[str, Any]:
+def error_fields(error: Exception) -> dict[str, Any]:
     """What `error_body` and `error_response` take; an unforeseen error is logged here, with its traceback, once."""
     if isinstance(error, RequestError):
         return {"message": str(error), "status": error.status, "param": error.param, "code": error.code}
@@ -119,7 +119,7 @@ def describe(error: Exception) -> dict[str, Any]:
 
 def stream_error_event(error: Exception) -> bytes:
     """The error as a server-sent event: in mid-stream the status line has long been sent."""
-    return b"data: " + error_body(**describe(error)) + b"\n\n"
+    return b"data: " + error_body(**error_fields(error)) + b"\n\n"
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> RequestError:
@@ -134,7 +134,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> RequestError:
     for part in location[1:]:
         param += f"[{part}]" if isinstance(part, int) else f".{part}"
     if error["type"] == "extra_forbidden":
-        meant = f"; what is meant is perhaps {_MEANT[param]}." if param in _MEANT else ""
+        meant = f"; what is meant is perhaps {_SUGGESTED_FIELDS[param]}." if param in _SUGGESTED_FIELDS else ""
         return RequestError(f"Unrecognized request argument supplied: {param}{meant}", param=param)
     if error["type"] == "missing":
         return RequestError(f"{param} is required.", param=param)
@@ -152,7 +152,7 @@ def refusal(error: Exception) -> Response:
     """The response to a request that is not taken."""
     retry_after_s = error.retry_after_s if isinstance(error, RequestError) else None
     headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
-    return error_response(**describe(error), headers=headers)
+    return error_response(**error_fields(error), headers=headers)
 
 
 async def refuse_not_built(request: Request) -> Response:
@@ -175,11 +175,11 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
             return error_response(said, 404, code="not_enabled")
         message = f"Invalid URL ({request.method} {path})"
     elif error.status_code == 405:
-        message = not_allowed(request.method, path)
+        message = method_not_allowed_message(request.method, path)
     return error_response(message, error.status_code, headers=error.headers)
 
 
-def not_allowed(method: str, path: str) -> str:
+def method_not_allowed_message(method: str, path: str) -> str:
     return f"Not allowed to {method} on {path}"
 
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.entrypoints.http.error_responses import describe, error_body
+from octavo.entrypoints.http.error_responses import error_body, error_fields
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import PreparedPrompt, state_of
 from octavo.entrypoints.http.streaming import EventStream, encode_json, respond
@@ -58,6 +58,6 @@ async def _lines(texts: list[str], outputs: AsyncGenerator[RequestOutput, None])
                 texts[completion.index] += completion.text
             yield encode_json({"text": texts}) + b"\n"
     except Exception as error:
-        yield error_body(**describe(error)) + b"\n"
+        yield error_body(**error_fields(error)) + b"\n"
     finally:
         await outputs.aclose()

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from octavo.entrypoints.chat.conversation import Progress
-from octavo.entrypoints.http.error_responses import describe
+from octavo.entrypoints.http.error_responses import error_fields
 from octavo.entrypoints.http.server_state import ServerState
 from octavo.entrypoints.http.store import Database, StoreError
 from octavo.entrypoints.http.streaming import named_event
@@ -61,7 +61,7 @@ class ResponseRun:
             await self._progress.aclose()
 
     def _fail(self, error: Exception) -> list[Event]:
-        fields = describe(error)
+        fields = error_fields(error)
         code = "rate_limit_exceeded" if fields["status"] == 429 else "server_error"
         return self._builder.fail(code, fields["message"])
 

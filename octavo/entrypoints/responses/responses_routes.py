@@ -91,7 +91,9 @@ async def _read(body: ResponsesRequest, state: ServerState, response_id: str) ->
     items = await run_off_loop(lambda: read_items(body.input, response_id), length=_length())
     if body.previous_response_id is None and not any(item["type"] == "item_reference" for item in items):
         return [], items
-    return await state.store.run(lambda database: stored_responses.complete(database, body.previous_response_id, items))
+    return await state.store.run(
+        lambda database: stored_responses.with_history(database, body.previous_response_id, items)
+    )
 
 
 async def _submit(

@@ -43,7 +43,7 @@ def write(database: Database, response: dict[str, Any], items: list[Item], *, is
     database.put(KIND, response["id"], encode_json(response), encode_json(items), is_owned=is_owned)
 
 
-def complete(database: Database, previous_id: str | None, items: list[Item]) -> tuple[list[Item], list[Item]]:
+def with_history(database: Database, previous_id: str | None, items: list[Item]) -> tuple[list[Item], list[Item]]:
     """What was said before, and `items` with the items in the place of references to them. Raises `RequestError`."""
     chain: list[Stored] = []
     response_id = previous_id

@@ -13,7 +13,7 @@ import openai
 import pytest
 from tqdm import tqdm
 
-from octavo.entrypoints.batch.batch_lines import LineError, answer_line, answered, checksum, error_line, read_line
+from octavo.entrypoints.batch.batch_lines import LineError, answer_line, checksum, error_line, read_answered, read_line
 from octavo.entrypoints.batch.run_batch_files import BatchFiles
 from octavo.entrypoints.http.app import build_app
 from octavo.entrypoints.http.server_args import ServerArgs
@@ -43,8 +43,8 @@ def test_answers_say_which_line_they_are_for() -> None:
     for answer in (
         answer_line(7, sum, "ü\n", 200, b'{"a":\n1}'), error_line(7, sum, LineError("no", "a")),
     ):  # fmt: skip
-        assert answered(answer) == (7, sum) and answer.count(b"\n") == 1 and json.loads(answer)
-    assert answered(b'{"id":"other"}') is None
+        assert read_answered(answer) == (7, sum) and answer.count(b"\n") == 1 and json.loads(answer)
+    assert read_answered(b'{"id":"other"}') is None
     for bad in BAD:
         with pytest.raises(LineError):
             read_line(bad)
@@ -199,7 +199,7 @@ def test_a_file_is_gone_on_with_where_it_was_left(tiny_tokenizer: Path, tmp_path
         answer_files(engine, source, target)
         again = target.read_bytes().splitlines(keepends=True)
         assert again[:num_kept] == whole[:num_kept] and len(again) == len(whole)
-        assert len({answered(one) for one in again}) == len(whole)
+        assert len({read_answered(one) for one in again}) == len(whole)
         assert len(engine.seen) - num_seen <= len(whole) - num_kept
     answers = {one["custom_id"]: one for one in map(json.loads, target.read_bytes().splitlines())}
     assert [answers[id]["response"]["status_code"] for id in ("0", "c", "r", "m", "e")] == [200, 200, 200, 200, 400]

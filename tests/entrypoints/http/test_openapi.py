@@ -61,6 +61,10 @@ def test_every_route_says_what_it_does_and_how_it_fails(description: dict[str, A
             assert schema == {"$ref": f"#/components/schemas/{name}"}, (path, status)
 
 
+def test_no_schema_is_named_by_the_module_that_it_stands_in(description: dict[str, Any]) -> None:
+    assert not [name for name in description["components"]["schemas"] if name.startswith("octavo__")]
+
+
 def test_every_field_of_a_request_is_explained(description: dict[str, Any]) -> None:
     models = description["components"]["schemas"]
     for name in (

@@ -98,8 +98,8 @@ def _parameters(schema: Mapping[str, Any], value_after: str | None) -> dict[str,
         if value_after is None:
             found[name] = None
             continue
-        one = resolved(one, schema)
-        kinds = kinds_of(one, schema)
+        one = resolve_ref(one, schema)
+        kinds = schema_types(one, schema)
         if not kinds or ("string" in kinds and not kinds <= {"string", "null"}) or "unknown" in kinds:
             return None  # a text could not be told from JSON
         if "string" not in kinds:
@@ -121,7 +121,7 @@ def _parts_are_plain(schema: Mapping[str, Any]) -> bool:
     return all(isinstance(part, Mapping) and not part.keys() - _NO_CONSTRAINTS for part in parts)
 
 
-def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+def resolve_ref(schema: Any, root: Mapping[str, Any]) -> Any:
     """What a schema that is nothing but a reference to a definition of `root` refers to."""
     for _ in range(_MAX_DEPTH):
         if not isinstance(schema, Mapping) or not isinstance(reference := schema.get("$ref"), str):
@@ -136,9 +136,9 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     return schema
 
 
-def kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
     """The JSON types that a schema allows, as far as it says so at its top; "unknown" for what it does not say."""
-    schema = resolved(schema, root)
+    schema = resolve_ref(schema, root)
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return set()
     kinds = schema.get("type")
@@ -147,7 +147,7 @@ def kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
     for name in ("anyOf", "oneOf"):
         parts = schema.get(name)
         for part in parts if isinstance(parts, list) else ():
-            found |= kinds_of(part, root, depth + 1) or {"unknown"}
+            found |= schema_types(part, root, depth + 1) or {"unknown"}
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if not found and isinstance(values, list) and values and all(isinstance(value, str) for value in values):
         found = {"string"}

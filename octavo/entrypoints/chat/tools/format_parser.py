@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.entrypoints.chat.reasoning import held_back
-from octavo.entrypoints.chat.tools.call_spelling import kinds_of
+from octavo.entrypoints.chat.tools.call_spelling import schema_types
 from octavo.entrypoints.chat.tools.python_calls import keyed_call, python_calls
 from octavo.entrypoints.chat.tools.tool_formats import JsonCalls, KeyedValues, NamedJson, PythonCalls, Tags, ToolFormat
 from octavo.entrypoints.chat.tools.tool_parser import (
@@ -190,7 +190,7 @@ class FormatParser(TextParser):
                     return None
                 attributes = before
             key = key.strip()
-            is_text = _is_text(kinds_of(schemas.get(key), schema), attributes, body)
+            is_text = _is_text(schema_types(schemas.get(key), schema), attributes, body)
             value = yield from self._take_value(body, is_text)
             if value is None:
                 return None
