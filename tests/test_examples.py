@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -16,8 +15,10 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.e2e.prometheus import free_port
 from tests.e2e.server import MODEL, Server, running_server
+from tests.installing import why_not
+from tests.ports import held_port
+from tests.waiting import wait_until, within
 
 pytestmark = pytest.mark.slow
 
@@ -59,10 +60,8 @@ def test_every_example_is_run_and_described() -> None:
 def test_javascript(server: Server, tmp_path: Path) -> None:
     shutil.copy(ROOT / "examples" / "javascript.mjs", tmp_path)
     npm = ["npm", "install", "--no-audit", "--no-fund", "openai@7.57.0"]
-    try:
-        subprocess.run(npm, cwd=tmp_path, capture_output=True, check=True, timeout=120)
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        pytest.skip(f"npm cannot install the client here: {error.stderr!r:.300}")
+    if reason := why_not(npm, cwd=tmp_path):
+        pytest.skip(f"npm cannot install the client here: {reason}")
     env = os.environ | {"OPENAI_BASE_URL": f"{server.url}/v1"}
     done = subprocess.run(
         ["node", "javascript.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=120, env=env
@@ -75,7 +74,7 @@ def test_several_models_behind_nginx(server: Server, tmp_path: Path) -> None:
     nginx = shutil.which("nginx", path=os.environ.get("PATH", "") + ":/usr/sbin")
     if nginx is None:
         pytest.skip("nginx is not installed (Debian: nginx-light)")
-    port = free_port()
+    port = held_port()
     with running_server(
         tmp_path, "--max-model-len", "512", "--root-path", "/small", "--served-model-name", "s"
     ) as small:
@@ -107,16 +106,19 @@ def test_several_models_behind_nginx(server: Server, tmp_path: Path) -> None:
 
 def wait_for(url: str) -> int:
     """The status of an answer, once there is one."""
-    deadline = time.monotonic() + 30
-    while True:
+
+    def status() -> int | None:
         try:
-            with urllib.request.urlopen(url, timeout=30) as response:
+            with urllib.request.urlopen(url, timeout=within(60)) as response:
                 return int(response.status)
         except urllib.error.HTTPError as error:
             return error.code
         except (urllib.error.URLError, ConnectionError):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+            return None
+
+    found = wait_until(status)
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

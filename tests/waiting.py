@@ -37,7 +37,7 @@ def within(seconds: float) -> float:
     return seconds * slowness()
 
 
-def wait_until(condition: Callable[[], T], timeout_s: float = 60, of_what: Callable[[], object] = lambda: "") -> T:
+def wait_until(condition: Callable[[], T], of_what: Callable[[], object] = lambda: "", timeout_s: float = 60) -> T:
     """Return what `condition` returns once that is true; fail, and say `of_what()`, if it never is."""
     deadline = time.perf_counter() + within(timeout_s)
     while not (found := condition()):
@@ -68,6 +68,12 @@ class Clock:
 
     def advance(self, seconds: float) -> None:
         self._shift_s += seconds
+
+    async def pass_time(self, seconds: float) -> None:
+        """`advance`, and have those whose time has come go on."""
+        self.advance(seconds)
+        for _ in range(5):
+            await asyncio.sleep(0)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """`asyncio.run` in a loop that waits for no timer: when nothing else is ready, it is the next timer's time."""

@@ -9,10 +9,9 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ import httpx
 import pytest
 
 from tests.deploy.test_containers import debian
-from tests.e2e.prometheus import free_port
+from tests.ports import held_port
+from tests.waiting import wait_until
 
 CHANGE = Path(__file__).parents[2] / "deploy" / "blue-green" / "change.py"
 STUB = (sys.executable, str(Path(__file__).with_name("stub_server.py")))
@@ -36,7 +36,7 @@ class Site:
 
     def __init__(self, folder: Path) -> None:
         debian("nginx", "nginx-light")
-        self.state, self.port, self.ports = folder / "state", free_port(), (free_port(), free_port())
+        self.state, self.port, self.ports = folder / "state", held_port(), (held_port(), held_port())
         self.url = f"http://127.0.0.1:{self.port}"
 
     def start(self, what: str, *command: str, **options: object) -> subprocess.Popen[str]:
@@ -203,9 +203,7 @@ def test_a_server_that_died_is_not_gone_back_to(site: Site) -> None:
 def test_commands_that_cannot_be_meant(site: Site) -> None:
     assert "is followed by -- and the server's command" in site.run("to")[2]
     assert "a share lies between 0 and 100%" in site.run("recover", weights=100)[2]
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", site.ports[0]))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", site.ports[0])):
         code, _, err = site.run("to", *STUB, "--token", "first")
     assert code == 1 and f"port {site.ports[0]} is taken by another program" in err
 
@@ -247,13 +245,6 @@ class Clients:
     def __exit__(self, *_: object) -> None:
         self.ended.set()
         self.thread.join()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.slow

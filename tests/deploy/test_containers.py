@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,7 +19,8 @@ import yaml
 
 from octavo.entrypoints.cli.serve import parse_args
 from octavo.version import __version__
-from tests.e2e.prometheus import free_port
+from tests.ports import held_port
+from tests.waiting import wait_until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DOCKERFILE = DEPLOY / "docker" / "Dockerfile"
@@ -155,7 +155,7 @@ def backends() -> Iterator[tuple[Backend, Backend]]:
 @contextlib.contextmanager
 def running_nginx(folder: Path, *backends: Backend) -> Iterator[http.client.HTTPConnection]:
     """Debian's nginx with the settings of deploy/compose/full, but for ports and folders."""
-    nginx, port = debian("nginx", "nginx-light"), free_port()
+    nginx, port = debian("nginx", "nginx-light"), held_port()
     settings = (DEPLOY / "compose" / "full" / "nginx.conf").read_text()
     for old, new in (
         ("listen 8080", f"listen 127.0.0.1:{port}"),
@@ -174,15 +174,16 @@ def running_nginx(folder: Path, *backends: Backend) -> Iterator[http.client.HTTP
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     client = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     try:
-        deadline = time.monotonic() + 30
-        while True:
+
+        def answers() -> bool:
+            assert process.poll() is None
             with contextlib.suppress(OSError):
                 client.request("GET", "/nginx-health")
-                assert client.getresponse().read() == b"ok\n"
-                break
-            assert process.poll() is None and time.monotonic() < deadline
+                return client.getresponse().read() == b"ok\n"
             client.close()
-            time.sleep(0.05)
+            return False
+
+        wait_until(answers)
         yield client
     finally:
         client.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +14,7 @@ import pytest
 
 from tests.e2e.prometheus import MISSING, Prometheus, running_prometheus
 from tests.e2e.server import MODEL, Server, running_server
+from tests.waiting import wait_until
 
 GRAFANA = Path(__file__).parents[2] / "deploy" / "grafana"
 
@@ -54,10 +54,10 @@ def test_panels_stand_beside_each_other_and_explain_themselves() -> None:
 
 
 def wait_for(prometheus: Prometheus, expression: str, value: float) -> None:
-    deadline = time.monotonic() + 60
-    while (found := [number for _, number in prometheus.query(expression)]) != [value]:
-        assert time.monotonic() < deadline, f"{expression} is {found}, not {value}"
-        time.sleep(0.1)
+    def found() -> list[float]:
+        return [number for _, number in prometheus.query(expression)]
+
+    wait_until(lambda: found() == [value], of_what=lambda: f"{expression} is {found()}, not {value}")
 
 
 @pytest.fixture(scope="module")

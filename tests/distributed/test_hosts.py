@@ -8,6 +8,7 @@ a machine with nothing else to do (`OCTAVO_TEST_HOSTS=1`): what Ray itself waits
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import pytest
 from transformers import LlamaConfig
 
 from octavo.distributed import ray_hosts
+from tests import waiting
 from tests.distributed.hosts import Host, first_host, network, why_no_hosts
 from tests.distributed.rays import install_ray
 from tests.e2e.server import Server, running_server
@@ -95,11 +97,7 @@ def answers(server: Server, engine: int | None = None) -> list[Any]:
     ]
 
 
-def wait_until(is_so: Callable[[], bool], of_what: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 400
-    while not is_so():
-        assert time.monotonic() < deadline, of_what()
-        threading.Event().wait(0.05)
+wait_until = functools.partial(waiting.wait_until, timeout_s=400)
 
 
 def is_well(server: Server) -> bool:

@@ -30,6 +30,7 @@ from octavo.speculative.proposer import ToBeDrafted
 from octavo.speculative.speculation import Speculation
 from tests.execution.test_draft_tokens import guessed_requests
 from tests.execution.test_runner import config_of, model, run, told
+from tests.ports import held_port
 
 __all__ = ["model"]
 
@@ -42,10 +43,7 @@ FOUR_LAYERS = {"hf_overrides": {"num_hidden_layers": 4}}
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        found: int = probe.getsockname()[1]
-        return found
+    return held_port()
 
 
 class Beside:

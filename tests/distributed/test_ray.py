@@ -10,9 +10,7 @@ import json
 import os
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,11 +26,12 @@ from octavo.errors import ConfigError, LoadError, OctavoError
 from octavo.execution.executor import MultiprocExecutor
 from tests.distributed.rays import install_ray
 from tests.distributed.test_nodes import FOUR_LAYERS
-from tests.e2e.prometheus import free_port
 from tests.e2e.server import running_server
 from tests.e2e.test_nodes import complete
 from tests.execution.test_draft_tokens import guessed_requests
 from tests.execution.test_runner import config_of, model, run, told
+from tests.ports import held_port
+from tests.waiting import wait_until
 
 __all__ = ["model"]
 
@@ -73,15 +72,8 @@ def cluster() -> Iterator[Any]:
 
 
 def ray_config(model: Path, **flags: Any) -> EngineConfig:
-    shared = {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray", "master_port": free_port()}
+    shared = {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray", "master_port": held_port()}
     return config_of(model, **(shared | FOUR_LAYERS | flags))
-
-
-def wait_until(is_so: Callable[[], bool], of_what: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline, of_what()
-        threading.Event().wait(0.05)
 
 
 def wait_until_free() -> None:
@@ -89,8 +81,8 @@ def wait_until_free() -> None:
     import ray
 
     ray_hosts._connect("--distributed-executor-backend")
-    wait_until(lambda: ray.available_resources().get("CPU") == 4, ray.available_resources)
-    wait_until(lambda: not actors(), actors)
+    wait_until(lambda: ray.available_resources().get("CPU") == 4, of_what=ray.available_resources)
+    wait_until(lambda: not actors(), of_what=actors)
 
 
 def actors() -> list[psutil.Process]:
@@ -161,7 +153,7 @@ def test_a_bad_start_is_told(
 def test_without_a_cluster_the_server_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
 ) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{held_port()}")
     with running_server(tmp_path, *flags, "--max-model-len", "512", wait=False) as server:
         assert server.process.wait(120) == 1
         assert "finds no cluster at RAY_ADDRESS 127.0.0.1" in server.log.read_text()
@@ -169,7 +161,7 @@ def test_without_a_cluster_the_server_says_so(
 
 @needs_ray
 def test_an_actor_that_dies_costs_its_requests_and_all_start_again(cluster: Any, tmp_path: Path) -> None:
-    flags = ["-pp", "2", "--distributed-executor-backend", "ray", "--master-port", str(free_port())]
+    flags = ["-pp", "2", "--distributed-executor-backend", "ray", "--master-port", str(held_port())]
     small = ["--cpu-threads", "1", "--max-model-len", "2048", "--kv-cache-memory-bytes", "100000000"]
     with running_server(tmp_path, *flags, *small) as server:
         assert "Paris" in complete(server.url, max_tokens=8).read().decode()
@@ -211,7 +203,7 @@ def test_a_bad_start_of_engines_is_told(
     message: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(ray_hosts, "_PLACEMENT_S", 60.0 if of_host else 2.0)
-    config = config_of(model, **(ENGINES | {"data_parallel_rpc_port": free_port()} | flags))
+    config = config_of(model, **(ENGINES | {"data_parallel_rpc_port": held_port()} | flags))
     assert config.engine_hosts is not None and config.engine_hosts.ray_flags is not None
     config.engine_hosts.ray_flags.update(of_host)
 
@@ -232,7 +224,7 @@ def test_engines_of_ray_answer_alike_and_one_that_dies_takes_its_own_streams_onl
     flags = ["-dp", "2", "--data-parallel-size-local", "1", "--data-parallel-backend", "ray"]
     small = ["--cpu-threads", "1", "--max-model-len", "2048", "--kv-cache-memory-bytes", "100000000"]
     prompts = [f"The {name} of the house is" for name in ("colour", "roof", "door", "owner")]
-    with running_server(tmp_path, *flags, "--data-parallel-rpc-port", str(free_port()), *small) as server:
+    with running_server(tmp_path, *flags, "--data-parallel-rpc-port", str(held_port()), *small) as server:
 
         def answers() -> list[Any]:
             return [json.load(complete(server.url, prompt=one, max_tokens=8))["choices"] for one in prompts]

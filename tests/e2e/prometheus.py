@@ -6,9 +6,7 @@ import contextlib
 import json
 import shutil
 import signal
-import socket
 import subprocess
-import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -16,14 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.ports import held_port
+from tests.waiting import wait_until
+
 MISSING = "there is no prometheus here (Debian: apt-get install --no-install-recommends prometheus)"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @dataclass
@@ -50,7 +44,7 @@ def running_prometheus(folder: Path, **targets: str) -> Iterator[Prometheus | No
     if binary is None:
         yield None
         return
-    port = free_port()
+    port = held_port()
     config = {
         "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
         "scrape_configs": [{"job_name": job, "static_configs": [{"targets": [at]}]} for job, at in targets.items()],
@@ -64,10 +58,11 @@ def running_prometheus(folder: Path, **targets: str) -> Iterator[Prometheus | No
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     running = Prometheus(f"http://127.0.0.1:{port}")
     try:
-        deadline = time.monotonic() + 60
-        while not _has_scraped(running, len(targets)):
-            assert process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
-            time.sleep(0.1)
+        wait_until(
+            lambda: process.poll() is not None or _has_scraped(running, len(targets)),
+            of_what=(folder / "log").read_text,
+        )
+        assert process.poll() is None, (folder / "log").read_text()
         yield running
     finally:
         process.send_signal(signal.SIGTERM)

@@ -6,10 +6,8 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -19,8 +17,10 @@ from pathlib import Path
 import openai
 import psutil
 
+from tests.ports import held_port
+from tests.waiting import wait_until, within
+
 MODEL = "SmolLM2-135M-Instruct"
-START_TIMEOUT_S = 300  # where transformers is imported by two processes and others share the machine
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Server:
     def get(self, path: str) -> tuple[int, str]:
         """Status (0 while nothing listens) and body."""
         try:
-            with urllib.request.urlopen(self.url + path, timeout=30) as response:
+            with urllib.request.urlopen(self.url + path, timeout=within(60)) as response:
                 return response.status, response.read().decode()
         except urllib.error.HTTPError as e:
             return e.code, e.read().decode()
@@ -63,23 +63,24 @@ class Server:
         total = max((count for _, count in buckets), default=0.0)
         return next(le for le, count in sorted(buckets) if count >= share * total) if total else None
 
-    def wait_until_idle(self, timeout_s: float = 60) -> None:
+    def wait_until_idle(self) -> None:
         """Return when nothing runs, waits or holds a block; fail if that does not come."""
-        deadline = time.monotonic() + timeout_s
         names = ("num_requests_running", "num_requests_waiting", "num_requests_swapped", "kv_cache_usage_perc")
-        while any(left := {name: self.metric(name) for name in names}.values()):
-            assert time.monotonic() < deadline, f"not idle: {left}"
-            time.sleep(0.1)
+
+        def in_use() -> dict[str, float]:
+            return {name: self.metric(name) for name in names}
+
+        wait_until(lambda: not any(in_use().values()), of_what=in_use)
 
     def core_process(self) -> psutil.Process:
         """The engine core."""
         (core,) = [p for p in psutil.Process(self.process.pid).children() if "core_process" in " ".join(p.cmdline())]
         return core
 
-    def stop(self, timeout_s: float = 30) -> int:
+    def stop(self) -> int:
         """Terminate it and return its exit status."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout_s)
+        return self.process.wait(within(60))
 
 
 @contextlib.contextmanager
@@ -91,26 +92,22 @@ def running_server(
     command: list[str] | None = None,
 ) -> Iterator[Server]:
     """`python -m octavo.entrypoints.openai.api_server`, or `command`, on a free port, with these flags."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = held_port()
     log = folder / f"server-{port}.log"
     command = [*(command or [sys.executable, "-m", module]), "--host", "127.0.0.1", "--port", str(port)]
     with open(log, "wb") as out:
         process = subprocess.Popen([*command, *flags], stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ))
     server = Server(f"http://127.0.0.1:{port}", process, log)
     try:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while wait and server.get("/health")[0] != 200:
+        if wait:
+            wait_until(lambda: process.poll() is not None or server.get("/health")[0] == 200, log.read_text, 300)
             assert process.poll() is None, f"the server ended:\n{log.read_text()}"
-            assert time.monotonic() < deadline, f"the server is not ready:\n{log.read_text()}"
-            time.sleep(0.1)
         yield server
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(20)
+                process.wait(within(60))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -128,5 +125,5 @@ def served(folder: Path, *flags: str) -> Iterator[Server]:
 @contextlib.contextmanager
 def openai_client(server: Server) -> Iterator[openai.OpenAI]:
     """One that tries nothing twice."""
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=within(120)) as client:
         yield client

@@ -11,7 +11,6 @@ import contextlib
 import gc
 import json
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -34,6 +33,7 @@ from octavo.entrypoints.openai.cli_args import validate_parsed_serve_args
 from octavo.errors import ConfigError
 from octavo.loading.checkpoint import resolve
 from tests.e2e.server import Server, running_server
+from tests.ports import held_port
 
 pytestmark = pytest.mark.slow
 
@@ -46,15 +46,9 @@ METRICS = (
 )  # fmt: skip
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def metrics_port() -> int:
-    return free_port()
+    return held_port()
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +224,7 @@ def test_a_router_of_fastapi_and_httpx_forwards_by_model(server: Server) -> None
         response = await client.send(sent, stream=True)
         return StreamingResponse(response.aiter_bytes(), response.status_code, {"content-type": "text/event-stream"})
 
-    port = free_port()
+    port = held_port()
     router = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
     thread = threading.Thread(target=router.run)
     thread.start()
@@ -344,7 +338,7 @@ async def until_healthy(client: httpx.AsyncClient) -> None:
 
 
 def test_a_programs_task_serves_until_it_is_cancelled() -> None:
-    port = free_port()
+    port = held_port()
 
     async def main() -> None:
         task = asyncio.create_task(api_server.run_server(arguments("--port", str(port))))

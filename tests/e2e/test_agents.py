@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import pydantic
 import pytest
 
 from tests.e2e.server import MODEL, Server, running_server
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -154,11 +154,8 @@ def test_a_batch_through_the_client(client: openai.OpenAI) -> None:
     ]
     file = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
-    deadline = time.monotonic() + 60
-    while batch.status != "completed":
-        assert time.monotonic() < deadline, batch
-        time.sleep(0.2)
-        batch = client.batches.retrieve(batch.id)
+    wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
+    batch = client.batches.retrieve(batch.id)
     assert batch.output_file_id and len(client.files.content(batch.output_file_id).text.splitlines()) == 20
 
 
@@ -183,10 +180,12 @@ def run_batch(source: Path, target: Path, num_at_kill: int | None) -> None:
     before = target.read_bytes().count(b"\n") if target.exists() else 0
     with subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True) as process:
         if num_at_kill is not None:
-            deadline = time.monotonic() + 120
-            while not target.exists() or target.read_bytes().count(b"\n") < before + num_at_kill:
-                assert process.poll() is None and time.monotonic() < deadline
-                time.sleep(0.01)
+
+            def is_far_enough() -> bool:
+                assert process.poll() is None
+                return target.exists() and target.read_bytes().count(b"\n") >= before + num_at_kill
+
+            wait_until(is_far_enough, timeout_s=120)
             process.send_signal(signal.SIGKILL)
         _, said = process.communicate(timeout=300)
         assert num_at_kill is not None or process.returncode == 0, said.decode()

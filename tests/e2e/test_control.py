@@ -14,6 +14,7 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.errors import OctavoError
 from tests.e2e.server import MODEL, Server, running_server
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -33,6 +34,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def http(server: Server) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
+
+
+def load_of(http: httpx.Client) -> int:
+    return http.get("/load").json()["server_load"]
 
 
 def answer(http: httpx.Client) -> dict[str, Any]:
@@ -59,7 +64,7 @@ def test_sleeping_frees_memory_and_waking_brings_the_same_answers(server: Server
     waiting: list[Any] = []
     asking = threading.Thread(target=lambda: waiting.append(answer(http)))
     asking.start()
-    time.sleep(0.2)
+    wait_until(lambda: waiting or load_of(http) == 1)
     assert not waiting
     assert http.post("/wake_up?tags=weights").status_code == 200
     assert http.get("/is_sleeping").json() == {"is_sleeping": True}
@@ -81,7 +86,9 @@ def test_the_prefix_cache_can_be_reset(http: httpx.Client) -> None:
 def test_a_paused_engine_lets_requests_wait(server: Server, http: httpx.Client, mode: str) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     asked = {**ASKED, "max_tokens": 60, "extra_body": {"ignore_eos": True}}
+    begin = time.monotonic()
     whole = client.completions.create(**asked).choices[0].text
+    whole_s = time.monotonic() - begin
     stream = client.completions.create(**asked, stream=True)
     text = next(stream).choices[0].text
     assert http.post(f"/pause?mode={mode}").json() == {"status": "paused"}
@@ -96,8 +103,10 @@ def test_a_paused_engine_lets_requests_wait(server: Server, http: httpx.Client, 
         reading.join()
         assert rest[-1].finish_reason == ("abort" if mode == "abort" else "length")
     else:
-        time.sleep(0.2)
+        paused_at = time.monotonic()
+        wait_until(lambda: time.monotonic() > paused_at + 2 * whole_s)  # it would have ended
         assert not rest or rest[-1].finish_reason is None
+    wait_until(lambda: late or load_of(http) == (2 if mode == "keep" else 1))
     assert not late
     with httpx.Client(base_url=server.url) as other:
         assert other.post("/resume").json() == {"status": "resumed"}

@@ -13,8 +13,10 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.prometheus import MISSING, Prometheus, free_port, running_prometheus
+from tests.e2e.prometheus import MISSING, Prometheus, running_prometheus
 from tests.e2e.server import MODEL, Server, running_server
+from tests.ports import held_port
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +58,7 @@ def text_values(server: Server) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def metrics_port() -> int:
-    return free_port()
+    return held_port()
 
 
 @pytest.fixture(scope="module")
@@ -177,12 +179,14 @@ def test_prometheus_has_scraped_what_the_clients_have_seen(
     if prometheus is None:
         pytest.skip(MISSING)
     expected = text_values(server)
-    deadline = time.monotonic() + 30
-    while (values := prometheus_values(prometheus))["e2e_request_latency_seconds_count"] != NUM_REQUESTS + 1 or values[
-        "num_requests_running"
-    ]:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+
+    def has_all() -> bool:
+        values = prometheus_values(prometheus)
+        has_ended = not values["num_requests_running"]
+        return has_ended and values["e2e_request_latency_seconds_count"] == NUM_REQUESTS + 1
+
+    wait_until(has_all)
+    values = prometheus_values(prometheus)
     assert values.keys() == expected.keys()
     check(values, load)
     types = {name: entries[0]["type"] for name, entries in prometheus.get("/api/v1/metadata").items()}

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
-import threading
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,8 @@ import psutil
 import pytest
 
 from tests.e2e.server import MODEL, running_server
+from tests.ports import held_port
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.long
 
@@ -30,9 +29,7 @@ def complete(url: str, **fields: Any) -> Any:
 
 
 def test_a_node_that_dies_or_falls_silent_costs_its_requests_and_comes_back(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(held_port())
     shared = ["-pp", "2", "--nnodes", "2", "--master-port", port, "--max-model-len", "2048", "--cpu-threads", "1"]
     other = [sys.executable, "-m", "octavo.entrypoints.openai.api_server", *shared, "--node-rank", "1", "--headless"]
     log = tmp_path / "node.log"
@@ -55,10 +52,9 @@ def test_a_node_that_dies_or_falls_silent_costs_its_requests_and_comes_back(tmp_
                     else:
                         for process in tree[:1]:
                             process.resume()
-                    deadline = time.monotonic() + 300
-                    while server.get("/health")[0] != 200:
-                        assert time.monotonic() < deadline, server.log.read_text() + log.read_text()
-                        threading.Event().wait(0.05)
+                    wait_until(
+                        lambda: server.get("/health")[0] == 200, lambda: server.log.read_text() + log.read_text(), 300
+                    )
                     assert "Paris" in complete(server.url, max_tokens=8).read().decode()
                 assert not any(process.is_running() for process in tree[1:])
                 workers = psutil.Process(nodes[-1].pid).children(recursive=True)

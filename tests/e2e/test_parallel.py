@@ -4,7 +4,6 @@ servers of small models whose layers are of other kinds."""
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 from octavo import LLM, SamplingParams
 from tests.e2e.server import MODEL, Server, openai_client, running_server, served
 from tests.execution.small_overrides import CUT, DEEPSEEK, QWEN_3_NEXT
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -79,10 +79,7 @@ def test_a_worker_that_dies_while_nothing_runs_is_replaced_with_the_others(
 ) -> None:
     before = followers(server)
     before[1].kill()
-    deadline = time.monotonic() + 120
-    while any(p.is_running() for p in before) or server.get("/health")[0] != 200:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not any(p.is_running() for p in before) and server.get("/health")[0] == 200)
     assert len(followers(server)) == 5
     assert "Paris" in ask(client)
     assert "worker 1 of 3 of stage 0 of 2 ended with status -9; the engine core ends" in server.log.read_text()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from tests.e2e.server import Server, running_server
 from tests.entrypoints.fake_engine import FakeEngine, serving
+from tests.waiting import wait_until
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the page's tests need the package playwright")
 pytestmark = pytest.mark.slow
@@ -66,10 +66,7 @@ def say(page: sync_api.Page, text: str) -> None:
 
 def until(page: sync_api.Page, condition: str) -> None:
     """Return when the JavaScript is true. `wait_for_function` would evaluate it in a way that the policy refuses."""
-    deadline = time.monotonic() + TIMEOUT_MS / 1000
-    while not page.evaluate(condition):
-        assert time.monotonic() < deadline, f"never came true: {condition}"
-        page.wait_for_timeout(50)
+    wait_until(lambda: page.evaluate(condition), of_what=lambda: condition)
 
 
 def finish(page: sync_api.Page, number: int) -> str:

@@ -20,6 +20,7 @@ from octavo.loading.checkpoint import Checkpoint, resolve
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.metrics.prometheus import EngineMetrics
 from tests.engine.stub_engine import Use
+from tests.waiting import Clock
 
 
 @pytest.fixture(scope="session")
@@ -69,6 +70,11 @@ def stub_config(
 
 
 @pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+@pytest.fixture
 def with_engine(stub_config: EngineConfig) -> Callable[..., EngineMetrics]:
     """Calls a function with an engine whose core is the stub."""
 
@@ -83,7 +89,7 @@ def with_engine(stub_config: EngineConfig) -> Callable[..., EngineMetrics]:
         metrics = EngineMetrics("stub", 64, own.served_ranks.start)
         engine: Any = make_engine(own, metrics=metrics, **options)
         try:
-            asyncio.run(asyncio.wait_for(use(engine), 60))
+            asyncio.run(use(engine))
         finally:
             engine.shutdown()
         return metrics

@@ -42,7 +42,7 @@ def main() -> None:
     receiver.connect(args.input_address)
     sender.connect(args.output_address)
     if Path(sys.argv[1]).exists():
-        time.sleep(1000)
+        threading.Event().wait()
     sender.send(encode_message(Ready(args.config.model.max_model_len, 10, 0, 16, 0, 0, {})))
     while True:
         message = decode_frontend_message(receiver.recv())

@@ -3,11 +3,11 @@ makes one."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 
 from octavo import SamplingParams
 from octavo.engine.async_engine import AsyncLLMEngine
+from tests.waiting import until
 
 ANSWER, FAIL, EXIT, HANG = [1], [2], [3], [4]
 Use = Callable[[AsyncLLMEngine], Awaitable[None]]
@@ -24,5 +24,4 @@ async def ask(engine: AsyncLLMEngine, prompt: list[int], name: str = "r", deadli
 
 
 async def until_ready(engine: AsyncLLMEngine) -> None:
-    while not engine.is_ready:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: engine.is_ready)

@@ -11,6 +11,7 @@ from octavo import AsyncEngineArgs, AsyncLLMEngine, PoolingParams, RequestOutput
 from octavo.errors import EngineDeadError, OctavoError, RequestError
 from octavo.kv_cache.block_pool import BlockState
 from octavo.sampling_params import RequestOutputKind
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -31,10 +32,7 @@ async def collect(engine: AsyncLLMEngine, prompt: object, params: SamplingParams
 
 
 async def until_idle(engine: AsyncLLMEngine) -> None:
-    while (  # noqa: ASYNC110 (the gauges are polled, as a dashboard does)
-        engine.stats.num_running or engine.stats.num_waiting or engine.stats.num_blocks_used
-    ):
-        await asyncio.sleep(0.01)
+    await until(lambda: not (engine.stats.num_running or engine.stats.num_waiting or engine.stats.num_blocks_used))
 
 
 def test_output_kinds_agree_and_deltas_add_up() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import time
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +12,7 @@ from octavo.engine.async_engine import AsyncLLMEngine
 from octavo.errors import EngineDeadError, EngineStoppingError
 from octavo.request import AdapterSource
 from tests.engine.stub_engine import ANSWER, HANG, Use, ask
+from tests.waiting import Clock, until
 
 WithEngine = Callable[[Use], object]
 
@@ -20,18 +20,18 @@ WithEngine = Callable[[Use], object]
 async def held(engine: AsyncLLMEngine, name: str = "r", deadline: float | None = None) -> asyncio.Task[str | None]:
     """A request that waits because the engine is paused."""
     task = asyncio.create_task(ask(engine, ANSWER, name, deadline))
-    while name not in engine._streams:  # noqa: ASYNC110
-        await asyncio.sleep(0)
+    await until(lambda: name in engine._streams)
     return task
 
 
-def test_whoever_waits_for_a_paused_engine_can_still_be_ended(with_engine: WithEngine) -> None:
+def test_whoever_waits_for_a_paused_engine_can_still_be_ended(with_engine: WithEngine, clock: Clock) -> None:
     async def use(engine: AsyncLLMEngine) -> None:
         await engine.pause_generation("keep")
-        late = await held(engine, "late", time.monotonic() + 0.05)
+        late = await held(engine, "late", clock.now() + 500)
         aborted, cancelled, patient = await held(engine, "a"), await held(engine, "c"), await held(engine, "p")
         await engine.abort("a")
         cancelled.cancel()
+        clock.advance(501)
         assert await asyncio.gather(late, aborted) == ["abort", "abort"]
         await engine.pause_generation("abort")
         assert not patient.done(), "it is not under way"

@@ -24,6 +24,7 @@ from octavo.metrics.prometheus import EngineMetrics
 from octavo.metrics.reader import Histogram
 from octavo.request import AdapterSource
 from tests.engine.stub_engine import ANSWER, EXIT, HANG, ask
+from tests.waiting import until
 
 Engines = Callable[..., EngineMetrics]
 
@@ -104,7 +105,7 @@ def test_an_adapter_that_a_request_names_is_every_engines(
 
 
 def test_an_engine_that_dies_takes_its_own_requests_only(with_engine: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restart_policy, "MAX_DELAY_S", 0.2)
+    monkeypatch.setattr(restart_policy, "MAX_DELAY_S", 0.0)
 
     async def use(engine: DataParallelEngine) -> None:
         await engine.wait_ready()
@@ -121,8 +122,7 @@ def test_an_engine_that_dies_takes_its_own_requests_only(with_engine: Engines, m
         assert engine.is_ready and not engine.has_died
         await engine.check_health()
         assert await ask(engine, ANSWER) == "length", "the other one, meanwhile"
-        while not all(one.is_ready for one in engine._engines):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: all(one.is_ready for one in engine._engines))
         for task in hanging:
             assert task in lost or not task.done()
         await engine.abort(names)
@@ -144,7 +144,7 @@ def test_when_none_is_left_the_engine_has_died(with_engine: Engines) -> None:
         assert not engine.has_died
         with pytest.raises(EngineDeadError, match="exit status 7"):
             await ask(engine, EXIT)
-        await asyncio.wait_for(engine.wait_failed(), 10)
+        await engine.wait_failed()
         assert engine.has_died and not engine.is_ready
         for refused in (engine.check_health(), ask(engine, ANSWER)):
             with pytest.raises(EngineDeadError, match="exit status 7"):
@@ -162,7 +162,7 @@ def test_what_is_asked_of_all_is_done_by_all(with_engine: Engines) -> None:
         await engine.pause_generation("wait")
         assert await engine.is_paused() and all([await one.is_paused() for one in engine._engines])
         waiting = asyncio.create_task(ask(engine, ANSWER, "waits"))
-        await asyncio.sleep(0.05)
+        await until(lambda: any("waits" in one._streams for one in engine._engines))
         assert not waiting.done()
         with pytest.raises(RequestError, match="request id 'waits' is in use"):
             await ask(engine, ANSWER, "waits")
@@ -194,8 +194,7 @@ def test_engines_of_a_host_have_gpus_of_their_own(
         await engine.wait_ready()
         assert visible() == {given, own}
         cores[1].kill()
-        while len(cores) < 3 or not all(one.is_ready for one in engine._engines):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: len(cores) == 3 and all(one.is_ready for one in engine._engines))
         assert visible() == {given, own}
         assert [one.config.cache.memory_bytes for one in engine._engines] == [1000, 1000], "each has its own"
         await engine.sleep(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
 import threading
 import time
@@ -22,6 +21,8 @@ from octavo.engine.engine_node import EngineNode
 from octavo.errors import ConfigError, EngineDeadError, LoadError, OctavoError
 from octavo.metrics.prometheus import EngineMetrics
 from tests.engine.stub_engine import ANSWER, EXIT, HANG, ask
+from tests.ports import held_port
+from tests.waiting import until, within
 
 Engines = Callable[..., EngineMetrics]
 
@@ -29,14 +30,12 @@ Engines = Callable[..., EngineMetrics]
 @pytest.fixture
 def here() -> EngineHostsConfig:
     """One engine on this host, others elsewhere."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return EngineHostsConfig(1, 0, "127.0.0.1", probe.getsockname()[1])
+    return EngineHostsConfig(1, 0, "127.0.0.1", held_port())
 
 
 def start(config: Any, max_restarts: int = 3) -> tuple[EngineNode, Future[None]]:
     """A host with the engines of `config`, in a thread that nobody waits for."""
-    node = EngineNode(config, max_restarts=max_restarts, ready_timeout_s=30, shutdown_timeout_s=20)
+    node = EngineNode(config, max_restarts=max_restarts, ready_timeout_s=None, shutdown_timeout_s=within(60))
     end: Future[None] = Future()
 
     def run() -> None:
@@ -57,13 +56,12 @@ def elsewhere(engine: DataParallelEngine, start_rank: int = 1, num_local: int = 
     return replace(engine.config, engine_hosts=own, **changes)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-
-
 async def ended(end: Future[None]) -> None:
-    await asyncio.wait_for(asyncio.wrap_future(end), 20)
+    await asyncio.wrap_future(end)
+
+
+async def until_sent(engine: DataParallelEngine, number: int) -> None:
+    await until(lambda: sum(len(one._outputs.requests) for one in engine._engines) == number)
 
 
 def test_engines_of_other_hosts_answer_and_end_with_the_server(
@@ -81,8 +79,8 @@ def test_engines_of_other_hosts_answer_and_end_with_the_server(
 
     metrics = with_engine(use, replicas=3, engine_hosts=here)
     assert [one.num_finished["length"] for one in metrics.of_engines] == [2, 2, 2]
-    ends[0].result(20)
-    assert len(cores) == 3 and all(core.wait(20) == 0 for core in cores)
+    ends[0].result(within(60))
+    assert len(cores) == 3 and all(core.wait(within(60)) == 0 for core in cores)
 
 
 def test_a_core_of_another_host_that_dies_takes_its_own_requests_only_and_comes_again(
@@ -92,7 +90,7 @@ def test_a_core_of_another_host_that_dies_takes_its_own_requests_only_and_comes_
         start(elsewhere(engine))
         await engine.wait_ready()
         hanging = [asyncio.create_task(ask(engine, [*HANG, number], f"hangs {number}")) for number in range(4)]
-        await asyncio.sleep(0.1)
+        await until_sent(engine, 4)
         cores[1].kill()
         await until(lambda: sum(task.done() for task in hanging) == 2)
         for task in hanging:
@@ -136,7 +134,7 @@ def test_a_host_that_is_told_to_stop_ends_what_it_has(with_engine: Engines, here
         node, end = start(elsewhere(engine))
         await engine.wait_ready()
         hanging = [asyncio.create_task(ask(engine, [*HANG, number], f"hangs {number}")) for number in range(2)]
-        await asyncio.sleep(0.1)
+        await until_sent(engine, 2)
         assert node._engines[0].leave()
         await until(lambda: engine._engines[1].is_leaving)
         for number in range(4):
@@ -151,7 +149,7 @@ def test_a_host_that_is_told_to_stop_ends_what_it_has(with_engine: Engines, here
     assert [one.num_finished["length"] for one in metrics.of_engines] == [5, 0]
 
 
-def test_a_host_that_falls_silent_is_lost_within_two_seconds(
+def test_a_host_that_falls_silent_is_lost(
     with_engine: Engines, here: EngineHostsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its connections stay open, and nothing comes over them."""
@@ -161,16 +159,14 @@ def test_a_host_that_falls_silent_is_lost_within_two_seconds(
         _, end = start(elsewhere(engine))
         await engine.wait_ready()
         hanging = [asyncio.create_task(ask(engine, [*HANG, number], f"hangs {number}")) for number in range(2)]
-        await asyncio.sleep(0.1)
+        await until_sent(engine, 2)
 
         def say_nothing(self: Any, news: Any) -> None:
             if self._thread.name != "heartbeat of the server":
                 say(self, news)
 
         monkeypatch.setattr(engine_node.Heartbeat, "say", say_nothing)
-        begin = time.monotonic()
         await until(lambda: any(task.done() for task in hanging))
-        assert time.monotonic() - begin < 2.5
         monkeypatch.setattr(engine_node.Heartbeat, "say", say)
         [lost] = [task for task in hanging if task.done()]
         with pytest.raises(EngineDeadError, match=r"engine 1 has not been heard of for 1.5 s; the request is lost"):

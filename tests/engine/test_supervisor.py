@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from octavo.engine.async_engine import AsyncLLMEngine
 from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError
 from octavo.metrics.prometheus import EngineMetrics
 from tests.engine.stub_engine import ANSWER, EXIT, FAIL, HANG, ask, until_ready
+from tests.waiting import Clock, until
 
 
 def let_hang(hang: Path, hangs: bool = True) -> None:
@@ -47,7 +47,7 @@ def test_a_core_that_fails_is_replaced_and_how_it_failed_is_for_the_log_only(
 def test_requests_during_the_outage_are_told_so_and_the_engine_gives_up_after_the_last_restart(
     with_engine: Callable[..., EngineMetrics], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restart_policy, "MAX_DELAY_S", 0.2)
+    monkeypatch.setattr(restart_policy, "MAX_DELAY_S", 0.0)
 
     async def use(engine: AsyncLLMEngine) -> None:
         await engine.wait_ready()
@@ -58,7 +58,7 @@ def test_requests_during_the_outage_are_told_so_and_the_engine_gives_up_after_th
             if not engine.has_died:
                 with pytest.raises(EngineRestartingError, match="exit status 7"):
                     await ask(engine, ANSWER)
-        await asyncio.wait_for(engine.wait_failed(), 10)
+        await engine.wait_failed()
         assert engine.has_died
         with pytest.raises(EngineDeadError, match="exit status 7"):
             await engine.check_health()
@@ -66,17 +66,22 @@ def test_requests_during_the_outage_are_told_so_and_the_engine_gives_up_after_th
     assert with_engine(use, max_restarts=2).num_restarts == 2
 
 
-def test_a_core_that_hangs_is_killed_and_an_idle_one_is_not(with_engine: Callable[..., EngineMetrics]) -> None:
+def test_a_core_that_hangs_is_killed_and_an_idle_one_is_not(
+    with_engine: Callable[..., EngineMetrics], clock: Clock
+) -> None:
     async def use(engine: AsyncLLMEngine) -> None:
         assert await ask(engine, ANSWER) == "length"
-        await asyncio.sleep(0.8)
+        for _ in range(20):
+            await clock.pass_time(60)
         assert engine.is_ready, "idle for longer than a step may take"
-        with pytest.raises(EngineDeadError, match=r"no step for 0\.4 s"):
-            await ask(engine, HANG)
+        hanging = asyncio.create_task(ask(engine, HANG))
+        await until(lambda: clock.advance(60) or hanging.done())
+        with pytest.raises(EngineDeadError, match=r"no step for 400 s"):
+            await hanging
         await until_ready(engine)
         assert await ask(engine, ANSWER) == "length"
 
-    assert with_engine(use, max_restarts=1, step_timeout_s=0.4).num_restarts == 1
+    assert with_engine(use, max_restarts=1, step_timeout_s=400).num_restarts == 1
 
 
 def test_a_core_that_hangs_while_it_loads_is_the_end_of_the_first_start(
@@ -99,7 +104,7 @@ def test_a_core_that_hangs_while_it_starts_again_has_died_once_more(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(restart_policy, "MAX_DELAY_S", 0.1)
+    monkeypatch.setattr(restart_policy, "MAX_DELAY_S", 0.0)
 
     async def use(engine: AsyncLLMEngine) -> None:
         assert await ask(engine, ANSWER) == "length"
@@ -110,20 +115,25 @@ def test_a_core_that_hangs_while_it_starts_again_has_died_once_more(
         while "not ready after 0.3 s" not in caplog.text:
             with pytest.raises(EngineRestartingError):
                 await engine.check_health()
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
         let_hang(hang, False)
-        engine._supervisor.ready_timeout_s = 60.0
+        engine._supervisor.ready_timeout_s = None
         await until_ready(engine)
         assert await ask(engine, ANSWER) == "length"
 
     assert with_engine(use, max_restarts=20).num_restarts >= 2
 
 
-def test_a_deadline_ends_what_the_core_does_not(with_engine: Callable[..., EngineMetrics]) -> None:
+def test_a_deadline_ends_what_the_core_does_not(with_engine: Callable[..., EngineMetrics], clock: Clock) -> None:
     async def use(engine: AsyncLLMEngine) -> None:
-        assert await ask(engine, HANG, deadline=time.monotonic() + 0.2) == "abort"
-        assert await ask(engine, HANG, deadline=time.monotonic() - 5) == "abort", "it was over before it began"
-        assert await ask(engine, ANSWER, deadline=time.monotonic() + 30) == "length"
+        hanging = asyncio.create_task(ask(engine, HANG, deadline=clock.now() + 500))
+        await until(lambda: engine._outputs.requests)
+        await clock.pass_time(400)
+        assert not hanging.done()
+        await clock.pass_time(101)
+        assert await hanging == "abort"
+        assert await ask(engine, HANG, deadline=clock.now() - 5) == "abort", "it was over before it began"
+        assert await ask(engine, ANSWER, deadline=clock.now() + 1000) == "length"
 
     assert with_engine(use).num_finished["abort"] == 2
 
@@ -131,8 +141,7 @@ def test_a_deadline_ends_what_the_core_does_not(with_engine: Callable[..., Engin
 def test_ending_all_gives_those_that_have_not_begun_an_error(with_engine: Callable[..., EngineMetrics]) -> None:
     async def use(engine: AsyncLLMEngine) -> None:
         waiting = asyncio.create_task(ask(engine, HANG))
-        while not engine._outputs.requests:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: engine._outputs.requests)
         await engine.abort_all_for_shutdown()
         with pytest.raises(EngineStoppingError):
             await waiting

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import uvloop
 
@@ -29,7 +27,7 @@ from octavo.outputs import RequestOutput
 from octavo.request import EngineRequest, SequenceOutput, TokenLogprobs
 from octavo.sampling_params import SamplingParams
 from octavo.stats import EngineStats
-from tests.waiting import until, wait_until, within
+from tests.waiting import until
 
 MODEL = "org/fake"
 MAX_MODEL_LEN = 512
@@ -180,18 +178,3 @@ def serving(engine: FakeEngine, **args: Any) -> Iterator[Address]:
         finally:
             server.should_exit = True
             thread.join()
-
-
-def connect(url: str) -> socket.socket:
-    address = urlsplit(url)
-    assert address.hostname and address.port
-    return socket.create_connection((address.hostname, address.port), timeout=within(60))
-
-
-def ask_and_leave(url: str, route: str, body: dict[str, Any], once: Callable[[], object]) -> None:
-    """Send a request, and hang up as soon as `once()` holds."""
-    content = json.dumps(body).encode()
-    head = f"POST {route} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
-    with connect(url) as sock:
-        sock.sendall(f"{head}\r\n\r\n".encode() + content)
-        wait_until(once)

@@ -22,6 +22,7 @@ from octavo.lora.request import LoRARequest
 from octavo.sequence import Sequence
 from octavo.stats import EngineStats
 from tests.lora.random_adapters import SIZES, write_random_adapter
+from tests.waiting import until
 
 NUM_ADAPTERS = 16
 PROMPT = "The capital of France is"
@@ -299,10 +300,8 @@ def test_what_is_pinned_stays_so_when_a_core_is_followed_by_another(
         for is_killed in (True, False):
             if is_killed:
                 engine._supervisor.core.kill()
-                while engine.is_ready:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-                while not engine.is_ready:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+                await until(lambda: not engine.is_ready)
+                await until(lambda: engine.is_ready)
             else:
                 await engine.sleep(2)
                 if is_removed:

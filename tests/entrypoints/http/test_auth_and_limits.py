@@ -21,7 +21,8 @@ from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError, RequestError
 from octavo.request import SequenceOutput
 from octavo.stats import EngineStats
-from tests.entrypoints.fake_engine import Address, FakeEngine, connect, serving
+from tests.entrypoints.fake_engine import Address, FakeEngine, serving
+from tests.leaving import connect
 from tests.waiting import Clock, wait_until, within
 
 LIMITS = {"max_body_bytes": 2000, "max_queue_len": 2, "max_connections": 12, "max_request_time": 50.0}

@@ -16,7 +16,8 @@ from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
 from octavo.entrypoints.chat import conversation
 from octavo.entrypoints.http import router
 from octavo.entrypoints.http.router import MAX_INLINE_BYTES
-from tests.entrypoints.fake_engine import FakeEngine, ask_and_leave
+from tests.entrypoints.fake_engine import FakeEngine
+from tests.leaving import ask_and_leave
 from tests.waiting import until, wait_until, within
 
 LONG = "x" * (MAX_INLINE_LENGTH + 1)

@@ -13,7 +13,8 @@ import pytest
 
 from octavo.errors import EngineDeadError
 from octavo.version import __version__
-from tests.entrypoints.fake_engine import MODEL, FakeEngine, ask_and_leave, serving
+from tests.entrypoints.fake_engine import MODEL, FakeEngine, serving
+from tests.leaving import ask_and_leave
 from tests.waiting import wait_until
 
 OPEN_PATHS = ["/health", "/ping", "/metrics", "/version", "/load"]

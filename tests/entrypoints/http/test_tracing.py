@@ -16,7 +16,8 @@ import pytest
 
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError, EngineDeadError
-from tests.entrypoints.fake_engine import MODEL, FakeEngine, ask_and_leave, serving
+from tests.entrypoints.fake_engine import MODEL, FakeEngine, serving
+from tests.leaving import ask_and_leave
 from tests.waiting import wait_until
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -10,8 +10,9 @@ import httpx
 import pytest
 
 from octavo.errors import EngineDeadError
-from tests.entrypoints.fake_engine import FakeEngine, ask_and_leave
+from tests.entrypoints.fake_engine import FakeEngine
 from tests.entrypoints.http.test_errors import error_of
+from tests.leaving import ask_and_leave
 from tests.waiting import wait_until
 
 
