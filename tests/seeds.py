@@ -9,7 +9,7 @@ import sys
 
 def seed_of(*names: str) -> int:
     """Return a number below 2^32 that depends on the names alone."""
-    return int.from_bytes(hashlib.sha256("\0".join(names).encode()).digest()[:4], "big")
+    return int.from_bytes(hashlib.sha256("\0".join(names).encode(errors="backslashreplace")).digest()[:4], "big")
 
 
 def seed_everything(*names: str) -> None:

@@ -34,6 +34,7 @@ from octavo.errors import ConfigError
 from octavo.loading.checkpoint import resolve
 from tests.e2e.server import Server, running_server
 from tests.ports import held_port
+from tests.waiting import wait_until, within
 
 pytestmark = pytest.mark.slow
 
@@ -229,8 +230,7 @@ def test_a_router_of_fastapi_and_httpx_forwards_by_model(server: Server) -> None
     thread = threading.Thread(target=router.run)
     thread.start()
     try:
-        while not router.started:
-            time.sleep(0.01)
+        wait_until(lambda: router.started)
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="K", max_retries=0)
         chunks = client.chat.completions.create(
             model="N", messages=[{"role": "user", "content": "Hi"}], max_tokens=6, temperature=0, stream=True
@@ -334,7 +334,7 @@ async def until_healthy(client: httpx.AsyncClient) -> None:
         with contextlib.suppress(httpx.ConnectError):
             if (await client.get("/health")).status_code == 200:
                 return
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
 
 
 def test_a_programs_task_serves_until_it_is_cancelled() -> None:
@@ -351,7 +351,7 @@ def test_a_programs_task_serves_until_it_is_cancelled() -> None:
                 await client.get("/health")
 
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), within(60)))
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert gc.isenabled() and gc.get_freeze_count() == 0
 
@@ -389,7 +389,7 @@ def test_a_program_has_the_application_in_its_own(older: bool) -> None:
             with pytest.raises(AttributeError, match=r"has no post: app.add_route\(path, function"):
                 app.post("/mine")  # type: ignore[attr-defined]
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), within(60)))
 
 
 def test_what_programs_cannot_have_says_why() -> None:

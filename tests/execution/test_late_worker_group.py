@@ -4,7 +4,6 @@ collectives of the CUDA backend, over gloo, and their devices are late."""
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -201,10 +200,8 @@ def test_a_worker_that_dies_ends_the_step_and_the_others(
 ) -> None:
     core = start(**flags)
     processes, told = kill_amid_steps(core, victim)
-    begin = time.monotonic()
     with pytest.raises((RuntimeError, ConnectionError), match=r"Connection closed by peer|has ended"):
         run(core, [])
-    assert time.monotonic() - begin < 2
     core.executor.worker_group.close()  # type: ignore[attr-defined]
     statuses = [process.wait(60) for process in processes]
     assert statuses.pop(victim) == -9

@@ -24,6 +24,7 @@ from octavo.loading.file_weights import open_weights
 from octavo.loading.weights import Weights
 from octavo.quantization import dequantize
 from octavo.quantization.arrays import FLOATS
+from tests.children import in_child
 
 Write = Callable[..., Path]
 HfTensors = Callable[..., dict[str, torch.Tensor]]
@@ -367,9 +368,11 @@ def test_a_large_file_does_not_stay_in_memory(tmp_path: Path) -> None:
     """Pages that were read are let go of, and what was taken is read again where it is used."""
     tensors = {f"t{i}": torch.full((1 << 20, 4), float(i)) for i in range(12)}  # 16 MB each
     save_file(tensors, tmp_path / "model.safetensors")
-    del tensors
-    files = [str(tmp_path / "model.safetensors")]
-    weights = open_weights(Checkpoint("d", "safetensors", "", files, "", {}), "float32", None, None, False)
+    in_child(_read_large, str(tmp_path / "model.safetensors"))
+
+
+def _read_large(path: str) -> None:
+    weights = open_weights(Checkpoint("d", "safetensors", "", [path], "", {}), "float32", None, None, False)
     process = psutil.Process()
     before = process.memory_info().rss
     taken = []

@@ -29,6 +29,7 @@ from tests.models.small_latent import LATENT_MODELS
 from tests.models.small_models import VOCAB
 from tests.models.small_recurrent import RECURRENT_MODELS
 from tests.seeds import seed_of
+from tests.untimed import without_time
 
 MODELS = ALL_MODELS | RECURRENT_MODELS | LATENT_MODELS
 PROMPT_LENGTHS = (30, 31, 32, 29)
@@ -79,6 +80,7 @@ def test_the_engine_on_the_cpu(
         str(folder), tokenizer=str(tiny_tokenizer), dtype="float32", max_model_len=96, max_num_batched_tokens=24,
         block_size=8, num_gpu_blocks_override=num_blocks, enable_prefix_caching=False, check_invariants=True,
     )  # fmt: skip
+    without_time(llm.core)
     num_preemptions = 0
     take_stats = llm.core.scheduler.take_stats
 

@@ -6,12 +6,12 @@ import asyncio
 import http.server
 import os
 import re
+import select
 import shutil
 import socket
 import ssl
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -90,7 +90,7 @@ class Pictures(http.server.BaseHTTPRequestHandler):
         try:
             while True:
                 self.wfile.write(data)
-                time.sleep(pause_s)
+                select.select([self.connection], [], [], pause_s)  # or until the client has left
         except OSError:
             pass  # which is what is wanted
 

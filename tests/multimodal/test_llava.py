@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ from octavo.multimodal.media_cache import KeptMedia
 from octavo.multimodal.tower import Tower, TowerCache
 from octavo.multimodal.transformers_processor import load_processor
 from tests.multimodal.conftest import encoded, picture, save_llava
+from tests.untimed import without_time
+from tests.waiting import wait_until
 
 A, B, C = picture(0), picture(1, 90, 33), picture(2)
 # Name -> text and pictures. Prompts are longer than a step's 13 tokens, so that parts end within pictures.
@@ -136,15 +137,14 @@ def test_a_second_turn_computes_no_picture_again(llm: LLM) -> None:
 
 
 def test_steps_know_of_the_tower_beside_them(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = Tower.rows
+    rows, llm = Tower.rows, engine(llava)
+    cost = llm.core.cost  # type: ignore[attr-defined]
 
     def slow(self: Tower, given: Any) -> Any:
-        time.sleep(0.3)
+        wait_until(lambda: cost._ratios_beside)
         return rows(self, given)
 
     monkeypatch.setattr(Tower, "rows", slow)
-    llm = engine(llava)
-    cost = llm.core.cost  # type: ignore[attr-defined]
     generate(llm, asked("none"), params=SamplingParams(max_tokens=4))
     assert not cost._ratios_beside
     generate(llm, asked("none"), asked("one"), params=SamplingParams(max_tokens=60, ignore_eos=True))
@@ -157,6 +157,7 @@ def test_a_preempted_prompt_sees_its_pictures_again(llava: Path, llm: LLM) -> No
     prompts = [{"prompt": f"{i}: <image>", "multi_modal_data": {"image": image}} for i, image in enumerate([A, B, C])]
     alone = [generate(llm, prompt, params=long)[0] for prompt in prompts]
     crowded = engine(llava, num_gpu_blocks_override=9, max_model_len=96, enable_prefix_caching=False)
+    without_time(crowded.core)  # type: ignore[arg-type]
     generate(crowded, *prompts, params=SamplingParams(max_tokens=1))  # so that they come at the same time from here on
     together = generate(crowded, *prompts, params=long)
     assert sum(output.metrics.num_preemptions for output in together) > 0

@@ -21,6 +21,7 @@ from tests.execution.late_worker_group import late_followers
 from tests.multimodal.test_llava import generate, tower
 from tests.multimodal.test_mllama import MARK, ROWS, TALL, WIDE, asked, engine, folder, write_adapter
 from tests.ops.triton.conftest import DEVICE
+from tests.untimed import without_time
 
 __all__ = ["folder"]
 PARAMS = SamplingParams(temperature=0, max_tokens=50, logprobs=3, ignore_eos=True)
@@ -65,6 +66,7 @@ def test_several_workers_see(folder: Path, expected: list[Any], sizes: dict[str,
     assert alone == answers(llm)
     llm.close()
     crowded = engine(folder, num_gpu_blocks_override=17, limit_mm_per_prompt={"image": 5}, **sizes)
+    without_time(crowded.core)  # type: ignore[arg-type]
     generate(crowded, *map(asked, NAMES))  # so that no tower has to be waited for
     outputs = crowded.generate([*map(asked, NAMES)] * 2, PARAMS, use_tqdm=False)
     crowded.close()

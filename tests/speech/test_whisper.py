@@ -15,6 +15,7 @@ from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError, RequestError
 from octavo.execution.executor import LocalExecutor
 from tests.speech.conftest import features, marks, sound
+from tests.untimed import without_time
 
 SIZES: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 400, "max_num_seqs": 3}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=3, ignore_eos=True)
@@ -73,6 +74,7 @@ def test_preempted_it_hears_the_same_again(whisper: Path, start: list[int], mode
     crowded = engine(
         whisper, num_gpu_blocks_override=3 * 94 + 7, preemption_mode=mode, swap_space=0.01, dtype=dtype, block_size=16
     )
+    without_time(crowded.core)  # type: ignore[arg-type]
     alone = [generate(crowded, prompt, params=long)[0] for prompt in prompts]
     together = generate(crowded, *prompts, params=long)
     assert sum(output.metrics.num_preemptions for output in together) > 0
