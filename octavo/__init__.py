@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from octavo import compat
 from octavo.version import __version__, __version_tuple__
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     )
     from octavo.pooling_params import PoolingParams
     from octavo.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+
+compat.install()
 
 _HOMES = {
     "AsyncEngineArgs": "octavo.config",

@@ -114,7 +114,7 @@ class StepCostModel:
         self._ratios = deque[float](maxlen=_SPEED_STEPS)  # measured to predicted without the factor
         self.slowness = 1.0  # a factor
         self.tower_running = False  # a tower computes beside the steps that are asked about
-        self._ratios_beside = deque[float](maxlen=_SPEED_STEPS)  # likewise, of steps that had one
+        self._ratios_with_tower = deque[float](maxlen=_SPEED_STEPS)  # likewise, of steps that had one
         self._num_steps = [0, 0]  # by kind
         self._mean_surprise = 1.0
         self._next = 0  # share to be fitted
@@ -131,7 +131,7 @@ class StepCostModel:
     def seconds(self, work: StepWork) -> float:
         """What a step is expected to take now."""
         base: float = sum(map(mul, self._coefficients, work.features()))
-        beside = median(self._ratios_beside) if self.tower_running and self._ratios_beside else 0.0
+        beside = median(self._ratios_with_tower) if self.tower_running and self._ratios_with_tower else 0.0
         return max(self.slowness, beside) * base
 
     def observe(self, work: StepWork, seconds: float, had_neighbour: bool = False) -> None:
@@ -139,7 +139,7 @@ class StepCostModel:
         features = np.array(work.features())
         base = float(features @ self._coefficients)
         if had_neighbour:
-            self._ratios_beside.append(seconds / base)
+            self._ratios_with_tower.append(seconds / base)
             return
         kind = 1 if work.num_chunks else 0
         self._num_steps[kind] += 1

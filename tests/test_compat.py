@@ -7,6 +7,7 @@ import gc
 import importlib
 import logging
 import re
+import runpy
 import socket
 import weakref
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import octavo
-from octavo import envs, unknown_flags
+from octavo import compat, envs, unknown_flags
 from octavo.config import AsyncEngineArgs, PoolerConfig
 from octavo.config.checks import check as check_engine_args
 from octavo.distributed import cleanup_dist_env_and_memory, destroy_distributed_environment, destroy_model_parallel
@@ -202,6 +203,23 @@ def test_an_argument_parser_of_scripts_for_vllm_makes_an_engines_arguments() -> 
     parser.set_defaults(model="some/model")
     assert AsyncEngineArgs.from_cli_args(parser.parse_args(["--max_model_len", "64"])).max_model_len == 64
     assert len(random_uuid()) == 32
+
+
+@pytest.mark.parametrize("path", compat.MODULES)
+def test_every_import_path_of_vllms_works(path: str) -> None:
+    module, content = importlib.import_module(f"octavo.{path}"), compat.MODULES[path]
+    parent = importlib.import_module(f"octavo.{path}".rpartition(".")[0])
+    assert getattr(parent, path.rpartition(".")[2]) is module
+    if isinstance(content, str):
+        assert module is importlib.import_module(content)
+        return
+    for name, home in content.items():
+        real, _, renamed = home.partition(":")
+        assert getattr(module, name) is getattr(importlib.import_module(real), renamed or name)
+    with pytest.raises(AttributeError, match=f"module 'octavo.{path}' has no attribute 'absent'"):
+        _ = module.absent
+    with pytest.raises(ImportError, match="is no program"):
+        runpy.run_module(f"octavo.{path}") if path not in compat._PROGRAMS else runpy.run_module("octavo.v1.engine")
 
 
 def test_modules_have_vllms_other_names() -> None:

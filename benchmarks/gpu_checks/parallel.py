@@ -116,7 +116,7 @@ def parallel(smoke: bool) -> Iterator[Row]:
 def make_team(config: dict[str, Any], flags: dict[str, Any]) -> tuple[EngineCore, Any]:
     """A core, and its team if there are several workers."""
     core = make_core(config, DEVICE.type, **flags)
-    return core, getattr(core.executor, "team", None)
+    return core, getattr(core.executor, "worker_group", None)
 
 
 def make_engines(config: dict[str, Any], flags: dict[str, Any]) -> LLM:

@@ -16,12 +16,12 @@ from octavo.config.engine_config import (
     ModelConfig,
     NodesConfig,
     ParallelConfig,
+    PoolerConfig,
     PromptEmbedsConfig,
     SchedulerConfig,
     SoundConfig,
     VideoConfig,
 )
-from octavo.config.pooler import PoolerConfig
 
 VllmConfig = EngineConfig  # as vLLM calls it
 

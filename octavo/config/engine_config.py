@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from octavo.models.description import ModelDescription
 
 
+class PoolerConfig(dict[str, Any]):
+    """`pooler_config` as vLLM's scripts write it: `PoolerConfig(pooling_type="MEAN")`. The engine checks the fields."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__({name: value for name, value in fields.items() if value is not None})
+
+
 class HfConfig(SimpleNamespace):
     """A configuration of `transformers` as attributes, those within it too, for programs that look at it."""
 

@@ -167,11 +167,11 @@ def check_shared(args: EngineArgs, description: ModelDescription, device: str) -
     size, num_stages = args.tensor_parallel_size, args.pipeline_parallel_size
     if size * num_stages == 1:
         return
-    from octavo.layers.tensor_parallel import Share
-    from octavo.models.sharding import stage_layers, why_not_reproducible, with_share, with_stage
+    from octavo.layers.tensor_parallel import Shard
+    from octavo.models.sharding import stage_layers, why_not_reproducible, with_shard, with_stage
 
     reproducible = is_reproducible(args, device)
-    shared = with_share(description, Share(0, size), args.enable_expert_parallel, reproducible)
+    shared = with_shard(description, Shard(0, size), args.enable_expert_parallel, reproducible)
     if reproducible is not False and (reason := why_not_reproducible(description, size)) is not None:
         if reproducible:
             raise ConfigError(

@@ -11,7 +11,7 @@ from octavo.errors import ConfigError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.sentence_transformers import SentenceTransformer, read_sentence_transformer
 from octavo.models.description import ModelDescription
-from octavo.models.pooling_models import TASKS, Wanted, pooling_config
+from octavo.models.pooling_models import TASKS, PoolingFlags, pooling_config
 from octavo.pooling_params import DenseConfig, PoolingConfig
 
 
@@ -39,8 +39,8 @@ def pooling_of(
         tokens = read_tokenizer(checkpoint.tokenizer_path).convert_tokens_to_ids(names)
         checkpoint = replace(checkpoint, config=checkpoint.config | {"classifier_from_token": tokens})
     overrides = {**(args.override_pooler_config or {}), **(args.pooler_config or {})}
-    wanted = Wanted(runner, convert, overrides, args.enable_chunked_prefill)
-    pooling = pooling_config(checkpoint, description, sentence, wanted)
+    flags = PoolingFlags(runner, convert, overrides, args.enable_chunked_prefill)
+    pooling = pooling_config(checkpoint, description, sentence, flags)
     if pooling is not None and sentence is not None:
         pooling = replace(pooling, max_length=sentence.max_length)
     return pooling, checkpoint

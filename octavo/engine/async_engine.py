@@ -41,7 +41,7 @@ from octavo.sampling_params import is_unicode
 from octavo.stats import EngineStats
 
 if TYPE_CHECKING:
-    from octavo.usage.usage_lib import UsageContext
+    from octavo.compat.usage import UsageContext
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.config import EngineConfig
 from octavo.engine.adapter_library import AdapterLibrary
-from octavo.engine.pending_requests import LoadingAdapter, Preparing
+from octavo.engine.pending_requests import LoadingAdapter, PendingRequests
 from octavo.engine.wire import AdapterLoaded, BlockMap, StepOutputs
 from octavo.errors import DeviceMemoryError, RequestError
 from octavo.kv_cache.manager import KVCacheManager
@@ -89,31 +89,29 @@ class EngineCore:
         self._in_flight: deque[_InFlightStep] = deque()
         self._last_end = 0.0  # time.monotonic, of the last step
         self._refused: list[SequenceOutput] = []
-        self._preparing: dict[str, Preparing] = {}  # in order of arrival
+        self._pending: dict[str, PendingRequests] = {}  # in order of arrival
         self._loading: list[LoadingAdapter] = []  # that no request has asked for
 
     @property
     def has_work(self) -> bool:
         if self.is_paused:
             return False
-        return (
-            self.scheduler.has_work or bool(self._in_flight) or bool(self._refused or self._preparing or self._loading)
-        )
+        return self.scheduler.has_work or bool(self._in_flight) or bool(self._refused or self._pending or self._loading)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. One that can never run is answered with an error in the next step's outputs."""
         if request.params.grammar is None and request.adapter is None and not request.media:
             self._queue(request)
             return
-        preparing = Preparing(request)
+        preparing = PendingRequests(request)
         if request.params.grammar is not None:
             preparing.grammar = self.executor.prepare_grammar(request.params.grammar, request.eos_token_ids)
-        self._preparing[request.request_id] = preparing
+        self._pending[request.request_id] = preparing
         self._queue_prepared()
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         if index is None:
-            self._preparing.pop(request_id, None)
+            self._pending.pop(request_id, None)
         self.scheduler.abort(request_id, index)
 
     def reset_prefix_cache(self, *, frees_memory: bool = False) -> None:
@@ -143,7 +141,7 @@ class EngineCore:
     def step(self) -> StepOutputs:
         """Schedule, execute, account; or, while the device computes what was scheduled, account for the step before.
         Returns at once when there is nothing to run."""
-        if self._preparing or self._loading:
+        if self._pending or self._loading:
             if not self.scheduler.has_work and not self._refused:  # nothing else to do
                 self._wait_for_prepared()
             self._queue_prepared()
@@ -175,7 +173,7 @@ class EngineCore:
         stats.num_chunked_tokens = sum(
             [row.num_computed + row.num_tokens for row in plan.rows if not row.num_sampled_positions]
         )
-        stats.num_deferred = len(self._preparing)
+        stats.num_deferred = len(self._pending)
         stats.num_waiting += stats.num_deferred
         if self.adapters is not None:
             self._add_adapter_stats(stats, self.adapters)
@@ -208,10 +206,10 @@ class EngineCore:
 
     def _wait_for_prepared(self) -> None:
         """Return when a grammar more is compiled, or an adapter more is read; at once where something is ready."""
-        if any(one.is_ready for one in self._preparing.values()) or any(one.is_ready for one in self._loading):
+        if any(one.is_ready for one in self._pending.values()) or any(one.is_ready for one in self._loading):
             return
         left: list[Future[Any]] = [] if self.adapters is None else [*self.adapters.reading]
-        for one in self._preparing.values():
+        for one in self._pending.values():
             left += [future for future in one.media or () if not future.done()]
             if one.grammar is not None and not one.grammar.done():
                 left.append(one.grammar)
@@ -220,13 +218,13 @@ class EngineCore:
     def _queue_prepared(self) -> None:
         """Queue the requests whose grammars are compiled and whose adapters are read, and refuse those whose cannot
         be."""
-        if self.adapters is not None and any(one.waits_for_room for one in self._preparing.values()):
+        if self.adapters is not None and any(one.waits_for_room for one in self._pending.values()):
             self._find_room(self.adapters)
         self._look_at_media()
-        for request_id, one in list(self._preparing.items()):
+        for request_id, one in list(self._pending.items()):
             if not one.is_ready:
                 continue
-            del self._preparing[request_id]
+            del self._pending[request_id]
             error = one.error
             if error is None:
                 if self.adapters is not None and one.request.adapter is not None:
@@ -245,7 +243,7 @@ class EngineCore:
     def _look_at_media(self) -> None:
         """Have the tower make the rows of the media that requests wait with, in the order of these, as far as there is
         room."""
-        for one in self._preparing.values():
+        for one in self._pending.values():
             if one.waits_for_media:
                 one.media = self.executor.prepare_media(one.request.media, self._media_in_use())
                 if one.media is None:
@@ -254,21 +252,21 @@ class EngineCore:
     def _media_in_use(self) -> set[bytes]:
         """Of requests that are queued, and of those whose media are being looked at."""
         prompts = [seq.request.prompt for seq in self.scheduler.queues]
-        prompts += [one.request.prompt for one in self._preparing.values() if one.media is not None]
+        prompts += [one.request.prompt for one in self._pending.values() if one.media is not None]
         return {item.content_hash for prompt in prompts for item in prompt.media}
 
     def _find_room(self, adapters: AdapterLibrary) -> None:
         """Have the adapters read that requests wait for, in the order of these: once there is no room for one, others
         after it get none either, but for those that are there already."""
         in_use, has_room = self._adapters_in_use(), True
-        for one in list(self._preparing.values()):
+        for one in list(self._pending.values()):
             source = one.request.adapter
             if source is None or not one.waits_for_room or not (has_room or adapters.has(source.identity)):
                 continue
             try:
                 one.adapter = adapters.want(source, in_use)
             except RequestError as e:
-                del self._preparing[one.request.request_id]
+                del self._pending[one.request.request_id]
                 self._refuse(one.request, e)
                 continue
             if one.adapter is None:
@@ -280,7 +278,7 @@ class EngineCore:
         """Of requests that are queued, and adapters that somebody waits for and that are there or being read."""
         found = {seq.adapter for seq in self.scheduler.queues if seq.adapter is not None}
         found |= {one.source.identity for one in self._loading if one.ready is not None}
-        return found | {one.request.prompt.adapter or "" for one in self._preparing.values() if one.adapter is not None}
+        return found | {one.request.prompt.adapter or "" for one in self._pending.values() if one.adapter is not None}
 
     def _take_in_adapters(self) -> list[AdapterLoaded]:
         """Ask for the adapters that there was no room for, and tell of those that are there."""
@@ -318,7 +316,7 @@ class EngineCore:
         pool = adapters.pool
         running = dict.fromkeys(seq.adapter for seq in self.scheduler.queues.running if seq.adapter is not None)
         waiting = dict.fromkeys(seq.adapter for seq in self.scheduler.queues.waiting if seq.adapter is not None)
-        preparing = [one.request.adapter.name for one in self._preparing.values() if one.request.adapter is not None]
+        preparing = [one.request.adapter.name for one in self._pending.values() if one.request.adapter is not None]
         stats.running_adapters = [adapters.names.get(identity, identity) for identity in running]
         stats.waiting_adapters = [*dict.fromkeys([*(adapters.names.get(one, one) for one in waiting), *preparing])]
         stats.num_adapter_loads, pool.num_loads = pool.num_loads, 0

@@ -26,7 +26,7 @@ from octavo.outputs import RequestOutput
 from octavo.request import AdapterSource, EngineRequest
 
 if TYPE_CHECKING:
-    from octavo.usage.usage_lib import UsageContext
+    from octavo.compat.usage import UsageContext
 
 
 class LLMEngine(StepCalls):

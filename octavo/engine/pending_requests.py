@@ -11,7 +11,7 @@ from octavo.request import AdapterSource, EngineRequest
 
 
 @dataclass(slots=True)
-class Preparing:
+class PendingRequests:
     """A request, and what must be ready before it is queued."""
 
     request: EngineRequest

@@ -1,9 +1,8 @@
 """Steps of a model that is not there yet, so that its kernels are compiled while its weights are loaded.
 
-The worker starts `rehearse` in a thread beside the loading. The model is built a second time, of arrays without memory
-(`octavo.ops.triton.outline`), and a runner on a device without memory goes through the steps that the real one is going
-to warm up with: what is compiled and what is launched follow from the same lines.
-"""
+The worker starts `compile_ahead` in a thread beside the loading. The model is built a second time, of arrays without
+memory (`octavo.ops.triton.outline`), and a runner on a device without memory goes through the steps that the real one
+is going to warm up with: what is compiled and what is launched follow from the same lines."""
 
 from __future__ import annotations
 
@@ -43,19 +42,22 @@ logger = logging.getLogger(__name__)
 _ROTARY_POSITIONS = 1  # of the table, whose length is no kernel's business
 
 
-def start_rehearsal(
+def start_compile_ahead(
     config: EngineConfig, description: ModelDescription, weights: Weights, ops: Ops, worker_group: WorkerGroup = ALONE
 ) -> Thread:
-    """A thread that does `rehearse`, for the device of the one that asks."""
+    """A thread that does `compile_ahead`, for the device of the one that asks."""
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
     thread = Thread(
-        target=rehearse, args=(config, description, weights, ops, worker_group, device), name="compile", daemon=True
+        target=compile_ahead,
+        args=(config, description, weights, ops, worker_group, device),
+        name="compile",
+        daemon=True,
     )
     thread.start()
     return thread
 
 
-def rehearse(
+def compile_ahead(
     config: EngineConfig, description: ModelDescription, weights: Weights, ops: Ops, worker_group: WorkerGroup = ALONE,
     device: int | None = None,
 ) -> None:  # fmt: skip
@@ -158,7 +160,7 @@ class OutlineDevice:
     def zeros(self, shape: Sequence[int], dtype: str) -> Any:
         return torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta")
 
-    def beside(self, pinned: NDArray[Any]) -> Any:
+    def upload_target(self, pinned: NDArray[Any]) -> Any:
         return self.zeros(pinned.shape, pinned.dtype.name)
 
     def as_input(self, array: Any) -> Any:

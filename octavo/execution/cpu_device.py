@@ -106,7 +106,7 @@ class CpuDevice:
     def zeros(self, shape: Sequence[int], dtype: str) -> Any:
         return np.zeros(tuple(shape), dtype)
 
-    def beside(self, pinned: NDArray[Any]) -> Any:
+    def upload_target(self, pinned: NDArray[Any]) -> Any:
         return pinned
 
     def as_input(self, array: Any) -> Any:

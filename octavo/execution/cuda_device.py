@@ -189,7 +189,7 @@ class CudaDevice:
         with torch.cuda.stream(self.compute.stream):  # whichever thread asks
             return torch.zeros(tuple(shape), dtype=getattr(torch, dtype), device=self._device)
 
-    def beside(self, pinned: NDArray[Any]) -> Any:
+    def upload_target(self, pinned: NDArray[Any]) -> Any:
         return self.zeros(pinned.shape, pinned.dtype.name)
 
     def as_input(self, array: Any) -> Any:

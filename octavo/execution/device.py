@@ -125,7 +125,7 @@ class Device(Protocol):
         """Memory of the device."""
         ...
 
-    def beside(self, pinned: NDArray[Any]) -> Array:
+    def upload_target(self, pinned: NDArray[Any]) -> Array:
         """Memory of the device that `pinned` is uploaded to: itself, if the device shares memory."""
         ...
 

@@ -22,7 +22,7 @@ from octavo.models.decoder import Decoder
 from octavo.models.description import ModelDescription
 from octavo.models.draft_heads import ChainHead, Eagle3Head, EagleHead, HeadTarget, MedusaHeads, module_names
 from octavo.models.registry import Model, describe
-from octavo.models.sharding import with_share
+from octavo.models.sharding import with_shard
 from octavo.ops import LayerKVCache, Ops
 
 _LEAST_COMMON = 0.95  # of a model's tokens; families add a few from model to model
@@ -89,8 +89,8 @@ class Draft:
         self.runner = runner = Runner(model, ops, device, table, limits.max_num_batched_tokens)
         if isinstance(model, ChainHead):
             if isinstance(model, Eagle3Head):
-                target.computation.taps = model.taps
-                model.target.watch = model.taps.see
+                target.computation.aux_hidden_states = model.aux_hidden_states
+                model.target.on_layer_input = model.aux_hidden_states.see
             if model.target_ids is not None:
                 runner.target_ids = ops.place(model.target_ids.reshape(-1, 1))
             self._drafter = chain = ChainDrafter(model, runner, target, self._group, device)
@@ -126,7 +126,7 @@ def build_head(
     if not isinstance(target, Decoder):
         raise ConfigError(f"{method} is not built for models of {type(target).__name__}.")
     whole = describe(of_target.checkpoint.config, of_target.impl, of_target.code_folder, of_target.pooling)
-    whole = with_share(whole, WHOLE, config.enable_expert_parallel, config.reproducible_parallel)
+    whole = with_shard(whole, WHOLE, config.enable_expert_parallel, config.reproducible_parallel)
 
     def read(description: ModelDescription) -> Decoder:
         weights = open_weights(

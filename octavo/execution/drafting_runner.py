@@ -93,7 +93,7 @@ class DraftingRunner:
             ]
             plan = replace(plan, rows=rows)
         self._worker_group.tell_plan(plan)
-        compute = partial(self._runner.compute, plan)
+        compute = partial(self._runner.launch, plan)
         step = DraftedStep(self._drafter, plan, compute, draft_tokens, draft_s, self._has_stages)
         if self._has_stages:
             self._waiting.append(step)

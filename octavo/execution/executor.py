@@ -20,7 +20,7 @@ from octavo.execution.device import Device
 from octavo.execution.worker import Worker
 from octavo.execution.worker_group import ALONE, Leader, WorkerGroup
 from octavo.kv_cache.groups import CacheGroup
-from octavo.layers.tensor_parallel import Share
+from octavo.layers.tensor_parallel import Shard
 from octavo.models.registry import describe
 from octavo.ops import Ops, load, load_cuda
 from octavo.phases import Phases
@@ -216,19 +216,19 @@ def _open_device(config: EngineConfig, worker_group: WorkerGroup) -> tuple[Devic
         return _open_cuda(worker_group)
     from octavo.execution.cpu_device import CpuDevice
 
-    share, on_host = worker_group.share, worker_group.worker_rank.on_host
+    shard, on_host = worker_group.shard, worker_group.worker_rank.on_host
     num_workers = on_host.size * len(config.local_ranks)
     if num_workers == 1:
         return CpuDevice(), load(config.cpu_threads, config.cpus)
     from octavo.ops import cpu
 
     # Of all workers of all engines behind a server, on this host.
-    of_threads = Share(config.place * on_host.size + on_host.rank, num_workers)
+    of_threads = Shard(config.place * on_host.size + on_host.rank, num_workers)
     own = of_threads.cut(config.cpu_threads or cpu.num_threads())
     cpus = None if config.cpus is None else [config.cpus[i] for i in own]
     ops = load(max(1, len(own)), cpus or None)
-    if not share.is_whole:
-        cpu.join_group(share.rank, share.size, worker_group.memory, worker_group.memory_bytes, worker_group.connections)
+    if not shard.is_whole:
+        cpu.join_group(shard.rank, shard.size, worker_group.memory, worker_group.memory_bytes, worker_group.connections)
     return CpuDevice(), ops
 
 
@@ -236,10 +236,10 @@ def _open_cuda(worker_group: WorkerGroup) -> tuple[Device, Ops]:
     """The device of this worker's number on its host."""
     from octavo.execution.cuda_device import CudaDevice
 
-    device, share = CudaDevice(worker_group.worker_rank.on_host.rank), worker_group.share
+    device, shard = CudaDevice(worker_group.worker_rank.on_host.rank), worker_group.shard
     worker_group.largest(0)  # whoever lacks a device has said so
-    if not share.is_whole:
+    if not shard.is_whole:
         from octavo.ops.cuda_collectives import join_group
 
-        join_group(share.rank, share.size, worker_group.memory, worker_group.connections)
+        join_group(shard.rank, shard.size, worker_group.memory, worker_group.connections)
     return device, load_cuda()

@@ -163,7 +163,7 @@ class ChainDrafter:
         plan = StepPlan(rows=rows, admissions=self._changes.admissions, new_blocks=self._changes.new_blocks)
         changes, self._changes = self._changes, StepPlan()
         try:
-            return self._runner.compute(plan)
+            return self._runner.launch(plan)
         except DeviceMemoryError:
             self._runner.defer_updates(changes)
             raise

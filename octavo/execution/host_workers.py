@@ -20,7 +20,7 @@ from octavo.config import EngineConfig
 from octavo.execution.stage_links import LinkEnd, LinkEnds, LinkPair, WorkerRank, shared_memory, worker_ranks_of
 from octavo.logs import current_format
 from octavo.models.description import ModelDescription
-from octavo.models.sharding import gathered_size
+from octavo.models.sharding import all_gather_size
 from octavo.ops.cpu_collectives import group_bytes
 from octavo.processes import child_command
 
@@ -61,7 +61,7 @@ class HostWorkers:
         ]
         size, num_stages, limits = config.tensor_parallel_size, config.pipeline_parallel_size, config.scheduler
         num_samples = max(limits.max_num_batched_tokens, limits.max_num_seqs)
-        of_token = max(size * description.hidden_size, gathered_size(description))
+        of_token = max(size * description.hidden_size, all_gather_size(description))
         most = max(limits.max_num_batched_tokens * of_token, num_samples * description.vocab_size)
         # Devices have their rows carried by NCCL: in the file they find each other.
         self.memory_bytes = 0 if config.device == "cuda" else group_bytes(size, most)
@@ -80,7 +80,7 @@ class HostWorkers:
 
     def ends(self, worker_rank: WorkerRank) -> LinkEnds:
         """A worker's."""
-        stage, rank = worker_rank.stage, worker_rank.share.rank
+        stage, rank = worker_rank.stage, worker_rank.shard.rank
         before = behind = None
         if stage > self._first:
             before = self._pairs[stage - 1][rank].end
@@ -114,12 +114,12 @@ class HostWorkers:
         its connection to the stage before."""
         for stage, pairs in self._pairs.items():
             for rank, pair in enumerate(pairs):
-                pair.let_go(keeps_end=own is not None and (stage, rank) == (own.stage - 1, own.share.rank))
+                pair.let_go(keeps_end=own is not None and (stage, rank) == (own.stage - 1, own.shard.rank))
         for stage, memory in self._memories.items():
             if own is None or stage != own.stage:
                 os.close(memory)
         for rank, connection in enumerate(self._entering):
-            if own is None or (self._first, rank) != (own.stage, own.share.rank):
+            if own is None or (self._first, rank) != (own.stage, own.shard.rank):
                 os.close(connection)
         for connection in self._leaving:
             os.close(connection)

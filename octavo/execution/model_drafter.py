@@ -162,7 +162,7 @@ class ModelDrafter:
         if self._states is not None:
             self._states.use_right()
         while plan.rows:
-            under_way.append((plan.rows, self._runner.compute(plan)))
+            under_way.append((plan.rows, self._runner.launch(plan)))
             while len(under_way) >= (_MOST_UNDER_WAY if self._runner.device.runs_ahead else 1):
                 collect()
             plan = StepPlan()

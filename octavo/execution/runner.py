@@ -122,8 +122,8 @@ class Runner:
             StagingBuffer(i, device.pinned([num_bytes], "uint8"), device.pinned([self._largest.samples], "int64"))
             for i in range(_NUM_STAGING_BUFFERS_AHEAD if device.runs_ahead else 1)
         ]
-        self._buffer = device.beside(self._staging_buffers[0].inputs)  # what the stages are uploaded to
-        self.captured: list[Captured] = []
+        self._buffer = device.upload_target(self._staging_buffers[0].inputs)  # what the stages are uploaded to
+        self.captured_steps: list[Captured] = []
         self.keeps_features = False  # whether steps have their `features`
         self.read_features: Callable[[Array], None] | None = None  # what reads those launches what it may, at the start
         self.target_ids: Array | None = None  # [vocab_size, 1] int64: what its tokens are to others, if not the same
@@ -148,7 +148,9 @@ class Runner:
             self._upload(self._staging_buffers[0], layout.num_bytes)
             self.device.compute.record().wait()
             inputs = layout.on_device(self._buffer, self.device.view)
-            self.captured.insert(0, Captured(layout, inputs, staged, self.device.capture(self.computation, inputs)))
+            self.captured_steps.insert(
+                0, Captured(layout, inputs, staged, self.device.capture(self.computation, inputs))
+            )
 
     @property
     def captured_bytes(self) -> int:
@@ -162,7 +164,7 @@ class Runner:
     def run_largest_step(self) -> None:
         """The step that takes the most memory: as many tokens and samples as there may be, stored nowhere."""
         num_samples = self._largest.seqs if self.pooling is None else self._most_vectors
-        self._rehearse(self._largest.tokens, self._largest.seqs, num_samples, self._largest.adapted)
+        self._dummy_run(self._largest.tokens, self._largest.seqs, num_samples, self._largest.adapted)
 
     @property
     def _most_vectors(self) -> int:
@@ -186,13 +188,13 @@ class Runner:
         ops, num_rows = _device_ops(self.ops), self._largest.seqs
         # Of prompts. Views of one row may have other strides than those of several.
         for num_tokens in sorted({1, *ops.row_classes(self._largest.tokens)}):
-            self._rehearse(num_tokens, max(1, min(num_tokens // 4, num_rows)), 1, adapted)
+            self._dummy_run(num_tokens, max(1, min(num_tokens // 4, num_rows)), 1, adapted)
         classes = ops.row_classes(self._most_vectors)
         if self.pooling is None:  # guesses, and prompts' log-probabilities: any token of a step may be sampled after
             classes = ops.row_classes(self._largest.samples, exactly=False)
         for num_samples in classes:
             try:
-                self._rehearse(min(num_samples, num_rows), min(num_samples, num_rows), num_samples, adapted)
+                self._dummy_run(min(num_samples, num_rows), min(num_samples, num_rows), num_samples, adapted)
             except self.device.memory_errors:
                 # More samples than rows are guesses' or a prompt's, which may find no memory later either.
                 if (
@@ -201,7 +203,7 @@ class Runner:
                     raise
                 self.device.release_memory()
 
-    def _rehearse(self, num_tokens: int, num_rows: int, num_samples: int, adapted: bool) -> None:
+    def _dummy_run(self, num_tokens: int, num_rows: int, num_samples: int, adapted: bool) -> None:
         """A step of sequences that are as long as each other, stored nowhere, with all that requests may ask for."""
         num_media = num_tokens if self._media is not None else 0
         shape = replace(
@@ -249,7 +251,7 @@ class Runner:
 
         Raises `DeviceMemoryError`; blocks were moved and rows admitted by then, but no token was computed."""
         self.apply_updates(plan)
-        return self.compute(plan)
+        return self.launch(plan)
 
     def apply_updates(self, plan: StepPlan) -> None:
         """The part of a plan that comes before its rows: admissions, block tables, moves of blocks."""
@@ -259,7 +261,7 @@ class Runner:
         if self._adapters is not None:
             self._adapters.store.load(plan.adapters)
 
-    def compute(self, plan: StepPlan) -> SubmittedStep:
+    def launch(self, plan: StepPlan) -> SubmittedStep:
         """Have the device compute the rows of a plan after `apply_updates`. Raises as `submit`. A caller that computes
         no rows now calls `defer_updates` instead."""
         staging = self._staging_buffers.pop(0)
@@ -415,7 +417,7 @@ class Runner:
                     tokens = step.sampled.tokens
                 if self._tables is not None:
                     if (
-                        not self._worker_group.share.is_whole
+                        not self._worker_group.shard.is_whole
                     ):  # the others' devices need them before their hosts are told
                         cast(ParallelDeviceOps, self.ops).from_first(tokens)
                     self._tables.keep(self.ops, inputs.sample_table_rows[:num_samples], tokens)
@@ -482,7 +484,7 @@ class Runner:
         return replace(used, media=self._media.num_rows(plan), **self._media.extents)
 
     def _captured_for(self, used: StepShape) -> Captured | None:
-        for captured in self.captured:
+        for captured in self.captured_steps:
             if self.device.can_replay(captured.layout.shape, used):
                 return captured
         return None

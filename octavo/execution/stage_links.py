@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import ConfigError
-from octavo.layers.tensor_parallel import WHOLE, Share
+from octavo.layers.tensor_parallel import WHOLE, Shard
 
 _HEADER = struct.Struct("<QQ")  # of the rows of a step over TCP: number of the step, bytes
 HUNG_UP = getattr(select, "POLLRDHUP", 0)  # asked of a poll; POLLHUP, which sockets of one host give, comes unasked
@@ -38,33 +38,33 @@ class WorkerRank(NamedTuple):
 
     stage: int = 0
     num_stages: int = 1
-    share: Share = WHOLE  # of each of the stage's layers
+    shard: Shard = WHOLE  # of each of the stage's layers
     num_nodes: int = 1
 
     @property
     def number(self) -> int:
-        return self.stage * self.share.size + self.share.rank
+        return self.stage * self.shard.size + self.shard.rank
 
     @property
     def node(self) -> int:
         return (self.stage // (self.num_stages // self.num_nodes) + 1) % self.num_nodes
 
     @property
-    def on_host(self) -> Share:
+    def on_host(self) -> Shard:
         """Which of the workers of its node it is."""
-        num_workers = self.num_stages // self.num_nodes * self.share.size
-        return Share(self.number % num_workers, num_workers)
+        num_workers = self.num_stages // self.num_nodes * self.shard.size
+        return Shard(self.number % num_workers, num_workers)
 
     def __str__(self) -> str:
         stage = f" of stage {self.stage} of {self.num_stages}" if self.num_stages > 1 else ""
         node = f" on node {self.node}" if self.num_nodes > 1 else ""
-        return f"worker {self.share.rank} of {self.share.size}{stage}{node}"
+        return f"worker {self.shard.rank} of {self.shard.size}{stage}{node}"
 
 
 def worker_ranks_of(num_stages: int, size: int, num_nodes: int) -> list[WorkerRank]:
     """Those of all workers, in order of their numbers."""
     return [
-        WorkerRank(stage, num_stages, Share(rank, size), num_nodes)
+        WorkerRank(stage, num_stages, Shard(rank, size), num_nodes)
         for stage in range(num_stages)
         for rank in range(size)
     ]

@@ -21,7 +21,7 @@ from octavo.ops import Array, DeviceOps, LayerKVCache, Ops
 
 if TYPE_CHECKING:
     from octavo.lora.ops import AdaptedOps
-    from octavo.models.draft_heads import Taps
+    from octavo.models.draft_heads import AuxHiddenStates
 
 
 class StepComputation:
@@ -37,13 +37,13 @@ class StepComputation:
         self._model, self._ops, self._device, self._largest = model, ops, device, largest
         self._tables, self._links, self._adapters = tables, links, adapters
         self._entering_dtype = cast(StageModel, model).stream_dtype if largest.hidden_in_bytes else ""
-        self.taps: Taps | None = None  # what makes features of other layers than the last
+        self.aux_hidden_states: AuxHiddenStates | None = None  # what makes features of other layers than the last
 
     def hidden(self, inputs: StepArrays[Array]) -> tuple[Array, Array]:
         """`StepModel.hidden`."""
         with self._taking(inputs.adapter_slots):
             hidden = self._model.forward(self._batch(inputs), self.caches)
-        features = None if self.taps is None else self.taps.features
+        features = None if self.aux_hidden_states is None else self.aux_hidden_states.features
         return hidden, hidden if features is None else features
 
     def logits(self, inputs: StepArrays[Array], hidden: Array) -> tuple[Array, Array]:

@@ -39,7 +39,7 @@ from octavo.loading.weights import Weights
 from octavo.models.description import ModelDescription
 from octavo.models.inventory import adaptable_modules, record
 from octavo.models.registry import Model, StageModel, build, describe
-from octavo.models.sharding import with_share, with_stage
+from octavo.models.sharding import with_shard, with_stage
 from octavo.ops import AdapterOps, DeviceOps, LayerKVCache, Ops
 from octavo.phases import Phases
 from octavo.plan import StepPlan
@@ -184,7 +184,7 @@ class Worker:
         phases.end("program")
         logger.info(
             "%s on %s: %d layers, %s, %.2f GiB of weights, loaded in %.2f s",
-            checkpoint.name, device.name, len({description.layer_numbers[i] for i in description.stage}),
+            checkpoint.name, device.name, len({description.checkpoint_layers[i] for i in description.stage}),
             model_config.dtype,
             self.weight_bytes / _GIB, phases.seconds["weights opened"] + phases.seconds["weights packed"],
         )  # fmt: skip
@@ -195,9 +195,9 @@ class Worker:
         """What a seat has of a model, which fits: what it is, its weights, and the operations that it computes with."""
         checkpoint = config.checkpoint
         description = describe(checkpoint.config, config.impl, config.code_folder, config.pooling)
-        description = with_share(
+        description = with_shard(
             replace(description, num_precise_layers=config.num_precise_layers),
-            worker_rank.share,
+            worker_rank.shard,
             self._config.enable_expert_parallel,
             self._config.reproducible_parallel,
         )
@@ -295,9 +295,9 @@ class Worker:
         all. Nothing must be launched until it is done."""
         if self._config.device != "cuda" or description.impl != "octavo" or not self._worker_group.is_leader:
             return None  # the networks of transformers need memory, and workers of a model launch the same
-        from octavo.execution.compile_ahead import start_rehearsal
+        from octavo.execution.compile_ahead import start_compile_ahead
 
-        return start_rehearsal(self._config, description, weights, ops, self._worker_group)
+        return start_compile_ahead(self._config, description, weights, ops, self._worker_group)
 
     def _with_adapters(self, ops: Ops) -> AdaptedOps | None:
         """The operations that the model is built over where adapters are served."""

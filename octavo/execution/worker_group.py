@@ -53,7 +53,7 @@ from octavo.execution.worker_messages import (
     decode_to_leader,
     encode,
 )
-from octavo.layers.tensor_parallel import Share
+from octavo.layers.tensor_parallel import Shard
 from octavo.models.description import ModelDescription
 from octavo.plan import Admission, StepPlan
 from octavo.request import AdapterSource
@@ -76,8 +76,8 @@ class WorkerGroup:
     memory_bytes = 0
 
     @property
-    def share(self) -> Share:
-        return self.worker_rank.share
+    def shard(self) -> Shard:
+        return self.worker_rank.shard
 
     @property
     def connections(self) -> list[int]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 from typing import cast
 
-from octavo.layers.tensor_parallel import Share
+from octavo.layers.tensor_parallel import Shard
 from octavo.ops import Array, Ops, ParallelOps
 
 
-class Gathered:
+class AllGather:
     """Rows of `size` elements, of which this worker has its `own`. Others may have some of those too."""
 
-    def __init__(self, ops: Ops, share: Share, own: range, size: int, what: str) -> None:
-        self._ops, self._is_whole, self._size = cast(ParallelOps, ops), share.is_whole, size
-        given = share.of(size, what)  # by this worker
+    def __init__(self, ops: Ops, shard: Shard, own: range, size: int, what: str) -> None:
+        self._ops, self._is_whole, self._size = cast(ParallelOps, ops), shard.is_whole, size
+        given = shard.of(size, what)  # by this worker
         self._begin, self._given = given.start, slice(given.start - own.start, given.stop - own.start)
 
     def forward(self, x: Array) -> Array:

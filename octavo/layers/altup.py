@@ -21,16 +21,16 @@ _LEAST_SQUARE = 1e-10  # of what is divided by its magnitude
 
 
 @dataclass(frozen=True, slots=True)
-class StreamsDescription:
+class AltUpDescription:
     count: int
     branch_rank: int
 
 
-class Streams:
+class AltUp:
     """What makes several streams of one before the first layer, and one of them after the last."""
 
     def __init__(
-        self, description: StreamsDescription, hidden_size: int, parameters: Parameters, is_first: bool, is_last: bool
+        self, description: AltUpDescription, hidden_size: int, parameters: Parameters, is_first: bool, is_last: bool
     ) -> None:
         """`expand` is for the first of several stages, `merge` for the last."""
         ops, count, size = parameters.ops, description.count, hidden_size
@@ -53,20 +53,20 @@ class Streams:
         """hidden [T, H] -> [T, streams * H]: the others as long as the first."""
         ops, rows = self._ops, hidden.shape[0]
         assert self._projections is not None, "the first stage expands"
-        streams = ops.linear(hidden, self._projections, self._dtype)
-        others = streams[:, self._size :]
+        residual_streams = ops.linear(hidden, self._projections, self._dtype)
+        others = residual_streams[:, self._size :]
         normed = self._norm.forward(others.reshape(rows, self._count - 1, self._size)).reshape(rows, -1)
         ops.add(others, others, -1.0)
         ops.add(others, ops.multiply(normed, self._magnitude(hidden)))
-        return streams
+        return residual_streams
 
-    def merge(self, streams: Array) -> Array:
+    def merge(self, residual_streams: Array) -> Array:
         """[T, streams * H] -> the mean of the first and what each other one is in its place: [T, H]"""
         ops, size = self._ops, self._size
-        first = streams[:, :size]
+        first = residual_streams[:, :size]
         magnitude, merged = self._magnitude(first), None
         for i, matrix in enumerate(self._unembed, 1):
-            other = ops.linear(streams[:, i * size : (i + 1) * size], matrix, self._dtype)
+            other = ops.linear(residual_streams[:, i * size : (i + 1) * size], matrix, self._dtype)
             other = ops.multiply(self._norm.forward(other), magnitude)
             if merged is None:
                 merged = other

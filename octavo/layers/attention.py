@@ -13,8 +13,8 @@ from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.norm import Norm, NormDescription, SharedNorm
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Adapters, Summand
-from octavo.layers.rotary import QueryGrowth, RopeConfig, alibi_slopes, halves
-from octavo.layers.tensor_parallel import WHOLE, OfHeads, Share, elements
+from octavo.layers.rotary import AttentionTemperature, RopeConfig, alibi_slopes, halves
+from octavo.layers.tensor_parallel import WHOLE, Shard, ShardedHeads, elements
 from octavo.ops import Array, LayerKVCache
 
 
@@ -29,7 +29,7 @@ class GateDescription:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionDescription(OfHeads):
+class AttentionDescription(ShardedHeads):
     """Sizes in elements; `num_` are counts. Names are those of the checkpoint's modules, after the layer's prefix.
 
     Three `qkv_names` are of query, key and value; a single one has them stacked: in `qkv_blocks` blocks of equally many
@@ -51,7 +51,7 @@ class AttentionDescription(OfHeads):
     sees_ahead: bool = True  # where tokens of the model do (`ModelDescription.sees_ahead`)
     # Tensor [buckets, heads] of what is added to scores by the bucket of the distance: its name, and how many buckets.
     distance_biases: tuple[str, int] | None = None
-    query_growth: QueryGrowth | None = None
+    attention_temperature: AttentionTemperature | None = None
     qkv_clip: float = 0.0  # queries, keys and values lie between this and its negative; 0 is none
     qk_norm: NormDescription | None = None
     qk_norm_scope: Literal["head", "heads", "all"] = "head"  # each head; with weights of its own; all heads together
@@ -73,17 +73,17 @@ class AttentionDescription(OfHeads):
     num_inputs: int = 1  # arrays of that size that stand side by side in their input
     qk_norm_names: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     output_norm_name: str = ""
-    share: Share = WHOLE  # of the heads; what is not shared out yet is in `octavo.models.sharding`
+    shard: Shard = WHOLE  # of the heads; what is not shared out yet is in `octavo.models.sharding`
 
     @property
-    def gathered_size(self) -> int:
+    def all_gather_size(self) -> int:
         """Elements of a row that all workers are brought, at most."""
         queries = self.head_size if self.qk_norm is not None and self.qk_norm_scope == "all" else 0
         return self.num_heads * max(queries, 0 if self.output_norm is None else self.value_size)
 
     @property
     def own_kv_heads(self) -> range:
-        return self.share.of_few(self.num_kv_heads, "key and value heads")
+        return self.shard.of_few(self.num_kv_heads, "key and value heads")
 
     @property
     def value_size(self) -> int:
@@ -169,7 +169,7 @@ class Attention:
         self, description: AttentionDescription, hidden_size: int, parameters: Parameters, prefix: str
     ) -> None:
         self.description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
-        head_size, num_heads, share = description.head_size, description.num_heads, description.share
+        head_size, num_heads, shard = description.head_size, description.num_heads, description.shard
         self._query_size = len(description.own_heads) * head_size
         self._key_size = len(description.own_kv_heads) * head_size
         self._gate_size = len(description.own_gates)
@@ -205,7 +205,7 @@ class Attention:
         bias = description.output_bias
         bias = f"{prefix}{bias}" if isinstance(bias, str) else bias
         self._ending = parameters.ending(
-            f"{prefix}{description.output_name}", hidden_size, value_size, bias, share,
+            f"{prefix}{description.output_name}", hidden_size, value_size, bias, shard,
             is_transposed=description.is_transposed,
         )  # fmt: skip
         self._output = self._ending.weight
@@ -214,7 +214,7 @@ class Attention:
         self._identity = parameters.rotary(None, head_size) if description.norms_after_rotation else self._rotary
         self._axes = None
         if description.rope is not None and description.rope.axes:
-            assert not description.norms_after_rotation and description.query_growth is None
+            assert not description.norms_after_rotation and description.attention_temperature is None
             self._axes = self._ops.place(np.array(description.rope.axes, np.int32))
         self._qk_norms: list[Norm | SharedNorm] = []
         if description.qk_norm is not None:
@@ -230,7 +230,7 @@ class Attention:
         if description.output_norm is not None:
             self._output_norm = SharedNorm(
                 description.output_norm, parameters, f"{prefix}{description.output_norm_name}",
-                num_heads * description.value_size, share, elements(description.own_heads, description.value_size),
+                num_heads * description.value_size, shard, elements(description.own_heads, description.value_size),
             )  # fmt: skip
         self._slopes = self._sinks = None
         if description.alibi_max:
@@ -242,7 +242,7 @@ class Attention:
         self._biases = None
         if description.distance_biases is not None:
             self._biases = parameters.distance_biases(*description.distance_biases, num_heads, description.own_heads)
-        self._growth = parameters.query_growth(description.query_growth)
+        self._attention_temperature = parameters.attention_temperature(description.attention_temperature)
 
     def _qk_norm(
         self, norm: NormDescription, parameters: Parameters, name: str, heads: int, own: range
@@ -251,7 +251,7 @@ class Attention:
         d, size = self.description, self.description.head_size
         if d.qk_norm_scope == "all":
             order = (np.arange(heads)[:, None] * size + d.element_order).reshape(-1)
-            return SharedNorm(norm, parameters, name, heads * size, d.share, elements(own, size), order=order)
+            return SharedNorm(norm, parameters, name, heads * size, d.shard, elements(own, size), order=order)
         with_own = heads if d.qk_norm_scope == "heads" else None
         return Norm(norm, parameters, name, size, heads=with_own, own_heads=own, order=d.element_order)
 
@@ -325,7 +325,14 @@ class Attention:
             )
         else:
             ops.rotary_and_cache(
-                query, key, value, batch.positions, self._identity, cache, tables.slot_mapping, self._growth
+                query,
+                key,
+                value,
+                batch.positions,
+                self._identity,
+                cache,
+                tables.slot_mapping,
+                self._attention_temperature,
             )
         return query
 

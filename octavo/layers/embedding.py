@@ -3,9 +3,9 @@ brought together as they are, so that bits are those of one worker."""
 
 from __future__ import annotations
 
-from octavo.layers.all_gather import Gathered
+from octavo.layers.all_gather import AllGather
 from octavo.layers.parameters import Parameters
-from octavo.layers.tensor_parallel import Share
+from octavo.layers.tensor_parallel import Shard
 from octavo.ops import Array
 from octavo.quantization.formats import PLAIN
 
@@ -17,10 +17,10 @@ class Embedding:
     `columns` of its rows may be wanted. It may be the matrix that makes logits too."""
 
     def __init__(
-        self, name: str, num_rows: int, size: int, parameters: Parameters, share: Share, bias: bool | str = False,
+        self, name: str, num_rows: int, size: int, parameters: Parameters, shard: Shard, bias: bool | str = False,
         columns: range | None = None, is_output: bool = False,
     ) -> None:  # fmt: skip
-        self._ops, self._gathered, self._wanted = parameters.ops, None, None
+        self._ops, self._all_gather, self._wanted = parameters.ops, None, None
         wanted = range(size) if columns is None else columns
         stored = parameters.weights.matrix_format(f"{name}.weight")
 
@@ -32,9 +32,9 @@ class Embedding:
         taken = wanted
         if len(wanted) < size and not can_be_cut(wanted, 1):
             self._wanted, taken = slice(wanted.start, wanted.stop), range(size)
-        if not share.is_whole and can_be_cut(taken, share.size):
-            own = share.of(len(taken), "columns of an embedding")
-            self._gathered = Gathered(parameters.ops, share, own, len(taken), "columns of an embedding")
+        if not shard.is_whole and can_be_cut(taken, shard.size):
+            own = shard.of(len(taken), "columns of an embedding")
+            self._all_gather = AllGather(parameters.ops, shard, own, len(taken), "columns of an embedding")
             taken = taken[own.start : own.stop]
         self.weight = parameters.linear(
             [name], [num_rows], len(taken), bias, columns=(taken.start, size), looked_up=not is_output
@@ -43,6 +43,6 @@ class Embedding:
     def forward(self, token_ids: Array, dtype: str, scale: float = 1.0) -> Array:
         """[T] int32 -> [T, columns]"""
         found = self._ops.embedding(token_ids, self.weight, dtype, scale)
-        if self._gathered is not None:
-            found = self._gathered.forward(found)
+        if self._all_gather is not None:
+            found = self._all_gather.forward(found)
         return found if self._wanted is None else found[:, self._wanted]

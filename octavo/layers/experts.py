@@ -17,7 +17,7 @@ from octavo.errors import ConfigError, LoadError
 from octavo.layers.feed_forward import FeedForward, FeedForwardDescription
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Module, NamedMatrix, Parameters, StackedModule
-from octavo.layers.tensor_parallel import WHOLE, Share
+from octavo.layers.tensor_parallel import WHOLE, Shard
 from octavo.loading.weights import Weights
 from octavo.ops import ACTIVATIONS, Array, ExpertsWeight, LinearWeight, Ops, ParallelOps, Routing
 from octavo.quantization import StoredWeight
@@ -100,7 +100,7 @@ class ExpertsDescription:
     weight_scales: str | None = None  # tensor [experts] that the weights of chosen experts are multiplied with
     num_identities: int = 0  # experts behind the others, without weights, that return what they see
     part_norms: PartNorms | None = None  # None: all see what one norm has made of the layer's input
-    share: Share = WHOLE  # of the experts, whole ones, and of the inner elements of the shared one
+    shard: Shard = WHOLE  # of the experts, whole ones, and of the inner elements of the shared one
 
     def __post_init__(self) -> None:
         if self.clamp is None and self.activation not in ACTIVATIONS:
@@ -123,7 +123,7 @@ class ExpertsDescription:
     @property
     def own(self) -> range:
         """This worker's experts, as many as others have, or one more. Raises `ConfigError` if there is none."""
-        rank, size = self.share.rank, self.share.size
+        rank, size = self.shard.rank, self.shard.size
         if size > self.num_experts:
             raise ConfigError(f"--tensor-parallel-size {size} is more than the {self.num_experts} experts.")
         return range(rank * self.num_experts // size, (rank + 1) * self.num_experts // size)
@@ -205,11 +205,11 @@ class Experts:
         ids, weights = ops.route(logits, description.routing, self._correction, self._weight_scales)
         out = ops.experts(
             hidden, ids, weights, self._gate_up, self._down, description.activation, description.clamp,
-            description.scales_inputs, description.own.start, description.share.own_summands,
+            description.scales_inputs, description.own.start, description.shard.own_summands,
         )  # fmt: skip
         if beside is not None:
             ops.add(out, beside)
-        if not description.share.is_whole:
+        if not description.shard.is_whole:
             cast(ParallelOps, ops).all_reduce(out)
         if description.num_identities:
             ops.add_chosen(out, hidden, ids, weights, description.num_experts)
@@ -243,14 +243,14 @@ class _GatedExpert:
         shared = description.shared
         assert shared is not None and shared.gated and not shared.bias
         self._ops, self._activation, size = parameters.ops, shared.activation, shared.intermediate_size
-        share = description.share
-        own = share.of(size, "inner elements of a shared expert")
+        shard = description.shard
+        own = shard.of(size, "inner elements of a shared expert")
         self._gate = parameters.linear([f"{prefix}{description.shared_gate_name}"], [1], hidden_size)
         up = parameters.linear(
             [f"{prefix}{name}" for name in shared.up_names], (size, size), hidden_size, gated=True,
             own=own,
         )  # fmt: skip
-        down = parameters.ending(f"{prefix}{shared.down_name}", hidden_size, len(own), False, share).weight
+        down = parameters.ending(f"{prefix}{shared.down_name}", hidden_size, len(own), False, shard).weight
         self._up, self._down = self._ops.stack_experts([up], 1), self._ops.stack_experts([down], 1)
         of_up, of_down = parameters.matrices[-2:]
         parameters.matrices[-2:] = [
@@ -292,8 +292,8 @@ def _stacks(
 
     def matrix(name: str, expert: int, rows: int, columns: int, is_transposed: bool) -> StoredWeight:
         """[rows, columns] of an expert, which alone is read."""
-        turned = None if rows == columns else (num, rows, columns)  # as transformers 5 may have saved it
-        is_transposed = is_transposed and not weights.is_turned(f"{prefix}{name}", turned)
+        untransposed_shape = None if rows == columns else (num, rows, columns)  # as transformers 5 may have saved it
+        is_transposed = is_transposed and not weights.is_untransposed(f"{prefix}{name}", untransposed_shape)
         stored = (columns, rows) if is_transposed else (rows, columns)
         if "{}" in name:
             found = weights.take_matrix(f"{prefix}{name.format(expert)}", stored)

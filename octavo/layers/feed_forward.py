@@ -8,11 +8,11 @@ from statistics import NormalDist
 import numpy as np
 
 from octavo.errors import LoadError
-from octavo.layers.all_gather import Gathered
+from octavo.layers.all_gather import AllGather
 from octavo.layers.norm import NormDescription, SharedNorm
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Adapters, Summand
-from octavo.layers.tensor_parallel import WHOLE, Share
+from octavo.layers.tensor_parallel import WHOLE, Shard
 from octavo.ops import ACTIVATIONS, Array
 
 _LEAST_VARIANCE = 1e-10
@@ -39,7 +39,7 @@ class FeedForwardDescription:
     sparsity: float = 0.0
     has_adapters: bool = False  # of gate and up together
     is_transposed: bool = False  # matrices are stored [inputs, outputs]
-    share: Share = WHOLE  # of the intermediate size
+    shard: Shard = WHOLE  # of the intermediate size
 
     def __post_init__(self) -> None:
         built = ACTIVATIONS if self.gated else (*ACTIVATIONS, "xielu")
@@ -51,7 +51,7 @@ class FeedForwardDescription:
             )
 
     @property
-    def gathered_size(self) -> int:
+    def all_gather_size(self) -> int:
         """Elements of a row that all workers are brought."""
         return self.intermediate_size if self.inner_norm is not None or self.sparsity else 0
 
@@ -64,11 +64,11 @@ class FeedForward:
         self, description: FeedForwardDescription, hidden_size: int, parameters: Parameters, prefix: str
     ) -> None:
         self.description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
-        size, transposed, share = description.intermediate_size, description.is_transposed, description.share
-        own = share.of(size, "inner elements of a feed-forward")
+        size, transposed, shard = description.intermediate_size, description.is_transposed, description.shard
+        own = shard.of(size, "inner elements of a feed-forward")
         names = [f"{prefix}{name}" for name in description.up_names]
         sizes = (size, size) if description.gated else (size,)
-        self._sparse = _Cutoff(description.sparsity, size, share, own, parameters) if description.sparsity else None
+        self._sparse = _Cutoff(description.sparsity, size, shard, own, parameters) if description.sparsity else None
         assert self._sparse is None or description.gated
         self._size = len(own)
         is_fused = description.gated and self._sparse is None and not description.has_adapters
@@ -80,7 +80,7 @@ class FeedForward:
         )  # fmt: skip
         self._ending = parameters.ending(
             f"{prefix}{description.down_name}", hidden_size, len(own),
-            description.bias if description.down_bias is None else description.down_bias, share,
+            description.bias if description.down_bias is None else description.down_bias, shard,
             is_transposed=transposed,
         )  # fmt: skip
         self._down = self._ending.weight
@@ -88,7 +88,7 @@ class FeedForward:
         self._inner_norm: SharedNorm | None = None
         if description.inner_norm is not None:
             name = f"{prefix}{description.inner_norm_name}"
-            self._inner_norm = SharedNorm(description.inner_norm, parameters, name, size, share, own)
+            self._inner_norm = SharedNorm(description.inner_norm, parameters, name, size, shard, own)
         self._parameters: tuple[float, ...] = ()
         if description.activation == "xielu":
             self._parameters = _xielu_parameters(description.xielu or _taken_xielu(parameters, f"{prefix}mlp.act_fn"))
@@ -119,16 +119,16 @@ class _Cutoff:
     """How far x [T, I] lies above what so much of a normal distribution with its mean and deviation lies below. These
     are of all workers' elements, which are brought to each."""
 
-    def __init__(self, below: float, size: int, share: Share, own: range, parameters: Parameters) -> None:
+    def __init__(self, below: float, size: int, shard: Shard, own: range, parameters: Parameters) -> None:
         self._ops, self._dtype, self._own = parameters.ops, parameters.dtype, slice(own.start, own.stop)
-        self._gathered = Gathered(parameters.ops, share, own, size, "inner elements of a feed-forward")
+        self._all_gather = AllGather(parameters.ops, shard, own, size, "inner elements of a feed-forward")
         ones, threshold = np.ones(size, parameters.dtype), NormalDist().inv_cdf(below)
         self._ones, self._shift = self._ops.place(ones), self._ops.place((-threshold * ones).astype(ones.dtype))
         self._mean = parameters.mean_of(size)
 
     def forward(self, x: Array) -> Array:
         """x [T, own] -> the same shape"""
-        ops, x = self._ops, self._gathered.forward(x)
+        ops, x = self._ops, self._all_gather.forward(x)
         # The mean product of a row and what its norm makes of it is its deviation.
         deviation = ops.multiply(x, ops.layer_norm(x, self._ones, None, _LEAST_VARIANCE))
         above = ops.activation(ops.layer_norm(x, self._ones, self._shift, _LEAST_VARIANCE), "relu")

@@ -13,17 +13,17 @@ from numpy.typing import NDArray
 
 from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import LayerCacheSpec
-from octavo.layers.all_gather import Gathered
+from octavo.layers.all_gather import AllGather
 from octavo.layers.norm import Norm, NormDescription, SharedNorm
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Summand
 from octavo.layers.recurrent import Convolution, decay_rates, state_of
-from octavo.layers.tensor_parallel import WHOLE, OfHeads, Share, elements
+from octavo.layers.tensor_parallel import WHOLE, Shard, ShardedHeads, elements
 from octavo.ops import Array, LayerKVCache, LinearWeight
 
 
 @dataclass(frozen=True, slots=True)
-class MambaDescription(OfHeads):
+class MambaDescription(ShardedHeads):
     """Mamba 2 (Dao & Gu 2024), or Mamba 1 (Gu & Dao 2023) where `time_rank` says that time steps come from a product
     of that rank: each channel is a head then. Names are those of the checkpoint's modules, after `name`.
 
@@ -47,22 +47,22 @@ class MambaDescription(OfHeads):
     conv_bias: bool = True
     tensors_by_group: bool = False
     name: str = "mamba"
-    share: Share = WHOLE
+    shard: Shard = WHOLE
 
     @property
     def own_heads(self) -> range:
-        return self.share.of(self.num_heads, "channels" if self.time_rank else "heads of a state space")
+        return self.shard.of(self.num_heads, "channels" if self.time_rank else "heads of a state space")
 
     @property
     def own_groups(self) -> range:
-        return self.share.of_few(self.num_groups, "groups of a state space")
+        return self.shard.of_few(self.num_groups, "groups of a state space")
 
     @property
     def part(self) -> MambaDescription:
-        return replace(self, num_heads=len(self.own_heads), num_groups=len(self.own_groups), share=WHOLE)
+        return replace(self, num_heads=len(self.own_heads), num_groups=len(self.own_groups), shard=WHOLE)
 
     @property
-    def gathered_size(self) -> int:
+    def all_gather_size(self) -> int:
         """Elements of a row that all workers are brought."""
         return self.channels if self.time_rank or self.norm is not None else 0
 
@@ -104,7 +104,7 @@ class Mamba:
         # What inner matrices read: all channels of the groups that ours are in.
         read = elements(d.own_groups, channels // d.num_groups)
         self._read = slice(read.start, read.stop)
-        self._gathered = None if read == own else Gathered(parameters.ops, d.share, own, channels, "channels")
+        self._all_gather = None if read == own else AllGather(parameters.ops, d.shard, own, channels, "channels")
         self._inner_norms: list[Norm] = []
         by_head = (d.num_groups, channels // d.num_groups) if d.tensors_by_group else (d.num_heads,)
         if d.time_rank:
@@ -129,8 +129,8 @@ class Mamba:
         self._rates, self._skip = self._ops.place(rates), self._ops.place(np.ascontiguousarray(skip[own]))
         self._norm: SharedNorm | None = None
         if d.norm is not None:
-            self._norm = SharedNorm(d.norm, parameters, f"{prefix}norm", channels, d.share, own, groups=d.num_groups)
-        self._ending = parameters.ending(f"{prefix}out_proj", hidden_size, len(own), d.output_bias, d.share)
+            self._norm = SharedNorm(d.norm, parameters, f"{prefix}norm", channels, d.shard, own, groups=d.num_groups)
+        self._ending = parameters.ending(f"{prefix}out_proj", hidden_size, len(own), d.output_bias, d.shard)
 
     def _by_group(
         self, parameters: Parameters, prefix: str, d: MambaDescription, own: slice
@@ -159,7 +159,7 @@ class Mamba:
         if d.time_rank:
             x, gate = projected[:, :channels], projected[:, channels:]
             x = self._conv.forward(x, batch, tables, cache)
-            read = x if self._gathered is None else self._gathered.forward(x)[:, self._read]
+            read = x if self._all_gather is None else self._all_gather.forward(x)[:, self._read]
             inner = ops.linear(read, self._inner, self._dtype)
             ranks, group = d.num_groups * d.time_rank, d.num_groups * size
             time, b, c = inner[:, :ranks], inner[:, ranks:-group], inner[:, -group:]

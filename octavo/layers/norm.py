@@ -8,9 +8,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.layers.all_gather import Gathered
+from octavo.layers.all_gather import AllGather
 from octavo.layers.parameters import Parameters
-from octavo.layers.tensor_parallel import WHOLE, Share
+from octavo.layers.tensor_parallel import WHOLE, Shard
 from octavo.ops import Array, LinearWeight
 
 
@@ -87,20 +87,20 @@ class SharedNorm:
     It does not quantize where there are several, or bits have to be those of several: the whole row would be."""
 
     def __init__(
-        self, description: NormDescription, parameters: Parameters, name: str, size: int, share: Share, own: range,
+        self, description: NormDescription, parameters: Parameters, name: str, size: int, shard: Shard, own: range,
         *, groups: int = 1, order: NDArray[np.intp] | None = None,
     ) -> None:  # fmt: skip
-        self._may_quantize, self._own = share == WHOLE, slice(own.start, own.stop)
-        self._gathered: Gathered | None = None
-        if groups % share.size:
-            self._gathered = Gathered(parameters.ops, share, own, size, f"elements of {name}")
+        self._may_quantize, self._own = shard == WHOLE, slice(own.start, own.stop)
+        self._all_gather: AllGather | None = None
+        if groups % shard.size:
+            self._all_gather = AllGather(parameters.ops, shard, own, size, f"elements of {name}")
         else:
             order = (np.arange(size) if order is None else order)[self._own]
-            groups //= share.size
+            groups //= shard.size
         self._norm = Norm(description, parameters, name, size, groups=groups, order=order)
 
     def forward(self, x: Array, consumer: LinearWeight | None = None) -> Array:
         """x [T, own] -> the same shape; quantized as by `Norm`, or not."""
-        if self._gathered is not None:
-            return self._norm.forward(self._gathered.forward(x))[:, self._own]
+        if self._all_gather is not None:
+            return self._norm.forward(self._all_gather.forward(x))[:, self._own]
         return self._norm.forward(x, consumer if self._may_quantize else None)

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from octavo.errors import ConfigError
 from octavo.layers.product import EndingMatrix
-from octavo.layers.rotary import QueryGrowth, RopeConfig, distance_buckets, identity_table, rotary_table
-from octavo.layers.tensor_parallel import Share
+from octavo.layers.rotary import AttentionTemperature, RopeConfig, distance_buckets, identity_table, rotary_table
+from octavo.layers.tensor_parallel import Shard
 from octavo.loading.weights import Weights, floats
 from octavo.ops import BIAS_PADDING, Array, ExpertsWeight, LinearWeight, Ops, SegmentOps
 
 if TYPE_CHECKING:
-    from octavo.layers.sparse_indexer import Index
+    from octavo.layers.sparse_indexer import SparseIndexer
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class StackedModule:
     name: str  # of the tensor
     expert: int
     rows: slice  # of this expert's
-    is_turned: bool = False  # PEFT takes its inputs for its outputs
+    is_untransposed: bool = False  # PEFT takes its inputs for its outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,9 @@ class Parameters:
         # Those of each layer's experts, which are many: named when somebody asks.
         self.expert_matrices: list[Callable[[], Iterator[NamedMatrix]]] = []
         self._made: dict[object, object] = {}  # once, for all layers of the same settings
-        self.index: Index | None = None  # of the last layer that has one: those after it may share what it chooses
+        self.index: SparseIndexer | None = (
+            None  # of the last layer that has one: those after it may share what it chooses
+        )
         self._has_warned = False
         self._is_precise = False
 
@@ -167,13 +169,13 @@ class Parameters:
             if owns is not None:
                 of_name = owns if is_cut else [owns[len(held)]]
                 shares = [(first + o.start, first + o.stop) for (first, _), o in zip(shares, of_name, strict=True)]
-            held.append(np.concatenate([np.arange(*share) for share in (reversed(shares) if is_reversed else shares)]))
+            held.append(np.concatenate([np.arange(*shard) for shard in (reversed(shares) if is_reversed else shares)]))
             shape = (all_in, size) if is_transposed else (size, all_in)
             wanted = None if orders is None else orders[len(held) - 1]
-            for share in shares:
+            for shard in shares:
                 parts.append(
                     self.weights.take_matrix(
-                        f"{name}.weight", shape, share if wanted is None else None, own_in,
+                        f"{name}.weight", shape, shard if wanted is None else None, own_in,
                         is_transposed=is_transposed, order=wanted,
                     )
                 )  # fmt: skip
@@ -183,7 +185,7 @@ class Parameters:
         assert orders is None or not any(scale != 1.0 for scale in scales)
         if any(scale != 1.0 for scale in scales):
             if len(parts) != len(sizes):
-                parts = [parts[0].rows(*share) for share in pairwise(accumulate(sizes, initial=0))]
+                parts = [parts[0].rows(*shard) for shard in pairwise(accumulate(sizes, initial=0))]
             parts = [part.scaled(scale) for part, scale in zip(parts, scales, strict=True)]
         row_scales: list[NDArray[np.float32] | None] = [None] * len(names)
         if any(scale != 1.0 for scale in scales):
@@ -230,31 +232,31 @@ class Parameters:
         return self.once(("mean", size), lambda: self.packed(np.full((1, size), 1 / size, self.dtype)))
 
     def ending(
-        self, name: str, num_out: int, num_in: int, bias: bool | str, share: Share, *, is_transposed: bool = False
+        self, name: str, num_out: int, num_in: int, bias: bool | str, shard: Shard, *, is_transposed: bool = False
     ) -> EndingMatrix:
         """The matrix that ends a layer, with `num_in` inputs of those of all workers. Raises `ConfigError` where its
         products must agree with those of other numbers of workers and cannot."""
         weight = self.linear(
-            [name], [num_out], num_in, bias if share.is_whole else False, is_transposed=is_transposed,
-            part=(share.rank, share.size),
+            [name], [num_out], num_in, bias if shard.is_whole else False, is_transposed=is_transposed,
+            part=(shard.rank, shard.size),
         )  # fmt: skip
-        if share.summands > 1:
-            self._sum_by_segments(name, weight, share)
-        if share.is_whole or not bias:
-            return EndingMatrix(self.ops, weight, share=share)
+        if shard.summands > 1:
+            self._sum_by_segments(name, weight, shard)
+        if shard.is_whole or not bias:
+            return EndingMatrix(self.ops, weight, shard=shard)
         taken = np.asarray(self.weights.take(bias if isinstance(bias, str) else f"{name}.bias", (num_out,)), np.float32)
         whole = self.matrices[-1]
         self.matrices[-1] = replace(whole, modules=(replace(whole.modules[0], bias=taken),))
-        return EndingMatrix(self.ops, weight, self.ops.place(taken), share)
+        return EndingMatrix(self.ops, weight, self.ops.place(taken), shard)
 
-    def _sum_by_segments(self, name: str, weight: LinearWeight, share: Share) -> None:
+    def _sum_by_segments(self, name: str, weight: LinearWeight, shard: Shard) -> None:
         """Half as many and so on where blocks of weights do not end where segments do."""
-        block = cast(SegmentOps, self.ops).sum_by_segments(weight, share.own_summands)
-        if share.is_whole or weight.in_features % block == 0:
+        block = cast(SegmentOps, self.ops).sum_by_segments(weight, shard.own_summands)
+        if shard.is_whole or weight.in_features % block == 0:
             return
         reason = f"the {weight.in_features} inputs of {name} that each has do not end with a block of {block}"
-        if share.must_agree:
-            raise ConfigError(f"--reproducible-parallel with --tensor-parallel-size {share.size}: {reason}.")
+        if shard.must_agree:
+            raise ConfigError(f"--reproducible-parallel with --tensor-parallel-size {shard.size}: {reason}.")
         if not self._has_warned:
             logger.warning("answers are not those of another --tensor-parallel-size to the bit: %s", reason)
         self._has_warned = True
@@ -267,9 +269,9 @@ class Parameters:
             lambda: identity_table(head_size, positions) if rope is None else rotary_table(rope, positions),
         )
 
-    def query_growth(self, growth: QueryGrowth | None) -> Array | None:
-        """What queries are multiplied with, [max_positions] float32."""
-        return None if growth is None else self._table((growth,), lambda: growth.table(self.max_positions))
+    def attention_temperature(self, settings: AttentionTemperature | None) -> Array | None:
+        """Return the multipliers of queries by position, [max_positions] float32."""
+        return None if settings is None else self._table((settings,), lambda: settings.table(self.max_positions))
 
     def distance_biases(self, name: str, num_buckets: int, num_heads: int, own: range) -> Array:
         """What scores of our `own` heads get by the key's distance, [own, 2 * max_positions + BIAS_PADDING] float32."""

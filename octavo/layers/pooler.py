@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from octavo.layers.parameters import Parameters
-from octavo.layers.projection_head import Head, HeadDescription
+from octavo.layers.projection_head import ProjectionHead, ProjectionHeadDescription
 from octavo.loading.weights import floats
 from octavo.ops import Array
 
@@ -27,7 +27,7 @@ class PoolingDescription:
     """
 
     kind: str  # of `KINDS`
-    head: tuple[HeadDescription, ...] = ()
+    head: tuple[ProjectionHeadDescription, ...] = ()
     label_tokens: tuple[int, ...] = ()
     is_difference: bool = False
     output_name: str = ""
@@ -50,7 +50,7 @@ class Pooler:
         self._kind = KINDS[description.kind]
         self._heads, size = [], hidden_size
         for one in description.head:
-            self._heads.append(Head(one, size, parameters))
+            self._heads.append(ProjectionHead(one, size, parameters))
             size = one.size
         self._labels = None
         if description.label_tokens:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from octavo.layers.tensor_parallel import WHOLE, Share
+from octavo.layers.tensor_parallel import WHOLE, Shard
 from octavo.ops import Array, LinearWeight, Ops, ParallelOps
 
 
@@ -72,10 +72,10 @@ class EndingMatrix:
     ops: Ops
     weight: LinearWeight
     bias: Array | None = None
-    share: Share = WHOLE
+    shard: Shard = WHOLE
 
     def product(self, x: Array) -> Summand:
         """x [T, K] times the matrix."""
-        if self.share.is_whole:
+        if self.shard.is_whole:
             return Product(self.ops, x, self.weight)
         return SharedProduct(cast(ParallelOps, self.ops), x, self.weight, self.bias)

@@ -10,7 +10,7 @@ from octavo.ops import Array, LinearWeight
 
 
 @dataclass(frozen=True, slots=True)
-class HeadDescription:
+class ProjectionHeadDescription:
     """A matrix, then an activation, then a norm. Names are those of the checkpoint's modules."""
 
     name: str
@@ -21,8 +21,8 @@ class HeadDescription:
     norm_name: str = ""
 
 
-class Head:
-    def __init__(self, description: HeadDescription, num_inputs: int, parameters: Parameters) -> None:
+class ProjectionHead:
+    def __init__(self, description: ProjectionHeadDescription, num_inputs: int, parameters: Parameters) -> None:
         self._ops, self._dtype, self._activation = parameters.ops, parameters.dtype, description.activation
         self.consumer = parameters.linear([description.name], [description.size], num_inputs, description.bias)
         self._norm: Norm | None = None

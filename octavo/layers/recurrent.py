@@ -20,7 +20,7 @@ from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.norm import Norm, NormDescription, SharedNorm
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Summand
-from octavo.layers.tensor_parallel import WHOLE, OfHeads, Share, elements
+from octavo.layers.tensor_parallel import WHOLE, Shard, ShardedHeads, elements
 from octavo.loading.weights import floats
 from octavo.ops import Array, ExpertsWeight, LayerKVCache, LinearWeight
 
@@ -76,7 +76,7 @@ class ShortConvDescription:
     channels: int
     kernel: int
     bias: bool = False
-    share: Share = WHOLE
+    shard: Shard = WHOLE
 
     @property
     def units(self) -> int:
@@ -85,7 +85,7 @@ class ShortConvDescription:
 
     @property
     def own(self) -> range:
-        return self.share.of(self.channels, "channels")
+        return self.shard.of(self.channels, "channels")
 
     @property
     def cache(self) -> LayerCacheSpec:
@@ -105,7 +105,7 @@ class ShortConv:
         self._conv = Convolution(
             parameters, {f"{prefix}conv": d.channels}, d.kernel, d.bias, "identity", np.array(d.own)
         )
-        self._ending = parameters.ending(f"{prefix}out_proj", hidden_size, self._width, d.bias, d.share)
+        self._ending = parameters.ending(f"{prefix}out_proj", hidden_size, self._width, d.bias, d.shard)
 
     def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
         """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
@@ -145,7 +145,7 @@ class GatedDeltaDescription:
     norm_name: str = "norm"
     output_name: str = "out_proj"
     name: str = "linear_attn"
-    share: Share = WHOLE
+    shard: Shard = WHOLE
 
     @property
     def units(self) -> int:
@@ -155,26 +155,26 @@ class GatedDeltaDescription:
     @property
     def own_values(self) -> range:
         """Heads."""
-        return self.share.of(self.num_value_heads, "heads of values")
+        return self.shard.of(self.num_value_heads, "heads of values")
 
     @property
     def own_keys(self) -> range:
         """Those that serve our heads of values: several workers', where these alternate or are more."""
         values, count = self.own_values, self.num_key_heads
         if not self.alternates:
-            return self.share.of_few(count, "heads of keys")
+            return self.shard.of_few(count, "heads of keys")
         if len(values) % count == 0:
             return range(count)
         if count % len(values):
             raise ConfigError(
-                f"--tensor-parallel-size {self.share.size} gives each worker {len(values)} heads of values, which do "
+                f"--tensor-parallel-size {self.shard.size} gives each worker {len(values)} heads of values, which do "
                 f"not alternate among its own of {count} heads of keys; leave it out."
             )
         return range(values.start % count, values.start % count + len(values))
 
     @property
     def part(self) -> GatedDeltaDescription:
-        return replace(self, num_key_heads=len(self.own_keys), num_value_heads=len(self.own_values), share=WHOLE)
+        return replace(self, num_key_heads=len(self.own_keys), num_value_heads=len(self.own_values), shard=WHOLE)
 
     @property
     def conv_width(self) -> int:
@@ -268,7 +268,7 @@ class GatedDelta:
         self._key_weight = self._ops.place(np.full(d.key_size, d.key_size**-0.5, np.float32))
         self._norm = Norm(d.norm, parameters, f"{prefix}{d.norm_name}", d.value_size)
         self._ending = parameters.ending(
-            f"{prefix}{d.output_name}", hidden_size, own.num_value_heads * d.value_size, False, d.share
+            f"{prefix}{d.output_name}", hidden_size, own.num_value_heads * d.value_size, False, d.shard
         )
 
     def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
@@ -297,7 +297,7 @@ class GatedDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class LightningDescription(OfHeads):
+class LightningDescription(ShardedHeads):
     """Lightning attention (Qin et al. 2024): linear attention whose heads forget at rates of their own, with a gate and
     a norm over all heads. Of two matrices: query, key and value of each head together, and the gate."""
 
@@ -306,10 +306,10 @@ class LightningDescription(OfHeads):
     rate: float  # of all heads in this layer; that of head h is 2^(-8 (h + 1) / heads) times this
     norm: NormDescription
     activation: str = "silu"  # of queries, keys and values
-    share: Share = WHOLE
+    shard: Shard = WHOLE
 
     @property
-    def gathered_size(self) -> int:
+    def all_gather_size(self) -> int:
         """Elements of a row that all workers are brought."""
         return self.num_heads * self.head_size
 
@@ -336,8 +336,8 @@ class Lightning:
         )  # fmt: skip
         rates = -d.rate * 2.0 ** (-8 / d.num_heads * (np.arange(d.num_heads) + 1))
         self._rates = self._ops.place(np.repeat(rates[d.own_heads], d.head_size).astype(np.float32))
-        self._norm = SharedNorm(d.norm, parameters, f"{prefix}norm", width, d.share, own)
-        self._ending = parameters.ending(f"{prefix}out_proj", hidden_size, len(own), False, d.share)
+        self._norm = SharedNorm(d.norm, parameters, f"{prefix}norm", width, d.shard, own)
+        self._ending = parameters.ending(f"{prefix}out_proj", hidden_size, len(own), False, d.shard)
 
     def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
         """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
@@ -356,7 +356,7 @@ class Lightning:
 
 
 @dataclass(frozen=True, slots=True)
-class GatedRecurrenceDescription(OfHeads):
+class GatedRecurrenceDescription(ShardedHeads):
     """The real-gated linear recurrent unit behind a convolution, times a second branch (De et al. 2024). Its gates are
     products of each head by itself."""
 
@@ -364,7 +364,7 @@ class GatedRecurrenceDescription(OfHeads):
     num_heads: int
     kernel: int
     activation: str  # of the second branch
-    share: Share = WHOLE
+    shard: Shard = WHOLE
 
     @property
     def own(self) -> range:
@@ -405,7 +405,7 @@ class GatedRecurrence:
         (self._input_gate, self._input_bias), (self._decay_gate, self._decay_bias) = gate("input"), gate("recurrent")
         rates = weights.take(f"{prefix}rg_lru.recurrent_param", (d.width,), "float32", own)
         self._rates = self._ops.place((-8 * np.logaddexp(0, rates)).astype(np.float32))
-        self._ending = parameters.ending(f"{prefix}linear_out", hidden_size, len(own), True, d.share)
+        self._ending = parameters.ending(f"{prefix}linear_out", hidden_size, len(own), True, d.shard)
 
     def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
         """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""

@@ -16,12 +16,12 @@ from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Summand
-from octavo.layers.tensor_parallel import Share, elements
+from octavo.layers.tensor_parallel import Shard, elements
 from octavo.ops import Array, LayerKVCache
 
 
 @dataclass(frozen=True, slots=True)
-class SharedDescription:
+class ReusedLayerDescription:
     """`adapter` is the layer's number among those that share. The last matrix is the layer's own."""
 
     name: str  # of the transformer, where the checkpoint has it
@@ -36,14 +36,14 @@ class SharedDescription:
     def cache(self) -> LayerCacheSpec:
         return self.attention.cache
 
-    def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> Shared:
-        return Shared(self, hidden_size, parameters, prefix)
+    def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> ReusedLayer:
+        return ReusedLayer(self, hidden_size, parameters, prefix)
 
 
 class _Transformer:
     """What the layers share."""
 
-    def __init__(self, description: SharedDescription, hidden_size: int, parameters: Parameters) -> None:
+    def __init__(self, description: ReusedLayerDescription, hidden_size: int, parameters: Parameters) -> None:
         d, name = description, description.name
         self.attention_norm = Norm(d.norm, parameters, f"{name}.input_layernorm", 2 * hidden_size)
         self.attention = d.attention.build(hidden_size, parameters, f"{name}.")
@@ -64,7 +64,7 @@ class _Adapters:
     """Low-rank summands of a product, one for each of its parts."""
 
     def __init__(
-        self, parts: Sequence[_Part], num_in: int, rank: int, share: Share, parameters: Parameters
+        self, parts: Sequence[_Part], num_in: int, rank: int, shard: Shard, parameters: Parameters
     ) -> None:  # fmt: skip
         self._ops, self._dtype, self._rank = parameters.ops, parameters.dtype, rank
         self._sizes = [len(part.own) * len(part.sizes) for part in parts]
@@ -81,10 +81,12 @@ class _Adapters:
             begin += size
 
 
-class Shared:
-    def __init__(self, description: SharedDescription, hidden_size: int, parameters: Parameters, prefix: str) -> None:
+class ReusedLayer:
+    def __init__(
+        self, description: ReusedLayerDescription, hidden_size: int, parameters: Parameters, prefix: str
+    ) -> None:
         d, self._ops, self._dtype, self._size = description, parameters.ops, parameters.dtype, hidden_size
-        self._share = share = d.feed_forward.share
+        self._shard = shard = d.feed_forward.shard
         self._shared = parameters.once(d.name, lambda: _Transformer(d, hidden_size, parameters))
         self._output = parameters.linear([f"{prefix}linear"], [hidden_size], hidden_size)
         self._of_attention: _Adapters | None = None
@@ -92,8 +94,8 @@ class Shared:
         if d.adapter_rank:
             name = f"{d.name}.feed_forward.gate_up_proj_adapter_list.{d.adapter}"
             size = d.feed_forward.intermediate_size
-            gate_up = _Part(name, (size, size), share.of(size, "inner elements of a feed-forward"))
-            self._of_feed_forward = _Adapters([gate_up], hidden_size, d.adapter_rank, share, parameters)
+            gate_up = _Part(name, (size, size), shard.of(size, "inner elements of a feed-forward"))
+            self._of_feed_forward = _Adapters([gate_up], hidden_size, d.adapter_rank, shard, parameters)
         if d.adapts_attention:
             a = d.attention
             queries, keys = (a.num_heads, a.own_heads), (a.num_kv_heads, a.own_kv_heads)
@@ -104,17 +106,19 @@ class Shared:
                 )
                 for part, (count, own) in zip("qkv", (queries, keys, keys), strict=True)
             ]  # fmt: skip
-            self._of_attention = _Adapters(of_heads, 2 * hidden_size, d.adapter_rank, share, parameters)
+            self._of_attention = _Adapters(of_heads, 2 * hidden_size, d.adapter_rank, shard, parameters)
 
     def forward(
-        self, residual: Array, pair: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache
+        self, residual: Array, padded_embedding: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache
     ) -> Array:
         """residual [T, H]; pair [T, 2 H], whose second half is the embedding and whose first half is overwritten ->
         the residual stream with what the transformer adds to it, [T, H]"""
-        ops, shared, first = self._ops, self._shared, pair[:, : self._size]
+        ops, shared, first = self._ops, self._shared, padded_embedding[:, : self._size]
         ops.add(first, first, -1.0)
         ops.add(first, residual)
-        hidden = shared.attention_norm.forward(pair, None if self._of_attention else shared.attention.consumer)
+        hidden = shared.attention_norm.forward(
+            padded_embedding, None if self._of_attention else shared.attention.consumer
+        )
         attended = shared.attention.forward(hidden, batch, tables, cache, adapters=self._of_attention)
         consumer = None if self._of_feed_forward else shared.feed_forward.consumer
         hidden = shared.feed_forward_norm.forward(self._rounded(attended, first), consumer)
@@ -125,7 +129,7 @@ class Shared:
 
     def _rounded(self, summand: Summand, place: Array) -> Array:
         """Its value in the model's type; the sum of several workers, which is float32, takes the `place` [T, H]."""
-        if self._share.is_whole:
+        if self._shard.is_whole:
             return summand.value(self._dtype)
         self._ops.add(place, place, -1.0)
         summand.add_to(place)

@@ -99,7 +99,7 @@ def alibi_slopes(num_heads: int, largest: float) -> NDArray[np.float32]:
 
 
 @dataclass(frozen=True, slots=True)
-class QueryGrowth:
+class AttentionTemperature:
     """Queries are multiplied with 1 + rate * log(1 + p // length) to be as sharp among more keys (Nakanishi 2025), or
     with (1 + p / length)^rate if it `is_power`. p is the position; the first one counts as `first`."""
 

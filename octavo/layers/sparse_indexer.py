@@ -22,7 +22,7 @@ from octavo.ops import Array, IndexOps, LayerKVCache
 
 
 @dataclass(frozen=True, slots=True)
-class IndexDescription:
+class SparseIndexerDescription:
     """The first elements of a head are rotated as those of the attention, whose `rope` this is but for how the
     checkpoint has them."""
 
@@ -41,10 +41,12 @@ class IndexDescription:
         return (heads + self.element_order()).reshape(-1)
 
 
-class Index:
+class SparseIndexer:
     """The norm of its keys, and the choice. The matrices are parts of those of the layer."""
 
-    def __init__(self, description: IndexDescription, parameters: Parameters, prefix: str, rotary: Array) -> None:
+    def __init__(
+        self, description: SparseIndexerDescription, parameters: Parameters, prefix: str, rotary: Array
+    ) -> None:
         self.description, self._ops, self._rotary = description, cast(IndexOps, parameters.ops), rotary
         norm = NormDescription(eps=1e-6, kind="layer", bias=True)
         self._norm = Norm(norm, parameters, f"{prefix}k_norm", description.head_size, order=description.element_order())

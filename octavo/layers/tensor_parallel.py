@@ -16,7 +16,7 @@ from octavo.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class Shard:
     """Worker `rank` of `size`; by default there is only one. What ends a layer is the sum of `summands` equal parts,
     those of all workers; with one a worker they are not those of another number of workers. With `must_agree` what
     would differ from those is refused."""
@@ -58,15 +58,15 @@ class Share:
         return range(min(self.rank * each, count), min((self.rank + 1) * each, count))
 
 
-WHOLE = Share()
+WHOLE = Shard()
 
 
-class OfHeads:
+class ShardedHeads:
     """A description of a layer whose heads workers share out."""
 
     __slots__ = ()
     num_heads: int
-    share: Share
+    shard: Shard
 
     @property
     def units(self) -> int:
@@ -75,7 +75,7 @@ class OfHeads:
 
     @property
     def own_heads(self) -> range:
-        return self.share.of(self.num_heads, "attention heads")
+        return self.shard.of(self.num_heads, "attention heads")
 
 
 def elements(own: range, size: int) -> range:

@@ -10,7 +10,7 @@ import numpy as np
 from octavo.layers.embedding import Embedding
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
-from octavo.layers.tensor_parallel import Share
+from octavo.layers.tensor_parallel import Shard
 from octavo.ops import Array, LinearWeight
 
 
@@ -38,14 +38,14 @@ class TokenInputs:
         hidden_size: int,
         parameters: Parameters,
         layer_prefix: str,
-        share: Share,
+        shard: Shard,
     ) -> None:
         self._description, self._ops, self._dtype = description, parameters.ops, parameters.dtype
         size, norm = description.size, description.norm
         width, own = num_layers * size, range(layers.start * size, layers.stop * size)
         self._first = layers.start
         self._embedding = Embedding(
-            "model.embed_tokens_per_layer", description.vocab_size, width, parameters, share, columns=own
+            "model.embed_tokens_per_layer", description.vocab_size, width, parameters, shard, columns=own
         )
         self._projection = parameters.linear(
             ["model.per_layer_model_projection"], [width], hidden_size, own=None if len(layers) == num_layers else own

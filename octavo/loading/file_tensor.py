@@ -20,7 +20,7 @@ class FileTensor(NamedTuple):
     format: str  # a `StoredWeight.format`, or the name of an element type that is not read
     shape: tuple[int, ...]
     read: Callable[[], StoredWeight]
-    is_turned: bool = False  # a matrix [outputs, inputs] that checkpoints of its class have the other way round
+    is_untransposed: bool = False  # a matrix [outputs, inputs] that checkpoints of its class have the other way round
     layout: Layout | None = None
     array: Callable[[], NDArray[Any]] | None = None
 

@@ -124,9 +124,9 @@ class FileWeights(Weights):
     def matrix_layout(self, name: str) -> Layout | None:
         return self._find(name).layout
 
-    def is_turned(self, name: str, turned: tuple[int, ...] | None = None) -> bool:
+    def is_untransposed(self, name: str, untransposed_shape: tuple[int, ...] | None = None) -> bool:
         tensor = self._find(name)
-        return tensor.is_turned or tensor.shape == turned
+        return tensor.is_untransposed or tensor.shape == untransposed_shape
 
     def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
         tensor = self._find(name)
@@ -241,7 +241,7 @@ def _gguf_tensors(checkpoint: Checkpoint, quantization: str | None) -> tuple[dic
     path = checkpoint.weight_files[0]
     file = read_gguf(path, texts=False)
     tensors = {
-        t.hf_name: FileTensor(t.info.type.name, t.shape, partial(stored_tensor, file, t), t.is_turned)
+        t.hf_name: FileTensor(t.info.type.name, t.shape, partial(stored_tensor, file, t), t.is_untransposed)
         for t in named_tensors(file, checkpoint.config)
     }
     quantized = {tensor.format for tensor in tensors.values()} - set(PLAIN)

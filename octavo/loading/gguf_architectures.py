@@ -14,7 +14,7 @@ from octavo.loading.gguf_layout import PERMUTED, RANK, Architecture, Names, per_
 from octavo.loading.gguf_metadata import Metadata
 from octavo.loading.gguf_recurrent import GRANITE, GRANITE_MULTIPLIERS, RECURRENT
 from octavo.loading.gguf_settings import (
-    LATENT,
+    MLA,
     MLP,
     QKVO,
     WINDOW,
@@ -347,7 +347,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gpt2": Architecture(
         class_name="GPT2LMHeadModel", names=_GPT2, top_names=_GPT2_TOP, layer_prefix="transformer.h.",
-        turned=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
+        transposed_modules=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
     ),
     "starcoder": Architecture(
         class_name="GPTBigCodeForCausalLM", names=_GPT2, top_names=_GPT2_TOP, layer_prefix="transformer.h.",
@@ -356,13 +356,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek2": Architecture(
         class_name="DeepseekV2ForCausalLM", experts=False,
         variants={"DeepseekV3ForCausalLM": lambda m: m.number("expert_gating_func", 1) == 2},  # sigmoid
-        settings=LATENT | {
+        settings=MLA | {
             "v_head_dim": lambda m: m.number("attention.value_length_mla", m.number("attention.value_length")),
             "topk_method": lambda m: "group_limited_greedy" if m.number("expert_group_count", 1) > 1 else "greedy",
         },
     ),
     # llama.cpp knows the multipliers of the model, of which there is one size.
-    "minicpm3": Architecture(class_name="MiniCPM3ForCausalLM", settings=LATENT),
+    "minicpm3": Architecture(class_name="MiniCPM3ForCausalLM", settings=MLA),
     "gpt-oss": Architecture(
         class_name="GptOssForCausalLM", names={"ffn_gate_inp": "mlp.router"}, experts=True,
         tensor_names={"attn_sinks.weight": "self_attn.sinks"},

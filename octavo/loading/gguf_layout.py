@@ -57,7 +57,7 @@ class Architecture:
     # Whether weights of a token's experts are normalized where the file does not say; None: it never has experts.
     experts: bool | None = None
     is_without_heads: bool = False  # no layer has attention
-    turned: tuple[str, ...] = ()  # modules whose matrices `transformers` has the other way round
+    transposed_modules: tuple[str, ...] = ()  # modules whose matrices `transformers` has the other way round
 
     def all_names(self, metadata: Metadata) -> Names:
         return {**_NAMES, **(self.names(metadata) if callable(self.names) else self.names)}

@@ -164,7 +164,7 @@ def _plain_size(m: Metadata) -> int:
     return m.number("attention.key_length_mla", m.head_dim) - m.number("rope.dimension_count")
 
 
-LATENT: dict[str, Setting] = {
+MLA: dict[str, Setting] = {
     "head_dim": lambda m: m.number("rope.dimension_count"),
     "q_lora_rank": number("attention.q_lora_rank", 0),  # 0 is none
     "kv_lora_rank": lambda m: m.number("attention.kv_lora_rank"),

@@ -28,7 +28,7 @@ class NamedTensor:
     info: TensorInfo
     rows: list[int] | slice | int | None = None
     offset: float = 0.0
-    is_turned: bool = False  # a matrix that checkpoints have the other way round
+    is_untransposed: bool = False  # a matrix that checkpoints have the other way round
     is_flat: bool = False  # rows of a file that checkpoints have as one
     is_rate: bool = False
 
@@ -74,8 +74,8 @@ def named_tensors(file: GGUFFile, config: Mapping[str, Any]) -> Iterator[NamedTe
         if isinstance(name, str):
             order = architecture.rows.get(module)
             rows = order(config, info.shape[0]) if order else None
-            is_turned = module in architecture.turned and kind == "weight"
-            yield NamedTensor(f"{prefix}{name}.{kind}", info, rows, offset, is_turned, is_flat=is_state_norm)
+            is_untransposed = module in architecture.transposed_modules and kind == "weight"
+            yield NamedTensor(f"{prefix}{name}.{kind}", info, rows, offset, is_untransposed, is_flat=is_state_norm)
         elif len(name) == 1:
             for i in range(info.shape[0]):
                 yield NamedTensor(f"{prefix}{name[0].format(i)}.{kind}", info, i, offset)

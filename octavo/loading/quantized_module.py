@@ -73,7 +73,7 @@ class QuantizedModule:
     def make(self, format: str, shape: tuple[int, ...], layout: Layout, read: Callable[[], dict[str, Any]]) -> None:
         rows = (int(np.prod(shape[:-1])), shape[-1])
         self.files.made[f"{self.name}.weight"] = FileTensor(
-            format, shape, lambda: StoredWeight(format, read(), rows), is_turned=True, layout=layout
+            format, shape, lambda: StoredWeight(format, read(), rows), is_untransposed=True, layout=layout
         )
 
 

@@ -369,7 +369,7 @@ def _mxfp4(files: QuantizedFiles) -> None:
         files.made[module.name] = FileTensor(
             "FP4_SCALED", (num_experts, num_out, num_in),
             lambda read=read, stored=stored: StoredWeight("FP4_SCALED", read(), stored),  # type: ignore[misc]
-            is_turned=True, layout=INT8,
+            is_untransposed=True, layout=INT8,
         )  # fmt: skip
 
 

@@ -51,8 +51,8 @@ class RecordingWeights(Weights):
     def __contains__(self, name: str) -> bool:
         return self._weights is None or name in self._weights
 
-    def is_turned(self, name: str, turned: tuple[int, ...] | None = None) -> bool:
-        return self._weights is not None and self._weights.is_turned(name, turned)
+    def is_untransposed(self, name: str, untransposed_shape: tuple[int, ...] | None = None) -> bool:
+        return self._weights is not None and self._weights.is_untransposed(name, untransposed_shape)
 
     def take(
         self, name: str, shape: tuple[int, ...], dtype: str | None = None, own: range | None = None
@@ -71,7 +71,7 @@ class RecordingWeights(Weights):
         is_transposed: bool = False,
         order: NDArray[np.intp] | None = None,
     ) -> StoredWeight:
-        if is_transposed and self.is_turned(name):
+        if is_transposed and self.is_untransposed(name):
             shape, is_transposed = (*shape[:-2], shape[-1], shape[-2]), False
         if order is not None:  # of zeros as many as any
             assert rows is None
@@ -98,7 +98,7 @@ class RecordingWeights(Weights):
         """A matrix without its tensors, which are many and of sizes of their own."""
         assert self._weights is not None
         size = (math.prod(shape[:-1]), shape[-1])
-        if is_transposed and not self.is_turned(name):
+        if is_transposed and not self.is_untransposed(name):
             size = size[::-1]
         stored = StoredWeight(stored_format, {}, size).share(rows, columns)
         self.tensors.append(RecordedTensor(name, shape, stored, self._weights.matrix_layout(name)))

@@ -43,9 +43,9 @@ class Weights:
         is absent, not read, or not of this shape."""
         raise NotImplementedError
 
-    def is_turned(self, name: str, turned: tuple[int, ...] | None = None) -> bool:
+    def is_untransposed(self, name: str, untransposed_shape: tuple[int, ...] | None = None) -> bool:
         """Whether a matrix is stored [N, K] though checkpoints of its class have it transposed: as a GGUF file has it,
-        or with the shape `turned`."""
+        or with the shape `untransposed_shape`."""
         return False
 
     def take(
@@ -81,7 +81,7 @@ class Weights:
 
         Raises `LoadError` as `take` does, and `ConfigError` for a share that cannot be cut.
         """
-        if is_transposed and self.is_turned(name):
+        if is_transposed and self.is_untransposed(name):
             shape, is_transposed = (*shape[:-2], shape[-1], shape[-2]), False
         stored = _as_matrix(self.stored(name, shape), shape)
         if is_transposed:

@@ -42,7 +42,7 @@ def read_gguf_adapter(opened: ReadFile, config: Mapping[str, Any], max_rank: int
     modules: dict[str, ModuleAdapter] = {}
     for tensor in named_tensors(GGUFFile(file.parts, file.metadata, renamed), config):
         name, base = tensor.hf_name.removesuffix(".weight"), tensor.info.name
-        if name == tensor.hf_name or isinstance(tensor.rows, int | slice) or tensor.is_turned:
+        if name == tensor.hf_name or isinstance(tensor.rows, int | slice) or tensor.is_untransposed:
             raise LoadError(f"{path}: tensor {base}.lora_b is of a matrix that adapters in GGUF files cannot change.")
         info, num_experts = halves["a"][base], None
         b = dequantize(stored_tensor(file, tensor), "float32")

@@ -143,8 +143,8 @@ class ModuleMap:
                 )
             a = adapter.a.reshape(experts, rank, -1)
             b = np.ascontiguousarray(adapter.b.reshape(-1, rank, experts).transpose(2, 0, 1))
-            is_turned = places[0][2].is_turned
-            wanted = (matrix.num_in, num_out)[:: -1 if is_turned else 1]
+            is_untransposed = places[0][2].is_untransposed
+            wanted = (matrix.num_in, num_out)[:: -1 if is_untransposed else 1]
             for part, size, there in (("a", wanted[0], a.shape[2]), ("b", wanted[1], b.shape[1])):
                 if size != there:
                     shape = [*adapter.a.shape] if part == "a" else [*adapter.b.shape]
@@ -152,7 +152,7 @@ class ModuleMap:
                     raise LoadError(f"{path}: tensor {tensors[part]} is {shape}, and the model's experts take {takes}.")
             for i, j, stacked in places:
                 of_a, of_b = a[stacked.expert], b[stacked.expert]
-                if is_turned:
+                if is_untransposed:
                     of_a, of_b = of_b.T, of_a.T
                 yield ModuleAdapter(of_a, of_b[stacked.rows], tensors=tensors), (i, j)
 

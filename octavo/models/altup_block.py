@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from octavo.batch import GroupTables, StepBatch
-from octavo.layers.altup import StreamsDescription
+from octavo.layers.altup import AltUpDescription
 from octavo.layers.norm import Norm
 from octavo.layers.parameters import Parameters
 from octavo.loading.weights import floats
@@ -15,13 +15,13 @@ from octavo.models.description import LayerDescription
 from octavo.ops import Array, LayerKVCache, LinearWeight
 
 
-class StreamsBlock:
+class AltUpBlock:
     """A layer with norms around attention and feed-forward."""
 
     reads_float32 = False
 
     def __init__(
-        self, streams: StreamsDescription, layer: LayerDescription, hidden_size: int, parameters: Parameters,
+        self, streams: AltUpDescription, layer: LayerDescription, hidden_size: int, parameters: Parameters,
         prefix: str,
     ) -> None:  # fmt: skip
         assert layer.attention is not None and layer.feed_forward is not None
@@ -58,8 +58,8 @@ class StreamsBlock:
         return self._ops.pack_linear([floats(np.ascontiguousarray(matrix[order]))], bias)
 
     def forward(
-        self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache, beside: Any = None,
-        pair: Any = None,
+        self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache, second: Any = None,
+        padded_embedding: Any = None,
     ) -> Array:  # fmt: skip
         """residual [T, streams * H] -> the same after this layer"""
         ops, size = self._ops, self._size

@@ -11,7 +11,7 @@ from octavo.layers.attention import AttentionDescription
 from octavo.layers.experts import ExpertsDescription
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.mamba import MambaDescription
-from octavo.layers.mla import LatentDescription
+from octavo.layers.mla import MLADescription
 from octavo.layers.recurrent import (
     GatedDeltaDescription,
     GatedRecurrenceDescription,
@@ -122,8 +122,8 @@ def _notes(model: ModelDescription) -> Iterator[str]:
         yield "token types"
     if model.token_inputs is not None:
         yield "an embedding for each layer"
-    if model.streams is not None:
-        yield f"{model.streams.count} residual streams"
+    if model.altup is not None:
+        yield f"{model.altup.count} residual streams"
     if model.embedding_norm is not None:
         yield "norm of the embedding"
     if model.logits_softcap:
@@ -133,7 +133,8 @@ def _notes(model: ModelDescription) -> Iterator[str]:
 def _has(kind: type[_Part], what: Callable[[_Part], Any] = lambda _: True) -> Callable[[LayerDescription], bool]:
     """Whether a layer has a part of the kind of which that is true."""
     return lambda layer: any(
-        isinstance(part, kind) and bool(what(part)) for part in (layer.attention, layer.beside, layer.feed_forward)
+        isinstance(part, kind) and bool(what(part))
+        for part in (layer.attention, layer.parallel_mixer, layer.feed_forward)
     )
 
 
@@ -142,11 +143,11 @@ _LAYER_NOTES: dict[Callable[[LayerDescription], Any], str] = {
     _has(AttentionDescription, lambda a: a.distance_biases): "biases by distance",
     _has(MambaDescription, lambda m: m.time_rank): "Mamba 1",
     _has(MambaDescription, lambda m: not m.time_rank): "Mamba 2",
-    _has(LatentDescription): "latent attention",
-    _has(LatentDescription, lambda a: a.index): "an index chooses its keys",
-    lambda layer: layer.beside: "beside attention",
-    lambda layer: layer.shared: "a transformer that layers share",
-    lambda layer: layer.shared and layer.shared.adapter_rank: "with adapters",
+    _has(MLADescription): "latent attention",
+    _has(MLADescription, lambda a: a.index): "an index chooses its keys",
+    lambda layer: layer.parallel_mixer: "beside attention",
+    lambda layer: layer.reused: "a transformer that layers share",
+    lambda layer: layer.reused and layer.reused.adapter_rank: "with adapters",
     _has(ShortConvDescription): "short convolution",
     _has(GatedDeltaDescription): "gated delta rule",
     _has(GatedDeltaDescription, lambda d: d.decays_by_element): "decays by element of the key",
@@ -168,7 +169,7 @@ _LAYER_NOTES: dict[Callable[[LayerDescription], Any], str] = {
     _has(ExpertsDescription, lambda e: e.part_norms): "each with its norms",
     _has(ExpertsDescription, lambda e: e.clamp): "clamped SwiGLU",
     _has(ExpertsDescription, lambda e: e.num_identities): "experts that return what they see",
-    lambda layer: layer.added_after: "experts beside the next attention",
+    lambda layer: layer.deferred_by: "experts beside the next attention",
     _has(AttentionDescription, lambda a: a.output_norm): "norms before the last matrices",
     _has(AttentionDescription, lambda a: a.gate): "gated attention",
     _has(AttentionDescription, lambda a: a.value_size != a.head_size): "values of another size than keys",
@@ -181,7 +182,7 @@ _LAYER_NOTES: dict[Callable[[LayerDescription], Any], str] = {
     _has(AttentionDescription, lambda a: a.alibi_max): "ALiBi",
     _has(AttentionDescription, lambda a: a.softcap): "soft cap of scores",
     _has(AttentionDescription, lambda a: a.sinks): "sinks",
-    _has(AttentionDescription, lambda a: a.query_growth): "queries that grow with the position",
+    _has(AttentionDescription, lambda a: a.attention_temperature): "queries that grow with the position",
 }
 
 

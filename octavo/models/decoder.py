@@ -13,7 +13,7 @@ import numpy as np
 
 from octavo.batch import GroupTables, StepBatch
 from octavo.kv_cache.groups import group_layers
-from octavo.layers.altup import Streams
+from octavo.layers.altup import AltUp
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.cross_attention import CrossAttention
 from octavo.layers.embedding import Embedding
@@ -23,17 +23,17 @@ from octavo.layers.parameters import NamedMatrix, Parameters
 from octavo.layers.pooler import Pooler
 from octavo.layers.positions import position_table
 from octavo.layers.product import Summand
-from octavo.layers.projection_head import Head
-from octavo.layers.reused_layer import Shared
+from octavo.layers.projection_head import ProjectionHead
+from octavo.layers.reused_layer import ReusedLayer
 from octavo.layers.token_inputs import TokenInputs
 from octavo.loading.weights import Weights
-from octavo.models.altup_block import StreamsBlock
+from octavo.models.altup_block import AltUpBlock
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.ops import Array, LayerKVCache, LinearWeight, Ops, ParallelOps
 
-_NEVER_SAID = -3e4  # a logit, which float16 has too
-Place = tuple[GroupTables, LayerKVCache]  # where a mixer keeps what it keeps
-_NO_PLACE: Place = cast(Any, (None, None))  # of a layer that keeps nothing, and does not look
+_NEVER_SAMPLED = -3e4  # a logit, which float16 has too
+TablesAndCache = tuple[GroupTables, LayerKVCache]  # where a mixer keeps what it keeps
+_NO_CACHE: TablesAndCache = cast(Any, (None, None))  # of a layer that keeps nothing, and does not look
 
 
 class Block:
@@ -49,7 +49,7 @@ class Block:
 
         self._layer, self._ops, self._multipliers = layer, parameters.ops, layer.multipliers
         self.reads_float32 = not (
-            layer.beside or layer.shared or layer.is_parallel or layer.keeps_normed or layer.gates
+            layer.parallel_mixer or layer.reused or layer.is_parallel or layer.keeps_normed or layer.gates
         )
         if layer.gates is not None:
             of_attention, of_feed_forward = (
@@ -64,14 +64,14 @@ class Block:
             self._attention = layer.attention.build(hidden_size, parameters, prefix)
             self._attention_post_norm = norm(layer.attention_post_norm)
             self.reads_float32 &= _quantizes(self._attention_norm, self._attention.consumer)
-        self._shared: Shared | None = None
-        if layer.shared is not None:
-            self._shared = layer.shared.build(hidden_size, parameters, prefix)
-        self._beside: Mixer | None = None
-        if layer.beside is not None:
-            self._beside = layer.beside.build(hidden_size, parameters, prefix)
+        self._reused: ReusedLayer | None = None
+        if layer.reused is not None:
+            self._reused = layer.reused.build(hidden_size, parameters, prefix)
+        self._parallel_mixer: Mixer | None = None
+        if layer.parallel_mixer is not None:
+            self._parallel_mixer = layer.parallel_mixer.build(hidden_size, parameters, prefix)
         self._feed_forward: FeedForwardLike | None = None
-        self._late: Array | None = None
+        self._deferred: Array | None = None
         if layer.feed_forward is not None:
             self._feed_forward_norm = norm(layer.feed_forward_norm)
             self._feed_forward = layer.feed_forward.build(hidden_size, parameters, prefix)
@@ -84,21 +84,21 @@ class Block:
         return self._attention if isinstance(self._attention, CrossAttention) else None
 
     def forward(
-        self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache, beside: Place | None = None,
-        *, pair: Array | None = None,
+        self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache,
+        second: TablesAndCache | None = None, *, padded_embedding: Array | None = None,
     ) -> Array:  # fmt: skip
         """residual [T, H], which is overwritten -> the residual stream after this layer"""
         if self._layer.is_parallel:
             return self._forward_parallel(residual, batch, tables, cache)
         if self._attention is not None:
-            if self._shared is not None and pair is not None and beside is not None:
-                stream = self._shared.forward(residual, pair, batch, *beside)
+            if self._reused is not None and padded_embedding is not None and second is not None:
+                stream = self._reused.forward(residual, padded_embedding, batch, *second)
                 hidden = _normed(self._attention_norm, stream, self._attention.consumer)
             else:
                 residual, hidden = self._before(self._attention_norm, residual, self._attention)
             attended = self._attention.forward(hidden, batch, tables, cache)
-            if self._beside is not None and beside is not None:
-                other = self._beside.forward(hidden, batch, *beside)
+            if self._parallel_mixer is not None and second is not None:
+                other = self._parallel_mixer.forward(hidden, batch, *second)
                 residual = self._add(residual, other, self._attention_post_norm, self._multipliers[1])
             self._multiply_stream(residual, 0)
             residual = self._add(residual, attended, self._attention_post_norm, self._multipliers[0])
@@ -110,23 +110,23 @@ class Block:
                 )  # without biases nothing comes of nothing
             fed = self._feed_forward.forward(hidden)
             self._multiply_stream(residual, 1)
-            if self._layer.added_after:
-                self._late = fed.value()
+            if self._layer.deferred_by:
+                self._deferred = fed.value()
                 return residual
             residual = self._add(residual, fed, self._feed_forward_post_norm, self._multipliers[2])
         return residual
 
-    def take_late(self) -> Array | None:
+    def take_deferred(self) -> Array | None:
         """What the last `forward` has made that a later layer's end adds to the residual stream: [T, H]."""
-        late, self._late = self._late, None
-        return late
+        deferred, self._deferred = self._deferred, None
+        return deferred
 
     def _before(self, norm: Norm | None, residual: Array, layer: Mixer | FeedForwardLike) -> tuple[Array, Array]:
         """-> the residual stream, and what the layer gets: quantized if it alone reads that."""
         if self._layer.keeps_normed:
             normed = _normed(norm, residual, None)
             return normed, normed
-        is_shared = layer is self._attention and self._beside is not None
+        is_shared = layer is self._attention and self._parallel_mixer is not None
         is_changed = self._layer.gates is not None
         return residual, _normed(norm, residual, None if is_shared or is_changed else layer.consumer)
 
@@ -170,11 +170,11 @@ class BlockLike(Protocol):
         """Whether the residual stream may be float32 where the model's type is smaller."""
 
     def forward(
-        self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache, beside: Place | None = None,
-        *, pair: Array | None = None,
+        self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache,
+        second: TablesAndCache | None = None, *, padded_embedding: Array | None = None,
     ) -> Array:  # fmt: skip
-        """residual [T, H], which is overwritten -> the residual stream after this layer. `beside` is for the mixer
-        beside attention, or what layers share, where there is one; the `pair` too is for what layers share."""
+        """residual [T, H], which is overwritten -> the residual stream after this layer. `second` is the cache of a
+        parallel mixer or of a reused layer; `padded_embedding` [T, 2 * H] is for a reused layer."""
 
 
 # `Block`, or a class that an architecture brings instead: layer, hidden size, parameters, prefix of names
@@ -200,19 +200,19 @@ class Decoder:
         self.hidden_size = description.hidden_size
         parameters = Parameters(weights, ops, max_positions, dtype)
         vocab_size, hidden_size = description.vocab_size, description.hidden_size
-        share = description.share
-        self._own_vocab = share.cut(vocab_size)
+        shard = description.shard
+        self._own_vocab = shard.cut(vocab_size)
         is_first, is_last = description.is_first_stage, description.is_last_stage
         has_output_bias = description.output_bias and description.pooling is None
         output_bias = f"{description.output_name}.bias" if has_output_bias else False
         is_tied, embedding_size = description.tie_word_embeddings, description.embedding_size or hidden_size
         has_output = description.pooling is None and is_last
         self._embedding: Embedding | None = None
-        is_output = is_tied and has_output and share.is_whole
+        is_output = is_tied and has_output and shard.is_whole
         if is_first or is_output:
             self._embedding = Embedding(
-                description.embedding_name, vocab_size, embedding_size, parameters, share,
-                output_bias if is_tied and is_last and share.is_whole else False, is_output=is_output,
+                description.embedding_name, vocab_size, embedding_size, parameters, shard,
+                output_bias if is_tied and is_last and shard.is_whole else False, is_output=is_output,
             )  # fmt: skip
         self._projection: LinearWeight | None = None
         if description.embedding_size is not None and is_first:
@@ -228,18 +228,22 @@ class Decoder:
         self._token_types: Array | None = None
         if description.token_types and is_first:
             self._token_types = parameters.array(description.token_types_name, (description.token_types, width))
-        self._streams: Streams | None = None
-        if description.streams is not None:
-            self._streams = Streams(description.streams, hidden_size, parameters, is_first, is_last)
-            block = partial(StreamsBlock, description.streams)
-        self._pair: LinearWeight | None = None  # the embedding as the second half of rows, for what layers share
-        if any(description.layers[i].shared is not None for i in description.stage):
-            self._pair = parameters.packed(np.eye(2 * hidden_size, hidden_size, -hidden_size, parameters.dtype))
-        self._behind: LinearWeight | None = None  # the embedding behind the residual streams, for the next stage
+        self._altup: AltUp | None = None
+        if description.altup is not None:
+            self._altup = AltUp(description.altup, hidden_size, parameters, is_first, is_last)
+            block = partial(AltUpBlock, description.altup)
+        # For reused layers: makes the embedding the second half of rows [hidden, embedding].
+        self._pad_embedding: LinearWeight | None = None
+        if any(description.layers[i].reused is not None for i in description.stage):
+            identity = np.eye(2 * hidden_size, hidden_size, -hidden_size, parameters.dtype)
+            self._pad_embedding = parameters.packed(identity)
+        # For the next stage: puts the embedding behind the residual streams.
+        self._append_embedding: LinearWeight | None = None
         if description.carries_embedding and not is_last:
             width = description.stage_width
-            self._behind = parameters.packed(np.eye(width, hidden_size, hidden_size - width, parameters.dtype))
-        numbers, own = description.layer_numbers, description.stage
+            identity = np.eye(width, hidden_size, hidden_size - width, parameters.dtype)
+            self._append_embedding = parameters.packed(identity)
+        numbers, own = description.checkpoint_layers, description.stage
         self._blocks: dict[int, BlockLike] = {}
         for i in own:
             with parameters.precise(i < description.num_precise_layers):
@@ -251,14 +255,14 @@ class Decoder:
         for prefix in description.other_stages:
             weights.pass_over(prefix)
         for i, layer in enumerate(description.layers):
-            if layer.shared is not None and i not in own:  # adapters of those that other stages have
-                weights.pass_over(f"{layer.shared.name}.")
+            if layer.reused is not None and i not in own:  # adapters of those that other stages have
+                weights.pass_over(f"{layer.reused.name}.")
         for prefix in description.unused:
             weights.pass_over(prefix)
         self._token_inputs: TokenInputs | None = None
         if description.token_inputs is not None:
             self._token_inputs = TokenInputs(
-                description.token_inputs, own, len(numbers), hidden_size, parameters, description.layer_prefix, share
+                description.token_inputs, own, len(numbers), hidden_size, parameters, description.layer_prefix, shard
             )
         # What the residual stream is multiplied with after each layer.
         self._stream_scales = {
@@ -285,40 +289,40 @@ class Decoder:
         self._pooler: Pooler | None = None
         if description.pooling is not None and is_last:
             self._pooler = Pooler(description.pooling, hidden_size, vocab_size, parameters)
-        self._head: Head | None = None
-        if description.head is not None and has_output:
-            self._head = Head(description.head, hidden_size, parameters)
+        self._projection_head: ProjectionHead | None = None
+        if description.projection_head is not None and has_output:
+            self._projection_head = ProjectionHead(description.projection_head, hidden_size, parameters)
         self._output = self._embedding.weight if is_last and self._embedding is not None else None
-        if description.num_unsaid_tokens and has_output:
+        if description.num_input_only_tokens and has_output:
             self._output = self._padded_output(parameters)
-        elif has_output and not (is_tied and share.is_whole):  # an embedding is cut by columns, this by rows
+        elif has_output and not (is_tied and shard.is_whole):  # an embedding is cut by columns, this by rows
             name = description.embedding_name if is_tied else description.output_name
-            size = hidden_size if description.head is None else description.head.size
+            size = hidden_size if description.projection_head is None else description.projection_head.size
             self._output = parameters.linear([name], [vocab_size], size, output_bias, own=self._own_vocab)
         # Sums of many layers in bfloat16 lose what quantized products can use (docs/performance.md).
         self.stream_dtype = dtype
         # Poolers take both types of what the last norm returns.
         ends_float32 = self._norm is not None if self._pooler is not None else _quantizes(self._norm, self._output)
-        has_other_readers = self._head is not None or self._token_inputs is not None
+        has_other_readers = self._projection_head is not None or self._token_inputs is not None
         blocks_read_float32 = all(b.reads_float32 for b in self._blocks.values())
         if not has_other_readers and (ends_float32 or not is_last) and blocks_read_float32:
             self.stream_dtype = "float32"
         self._num_weight_bytes = parameters.num_matrix_bytes
         self._matrices, self._expert_matrices = parameters.matrices, parameters.expert_matrices
         # Told of each layer's number and what enters it [T, H], in order: heads that guess tokens look on.
-        self.watch: Callable[[int, Array], None] | None = None
+        self.on_layer_input: Callable[[int, Array], None] | None = None
 
     def _padded_output(self, parameters: Parameters) -> LinearWeight:
         """An output matrix that has rows of all tokens, or of those that are ours, whose logits of those that are never
         said are too low."""
         description = self.description
         assert not description.tie_word_embeddings and not description.output_bias
-        num_said = description.vocab_size - description.num_unsaid_tokens
-        rows = parameters.weights.take(f"{description.output_name}.weight", (num_said, self.hidden_size))
+        num_output_tokens = description.vocab_size - description.num_input_only_tokens
+        rows = parameters.weights.take(f"{description.output_name}.weight", (num_output_tokens, self.hidden_size))
         bias = np.zeros(description.vocab_size, rows.dtype)
-        bias[num_said:] = _NEVER_SAID
+        bias[num_output_tokens:] = _NEVER_SAMPLED
         own = slice(self._own_vocab.start, self._own_vocab.stop)
-        return parameters.packed(np.pad(rows, ((0, description.num_unsaid_tokens), (0, 0)))[own], bias[own])
+        return parameters.packed(np.pad(rows, ((0, description.num_input_only_tokens), (0, 0)))[own], bias[own])
 
     @property
     def matrices(self) -> tuple[NamedMatrix, ...]:
@@ -350,12 +354,12 @@ class Decoder:
     def embeds_alone(self) -> bool:
         """Whether `embed` needs no other worker."""
         has_projection = self._projection is not None or self.description.embedding_size is None
-        return self._embedding is not None and has_projection and self.description.share.is_whole
+        return self._embedding is not None and has_projection and self.description.shard.is_whole
 
     @property
     def makes_logits_alone(self) -> bool:
         """Whether `output` needs no other worker."""
-        return self._output is not None and self.description.share.is_whole
+        return self._output is not None and self.description.shard.is_whole
 
     def forward(self, batch: StepBatch, caches: Sequence[LayerKVCache]) -> Array:
         """-> hidden [T, H] before the final norm, or after it in a model that pools, or that of this stage's last
@@ -367,36 +371,38 @@ class Decoder:
             width = description.stage_width - description.hidden_size
             residual, embedded = batch.hidden_in[:, :width], batch.hidden_in[:, width:]
         inputs = None if self._token_inputs is None else self._token_inputs.embed(batch.token_ids, embedded)
-        leaving = None if self._behind is None else self._ops.linear(embedded, self._behind, self._dtype)
-        # Only where layers share something do blocks get more than what any block gets.
-        further: dict[str, Any] = (
-            {} if self._pair is None else {"pair": self._ops.linear(embedded, self._pair, self._dtype)}
-        )
-        if self._streams is not None and description.is_first_stage:
-            residual = self._streams.expand(residual)
-        numbers = description.caches_of(description.stage)
-        places = {i: (batch.groups[self._group_of_cache[i]], cache) for i, cache in zip(numbers, caches, strict=True)}
-        late: dict[int, Array] = {}  # what is added at the end of the layer of that number
-        for number, block in self._blocks.items():
-            if self.watch is not None:
-                self.watch(number, residual)
-            (tables, cache), *beside = [places[i] for i in self._caches_of_layer[number]] or [_NO_PLACE]
-            residual = block.forward(residual, batch, tables, cache, *beside, **further)
-            if isinstance(block, Block) and (made := block.take_late()) is not None:
-                late[number + description.layers[number].added_after] = made
-            if number in late:
-                self._ops.add(residual, late.pop(number))
-            if number < description.num_media_layers and batch.media_rows is not None:
-                self._ops.add_rows(residual, batch.media_rows[number + 1], batch.media_indices)
+        hidden_out = None
+        if self._append_embedding is not None:
+            hidden_out = self._ops.linear(embedded, self._append_embedding, self._dtype)
+        # Only models with a reused layer pass more to their blocks.
+        further: dict[str, Any] = {}
+        if self._pad_embedding is not None:
+            further = {"padded_embedding": self._ops.linear(embedded, self._pad_embedding, self._dtype)}
+        if self._altup is not None and description.is_first_stage:
+            residual = self._altup.expand(residual)
+        own_caches = description.caches_of(description.stage)
+        with_tables = {i: (batch.groups[self._group_of_cache[i]], c) for i, c in zip(own_caches, caches, strict=True)}
+        deferred: dict[int, Array] = {}  # by layer: added to the residual stream at its end
+        for layer, block in self._blocks.items():
+            if self.on_layer_input is not None:
+                self.on_layer_input(layer, residual)
+            (tables, cache), *second = [with_tables[i] for i in self._caches_of_layer[layer]] or [_NO_CACHE]
+            residual = block.forward(residual, batch, tables, cache, *second, **further)
+            if isinstance(block, Block) and (made := block.take_deferred()) is not None:
+                deferred[layer + description.layers[layer].deferred_by] = made
+            if layer in deferred:
+                self._ops.add(residual, deferred.pop(layer))
+            if layer < description.num_media_layers and batch.media_rows is not None:
+                self._ops.add_rows(residual, batch.media_rows[layer + 1], batch.media_indices)
             if self._token_inputs is not None and inputs is not None:
-                self._token_inputs.add_to(residual, number, inputs)
-            if (scale := self._stream_scales[number]) != 1.0:
+                self._token_inputs.add_to(residual, layer, inputs)
+            if (scale := self._stream_scales[layer]) != 1.0:
                 self._ops.add(residual, residual, scale - 1.0)
-        if leaving is not None:
-            self._ops.add(leaving[:, : residual.shape[1]], residual)
-            return leaving
-        if self._streams is not None and description.is_last_stage:
-            residual = self._streams.merge(residual)
+        if hidden_out is not None:
+            self._ops.add(hidden_out[:, : residual.shape[1]], residual)
+            return hidden_out
+        if self._altup is not None and description.is_last_stage:
+            residual = self._altup.merge(residual)
         return residual if self._pooler is None else _normed(self._norm, residual, None)
 
     def _start(self, batch: StepBatch) -> Array:
@@ -435,7 +441,8 @@ class Decoder:
 
     def logits(self, hidden: Array) -> Array:
         """hidden [N, H] -> [N, vocab_size] float32."""
-        return self.output(_normed(self._norm, hidden, self._output if self._head is None else self._head.consumer))
+        head = self._projection_head
+        return self.output(_normed(self._norm, hidden, self._output if head is None else head.consumer))
 
     def embed(self, token_ids: Array, dtype: str | None = None) -> Array:
         """[T] int32 -> [T, H]: the tokens alone, without their positions. The default `dtype` is the model's."""
@@ -456,10 +463,10 @@ class Decoder:
         """hidden [N, H] after the final norm -> [N, vocab_size] float32."""
         ops = self._ops
         assert self._output is not None, "the last stage makes logits"
-        if self._head is not None:
-            hidden = self._head.forward(hidden, self._output)
+        if self._projection_head is not None:
+            hidden = self._projection_head.forward(hidden, self._output)
         logits = ops.linear(hidden, self._output, "float32")
-        if not self.description.share.is_whole:
+        if not self.description.shard.is_whole:
             logits = cast(ParallelOps, ops).all_gather(logits, self._own_vocab.start, self.vocab_size)
         cap = self.description.logits_softcap
         return ops.activation(logits, "softcap", parameters=(cap,)) if cap else logits

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from octavo.kv_cache.groups import LayerCacheSpec
-from octavo.layers.altup import PROJECTIONS, UNEMBED, StreamsDescription
+from octavo.layers.altup import PROJECTIONS, UNEMBED, AltUpDescription
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.cross_attention import CrossAttentionDescription
 from octavo.layers.experts import ExpertsDescription
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.mixer import MixerDescription
-from octavo.layers.mla import LatentDescription
+from octavo.layers.mla import MLADescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.pooler import PoolingDescription
 from octavo.layers.positions import PositionsDescription
-from octavo.layers.projection_head import HeadDescription
-from octavo.layers.reused_layer import SharedDescription
-from octavo.layers.tensor_parallel import WHOLE, Share
+from octavo.layers.projection_head import ProjectionHeadDescription
+from octavo.layers.reused_layer import ReusedLayerDescription
+from octavo.layers.tensor_parallel import WHOLE, Shard
 from octavo.layers.token_inputs import TokenInputsDescription
 
 _Mixer = TypeVar("_Mixer")
@@ -49,8 +49,8 @@ class LayerDescription:
     keeps_normed: bool = False  # what a norm before returns is the residual stream
     # Of the residual stream as attention, and the feed-forward, are added to it.
     stream_multipliers: tuple[float, float] = (1.0, 1.0)
-    beside: MixerDescription | None = None  # another mixer that sees what attention does
-    shared: SharedDescription | None = None  # what it adds to the residual stream attention alone sees
+    parallel_mixer: MixerDescription | None = None  # another mixer that sees what attention does
+    reused: ReusedLayerDescription | None = None  # what it adds to the residual stream attention alone sees
     # Of what attention, the mixer beside it and the feed-forward return.
     multipliers: tuple[float, float, float] = (1.0, 1.0, 1.0)
     residual_multiplier: float = 1.0  # of what is added to the residual stream
@@ -58,16 +58,16 @@ class LayerDescription:
     # sees nothing of another network's output passes by a layer that has them.
     gates: tuple[str, str] | None = None
     stream_scale: str | None = None  # tensor [1] that the residual stream is multiplied with at the end
-    added_after: int = 0  # so many layers further on what the feed-forward returns is added to the residual stream
-    number: int | None = None  # of the checkpoint's layer, where several of these are one of its
+    deferred_by: int = 0  # so many layers further on what the feed-forward returns is added to the residual stream
+    checkpoint_layer: int | None = None  # of the checkpoint's layer, where several of these are one of its
 
     @property
-    def keepers(self) -> tuple[MixerDescription | SharedDescription, ...]:
+    def keepers(self) -> tuple[MixerDescription | ReusedLayerDescription, ...]:
         """Its attention or mixers that keep something of a sequence themselves."""
         own = self.attention
         if isinstance(own, AttentionDescription) and own.reads_layer is not None:
             own = None
-        return tuple(mixer for mixer in (own, self.beside, self.shared) if mixer is not None)
+        return tuple(mixer for mixer in (own, self.parallel_mixer, self.reused) if mixer is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +87,14 @@ class ModelDescription:
     embedding_norm: NormDescription | None = None
     positions: PositionsDescription | None = None  # that are added to the embedding
     token_inputs: TokenInputsDescription | None = None  # of all layers
-    streams: StreamsDescription | None = None  # None: the residual stream is one
+    altup: AltUpDescription | None = None  # None: the residual stream is one
     token_types: int = 0  # rows of a table that is added to the embedding: 0 of the first text, 1 of the second
-    head: HeadDescription | None = None  # between the final norm and the output matrix
+    projection_head: ProjectionHeadDescription | None = None  # between the final norm and the output matrix
     pooling: PoolingDescription | None = None  # in the place of the output matrix
     logits_divisor: float = 1.0
     logits_softcap: float = 0.0  # 0 is none
     output_bias: bool = False
-    num_unsaid_tokens: int = 0  # the last of the vocabulary, which the output matrix of checkpoints has no rows of
+    num_input_only_tokens: int = 0  # the last of the vocabulary, which the output matrix of checkpoints has no rows of
     num_unused_layers: int = 0  # in the checkpoint after those of the model: they guess tokens
     impl: str = "octavo"  # or "transformers": who computes it
     embedding_name: str = "model.embed_tokens"
@@ -111,7 +111,7 @@ class ModelDescription:
     sees_ahead: Literal["", "picture", "prompt"] = ""
     media_stand_in: int | None = None  # the token that all with rows are, where `token_inputs` asks which it is
     unused: tuple[str, ...] = ()  # prefixes of tensors that checkpoints have and the model has no use for
-    share: Share = WHOLE  # of the output matrix, and of the layers' matrices: `octavo.models.sharding`
+    shard: Shard = WHOLE  # of the output matrix, and of the layers' matrices: `octavo.models.sharding`
     num_precise_layers: int = 0  # so many of the first have inputs of sixteen bits where others have eight
     # Of a stage of several, which layers it computes; the first one embeds, and the last one makes logits.
     own_layers: range | None = None
@@ -137,14 +137,14 @@ class ModelDescription:
     @property
     def carries_embedding(self) -> bool:
         """Whether layers read the embedding beside the residual stream, so that stages pass it on."""
-        return self.token_inputs is not None or any(layer.shared is not None for layer in self.layers)
+        return self.token_inputs is not None or any(layer.reused is not None for layer in self.layers)
 
     @property
     def stage_width(self) -> int:
         """Elements of a row that goes from stage to stage: the residual streams, and the embedding behind them where
         stages pass it on."""
-        num_streams = 1 if self.streams is None else self.streams.count
-        return self.hidden_size * (num_streams + self.carries_embedding)
+        num_residual_streams = 1 if self.altup is None else self.altup.count
+        return self.hidden_size * (num_residual_streams + self.carries_embedding)
 
     @property
     def other_stages(self) -> tuple[str, ...]:
@@ -154,14 +154,17 @@ class ModelDescription:
             start.append(self.positions.name.removesuffix(".weight"))
         if not (self.is_last_stage and self.tie_word_embeddings and self.pooling is None):
             start.append(self.embedding_name)
-        if self.streams is not None:
+        if self.altup is not None:
             start.append(PROJECTIONS)
         others = [] if self.is_first_stage else start
         if not self.is_last_stage:
-            others += [] if self.streams is None else [UNEMBED]
+            others += [] if self.altup is None else [UNEMBED]
             others += [self.norm_name, self.output_name]
-            heads = [*(() if self.head is None else (self.head,)), *(() if self.pooling is None else self.pooling.head)]
-            others += [name for head in heads for name in (head.name, head.norm_name)]
+            heads = [
+                *(() if self.projection_head is None else (self.projection_head,)),
+                *(() if self.pooling is None else self.pooling.head),
+            ]
+            others += [name for projection_head in heads for name in (projection_head.name, projection_head.norm_name)]
         return tuple(f"{name}." for name in others if name)
 
     def mixers(self, kind: type[_Mixer]) -> list[_Mixer]:
@@ -179,9 +182,11 @@ class ModelDescription:
         return any(a.rope is not None and a.rope.axes for a in self.mixers(AttentionDescription))
 
     @property
-    def layer_numbers(self) -> tuple[int, ...]:
+    def checkpoint_layers(self) -> tuple[int, ...]:
         """Which of the checkpoint's layers each is, or is a part of."""
-        return tuple(i if layer.number is None else layer.number for i, layer in enumerate(self.layers))
+        return tuple(
+            i if layer.checkpoint_layer is None else layer.checkpoint_layer for i, layer in enumerate(self.layers)
+        )
 
     @property
     def num_cross_tokens(self) -> int:
@@ -191,7 +196,7 @@ class ModelDescription:
     @property
     def num_chosen_keys(self) -> int:
         """That a token reads at most, as indexes of layers choose them; 0: it reads all it sees."""
-        indexes = [latent.index for latent in self.mixers(LatentDescription)]
+        indexes = [latent.index for latent in self.mixers(MLADescription)]
         return min((index.num_chosen for index in indexes if index is not None), default=0)
 
     @property

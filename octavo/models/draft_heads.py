@@ -21,7 +21,7 @@ from octavo.batch import StepBatch
 from octavo.errors import ConfigError, LoadError
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.attention import Attention, AttentionDescription
-from octavo.layers.mla import LatentDescription
+from octavo.layers.mla import MLADescription
 from octavo.layers.norm import Norm
 from octavo.layers.parameters import NamedMatrix, Parameters
 from octavo.loading.weights import Weights
@@ -36,7 +36,7 @@ _FAMILY_OF_TYPE = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "mi
 _NUM_TAPS = 3  # of EAGLE-3: low, middle and high layers
 
 
-class Taps:
+class AuxHiddenStates:
     """EAGLE-3's features: hidden states of three layers of the model, as one product with the head's first matrix."""
 
     def __init__(self, parts: Mapping[int, LinearWeight], ops: Ops, dtype: str) -> None:
@@ -66,7 +66,7 @@ class HeadTarget(NamedTuple):
 
     def tables(self, embeds: bool, outputs: bool) -> tuple[Decoder, Decoder]:
         """Who `embeds` tokens, and who makes logits, as far as that is wanted: the model, or a copy of its matrices."""
-        model, whole = self.model, replace(self.description, token_inputs=None, streams=None)
+        model, whole = self.model, replace(self.description, token_inputs=None, altup=None)
         num_layers = len(whole.layers)
         embeds, outputs = embeds and not model.embeds_alone, outputs and not model.makes_logits_alone
         if embeds and outputs:
@@ -114,7 +114,8 @@ class ChainHead:
         return self._parameters.num_matrix_bytes + sum(copy.num_weight_bytes() for copy in copies)
 
     def features_of(self, hidden: Array) -> Array:
-        """What the head reads of the model's hidden states [T, H] before its final norm, or of what `Taps` gave."""
+        """What the head reads of the model's hidden states [T, H] before its final norm, or of what `AuxHiddenStates`
+        gave."""
         raise NotImplementedError
 
     def forward(self, batch: StepBatch, caches: Sequence[LayerKVCache]) -> Array:
@@ -219,15 +220,15 @@ def _module_layer(description: ModelDescription) -> LayerDescription:
     layer before has chosen (GLM 5.2), the module has an index of its own, as there is no layer before it."""
     layers = [layer for layer in description.layers if layer.attention and layer.attention.cache.kind != "state"]
     attention = layers[-1].attention
-    if not isinstance(attention, LatentDescription) or not attention.shares_index:
+    if not isinstance(attention, MLADescription) or not attention.shares_index:
         return layers[-1]
-    index = [latent.index for latent in description.mixers(LatentDescription) if latent.index is not None][-1]
+    index = [latent.index for latent in description.mixers(MLADescription) if latent.index is not None][-1]
     return replace(layers[-1], attention=replace(attention, index=index, shares_index=False))
 
 
 class Eagle3Head(ChainHead):
-    """One layer whose attention reads embedding and features side by side. `taps` make the features of the model's
-    hidden states; later ones are the layer's own results."""
+    """One layer whose attention reads embedding and features side by side. `aux_hidden_states` make the features of the
+    model's hidden states; later ones are the layer's own results."""
 
     def __init__(
         self, target: HeadTarget, config: Mapping[str, Any], weights: Weights, ops: Ops, max_positions: int, dtype: str
@@ -260,13 +261,13 @@ class Eagle3Head(ChainHead):
         self._adds_normed = bool(config.get("norm_before_residual"))
         self.layer_caches = (attention.cache,)
         parts = [parameters.linear(["model.fc"], [size], size, part=(i, _NUM_TAPS)) for i in range(_NUM_TAPS)]
-        layers = tapped_layers(config, target.description)
+        layers = aux_layers(config, target.description)
         if (first := target.model.description.stage.start) > layers[0]:
             raise ConfigError(
                 f"the head reads the inputs of layers {', '.join(map(str, layers))}, and the last stage of "
                 f"--pipeline-parallel-size has those from {first} on: it must have all of them."
             )
-        self.taps = Taps(dict(zip(layers, parts, strict=True)), ops, dtype)
+        self.aux_hidden_states = AuxHiddenStates(dict(zip(layers, parts, strict=True)), ops, dtype)
 
     def features_of(self, hidden: Array) -> Array:
         return hidden
@@ -301,7 +302,7 @@ def described(config: Mapping[str, Any], target: ModelDescription) -> ModelDescr
     return description
 
 
-def tapped_layers(config: Mapping[str, Any], target: ModelDescription) -> list[int]:
+def aux_layers(config: Mapping[str, Any], target: ModelDescription) -> list[int]:
     """The layers whose inputs EAGLE-3 reads: those that its configuration names, or the authors' choice."""
     num_layers = len(target.layers)
     named = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")

@@ -33,9 +33,10 @@ def with_cross_attention(
     return replace(
         description,
         vocab_size=description.vocab_size + _NUM_MORE_TOKENS,
-        num_unsaid_tokens=_NUM_MORE_TOKENS,
+        num_input_only_tokens=_NUM_MORE_TOKENS,
         layers=tuple(
-            _crossing(layer, num_tokens) if i in chosen else layer for i, layer in enumerate(description.layers)
+            _with_cross_attention(layer, num_tokens) if i in chosen else layer
+            for i, layer in enumerate(description.layers)
         ),
     )
 
@@ -50,12 +51,12 @@ def max_tiles(vision: Mapping[str, Any]) -> int:
     return int((_VISION | dict(vision))["max_num_tiles"])
 
 
-def _crossing(layer: LayerDescription, num_tokens: int) -> LayerDescription:
+def _with_cross_attention(layer: LayerDescription, num_tokens: int) -> LayerDescription:
     own = layer.attention
     assert isinstance(own, AttentionDescription)
     cross = CrossAttentionDescription(
         own.num_heads, own.head_size, own.scale, num_tokens, own.num_kv_heads, has_biases=False, qk_norm=layer.norm,
-        has_blind_tokens=True, query_name="cross_attn.q_proj", key_name="cross_attn.k_proj",
+        has_cross_mask=True, query_name="cross_attn.q_proj", key_name="cross_attn.k_proj",
         value_name="cross_attn.v_proj", output_name="cross_attn.o_proj",
         qk_norm_names=("cross_attn.q_norm", "cross_attn.k_norm"),
     )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo.errors import ConfigError, LoadError
 from octavo.layers.pooler import KINDS, PoolingDescription
-from octavo.layers.projection_head import HeadDescription
+from octavo.layers.projection_head import ProjectionHeadDescription
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.sentence_transformers import SentenceTransformer
 from octavo.models.description import ModelDescription
@@ -41,7 +41,7 @@ _OVERRIDES = ("pooling_type", "seq_pooling_type", "normalize", "use_activation",
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PoolingFlags:
     """The flags: --runner, --task or --convert, --pooler-config."""
 
     runner: str = "auto"
@@ -65,7 +65,7 @@ def with_pooling(
     """`description` of architecture `name` (or of the decoder that it is) with what `settings` say of its pooling."""
     own = description.pooling or _of_decoder(name, description, config, settings)
     heads = [*own.head]
-    heads += [HeadDescription(one.name, one.size, one.bias, one.activation) for one in settings.dense]
+    heads += [ProjectionHeadDescription(one.name, one.size, one.bias, one.activation) for one in settings.dense]
     unused = description.unused if description.is_bidirectional else (*description.unused, "lm_head.")
     if "classify" not in settings.task:
         unused = (*unused, "score.")
@@ -84,53 +84,57 @@ def _of_decoder(
         size = 1 if name.endswith("ForRewardModel") else num_labels(config)
         hidden = description.hidden_size
         return PoolingDescription(
-            "ALL", (HeadDescription("score.0", hidden, True, "relu"), HeadDescription("score.2", size, True))
+            "ALL",
+            (
+                ProjectionHeadDescription("score.0", hidden, True, "relu"),
+                ProjectionHeadDescription("score.2", size, True),
+            ),
         )
     if name.endswith("ForTokenClassification"):
-        return PoolingDescription("ALL", (HeadDescription("score", num_labels(config), True),))
+        return PoolingDescription("ALL", (ProjectionHeadDescription("score", num_labels(config), True),))
     if "classify" in settings.task:
-        return PoolingDescription("LAST", (HeadDescription("score", num_labels(config)),))
+        return PoolingDescription("LAST", (ProjectionHeadDescription("score", num_labels(config)),))
     return PoolingDescription("LAST")
 
 
 def pooling_config(
-    checkpoint: Checkpoint, description: ModelDescription, sentence: SentenceTransformer | None, wanted: Wanted
+    checkpoint: Checkpoint, description: ModelDescription, sentence: SentenceTransformer | None, flags: PoolingFlags
 ) -> PoolingConfig | None:
     """How the model pools, or None where it generates. Raises `ConfigError` for flags that ask for the other."""
     config = checkpoint.config
     name = (config.get("architectures") or ["(none)"])[0]
     is_pooler = description.pooling is not None or decoder_of(name) != name
-    if wanted.runner == "generate" and is_pooler:
+    if flags.runner == "generate" and is_pooler:
         raise ConfigError(
             f"--runner generate: {name} has no output matrix to generate with; leave it out to serve its vectors."
         )
-    is_asked = wanted.runner == "pooling" or wanted.convert is not None or bool(config.get("classifier_from_token"))
+    is_asked = flags.runner == "pooling" or flags.convert is not None or bool(config.get("classifier_from_token"))
     if description.is_bidirectional and not (is_pooler or is_asked or sentence is not None):
         raise ConfigError(f"{name} attends both ways here, which cannot generate; add --runner pooling.")
-    if wanted.runner == "generate" or not (is_pooler or is_asked or sentence is not None):
-        if wanted.overrides:
+    if flags.runner == "generate" or not (is_pooler or is_asked or sentence is not None):
+        if flags.overrides:
             raise ConfigError("--pooler-config is for models that pool; add --runner pooling.")
         return None
     if description.impl != "octavo":
         raise ConfigError(f"{name} runs through transformers, where pooling is not built.")
-    settings = _settings(name, config, description, sentence, wanted)
-    return _overridden(settings, wanted.overrides or {})
+    settings = _settings(name, config, description, sentence, flags)
+    return _overridden(settings, flags.overrides or {})
 
 
 def _settings(
     name: str, config: Mapping[str, Any], description: ModelDescription, sentence: SentenceTransformer | None,
-    wanted: Wanted,
+    flags: PoolingFlags,
 ) -> PoolingConfig:  # fmt: skip
     classifies = name.endswith(_CLASSIFIES) or bool(config.get("classifier_from_token"))
-    if wanted.convert == "embed" and classifies:
+    if flags.convert == "embed" and classifies:
         raise ConfigError(f"{name} is a classifier, which gives no embeddings; leave --task and --convert out.")
-    if wanted.convert == "classify" and not classifies:
+    if flags.convert == "classify" and not classifies:
         raise ConfigError(
             f"{name} has no classifier. One that judges by tokens is told so: --hf-overrides "
             '\'{"classifier_from_token": ["no", "yes"], "is_original_qwen3_reranker": true}\'.'
         )
     if classifies:
-        return _classifier(name, config, description, wanted)
+        return _classifier(name, config, description, flags)
     kind = "LAST" if description.pooling is None else description.pooling.kind
     task, normalizes = "embed", True
     if kind == "ALL":
@@ -150,11 +154,13 @@ def _settings(
     return replace(
         found, size=size, activation="normalize" if normalizes else "identity",
         may_cut=bool(sizes or config.get("is_matryoshka")), dimensions=sizes,
-        whole_prompts=not wanted.may_chunk or description.is_bidirectional or found.kind != "LAST",
+        whole_prompts=not flags.may_chunk or description.is_bidirectional or found.kind != "LAST",
     )  # fmt: skip
 
 
-def _classifier(name: str, config: Mapping[str, Any], description: ModelDescription, wanted: Wanted) -> PoolingConfig:
+def _classifier(
+    name: str, config: Mapping[str, Any], description: ModelDescription, flags: PoolingFlags
+) -> PoolingConfig:
     count = num_labels(config)
     is_difference = bool(config.get("is_original_qwen3_reranker"))
     tokens = [token for token in config.get("classifier_from_token") or () if isinstance(token, int)]
@@ -170,7 +176,7 @@ def _classifier(name: str, config: Mapping[str, Any], description: ModelDescript
     return PoolingConfig(
         "token_classify" if kind == "ALL" else "classify", kind, size=count,
         activation="identity" if is_reward else _activation(config, count), labels=labels,
-        whole_prompts=not wanted.may_chunk or description.is_bidirectional or kind != "LAST",
+        whole_prompts=not flags.may_chunk or description.is_bidirectional or kind != "LAST",
         label_tokens=tokens, is_difference=is_difference,
         score_template=_QWEN3_RERANKER if is_difference else None, score_instruction=_QWEN3_INSTRUCTION,
     )  # fmt: skip

@@ -20,7 +20,7 @@ from octavo.layers.attention import AttentionDescription
 from octavo.layers.experts import ExpertsDescription
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.norm import NormDescription
-from octavo.layers.rotary import ROPE_KINDS, QueryGrowth, RopeConfig
+from octavo.layers.rotary import ROPE_KINDS, AttentionTemperature, RopeConfig
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.ops import Routing
 
@@ -236,7 +236,7 @@ def _attention(family: Family, config: Config, i: int) -> AttentionDescription:
         "scale": config.get("attention_multiplier") or size**-0.5,
         "rope": rope_of(config, i, size, family.rope or {}, layer_type, family.rope_kinds) if turns else None,
         "window": (config["sliding_window"] or 0) if layer_type == "sliding_attention" else 0,
-        "query_growth": query_growth(config),
+        "attention_temperature": attention_temperature(config),
         "qkv_bias": config.get("attention_bias", False),
         "output_bias": config.get("attention_bias", False),
     } | valued(family.attention, config, i)
@@ -302,11 +302,11 @@ def rope_settings(config: Config) -> dict[str, Any]:
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
 
-def query_growth(config: Config) -> QueryGrowth | None:
+def attention_temperature(config: Config) -> AttentionTemperature | None:
     """Llama 4's, as later models say it."""
     rope = rope_settings(config)
     rate = rope.get("llama_4_scaling_beta")
-    return QueryGrowth(float(rate), int(rope["original_max_position_embeddings"])) if rate else None
+    return AttentionTemperature(float(rate), int(rope["original_max_position_embeddings"])) if rate else None
 
 
 def rope_of(

@@ -14,19 +14,19 @@ from octavo.layers.experts import ExpertsDescription
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.mamba import MambaDescription
 from octavo.layers.mixer import MixerDescription
-from octavo.layers.mla import LatentDescription
+from octavo.layers.mla import MLADescription
 from octavo.layers.recurrent import (
     GatedDeltaDescription,
     GatedRecurrenceDescription,
     LightningDescription,
     ShortConvDescription,
 )
-from octavo.layers.tensor_parallel import Share
+from octavo.layers.tensor_parallel import Shard
 from octavo.models.description import LayerDescription, ModelDescription
 
 # What workers share out of attention and what stands in its place or beside it: heads, or channels.
-_SHAREABLE = (
-    AttentionDescription, LatentDescription, MambaDescription, ShortConvDescription, GatedDeltaDescription,
+_SHARDABLE = (
+    AttentionDescription, MLADescription, MambaDescription, ShortConvDescription, GatedDeltaDescription,
     LightningDescription, GatedRecurrenceDescription, CrossAttentionDescription,
 )  # fmt: skip
 # And what may have to see all of a row though workers share it out.
@@ -38,20 +38,20 @@ _GATHERING = (
 _SUMMANDS = (8, 4, 2, 3, 5, 7)
 
 
-def with_share(
-    description: ModelDescription, share: Share, shares_experts: bool = False, reproducible: bool | None = None
+def with_shard(
+    description: ModelDescription, shard: Shard, shares_experts: bool = False, reproducible: bool | None = None
 ) -> ModelDescription:
-    """The model as worker `share.rank` builds it, which has its part of the experts where that `shares_experts`. Raises
+    """The model as worker `shard.rank` builds it, which has its part of the experts where that `shares_experts`. Raises
     `ConfigError` for what cannot be shared out, or not yet. Answers are to the bit those of any number of workers if
     they are to be `reproducible`; if that is None, where they can be."""
-    if not share.is_whole:
-        _check_is_shareable(description, share, shares_experts)
-    if reproducible is not False and why_not_reproducible(description, share.size) is None:
-        share = replace(share, summands=_summands(description), must_agree=reproducible is True)
-    if share.is_whole and share.summands == 1:
+    if not shard.is_whole:
+        _check_can_shard(description, shard, shares_experts)
+    if reproducible is not False and why_not_reproducible(description, shard.size) is None:
+        shard = replace(shard, summands=_summands(description), must_agree=reproducible is True)
+    if shard.is_whole and shard.summands == 1:
         return description
-    layers = tuple(_with_share(layer, share) for layer in description.layers)
-    return replace(description, layers=layers, share=share)
+    layers = tuple(_with_shard(layer, shard) for layer in description.layers)
+    return replace(description, layers=layers, shard=shard)
 
 
 def why_not_reproducible(description: ModelDescription, size: int) -> str | None:
@@ -76,9 +76,9 @@ def _summands(description: ModelDescription) -> int:
     counts = set[int]()
     for layer in description.layers:
         feed_forward = layer.feed_forward
-        counts.update(mixer.units for mixer in (layer.attention, layer.beside) if isinstance(mixer, _SHAREABLE))
-        if layer.shared is not None:
-            counts |= {layer.shared.attention.units, layer.shared.feed_forward.intermediate_size}
+        counts.update(mixer.units for mixer in (layer.attention, layer.parallel_mixer) if isinstance(mixer, _SHARDABLE))
+        if layer.reused is not None:
+            counts |= {layer.reused.attention.units, layer.reused.feed_forward.intermediate_size}
         if isinstance(feed_forward, ExpertsDescription):
             counts.add(feed_forward.num_experts)
             feed_forward = feed_forward.shared
@@ -87,11 +87,11 @@ def _summands(description: ModelDescription) -> int:
     return next((n for n in _SUMMANDS if all(count % n == 0 for count in counts)), 1)
 
 
-def _check_is_shareable(description: ModelDescription, share: Share, shares_experts: bool) -> None:
+def _check_can_shard(description: ModelDescription, shard: Shard, shares_experts: bool) -> None:
     has_experts = any(isinstance(layer.feed_forward, ExpertsDescription) for layer in description.layers)
     if has_experts and not shares_experts:
         raise ConfigError(
-            f"--tensor-parallel-size {share.size} does not cut the experts of {description.architecture}; add "
+            f"--tensor-parallel-size {shard.size} does not cut the experts of {description.architecture}; add "
             "--enable-expert-parallel, which shares whole ones out."
         )
     if shares_experts and not has_experts:
@@ -99,7 +99,7 @@ def _check_is_shareable(description: ModelDescription, share: Share, shares_expe
     for name, has in _not_built(description).items():
         if has:
             raise ConfigError(
-                f"--tensor-parallel-size {share.size} is not built yet for {name}, which {description.architecture} "
+                f"--tensor-parallel-size {shard.size} is not built yet for {name}, which {description.architecture} "
                 "has; leave it out."
             )
 
@@ -165,12 +165,12 @@ def _why_no_start(description: ModelDescription, start: int) -> str | None:
     """Why no stage can begin with a layer; None where one can, and for what is no layer's number but all layers'."""
     for i, layer in enumerate(description.layers):
         attention = layer.attention
-        if i < start <= i + layer.added_after:
+        if i < start <= i + layer.deferred_by:
             return f"layer {i} adds something at its end, or later"
         read = attention.reads_layer if isinstance(attention, AttentionDescription) else None
         if read is not None and read < start <= i:
             return f"layer {i} reads the keys of layer {read}, which must be of its stage"
-        if i == start and isinstance(attention, LatentDescription) and attention.shares_index:
+        if i == start and isinstance(attention, MLADescription) and attention.shares_index:
             return "it reads keys that an index before it chooses"
     return None
 
@@ -201,43 +201,43 @@ def _not_built(description: ModelDescription) -> dict[str, bool]:
     }
 
 
-def gathered_size(description: ModelDescription) -> int:
+def all_gather_size(description: ModelDescription) -> int:
     """Elements of a row that all workers are brought within a layer, or before the first, at most."""
     sizes = [description.embedding_size or description.hidden_size]
     if description.token_inputs is not None:
-        sizes.append(len(description.layer_numbers) * description.token_inputs.size)
+        sizes.append(len(description.checkpoint_layers) * description.token_inputs.size)
     for layer in description.layers:
         feed_forward = layer.feed_forward
         if isinstance(feed_forward, ExpertsDescription):
             feed_forward = feed_forward.shared
-        of_shared = () if layer.shared is None else (layer.shared.attention, layer.shared.feed_forward)
-        parts = (layer.attention, layer.beside, feed_forward, *of_shared)
-        sizes += [part.gathered_size for part in parts if isinstance(part, _GATHERING)]
+        of_shared = () if layer.reused is None else (layer.reused.attention, layer.reused.feed_forward)
+        parts = (layer.attention, layer.parallel_mixer, feed_forward, *of_shared)
+        sizes += [part.all_gather_size for part in parts if isinstance(part, _GATHERING)]
     return max(sizes)
 
 
-def _with_share(layer: LayerDescription, share: Share) -> LayerDescription:
+def _with_shard(layer: LayerDescription, shard: Shard) -> LayerDescription:
     feed_forward = layer.feed_forward
     if isinstance(feed_forward, FeedForwardDescription):
-        feed_forward = replace(feed_forward, share=share)
+        feed_forward = replace(feed_forward, shard=shard)
     elif isinstance(feed_forward, ExpertsDescription):
-        beside_experts = None if feed_forward.shared is None else replace(feed_forward.shared, share=share)
-        feed_forward = replace(feed_forward, share=share, shared=beside_experts)
+        shared_expert = None if feed_forward.shared is None else replace(feed_forward.shared, shard=shard)
+        feed_forward = replace(feed_forward, shard=shard, shared=shared_expert)
         feed_forward.own  # noqa: B018  # which may be refused
-    attention, beside = _shared_mixer(layer.attention, share), _shared_mixer(layer.beside, share)
-    shared = layer.shared
-    if shared is not None:
-        of_all, inner = shared.attention, replace(shared.feed_forward, share=share)
-        shared = replace(shared, attention=replace(of_all, share=share), feed_forward=inner)
-        shared.attention.own_heads, shared.cache  # noqa: B018  # which may be refused
-    return replace(layer, attention=attention, beside=beside, feed_forward=feed_forward, shared=shared)
+    attention, parallel_mixer = _sharded_mixer(layer.attention, shard), _sharded_mixer(layer.parallel_mixer, shard)
+    reused = layer.reused
+    if reused is not None:
+        of_all, inner = reused.attention, replace(reused.feed_forward, shard=shard)
+        reused = replace(reused, attention=replace(of_all, shard=shard), feed_forward=inner)
+        reused.attention.own_heads, reused.cache  # noqa: B018  # which may be refused
+    return replace(layer, attention=attention, parallel_mixer=parallel_mixer, feed_forward=feed_forward, reused=reused)
 
 
-def _shared_mixer(mixer: MixerDescription | None, share: Share) -> MixerDescription | None:
+def _sharded_mixer(mixer: MixerDescription | None, shard: Shard) -> MixerDescription | None:
     if mixer is None:
         return None
-    assert isinstance(mixer, _SHAREABLE)
-    shared: MixerDescription = replace(mixer, share=share)
+    assert isinstance(mixer, _SHARDABLE)
+    shared: MixerDescription = replace(mixer, shard=shard)
     if isinstance(shared, AttentionDescription | CrossAttentionDescription):
         shared.own_heads  # noqa: B018  # which may be refused
     shared.cache  # noqa: B018  # likewise

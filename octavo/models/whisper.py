@@ -46,12 +46,12 @@ def read_whisper(given: Mapping[str, Any]) -> ModelDescription:
         up_names=("fc1",), down_name="fc2",
     )  # fmt: skip
     layers: list[LayerDescription] = []
-    for number in range(config["decoder_layers"]):
+    for checkpoint_layer in range(config["decoder_layers"]):
         layers += [
-            LayerDescription(attention, None, _NORM, "self_attn_layer_norm", number=number),
+            LayerDescription(attention, None, _NORM, "self_attn_layer_norm", checkpoint_layer=checkpoint_layer),
             LayerDescription(
                 cross, feed_forward, _NORM, "encoder_attn_layer_norm", feed_forward_norm="final_layer_norm",
-                number=number,
+                checkpoint_layer=checkpoint_layer,
             ),
         ]  # fmt: skip
     return ModelDescription(

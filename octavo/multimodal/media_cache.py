@@ -8,18 +8,18 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 
-class _Kept(NamedTuple):
+class _CachedMedium(NamedTuple):
     value: Any
     num_bytes: int
 
 
-class KeptMedia:
+class MediaCache:
     """The latest used of one model, in so many bytes. Threads may share it."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._lock = Lock()
-        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()  # the latest used last
+        self._kept: OrderedDict[Hashable, _CachedMedium] = OrderedDict()  # the latest used last
         self._num_bytes = 0
 
     def keep(self, key: Hashable, value: Any, num_bytes: int) -> None:
@@ -28,7 +28,7 @@ class KeptMedia:
             self._drop(key)
             if num_bytes > self._max_bytes:
                 return
-            self._kept[key] = _Kept(value, num_bytes)
+            self._kept[key] = _CachedMedium(value, num_bytes)
             self._num_bytes += num_bytes
             while self._num_bytes > self._max_bytes:
                 self._drop(next(iter(self._kept)))

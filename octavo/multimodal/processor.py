@@ -23,8 +23,8 @@ from octavo.media_kinds import AUDIO, IMAGE, VIDEO, MediaKind, SentEmbeddings, S
 from octavo.metrics.media_metrics import MediaMetrics
 from octavo.multimodal.connector import fetch_all, needs_fetching
 from octavo.multimodal.embeddings import Embeddings, in_place_of
-from octavo.multimodal.intake import Intake
-from octavo.multimodal.media_cache import KeptMedia, medium_bytes
+from octavo.multimodal.media_cache import MediaCache, medium_bytes
+from octavo.multimodal.media_loader import MediaLoader
 from octavo.multimodal.sound_decoder import RATE
 from octavo.multimodal.transformers_processor import load_processor
 from octavo.request import EMBEDDINGS, MediaArray, MediaInput, MediaItem
@@ -46,14 +46,14 @@ _NUM_GUESSES = 8  # of the size of a medium that fits
 _OF_TEXT = ("attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
-class Company(NamedTuple):
+class MediaContext(NamedTuple):
     """What the processing of a medium depends on beside itself: the prompt's others."""
 
     number: int = 1  # as many of its own kind as make a difference
     has_pictures: bool = False  # beside a sound
 
 
-_ALONE = Company()
+_ALONE = MediaContext()
 
 
 class Processed(NamedTuple):
@@ -68,19 +68,19 @@ class MediaProcessor:
 
     def __init__(self, config: MediaConfig) -> None:
         self.config = config
-        self._kept = KeptMedia(config.kept_bytes)
-        self._intakes: dict[str, Intake] = {config.kind: Intake(config, self._kept)}
+        self._kept = MediaCache(config.kept_bytes)
+        self._loaders: dict[str, MediaLoader] = {config.kind: MediaLoader(config, self._kept)}
         self._tokens: dict[str, int] = {config.kind: config.token_id}  # by kind, which a row stands in the place of
         if (audio := config.audio) is not None:
             bounds = replace(config, kind="audio", max_count=audio.max_count, max_bytes=audio.max_bytes)
-            self._intakes[AUDIO.name] = Intake(bounds, self._kept)
+            self._loaders[AUDIO.name] = MediaLoader(bounds, self._kept)
             self._tokens[AUDIO.name] = audio.token_id
         if (video := config.video) is not None:
             bounds = replace(config, kind="video", max_count=video.max_count, max_bytes=video.max_bytes)
-            self._intakes[VIDEO.name] = Intake(bounds, self._kept)
+            self._loaders[VIDEO.name] = MediaLoader(bounds, self._kept)
             self._tokens[VIDEO.name] = video.token_id
-        self.kinds = tuple(intake.kind for intake in self._intakes.values())  # that the model takes
-        self.metrics = MediaMetrics(*self._intakes)
+        self.kinds = tuple(loader.kind for loader in self._loaders.values())  # that the model takes
+        self.metrics = MediaMetrics(*self._loaders)
         self._lock = Lock()
         self._processor: Any = None
         self._settings: dict[str, str] = {}  # by kind
@@ -92,12 +92,12 @@ class MediaProcessor:
     def placeholders(self) -> dict[str, str]:
         """By kind, the text that stands for a medium in a prompt. Raises `LoadError`."""
         self._load()
-        return {name: str(getattr(self._processor, f"{name}_token")) for name in self._intakes}
+        return {name: str(getattr(self._processor, f"{name}_token")) for name in self._loaders}
 
     def media(self, given: object, uuids: object, salt: str | None) -> dict[str, list[Any]]:
         """By kind, the media of `multi_modal_data` and their names, `multi_modal_uuids`. Raises `RequestError` for any
         that are refused."""
-        if not isinstance(given, Mapping) or set(given) - set(self._intakes):
+        if not isinstance(given, Mapping) or set(given) - set(self._loaders):
             values = ", or ".join(f"{kind.name}: {kind.values}" for kind in self.kinds)
             raise RequestError(
                 f"multi_modal_data must be a dictionary with {values}, or a list of such; other media are not taken "
@@ -108,18 +108,18 @@ class MediaProcessor:
             raise _wrong_uuids()
         found = {}
         for name, values in given.items():
-            intake = self._intakes[name]
+            loader = self._loaders[name]
             ids = None if uuids is None else uuids.get(name)
-            is_one = not intake.is_many(values) and (values is not None or isinstance(ids, str))
+            is_one = not loader.is_many(values) and (values is not None or isinstance(ids, str))
             listed = [values] if is_one else [] if values is None else list(values)
             named = [ids] if ids is None or isinstance(ids, str) else ids
             if ids is None:
                 named = [None] * len(listed)
             if not isinstance(named, list | tuple) or len(named) != len(listed):
                 raise _wrong_uuids()
-            intake.check_number(len(listed))
+            loader.check_number(len(listed))
             found[name] = [
-                self._medium(SentMedium(intake.kind, value, checked_uuid(uuid)), salt, intake.normalized)
+                self._medium(SentMedium(loader.kind, value, checked_uuid(uuid)), salt, loader.normalized)
                 for value, uuid in zip(listed, named, strict=True)
             ]
         return found
@@ -128,7 +128,7 @@ class MediaProcessor:
         """By kind, the media of a caller in the same process: URLs, which are fetched at once and waited for, and
         values. Raises `RequestError`."""
         self._check_numbers(media)
-        futures = {url: self._intakes[kind].connector.fetch(url) for kind, url in _to_fetch(media)}
+        futures = {url: self._loaders[kind].connector.fetch(url) for kind, url in _to_fetch(media)}
         return self.decode(media, {url: future.result() for url, future in futures.items()}, salt)
 
     def needs_fetching(self, media: Sequence[SentMedium]) -> bool:
@@ -140,10 +140,10 @@ class MediaProcessor:
         """By URL, the files of those of a prompt's media that say where they are. Raises `RequestError`."""
         self._check_numbers(media)
         files: dict[str, bytes] = {}
-        for name, intake in self._intakes.items():
+        for name, loader in self._loaders.items():
             if urls := [url for kind, url in _to_fetch(media) if kind == name]:
                 with self.metrics.phase(name, "fetch"):
-                    files |= await fetch_all(intake.connector, urls)
+                    files |= await fetch_all(loader.connector, urls)
         return files
 
     def decode(self, media: Sequence[SentMedium], files: Mapping[str, bytes], salt: str | None) -> dict[str, list[Any]]:
@@ -156,13 +156,13 @@ class MediaProcessor:
 
     def _read(self, kind: MediaKind, files: Mapping[str, bytes], salt: str | None, given: object) -> Any:
         """The medium of a URL, of embeddings, or of a value. Raises `RequestError`."""
-        intake = self._intakes[kind.name]
+        loader = self._loaders[kind.name]
         if not isinstance(given, str | SentEmbeddings):
-            return intake.normalized(given)
+            return loader.normalized(given)
         with self.metrics.phase(kind.name, "decode"):
             if isinstance(given, SentEmbeddings):
-                return intake.embeddings.read(given.value)
-            return intake.read(given, files.get(given), salt)
+                return loader.embeddings.read(given.value)
+            return loader.read(given, files.get(given), salt)
 
     def _medium(self, sent: SentMedium, salt: str | None, read: Callable[[Any], Any]) -> Any:
         """What `read` makes of one, which is kept under its name if it has one; or what the name stands for. Raises
@@ -185,8 +185,8 @@ class MediaProcessor:
         return medium
 
     def _check_numbers(self, media: Sequence[SentMedium]) -> None:
-        for name, intake in self._intakes.items():
-            intake.check_number(sum(one.kind.name == name for one in media))
+        for name, loader in self._loaders.items():
+            loader.check_number(sum(one.kind.name == name for one in media))
 
     def expand(
         self,
@@ -224,17 +224,17 @@ class MediaProcessor:
         Raises `LoadError`."""
         self._load()
         found: list[MediaInput] = []
-        for intake in self._intakes.values():
+        for loader in self._loaders.values():
             share = 1.0
             for _ in range(_NUM_GUESSES):
                 try:
-                    first, *others = intake.reader.largest(share)
-                    made = self._process(intake, first, b"").input
+                    first, *others = loader.reader.largest(share)
+                    made = self._process(loader, first, b"").input
                 except RequestError:  # more than the model takes
                     share /= 2
                     continue
                 if made.num_tokens <= max_tokens:
-                    more = (self._process(intake, other, b"").input for other in others)
+                    more = (self._process(loader, other, b"").input for other in others)
                     found += [made, *(one for one in more if one.num_tokens <= max_tokens)]
                     break
                 share *= max_tokens / made.num_tokens
@@ -271,11 +271,11 @@ class MediaProcessor:
     def _processed(self, media: Mapping[str, Sequence[Any]], names: Sequence[str], salt: str | None) -> list[Processed]:
         """The media of one prompt in the order of its placeholders, which are of the kinds `names`; each different one
         processed once. Raises `RequestError`."""
-        for name, intake in self._intakes.items():
+        for name, loader in self._loaders.items():
             if (count := len(media.get(name, ()))) != names.count(name):
                 raise RequestError(
-                    f"the prompt has {names.count(name)} placeholders and {count} {intake.kind.noun}s; each "
-                    f"{intake.kind.noun} needs one.",
+                    f"the prompt has {names.count(name)} placeholders and {count} {loader.kind.noun}s; each "
+                    f"{loader.kind.noun} needs one.",
                     param="prompt",
                 )
         self._load()
@@ -283,18 +283,18 @@ class MediaProcessor:
         digests = []
         following = {name: iter(values) for name, values in media.items()}
         for name in names:
-            medium, intake = next(following[name]), self._intakes[name]
-            company = Company(
+            medium, loader = next(following[name]), self._loaders[name]
+            context = MediaContext(
                 2 if self.config.counts_pictures and name == IMAGE.name and len(media[name]) > 1 else 1,
                 name == AUDIO.name and bool(media.get(IMAGE.name)),
             )
             if isinstance(medium, Embeddings):
                 digest = medium.content_hash(name, salt)
             else:
-                digest = intake.reader.content_hash(medium, f"{self._settings[name]} {company}", salt)
+                digest = loader.reader.content_hash(medium, f"{self._settings[name]} {context}", salt)
             if digest not in found:
                 with self.metrics.phase(name, "process"):
-                    found[digest] = self._made(intake, medium, digest, company)
+                    found[digest] = self._made(loader, medium, digest, context)
             self.metrics.count(name, "taken")
             digests.append(digest)
         return self._numbered(names, [found[digest] for digest in digests])
@@ -309,23 +309,23 @@ class MediaProcessor:
             found[i] = found[i]._replace(text=text)
         return found
 
-    def _made(self, intake: Intake, medium: Any, digest: bytes, company: Company) -> Processed:
+    def _made(self, loader: MediaLoader, medium: Any, digest: bytes, context: MediaContext) -> Processed:
         """What `_process` makes of it, or has made lately of the same."""
         key = "made", digest
         made: Processed | None = self._kept.find(key)
         if made is None:
-            made = self._process(intake, medium, digest, company)
+            made = self._process(loader, medium, digest, context)
             self._kept.keep(key, made, sum(len(array.values) for array in made.input.arrays))
         return made
 
-    def _process(self, intake: Intake, medium: Any, digest: bytes, company: Company = _ALONE) -> Processed:
+    def _process(self, loader: MediaLoader, medium: Any, digest: bytes, context: MediaContext = _ALONE) -> Processed:
         """A medium as the model's processor makes it in such company, alone so that no other has to do with it. Raises
         `RequestError` for a sound of which the model would hear a part, or nothing."""
         if isinstance(medium, Embeddings):
-            return self._process_embeddings(intake, medium, digest)
-        if intake.kind is VIDEO:
+            return self._process_embeddings(loader, medium, digest)
+        if loader.kind is VIDEO:
             return self._process_video(medium, digest)
-        kind = intake.kind
+        kind = loader.kind
         if self.config.tile_rows:
             return self._process_tiles(medium, digest)
         is_sound = kind is AUDIO
@@ -333,12 +333,12 @@ class MediaProcessor:
             longest_s = self.config.longest_s or getattr(self._processor, "max_audio_len", None)
             if longest_s is not None and len(medium) > longest_s * RATE:
                 raise kind.refusal(f"it is longer than {longest_s:g} s, which is what this model hears of one.")
-        number = company.number
+        number = context.number
         found = self._processor(
             text=[self.placeholders[kind.name] * number],
             **{kind.argument: [medium] if number == 1 else [[medium] * number]},
             **({"sampling_rate": RATE} if is_sound else {}),
-            **({"is_beside": True} if company.has_pictures else {}),
+            **({"is_beside": True} if context.has_pictures else {}),
             return_text_replacement_offsets=True,
             return_tensors="pt",  # some processors make no others
             add_special_tokens=False,
@@ -402,9 +402,9 @@ class MediaProcessor:
             step = float(np.float32(self.config.video.positions_per_s) * np.float32(found["second_per_grid_ts"][0]))
         return Processed(replaced["replacement"], MediaInput(digest, num_tokens, tuple(arrays), grid, step))
 
-    def _process_embeddings(self, intake: Intake, given: Embeddings, digest: bytes) -> Processed:
+    def _process_embeddings(self, loader: MediaLoader, given: Embeddings, digest: bytes) -> Processed:
         """Rows in the place of a medium: the marks around one's tokens, and as many tokens as there are rows."""
-        kind, num_tokens = intake.kind, given.rows.shape[1]
+        kind, num_tokens = loader.kind, given.rows.shape[1]
         array = MediaArray(EMBEDDINGS, given.rows.dtype.name, given.rows.shape, given.rows.tobytes())
         if (of_tile := self.config.tile_rows) > 0:
             most = self.config.max_tiles
@@ -423,15 +423,15 @@ class MediaProcessor:
                 assert self.config.video is not None
                 text, step = in_place_of(self._processor, given.grid, given.times, self.config.video.positions_per_s)
                 return Processed(text, MediaInput(digest, num_tokens, (array,), grid, step))
-        before, token, behind = self._marks(intake)
+        before, token, behind = self._marks(loader)
         return Processed(before + token * num_tokens + behind, MediaInput(digest, num_tokens, (array,), grid))
 
-    def _marks(self, intake: Intake) -> tuple[str, str, str]:
+    def _marks(self, loader: MediaLoader) -> tuple[str, str, str]:
         """What stands before the rows of a medium, in the place of each of them, and behind them: by an example, the
         first time. Raises `RequestError` for models with marks between them."""
-        kind = intake.kind
+        kind = loader.kind
         if (found := self._found_marks.get(kind.name)) is None:
-            example = self._process(intake, intake.reader.example(), b"")
+            example = self._process(loader, loader.reader.example(), b"")
             tokenizer = getattr(self._processor, "tokenizer", None)
             token = (
                 tokenizer.convert_ids_to_tokens(self._tokens[kind.name]) if tokenizer else self.placeholders[kind.name]
@@ -458,11 +458,11 @@ class MediaProcessor:
                 return
             try:
                 processor = load_processor(self.config.folder, self.config.token_id, self.config.video is not None)
-                for name in self._intakes:
+                for name in self._loaders:
                     str(getattr(processor, f"{name}_token"))  # not every class has one
             except (AttributeError, ImportError, OSError, TypeError, ValueError) as e:
                 raise LoadError(f"the processor of media cannot be loaded: {str(e).strip().splitlines()[0]}") from None
-            for name in self._intakes:
+            for name in self._loaders:
                 part = getattr(processor, _PARTS[name])
                 self._settings[name] = json.dumps(part.to_dict(), sort_keys=True, default=str)
             self._processor = processor

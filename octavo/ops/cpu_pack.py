@@ -25,7 +25,7 @@ from octavo.quantization import Codes, Layout, StoredWeight, common_layout, comm
 from octavo.quantization.arrays import transposed
 from octavo.quantization.formats import BLOCK_TYPES, KEPT_ON_CPUS
 from octavo.quantization.unpacking import ROUNDED, words_of
-from octavo.quantization.words import Words
+from octavo.quantization.words import PackedWords
 
 _PLAIN = ("F32", "F16", "BF16")  # formats of floats that stay floats
 _NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -262,7 +262,7 @@ def _pack_sources(sources: Sequence[_Source], gated: bool) -> PackedIntegers:
     matrix = _cpu.Matrix(data, 0, *what)
     first_row = 0
     for source in sources:
-        if isinstance(source.opened, Words):
+        if isinstance(source.opened, PackedWords):
             assert source.opened.shape == (source.num_rows, num_in)
             _pack_words(matrix, first_row, source.opened, order)
         else:
@@ -284,7 +284,7 @@ class _Source:
     kept: int | None = None  # WEIGHT_* that keeps its superblocks
     has_half_scales: bool = False
     data: NDArray[Any] | None = None
-    opened: Codes | Words | None = None
+    opened: Codes | PackedWords | None = None
 
     @property
     def order(self) -> NDArray[Any] | None:
@@ -292,7 +292,7 @@ class _Source:
 
     def unpacked(self) -> _Source:
         """Without words."""
-        return _of_codes(self.opened.unpacked()) if isinstance(self.opened, Words) else self
+        return _of_codes(self.opened.unpacked()) if isinstance(self.opened, PackedWords) else self
 
     def rows(self) -> NDArray[Any]:
         """[num_rows, bytes or elements]"""
@@ -351,7 +351,7 @@ def _are_halves(scales: NDArray[np.float32]) -> bool:
         return bool((scales.astype(np.float16) == scales).all())
 
 
-def _pack_words(matrix: _cpu.Matrix, first_row: int, words: Words, order: NDArray[np.int32] | None) -> None:
+def _pack_words(matrix: _cpu.Matrix, first_row: int, words: PackedWords, order: NDArray[np.int32] | None) -> None:
     groups, strides = words.groups, words.words.strides
     scales, minima, shifts = (
         0 if x is None else np.ascontiguousarray(np.broadcast_to(x, groups.scales.shape).T.astype(dtype, copy=False))

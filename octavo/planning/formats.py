@@ -69,10 +69,10 @@ class BlockWeights(DummyWeights):
     def __contains__(self, name: str) -> bool:
         return self._weights is None or name in self._weights
 
-    def is_turned(self, name: str, turned: tuple[int, ...] | None = None) -> bool:
+    def is_untransposed(self, name: str, untransposed_shape: tuple[int, ...] | None = None) -> bool:
         if self._weights is None:
             return self._formats.get(name) in BLOCK_TYPES
-        return self._weights.is_turned(name, turned)
+        return self._weights.is_untransposed(name, untransposed_shape)
 
     def stored_format(self, name: str) -> str:
         return self._formats.get(name) or super().stored_format(name)

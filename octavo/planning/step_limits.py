@@ -14,7 +14,7 @@ from math import prod
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.experts import ExpertsDescription
-from octavo.layers.mla import LatentDescription
+from octavo.layers.mla import MLADescription
 from octavo.loading.recording import RecordedTensor
 from octavo.models.description import ModelDescription
 from octavo.models.inventory import repeated_tensors, required_tensors
@@ -91,13 +91,13 @@ def model_work(description: ModelDescription) -> ModelWork:
             matrices = 3 if feed_forward.gated else 2
             experts += feed_forward.num_experts * matrices * feed_forward.intermediate_size * description.hidden_size
             share = feed_forward.routing.top_k / feed_forward.num_experts
-        for mixer in (layer.attention, layer.beside, layer.shared and layer.shared.attention):
+        for mixer in (layer.attention, layer.parallel_mixer, layer.reused and layer.reused.attention):
             if isinstance(mixer, AttentionDescription):
                 attention.append((2 * mixer.num_heads * mixer.head_size, mixer.window))
-            elif isinstance(mixer, LatentDescription):  # in absorbed form heads meet compressed vectors
+            elif isinstance(mixer, MLADescription):  # in absorbed form heads meet compressed vectors
                 num_chosen = description.num_chosen_keys if mixer.index is not None or mixer.shares_index else 0
-                attention.append((mixer.num_heads * (2 * mixer.latent_size + mixer.rotated_size), num_chosen))
-                of_chosen += (mixer.latent_size + mixer.rotated_size) * bool(num_chosen)
+                attention.append((mixer.num_heads * (2 * mixer.kv_lora_rank + mixer.qk_rope_head_dim), num_chosen))
+                of_chosen += (mixer.kv_lora_rank + mixer.qk_rope_head_dim) * bool(num_chosen)
                 if mixer.index is not None:
                     attention.append((mixer.index.num_heads * mixer.index.head_size, 0))
     head = 0 if description.pooling is not None else embedding

@@ -6,20 +6,20 @@ from __future__ import annotations
 from octavo.quantization.arrays import transposed
 from octavo.quantization.codes import groups_of
 from octavo.quantization.stored import StoredWeight
-from octavo.quantization.words import Words, unpack_outputs, unpack_words
+from octavo.quantization.words import PackedWords, unpack_outputs, unpack_words
 
 
-def words(stored: StoredWeight) -> Words:
+def words(stored: StoredWeight) -> PackedWords:
     """Exactly what the file's tensors say."""
     tensors = stored.tensors
     zeros = unpack_outputs(transposed(tensors["qzeros"]))
     groups = groups_of(4, stored.shape[1], tensors["scales"].T, zeros)
-    return Words(tensors["qweight"].T, 4, groups, by_outputs=True)
+    return PackedWords(tensors["qweight"].T, 4, groups, by_outputs=True)
 
 
-def words_gemv(stored: StoredWeight) -> Words:
+def words_gemv(stored: StoredWeight) -> PackedWords:
     """Scales and zeros go on beyond the last group."""
     tensors, k = stored.tensors, stored.shape[1]
     num_groups = k // tensors["group"].item()
     zeros = unpack_words(tensors["qzeros"], 4)[:, :num_groups]
-    return Words(tensors["qweight"], 4, groups_of(4, k, tensors["scales"][:, :num_groups], zeros))
+    return PackedWords(tensors["qweight"], 4, groups_of(4, k, tensors["scales"][:, :num_groups], zeros))

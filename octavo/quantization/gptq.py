@@ -6,10 +6,10 @@ from octavo.errors import ConfigError
 from octavo.quantization.arrays import cast
 from octavo.quantization.codes import groups_of, in_order_of_groups
 from octavo.quantization.stored import StoredWeight
-from octavo.quantization.words import Words, unpack_words
+from octavo.quantization.words import PackedWords, unpack_words
 
 
-def words(stored: StoredWeight) -> Words:
+def words(stored: StoredWeight) -> PackedWords:
     """A word of qweight holds consecutive elements of k, one of qzeros consecutive outputs, lowest bits first.
 
     Files of `checkpoint_format` "gptq" ("GPTQ" here) hold zero points less one, those of "gptq_v2" ("GPTQ_V2") hold
@@ -24,4 +24,4 @@ def words(stored: StoredWeight) -> Words:
     if stored.format == "GPTQ":
         zeros = zeros + 1
     order = in_order_of_groups(tensors.get("g_idx"), tensors["scales"].shape[0])
-    return Words(tensors["qweight"].T, bits, groups_of(bits, k, tensors["scales"].T, zeros), order)
+    return PackedWords(tensors["qweight"].T, bits, groups_of(bits, k, tensors["scales"].T, zeros), order)

@@ -9,17 +9,17 @@ from __future__ import annotations
 from octavo.quantization.arrays import Array, cast
 from octavo.quantization.codes import Codes, groups_of, in_order_of_groups
 from octavo.quantization.stored import StoredWeight
-from octavo.quantization.words import Words, unpack_words
+from octavo.quantization.words import PackedWords, unpack_words
 
 
-def words(stored: StoredWeight) -> Words:
+def words(stored: StoredWeight) -> PackedWords:
     tensors, (num_out, k) = stored.tensors, stored.shape
     bits = 32 * tensors["qweight"].shape[1] // k
     zeros = tensors.get("qzeros")
     if zeros is not None:
         zeros = cast(unpack_words(zeros.T, bits).T[:num_out], "int16")
     order = in_order_of_groups(tensors.get("g_idx"), tensors["scales"].shape[1])
-    return Words(tensors["qweight"], bits, groups_of(bits, k, tensors["scales"], zeros), order)
+    return PackedWords(tensors["qweight"], bits, groups_of(bits, k, tensors["scales"], zeros), order)
 
 
 def unpack_scaled(stored: StoredWeight) -> Codes:

@@ -15,7 +15,7 @@ from octavo.quantization.codes import Codes, rounded
 from octavo.quantization.formats import BLOCK_TYPES, KEPT_ON_CPUS, PLAIN
 from octavo.quantization.layout import PANEL, Layout
 from octavo.quantization.stored import StoredWeight
-from octavo.quantization.words import Words
+from octavo.quantization.words import PackedWords
 
 
 def _given(stored: StoredWeight) -> Codes:
@@ -32,7 +32,7 @@ _VALUES: dict[str, Callable[[StoredWeight], Array]] = {
     "CODEBOOK4": four_bits.codebook_values,
     gguf_blocks.Q2_K: gguf_blocks.q2_k_values,
 }
-_WORDS: dict[str, Callable[[StoredWeight], Words]] = {
+_WORDS: dict[str, Callable[[StoredWeight], PackedWords]] = {
     "GPTQ": gptq.words,
     "GPTQ_V2": gptq.words,
     "AWQ": awq.words,
@@ -69,7 +69,7 @@ def unpack(stored: StoredWeight) -> Codes:
     return unpacker(stored)
 
 
-def words_of(stored: StoredWeight) -> Words | None:
+def words_of(stored: StoredWeight) -> PackedWords | None:
     """The same before codes are unpacked, of formats that have them in words."""
     read = _WORDS.get(stored.format)
     return None if read is None else read(stored)

@@ -14,7 +14,7 @@ _NIBBLE_OF_OUTPUT = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class PackedWords:
     """A matrix [N, K] whose codes of `bits` are in words still: int32 [N, K * bits / 32] along k, lowest bits first, or
     `by_outputs` [N / 8, K], AWQ's nibbles of eight outputs. Often a view of what lies the other way. `order` is that of
     `Codes`."""

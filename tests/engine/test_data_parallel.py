@@ -17,7 +17,7 @@ from octavo.config import CacheConfig, EngineArgs, EngineConfig, EngineHostsConf
 from octavo.engine import restart_policy
 from octavo.engine.data_parallel import DataParallelEngine
 from octavo.engine.data_parallel_llm import DataParallelLLMEngine
-from octavo.engine.generate import Wanted
+from octavo.engine.generate import GenerateArgs
 from octavo.engine.wire import UnloadAdapter
 from octavo.errors import ConfigError, EngineDeadError, OctavoError, RequestError
 from octavo.metrics.prometheus import EngineMetrics
@@ -91,7 +91,7 @@ def test_an_adapter_that_a_request_names_is_every_engines(
         told: list[tuple[int, object]] = []
         for number, one in enumerate(engine._engines):
             monkeypatch.setattr(one._supervisor, "tell", lambda message, number=number: told.append((number, message)))
-        await engine.prepare(Wanted({"prompt_token_ids": ANSWER}, None, "a", asked))
+        await engine.prepare(GenerateArgs({"prompt_token_ids": ANSWER}, None, "a", asked))
         assert [await one.list_loras() for one in engine._engines] == [{7}, {7}]
         assert await engine.remove_lora(7) and not await engine.remove_lora(7)
         assert told == [(0, UnloadAdapter("identity")), (1, UnloadAdapter("identity"))]

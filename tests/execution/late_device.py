@@ -147,7 +147,7 @@ class LateDevice:
     def zeros(self, shape: Sequence[int], dtype: str) -> Tensor:
         return torch.zeros(tuple(shape), dtype=getattr(torch, dtype))
 
-    def beside(self, pinned: NDArray[Any]) -> Tensor:
+    def upload_target(self, pinned: NDArray[Any]) -> Tensor:
         return self.zeros(pinned.shape, pinned.dtype.name)
 
     def as_input(self, array: Any) -> Any:

@@ -61,7 +61,7 @@ def _install(device: type[LateDevice], ops: str, monkeypatch: pytest.MonkeyPatch
     if ops != "triton":
         monkeypatch.setattr(cuda_collectives, "sum_in_tree", _sum_in_tree)
         # It has no kernels to compile, and its arrays are none without memory: it would wait for others' rows.
-        monkeypatch.setattr(compile_ahead, "rehearse", lambda *_: None)
+        monkeypatch.setattr(compile_ahead, "compile_ahead", lambda *_: None)
 
 
 def _own_command(_module: str, *arguments: str) -> list[str]:

@@ -148,7 +148,9 @@ def test_guesses_are_those_of_the_whole_sequence(model: Path, heads: dict[str, P
         )  # fmt: skip
 
     hidden: Any = runner.model.forward(batch(tokens), runner.caches)
-    features: Any = head.features_of(hidden if (taps := runner.computation.taps) is None else taps.features)  # type: ignore[arg-type]
+    features: Any = head.features_of(
+        hidden if (aux_hidden_states := runner.computation.aux_hidden_states) is None else aux_hidden_states.features
+    )  # type: ignore[arg-type]
     head.features, head.rows = features[:-1], np.arange(len(tokens) - 1)
     own: Any = head.forward(batch(tokens[1:]), executor.worker._draft.runner.caches)  # type: ignore[union-attr]
     best: Any = head.logits(own)

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from octavo.layers.rotary import QueryGrowth, RopeConfig, alibi_slopes, identity_table, rotary_table
+from octavo.layers.rotary import AttentionTemperature, RopeConfig, alibi_slopes, identity_table, rotary_table
 from octavo.models.registry import describe
 from tests.models.small_models import SIZES
 
@@ -80,7 +80,9 @@ def test_slopes_fall_by_powers_of_two() -> None:
 
 
 def test_queries_grow_with_the_logarithm_of_the_position() -> None:
-    np.testing.assert_allclose(QueryGrowth(0.1, 4).table(12), np.repeat(1 + 0.1 * np.log([1, 2, 3]), 4), rtol=1e-6)
     np.testing.assert_allclose(
-        QueryGrowth(0.1, 4, 1, is_power=True).table(3), np.power([1.25, 1.5, 1.75], 0.1), rtol=1e-6
+        AttentionTemperature(0.1, 4).table(12), np.repeat(1 + 0.1 * np.log([1, 2, 3]), 4), rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        AttentionTemperature(0.1, 4, 1, is_power=True).table(3), np.power([1.25, 1.5, 1.75], 0.1), rtol=1e-6
     )

@@ -51,7 +51,7 @@ class ArrayWeights:
     def take_integers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.int64]:
         return self.take(name, shape).astype(np.int64)
 
-    def is_turned(self, name: str, turned: tuple[int, ...] | None = None) -> bool:
+    def is_untransposed(self, name: str, untransposed_shape: tuple[int, ...] | None = None) -> bool:
         return False
 
     def matrix_format(self, name: str) -> str:

@@ -189,9 +189,9 @@ def test_eagle3(adds_normed: bool) -> None:
     head = Eagle3Head(alone(model), config, weights, OPS, 64, "float32")
     states = [torch.from_numpy(random(LENGTH, HIDDEN)) for _ in range(LAYERS)]
     for number, state in enumerate(states):
-        head.taps.see(number, state)  # type: ignore[arg-type]
+        head.aux_hidden_states.see(number, state)  # type: ignore[arg-type]
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    features: Any = head.taps.features
+    features: Any = head.aux_hidden_states.features
     expected = linear(torch.cat([states[2], states[4], states[5]], 1), tensors["fc.weight"])
     torch.testing.assert_close(features, expected, atol=2e-5, rtol=1e-5)
     hidden, logits = logits_of(head, TOKENS, FEATURES)

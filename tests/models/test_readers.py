@@ -88,7 +88,7 @@ def test_queries_grow_as_the_form_says_that_counts() -> None:
     for beta in (None, 0.5):
         for name in ("rope_scaling", "rope_parameters"):
             given = {name: said if beta is None else said | {"llama_4_scaling_beta": beta}}
-            growth = described("Ministral3ForCausalLM", **given).layers[0].attention.query_growth
+            growth = described("Ministral3ForCausalLM", **given).layers[0].attention.attention_temperature
             assert (None if growth is None else growth.rate) == beta
 
 

@@ -24,12 +24,12 @@ from octavo.errors import ConfigError
 from octavo.layers.attention import AttentionDescription
 from octavo.layers.experts import ExpertsDescription
 from octavo.layers.feed_forward import FeedForwardDescription
-from octavo.layers.tensor_parallel import Share
+from octavo.layers.tensor_parallel import Shard
 from octavo.loading.recording import RecordingWeights
 from octavo.models.description import ModelDescription
 from octavo.models.inventory import record
 from octavo.models.registry import build, describe
-from octavo.models.sharding import stage_layers, with_share, with_stage
+from octavo.models.sharding import stage_layers, with_shard, with_stage
 from octavo.ops import LayerKVCache, Ops
 from tests.models.driving import ArrayWeights, all_logits
 from tests.models.small_experts import ALL_MODELS, EXPERT_MODELS, GEMMA_4_MODELS, SIX_LAYERS
@@ -100,7 +100,7 @@ def shared_logits(
         try:
             own: Any = Exchange(ops, rank, barrier, given)
             weights = PassingWeights(arrays)
-            shared = with_share(description, Share(rank, size), shares_experts)
+            shared = with_shard(description, Shard(rank, size), shares_experts)
             model = build(shared, weights, own, 128, "float32")
             weights.check_all_taken()
             return all_logits(model, own, sequences)
@@ -127,8 +127,8 @@ class Staged:
 
     def forward(self, batch: StepBatch, caches: Sequence[LayerKVCache]) -> torch.Tensor:
         for stage, own in zip(self._stages, self._own, strict=True):
-            batch = replace(batch, entering=stage.forward(batch, caches[own.start : own.stop]))
-        return batch.entering
+            batch = replace(batch, hidden_in=stage.forward(batch, caches[own.start : own.stop]))
+        return batch.hidden_in
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._stages[-1].logits(hidden)
@@ -202,7 +202,7 @@ def test_a_shared_model_gives_the_logits_of_the_whole(name: str, ops: Ops, tmp_p
     shares_experts = has_experts(description)
     if name in REFUSED:
         with pytest.raises(ConfigError, match=REFUSED[name]):
-            with_share(description, Share(1, 2))
+            with_shard(description, Shard(1, 2))
         return
     arrays = {n: tensor.numpy() for n, tensor in load_file(tmp_path / "model.safetensors").items()}
     sequences = [torch.randint(3, VOCAB, (length,)).tolist() for length in (1, 9, 33)]
@@ -220,11 +220,11 @@ def test_what_ends_a_layer_is_cut_alike_for_any_number_of_workers(tmp_path: Path
 
     def shares(heads: int, inner: int, size: int, **how: Any) -> tuple[int, int]:
         sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "intermediate_size": inner}
-        shared = with_share(describe(config | sizes), Share(0, size), **how)
+        shared = with_shard(describe(config | sizes), Shard(0, size), **how)
         attention, feed_forward = shared.layers[-1].attention, shared.layers[-1].feed_forward
         assert isinstance(attention, AttentionDescription) and isinstance(feed_forward, FeedForwardDescription)
-        assert attention.share == feed_forward.share
-        return attention.share.summands, attention.share.own_summands
+        assert attention.shard == feed_forward.shard
+        return attention.shard.summands, attention.shard.own_summands
 
     assert [shares(32, 96, size) for size in (1, 2, 4, 8)] == [(8, 8), (8, 4), (8, 2), (8, 1)]
     assert [shares(9, 1536, size) for size in (1, 3)] == [(3, 3), (3, 1)]
@@ -245,7 +245,7 @@ def test_workers_that_have_whole_experts_give_the_logits_of_the_whole(name: str,
     model.save(model.reference(seed=1), tmp_path)
     description = describe(json.loads((tmp_path / "config.json").read_text()))
     with pytest.raises(ConfigError, match="add --enable-expert-parallel, which shares whole ones out"):
-        with_share(description, Share(1, 2))
+        with_shard(description, Shard(1, 2))
     arrays = {n: tensor.numpy() for n, tensor in load_file(tmp_path / "model.safetensors").items()}
     sequences = [torch.randint(3, VOCAB, (length,)).tolist() for length in (1, 9, 33)]
     whole = all_logits(build(description, ArrayWeights(arrays), ops, 128, "float32"), ops, sequences)
@@ -284,7 +284,7 @@ def test_which_heads_are_whose(tmp_path: Path) -> None:
         model = EVERY[name]
         model.save(model.reference(seed=1), tmp_path)
         config = json.loads((tmp_path / "config.json").read_text()) | settings
-        return with_share(describe(config), Share(rank, size)).layers[0].attention
+        return with_shard(describe(config), Shard(rank, size)).layers[0].attention
 
     llama = of_worker("llama, all biases", 3, 4)
     assert (llama.own_heads, llama.own_kv_heads) == (range(3, 4), range(1, 2))
@@ -325,7 +325,7 @@ def test_states_are_as_large_as_a_share_of_them(name: str, parts: tuple[int, int
     description = describe(config | wide.get(name, {}))
 
     def num_bytes(size: int) -> int:
-        spec = with_share(description, Share(0, size), has_experts(description)).layer_caches[0]
+        spec = with_shard(description, Shard(0, size), has_experts(description)).layer_caches[0]
         return spec.num_bytes or spec.num_kv_heads * (spec.key_size + spec.value_size)
 
     assert [num_bytes(1) / num_bytes(size) for size in (2, 4)] == list(parts)
@@ -361,7 +361,7 @@ def test_a_worker_needs_little_more_than_its_part_of_the_weights(config: dict[st
     def num_bytes(size: int) -> int:
         weights = RecordingWeights("bfloat16")
         shares_experts = size > 1 and has_experts(description)
-        record(with_share(description, Share(size - 1, size), shares_experts), weights)
+        record(with_shard(description, Shard(size - 1, size), shares_experts), weights)
         return weights.packed_bytes()[0]
 
     whole = num_bytes(1)

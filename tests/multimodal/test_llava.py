@@ -17,7 +17,7 @@ from octavo.entrypoints.chat.chat_template import render_chat
 from octavo.errors import ConfigError, RequestError
 from octavo.media_kinds import IMAGE, KINDS, SentMedium
 from octavo.models.multimodal_models import OTHER_NAMES
-from octavo.multimodal.media_cache import KeptMedia
+from octavo.multimodal.media_cache import MediaCache
 from octavo.multimodal.tower import Tower, TowerCache
 from octavo.multimodal.transformers_processor import load_processor
 from tests.multimodal.conftest import encoded, picture, save_llava
@@ -146,9 +146,9 @@ def test_steps_know_of_the_tower_beside_them(llava: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Tower, "rows", slow)
     generate(llm, asked("none"), params=SamplingParams(max_tokens=4))
-    assert not cost._ratios_beside
+    assert not cost._ratios_with_tower
     generate(llm, asked("none"), asked("one"), params=SamplingParams(max_tokens=60, ignore_eos=True))
-    assert cost._ratios_beside and not cost.tower_running
+    assert cost._ratios_with_tower and not cost.tower_running
     llm.close()
 
 
@@ -287,7 +287,7 @@ def test_a_second_turn_decodes_and_processes_no_picture_again(llm: LLM, monkeypa
 
 
 def test_what_is_kept_has_its_room() -> None:
-    kept = KeptMedia(30)
+    kept = MediaCache(30)
     for i in range(4):
         kept.keep(i, f"{i}", 10)
         assert kept.find(0) == "0"
@@ -295,7 +295,7 @@ def test_what_is_kept_has_its_room() -> None:
     assert [kept.find(key) for key in (0, 1, 2, 3, "mine")] == ["0", None, None, "3", "other"]
     kept.keep(0, "too large", 31)  # and nothing in its place
     assert kept.find(0) is None
-    KeptMedia(0).keep(0, "0", 1)
+    MediaCache(0).keep(0, "0", 1)
 
 
 def test_a_template_that_knows_no_images_gets_placeholders_in_their_place(llm: LLM) -> None:

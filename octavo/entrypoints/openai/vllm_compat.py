@@ -27,7 +27,7 @@ from octavo.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_
 from octavo.entrypoints.utils import cli_env_setup
 from octavo.errors import ConfigError
 from octavo.flags import FlagParser as FlexibleArgumentParser
-from octavo.usage.usage_lib import UsageContext
+from octavo.compat.usage import UsageContext
 
 __all__ = [
     "FlexibleArgumentParser",

@@ -7,28 +7,38 @@ from collections.abc import Callable
 from typing import Any
 
 from octavo.layers.experts import EXPERT_NAMES
-from octavo.layers.mla import LatentDescription
-from octavo.layers.sparse_indexer import IndexDescription
+from octavo.layers.mla import MLADescription
+from octavo.layers.sparse_indexer import SparseIndexerDescription
 from octavo.models.families.settings import ROUTED, several, shared_expert
-from octavo.models.readers import Config, Family, key, query_growth, rms, rope_of, rope_settings, routing, valued
+from octavo.models.readers import (
+    Config,
+    Family,
+    attention_temperature,
+    key,
+    rms,
+    rope_of,
+    rope_settings,
+    routing,
+    valued,
+)
 
 
-def latent(**changes: Any) -> Callable[[Config, int], LatentDescription]:
+def latent(**changes: Any) -> Callable[[Config, int], MLADescription]:
     """Latent attention by the usual settings; `changes` are values or settings."""
 
-    def find(config: Config, i: int) -> LatentDescription:
+    def find(config: Config, i: int) -> MLADescription:
         num_heads, plain, rotated = (config[n] for n in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
         settings = {
-            "num_heads": num_heads, "query_rank": config["q_lora_rank"] or None, "latent_size": config["kv_lora_rank"],
-            "plain_size": plain, "rotated_size": rotated,
+            "num_heads": num_heads, "q_lora_rank": config["q_lora_rank"] or None,
+            "kv_lora_rank": config["kv_lora_rank"], "qk_nope_head_dim": plain, "qk_rope_head_dim": rotated,
             "value_size": config["v_head_dim"] or config["hidden_size"] // num_heads,
             "rope": rope_of(
                 config, i, rotated, {"interleaved": bool(config["rope_interleave"]), "rotary_dim": rotated}
             ),
             "scale": (plain + rotated) ** -0.5 * _sharper(config), "norm": rms(eps=1e-6)(config, i),
-            "bias": bool(config["attention_bias"]), "query_growth": query_growth(config),
+            "bias": bool(config["attention_bias"]), "attention_temperature": attention_temperature(config),
         }  # fmt: skip
-        return LatentDescription(**settings | valued(changes, config, i))
+        return MLADescription(**settings | valued(changes, config, i))
 
     return find
 
@@ -54,7 +64,7 @@ def _rank_scale(rank: str) -> Callable[[Config, int], float]:
     return lambda c, _: (c["hidden_size"] / c[rank]) ** 0.5
 
 
-def _longcat_mixer(config: Config, i: int) -> LatentDescription | None:
+def _longcat_mixer(config: Config, i: int) -> MLADescription | None:
     """Of a layer's three parts: attention and experts, a feed-forward, attention and a feed-forward."""
     if i % 3 == 1:
         return None
@@ -76,11 +86,11 @@ def _shares_index(config: Config, i: int) -> bool:
 def _indexed(is_interleaved: bool, shares: Callable[[Config, int], bool] = lambda _, __: False) -> Family:
     """An index chooses the keys that a query sees. Its rotated pairs are halves, or neighbours in the checkpoint."""
 
-    def index(config: Config, i: int) -> IndexDescription | None:
+    def index(config: Config, i: int) -> SparseIndexerDescription | None:
         if not config["index_topk"] or shares(config, i):
             return None
         rotated = config["qk_rope_head_dim"]
-        return IndexDescription(
+        return SparseIndexerDescription(
             num_heads=config["index_n_heads"], head_size=config["index_head_dim"], num_chosen=config["index_topk"],
             rope=rope_of(config, i, rotated, {"interleaved": is_interleaved, "rotary_dim": rotated}),
         )  # fmt: skip
@@ -160,7 +170,7 @@ FAMILIES = {
         },
         is_sparse=lambda _, i: i % 3 == 0,
         layer={
-            "number": lambda _, i: i // 3, "added_after": lambda _, i: 2 if i % 3 == 0 else 0,
+            "checkpoint_layer": lambda _, i: i // 3, "deferred_by": lambda _, i: 2 if i % 3 == 0 else 0,
             "attention_norm": lambda _, i: f"input_layernorm.{i % 3 // 2}",
             "feed_forward_norm": lambda _, i: f"post_attention_layernorm.{i % 3 // 2}",
         },

@@ -11,7 +11,7 @@ from typing import Any
 
 from octavo.layers.norm import NormDescription
 from octavo.layers.positions import PositionsDescription
-from octavo.layers.projection_head import HeadDescription
+from octavo.layers.projection_head import ProjectionHeadDescription
 from octavo.models.families.settings import (
     AFTER,
     ALL_SLIDE,
@@ -113,9 +113,9 @@ def _opt_size(config: Config, _: int) -> int | None:
     return None if size in (None, config["hidden_size"]) else int(size)
 
 
-def _opt_head(config: Config, i: int) -> HeadDescription | None:
+def _opt_head(config: Config, i: int) -> ProjectionHeadDescription | None:
     size = _opt_size(config, i)
-    return None if size is None else HeadDescription("model.decoder.project_out", size)
+    return None if size is None else ProjectionHeadDescription("model.decoder.project_out", size)
 
 
 def _opt_norm(config: Config, i: int) -> NormDescription:
@@ -378,7 +378,7 @@ FAMILIES = {
             "embedding_name": "model.decoder.embed_tokens", "layer_prefix": "model.decoder.layers.",
             "positions": _learned("model.decoder.embed_positions.weight", 2),
             "norm": _opt_final_norm,
-            "norm_name": "model.decoder.final_layer_norm", "head": _opt_head, "embedding_size": _opt_size,
+            "norm_name": "model.decoder.final_layer_norm", "projection_head": _opt_head, "embedding_size": _opt_size,
             "embedding_projection_name": "model.decoder.project_in",
         },
     ),
@@ -447,7 +447,8 @@ FAMILIES = {
         },
         model={
             **MODERN_BERT.model,
-            "head": modern_bert_head("lm_head"), "output_name": "decoder", "output_bias": key("decoder_bias"),
+            "projection_head": modern_bert_head("lm_head"),
+            "output_name": "decoder", "output_bias": key("decoder_bias"),
         },
     ),
 }  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo.layers.pooler import PoolingDescription
 from octavo.layers.positions import PositionsDescription
-from octavo.layers.projection_head import HeadDescription
+from octavo.layers.projection_head import ProjectionHeadDescription
 from octavo.models.families.settings import MODERN_BERT, modern_bert_head, norms_of_sum, slides
 from octavo.models.readers import Config, Family, Setting, activation_of, key, layer_norm, num_labels
 
@@ -28,11 +28,11 @@ def _pooled(kind: str, *heads: Setting) -> Setting:
 
 def _dense(name: str, activation: str | None = None) -> Setting:
     """As wide as the model."""
-    return lambda c, _: HeadDescription(name, c["hidden_size"], True, activation)
+    return lambda c, _: ProjectionHeadDescription(name, c["hidden_size"], True, activation)
 
 
 def _labels(name: str = _CLASSIFIER, bias: bool = True) -> Setting:
-    return lambda c, _: HeadDescription(name, num_labels(c), bias)
+    return lambda c, _: ProjectionHeadDescription(name, num_labels(c), bias)
 
 
 def _classes(
@@ -184,7 +184,7 @@ _NOMIC_HEAD = _pooled("CLS", _dense("nomic_bert.pooler.dense", "tanh"), _labels(
 
 
 def _colbert(config: Config, _: int) -> PoolingDescription:
-    return PoolingDescription("ALL", (HeadDescription("linear", int(config["dim"])),))
+    return PoolingDescription("ALL", (ProjectionHeadDescription("linear", int(config["dim"])),))
 
 
 FAMILIES: dict[str, Family] = {

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from octavo.errors import LoadError
-from octavo.layers.altup import StreamsDescription
+from octavo.layers.altup import AltUpDescription
 from octavo.layers.experts import PartNorms, stacked
 from octavo.layers.rotary import RopeConfig
 from octavo.layers.token_inputs import TokenInputsDescription
@@ -153,7 +153,7 @@ FAMILIES = {
         feed_forward={"intermediate_size": by_layer("intermediate_size"), "sparsity": _sparsity}, layer=AROUND,
         model=ROOT | {
             "token_inputs": _token_inputs_3n,
-            "streams": lambda c, _: StreamsDescription(c["altup_num_inputs"], c["laurel_rank"]), "unused": _unused_3n,
+            "altup": lambda c, _: AltUpDescription(c["altup_num_inputs"], c["laurel_rank"]), "unused": _unused_3n,
         },
         layer_type=sliding(lambda _, i: (i + 1) % 5), refuses=("altup_active_idx",),
     ),

@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo.layers.attention import GateDescription
 from octavo.layers.experts import one_by_one, stacked
-from octavo.layers.mla import LatentDescription
+from octavo.layers.mla import MLADescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.recurrent import (
     GatedDeltaDescription,
@@ -123,7 +123,7 @@ def _delta_by_element(config: Config, heads: int, size: int, kernel: int, **chan
     )  # fmt: skip
 
 
-def _kimi_mixer(config: Config, i: int) -> GatedDeltaDescription | LatentDescription:
+def _kimi_mixer(config: Config, i: int) -> GatedDeltaDescription | MLADescription:
     if config["layer_types"][i] != "linear_attention":
         return latent(rope=None)(config, i)
     said: dict[str, Any] = {
@@ -137,7 +137,7 @@ def _kimi_mixer(config: Config, i: int) -> GatedDeltaDescription | LatentDescrip
     )  # fmt: skip
 
 
-def _bailing_mixer(config: Config, i: int) -> GatedDeltaDescription | LatentDescription:
+def _bailing_mixer(config: Config, i: int) -> GatedDeltaDescription | MLADescription:
     names = {"name": "attention", "output_name": "dense"}
     if config["layer_types"][i] != "linear_attention":
         return latent(**names, gate_name="g_proj")(config, i)

@@ -11,7 +11,7 @@ from octavo.layers.experts import ExpertNames, one_by_one, stacked
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.mamba import MambaDescription
 from octavo.layers.norm import NormDescription
-from octavo.layers.reused_layer import SharedDescription
+from octavo.layers.reused_layer import ReusedLayerDescription
 from octavo.models.families.settings import (
     GRANITE_EXPERTS,
     SIGMOID_GROUPS,
@@ -157,7 +157,7 @@ def _zamba_2(config: Config, i: int) -> MambaDescription:
 def _shared(module: str, up_names: tuple[str, ...]) -> Setting:
     """The transformer of layer i. There may be several, which take turns; the first layer of each has its weights."""
 
-    def find(config: Config, i: int) -> SharedDescription | None:
+    def find(config: Config, i: int) -> ReusedLayerDescription | None:
         if not _shares(config, i):
             return None
         sharing = [k for k in range(config["num_hidden_layers"]) if _shares(config, k)]
@@ -172,7 +172,7 @@ def _shared(module: str, up_names: tuple[str, ...]) -> Setting:
             bias=config["add_bias_linear"], up_names=up_names, down_name="feed_forward.down_proj",
             has_adapters=bool(rank),
         )  # fmt: skip
-        return SharedDescription(
+        return ReusedLayerDescription(
             f"model.layers.{sharing[number % config['num_mem_blocks']]}.{module}", attention, feed_forward,
             NormDescription(config["norm_eps"]), number, rank, bool(config["use_shared_attention_adapter"]),
         )  # fmt: skip
@@ -183,7 +183,7 @@ def _shared(module: str, up_names: tuple[str, ...]) -> Setting:
 def _zamba(layer_type: Setting, mixer: Setting, shared: Setting) -> Family:
     return Family(
         layer_type=layer_type, mixer=mixer, has_feed_forward=_never, model=_FINAL_NORM, refuses=("use_long_context",),
-        layer={"shared": shared, "attention_norm": lambda c, i: _zamba_name(c, i, "input_layernorm")},
+        layer={"reused": shared, "attention_norm": lambda c, i: _zamba_name(c, i, "input_layernorm")},
     )  # fmt: skip
 
 
@@ -235,7 +235,7 @@ FAMILIES = {
             "bias": key("mlp_bias"), "gate_multiplier": lambda c, _: (c["mlp_multipliers"] or (1.0, 1.0))[0],
         },
         layer=_MLP_NORM | {
-            "beside": _falcon,
+            "parallel_mixer": _falcon,
             "multipliers": lambda c, _: (
                 c["attention_in_multiplier"] * c["attention_out_multiplier"], c["ssm_out_multiplier"],
                 (c["mlp_multipliers"] or (1.0, 1.0))[1],

@@ -13,7 +13,7 @@ from typing import Any
 from octavo.errors import LoadError
 from octavo.layers.attention import GateDescription
 from octavo.layers.experts import EXPERT_NAMES, ExpertNames, stacked
-from octavo.layers.rotary import QueryGrowth
+from octavo.layers.rotary import AttentionTemperature
 from octavo.models.families.settings import (
     AFTER,
     ALL_SLIDE,
@@ -194,7 +194,9 @@ FAMILIES = {
     "BeamForCausalLM": Family(
         attention={
             "qk_norm": rms(), "gate": GateDescription("self_attn.gate_proj", bias="self_attn.gate_bias"),
-            "query_growth": lambda c, i: None if _beam_rotates(c, i) else QueryGrowth(0.1, 2048, 1, is_power=True),
+            "attention_temperature": lambda c, i: (
+                None if _beam_rotates(c, i) else AttentionTemperature(0.1, 2048, 1, is_power=True)
+            ),
         },
         layer=AROUND | {"stream_multipliers": _beam_depth(True), "multipliers": _beam_depth(False)},
         experts=CORRECTION | {"routing": SIGMOID_GROUPS}, is_sparse=lambda _, i: i > 2,
@@ -300,7 +302,7 @@ FAMILIES = {
         attention={
             "qk_norm": lambda c, i: rms(has_weight=False)(c, i)
             if c["use_qk_norm"] and rotates_as_listed(c, i) else None,
-            "query_growth": lambda c, i: QueryGrowth(c["attn_scale"], c["floor_scale"], 1)
+            "attention_temperature": lambda c, i: AttentionTemperature(c["attn_scale"], c["floor_scale"], 1)
             if c["attn_temperature_tuning"] and not rotates_as_listed(c, i) else None,
         },
         rope={"interleaved": True},

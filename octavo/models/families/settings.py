@@ -8,7 +8,7 @@ from octavo.errors import LoadError
 from octavo.layers.experts import EXPERT_NAMES, one_by_one, stacked
 from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.norm import NormDescription
-from octavo.layers.projection_head import HeadDescription
+from octavo.layers.projection_head import ProjectionHeadDescription
 from octavo.models.readers import Config, Family, Setting, activation_of, key, per_layer, routing, valued
 
 # Norms around a layer, and only after it.
@@ -147,7 +147,7 @@ def _modern_bert_norm(config: Config, _: int) -> NormDescription:
 
 
 def modern_bert_head(name: str) -> Setting:
-    return lambda c, i: HeadDescription(
+    return lambda c, i: ProjectionHeadDescription(
         f"{name}.dense", c["hidden_size"], c["classifier_bias"], activation_of(c["classifier_activation"]),
         _modern_bert_norm(c, i), f"{name}.norm",
     )  # fmt: skip

@@ -91,7 +91,7 @@ class _Formats:
     def __contains__(self, name: str) -> bool:
         return True
 
-    def is_turned(self, name: str, turned: tuple[int, ...] | None = None) -> bool:
+    def is_untransposed(self, name: str, untransposed_shape: tuple[int, ...] | None = None) -> bool:
         return False
 
     def matrix_format(self, name: str) -> str:
@@ -113,9 +113,9 @@ def main() -> None:
     from types import SimpleNamespace
 
     from octavo.execution.compile_ahead import outline_runner
-    from octavo.layers.tensor_parallel import Share
+    from octavo.layers.tensor_parallel import Shard
     from octavo.models.registry import describe
-    from octavo.models.sharding import with_share
+    from octavo.models.sharding import with_shard
     from octavo.ops import cuda_collectives, load_cuda
     from octavo.ops.triton import outline
 
@@ -138,7 +138,7 @@ def main() -> None:
     weights: Any = _Formats(matrix_format)
     cuda_collectives._size = size
     description = describe(MODELS[model], pooling=POOLING.get(model))
-    description = with_share(description, Share(0, size), reproducible=False)
+    description = with_shard(description, Shard(0, size), reproducible=False)
     with outline.outlining(outline._compile):
         runner = outline_runner(config, description, weights, load_cuda())
         runner.warm_up()
@@ -149,7 +149,7 @@ def main() -> None:
                 for num_seqs in {1, num_tokens // 2, min(num_tokens, MAX_SEQS)} - {0}:
                     num_seqs = min(num_seqs, MAX_SEQS)
                     for adapted in {False, config.lora is not None}:
-                        runner._rehearse(num_tokens, num_seqs, num_tokens, adapted)  # all of them may be guesses
+                        runner._dummy_run(num_tokens, num_seqs, num_tokens, adapted)  # all of them may be guesses
     names = sorted({name for name, _ in found})
     late = sorted({name for name, _ in found - at_start})
     print(json.dumps({"kernels": names, "variants": len(at_start), "late": late}))

@@ -10,13 +10,13 @@ from octavo.errors import RequestError
 from octavo.media_kinds import KINDS, VIDEO, MediaReader
 from octavo.multimodal.connector import MediaConnector
 from octavo.multimodal.embeddings import EmbeddingsReader
-from octavo.multimodal.media_cache import KeptMedia, medium_bytes
+from octavo.multimodal.media_cache import MediaCache, medium_bytes
 
 
-class Intake:
+class MediaLoader:
     """How media of one kind come in, within the bounds of a `MediaConfig` of that kind."""
 
-    def __init__(self, config: MediaConfig, kept: KeptMedia) -> None:
+    def __init__(self, config: MediaConfig, kept: MediaCache) -> None:
         self.config = config
         self._kept = kept
         self.kind = KINDS[config.kind]

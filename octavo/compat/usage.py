@@ -1,5 +1,4 @@
-"""`UsageContext` under the name of vLLM's module: where an engine is used from, which programs tell vLLM's statistics.
-Octavo has none, so that it says nothing here."""
+"""`UsageContext`: where an engine is used from. vLLM's usage statistics read it; Octavo keeps none and ignores it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,22 @@
+"""What scripts for vLLM import from its `utils`. Octavo itself uses none of it."""
+
+from __future__ import annotations
+
+import socket
+import uuid
+
+from octavo.flags import FlagParser as FlexibleArgumentParser
+
+__all__ = ["FlexibleArgumentParser", "get_open_port", "random_uuid"]
+
+
+def random_uuid() -> str:
+    """Return an id for a request: 32 hexadecimal digits."""
+    return uuid.uuid4().hex
+
+
+def get_open_port() -> int:
+    """Return a TCP port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -1,1 +1,0 @@
-"""Nothing lives here: no statistics of use are kept or sent. See `octavo.usage.usage_lib`."""

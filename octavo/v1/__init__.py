@@ -1,1 +1,0 @@
-"""Modules under the names that vLLM has for its second generation. Octavo has one, and nothing lives here."""

@@ -1,1 +1,0 @@
-"""The engines under the names of vLLM's modules."""
