@@ -29,7 +29,11 @@ MODULES: dict[str, str | dict[str, str]] = {
     "transformers_utils.tokenizer": "octavo.compat.tokenizer",
     "usage": {},
     "usage.usage_lib": "octavo.compat.usage",
-    "utils": "octavo.compat.utils",
+    "utils": {
+        "FlexibleArgumentParser": "octavo.flags:FlagParser",
+        "get_open_port": "octavo.compat.utils",
+        "random_uuid": "octavo.compat.utils",
+    },
     "utils.argparse_utils": {"FlexibleArgumentParser": "octavo.flags:FlagParser"},
     "utils.network_utils": {"get_open_port": "octavo.compat.utils"},
     "v1": {},

@@ -5,9 +5,7 @@ from __future__ import annotations
 import socket
 import uuid
 
-from octavo.flags import FlagParser as FlexibleArgumentParser
-
-__all__ = ["FlexibleArgumentParser", "get_open_port", "random_uuid"]
+__all__ = ["get_open_port", "random_uuid"]
 
 
 def random_uuid() -> str:

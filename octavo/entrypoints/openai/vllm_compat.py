@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import State
 from starlette.types import Receive, Scope, Send
 
+from octavo.compat.usage import UsageContext
 from octavo.config import AsyncEngineArgs
 from octavo.engine.async_engine import AsyncLLMEngine
 from octavo.engine.engine_client import EngineClient
@@ -27,7 +28,6 @@ from octavo.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_
 from octavo.entrypoints.utils import cli_env_setup
 from octavo.errors import ConfigError
 from octavo.flags import FlagParser as FlexibleArgumentParser
-from octavo.compat.usage import UsageContext
 
 __all__ = [
     "FlexibleArgumentParser",
