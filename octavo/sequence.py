@@ -131,16 +131,6 @@ class Sequence:
             chooser=self.chooser,
         )
 
-    def append(self, token: int) -> str | None:
-        """Add a sampled token. Returns the reason to finish if the sequence ends with it."""
-        request, token_ids = self.request, self.token_ids
-        token_ids.append(token)
-        num_output = len(token_ids) - len(request.prompt.token_ids)
-        params = request.params
-        if token in self.stop_reasons and (num_output >= params.min_tokens or params.grammar is not None):
-            return "stop"
-        return "length" if num_output >= request.max_tokens else None
-
     def output(
         self,
         token_ids: list[int],
@@ -162,14 +152,3 @@ class Sequence:
             self.num_cached_tokens, self.num_preemptions, self.first_scheduled_time, error, 400,
             self.num_accepted_prediction_tokens, self.num_rejected_prediction_tokens, None, alignment,
         )  # fmt: skip
-
-
-def stop_reasons(request: EngineRequest) -> dict[int, int | None]:
-    """The tokens that end a request, and what is reported as the reason: end-of-sequence goes without saying.
-
-    Where a grammar is followed, its masks decide when the answer may end.
-    """
-    ignores_eos = request.params.ignore_eos and request.params.grammar is None
-    end_of_sequence = [] if ignores_eos else request.eos_token_ids
-    stop_token_ids = request.params.stop_token_ids
-    return dict.fromkeys(end_of_sequence) | dict(zip(stop_token_ids, stop_token_ids, strict=True))

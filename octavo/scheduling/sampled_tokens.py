@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from octavo.request import SequenceOutput, TokenLogprobs
 from octavo.scheduling.sequence_queues import SequenceQueues
+from octavo.scheduling.stop_check import finish_reason
 from octavo.sequence import Sequence
 
 Logprobs = list[TokenLogprobs | None] | None  # parallel to tokens
@@ -56,17 +57,18 @@ def end_with_vectors(queues: SequenceQueues, seq: Sequence, vectors: NDArray[np.
 
 def extend(queues: SequenceQueues, seq: Sequence, tokens: list[int], logprobs: Logprobs) -> SequenceOutput:
     """Add sampled tokens, up to one that ends the sequence."""
-    finish_reason: str | None = None
+    reason: str | None = None
     stop_reason: int | None = None
     for i, token in enumerate(tokens):
-        finish_reason = seq.append(token)
-        if finish_reason is not None:
-            stop_reason = seq.stop_reasons[token] if finish_reason == "stop" else None
+        seq.token_ids.append(token)
+        reason = finish_reason(seq)
+        if reason is not None:
+            stop_reason = seq.stop_reasons[token] if reason == "stop" else None
             tokens = tokens[: i + 1]
             break
-    output = seq.output(tokens, finish_reason, stop_reason)
+    output = seq.output(tokens, reason, stop_reason)
     if logprobs is not None:
         output.logprobs = [entry for entry in logprobs[: len(tokens)] if entry is not None] or None
-    if finish_reason is not None:
+    if reason is not None:
         queues.drop(seq)
     return output

@@ -33,8 +33,9 @@ from octavo.scheduling.request_limits import check_request
 from octavo.scheduling.sampled_tokens import Logprobs, end_with_vectors, extend, offer, start_forks, take_standing
 from octavo.scheduling.sequence_queues import SequenceQueues, scheduling_order
 from octavo.scheduling.step import Step
+from octavo.scheduling.stop_check import stop_reasons
 from octavo.scheduling.time_limit import TimeLimit, prompt_token_s, step_time_limit
-from octavo.sequence import Sequence, stop_reasons
+from octavo.sequence import Sequence
 from octavo.speculative.speculation import Speculation
 from octavo.stats import EngineStats
 from octavo.step_cost import StepCost, StepWork

@@ -70,7 +70,7 @@ def _own_command(_module: str, *arguments: str) -> list[str]:
 
 def late_followers(monkeypatch: pytest.MonkeyPatch, num_devices: int = 8, ops: str = "reference") -> None:
     """Have engines find so many GPUs, which are `LateDevice` with the operations of Triton or the reference."""
-    for module in ("checks", "parallel"):
+    for module in ("checks", "parallel_flags"):
         monkeypatch.setattr(f"octavo.config.{module}.why_not_cuda", lambda: None, raising=False)
     monkeypatch.setattr("octavo.config.parallel_flags.num_cuda_devices", lambda: num_devices)
     for caller in (host_workers, core_client):

@@ -1,0 +1,30 @@
+"""When a sequence ends: at a stop token ("stop") or at its maximum length ("length").
+
+Stop strings are the front end's: `octavo.engine.output_processor`.
+"""
+
+from __future__ import annotations
+
+from octavo.request import EngineRequest
+from octavo.sequence import Sequence
+
+
+def stop_reasons(request: EngineRequest) -> dict[int, int | None]:
+    """Return the tokens that end a request, each with the `stop_reason` to report; None for end-of-sequence tokens.
+
+    A request with a grammar ends where its masks allow it, so `ignore_eos` does not apply to it.
+    """
+    ignores_eos = request.params.ignore_eos and request.params.grammar is None
+    end_of_sequence = [] if ignores_eos else request.eos_token_ids
+    stop_token_ids = request.params.stop_token_ids
+    return dict.fromkeys(end_of_sequence) | dict(zip(stop_token_ids, stop_token_ids, strict=True))
+
+
+def finish_reason(seq: Sequence) -> str | None:
+    """Return why a sequence ends with its last token, or None if it goes on."""
+    request, token_ids = seq.request, seq.token_ids
+    num_output = len(token_ids) - len(request.prompt.token_ids)
+    params = request.params
+    if token_ids[-1] in seq.stop_reasons and (num_output >= params.min_tokens or params.grammar is not None):
+        return "stop"
+    return "length" if num_output >= request.max_tokens else None
