@@ -9,11 +9,14 @@ import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from octavo.hardware import why_not_cuda
 from tests.seeds import seed_everything
+from tests.selection import EVERYTHING, ImportGraph, base_of_changes, changed_files
+from tests.tiers import affected, parse_shard, scopes, shard
 
 # Nothing in the tests may reach a model hub: only the default model is fetched, from the package index.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -39,14 +42,95 @@ with contextlib.suppress(ImportError):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="Run the long tier too, as CI does.")
+    group = parser.getgroup("octavo")
+    group.addoption("--all", action="store_true", help="Run the long tests too.")
+    group.addoption("--shard", type=parse_shard, help="Run one of several parts of equal length, as 2/6.")
+    group.addoption(
+        "--changed-since", metavar="COMMIT", nargs="?", const="", help="Run the long tests too that changes since a "
+        "commit can have broken; by default since every test has passed: the last release, or .ci/last-full-run."
+    )  # fmt: skip
+    group.addoption("--minutes", type=float, default=5.0, help="How long the tests that it adds may take.")
+
+
+LEFT_OUT = pytest.StashKey[dict[str, int]]()
+DISTANCES = pytest.StashKey[dict[str, int] | None]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("changed_since") is None or config.getoption("all"):
+        config.stash[DISTANCES] = None
+    elif hasattr(config, "workerinput"):
+        config.stash[DISTANCES] = config.workerinput["octavo_distances"]
+    else:
+        base = config.getoption("changed_since") or base_of_changes()
+        graph = ImportGraph()
+        changed = changed_files(base) if base else EVERYTHING
+        print(f"long tests: {len(changed)} files have changed since {base or 'ever (no base is known here)'}")
+        config.stash[DISTANCES] = graph.distances(changed)
+    config.stash[LEFT_OUT] = {}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["octavo_distances"] = node.config.stash[DISTANCES]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[LEFT_OUT].update(getattr(node, "workeroutput", {}).get("octavo_left_out", {}))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each process whole files, long files in parts, and the longest first, so that none works on alone at the end."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class LongestFirst(LoadScopeScheduling):
+        def schedule(self) -> None:
+            if self.collection is None:
+                parts = scopes(next(iter(self.registered_collections.values())))
+                self.scope_of = {nodeid: scope for scope, tests in parts.items() for nodeid in tests}
+            super().schedule()
+
+        def _split_scope(self, nodeid: str) -> str:
+            return self.scope_of[nodeid]
+
+    config.option.loadscopereorder = False
+    return LongestFirst(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--long"):
-        return
-    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
-    items[:] = [item for item in items if not item.get_closest_marker("long")]
+    """Leave out what this tier or shard does not have."""
+    chosen = {item.nodeid for item in items}
+    if not config.getoption("all"):
+        long = [item.nodeid for item in items if item.get_closest_marker("long")]
+        modules = {item.nodeid: item.module.__name__ for item in items if isinstance(item, pytest.Function)}
+        if (distances := config.stash[DISTANCES]) is None:
+            left_out = {"long tests": long}
+        else:
+            budget_s = config.getoption("minutes") * 60 * max(1, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+            _, too_many, others = affected(long, modules.__getitem__, distances, budget_s)
+            left_out = {"long tests that the change can have broken, for want of time": too_many,
+                        "long tests that nothing of the change reaches": others}  # fmt: skip
+        for why, nodeids in left_out.items():
+            chosen.difference_update(nodeids)
+            for nodeid in nodeids:
+                place = f"{why}: {nodeid.partition('::')[0]}"
+                config.stash[LEFT_OUT][place] = config.stash[LEFT_OUT].get(place, 0) + 1
+    if config.getoption("shard"):
+        chosen &= shard([item.nodeid for item in items if item.nodeid in chosen], *config.getoption("shard"))
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
+    items[:] = [item for item in items if item.nodeid in chosen]
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["octavo_left_out"] = config.stash[LEFT_OUT]
+        by_nodeid = {item.nodeid: item for item in items}
+        items[:] = [by_nodeid[nodeid] for tests in scopes(by_nodeid).values() for nodeid in tests]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if config.stash[DISTANCES] is not None:
+        for place, count in sorted(config.stash[LEFT_OUT].items()):
+            terminalreporter.write_line(f"left out, {place} ({count})")
 
 
 @pytest.hookimpl(wrapper=True)
