@@ -82,7 +82,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each process whole files, long files in parts, and the longest first, so that none works on alone at the end."""
+    """Give each process whole files, long files in parts; the longest first, so that none works on alone at the end."""
     from xdist.scheduler import LoadScopeScheduling
 
     class LongestFirst(LoadScopeScheduling):

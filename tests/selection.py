@@ -42,12 +42,13 @@ class ImportGraph:
                 self.importers.setdefault(each, set()).add(name)
 
     def _imports_of(self, name: str, file: Path) -> Iterator[str]:
-        """Modules that the file imports or names, and the packages that they lie in, whose `__init__` runs before them."""
+        """Modules that the file imports or names, and the packages that they lie in: their `__init__` runs first."""
         tree = ast.parse(file.read_text(encoding="utf-8"))
         if file.name == "__init__.py":
             yield from self._with_packages(name, self._names_in(name, file, tree.body, nested=False))
             self.imports_of_names[f"{name}{NAMES}"] = {
-                name, *self._with_packages(name, self._names_in(name, file, tree.body, nested=True))
+                name,
+                *self._with_packages(name, self._names_in(name, file, tree.body, nested=True)),
             }
             return
         found = set(self._names_in(name, file, tree.body, nested=True))
@@ -99,8 +100,8 @@ class ImportGraph:
         """Modules and programs that a string names, as commands and scripts for a child process do."""
         for match in _MODULE_NAME.finditer(text):
             if match[0] != "octavo":
-                yield match[0]
-                yield f"{match[0].rpartition('.')[0]}{NAMES}"
+                known = match[0] in self.paths or match[0] == NATIVE
+                yield match[0] if known else f"{match[0].rpartition('.')[0]}{NAMES}"
             elif not name.startswith("octavo"):
                 yield SERVER
                 yield f"octavo{NAMES}"
@@ -119,7 +120,7 @@ class ImportGraph:
         return self._programs
 
     def distances(self, changed_files: Iterable[str]) -> dict[str, int]:
-        """Modules that a change of these files (paths below the root) can have broken -> how many imports lie between."""
+        """Modules that a change of these files (paths below the root) can break -> how many imports lie between."""
         ways = deque((name, 0) for file in changed_files for name in self._modules_of(file))
         found: dict[str, int] = {}
         while ways:
@@ -157,7 +158,9 @@ def base_of_changes(root: Path = ROOT) -> str | None:
     .ci/last-full-run names. None where there is neither, as in a shallow clone."""
     named = (root / ".ci" / "last-full-run").read_text().split()[0]
     tag = _git(root, "describe", "--tags", "--abbrev=0", "--match", "v*")
-    known = [each for each in (named, tag) if each and _git(root, "merge-base", "--is-ancestor", each, "HEAD") is not None]
+    known = [
+        each for each in (named, tag) if each and _git(root, "merge-base", "--is-ancestor", each, "HEAD") is not None
+    ]
     return min(known, key=lambda each: int(_git(root, "rev-list", "--count", f"{each}..HEAD") or 0), default=None)
 
 

@@ -44,7 +44,7 @@ def kernels(smoke: bool) -> Iterator[Row]:
 
 def _tests(what: str, arguments: list[str]) -> Iterator[Row]:
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
-        command = [sys.executable, "-m", "pytest", "-q", "--long", "--timeout", "300", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-q", "--all", "--timeout", "300", "-p", "no:cacheprovider"]
         subprocess.run([*command, f"--junitxml={report.name}", *arguments], check=False)
         counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
         with suppress(ElementTree.ParseError):

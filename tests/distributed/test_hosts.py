@@ -52,7 +52,7 @@ def test_the_tests_below_pass_on_the_first_host(tmp_path: Path) -> None:
     why_no_ray = None if find_spec("ray") is not None else install_ray(tmp_path)
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT), str(tmp_path)]))
     environment = os.environ | {"PYTHONPATH": path, ON_HOST: "1", "OCTAVO_NODES_TOKEN": "of the tests"}
-    command = [sys.executable, "-m", "pytest", "-q", "-rPs", "-n", "0", "--long", __file__]
+    command = [sys.executable, "-m", "pytest", "-q", "-rPs", "-n", "0", "--all", __file__]
     done = subprocess.run(first_host(command), cwd=ROOT, env=environment, capture_output=True, text=True)
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

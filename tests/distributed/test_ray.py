@@ -47,7 +47,7 @@ def test_the_tests_below_pass_where_ray_is(tmp_path: Path) -> None:
         pytest.skip(why)
     # Behind what the tests' environment has.
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT), str(tmp_path)]))
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-n", "0", "--long", __file__]
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-n", "0", "--all", __file__]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " 1 skipped" in done.stdout.splitlines()[-1], "this one"
