@@ -98,6 +98,7 @@ def test_answers_and_scores_are_those_of_transformers(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_processed_scores_are_searched_as_by_transformers(llm: LLM, reference: Any) -> None:
     """Penalties and masks come after the log-probabilities, in both."""
     options = {"repetition_penalty": 1.3, "min_new_tokens": 6}

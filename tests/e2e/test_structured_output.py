@@ -103,6 +103,7 @@ def test_the_grammar_says_when_an_answer_may_end(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("mode", [pytest.param("recompute", marks=pytest.mark.long), "swap"])
+@pytest.mark.long
 def test_preempted_requests_follow_their_grammar_to_the_same_answer(mode: str) -> None:
     prompts = [f"Person number {i} as JSON: " for i in range(12)]
     params = [structured(temperature=0.9 * (i % 2), seed=i, json=PERSON, n=1 + (i == 3)) for i in range(12)]

@@ -102,7 +102,7 @@ def test_every_answer_is_the_cpus(model: Path, adapters: list[AdapterSource], se
     assert len(loads) > len({one.identity for one in loads}) > 4, "some were loaded again"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 def test_aborts_and_unloads_disturb_nobody(model: Path, adapters: list[AdapterSource], seed: int) -> None:
     config, requests = lora_config(model), adapted_requests(seed, adapters, 40)
     expected = tokens_of(EngineCore(config), requests, seed)

@@ -139,6 +139,7 @@ def test_kernels_of_gpus_answer_likewise(
 @pytest.mark.parametrize(
     ("size", "num_stages", "is_tied"), [(2, 1, False), (1, 2, True), pytest.param(2, 2, True, marks=pytest.mark.long)]
 )
+@pytest.mark.long
 def test_each_device_has_its_share_of_adapters(
     model: Path, start: Callable[..., EngineCore], tmp_path: Path, size: int, num_stages: int, is_tied: bool
 ) -> None:

@@ -58,6 +58,7 @@ def test_every_vector_has_the_bits_of_one_worker(
 
 
 @pytest.mark.parametrize(("size", "num_stages"), [(2, 1), pytest.param(2, 2, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_devices_that_are_late_pool_likewise(
     folder: Path, tiny_tokenizer: Path, start: Callable[[EngineConfig], EngineCore], size: int, num_stages: int,
     monkeypatch: pytest.MonkeyPatch,

@@ -131,7 +131,7 @@ def histories(draw: st.DrawFn) -> list[tuple[StepPlan, dict[int, list[int]], Tab
     return history
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=100, derandomize=True, deadline=None)
 @given(histories())
 def test_gathering_equals_building_the_batch_token_by_token(
     history: list[tuple[StepPlan, dict[int, list[int]], Tables]],

@@ -80,7 +80,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True
     "name",
     [
         "Qwen3VLForConditionalGeneration",  # positions of three axes, rows for early layers
-        "Gemma3ForConditionalGeneration",  # pictures that see all of themselves
+        # Pictures that see all of themselves.
+        pytest.param("Gemma3ForConditionalGeneration", marks=pytest.mark.long),
         pytest.param("LlavaForConditionalGeneration", marks=pytest.mark.long),
         pytest.param("Qwen3_5ForConditionalGeneration", marks=pytest.mark.long),
         pytest.param("Qwen2AudioForConditionalGeneration", marks=pytest.mark.long),
@@ -120,6 +121,7 @@ def test_answers_are_the_cpus_on_a_device_that_is_late(
 @pytest.mark.parametrize(
     ("name", "least"), [("Qwen3VLForConditionalGeneration", 50), ("Qwen2AudioForConditionalGeneration", 40)]
 )
+@pytest.mark.long
 def test_memory_of_the_largest_medium_that_fits_is_left_free(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Any, name: str, least: int
 ) -> None:

@@ -305,6 +305,7 @@ def test_chats_bring_a_picture(llm: LLM) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_server_says_the_same(tmp_path: Path, llm: LLM, folder: Path) -> None:
     as_text = {"prompt": f"USER: {MARK}What is it? ASSISTANT:", "multi_modal_data": {"image": TALL}}
     expected = [output.outputs[0].text for output in generate(llm, as_text, {"prompt": "<s>Without."})]

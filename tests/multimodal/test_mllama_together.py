@@ -58,6 +58,7 @@ def expected(folder: Path) -> list[Any]:
     ],
     ids=str,
 )
+@pytest.mark.long
 def test_several_workers_see(folder: Path, expected: list[Any], sizes: dict[str, Any]) -> None:
     """The first has the tower, and sends its rows; preempted sequences get theirs again."""
     llm = engine(folder, **sizes)
@@ -78,6 +79,7 @@ def test_several_workers_see(folder: Path, expected: list[Any], sizes: dict[str,
 @pytest.mark.parametrize(
     "sizes", [{"tensor_parallel_size": 2}, pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.long)], ids=str
 )
+@pytest.mark.long
 def test_several_devices_see(
     monkeypatch: pytest.MonkeyPatch, folder: Path, expected: list[Any], sizes: dict[str, Any]
 ) -> None:
@@ -115,6 +117,7 @@ def test_rows_of_a_request_that_has_ended_are_there_for_the_last_stage(folder: P
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "a draft model", "prediction"])
+@pytest.mark.long
 def test_guesses_change_no_answer(
     monkeypatch: pytest.MonkeyPatch, folder: Path, draft_model: Path, expected: list[Any], method: str
 ) -> None:

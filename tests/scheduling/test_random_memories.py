@@ -30,9 +30,9 @@ GUESSES += [
 GUESSES += [(model, "random", "swap", False) for model in MODELS if model != "full"]
 
 
-# A quarter of each; the others are in the long tier.
+# An eighth; the others are in the long tier.
 CASES = [
-    pytest.param(*case, marks=pytest.mark.long if number % 4 else ()) for number, case in enumerate(KINDS + GUESSES)
+    pytest.param(*case, marks=pytest.mark.long if number % 8 else ()) for number, case in enumerate(KINDS + GUESSES)
 ]
 
 

@@ -33,17 +33,7 @@ pytestmark = [
 ]
 
 
-SHORT = (
-    "llama",
-    "gpt-oss",
-    "deepseek v2",
-    "lfm 3",
-    "medusa",
-    "eagle of int8",
-    "experts in int8",
-    "adapters",
-    "whisper",
-)
+SHORT = ("llama", "gpt-oss", "deepseek v2", "adapters")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name not in SHORT)) for name in CASES])
