@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import os
 import re
 import runpy
@@ -13,10 +15,31 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 WORKFLOW = ROOT / ".github" / "workflows" / "release.yml"
 MAX_SDIST_BYTES, MAX_FILE_BYTES = 3_000_000, 500_000
+
+
+def test_the_lock_file_names_every_package_that_is_installed() -> None:
+    """Those of the environment that scripts/install makes; pip and what each build of torch brings aside."""
+    ways = [("octavo", extra) for extra in ("", "test", "dev", "docs")]
+    for name, extra in ways:  # grows
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            for text in importlib.metadata.requires(name) or ():
+                requirement = Requirement(text)
+                if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                    new = [(canonicalize_name(requirement.name), each) for each in ("", *requirement.extras)]
+                    ways += [way for way in new if way not in ways]
+    installed = {canonicalize_name(str(each.metadata["Name"])) for each in importlib.metadata.distributions()}
+    required = {name for name, _ in ways} & installed - {"octavo", "triton"}
+    assert len(required) > 60
+    lock = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pinned = {canonicalize_name(line.partition("==")[0]) for line in lock if "==" in line}
+    assert all("==" in line for line in lock)
+    assert not {name for name in required if not name.startswith("nvidia-")} - pinned
 
 
 def test_the_sdist_has_what_a_build_needs_and_nothing_large(tmp_path: Path) -> None:
