@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from octavo.loading.weights import Weights, floats
 from octavo.quantization import StoredWeight
-from octavo.quantization.arrays import FLOATS, converted
+from octavo.quantization.array_functions import FLOATS, converted
 from octavo.quantization.formats import PLAIN_OF_DTYPE
 
 _STD = 0.02  # the initializer_range of most configurations

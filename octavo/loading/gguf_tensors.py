@@ -14,7 +14,7 @@ from octavo.loading.gguf_config import architecture_of
 from octavo.loading.gguf_file import GGUFFile, TensorInfo
 from octavo.loading.gguf_metadata import ROPE_FREQS, ROPE_LONG, ROPE_SHORT
 from octavo.quantization import StoredWeight
-from octavo.quantization.arrays import FLOATS
+from octavo.quantization.array_functions import FLOATS
 from octavo.quantization.formats import PLAIN
 
 

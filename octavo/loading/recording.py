@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from octavo.loading.weights import Bounds, Weights
 from octavo.quantization import Layout, StoredWeight, packed_bytes
-from octavo.quantization.arrays import FLOATS
+from octavo.quantization.array_functions import FLOATS
 from octavo.quantization.formats import AXES, BLOCK_TYPES, PLAIN, PLAIN_OF_DTYPE
 
 

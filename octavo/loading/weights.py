@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.quantization import Layout, StoredWeight, dequantize, take_rows
-from octavo.quantization.arrays import transposed
+from octavo.quantization.array_functions import transposed
 from octavo.quantization.formats import PLAIN, PLAIN_OF_DTYPE, QUANTIZED_AT_LOAD
 
 Bounds = tuple[int, int] | None  # a share (begin, end) of rows or columns, or all of them

@@ -22,10 +22,10 @@ from octavo.ops import LinearWeight
 from octavo.ops.cpu_arrays import UINT8, code_of, is_dense, stride
 from octavo.ops.cpu_memory import zeros
 from octavo.quantization import Codes, Layout, StoredWeight, common_layout, common_order, dequantize, layout_of, unpack
-from octavo.quantization.arrays import transposed
+from octavo.quantization.array_functions import transposed
 from octavo.quantization.formats import BLOCK_TYPES, KEPT_ON_CPUS
+from octavo.quantization.packed_words import PackedWords
 from octavo.quantization.unpacking import ROUNDED, words_of
-from octavo.quantization.words import PackedWords
 
 _PLAIN = ("F32", "F16", "BF16")  # formats of floats that stay floats
 _NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}

@@ -33,9 +33,9 @@ from octavo.ops.triton.adapter_tables import adapter_table, allocate_arena, expe
 from octavo.ops.triton.attention_plan import begin_step
 from octavo.ops.triton.cache import allocate_kv_cache, copy_blocks, rotary_and_cache, rotate
 from octavo.ops.triton.choose_keys import choose_keys
+from octavo.ops.triton.expert_kernels import experts, route, stack_experts
 from octavo.ops.triton.lora import rows_by_adapter, shrink
 from octavo.ops.triton.mla_attention import latent_attention, linear_by_head
-from octavo.ops.triton.moe import experts, route, stack_experts
 from octavo.ops.triton.norm_kernels import layer_norm, rms_norm
 from octavo.ops.triton.pack import pack_linear
 from octavo.ops.triton.paged_attention import paged_attention

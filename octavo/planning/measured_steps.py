@@ -28,7 +28,7 @@ from octavo.models.description import ModelDescription
 from octavo.models.registry import build
 from octavo.ops import LayerKVCache, load
 from octavo.plan import PlannedRow, StepPlan
-from octavo.planning.formats import packed_weight_bytes
+from octavo.planning.weight_formats import packed_weight_bytes
 from octavo.step_cost import StepCostModel, StepWork
 
 _LEAST_BYTES = 192 << 20  # of the part's layers, where the model has so many: more than most caches hold
@@ -57,8 +57,8 @@ class MeasuredStep:
 
 
 def measure_steps(config: EngineConfig, description: ModelDescription, weights: Weights, dtype: str) -> StepCostModel:
-    """The cost of steps of the model on this machine's processors, `weights` being random (`octavo.planning.formats`).
-    Takes a second or two, and more where a layer of the model is large."""
+    """The cost of steps of the model on this machine's processors, `weights` being random
+    (`octavo.planning.weight_formats`). Takes a second or two, and more where a layer of the model is large."""
     part, layer_scale, vocabulary_scale = _part_of(description, weights, dtype)
     runner = _runner(config, part, weights, dtype)
     steps = [step for step in _STEPS if step[1] + step[2] <= config.model.max_model_len]

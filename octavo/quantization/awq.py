@@ -3,10 +3,10 @@ outputs, in the layout "gemv" eight elements of k."""
 
 from __future__ import annotations
 
-from octavo.quantization.arrays import transposed
+from octavo.quantization.array_functions import transposed
 from octavo.quantization.codes import groups_of
+from octavo.quantization.packed_words import PackedWords, unpack_outputs, unpack_words
 from octavo.quantization.stored import StoredWeight
-from octavo.quantization.words import PackedWords, unpack_outputs, unpack_words
 
 
 def words(stored: StoredWeight) -> PackedWords:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.errors import ConfigError
-from octavo.quantization.arrays import Array, arange, cast, namespace, padded, repeated
+from octavo.quantization.array_functions import Array, arange, cast, namespace, padded, repeated
 from octavo.quantization.layout import Layout, least_layout
 
 

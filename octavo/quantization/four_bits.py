@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from octavo.quantization.arrays import Array, cast, constant, namespace, repeated
+from octavo.quantization.array_functions import Array, cast, constant, namespace, repeated
 from octavo.quantization.codes import Codes
 from octavo.quantization.stored import StoredWeight
 

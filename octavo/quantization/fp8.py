@@ -6,7 +6,7 @@ On GPUs activations are quantized too, row by row (octavo/ops/triton/quantize.py
 
 from __future__ import annotations
 
-from octavo.quantization.arrays import Array, cast, namespace, repeated
+from octavo.quantization.array_functions import Array, cast, namespace, repeated
 from octavo.quantization.stored import StoredWeight
 
 FORMAT = "FP8"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from octavo.quantization import gguf_codebooks as codebooks
-from octavo.quantization.arrays import Array, arange, cast, constant, namespace, reinterpret
+from octavo.quantization.array_functions import Array, arange, cast, constant, namespace, reinterpret
 from octavo.quantization.codes import Codes, rounded
 from octavo.quantization.formats import BLOCK_TYPES
 from octavo.quantization.four_bits import DOUBLED_E2M1, powers_of_two

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import ConfigError
-from octavo.quantization.arrays import Array, arange, cast, constant, namespace, reinterpret
+from octavo.quantization.array_functions import Array, arange, cast, constant, namespace, reinterpret
 
 _Unpacked = tuple[Array, Array, None]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from octavo.errors import ConfigError
-from octavo.quantization.arrays import cast
+from octavo.quantization.array_functions import cast
 from octavo.quantization.codes import groups_of, in_order_of_groups
+from octavo.quantization.packed_words import PackedWords, unpack_words
 from octavo.quantization.stored import StoredWeight
-from octavo.quantization.words import PackedWords, unpack_words
 
 
 def words(stored: StoredWeight) -> PackedWords:

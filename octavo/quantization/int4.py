@@ -6,7 +6,7 @@ The native packer quantizes (csrc/cpu/pack_int.cpp); this is the same for numpy'
 
 from __future__ import annotations
 
-from octavo.quantization.arrays import cast, namespace, padded
+from octavo.quantization.array_functions import cast, namespace, padded
 from octavo.quantization.codes import Codes
 from octavo.quantization.layout import Layout
 from octavo.quantization.stored import StoredWeight

@@ -6,10 +6,10 @@ packed along N likewise, "qzeros" [N, groups]. "INT8_SCALED" and "INT4_SCALED": 
 
 from __future__ import annotations
 
-from octavo.quantization.arrays import Array, cast
+from octavo.quantization.array_functions import Array, cast
 from octavo.quantization.codes import Codes, groups_of, in_order_of_groups
+from octavo.quantization.packed_words import PackedWords, unpack_words
 from octavo.quantization.stored import StoredWeight
-from octavo.quantization.words import PackedWords, unpack_words
 
 
 def words(stored: StoredWeight) -> PackedWords:

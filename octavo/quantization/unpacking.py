@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from octavo.errors import ConfigError
 from octavo.quantization import awq, four_bits, fp8, gguf_blocks, gptq, int4, int8, scaled_integers
-from octavo.quantization.arrays import FLOATS, Array, converted
+from octavo.quantization.array_functions import FLOATS, Array, converted
 from octavo.quantization.codes import Codes, rounded
 from octavo.quantization.formats import BLOCK_TYPES, KEPT_ON_CPUS, PLAIN
 from octavo.quantization.layout import PANEL, Layout
+from octavo.quantization.packed_words import PackedWords
 from octavo.quantization.stored import StoredWeight
-from octavo.quantization.words import PackedWords
 
 
 def _given(stored: StoredWeight) -> Codes:

@@ -13,7 +13,7 @@ from octavo.loading.gguf_architectures import ARCHITECTURES
 from octavo.loading.gguf_file import GGUFFile, read_gguf
 from octavo.loading.gguf_tensors import NamedTensor, stored_tensor
 from octavo.quantization import dequantize, unpacking
-from octavo.quantization.arrays import FLOATS
+from octavo.quantization.array_functions import FLOATS
 from octavo.quantization.formats import TENSOR_TYPES
 from tests.quantization.blocks import random_matrix
 

@@ -23,7 +23,7 @@ from octavo.loading.checkpoint import Checkpoint, resolve
 from octavo.loading.file_weights import open_weights
 from octavo.loading.weights import Weights
 from octavo.quantization import dequantize
-from octavo.quantization.arrays import FLOATS
+from octavo.quantization.array_functions import FLOATS
 from tests.children import in_child
 
 Write = Callable[..., Path]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from octavo.entrypoints.cli.main import BENCHMARKS, COMMANDS, main
-from octavo.planning import doctor, environment
-from octavo.planning.doctor import Finding, port_finding
+from octavo.planning import environment, machine_check
+from octavo.planning.machine_check import Finding, port_finding
 
 
 def of_limits(open_files: int | None, processors: float | None = None) -> object:
@@ -62,8 +62,8 @@ def test_a_port_that_is_taken_means_that_a_server_cannot_run(capsys: pytest.Capt
 def test_what_stands_in_the_way_is_found(
     name: str, value: object, about: str, verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, name, value)
-    findings = doctor.examine(0, "127.0.0.1", measures=False, asks_network=False)
+    monkeypatch.setattr(machine_check, name, value)
+    findings = machine_check.examine(0, "127.0.0.1", measures=False, asks_network=False)
     [finding] = [finding for finding in findings if finding.about == about]
     assert finding.verdict == verdict, finding
 
@@ -78,7 +78,7 @@ def test_an_index_that_does_not_answer_is_said_and_is_no_failure(
         monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
         monkeypatch.setenv("NO_PROXY", "*")
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-        found: list[Finding] = list(doctor._network())
+        found: list[Finding] = list(machine_check._network())
     assert [finding.verdict for finding in found] == ["slow", "slow"]
     assert all("refused" in finding.text for finding in found)
 

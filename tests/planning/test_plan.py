@@ -17,10 +17,10 @@ from octavo.models.registry import build, describe
 from octavo.ops import load
 from octavo.ops.triton.schedule import MACHINES, sum_exchanges
 from octavo.planning.cache_sizes import cache_sizes
-from octavo.planning.formats import AS_IS, FORMATS, packed_weight_bytes, weights_in
 from octavo.planning.measured_steps import MeasuredStep, _part_of, fitted, measure_steps
-from octavo.planning.plan import SCHEMA_VERSION, PlanOptions, as_text, make_plan
+from octavo.planning.serving_plan import SCHEMA_VERSION, PlanOptions, as_text, make_plan
 from octavo.planning.step_limits import GPUS, GpuSteps, Rates, StepLimits, model_work
+from octavo.planning.weight_formats import AS_IS, FORMATS, packed_weight_bytes, weights_in
 from octavo.step_cost import StepWork
 
 _SIZES: dict[str, Any] = {

@@ -22,7 +22,7 @@ from octavo.models.inventory import record
 from octavo.models.registry import describe
 from octavo.ops.cpu_pack import pack_quantized
 from octavo.quantization import Layout, dequantize, take_rows
-from octavo.quantization.arrays import FLOATS
+from octavo.quantization.array_functions import FLOATS
 from tests.models.small_experts import EXPERT_MODELS
 from tests.models.test_parity import logits_of
 from tests.quantization.blocks import read_packed

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from octavo.errors import ConfigError
 from octavo.quantization import StoredWeight, dequantize, layout_of, packed_bytes
-from octavo.quantization.arrays import FLOATS, converted
+from octavo.quantization.array_functions import FLOATS, converted
 from octavo.quantization.formats import PLAIN
 from tests.quantization.blocks import BLOCKS, random_matrix
 from tests.quantization.groups import awq_matrix, gptq_matrix, grouped_matrix

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "octavo doctor") -> i
 
     def run() -> None:
         nonlocal runs
-        from octavo.planning.doctor import as_text, examine
+        from octavo.planning.machine_check import as_text, examine
 
         findings = []
         for finding in examine(args.port, args.host, measures=not args.no_measure, asks_network=not args.offline):

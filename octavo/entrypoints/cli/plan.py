@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "octavo plan") -> int
             raise ConfigError("--count is of GPUs; say which with --gpu.")
         from octavo.config.number_types import CACHE_BYTES
         from octavo.loading.checkpoint import is_default_model
-        from octavo.planning.plan import PlanOptions, as_text, make_plan
+        from octavo.planning.serving_plan import PlanOptions, as_text, make_plan
         from octavo.planning.step_limits import GPUS
 
         engine_args = EngineArgs.from_cli_args(args, device="cpu")

@@ -28,7 +28,7 @@ from octavo.ops.triton.attention_math import (
     scaled,
 )
 from octavo.ops.triton.attention_plan import LENGTHS, SEQS_AT_ONCE, keys_seen
-from octavo.ops.triton.moe import StackedWeight
+from octavo.ops.triton.expert_kernels import StackedWeight
 from octavo.ops.triton.packed_weights import FloatWeight
 from octavo.ops.triton.tiles import dot
 

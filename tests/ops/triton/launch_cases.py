@@ -117,7 +117,8 @@ def pool(llm: LLM, given: dict[str, Any]) -> None:
 
 
 class Case(NamedTuple):
-    """Weights are those of the files, or random ones, in a `format` of `octavo.planning.formats` where there is one."""
+    """Weights are those of the files, or random ones, in a `format` of `octavo.planning.weight_formats` where there is
+    one."""
 
     make: Make
     flags: dict[str, Any] | None = None

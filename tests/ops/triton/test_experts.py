@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.ops import Routing
-from octavo.ops.triton import moe as triton_experts
+from octavo.ops.triton import expert_kernels as triton_experts
 from tests.ops.tensors import OverTensors, stored, torch_ref
 from tests.ops.triton.conftest import DEVICE, products
 from tests.ops.triton.test_linear import TOLERANCE, assert_near, draw

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from octavo.ops import LayerKVCache
+from octavo.ops.triton.expert_kernels import stack_experts
 from octavo.ops.triton.mla_attention import latent_attention, linear_by_head
-from octavo.ops.triton.moe import stack_experts
 from octavo.ops.triton.pack import pack_linear
 from octavo.ops.triton.products import linear
 from tests.ops.tensors import stored, torch_ref

@@ -13,7 +13,7 @@ from octavo.execution import executor, worker
 from octavo.loading.checkpoint import Checkpoint
 from octavo.models.registry import describe
 from octavo.ops import cuda
-from octavo.planning.formats import weights_in
+from octavo.planning.weight_formats import weights_in
 from tests.execution.late_device import LateDevice
 from tests.execution.test_draft_heads import heads
 from tests.execution.test_draft_heads import model as deep

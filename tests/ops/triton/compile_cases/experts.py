@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from octavo.ops import Routing
-from octavo.ops.triton import moe as kernels
+from octavo.ops.triton import expert_kernels as kernels
 from octavo.ops.triton.packed_weights import FloatWeight, IntWeight, PackedWeight, ScaledWeight
 from tests.ops.triton.compile_cases.products import F32, INT8, empty, integers
 from tests.ops.triton.compiling import Case

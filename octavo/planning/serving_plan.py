@@ -17,8 +17,8 @@ from octavo.loading.weights import Weights
 from octavo.models.description import ModelDescription
 from octavo.models.registry import describe
 from octavo.planning.cache_sizes import CacheSizes, cache_sizes
-from octavo.planning.formats import AS_IS, FORMATS, packed_weight_bytes, weights_in, weights_like
 from octavo.planning.step_limits import Gpu, GpuSteps, Limit, Rates, StepLimits, model_work
+from octavo.planning.weight_formats import AS_IS, FORMATS, packed_weight_bytes, weights_in, weights_like
 from octavo.step_cost import StepCost, StepWork
 
 SCHEMA_VERSION = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.quantization.arrays import Array, arange, cast, namespace, transposed
+from octavo.quantization.array_functions import Array, arange, cast, namespace, transposed
 from octavo.quantization.codes import Codes, Groups
 from octavo.quantization.layout import Layout
 
