@@ -101,7 +101,7 @@ def test_several_models_behind_nginx(server: Server, tmp_path: Path) -> None:
             assert wait_for(f"http://127.0.0.1:{port}/v1/models") == 404
         finally:
             gateway.terminate()
-            gateway.wait(30)
+            gateway.wait(within(30))
 
 
 def wait_for(url: str) -> int:

@@ -13,12 +13,12 @@ def test_in_virtual_time_timers_end_in_their_order_and_nobody_waits(monkeypatch:
     clock, ended = Clock(monkeypatch), []
     begin = time.monotonic()
 
-    async def sleep(days: int) -> None:
-        await asyncio.sleep(86400 * days)
+    async def wait(days: int) -> None:
+        await clock.sleep(86400 * days)
         ended.append(days)
 
     async def run() -> None:
-        await asyncio.gather(sleep(3), sleep(1), sleep(2))
+        await asyncio.gather(wait(3), wait(1), wait(2))
 
     clock.run(run())
     assert ended == [1, 2, 3]

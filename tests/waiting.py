@@ -69,6 +69,10 @@ class Clock:
     def advance(self, seconds: float) -> None:
         self._shift_s += seconds
 
+    async def sleep(self, seconds: float) -> None:
+        """In `run`: something takes so long."""
+        await asyncio.sleep(seconds)
+
     async def pass_time(self, seconds: float) -> None:
         """`advance`, and have those whose time has come go on."""
         self.advance(seconds)

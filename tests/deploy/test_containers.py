@@ -20,7 +20,7 @@ import yaml
 from octavo.entrypoints.cli.serve import parse_args
 from octavo.version import __version__
 from tests.ports import held_port
-from tests.waiting import wait_until
+from tests.waiting import wait_until, within
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DOCKERFILE = DEPLOY / "docker" / "Dockerfile"
@@ -123,7 +123,7 @@ class Backend:
                 self.end_headers()
                 self.send_chunk(body)
                 if not backend.drains:
-                    assert backend.go_on.wait(30)
+                    assert backend.go_on.wait(within(30))
                     self.send_chunk(b"second")
                 self.send_chunk(b"")
 
@@ -188,7 +188,7 @@ def running_nginx(folder: Path, *backends: Backend) -> Iterator[http.client.HTTP
     finally:
         client.close()
         process.terminate()
-        process.wait(30)
+        process.wait(within(30))
 
 
 def test_nginx_passes_streams_on_as_they_come(tmp_path: Path, backends: tuple[Backend, Backend]) -> None:

@@ -25,6 +25,7 @@ import pytest
 
 from octavo.loading.default_model import fetch_default_model
 from tests.e2e.server import MODEL, Server, running_server
+from tests.waiting import within
 
 ROOT = Path(__file__).parents[2]
 UNIT = ROOT / "deploy" / "systemd" / "octavo.service"
@@ -199,19 +200,19 @@ def stopped_under_load(server: Server, told: list[psutil.Process]) -> list[str]:
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as answer:
             events = (line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: "))
             choices = [json.loads(next(events))["choices"][0]]
-            begun.wait(60)
+            begun.wait(within(60))
             choices += [json.loads(event)["choices"][0] for event in events if event != "[DONE]"]
         reasons.append(choices[-1]["finish_reason"])
 
     threads = [threading.Thread(target=follow, args=(number,)) for number in range(NUM_STREAMS)]
     for thread in threads:
         thread.start()
-    begun.wait(60)
+    begun.wait(within(60))
     for process in told:
         process.send_signal(signal.SIGTERM)
     for thread in threads:
-        thread.join(120)
-    assert server.process.wait(30) == 0
+        thread.join(within(120))
+    assert server.process.wait(within(30)) == 0
     assert not psutil.wait_procs(processes, 10)[1]
     return reasons
 

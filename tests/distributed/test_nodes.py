@@ -31,6 +31,7 @@ from octavo.speculative.speculation import Speculation
 from tests.execution.test_draft_tokens import guessed_requests
 from tests.execution.test_runner import config_of, model, run, told
 from tests.ports import held_port
+from tests.waiting import within
 
 __all__ = ["model"]
 
@@ -94,7 +95,7 @@ def test_nodes_answer_as_one_worker(model: Path, port: int, pool: Beside, size: 
     finally:
         executor.worker_group.close()
     for other in others:
-        other.result(60)
+        other.result(within(60))
     alone = {name: value for name, value in flags.items() if "parallel" not in name and "speculative" not in name}
     expected = run(EngineCore(config_of(model, **(FOUR_LAYERS | alone))), guessed_requests(1), 1)
     assert found.keys() == expected.keys()
@@ -151,7 +152,7 @@ def test_a_node_that_does_not_fit_is_told_why(
             Node(node_config(model, port, 1, max_num_seqs=4), 60).run()
         of_node_0 = "max_num_seqs"
     with pytest.raises(ConfigError, match=rf"node 1 \(.*, 127.0.0.1\) cannot join: .*{of_node_0}"):
-        gathering.result(60)
+        gathering.result(within(60))
 
 
 def test_each_rank_is_there_once(model: Path, port: int, pool: Beside, monkeypatch: Any) -> None:
@@ -166,7 +167,7 @@ def test_each_rank_is_there_once(model: Path, port: int, pool: Beside, monkeypat
     monkeypatch.setattr(NodeGroup, "_take", take)
     gathering: Future[NodeGroup] = pool.submit(NodeGroup.gather, node_config(model, port, 0, 3, **FOUR_LAYERS))
     first = pool.submit(Node(node_config(model, port, 1, 3), 60).run)
-    assert has_joined.wait(60)
+    assert has_joined.wait(within(60))
     with pytest.raises(ConfigError, match=r"node 1 .* cannot join .* there is node 1 \(.*, 127.0.0.1\) already"):
         Node(node_config(model, port, 1, 3), 60).run()
     with pytest.raises(ConfigError, match=r"node 0 cannot listen at 127.0.0.1.* no other node 0 may be there"):
@@ -175,7 +176,7 @@ def test_each_rank_is_there_once(model: Path, port: int, pool: Beside, monkeypat
         Node(node_config(model, port, 2, 3, max_num_seqs=4), 60).run()
     for waiting in (gathering, first):  # the others go with the one that does not fit
         with pytest.raises(ConfigError, match=r"node 2 .* cannot join"):
-            waiting.result(60)
+            waiting.result(within(60))
 
 
 def test_what_a_node_cannot_load_is_told_by_all(model: Path, port: int, pool: Beside) -> None:
@@ -183,7 +184,7 @@ def test_what_a_node_cannot_load_is_told_by_all(model: Path, port: int, pool: Be
     with pytest.raises(ConfigError, match="node 1: --kv-cache-memory-bytes 1152921504606846976 is more than"):
         MultiprocExecutor(node_config(model, port, 0))
     with pytest.raises(LoadError, match=r"node 1 \(.*\): the group has not got ready: .*--kv-cache-memory-bytes"):
-        other.result(60)
+        other.result(within(60))
 
 
 def test_the_smallest_offer_of_memory_counts(model: Path, port: int, pool: Beside) -> None:
@@ -191,7 +192,7 @@ def test_the_smallest_offer_of_memory_counts(model: Path, port: int, pool: Besid
     other = pool.submit(Node(node_config(model, port, 1, kv_cache_memory_bytes=200_000, **flags), 60).run)
     executor = MultiprocExecutor(node_config(model, port, 0, kv_cache_memory_bytes=30_000_000, **flags))
     executor.worker_group.close()
-    other.result(60)
+    other.result(within(60))
     # Of two layers: keys and values of 8 tokens, 2 heads of 16 numbers in four bytes.
     assert executor.num_blocks == [200_000 // (2 * 2 * 8 * 2 * 16 * 4)]
 

@@ -31,7 +31,7 @@ from tests.e2e.test_nodes import complete
 from tests.execution.test_draft_tokens import guessed_requests
 from tests.execution.test_runner import config_of, model, run, told
 from tests.ports import held_port
-from tests.waiting import wait_until
+from tests.waiting import wait_until, within
 
 __all__ = ["model"]
 
@@ -155,7 +155,7 @@ def test_without_a_cluster_the_server_says_so(
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{held_port()}")
     with running_server(tmp_path, *flags, "--max-model-len", "512", wait=False) as server:
-        assert server.process.wait(120) == 1
+        assert server.process.wait(within(120)) == 1
         assert "finds no cluster at RAY_ADDRESS 127.0.0.1" in server.log.read_text()
 
 

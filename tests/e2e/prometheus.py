@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.ports import held_port
-from tests.waiting import wait_until
+from tests.waiting import wait_until, within
 
 MISSING = "there is no prometheus here (Debian: apt-get install --no-install-recommends prometheus)"
 
@@ -66,7 +66,7 @@ def running_prometheus(folder: Path, **targets: str) -> Iterator[Prometheus | No
         yield running
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(30)
+        process.wait(within(30))
 
 
 def _has_scraped(prometheus: Prometheus, num_targets: int) -> bool:

@@ -11,7 +11,7 @@ from octavo import AsyncEngineArgs, AsyncLLMEngine, PoolingParams, RequestOutput
 from octavo.errors import EngineDeadError, OctavoError, RequestError
 from octavo.kv_cache.block_pool import BlockState
 from octavo.sampling_params import RequestOutputKind
-from tests.waiting import until
+from tests.waiting import until, within
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ LONG = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True, output_kin
 def with_engine(use: Callable[[AsyncLLMEngine], Awaitable[None]], **args: object) -> None:
     engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**{**ARGS, **args}))
     try:
-        asyncio.run(asyncio.wait_for(use(engine), 120))
+        asyncio.run(asyncio.wait_for(use(engine), within(120)))
     finally:
         engine.shutdown()
 

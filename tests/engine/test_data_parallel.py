@@ -24,7 +24,7 @@ from octavo.metrics.prometheus import EngineMetrics
 from octavo.metrics.reader import Histogram
 from octavo.request import AdapterSource
 from tests.engine.stub_engine import ANSWER, EXIT, HANG, ask
-from tests.waiting import until
+from tests.waiting import until, within
 
 Engines = Callable[..., EngineMetrics]
 
@@ -297,7 +297,7 @@ def test_a_script_has_several_engines_too(llm: LLM, cores: list[subprocess.Popen
                 call()
 
     asyncio.run(in_a_loop())
-    assert [core.wait(10) for core in cores] == [0] * 4, "two before level 2, and two after it"
+    assert [core.wait(within(10)) for core in cores] == [0] * 4, "two before level 2, and two after it"
 
 
 def test_an_adapter_that_a_scripts_request_names_is_listed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +357,7 @@ def test_engines_of_programs_are_as_many_as_they_say(
     cores.clear()
     engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs())
     try:
-        asyncio.run(asyncio.wait_for(use(engine), 60))
+        asyncio.run(asyncio.wait_for(use(engine), within(60)))
     finally:
         engine.shutdown()
     assert engine.errored and "shut down" in str(engine.dead_error)

@@ -27,6 +27,7 @@ from tests.execution.test_stages import GEMMAS, ZAMBAS
 from tests.execution.test_worker_group import EXPERTS, FEW_ADAPTERS, adapted, assert_near, told_exactly, write_adapters
 from tests.execution.test_worker_group_ends import kill_amid_steps
 from tests.lora.random_adapters import TINY_SIZES, write_adapter_of
+from tests.waiting import within
 
 __all__ = ["model"]
 
@@ -57,7 +58,7 @@ def start(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...
     yield start
     for executor in executors:
         executor.worker_group.close()
-        assert all(process.wait(60) is not None for process in executor.worker_group.processes)
+        assert all(process.wait(within(60)) is not None for process in executor.worker_group.processes)
 
 
 def of_one_on_cpu(model: Path, **flags: Any) -> EngineCore:
@@ -204,7 +205,7 @@ def test_a_worker_that_dies_ends_the_step_and_the_others(
     with pytest.raises((RuntimeError, ConnectionError), match=r"Connection closed by peer|has ended"):
         run(core, [])
     core.executor.worker_group.close()  # type: ignore[attr-defined]
-    statuses = [process.wait(60) for process in processes]
+    statuses = [process.wait(within(60)) for process in processes]
     assert statuses.pop(victim) == -9
     assert all(status in (0, 1) for status in statuses), "gloo tells those that wait, too"
     assert any("ended with status -9" in message for message in told)

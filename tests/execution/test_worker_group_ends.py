@@ -19,6 +19,7 @@ from octavo.execution import host_workers
 from octavo.execution.executor import MultiprocExecutor
 from tests.execution.test_runner import config_of, model, requests, run
 from tests.execution.test_worker_group import start, start_of
+from tests.waiting import within
 
 __all__ = ["model", "start", "start_of"]
 
@@ -34,7 +35,7 @@ def kill_amid_steps(core: EngineCore, victim: int) -> tuple[Sequence[subprocess.
     core.step()
     processes = worker_group.processes
     processes[victim].kill()
-    processes[victim].wait(60)
+    processes[victim].wait(within(60))
     return processes, told
 
 
@@ -56,7 +57,7 @@ def test_a_worker_that_dies_ends_the_step_and_the_others(
     ):
         run(core, [])
     core.executor.worker_group.close()  # type: ignore[attr-defined]
-    assert [process.wait(60) for process in processes] == [0, -9, 0]
+    assert [process.wait(within(60)) for process in processes] == [0, -9, 0]
     assert all(message == f"{name} ended with status -9" for message in told)
 
 
@@ -72,7 +73,7 @@ def test_a_worker_that_ends_at_once_is_named(model: Path, monkeypatch: pytest.Mo
 
     def popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         process = subprocess.Popen([sys.executable, "-c", ""], **options)
-        process.wait(60)
+        process.wait(within(60))
         return process
 
     gc.collect()

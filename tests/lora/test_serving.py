@@ -22,7 +22,7 @@ from octavo.lora.request import LoRARequest
 from octavo.sequence import Sequence
 from octavo.stats import EngineStats
 from tests.lora.random_adapters import SIZES, write_random_adapter
-from tests.waiting import until
+from tests.waiting import until, within
 
 NUM_ADAPTERS = 16
 PROMPT = "The capital of France is"
@@ -316,7 +316,7 @@ def test_what_is_pinned_stays_so_when_a_core_is_followed_by_another(
     engine = make_engine(EngineArgs(**ONE_PLACE).create_engine_config(), max_restarts=1)
     assert isinstance(engine, AsyncLLMEngine)
     try:
-        asyncio.run(asyncio.wait_for(use(engine), 240))
+        asyncio.run(asyncio.wait_for(use(engine), within(240)))
     finally:
         engine.shutdown()
 

@@ -36,6 +36,7 @@ from tests.models.small_experts import ALL_MODELS, EXPERT_MODELS, GEMMA_4_MODELS
 from tests.models.small_latent import LATENT_MODELS
 from tests.models.small_models import MODELS, SIZES, VOCAB
 from tests.models.small_recurrent import RECURRENT_MODELS
+from tests.waiting import within
 
 # What is refused, and the reason.
 REFUSED = {"llama ratio 3, head 64, tied": "cannot share out 3 attention heads; these sizes could: 1, 3"}
@@ -71,9 +72,9 @@ class Exchange:
 
     def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
         self._given[self._rank] = x.clone()
-        self._barrier.wait(60)
+        self._barrier.wait(within(60))
         given = list(self._given)
-        self._barrier.wait(60)
+        self._barrier.wait(within(60))
         return given
 
     def all_reduce(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> None:

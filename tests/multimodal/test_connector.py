@@ -28,6 +28,7 @@ from octavo.multimodal import connector
 from octavo.multimodal.connector import MediaConnector, fetch_all, is_public
 from octavo.sampling_params import SamplingParams
 from tests.multimodal.conftest import encoded, picture
+from tests.waiting import within
 
 PICTURE = encoded(picture(0))
 CONFIG = MediaConfig(
@@ -110,7 +111,7 @@ def server() -> Iterator[str]:
 
 
 def fetch(url: str, **changes: Any) -> bytes:
-    return MediaConnector(replace(CONFIG, **changes)).fetch(url).result(timeout=60)
+    return MediaConnector(replace(CONFIG, **changes)).fetch(url).result(timeout=within(60))
 
 
 def refusal(url: str, **changes: Any) -> str:
@@ -147,7 +148,7 @@ def test_a_picture_is_fetched(server: str, path: str) -> None:
 def test_nothing_of_one_fetch_is_sent_with_another(server: str) -> None:
     connector = MediaConnector(CONFIG)
     for _ in range(2):
-        assert connector.fetch(server + "/cookie").result(timeout=60) == PICTURE
+        assert connector.fetch(server + "/cookie").result(timeout=within(60)) == PICTURE
     for _, headers in Pictures.seen:
         assert headers.keys() == {"Accept", "Accept-Encoding", "User-Agent", "Host"}
 
@@ -339,4 +340,4 @@ def test_pictures_of_a_prompt_are_fetched_at_once_and_left_when_one_is_refused(s
     assert asyncio.run(fetched(server + "/picture", data, server + "/picture")) == {server + "/picture": PICTURE}
     assert len(Pictures.seen) == 1
     with pytest.raises(RequestError, match="status 404"):  # long before the other one's 20 s
-        asyncio.run(asyncio.wait_for(fetched(server + "/drip", server + "/status/404"), 15))
+        asyncio.run(asyncio.wait_for(fetched(server + "/drip", server + "/status/404"), within(15)))

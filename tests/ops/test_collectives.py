@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from octavo.ops.cpu_collectives import group_bytes
+from tests.waiting import within
 
 SIZE, ROWS, WIDTH, CUT = 5, 7, 301, 61
 WORKER = f"""
@@ -87,7 +88,7 @@ def test_nobody_waits_for_a_process_that_has_ended(tmp_path: Path) -> None:
     try:
         assert [worker.stdout.readline() for worker in workers if worker.stdout] == ["0\n"] * SIZE
         workers[1].send_signal(signal.SIGKILL)
-        workers[1].wait(60)
+        workers[1].wait(within(60))
         for end in (ends[0], *ends[2:]):  # as the other end of their connection to it
             end.close()
         for worker in (workers[0], *workers[2:]):

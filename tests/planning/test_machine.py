@@ -14,6 +14,7 @@ import pytest
 from octavo.entrypoints.cli.main import BENCHMARKS, COMMANDS, main
 from octavo.planning import environment, machine_check
 from octavo.planning.machine_check import Finding, port_finding
+from tests.ports import held_port
 
 
 def of_limits(open_files: int | None, processors: float | None = None) -> object:
@@ -36,9 +37,7 @@ def test_a_machine_that_runs_the_tests_can_serve(capsys: pytest.CaptureFixture[s
 
 
 def test_a_port_that_is_taken_means_that_a_server_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["doctor", *_WORDS[:2], "--port", str(port)]) == 1
     out = capsys.readouterr().out
@@ -71,14 +70,12 @@ def test_what_stands_in_the_way_is_found(
 def test_an_index_that_does_not_answer_is_said_and_is_no_failure(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
-        for name in ("PIP_INDEX_URL", "HF_ENDPOINT"):
-            monkeypatch.setenv(name, f"http://127.0.0.1:{unused.getsockname()[1]}")
-        monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
-        monkeypatch.setenv("NO_PROXY", "*")
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-        found: list[Finding] = list(machine_check._network())
+    for name in ("PIP_INDEX_URL", "HF_ENDPOINT"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{held_port()}")  # connections are refused
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    found: list[Finding] = list(machine_check._network())
     assert [finding.verdict for finding in found] == ["slow", "slow"]
     assert all("refused" in finding.text for finding in found)
 

@@ -47,11 +47,12 @@ class Terminal:
     def interrupt(self, *, until: str) -> None:
         """Type Ctrl-C, and as people do again if nothing comes of it: Python sees a signal that comes just before it
         waits for input only when something else wakes it."""
-        deadline = time.monotonic() + TIMEOUT_S
-        self.type("\x03")
-        while not self._comes(until, 10):
-            assert time.monotonic() < deadline, f"{until!r} never came; there is {self._seen!r}"
+
+        def comes() -> bool:
             self.type("\x03")
+            return self._comes(until, 10)
+
+        wait_until(comes, lambda: f"{until!r} never came; there is {self._seen!r}", TIMEOUT_S)
         self.expect(until)
 
     def expect(self, text: str) -> str:
@@ -96,7 +97,7 @@ def test_chat_streams_stops_and_remembers(address: str, engine: FakeEngine) -> N
         chat.type("one\n")
         chat.expect("\nH")  # the first token is shown while the others are still to come
         chat.interrupt(until="> ")
-        wait_until(lambda: not engine.active, TIMEOUT_S)  # the server was told
+        wait_until(lambda: not engine.active)  # the server was told
         engine.is_paused = False
         chat.type("forget this")
         chat.expect("forget this")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import select
 import socket
@@ -94,7 +93,7 @@ def test_a_body_that_drips_has_its_time_as_a_whole(monkeypatch: pytest.MonkeyPat
     clock = Clock(monkeypatch)
 
     async def drip() -> dict[str, Any]:
-        await asyncio.sleep(10)
+        await clock.sleep(10)
         return {"type": "http.request", "body": b" ", "more_body": True}
 
     reader = auth_and_limits.BodyReader(2000, 35.0)

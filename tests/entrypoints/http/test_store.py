@@ -13,6 +13,7 @@ import pytest
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.http.store import Database, StoreError
 from octavo.errors import ConfigError
+from tests.waiting import within
 
 MANY = 1 << 30
 WRITER = """
@@ -45,7 +46,7 @@ def start(path: Path, name: str, number: int) -> subprocess.Popen[str]:
 def test_two_processes_write_at_once_and_a_kill_leaves_nothing_half_written(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     with start(path, "a", 60) as one, start(path, "b", 60) as other:
-        assert one.wait(60) == other.wait(60) == 0
+        assert one.wait(within(60)) == other.wait(within(60)) == 0
     assert num_objects(path) == 120
     with start(path, "c", 100_000) as process:
         assert process.stdout is not None
