@@ -2,7 +2,8 @@
 
 A plain ASGI middleware that wraps nothing of the answer, so that it costs a stream nothing per chunk. Refusals come in
 the order of their cost: a server that is too busy does not read what it will not do. Bodies are read no longer than
-allowed, and no slower, and routes find them whole; what was refused is never read to its end: its connection is closed.
+allowed, and no slower, and routes find them whole; what was refused is never read to its end: `uvicorn_server` closes
+its connection.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ AUDIO_PATHS = {"/v1/audio/transcriptions", "/v1/audio/translations"}
 _FORM_BYTES = 1 << 20  # of a form beside its file
 # Where a scope holds the body of a request from within the server. No client can set it.
 INTERNAL_BODY = "octavo.internal_body"
-_CLOSE = {"Connection": "close"}
 # POST, but nothing waits in the engine's queue
 UNQUEUED_PATHS = DEV_MODE_PATHS | {"/tokenize", "/detokenize", "/v1/messages/count_tokens"}
 
@@ -138,8 +138,8 @@ class AuthAndLimits:
             )
         allowed = self._methods.get(path) or methods_of(path, self._routes)
         if allowed is not None and method not in allowed:
-            headers_of_405 = {"Allow": ", ".join(sorted(allowed)), **_CLOSE}
-            return error_response(method_not_allowed_message(method, path), 405, headers=headers_of_405)
+            allow = {"Allow": ", ".join(sorted(allowed))}
+            return error_response(method_not_allowed_message(method, path), 405, headers=allow)
         unavailable = await self._state.unavailable()
         if unavailable is not None:
             status, reason = unavailable
@@ -239,17 +239,13 @@ class BodyReader:
                         return b"".join(parts)
                     if self._num_held_bytes > MAX_BODIES_HELD * self._max_bytes:
                         return error_response(
-                            "Too many long bodies are on their way to this server.",
-                            503,
-                            code="too_many_uploads",
-                            headers=_CLOSE,
+                            "Too many long bodies are on their way to this server.", 503, code="too_many_uploads"
                         )
         except TimeoutError:
             return error_response(
                 f"The body did not arrive within {self._timeout_s:g} s: {num_bytes} bytes of it did.",
                 408,
                 code="request_timeout",
-                headers=_CLOSE,
             )
         finally:
             self._num_held_bytes -= num_bytes
@@ -289,7 +285,6 @@ class BodyReader:
             f"The body has {found} and this server takes {self._max_bytes} (--max-body-bytes).",
             413,
             code="request_too_large",
-            headers=_CLOSE,
         )
 
 

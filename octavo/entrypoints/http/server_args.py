@@ -26,6 +26,7 @@ _SECONDS = (
     "max_ttft",
     "max_request_time",
     "body_timeout",
+    "write_timeout",
     "shutdown_timeout",
     "engine_ready_timeout",
     "engine_step_timeout",
@@ -101,6 +102,9 @@ class ServerArgs(Flags):
     )  # fmt: skip
     stream_keep_alive: float = flag(
         15.0, "Seconds without an event after which a stream gets a comment, so that proxies keep it open; 0: never."
+    )
+    write_timeout: float = flag(
+        60.0, "Seconds in which a client must read some of what waits for it; then its connection is cut. 0: any."
     )
     max_connections: int = flag(4096, "Connections at once; more are refused.", positive=True)
     shutdown_timeout: float = flag(

@@ -15,12 +15,12 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from octavo.entrypoints.http.app import build_app
 from octavo.entrypoints.http.error_responses import RETRY_AFTER_S, error_body
@@ -34,6 +34,7 @@ logger = logging.getLogger("octavo.server")
 
 HEAD_TIMEOUT_S = 20.0  # from the first byte, or from the connection, to the end of the headers
 MAX_HEAD_BYTES = 64 * 1024
+LINGER_S = 2.0  # in which a client may still send, and read, when its request was answered before its body had come
 KEEP_ALIVE_S = 30  # idle connections; longer than HTTP clients keep theirs, so that it is they who close
 FLUSH_TIMEOUT_S = 1.0  # for answers that were cut off to reach their clients, and traces their collector
 
@@ -52,7 +53,9 @@ class HttpServer(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
         options: dict[str, Any] = {
             "loop": "none",
-            "http": functools.partial(HttpProtocol, max_connections=args.max_connections),
+            "http": functools.partial(
+                HttpProtocol, max_connections=args.max_connections, write_timeout_s=args.write_timeout
+            ),
             "ws": "none",
             "lifespan": "off",
             "interface": "asgi3",
@@ -132,13 +135,21 @@ class HttpServer(uvicorn.Server):
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """Refuses connections beyond `max_connections` and heads that are too long or too slow, as the API words errors."""
+    """Refuses connections beyond `max_connections` and heads that are too long or too slow, as the API words errors.
 
-    def __init__(self, *args: Any, max_connections: int, **kwargs: Any) -> None:
+    Every state of a connection ends by itself: a head has `HEAD_TIMEOUT_S`, an idle connection `KEEP_ALIVE_S`, a client
+    that does not read `write_timeout_s`, and one that still sends a body which nobody reads `LINGER_S`.
+    """
+
+    def __init__(self, *args: Any, max_connections: int, write_timeout_s: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._max_connections = max_connections
+        self._write_timeout_s = write_timeout_s
         self._head_timer: asyncio.TimerHandle | None = None  # while a head is awaited
+        self._end_timer: asyncio.TimerHandle | None = None  # until the connection is aborted
+        self._is_lingering = False  # answered, and what still comes is dropped
         self._num_head_bytes = 0
+        self._num_trailer_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -149,25 +160,86 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
+        self._unset_keepalive_if_required()
+        if self._end_timer is not None:
+            self._end_timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_lingering or self.transport.is_closing():
+            return
+        idle_timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
         super().data_received(data)
         if self._head_timer is not None:
             self._num_head_bytes += len(data)
             if self._num_head_bytes > MAX_HEAD_BYTES:
                 self._refuse(431, f"The request's head is longer than {MAX_HEAD_BYTES} bytes.")
+        elif idle_timer is not None and self.cycle is not None and self.cycle.response_complete:
+            self.timeout_keep_alive_task = idle_timer  # blank lines begin no request: the connection is still idle
+            return
+        if idle_timer is not None:
+            idle_timer.cancel()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._num_trailer_bytes = 0
         self._await_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._head_timer is not None:
+            super().on_header(name, value)
+            return
+        # A trailer of a body in chunks, which no route reads: it is dropped, and there are not to be many.
+        self._num_trailer_bytes += len(name) + len(value)
+        if self._num_trailer_bytes > MAX_HEAD_BYTES:
+            self._close()
 
     def on_headers_complete(self) -> None:
         self._end_head()
         super().on_headers_complete()
+        self.cycle.__class__ = ResponseCycle
+        self.cycle.transport = _ClosingTransport(self.transport, self._close_answered)  # type: ignore[assignment]
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, msg)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._end_within(self._write_timeout_s)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._end_timer is not None and not self.transport.is_closing() and not self._is_lingering:
+            self._end_timer.cancel()
+            self._end_timer = None
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._close()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.transport.is_closing():
+            self._close()
+
+    def _close(self) -> None:
+        """Hang up when what was written has been read, but no later than a client has for that."""
+        self.transport.close()
+        self._end_within(self._write_timeout_s)
+
+    def _close_answered(self) -> None:
+        """Hang up after an answer. A client whose body was not read to its end still sends it, and would find its
+        connection reset before it has read the answer: what comes is dropped for a while."""
+        if self.cycle.more_body and not self._is_lingering and not self.transport.is_closing():
+            self._is_lingering = True
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+            self._end_within(LINGER_S)
+        elif not self._is_lingering:
+            self._close()
+
+    def _end_within(self, seconds: float) -> None:
+        if self._end_timer is None and seconds > 0:
+            self._end_timer = self.loop.call_later(seconds, self.transport.abort)
 
     def _await_head(self) -> None:
         self._end_head()
@@ -183,7 +255,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._await_head()  # the next request of a client that still gets an answer
         elif self._num_head_bytes == 0:
-            self.transport.close()
+            self._close()
         else:
             self._refuse(408, f"The request's head took longer than {HEAD_TIMEOUT_S:g} s.")
 
@@ -197,4 +269,30 @@ class HttpProtocol(HttpToolsProtocol):
             f"Content-Length: {len(body)}\r\n{retry}Connection: close\r\n\r\n".encode()
             + body
         )
-        self.transport.close()
+        self._close()
+
+
+class _ClosingTransport:
+    """The transport of one answer, which hangs up in the protocol's way."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write, self.is_closing, self.close = transport.write, transport.is_closing, close
+
+
+class ResponseCycle(RequestResponseCycle):
+    """One request and its answer. An answer that begins before the request's body has come closes the connection, and
+    one to HTTP/1.0, which knows no chunks, ends with it."""
+
+    _ends_with_connection = False
+
+    def send(self, message: Any) -> Any:
+        """No coroutine of its own: streams pass here once a chunk."""
+        if message["type"] == "http.response.start":
+            if self.more_body:
+                self.keep_alive = False
+            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if self.scope["http_version"] == "1.0" and not has_length:
+                self._ends_with_connection = self.chunked_encoding = True
+        elif self._ends_with_connection:
+            self.chunked_encoding, self.expected_content_length = False, len(message.get("body", b""))
+        return super().send(message)

@@ -1,0 +1,228 @@
+"""What one connection may do: every state that a client can leave it in ends by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from octavo.entrypoints.http import uvicorn_server
+from octavo.entrypoints.http.uvicorn_server import HttpProtocol
+from tests.waiting import Clock
+
+WRITE_TIMEOUT_S = 60.0
+POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+CHUNKED_POST = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+class Client(asyncio.Transport):
+    """The transport of a client that reads nothing unless `reads`."""
+
+    def __init__(self, *, reads: bool = True) -> None:
+        super().__init__()
+        self.reads = reads
+        self.written = b""
+        self.is_half_closed = self.is_gone = self._is_closing = False
+        self.protocol: HttpProtocol | None = None
+
+    def connect(self, app: Any) -> None:
+        config = uvicorn.Config(
+            app, lifespan="off", timeout_keep_alive=uvicorn_server.KEEP_ALIVE_S, log_config=None, server_header=False
+        )
+        config.load()
+        self.protocol = HttpProtocol(
+            config=config, server_state=ServerState(), app_state={}, max_connections=8, write_timeout_s=WRITE_TIMEOUT_S
+        )
+        self.protocol.connection_made(self)
+
+    async def send(self, data: bytes) -> None:
+        assert self.protocol is not None
+        self.protocol.data_received(data)
+        for _ in range(8):  # turns of the loop, in which the answer is written
+            await asyncio.sleep(0)
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+    def write(self, data: Any) -> None:
+        self.written += data
+        if not self.reads:
+            assert self.protocol is not None
+            self.protocol.pause_writing()
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        self.is_half_closed = True
+
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def close(self) -> None:
+        self._is_closing = True
+        if self.reads:
+            self.abort()
+
+    def abort(self) -> None:
+        self._is_closing = True
+        if not self.is_gone:
+            self.is_gone = True
+            assert self.protocol is not None
+            self.protocol.connection_lost(None)
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+
+async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer without a look at the body."""
+    await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"no"})
+
+
+async def stream(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for text in (b"a", b"bc"):
+        await send({"type": "http.response.body", "body": text, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def stream_for_ever(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await receive()
+    watcher = asyncio.ensure_future(receive())  # a disconnect
+    while not watcher.done():
+        await send({"type": "http.response.body", "body": b"more", "more_body": True})
+        await asyncio.sleep(1)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, act: Callable[[Clock], Awaitable[None]]) -> None:
+    """`act` in a loop whose timers pass at once when nothing else is to be done."""
+    clock = Clock(monkeypatch)
+
+    async def begin() -> None:
+        await act(clock)
+
+    clock.run(begin())
+
+
+@pytest.mark.parametrize("rest", [b"x", b"\r\n", b""])
+@pytest.mark.parametrize("head", [POST, CHUNKED_POST])
+def test_an_answer_before_the_body_closes_the_connection_whatever_comes_then(
+    monkeypatch: pytest.MonkeyPatch, head: bytes, rest: bytes
+) -> None:
+    async def act(clock: Clock) -> None:
+        client = Client()
+        client.connect(refuse)
+        await client.send(head)
+        assert b"connection: close" in client.written
+        assert client.is_half_closed, "the client sees the end of the answer"
+        begin = clock.now()
+        while not client.is_gone:
+            assert clock.now() - begin < 10 * uvicorn_server.LINGER_S, "what comes keeps it open"
+            await client.send(rest)
+            await asyncio.sleep(0.5)
+
+    run(monkeypatch, act)
+
+
+def test_an_answer_after_the_body_keeps_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act(clock: Clock) -> None:
+        client = Client()
+        client.connect(refuse)
+        for _ in range(2):
+            await client.send(POST + b"x" * 100)
+            assert not client.is_closing()
+        assert client.written.count(b"401") == 2 and b"close" not in client.written
+
+    run(monkeypatch, act)
+
+
+def test_blank_lines_do_not_keep_an_idle_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act(clock: Clock) -> None:
+        client = Client()
+        client.connect(refuse)
+        await client.send(GET)
+        begin = clock.now()
+        while not client.is_gone:
+            assert clock.now() - begin < 3 * uvicorn_server.KEEP_ALIVE_S
+            await client.send(b"\r\n")
+            await asyncio.sleep(5)
+
+    run(monkeypatch, act)
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_trailers_are_dropped_and_bounded(monkeypatch: pytest.MonkeyPatch, is_answered: bool) -> None:
+    async def answer_at_the_end(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        await refuse(scope, receive, send)
+
+    async def act(clock: Clock) -> None:
+        client = Client()
+        client.connect(refuse if is_answered else answer_at_the_end)
+        await client.send(CHUNKED_POST)
+        await client.send(b"0\r\n")
+        assert client.protocol is not None
+        num_headers, num_sent = len(client.protocol.headers), 0
+        while not client.is_closing() and not client.is_half_closed:
+            assert num_sent < 3 * uvicorn_server.MAX_HEAD_BYTES, "any number of trailers is read"
+            await client.send(b"a: b\r\n" * 1000)
+            num_sent += 2000
+        assert len(client.protocol.headers) == num_headers
+
+    run(monkeypatch, act)
+
+
+@pytest.mark.parametrize("app", [refuse, stream, stream_for_ever])
+def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch, app: Any) -> None:
+    async def act(clock: Clock) -> None:
+        client = Client(reads=False)
+        client.connect(app)
+        begin = clock.now()
+        await client.send(GET)
+        while not client.is_gone:
+            assert clock.now() - begin < 3 * WRITE_TIMEOUT_S
+            await asyncio.sleep(5)
+        assert clock.now() - begin >= WRITE_TIMEOUT_S, "it has its time"
+
+    run(monkeypatch, act)
+
+
+def test_a_client_that_reads_again_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act(clock: Clock) -> None:
+        client = Client(reads=False)
+        client.connect(stream_for_ever)
+        await client.send(GET)
+        client.reads = True
+        assert client.protocol is not None
+        client.protocol.resume_writing()
+        await asyncio.sleep(3 * WRITE_TIMEOUT_S)
+        assert not client.is_gone
+        client.abort()
+        await asyncio.sleep(2)
+
+    run(monkeypatch, act)
+
+
+def test_a_client_of_http_1_0_gets_no_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act(clock: Clock) -> None:
+        client = Client()
+        client.connect(stream)
+        await client.send(b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+        head, _, body = client.written.partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in head.lower() and b"connection: close" in head
+        assert body == b"abc" and client.is_gone, "the end of the connection is that of the answer"
+
+    run(monkeypatch, act)
