@@ -68,6 +68,7 @@ class Conversation:
         clamps_max_tokens: bool = False,
         ignores_unknown_effort: bool = False,
     ) -> None:
+        check_template_is_trusted(body, state.args.trust_request_chat_template)
         check_tool_choice(body, state.formats)
         self._body = body
         self._state = state
@@ -216,6 +217,15 @@ def make_chat(fields: Mapping[str, Any]) -> ChatCompletionRequest:
         raise validation_error(error.errors(include_url=False)) from None
 
 
+def check_template_is_trusted(body: TemplateRequest, trusts_template: bool) -> None:
+    """Raise `RequestError` for a template of the request's own, before anything reads it, unless it may have one."""
+    if body.chat_template is not None and not trusts_template:
+        raise RequestError(
+            "chat_template is taken where the server was started with --trust-request-chat-template; leave it out.",
+            param="chat_template",
+        )
+
+
 def render_messages(
     tokenizer: ModelTokenizer,
     body: TemplateRequest,
@@ -233,11 +243,7 @@ def render_messages(
     say otherwise it ends with the beginning of an answer if the model `generates` one. Each medium becomes what the
     template makes of it, or what `placeholders` has for its kind; without those, media are refused, as are embeddings
     unless a caller `takes_embeds`, and a template of `body` unless one `trusts_template`. Raises `RequestError`."""
-    if body.chat_template is not None and not trusts_template:
-        raise RequestError(
-            "chat_template is taken where the server was started with --trust-request-chat-template; leave it out.",
-            param="chat_template",
-        )
+    check_template_is_trusted(body, trusts_template)
     if not takes_embeds and embeds_of([message.content for message in messages]):
         raise RequestError("parts of type prompt_embeds are built for chats and LLM.chat only.", param="messages")
     continues = bool(body.continue_final_message)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ logger = logging.getLogger("octavo.server")
 
 _SWITCHES = ("enable_thinking", "thinking")
 _LEVELS = {"minimal": "low", "xhigh": "high", "max": "high"}  # templates know low, medium and high
-_CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
+_BRACES = re.compile(r"\{[{%]|[%}]\}")  # of a fixed length: a search for both ends at once would be quadratic
 
 
 def effort_options(tokenizer: ModelTokenizer, body: ChatCompletionRequest, *, is_strict: bool) -> dict[str, Any]:
@@ -58,6 +59,17 @@ def _refuse(name: str, value: str, is_strict: bool) -> None:
 @lru_cache(maxsize=16)
 def _variables(template: str) -> frozenset[str]:
     """Which of the names that matter here a template reads as variables."""
-    code = " ".join(_CODE.findall(template))
+    code = " ".join(_code(template))
     names = ("reasoning_effort", "verbosity", *_SWITCHES)
     return frozenset(name for name in names if re.search(rf"(?<![.\w'\"]){name}\b(?!['\"])", code))
+
+
+def _code(template: str) -> Iterator[str]:
+    """What stands between the braces of a template, which is read once from left to right."""
+    begin = None
+    for found in _BRACES.finditer(template):
+        if begin is None:
+            begin = found.end() if found[0].startswith("{") else None
+        elif not found[0].startswith("{"):
+            yield template[begin : found.start()]
+            begin = None

@@ -43,7 +43,10 @@ _FORM_BYTES = 1 << 20  # of a form beside its file
 # Where a scope holds the body of a request from within the server. No client can set it.
 INTERNAL_BODY = "octavo.internal_body"
 # POST, but nothing waits in the engine's queue
-UNQUEUED_PATHS = DEV_MODE_PATHS | {"/tokenize", "/detokenize", "/v1/messages/count_tokens"}
+UNQUEUED_PATHS = DEV_MODE_PATHS | {
+    "/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+}  # fmt: skip
 
 
 class AuthAndLimits:

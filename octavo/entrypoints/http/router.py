@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ValidationError
-from starlette.requests import Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 
 from octavo.engine.off_loop import run_off_loop
-from octavo.entrypoints.http.error_responses import validation_error
-from octavo.errors import RequestError
+from octavo.entrypoints.http.error_responses import error_fields, error_response, validation_error
+from octavo.errors import EngineDeadError, RequestError
 
 UnknownFields = Literal["error", "warn", "ignore"]
 _MAX_ROUNDS = 8  # of taking unknown fields out
@@ -98,7 +99,12 @@ def make_routes(specs: Sequence[RouteSpec | LazyRoute]) -> list[Route]:
 
 def _route(path: str, endpoints: Mapping[str, Endpoint]) -> Route:
     async def endpoint(request: Request) -> Response:
-        return await endpoints["GET" if request.method == "HEAD" else request.method](request)
+        try:
+            return await endpoints["GET" if request.method == "HEAD" else request.method](request)
+        except (RequestError, EngineDeadError, HTTPException, ClientDisconnect):
+            raise
+        except Exception as error:  # here, where CORS headers are still put to the answer
+            return error_response(**error_fields(error))
 
     return Route(path, endpoint, methods=list(endpoints))
 

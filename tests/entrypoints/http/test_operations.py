@@ -144,6 +144,13 @@ def test_browsers_may_ask_before_they_send_a_key(shared_engine: FakeEngine) -> N
         assert "access-control-allow-origin" not in other.headers
 
 
+def test_pages_can_read_what_went_wrong_inside(http: httpx.Client, engine: FakeEngine) -> None:
+    engine.fails_after = (0, ZeroDivisionError("secret"))
+    failed = http.post("/v1/completions", json={"prompt": "a"}, headers={"Origin": "https://app.example"})
+    assert failed.status_code == 500
+    assert failed.headers["access-control-allow-origin"] == "*"
+
+
 def test_paths_work_with_and_without_the_root_path(shared_engine: FakeEngine) -> None:
     with serving(shared_engine, root_path="/llm", api_key=["k"]) as url, httpx.Client(base_url=url) as http:
         for prefix in ("", "/llm"):

@@ -10,13 +10,16 @@ from typing import Any
 import httpx
 import pytest
 
+from octavo.entrypoints.chat import reasoning_effort
 from octavo.entrypoints.chat.reasoning_effort import effort_options
+from octavo.entrypoints.http import engine_control
 from octavo.entrypoints.http.app import LAZY_ROUTES, ROUTERS
 from octavo.entrypoints.http.error_responses import UNBUILT_PATHS
 from octavo.entrypoints.openai.invocations import _path_of
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.errors import RequestError
 from octavo.pooling_params import PoolingConfig
+from octavo.stats import EngineStats
 from tests.entrypoints.fake_engine import FakeEngine, serving
 from tests.entrypoints.http.test_errors import error_of
 
@@ -42,6 +45,26 @@ def test_a_method_that_a_route_lacks_is_refused_before_the_body(http: httpx.Clie
             assert (answer.status_code == 405) == (method not in methods), (method, path)
             if answer.status_code == 405:
                 assert set(answer.headers["allow"].split(", ")) == methods, (method, path)
+
+
+def test_a_full_queue_refuses_what_would_wait_in_it_and_nothing_else(engine: FakeEngine) -> None:
+    waits = {
+        "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate", "/invocations",
+        "/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank",
+        "/v2/rerank", "/v1/audio/transcriptions", "/v1/audio/translations",
+    }  # fmt: skip
+    routes = [(one.method, one.path) for router in [*ROUTERS, engine_control.router] for one in router.specs]
+    routes += [tuple(route.split(" ")) for routes in LAZY_ROUTES.values() for route in routes]
+    engine.stats = EngineStats(num_running=8, num_waiting=2)
+    with serving(engine, disable_log_requests=True, max_queue_len=2, enable_server_dev_mode=True) as url:
+        refused = set()
+        for path in {path for method, path in routes if method == "POST"}:
+            # of no type, so that nothing is done
+            answer = httpx.post(
+                url + re.sub("{[a-z_]+}", "x1", path), headers={"Content-Type": "text/plain"}, content="x"
+            )
+            refused |= {path} if answer.status_code == 429 else set()
+    assert refused == waits
 
 
 def test_known_routes_that_are_not_built_say_so(http: httpx.Client) -> None:
@@ -163,3 +186,9 @@ def test_an_idle_stream_is_kept_alive(tiny_tokenizer: Path) -> None:
                 engine.is_paused = False
                 rest = list(lines)
             assert rest and (expected is not None or all(line.startswith("{") for line in rest))
+
+
+def test_a_template_is_searched_from_left_to_right_once() -> None:
+    assert not re.search(r"[*+?]|\d", reasoning_effort._BRACES.pattern), "no search may reach over the template"
+    assert reasoning_effort._variables("{% if %}{{ thinking }}{{ verbosity") == {"thinking"}
+    assert reasoning_effort._variables("{% {% {{ thinking %} verbosity }}") == {"thinking"}

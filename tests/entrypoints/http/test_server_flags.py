@@ -85,6 +85,20 @@ def test_requests_bring_templates_where_they_are_trusted(engine: FakeEngine) -> 
         assert httpx.post(f"{url}/v1/chat/completions", json=chat).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_nothing_looks_into_a_template_that_a_request_may_not_bring(
+    http: httpx.Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    def look(*args: object) -> None:
+        raise AssertionError("the template of a request is read")
+
+    monkeypatch.setattr(engine.tokenizer, "get_chat_template", look)
+    messages = [{"role": "user", "content": "x"}]
+    effort = {} if path == "/tokenize" else {"reasoning_effort": "high", "verbosity": "low"}
+    answer = http.post(path, json={"messages": messages, "chat_template": "{%" * 99, **effort})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template")
+
+
 def test_answers_have_an_id_and_say_what_was_cached_unless_told_not_to(engine: FakeEngine) -> None:
     chat = {"messages": [{"role": "user", "content": "x"}], "stream_options": {"include_usage": True}, "stream": True}
     message = {"messages": chat["messages"], "max_tokens": 4}
