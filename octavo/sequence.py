@@ -41,6 +41,7 @@ class Sequence:
     host_blocks: list[list[int]] = field(default_factory=list)  # by cache group: where a swapped sequence waits
     row: int | None = None  # its row of the runner's tables while it runs
     is_admitted_to_runner: bool = False  # the runner's row holds its tokens and blocks
+    admission_step: int = 0  # number of the step that admitted it last: what older steps computed is not in its blocks
     adapter_slot: int = -1  # of the device's table while it runs, if it has an adapter
     num_bypassed: int = 0  # sequences that started while it waited for room for its adapter
     num_pending_forks: int = 0  # sequences that will be forked off when the prompt is computed

@@ -300,6 +300,8 @@ class KVCacheManager:
         for seq in sequences:
             assert not (seq.block_tables and seq.host_blocks), "a sequence is both on the device and on the host"
             assert seq.block_tables or seq.host_blocks or not seq.num_computed_tokens, "computed tokens have no blocks"
+            num_full_blocks = seq.num_computed_tokens // self.block_size
+            assert seq.num_registered_blocks <= num_full_blocks, "a block is indexed before it is computed"
             for blocks, table, pool in zip(self._groups, seq.block_tables, self._pool_of, strict=False):
                 if isinstance(blocks, CrossBlocks):
                     blocks.check(table, seq.num_computed_tokens, seq.num_cross_tokens)

@@ -63,6 +63,7 @@ class Scheduler:
         self.config = config
         self.cache = cache
         self._in_flight: deque[Step] = deque()
+        self._num_steps = 0
         self._arrivals = 0
         self._runs_ahead, self._num_stages = runs_ahead, num_stages
         self._speculation = speculation
@@ -111,7 +112,8 @@ class Scheduler:
         if self._num_stages > 1:
             running = [seq for seq in running if not seq.num_awaited_tokens]
         time_limit = step_time_limit(self._cost, self.config.target_step_s, running, bool(self.queues.waiting))
-        step = Step(self.config.max_num_batched_tokens, time_limit, most_sequences=self._most_sequences())
+        self._num_steps += 1
+        step = Step(self.config.max_num_batched_tokens, self._num_steps, time_limit, self._most_sequences())
         if self._schedule_running(step):
             self._add_draft_tokens(step)
             self._schedule_waiting(step)
@@ -301,7 +303,7 @@ class Scheduler:
                 continue
             if plan.runs_ahead:
                 seq.num_awaited_tokens -= num_sampled_positions
-            if seq.row is not None:  # it was not preempted meanwhile
+            if seq.row is not None and seq.admission_step <= step.number:  # it was not preempted meanwhile
                 self.cache.register_computed(seq, num_computed + num_tokens - len(draft_tokens))
             if row in result.prompt_logprobs:
                 # A preempted prompt starts over: what it reported before is replaced by the same values.

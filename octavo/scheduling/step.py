@@ -14,6 +14,7 @@ from octavo.sequence import Sequence
 @dataclass(slots=True)
 class Step:
     token_budget: int  # tokens that may still be added
+    number: int  # counts the steps of a scheduler
     time_limit: TimeLimit | None = None  # where streams wait for it
     most_sequences: int = sys.maxsize
     plan: StepPlan = field(default_factory=StepPlan)
@@ -37,6 +38,7 @@ class Step:
                 plan.new_tokens.append((row, seq.num_tokens - 1, seq.token_ids[-1]))
         else:
             seq.is_admitted_to_runner = True
+            seq.admission_step = self.number
             plan.admissions.append(_admission(seq, row))
         num_sampled_positions = seq.num_last_positions if num_tokens == seq.num_lacking_tokens else 0
         num_forks = 1 if seq.chooser is not None else 1 + seq.num_pending_forks

@@ -40,6 +40,7 @@ def scheduler(
     target_step_s: float | None = None,
     whole_pictures: bool = False,
     starts_at_pictures: bool = False,
+    num_stages: int = 1,
 ) -> Scheduler:
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -54,7 +55,7 @@ def scheduler(
     )
     full = CacheGroup(LayerCacheSpec("full", num_kv_heads=1, key_size=8, value_size=8), (0,), pool=0)
     cache = KVCacheManager([full], [num_blocks], SIZE, [num_host_blocks], caching)
-    return Scheduler(config, cache, seed=0, speculation=speculation, cost=cost)
+    return Scheduler(config, cache, seed=0, speculation=speculation, cost=cost, num_stages=num_stages)
 
 
 def request(
