@@ -115,7 +115,7 @@ class StepPlan:
 @dataclass(slots=True)
 class StepResult:
     """What a step produced. `tokens` has `num_samples` entries for each row of the plan, one row after the other. Of a
-    row with guesses the first `num_standing` of them stand; the others were sampled after a wrong guess."""
+    row with draft tokens the first `count_valid_tokens` are valid; the others follow a rejected draft token."""
 
     tokens: list[int]
     # Parallel to `tokens`; None when nobody asks for them. Beams have the best tokens here, whatever else they ask for.
@@ -133,10 +133,16 @@ class StepResult:
     draft_s: float = 0.0  # that guessing took
     caught_up: bool = False  # in this time the drafter has also computed what it lacked
 
+    def drafts_of(self, row: int) -> tuple[int, ...] | None:
+        """Return the tokens that the worker has drafted for a row, or None if the plan asked for none."""
+        draft_tokens = self.draft_tokens.get(row)
+        return None if draft_tokens is None else draft_tokens[: self.num_drafted[row]]
 
-def num_standing(draft_tokens: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many of `tokens`, sampled one after each position, stand: up to the first that is not what was guessed."""
-    for i, guess in enumerate(draft_tokens):
-        if tokens[i] != guess:
+
+def count_valid_tokens(draft_tokens: Sequence[int], tokens: Sequence[int]) -> int:
+    """Return how many of `tokens`, one sampled after each position, are valid: the accepted draft tokens and the token
+    after them."""
+    for i, draft_token in enumerate(draft_tokens):
+        if tokens[i] != draft_token:
             return i + 1
     return len(draft_tokens) + 1

@@ -16,7 +16,7 @@ from octavo.sampling_params import SamplingParams
 class Chooser(Protocol):
     """Chooses the next tokens of all sequences of a request, where else each sampled token would be taken."""
 
-    def offer(self, seq: Sequence, found: TokenLogprobs) -> list[SequenceOutput]:
+    def propose(self, seq: Sequence, found: TokenLogprobs) -> list[SequenceOutput]:
         """`seq` has been computed up to its end and is held until its next token is chosen, now or in a later call.
         `found` is any token and then the most likely ones, best first. Returns what the request is told."""
         ...

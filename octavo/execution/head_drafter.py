@@ -24,7 +24,7 @@ from octavo.execution.runner import Runner
 from octavo.execution.submitted_step import SubmittedStep
 from octavo.models.draft_heads import ChainHead, MedusaHeads
 from octavo.ops import Array, Ops
-from octavo.plan import DRAFT_PLACEHOLDER, PlannedRow, StepPlan, StepResult, num_standing
+from octavo.plan import DRAFT_PLACEHOLDER, PlannedRow, StepPlan, StepResult, count_valid_tokens
 from octavo.sampling.sampler import sample_tokens, write_settings
 from octavo.sampling.sampling_table import Samples, SamplingTable
 
@@ -126,7 +126,7 @@ class ChainDrafter:
         if plan.runs_ahead and self._device.runs_ahead:  # another step has overwritten the features
             self._num_computed[[planned.row for planned in plan.rows]] = -1
             return
-        for planned, begin, count in standing_rows(plan, result):
+        for planned, begin, count in valid_rows(plan, result):
             end = planned.num_computed + count
             is_sampled = planned.num_sampled_positions > 0 and end + 1 < self._max_len
             rows.append(PlannedRow(planned.row, planned.num_computed, count, int(is_sampled)))
@@ -243,7 +243,7 @@ class MedusaDrafter:
         if plan.runs_ahead and self._device.runs_ahead:  # another step has overwritten the features
             self._num_computed[[planned.row for planned in plan.rows]] = -1
             return
-        for planned, begin, count in standing_rows(plan, result):
+        for planned, begin, count in valid_rows(plan, result):
             self._num_computed[planned.row] = -1
             if planned.num_sampled_positions:
                 rows.append(planned.row)
@@ -264,14 +264,14 @@ def _first_rows(ops: Ops, features: Array, count: int) -> Array:
     return ops.take_rows(features, ops.place(np.arange(count)))
 
 
-def standing_rows(plan: StepPlan, result: StepResult) -> Iterator[tuple[PlannedRow, int, int]]:
+def valid_rows(plan: StepPlan, result: StepResult) -> Iterator[tuple[PlannedRow, int, int]]:
     """Each row of a plan, whose guesses are known, with its first token in the step, and how many tokens stand."""
     begin = first = 0
     for planned in plan.rows:
         tokens = result.tokens[first : first + planned.num_samples]
         count = planned.num_tokens
         if planned.draft_tokens:
-            count += num_standing(planned.draft_tokens, tokens) - 1 - len(planned.draft_tokens)
+            count += count_valid_tokens(planned.draft_tokens, tokens) - 1 - len(planned.draft_tokens)
         yield planned, begin, count
         begin += planned.num_tokens
         first += planned.num_samples

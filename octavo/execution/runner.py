@@ -311,9 +311,9 @@ class Runner:
             result.tokens = tokens.tolist()
             is_kept = self.row_generation[samples.rows] == step.row_generation
             if samples.drafted:
-                stands = samples.standing(tokens)
-                is_kept &= stands
-                errors = {n: message for n, message in errors.items() if stands[n]}
+                is_valid = samples.valid(tokens)
+                is_kept &= is_valid
+                errors = {n: message for n, message in errors.items() if is_valid[n]}
             result.errors = {int(samples.rows[n]): message for n, message in errors.items()}
             if not is_kept.all():
                 samples = Samples(samples.rows[is_kept], samples.forks[is_kept], samples.lengths[is_kept], {})

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.plan import Admission, num_standing
+from octavo.plan import Admission, count_valid_tokens
 from octavo.sampling.beam_scores import Beams
 from octavo.sampling_params import LogitsProcessor, SamplingParams
 from octavo.structured_output.masks import GrammarCompiler, GrammarTable, TokenMask
@@ -44,13 +44,13 @@ class Samples:
     # By row that brought guesses: the place of its first sample, and the guesses.
     drafted: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
-    def standing(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def valid(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of the sampled `tokens` [N] stand: not those after a wrong guess."""
-        stands = np.ones(len(tokens), bool)
+        is_valid = np.ones(len(tokens), bool)
         for first, draft_tokens in self.drafted.values():
             sampled = tokens[first : first + len(draft_tokens) + 1].tolist()
-            stands[first + num_standing(draft_tokens, sampled) : first + len(sampled)] = False
-        return stands
+            is_valid[first + count_valid_tokens(draft_tokens, sampled) : first + len(sampled)] = False
+        return is_valid
 
 
 class RowSettings:

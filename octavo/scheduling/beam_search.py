@@ -35,7 +35,7 @@ class Beam:
     seq: Sequence
     score: float = 0.0  # sum of the log-probabilities of its output
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each output token, and of the best beside it
-    offer: TokenLogprobs | None = None  # the most likely next tokens, once it has been computed
+    top_tokens: TokenLogprobs | None = None  # the most likely next tokens, once it has been computed
 
 
 @dataclass(slots=True)
@@ -71,11 +71,11 @@ class BeamSearch:
         self.prompt_logprobs: list[TokenLogprobs] = []  # the beam that has computed the prompt may be gone at the end
         self._siblings = siblings
 
-    def offer(self, seq: Sequence, found: TokenLogprobs) -> list[SequenceOutput]:
+    def propose(self, seq: Sequence, found: TokenLogprobs) -> list[SequenceOutput]:
         """Go on with the best continuations once all beams have made their offers, or end the search."""
-        self.beams[seq.index].offer = found
+        self.beams[seq.index].top_tokens = found
         self.prompt_logprobs = self.prompt_logprobs or seq.prompt_logprobs
-        if any(beam.offer is None for beam in self.beams.values()):
+        if any(beam.top_tokens is None for beam in self.beams.values()):
             return []
         continuations = self._choose()
         if not continuations:
@@ -86,24 +86,24 @@ class BeamSearch:
     def _choose(self) -> list[Continuation]:
         """Choose among the offers. Returns the beams to go on with, best first, or nothing when the search is over."""
         candidates = [
-            (beam.score + logprob, beam, beam.offer, place)
+            (beam.score + logprob, beam, beam.top_tokens, place)
             for _, beam in sorted(self.beams.items())
-            if beam.offer is not None
-            for place, logprob in enumerate(beam.offer.logprobs[1:], start=1)
+            if beam.top_tokens is not None
+            for place, logprob in enumerate(beam.top_tokens.logprobs[1:], start=1)
             if math.isfinite(logprob)
         ]
         candidates.sort(key=lambda candidate: -candidate[0])  # stable: equal ones in the order of their beams
         continuations: list[Continuation] = []
         num_output = 0
-        for rank, (total, beam, offer, place) in enumerate(candidates):
+        for rank, (total, beam, top, place) in enumerate(candidates):
             num_output = beam.seq.num_output_tokens + 1
-            token = offer.token_ids[place]
+            token = top.token_ids[place]
             ends = token in beam.seq.stop_reasons and num_output >= self.params.min_tokens
             if ends or num_output >= self.max_tokens:
                 if rank < self.width:
-                    self._finish(total, beam, self._entry(offer, place), ends)
+                    self._finish(total, beam, self._entry(top, place), ends)
             elif len(continuations) < self.width:
-                logprobs = [*beam.logprobs, self._entry(offer, place)]
+                logprobs = [*beam.logprobs, self._entry(top, place)]
                 continuations.append(Continuation(beam.seq, token, total, logprobs))
         self.finished = sorted(self.finished, key=lambda hypothesis: -hypothesis.score)[: self.width]
         if continuations and self._is_over(continuations[0].score, num_output):

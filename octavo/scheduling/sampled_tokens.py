@@ -14,13 +14,13 @@ from octavo.sequence import Sequence
 Logprobs = list[TokenLogprobs | None] | None  # parallel to tokens
 
 
-def offer(seq: Sequence, logprobs: Logprobs) -> list[SequenceOutput]:
+def propose(seq: Sequence, logprobs: Logprobs) -> list[SequenceOutput]:
     """Hold a sequence until its chooser has chosen its next token. Returns what its request is told."""
     found = logprobs[0] if logprobs is not None else None
     assert seq.chooser is not None and found is not None, "there are no tokens to choose from"
     seq.is_held = True
     seq.num_pending_forks = 0  # the rows that were kept for them are the chooser's to fill
-    return seq.chooser.offer(seq, found)
+    return seq.chooser.propose(seq, found)
 
 
 def start_forks(queues: SequenceQueues, seq: Sequence, tokens: list[int], logprobs: Logprobs) -> list[SequenceOutput]:
@@ -33,17 +33,17 @@ def start_forks(queues: SequenceQueues, seq: Sequence, tokens: list[int], logpro
     ]
 
 
-def take_standing(
-    queues: SequenceQueues, seq: Sequence, count: int, tokens: list[int], logprobs: Logprobs
+def accept_drafts(
+    queues: SequenceQueues, seq: Sequence, num_valid: int, tokens: list[int], logprobs: Logprobs
 ) -> SequenceOutput:
-    """Add the first `count` tokens, which stand, and undo what was computed of wrong guesses."""
-    if seq.row is None:  # it was preempted meanwhile, and none of it is left
-        return extend(queues, seq, tokens[:count], logprobs)
-    seq.num_computed_tokens += count - 1  # guesses that were right; the last token that stands was not computed
-    output = extend(queues, seq, tokens[:count], logprobs)
+    """Add the first `num_valid` tokens, and undo what was computed of rejected draft tokens."""
+    if seq.row is None:  # it was preempted meanwhile: nothing computed is left
+        return extend(queues, seq, tokens[:num_valid], logprobs)
+    seq.num_computed_tokens += num_valid - 1  # the accepted draft tokens; the token after them was not computed
+    output = extend(queues, seq, tokens[:num_valid], logprobs)
     if not seq.has_ended:
         queues.cache.register_computed(seq, seq.num_computed_tokens)
-        queues.cache.roll_back(seq, count - 1)
+        queues.cache.roll_back(seq, num_valid - 1)
     return output
 
 

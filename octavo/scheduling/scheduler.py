@@ -1,16 +1,24 @@
-"""The one-rule scheduler: each step hands out a budget of tokens, running sequences first, then waiting ones.
+"""The scheduler: each step has a budget of tokens; running sequences get theirs first, then waiting ones.
 
 There is no prefill phase and no decode phase. A sequence lacks the tokens that it has but has not computed: one for a
-decode, many for a prompt, fewer after a prefix hit. Guessed tokens are computed behind the last one and count when the
-result says that they stand. When blocks run out, the sequence that comes last in the order gives its blocks back and
-waits again at its old place.
+decode, many for a prompt, fewer after a prefix hit. Draft tokens are computed behind the last token and count once the
+result accepts them.
 
-Stages that share a model's layers out work on a step each. A step has its part of the sequences then, and a sequence
-whose token is awaited has no part in any.
+The states of a sequence, and who moves it there:
 
-A device that is fed ahead gets its next step before the tokens of the last one are known: a sequence then has a token
-that is awaited, which counts like any other. What turns out to have been its last token makes one row of the step
-under way pointless; that row's result is dropped.
+    waiting     in `queues.waiting`, without a row             `add`
+    running     in `queues.running`, with a row and blocks     `schedule` (`_schedule_waiting`, `_admit`)
+    in flight   running, and part of a step in `_in_flight`    `schedule` (`Step.mark_in_flight`), until `update`
+    preempted   waiting again at its old place; its blocks     `schedule` (`_preempt`), when blocks run out
+                are dropped, or moved to the host
+    held        computed to its end; beam search is yet to     `update` (`propose`), until `BeamSearch` has chosen
+                choose its next token
+    finished    `has_ended`; row and blocks are free           `update`, `abort`, `withdraw` (`queues.drop`)
+
+With pipeline stages several steps are in flight, each with its part of the sequences; a sequence is in one of them at
+a time. A device that runs ahead gets its next step before the tokens of the last one are known: a sequence then has an
+awaited token, which counts like any other. If the step in flight ends the sequence, its row in the next step is
+computed for nothing and its result is dropped.
 """
 
 from __future__ import annotations
@@ -23,14 +31,14 @@ from octavo.config import SchedulerConfig
 from octavo.errors import RequestError
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.lora.pool import AdapterPool
-from octavo.plan import PlannedRow, StepPlan, StepResult, num_standing
+from octavo.plan import PlannedRow, StepPlan, StepResult, count_valid_tokens
 from octavo.request import EngineRequest, Prompt, SequenceOutput
 from octavo.scheduling.adapter_turns import AdapterTurn
 from octavo.scheduling.beam_search import BeamSearch
 from octavo.scheduling.deadlines import first_token_deadline
 from octavo.scheduling.gauges import set_gauges
 from octavo.scheduling.request_limits import check_request
-from octavo.scheduling.sampled_tokens import Logprobs, end_with_vectors, extend, offer, start_forks, take_standing
+from octavo.scheduling.sampled_tokens import accept_drafts, end_with_vectors, extend, propose, start_forks
 from octavo.scheduling.sequence_queues import SequenceQueues, scheduling_order
 from octavo.scheduling.step import Step
 from octavo.scheduling.stop_check import stop_reasons
@@ -44,8 +52,8 @@ from octavo.step_cost import StepCost, StepWork
 class Scheduler:
     """Owns the sequences. Each plan of `schedule` that has rows comes back in `update`, in order, or in `withdraw`.
 
-    `add` and `abort` may come at any time. Another plan may be made before the last one has come back if that says
-    `runs_ahead`, which none does where guesses are to follow the last tokens.
+    `add` and `abort` may come at any time. A plan with `runs_ahead` allows the next plan before its result is known.
+    Plans that need draft tokens never set it.
     """
 
     def __init__(
@@ -192,8 +200,8 @@ class Scheduler:
                 step.add_draft_tokens(place, draft_tokens, changed)
 
     def _observe_tokens(self, seq: Sequence, tokens: list[int], drafts: tuple[int, ...] | None, num_forks: int) -> None:
-        """`tokens` have come for a sequence, or one each for the forks that have started with it: guess what follows.
-        `drafts` are what the worker had guessed."""
+        """Tell the proposer the new `tokens` of a sequence, or the first tokens of its forks, so that it drafts the
+        next ones. `drafts` are the draft tokens that the worker had made."""
         assert self._speculation is not None
         if num_forks > 1:
             for fork in self.queues.siblings(seq):
@@ -284,67 +292,74 @@ class Scheduler:
         return end - num_computed
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
-        """Account for a finished step: tokens computed and sampled, forks, ends. Returns what is new, by sequence."""
+        """Account for a finished step. Returns what its sequences have produced."""
         step = self._in_flight.popleft()
         assert step.plan is plan, "results come in the order of the plans"
         outputs: list[SequenceOutput] = []
-        logprobs: Logprobs = None
-        end = num_generated = 0  # of result.tokens
+        end = 0  # of a row's samples in the result
         for seq, planned in zip(step.sequences, plan.rows, strict=True):
-            row, num_computed, num_tokens, num_sampled_positions, num_forks, draft_tokens = planned
-            first = end
-            if num_sampled_positions:
-                end += num_sampled_positions + num_forks - 1
-            if row in result.errors and not seq.has_ended:
-                outputs.append(seq.output([], "error", error=result.errors[row]))
-                for other in self.queues.siblings(seq) if seq.chooser is not None else [seq]:
-                    self.queues.drop(other)
-            if seq.has_ended:  # now, or while this step was under way
+            begin, end = end, end + planned.num_samples
+            if planned.row in result.errors and not seq.has_ended:
+                outputs.append(self._fail(seq, result.errors[planned.row]))
+            if seq.has_ended:  # now, or while this step was in flight
                 continue
-            if plan.runs_ahead:
-                seq.num_awaited_tokens -= num_sampled_positions
-            if seq.row is not None and seq.admission_step <= step.number:  # it was not preempted meanwhile
-                self.cache.register_computed(seq, num_computed + num_tokens - len(draft_tokens))
-            if row in result.prompt_logprobs:
-                # A preempted prompt starts over: what it reported before is replaced by the same values.
-                seq.prompt_logprobs[num_computed:] = result.prompt_logprobs[row]
-            if row in result.alignment:
-                seq.alignment[num_computed:] = result.alignment[row]
-            if not num_sampled_positions:
-                continue
-            draft_tokens = result.draft_tokens.get(row, draft_tokens)
-            if result.logprobs is not None:
-                logprobs = result.logprobs[first:end]
-            if result.vectors is not None:
-                outputs.append(end_with_vectors(self.queues, seq, result.vectors[first:end]))
-                continue
-            tokens = result.tokens[first:end]
-            if seq.chooser is not None:
-                outputs += offer(seq, logprobs)
-                num_generated += 1
-                continue
-            if num_forks > 1:
-                outputs += start_forks(self.queues, seq, tokens, logprobs)
-            elif draft_tokens:
-                count = num_standing(draft_tokens, tokens)
-                if self._speculation is not None:
-                    self._speculation.count(seq, draft_tokens, count - 1, self._stats)
-                outputs.append(take_standing(self.queues, seq, count, tokens, logprobs))
-            else:
-                outputs.append(extend(self.queues, seq, tokens, logprobs))
-            if self._speculation is not None:
-                drafts = result.draft_tokens[row][: result.num_drafted[row]] if row in result.draft_tokens else None
-                self._observe_tokens(seq, outputs[-1].token_ids, drafts, num_forks)
-            num_generated += len(tokens) if not draft_tokens else len(outputs[-1].token_ids)
-        if self._speculation is not None:
-            made = {row: draft_tokens[: result.num_drafted[row]] for row, draft_tokens in result.draft_tokens.items()}
-            self._speculation.drafted(plan.rows, made, result.draft_s, result.caught_up)
+            self._record_computed(seq, planned, step, result)
+            if planned.num_sampled_positions:
+                outputs += self._apply_samples(seq, planned, begin, end, result)
         num_found = len(result.tokens if result.vectors is None else result.vectors)
         assert end == num_found, f"{end} tokens or vectors were wanted and {num_found} came"
         self._stats.num_computed_tokens += sum([planned.num_tokens for planned in plan.rows])
-        self._stats.num_generation_tokens += num_generated
+        if self._speculation is not None:
+            drafts = {row: result.drafts_of(row) or () for row in result.draft_tokens}
+            self._speculation.drafted(plan.rows, drafts, result.draft_s, result.caught_up)
         if self.config.check_invariants:
             self.check()
+        return outputs
+
+    def _fail(self, seq: Sequence, error: str) -> SequenceOutput:
+        """End a sequence with an error, and its whole request if beam search chooses its tokens."""
+        for other in self.queues.siblings(seq) if seq.chooser is not None else [seq]:
+            self.queues.drop(other)
+        return seq.output([], "error", error=error)
+
+    def _record_computed(self, seq: Sequence, planned: PlannedRow, step: Step, result: StepResult) -> None:
+        """Count the tokens of a row as computed, and keep what was measured of its prompt."""
+        if step.plan.runs_ahead:
+            seq.num_awaited_tokens -= planned.num_sampled_positions
+        first = planned.num_computed
+        if seq.row is not None and seq.admission_step <= step.number:  # it was not preempted meanwhile
+            self.cache.register_computed(seq, first + planned.num_tokens - len(planned.draft_tokens))
+        # A preempted prompt starts over: the same values replace those of its first run.
+        if planned.row in result.prompt_logprobs:
+            seq.prompt_logprobs[first:] = result.prompt_logprobs[planned.row]
+        if planned.row in result.alignment:
+            seq.alignment[first:] = result.alignment[planned.row]
+
+    def _apply_samples(
+        self, seq: Sequence, planned: PlannedRow, begin: int, end: int, result: StepResult
+    ) -> list[SequenceOutput]:
+        """Give a sequence the tokens begin .. end of the result: it goes on, forks, waits for its chooser, or ends. A
+        model that pools has vectors instead of tokens."""
+        if result.vectors is not None:
+            return [end_with_vectors(self.queues, seq, result.vectors[begin:end])]
+        tokens = result.tokens[begin:end]
+        logprobs = None if result.logprobs is None else result.logprobs[begin:end]
+        if seq.chooser is not None:
+            self._stats.num_generation_tokens += 1
+            return propose(seq, logprobs)
+        draft_tokens = result.draft_tokens.get(planned.row, planned.draft_tokens)
+        if planned.num_forks > 1:
+            outputs = start_forks(self.queues, seq, tokens, logprobs)
+        elif draft_tokens:
+            num_valid = count_valid_tokens(draft_tokens, tokens)
+            if self._speculation is not None:
+                self._speculation.count(seq, draft_tokens, num_valid - 1, self._stats)
+            outputs = [accept_drafts(self.queues, seq, num_valid, tokens, logprobs)]
+        else:
+            outputs = [extend(self.queues, seq, tokens, logprobs)]
+        if self._speculation is not None:
+            self._observe_tokens(seq, outputs[-1].token_ids, result.drafts_of(planned.row), planned.num_forks)
+        self._stats.num_generation_tokens += sum([len(output.token_ids) for output in outputs])
         return outputs
 
     def withdraw(self, plan: StepPlan, error: str) -> list[SequenceOutput]:

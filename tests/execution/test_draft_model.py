@@ -20,7 +20,7 @@ from octavo.errors import ConfigError
 from octavo.execution.draft_model import group_for
 from octavo.execution.executor import PendingStep
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
-from octavo.plan import DRAFT_PLACEHOLDER, StepPlan, num_standing
+from octavo.plan import DRAFT_PLACEHOLDER, StepPlan, count_valid_tokens
 from octavo.request import EngineRequest, Prompt, SequenceOutput
 from octavo.sampling_params import SamplingParams
 from octavo.speculative.proposer import ToBeDrafted
@@ -145,7 +145,7 @@ def run_with_right_guesses(core: EngineCore, rng: random.Random) -> tuple[Output
             first += planned.num_samples
             draft_tokens = result.draft_tokens.get(planned.row, ())
             if any(draft_tokens):  # not made up because more was lacking than fits a step
-                assert num_standing(draft_tokens, tokens) == 1 + len(draft_tokens)
+                assert count_valid_tokens(draft_tokens, tokens) == 1 + len(draft_tokens)
                 num_drafted += len(draft_tokens)
         return SimpleNamespace(result=lambda: result)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from octavo.plan import Admission, PlannedRow, StepPlan, StepResult, num_standing
+from octavo.plan import Admission, PlannedRow, StepPlan, StepResult, count_valid_tokens
 from octavo.request import TokenLogprobs
 from octavo.sequence import Sequence
 from tests.scheduling.truth import FAILURE, Truth, advance, choose, likelihoods, root, visible
@@ -143,7 +143,7 @@ class Device:
                 best = likelihoods(state, masked)[:num_offered]
                 result.logprobs[-1] = TokenLogprobs([0, *(t for t, _ in best)], [0.0, *(v for _, v in best)], 1)
         if sampled:
-            count = num_standing(planned.draft_tokens, sampled)
+            count = count_valid_tokens(planned.draft_tokens, sampled)
             self.simulation.seen["right guess"] += count - 1
             self.simulation.seen["wrong guess"] += count <= len(planned.draft_tokens)
             row.token_ids[num_known:] = sampled[:count]

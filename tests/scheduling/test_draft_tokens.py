@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from octavo.plan import PlannedRow, StepResult, num_standing
+from octavo.plan import PlannedRow, StepResult, count_valid_tokens
 from octavo.request import SequenceOutput, TokenLogprobs
 from octavo.scheduling.scheduler import Scheduler
 from octavo.sequence import Sequence
@@ -34,8 +34,12 @@ def step(s: Scheduler, *tokens: int, logprobs: bool = False) -> tuple[PlannedRow
 
 
 def test_how_many_sampled_tokens_stand() -> None:
-    assert [num_standing((), (1,)), num_standing((1, 2), (1, 2, 3)), num_standing((1, 2), (9, 2, 3))] == [1, 3, 1]
-    assert num_standing((1, 2), (1, 9, 3)) == 2, "the token after a right guess is not wasted"
+    assert [
+        count_valid_tokens((), (1,)),
+        count_valid_tokens((1, 2), (1, 2, 3)),
+        count_valid_tokens((1, 2), (9, 2, 3)),
+    ] == [1, 3, 1]
+    assert count_valid_tokens((1, 2), (1, 9, 3)) == 2, "the token after a right guess is not wasted"
 
 
 def test_guesses_are_computed_behind_the_last_token_and_sampled_after_each() -> None:

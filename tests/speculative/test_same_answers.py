@@ -21,7 +21,7 @@ from octavo.engine.output_processor import OutputProcessor, RequestFailed
 from octavo.errors import ConfigError
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.outputs import RequestOutput
-from octavo.plan import DRAFT_PLACEHOLDER, StepPlan, num_standing
+from octavo.plan import DRAFT_PLACEHOLDER, StepPlan, count_valid_tokens
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from octavo.sequence import Sequence
@@ -320,7 +320,7 @@ def test_a_draft_goes_on_from_the_state_after_the_last_right_token(
             tokens = result.tokens[first : first + planned.num_samples]
             first += planned.num_samples
             if guessed := result.draft_tokens.get(planned.row):
-                assert num_standing(guessed, tokens) == 1 + len(guessed)
+                assert count_valid_tokens(guessed, tokens) == 1 + len(guessed)
                 num_drafted += len(guessed)
         return SimpleNamespace(result=lambda: result)
 
