@@ -36,7 +36,7 @@ class _Wish(NamedTuple):
     blocks: list[int]  # of the other network's output
 
 
-class _Part(NamedTuple):
+class AlignedPart(NamedTuple):
     """Tokens first .. end of a step, which are such a row's; the prompt's last is among them or not."""
 
     row: int
@@ -142,7 +142,7 @@ class CrossOutputs:
         positions = into.positions[: len(row_of)]
         into.cross_mask[: len(row_of)] = np.where(positions < self._starts[row_of], 0, -1)
 
-    def aligned(self, plan: StepPlan) -> list[_Part]:
+    def aligned(self, plan: StepPlan) -> list[AlignedPart]:
         """The prompt tokens of a step whose cross attention is wanted."""
         found = []
         end = 0
@@ -150,10 +150,10 @@ class CrossOutputs:
             first, end = end, end + planned.num_tokens
             if (wish := self._wishes.get(planned.row)) is not None:
                 is_last = planned.num_computed + planned.num_tokens >= wish.num_prompt_tokens
-                found.append(_Part(planned.row, wish, first, end, is_last))
+                found.append(AlignedPart(planned.row, wish, first, end, is_last))
         return found
 
-    def submitted(self, plan: StepPlan, parts: Sequence[_Part]) -> None:
+    def submitted(self, plan: StepPlan, parts: Sequence[AlignedPart]) -> None:
         """The device has been given the step of a plan, of which `aligned` has told these parts: what has started has
         its output, and of prompts that end with it nothing more is wanted."""
         for planned in plan.rows if self._ahead else ():
@@ -187,7 +187,7 @@ class CrossOutputs:
             layer.query = None
 
     def alignment(
-        self, model: CrossModel, parts: Sequence[_Part], caches: Sequence[LayerKVCache]
+        self, model: CrossModel, parts: Sequence[AlignedPart], caches: Sequence[LayerKVCache]
     ) -> dict[int, Alignment]:
         """By row, what its tokens of the step attend to. All workers call it, for the same parts."""
         layers = model.cross_layers

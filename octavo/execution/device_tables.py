@@ -16,7 +16,7 @@ from octavo.plan import StepPlan
 from octavo.sampling.sampling_table import Samples
 
 # Of block tables: flat places that change, and the blocks that come there.
-Updates = tuple[NDArray[np.int64], NDArray[np.int32]]
+TableUpdates = tuple[NDArray[np.int64], NDArray[np.int32]]
 
 
 class DeviceTables:
@@ -31,7 +31,7 @@ class DeviceTables:
         self._last_tokens = device.zeros([self._num_rows + 1], "int32")  # likewise
         self._groups = [group for group in range(num_groups) if group not in table.state_groups]
 
-    def updates(self, plan: StepPlan, stale: set[int]) -> Updates:
+    def updates(self, plan: StepPlan, stale: set[int]) -> TableUpdates:
         """What a plan changes. Rows in `stale` that the plan has are sent whole, and are stale no longer."""
         width, rows = self._width, self._num_rows + 1
         resent = stale.intersection(planned.row for planned in plan.rows)
@@ -51,9 +51,9 @@ class DeviceTables:
             blocks.append(self._table.blocks[group, row, :length])
         return np.concatenate(places), np.concatenate(blocks)
 
-    def fill_owners(
+    def fill_table_rows(
         self, plan: StepPlan, arrays: StepArrays[NDArray[Any]], row_of: NDArray[np.int64], samples: Samples,
-        updates: Updates,
+        updates: TableUpdates,
     ) -> None:  # fmt: skip
         """What the device needs to know whose tokens and blocks are whose; `row_of` are the rows of the tokens."""
         table, no_row = self._table, self._num_rows

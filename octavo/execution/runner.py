@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from octavo.errors import DeviceMemoryError
 from octavo.execution.block_mover import BlockMover
-from octavo.execution.cross_outputs import CrossOutputs
+from octavo.execution.cross_outputs import AlignedPart, CrossOutputs
 from octavo.execution.device import Device, StepOutputs
-from octavo.execution.device_tables import DeviceTables
+from octavo.execution.device_tables import DeviceTables, TableUpdates
 from octavo.execution.media_table import MediaTable
 from octavo.execution.pooling_table import PoolingTable
-from octavo.execution.prompt_logprobs import MOST_ROWS, PromptLogprobs
+from octavo.execution.prompt_logprobs import MOST_ROWS, PromptLogprobs, PromptPart
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import UPDATES_PER_DECODE, Padding, StepArrays, StepLayout, StepShape, pad
 from octavo.execution.step_computation import StepComputation
@@ -36,7 +36,7 @@ from octavo.ops import Array, DeviceOps, LayerKVCache, Ops, ParallelDeviceOps
 from octavo.plan import StepPlan, StepResult
 from octavo.pooling_params import PoolingConfig
 from octavo.sampling.logprobs import entries, measure
-from octavo.sampling.sampler import SampledTokens, sample_tokens, write_settings
+from octavo.sampling.sampler import sample_tokens, write_settings
 from octavo.sampling.sampling_table import Samples, SamplingBatch, SamplingTable
 from octavo.sampling_params import MAX_LOGPROBS
 from octavo.speculative.synthetic import SyntheticAcceptance
@@ -57,6 +57,18 @@ class RunnerAdapters(NamedTuple):
     store: AdapterStore
 
 
+class _Launched(NamedTuple):
+    """A step on its way through the device's stream."""
+
+    step: SubmittedStep
+    used: StepShape
+    inputs: StepArrays[Array]
+    captured: Captured | None  # which is replayed
+    sampling: SamplingBatch | None
+    prompts: list[PromptPart]  # whose log-probabilities are wanted
+    aligned: list[AlignedPart]  # whose cross attention is wanted
+
+
 class Runner:
     """One model on one device, its KV cache, and the tables of the running sequences."""
 
@@ -74,60 +86,71 @@ class Runner:
         media: MediaTable | None = None,
         cross: CrossOutputs | None = None,
     ) -> None:
-        """With `pooling` the model's vectors are the result in the place of tokens; `media` is of one that takes them,
-        `cross` of one with cross attention."""
+        """With `pooling` the model's vectors are the result instead of tokens. `media` is for models that take media,
+        `cross` for those with cross attention."""
         self.model, self.ops, self.device = model, ops, device
-        self._adapters, self._worker_group = adapters, worker_group
-        self._links = worker_group.links
         self.table, self.max_num_tokens = table, max_num_tokens
+        self._adapters, self._worker_group, self._links = adapters, worker_group, worker_group.links
+        self._media, self._cross = media, cross
         self.caches: Sequence[LayerKVCache]
         self._mover: BlockMover
-        num_groups, num_rows, max_blocks = table.blocks.shape
+        _, num_rows, max_blocks = table.blocks.shape
         self.sampling = SamplingTable(num_rows, grammars)
         self.pooling = PoolingTable(num_rows) if pooling is not None else None
-        self._result_size = model.vocab_size if pooling is None else pooling.size  # numbers of a sample
-        self._media, self._cross = media, cross
-        self.row_generation = np.zeros(num_rows, np.int64)  # how many sequences have had each row
+        self._result_size = model.vocab_size if pooling is None else pooling.size  # elements of a sample
         self._prompt_logprobs = PromptLogprobs()
+        self.row_generation = np.zeros(num_rows, np.int64)  # how many sequences have had each row
         self._stale: set[int] = set()  # rows whose block tables the device may not have got
-        self._tables: DeviceTables | None = None
+        self._tables = None if device.shares_memory else DeviceTables(device, table)
         self._padding = Padding(0, num_rows, num_rows * max_blocks)
-        num_updates = 0
-        if not device.shares_memory:
-            self._tables = DeviceTables(device, table)
-            num_updates = num_groups * num_rows * (max_blocks + UPDATES_PER_DECODE)
-        # Of T tokens each is sampled after once at most, but for forks, which have a row each.
-        self._largest = StepShape(
-            max_num_tokens, num_rows, max(max_num_tokens, num_rows), num_updates, num_groups,
-            max_blocks if device.shares_memory else 0, adapted=adapters is not None,
-            pools="" if pooling is None else "texts" if pooling.whole_prompts else "parts",
-        )  # fmt: skip
-        if media is not None:
-            self._largest = replace(self._largest, media=max_num_tokens, **media.extents)
-        self._largest = replace(self._largest, crosses=cross is not None)
-        if self._links.before is not None:
-            of_stage = cast(StageModel, model)
-            item_bytes = 4 if of_stage.stream_dtype == "float32" else 2
-            self._largest = replace(self._largest, hidden_in_bytes=of_stage.stage_width * item_bytes)
+        self._largest = self._largest_shape(pooling)
         self.computation = StepComputation(
             model, ops, device, self._largest, self._tables, self._links, None if adapters is None else adapters.ops
         )
-        # What goes to the stage behind, on its way from a device with memory of its own.
-        self._hidden_out: NDArray[np.uint8] | None = None
-        if self._links.behind is not None and not device.shares_memory:
-            row_bytes = cast(StageModel, model).stage_width * 4
-            self._hidden_out = device.pinned([max_num_tokens * row_bytes], "uint8")
-        num_bytes = StepLayout(self._largest).num_bytes
-        self._staging_buffers = [
-            StagingBuffer(i, device.pinned([num_bytes], "uint8"), device.pinned([self._largest.samples], "int64"))
-            for i in range(_NUM_STAGING_BUFFERS_AHEAD if device.runs_ahead else 1)
-        ]
-        self._buffer = device.upload_target(self._staging_buffers[0].inputs)  # what the stages are uploaded to
+        self._staging_buffers = self._allocate_staging_buffers()
+        self._buffer = device.upload_target(self._staging_buffers[0].inputs)  # what they are uploaded to
+        self._hidden_out = self._allocate_hidden_out()
         self.captured_steps: list[Captured] = []
         self.keeps_features = False  # whether steps have their `features`
-        self.read_features: Callable[[Array], None] | None = None  # what reads those launches what it may, at the start
-        self.target_ids: Array | None = None  # [vocab_size, 1] int64: what its tokens are to others, if not the same
+        self.read_features: Callable[[Array], None] | None = None  # launches all that reads them, for `warm_up`
+        self.target_ids: Array | None = None  # [vocab_size, 1] int64: the target model's ids of a draft model's tokens
         self.synthetic: SyntheticAcceptance | None = None  # for benchmarks
+
+    def _largest_shape(self, pooling: PoolingConfig | None) -> StepShape:
+        """Return the shape that every step fits in."""
+        num_groups, num_rows, max_blocks = self.table.blocks.shape
+        shape = StepShape(
+            tokens=self.max_num_tokens,
+            seqs=num_rows,
+            samples=max(self.max_num_tokens, num_rows),  # at most one a token, and one a row for forks
+            updates=0 if self._tables is None else num_groups * num_rows * (max_blocks + UPDATES_PER_DECODE),
+            groups=num_groups,
+            blocks=max_blocks if self._tables is None else 0,
+            crosses=self._cross is not None,
+            adapted=self._adapters is not None,
+            pools="" if pooling is None else "texts" if pooling.whole_prompts else "parts",
+        )
+        if self._media is not None:
+            shape = replace(shape, media=self.max_num_tokens, **self._media.extents)
+        if self._links.before is not None:
+            stage = cast(StageModel, self.model)
+            item_bytes = 4 if stage.stream_dtype == "float32" else 2
+            shape = replace(shape, hidden_in_bytes=stage.stage_width * item_bytes)
+        return shape
+
+    def _allocate_staging_buffers(self) -> list[StagingBuffer]:
+        num_bytes, num_samples = StepLayout(self._largest).num_bytes, self._largest.samples
+        return [
+            StagingBuffer(i, self.device.pinned([num_bytes], "uint8"), self.device.pinned([num_samples], "int64"))
+            for i in range(_NUM_STAGING_BUFFERS_AHEAD if self.device.runs_ahead else 1)
+        ]
+
+    def _allocate_hidden_out(self) -> NDArray[np.uint8] | None:
+        """Pinned memory for hidden states on their way to the next stage, if the device has memory of its own."""
+        if self._links.behind is None or self.device.shares_memory:
+            return None
+        row_bytes = cast(StageModel, self.model).stage_width * 4
+        return self.device.pinned([self.max_num_tokens * row_bytes], "uint8")
 
     def use_caches(self, caches: Sequence[LayerKVCache], mover: BlockMover) -> None:
         """Where keys and values are kept, by layer. To be called before anything runs; captured steps stay with what
@@ -346,16 +369,11 @@ class Runner:
             self._prompt_logprobs.admit(admission)
 
     def _start(self, plan: StepPlan, staging: StagingBuffer) -> SubmittedStep:
-        if self._cross is not None:
-            for row, rows, slots in self._cross.starting(plan):
-                adapter_slots = None
-                if (slot := self.table.adapter_slots[row]) >= 0:
-                    adapter_slots = np.full(len(slots), slot, np.int32)
-                self.device.compute.run(partial(self.computation.write_encoder_kv, rows, slots, adapter_slots))
+        """Gather the step's arrays, upload them, and append the step to the device's stream."""
+        self._write_encoder_kv(plan)
         updates = None if self._tables is None else self._tables.updates(plan, self._stale)
-        has_logits = self._links.behind is None
-        prompts = self._prompt_logprobs.parts(plan, self.table.tokens) if has_logits else []
         used = self._shape_of(plan, 0 if updates is None else len(updates[0]))
+        prompts = self._prompt_logprobs.parts(plan, self.table.tokens) if self._links.behind is None else []
         aligned = [] if self._cross is None else self._cross.aligned(plan)
         captured = None if aligned else self._captured_for(used)  # a captured step keeps no queries
         if captured is None:
@@ -363,75 +381,17 @@ class Runner:
             arrays, inputs = layout.on_host(staging.inputs), layout.on_device(self._buffer, self.device.view)
         else:
             layout, arrays, inputs = captured.layout, captured.staged[staging.number], captured.inputs
-        row_of = self.table.gather(plan, arrays)
-        samples = self.table.samples
-        num_samples = used.samples
-        if layout.shape.adapted:
-            self.table.gather_adapters(row_of, arrays)
-        if self._media is not None:
-            self._media.gather(plan, row_of, arrays)
-        if self._cross is not None:
-            self._cross.gather(plan, row_of, arrays)
-        if self._tables is not None and updates is not None:
-            self._tables.fill_owners(plan, arrays, row_of, samples, updates)
-            pad(arrays, used, self._padding_of(used))
-        settings = None
-        if self.pooling is not None:
-            self.pooling.gather(plan, arrays)
-        elif num_samples:
-            settings = self.sampling.build(samples, self.table.tokens)
-            if settings is not None:
-                write_settings(arrays, settings)
+        sampling = self._gather(plan, arrays, used, updates, layout.shape.adapted)
         if self._links.before is not None:
             self._links.before.receive(arrays.hidden_in[: used.tokens])
         self._upload(staging, layout.num_bytes)
-        step = SubmittedStep(self, plan, staging, samples)
+        step = SubmittedStep(self, plan, staging, self.table.samples)
+        launched = _Launched(step, used, inputs, captured, sampling, prompts, aligned)
         if captured is not None:
-            self.device.compute.run(lambda: captured.step.replay(used))
-
-        def finish() -> None:
-            def prompt_logits(begin: int, end: int) -> Array:
-                return self.computation.logits_after(inputs, outputs.hidden, begin, end)
-
-            if captured is not None:
-                outputs = captured.step.outputs
-            elif self._cross is not None and aligned:
-                crossing = cast(CrossModel, self.model)
-                with self._cross.keeping_queries(crossing):
-                    outputs = self.computation.outputs(inputs, num_samples)
-                step.alignment = self._cross.alignment(crossing, aligned, self.caches)
-            else:
-                outputs = self.computation.outputs(inputs, num_samples)
-            if self.keeps_features:
-                step.features = outputs.features[: used.tokens]
-            if self._links.behind is not None:
-                step.hidden_out = self.device.view(outputs.hidden[: used.tokens], "uint8")
-            elif self.pooling is not None:
-                step.vectors = outputs.logits[:num_samples]
-                if captured is not None and self.device.runs_ahead:  # before the next replay overwrites them
-                    step.vectors = self.ops.rows_of(step.vectors, np.arange(num_samples))
-            elif num_samples:
-                tokens = outputs.best[:num_samples]
-                if self._worker_group.is_leader:
-                    step.sampled = self._sample(outputs, num_samples, inputs, settings)
-                    tokens = step.sampled.tokens
-                if self._tables is not None:
-                    if (
-                        not self._worker_group.shard.is_whole
-                    ):  # the others' devices need them before their hosts are told
-                        cast(ParallelDeviceOps, self.ops).from_first(tokens)
-                    self._tables.keep(self.ops, inputs.sample_table_rows[:num_samples], tokens)
-            # Only now: on a device without a captured step they need as much memory as the logits had.
-            step.prompts = [measured for part in prompts for measured in part.measure(self.ops, prompt_logits)]
-
-        def download() -> None:
-            if step.sampled is not None:
-                self.device.copy(step.sampled.tokens, staging.tokens[:num_samples])
-            if self._hidden_out is not None and step.hidden_out is not None:
-                self.device.copy(step.hidden_out.reshape(-1), self._hidden_out[: step.hidden_out.nbytes])
-
-        self.device.compute.run(finish)
-        self.device.compute.run(download, writes=[staging.tokens] if self._hidden_out is None else [self._hidden_out])
+            self.device.compute.run(partial(captured.step.replay, used))
+        self.device.compute.run(partial(self._finish, launched))
+        to_host = staging.tokens if self._hidden_out is None else self._hidden_out
+        self.device.compute.run(partial(self._download, step, used.samples), writes=[to_host])
         step.done = self.device.compute.record()
         if self._links.behind is not None:
             self._send(step, used.tokens)
@@ -439,6 +399,86 @@ class Runner:
         if self._cross is not None:
             self._cross.submitted(plan, aligned)
         return step
+
+    def _write_encoder_kv(self, plan: StepPlan) -> None:
+        """Write the keys and values of encoder outputs that tokens of the step are the first to see."""
+        for row, rows, slots in () if self._cross is None else self._cross.starting(plan):
+            adapter_slots = None
+            if (slot := self.table.adapter_slots[row]) >= 0:
+                adapter_slots = np.full(len(slots), slot, np.int32)
+            self.device.compute.run(partial(self.computation.write_encoder_kv, rows, slots, adapter_slots))
+
+    def _gather(
+        self, plan: StepPlan, arrays: StepArrays[NDArray[Any]], used: StepShape, updates: TableUpdates | None,
+        adapted: bool,
+    ) -> SamplingBatch | None:  # fmt: skip
+        """Fill the step's arrays from the tables. Returns what the sampler has to know beyond them, if anything."""
+        row_of = self.table.gather(plan, arrays)
+        if adapted:
+            self.table.gather_adapters(row_of, arrays)
+        if self._media is not None:
+            self._media.gather(plan, row_of, arrays)
+        if self._cross is not None:
+            self._cross.gather(plan, row_of, arrays)
+        if self._tables is not None and updates is not None:
+            self._tables.fill_table_rows(plan, arrays, row_of, self.table.samples, updates)
+            pad(arrays, used, self._padding_of(used))
+        if self.pooling is not None:
+            self.pooling.gather(plan, arrays)
+            return None
+        sampling = self.sampling.build(self.table.samples, self.table.tokens) if used.samples else None
+        if sampling is not None:
+            write_settings(arrays, sampling)
+        return sampling
+
+    def _finish(self, launched: _Launched) -> None:
+        """Compute the step unless it was replayed, and choose its tokens; in the device's stream."""
+        step, used, outputs = launched.step, launched.used, self._outputs(launched)
+        if self.keeps_features:
+            step.features = outputs.features[: used.tokens]
+        if self._links.behind is not None:
+            step.hidden_out = self.device.view(outputs.hidden[: used.tokens], "uint8")
+        elif self.pooling is not None:
+            step.vectors = outputs.logits[: used.samples]
+            if launched.captured is not None and self.device.runs_ahead:  # before the next replay overwrites them
+                step.vectors = self.ops.rows_of(step.vectors, np.arange(used.samples))
+        elif used.samples:
+            self._choose_tokens(launched, outputs)
+        # Only now: on a device without a captured step they need as much memory as the logits had.
+        logits_of = partial(self.computation.logits_after, launched.inputs, outputs.hidden)
+        step.prompts = [measured for part in launched.prompts for measured in part.measure(self.ops, logits_of)]
+
+    def _outputs(self, launched: _Launched) -> StepOutputs:
+        if launched.captured is not None:
+            return launched.captured.step.outputs
+        if self._cross is None or not launched.aligned:
+            return self.computation.outputs(launched.inputs, launched.used.samples)
+        model = cast(CrossModel, self.model)
+        with self._cross.keeping_queries(model):
+            outputs = self.computation.outputs(launched.inputs, launched.used.samples)
+        launched.step.alignment = self._cross.alignment(model, launched.aligned, self.caches)
+        return outputs
+
+    def _choose_tokens(self, launched: _Launched, outputs: StepOutputs) -> None:
+        """Sample, on the first worker; the others get its tokens. A device keeps them for its next step."""
+        step, inputs, num_samples = launched.step, launched.inputs, launched.used.samples
+        tokens = outputs.best[:num_samples]
+        if self._worker_group.is_leader:
+            step.sampled = sample_tokens(
+                self.ops, outputs.logits[:num_samples], tokens, inputs, launched.sampling, self.device.shares_memory
+            )
+            step.sampled.tokens = tokens = self._as_targets(step.sampled.tokens)
+        if self._tables is not None:
+            if not self._worker_group.shard.is_whole:  # other devices need them before their hosts are told
+                cast(ParallelDeviceOps, self.ops).from_first(tokens)
+            self._tables.keep(self.ops, inputs.sample_table_rows[:num_samples], tokens)
+
+    def _download(self, step: SubmittedStep, num_samples: int) -> None:
+        """Copy the tokens, or the hidden states for the next stage, to the host; in the device's stream."""
+        if step.sampled is not None:
+            self.device.copy(step.sampled.tokens, step.staging.tokens[:num_samples])
+        if self._hidden_out is not None and step.hidden_out is not None:
+            self.device.copy(step.hidden_out.reshape(-1), self._hidden_out[: step.hidden_out.nbytes])
 
     def _send(self, step: SubmittedStep, num_tokens: int) -> None:
         """Wait until the device has computed the step, and hand what has come of it to the stage behind."""
@@ -448,17 +488,6 @@ class Runner:
         if self._hidden_out is not None:
             rows = self._hidden_out[: rows.nbytes].reshape(num_tokens, -1)
         self._links.behind.send(rows)
-
-    def _sample(
-        self, outputs: StepOutputs, num_samples: int, inputs: StepArrays[Array], settings: SamplingBatch | None
-    ) -> SampledTokens:
-        """What the first worker of the team samples; the others get its tokens, and nothing else."""
-        sampled = sample_tokens(
-            self.ops, outputs.logits[:num_samples], outputs.best[:num_samples], inputs, settings,
-            self.device.shares_memory,
-        )  # fmt: skip
-        sampled.tokens = self._as_targets(sampled.tokens)
-        return sampled
 
     def _as_targets(self, tokens: Array) -> Array:
         """What tokens [N] of the model are to others."""

@@ -36,7 +36,7 @@ class StepComputation:
     ) -> None:  # fmt: skip
         self._model, self._ops, self._device, self._largest = model, ops, device, largest
         self._tables, self._links, self._adapters = tables, links, adapters
-        self._entering_dtype = cast(StageModel, model).stream_dtype if largest.hidden_in_bytes else ""
+        self._hidden_in_dtype = cast(StageModel, model).stream_dtype if largest.hidden_in_bytes else ""
         self.aux_hidden_states: AuxHiddenStates | None = None  # what makes features of other layers than the last
 
     def hidden(self, inputs: StepArrays[Array]) -> tuple[Array, Array]:
@@ -96,7 +96,7 @@ class StepComputation:
             cross_lens=inputs.cross_lens,
             cross_mask=inputs.cross_mask,
             token_types=inputs.token_types,
-            hidden_in=self._device.view(inputs.hidden_in, self._entering_dtype)
+            hidden_in=self._device.view(inputs.hidden_in, self._hidden_in_dtype)
             if self._largest.hidden_in_bytes
             else None,
             axis_positions=inputs.axis_positions if self._largest.axes else None,
