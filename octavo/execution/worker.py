@@ -69,123 +69,164 @@ class Worker:
     ) -> None:
         self._config, self._device, self._ops, self._worker_group = config, device, ops, worker_group
         model_config, limits = config.model, config.scheduler
-        checkpoint = model_config.checkpoint
         description, weights, ops = self._open(model_config, phases, worker_group.worker_rank)
+        self._description, self._own_layers = description, description.caches_of(description.stage)
         compiling = self._compile_ahead(description, weights, ops)
         adapted = self._with_adapters(ops)
-        model = build(
-            description,
-            weights,
-            ops if adapted is None else adapted.as_ops(),
-            model_config.max_model_len,
-            model_config.dtype,
-        )
-        weights.check_all_taken()
-        weights.close()
-        if worker_group.worker_rank.num_stages > 1:
-            _agree_on_stream(cast(StageModel, model), model_config.dtype, worker_group)
-        phases.end("weights packed")
-        if compiling is not None:
-            compiling.join()
-            phases.end("kernels compiled")
-        if config.device == "cuda":
-            worker_group.largest(0)  # the others find compiled what the first one has compiled
+        model = self._load(description, weights, ops if adapted is None else adapted.as_ops(), phases)
+        self._wait_for_kernels(compiling, phases)
         self.weight_bytes = model.num_weight_bytes()
         self.groups = group_layers(model.layer_caches)
-        self._description, self._own_layers = description, description.caches_of(description.stage)
-        self.grammars = GrammarCompiler(checkpoint, model.vocab_size)
+        self.grammars = GrammarCompiler(model_config.checkpoint, model.vocab_size)
         self.adapters: AdapterStore | None = None
-        runner_adapters = None
-        if adapted is not None:
-            from octavo.execution.adapter_store import AdapterStore
-
-            self.adapters = AdapterStore(
-                model.matrices, adapted, config, device, worker_group, adaptable_modules(description)
-            )
-            runner_adapters = RunnerAdapters(adapted, self.adapters)
-            phases.end("adapter memory")
-        of_tower = "cpu", "float32"  # which processors are better at
-        if config.device == "cuda":  # with its number: towers compute in threads, whose own device is the first
-            of_tower = f"cuda:{worker_group.worker_rank.on_host.rank}", model_config.dtype
+        runner_adapters = None if adapted is None else self._make_adapter_store(model, adapted, phases)
         self.media: TowerCache | None = None
         self._largest_media: Callable[[], list[MediaInput]]  # that it may be given
         self._received: ReceivedRows | None = None
         self._media_table: MediaTable | None = None
-        rows: MediaRows
-        if (media := config.media) is not None:
-            from octavo.multimodal.tower import ReceivedRows, Tower, TowerCache
-
-            if worker_group.is_leader:
-                from octavo.multimodal.processor import MediaProcessor
-
-                made_by = Tower(
-                    media.folder, media.kind, media.row_multiplier, *of_tower, hears_too=media.audio is not None
-                )
-                rows = self.media = TowerCache(made_by, media.cache_tokens)
-                if worker_group.worker_rank.num_stages > 1:
-                    # Computed when its result is wanted: what a request had that has ended by then may be forgotten.
-                    rows = self._received = ReceivedRows()
-                most_rows = description.num_cross_tokens or model_config.max_model_len
-                self._largest_media = lambda: MediaProcessor(media).largest(most_rows)
-            else:
-                rows = self._received = ReceivedRows()
-            if not description.num_cross_tokens:
-                self._media_table = MediaTable(rows, description, limits.max_num_seqs)
-            phases.end("tower")
-        if config.sound is not None and not worker_group.is_leader:
-            from octavo.multimodal.tower import ReceivedRows
-
-            self._received = ReceivedRows()
-        elif (sound := config.sound) is not None:
-            from octavo.multimodal.speech_encoder import SpeechEncoder
-            from octavo.multimodal.tower import TowerCache
-
-            encoder = SpeechEncoder(sound.folder, *of_tower)
-            self.media = TowerCache(encoder, sound.cache_tokens)
-            self._largest_media = lambda: [encoder.example()]
-            phases.end("encoder")
-        if (embeds := config.prompt_embeds) is not None:
-            from octavo.multimodal.tower import BroughtRows, ReceivedRows, TowerCache
-
-            if worker_group.is_leader:
-                rows = self.media = TowerCache(BroughtRows(embeds.multiplier), embeds.cache_tokens)
-                self._largest_media = lambda: []
-            if not worker_group.is_leader or worker_group.worker_rank.num_stages > 1:
-                rows = self._received = ReceivedRows()
-            self._media_table = MediaTable(rows, description, limits.max_num_seqs)
-        self._cross: CrossOutputs | None = None
-        if description.num_cross_tokens:
-            found: MediaRows | None = self._received or self.media
-            if found is None:  # without its tower (--language-model-only): there is nothing to be found
-                from octavo.multimodal.tower import ReceivedRows
-
-                found = ReceivedRows()
-            self._cross = CrossOutputs(
-                found, self.groups, config.cache.block_size, model_config.dtype, limits.max_num_seqs,
-                limits.max_num_batched_tokens,
-            )  # fmt: skip
-        table = SequenceTable(limits.max_num_seqs, model_config.max_model_len, config.cache.block_size, self.groups)
+        self._make_tower(phases)
+        self._make_encoder(phases)
+        self._take_prompt_embeds()
+        self._cross = self._make_cross_outputs()
         self.runner = Runner(
-            model, ops, device, table, limits.max_num_batched_tokens, self.grammars, runner_adapters,
+            model, ops, device,
+            SequenceTable(limits.max_num_seqs, model_config.max_model_len, config.cache.block_size, self.groups),
+            limits.max_num_batched_tokens, self.grammars, runner_adapters,
             model_config.pooling, worker_group, self._media_table, self._cross,
         )  # fmt: skip
         self._draft: Draft | None = None
-        if config.draft is not None and worker_group.is_leader:  # the others are told what it guesses
+        if config.draft is not None and worker_group.is_leader:  # the others are told its draft tokens
             self._draft = self._load_draft(config.draft, phases)
         self.submit: Callable[[StepPlan], SubmittedStep | DraftedStep] = self.runner.submit
         self._set_synthetic_acceptance(model.vocab_size)
         self._allocate(phases)
+        self._capture(phases)
+        self._log_loaded(phases)
+
+    def _load(self, description: ModelDescription, weights: Weights, ops: Ops, phases: Phases) -> Model:
+        """Build the model of its weights, every one of which it has to take."""
+        config, worker_group = self._config.model, self._worker_group
+        model = build(description, weights, ops, config.max_model_len, config.dtype)
+        weights.check_all_taken()
+        weights.close()
+        if worker_group.worker_rank.num_stages > 1:
+            _agree_on_stream(cast(StageModel, model), config.dtype, worker_group)
+        phases.end("weights packed")
+        return model
+
+    def _wait_for_kernels(self, compiling: Thread | None, phases: Phases) -> None:
+        """Return when the kernels are compiled; other workers find those of the first one."""
+        if compiling is not None:
+            compiling.join()
+            phases.end("kernels compiled")
+        if self._config.device == "cuda":
+            self._worker_group.largest(0)
+
+    def _make_adapter_store(self, model: Model, adapted: AdaptedOps, phases: Phases) -> RunnerAdapters:
+        from octavo.execution.adapter_store import AdapterStore
+
+        self.adapters = AdapterStore(
+            model.matrices, adapted, self._config, self._device, self._worker_group,
+            adaptable_modules(self._description),
+        )  # fmt: skip
+        phases.end("adapter memory")
+        return RunnerAdapters(adapted, self.adapters)
+
+    @property
+    def _tower_device(self) -> tuple[str, str]:
+        """Where towers compute, and in which type."""
+        if self._config.device != "cuda":
+            return "cpu", "float32"  # processors are best at float32
+        # With its number: towers compute in threads, whose own device is the first.
+        return f"cuda:{self._worker_group.worker_rank.on_host.rank}", self._config.model.dtype
+
+    def _make_tower(self, phases: Phases) -> None:
+        """The tower of a model that takes media, on the first worker; the others receive its rows."""
+        if (media := self._config.media) is None:
+            return
+        from octavo.multimodal.tower import ReceivedRows, Tower, TowerCache
+
+        description, worker_group = self._description, self._worker_group
+        rows: MediaRows
+        if worker_group.is_leader:
+            from octavo.multimodal.processor import MediaProcessor
+
+            tower = Tower(
+                media.folder, media.kind, media.row_multiplier, *self._tower_device, hears_too=media.audio is not None
+            )
+            rows = self.media = TowerCache(tower, media.cache_tokens)
+            if worker_group.worker_rank.num_stages > 1:
+                # Steps are computed after their results are wanted, when the rows of ended requests may be forgotten.
+                rows = self._received = ReceivedRows()
+            most_rows = description.num_cross_tokens or self._config.model.max_model_len
+            self._largest_media = lambda: MediaProcessor(media).largest(most_rows)
+        else:
+            rows = self._received = ReceivedRows()
+        if not description.num_cross_tokens:
+            self._media_table = MediaTable(rows, description, self._config.scheduler.max_num_seqs)
+        phases.end("tower")
+
+    def _make_encoder(self, phases: Phases) -> None:
+        """The encoder of a model that hears, on the first worker; the others receive its rows."""
+        if (sound := self._config.sound) is None:
+            return
+        from octavo.multimodal.tower import ReceivedRows, TowerCache
+
+        if not self._worker_group.is_leader:
+            self._received = ReceivedRows()
+            return
+        from octavo.multimodal.speech_encoder import SpeechEncoder
+
+        encoder = SpeechEncoder(sound.folder, *self._tower_device)
+        self.media = TowerCache(encoder, sound.cache_tokens)
+        self._largest_media = lambda: [encoder.example()]
+        phases.end("encoder")
+
+    def _take_prompt_embeds(self) -> None:
+        """Rows of prompts that are embeddings: media without a tower."""
+        if (embeds := self._config.prompt_embeds) is None:
+            return
+        from octavo.multimodal.tower import BroughtRows, ReceivedRows, TowerCache
+
+        rows: MediaRows
+        if self._worker_group.is_leader:
+            rows = self.media = TowerCache(BroughtRows(embeds.multiplier), embeds.cache_tokens)
+            self._largest_media = lambda: []
+        if not self._worker_group.is_leader or self._worker_group.worker_rank.num_stages > 1:
+            rows = self._received = ReceivedRows()
+        self._media_table = MediaTable(rows, self._description, self._config.scheduler.max_num_seqs)
+
+    def _make_cross_outputs(self) -> CrossOutputs | None:
+        """What cross attention reads of sequences, for a model that has it."""
+        if not self._description.num_cross_tokens:
+            return None
+        rows: MediaRows | None = self._received or self.media
+        if rows is None:  # --language-model-only: there is no tower, and there are no rows
+            from octavo.multimodal.tower import ReceivedRows
+
+            rows = ReceivedRows()
+        limits = self._config.scheduler
+        return CrossOutputs(
+            rows, self.groups, self._config.cache.block_size, self._config.model.dtype, limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+        )  # fmt: skip
+
+    def _capture(self, phases: Phases) -> None:
+        """Warm up and capture the steps of the model and of a draft model."""
         for runner in self._runners:
-            if not device.shares_memory:
+            if not self._device.shares_memory:
                 runner.warm_up()
                 phases.end("kernels launched")
             if self._captures(runner):
                 runner.capture()
         phases.end("program")
+
+    def _log_loaded(self, phases: Phases) -> None:
+        config, description = self._config.model, self._description
         logger.info(
             "%s on %s: %d layers, %s, %.2f GiB of weights, loaded in %.2f s",
-            checkpoint.name, device.name, len({description.checkpoint_layers[i] for i in description.stage}),
-            model_config.dtype,
+            config.checkpoint.name, self._device.name,
+            len({description.checkpoint_layers[i] for i in description.stage}), config.dtype,
             self.weight_bytes / _GIB, phases.seconds["weights opened"] + phases.seconds["weights packed"],
         )  # fmt: skip
 
