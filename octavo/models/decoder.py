@@ -177,6 +177,16 @@ class BlockLike(Protocol):
         parallel mixer or of a reused layer; `padded_embedding` [T, 2 * H] is for a reused layer."""
 
 
+def _caches_of_layer(description: ModelDescription) -> list[range]:
+    """The caches of each layer, by their place in `layer_caches`. A layer may read those of an earlier one."""
+    ends = list(accumulate(len(layer.keepers) for layer in description.layers))
+    found = [range(end - len(layer.keepers), end) for layer, end in zip(description.layers, ends, strict=True)]
+    for i, layer in enumerate(description.layers):
+        if isinstance(layer.attention, AttentionDescription) and layer.attention.reads_layer is not None:
+            found[i] = found[layer.attention.reads_layer]
+    return found
+
+
 # `Block`, or a class that an architecture brings instead: layer, hidden size, parameters, prefix of names
 BlockBuilder = Callable[[LayerDescription, int, Parameters, str], BlockLike]
 
@@ -196,29 +206,55 @@ class Decoder:
         block: BlockBuilder = Block,
     ) -> None:
         self.description, self._ops, self._dtype = description, ops, dtype
-        self.vocab_size, self.layer_caches = description.vocab_size, description.layer_caches
-        self.hidden_size = description.hidden_size
+        self.vocab_size, self.hidden_size = description.vocab_size, description.hidden_size
+        self.layer_caches = description.layer_caches
+        self._own_vocab = description.shard.cut(self.vocab_size)
         parameters = Parameters(weights, ops, max_positions, dtype)
-        vocab_size, hidden_size = description.vocab_size, description.hidden_size
-        shard = description.shard
-        self._own_vocab = shard.cut(vocab_size)
-        is_first, is_last = description.is_first_stage, description.is_last_stage
-        has_output_bias = description.output_bias and description.pooling is None
-        output_bias = f"{description.output_name}.bias" if has_output_bias else False
-        is_tied, embedding_size = description.tie_word_embeddings, description.embedding_size or hidden_size
-        has_output = description.pooling is None and is_last
+        self._build_embedding(parameters)
+        self._altup: AltUp | None = None
+        if description.altup is not None:
+            is_first, is_last = description.is_first_stage, description.is_last_stage
+            self._altup = AltUp(description.altup, self.hidden_size, parameters, is_first, is_last)
+            block = partial(AltUpBlock, description.altup)
+        self._build_embedding_carriers(parameters)
+        self._blocks = self._build_blocks(block, parameters)
+        self._pass_over_the_rest(weights)
+        self._token_inputs: TokenInputs | None = None
+        if description.token_inputs is not None:
+            self._token_inputs = TokenInputs(
+                description.token_inputs, description.stage, len(description.layers), self.hidden_size, parameters,
+                description.layer_prefix, description.shard,
+            )  # fmt: skip
+        self._stream_scales = self._read_stream_scales(weights)
+        self._group_of_cache = {
+            cache: group for group, layers in enumerate(group_layers(self.layer_caches)) for cache in layers.layers
+        }
+        self._caches_of_layer = _caches_of_layer(description)
+        self._build_output(parameters)
+        self.stream_dtype = self._choose_stream_dtype()
+        self._num_weight_bytes = parameters.num_matrix_bytes
+        self._matrices, self._expert_matrices = parameters.matrices, parameters.expert_matrices
+        # Called with each layer's index and its input [T, H], in order, for draft heads that read hidden states.
+        self.on_layer_input: Callable[[int, Array], None] | None = None
+
+    def _build_embedding(self, parameters: Parameters) -> None:
+        """What stands before the first layer: the table of tokens, and what some models add to it or make of it. The
+        last stage has the table if it is the output matrix too."""
+        description = self.description
+        is_first, is_last, shard = description.is_first_stage, description.is_last_stage, description.shard
+        embedding_size = description.embedding_size or self.hidden_size
+        is_output = self._is_tied and self._has_output and shard.is_whole
         self._embedding: Embedding | None = None
-        is_output = is_tied and has_output and shard.is_whole
         if is_first or is_output:
             self._embedding = Embedding(
-                description.embedding_name, vocab_size, embedding_size, parameters, shard,
-                output_bias if is_tied and is_last and shard.is_whole else False, is_output=is_output,
+                description.embedding_name, self.vocab_size, embedding_size, parameters, shard,
+                self._output_bias if self._is_tied and is_last and shard.is_whole else False, is_output=is_output,
             )  # fmt: skip
         self._projection: LinearWeight | None = None
         if description.embedding_size is not None and is_first:
             name, has_bias = description.embedding_projection_name, description.projects_last
-            self._projection = parameters.linear([name], [hidden_size], embedding_size, has_bias)
-        width = embedding_size if description.projects_last else hidden_size
+            self._projection = parameters.linear([name], [self.hidden_size], embedding_size, has_bias)
+        width = embedding_size if description.projects_last else self.hidden_size
         self._embedding_norm: Norm | None = None
         if description.embedding_norm is not None and is_first:
             self._embedding_norm = Norm(description.embedding_norm, parameters, description.embedding_norm_name, width)
@@ -228,89 +264,99 @@ class Decoder:
         self._token_types: Array | None = None
         if description.token_types and is_first:
             self._token_types = parameters.array(description.token_types_name, (description.token_types, width))
-        self._altup: AltUp | None = None
-        if description.altup is not None:
-            self._altup = AltUp(description.altup, hidden_size, parameters, is_first, is_last)
-            block = partial(AltUpBlock, description.altup)
-        # For reused layers: makes the embedding the second half of rows [hidden, embedding].
+
+    def _build_embedding_carriers(self, parameters: Parameters) -> None:
+        """Matrices that put the embedding beside hidden states, by products that recorded steps can do."""
+        description, size, dtype = self.description, self.hidden_size, parameters.dtype
+        # For reused layers: the embedding is the second half of rows [hidden, embedding].
         self._pad_embedding: LinearWeight | None = None
         if any(description.layers[i].reused is not None for i in description.stage):
-            identity = np.eye(2 * hidden_size, hidden_size, -hidden_size, parameters.dtype)
-            self._pad_embedding = parameters.packed(identity)
-        # For the next stage: puts the embedding behind the residual streams.
+            self._pad_embedding = parameters.packed(np.eye(2 * size, size, -size, dtype))
+        # For the next stage: the embedding is behind the residual streams.
         self._append_embedding: LinearWeight | None = None
-        if description.carries_embedding and not is_last:
+        if description.carries_embedding and not description.is_last_stage:
             width = description.stage_width
-            identity = np.eye(width, hidden_size, hidden_size - width, parameters.dtype)
-            self._append_embedding = parameters.packed(identity)
-        numbers, own = description.checkpoint_layers, description.stage
-        self._blocks: dict[int, BlockLike] = {}
-        for i in own:
+            self._append_embedding = parameters.packed(np.eye(width, size, size - width, dtype))
+
+    def _build_blocks(self, block: BlockBuilder, parameters: Parameters) -> dict[int, BlockLike]:
+        """The blocks of this stage, by layer."""
+        description, blocks = self.description, dict[int, BlockLike]()
+        for i in description.stage:
             with parameters.precise(i < description.num_precise_layers):
-                prefix = f"{description.layer_prefix}{numbers[i]}."
-                self._blocks[i] = block(description.layers[i], hidden_size, parameters, prefix)
-        others = [number for i, number in enumerate(numbers) if i not in own]
-        for number in (*others, *range(len(numbers), len(numbers) + description.num_unused_layers)):
-            weights.pass_over(f"{description.layer_prefix}{number}.")
-        for prefix in description.other_stages:
+                prefix = f"{description.layer_prefix}{description.checkpoint_layers[i]}."
+                blocks[i] = block(description.layers[i], self.hidden_size, parameters, prefix)
+        return blocks
+
+    def _pass_over_the_rest(self, weights: Weights) -> None:
+        """Name the tensors of the checkpoint that other stages have, or nobody."""
+        description = self.description
+        layers, own = description.checkpoint_layers, description.stage
+        others = [layer for i, layer in enumerate(layers) if i not in own]
+        for layer in (*others, *range(len(layers), len(layers) + description.num_unused_layers)):
+            weights.pass_over(f"{description.layer_prefix}{layer}.")
+        # Adapters of reused layers stand outside of the layers that reuse them.
+        reused = [layer.reused for i, layer in enumerate(description.layers) if i not in own]
+        adapters = [f"{one.name}." for one in reused if one is not None]
+        for prefix in (*description.other_stages, *adapters, *description.unused):
             weights.pass_over(prefix)
-        for i, layer in enumerate(description.layers):
-            if layer.reused is not None and i not in own:  # adapters of those that other stages have
-                weights.pass_over(f"{layer.reused.name}.")
-        for prefix in description.unused:
-            weights.pass_over(prefix)
-        self._token_inputs: TokenInputs | None = None
-        if description.token_inputs is not None:
-            self._token_inputs = TokenInputs(
-                description.token_inputs, own, len(numbers), hidden_size, parameters, description.layer_prefix, shard
-            )
-        # What the residual stream is multiplied with after each layer.
-        self._stream_scales = {
-            i: 1.0 if name is None else float(weights.take(f"{description.layer_prefix}{numbers[i]}.{name}", (1,))[0])
-            for i in own
-            for name in (description.layers[i].stream_scale,)
-        }
-        self._group_of_cache = {
-            cache: number for number, group in enumerate(group_layers(self.layer_caches)) for cache in group.layers
-        }
-        # The numbers of each layer's caches.
-        ends = list(accumulate(len(layer.keepers) for layer in description.layers))
-        self._caches_of_layer = [
-            range(end - len(layer.keepers), end) for layer, end in zip(description.layers, ends, strict=True)
-        ]
-        for i, layer in enumerate(description.layers):
-            if isinstance(layer.attention, AttentionDescription) and layer.attention.reads_layer is not None:
-                self._caches_of_layer[i] = self._caches_of_layer[layer.attention.reads_layer]
-        # Granite divides its logits: the norm before the output matrix may as well.
+
+    def _read_stream_scales(self, weights: Weights) -> dict[int, float]:
+        """What the residual stream is multiplied with after each layer."""
+        description, scales = self.description, dict[int, float]()
+        for i in description.stage:
+            name, prefix = description.layers[i].stream_scale, description.layer_prefix
+            tensor = f"{prefix}{description.checkpoint_layers[i]}.{name}"
+            scales[i] = 1.0 if name is None else float(weights.take(tensor, (1,))[0])
+        return scales
+
+    def _build_output(self, parameters: Parameters) -> None:
+        """What stands behind the last layer: the final norm, and the output matrix or a pooler."""
+        description = self.description
+        is_last, has_output = description.is_last_stage, self._has_output
         self._norm: Norm | None = None
         if description.norm is not None and is_last:
-            divisor = description.logits_divisor
-            self._norm = Norm(description.norm, parameters, description.norm_name, hidden_size, divisor=divisor)
+            divisor = description.logits_divisor  # Granite divides its logits: the norm before them may as well
+            self._norm = Norm(description.norm, parameters, description.norm_name, self.hidden_size, divisor=divisor)
         self._pooler: Pooler | None = None
         if description.pooling is not None and is_last:
-            self._pooler = Pooler(description.pooling, hidden_size, vocab_size, parameters)
+            self._pooler = Pooler(description.pooling, self.hidden_size, self.vocab_size, parameters)
         self._projection_head: ProjectionHead | None = None
         if description.projection_head is not None and has_output:
-            self._projection_head = ProjectionHead(description.projection_head, hidden_size, parameters)
+            self._projection_head = ProjectionHead(description.projection_head, self.hidden_size, parameters)
         self._output = self._embedding.weight if is_last and self._embedding is not None else None
         if description.num_input_only_tokens and has_output:
             self._output = self._padded_output(parameters)
-        elif has_output and not (is_tied and shard.is_whole):  # an embedding is cut by columns, this by rows
-            name = description.embedding_name if is_tied else description.output_name
-            size = hidden_size if description.projection_head is None else description.projection_head.size
-            self._output = parameters.linear([name], [vocab_size], size, output_bias, own=self._own_vocab)
-        # Sums of many layers in bfloat16 lose what quantized products can use (docs/performance.md).
-        self.stream_dtype = dtype
+        elif has_output and not (self._is_tied and description.shard.is_whole):
+            # A tied matrix is read again: the embedding is cut by columns, this one by rows.
+            name = description.embedding_name if self._is_tied else description.output_name
+            size = self.hidden_size if description.projection_head is None else description.projection_head.size
+            self._output = parameters.linear([name], [self.vocab_size], size, self._output_bias, own=self._own_vocab)
+
+    def _choose_stream_dtype(self) -> str:
+        """The residual stream is float32 where all that read it quantize it: sums of many layers in bfloat16 lose what
+        quantized products can use (docs/performance.md)."""
         # Poolers take both types of what the last norm returns.
         ends_float32 = self._norm is not None if self._pooler is not None else _quantizes(self._norm, self._output)
         has_other_readers = self._projection_head is not None or self._token_inputs is not None
-        blocks_read_float32 = all(b.reads_float32 for b in self._blocks.values())
-        if not has_other_readers and (ends_float32 or not is_last) and blocks_read_float32:
-            self.stream_dtype = "float32"
-        self._num_weight_bytes = parameters.num_matrix_bytes
-        self._matrices, self._expert_matrices = parameters.matrices, parameters.expert_matrices
-        # Told of each layer's number and what enters it [T, H], in order: heads that guess tokens look on.
-        self.on_layer_input: Callable[[int, Array], None] | None = None
+        blocks_read_float32 = all(block.reads_float32 for block in self._blocks.values())
+        if not has_other_readers and (ends_float32 or not self.description.is_last_stage) and blocks_read_float32:
+            return "float32"
+        return self._dtype
+
+    @property
+    def _is_tied(self) -> bool:
+        return self.description.tie_word_embeddings
+
+    @property
+    def _has_output(self) -> bool:
+        """Whether this stage makes logits."""
+        return self.description.pooling is None and self.description.is_last_stage
+
+    @property
+    def _output_bias(self) -> str | bool:
+        """The name of the output matrix's bias, if it has one."""
+        has_bias = self.description.output_bias and self.description.pooling is None
+        return f"{self.description.output_name}.bias" if has_bias else False
 
     def _padded_output(self, parameters: Parameters) -> LinearWeight:
         """An output matrix that has rows of all tokens, or of those that are ours, whose logits of those that are never
