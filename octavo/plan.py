@@ -1,4 +1,5 @@
-"""A step as the scheduler decides it and as the executor reports it. Plain data, so that both can cross processes."""
+"""`StepPlan`, what the scheduler decides for a step, and `StepResult`, what the executor reports of it. Both are plain
+data that can cross processes."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from octavo.request import MediaItem, TokenLogprobs
 from octavo.sampling_params import SamplingParams
 from octavo.step_cost import StepWork
 
-DRAFT_PLACEHOLDER = -1  # in the place of a guess: a model guesses it, when the step runs
+DRAFT_PLACEHOLDER = -1  # instead of a draft token: the worker's draft model makes it when the step runs
 
 
 @dataclass(slots=True)
 class BlockMoves:
-    """Whole-block copies (source, destination) of one step within one pool, in the order in which they must happen:
-    blocks leave for the host before anything overwrites them, copies-on-write read before swapped blocks come back."""
+    """Copies of whole blocks (source, destination) of one pool in a step, in their order: blocks are swapped out before
+    anything overwrites them, and copied on write before swapped blocks come back."""
 
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # device -> host
     copy: list[tuple[int, int]] = field(default_factory=list)  # device -> device
@@ -28,16 +29,16 @@ class BlockMoves:
 
 
 class AdapterMemory(NamedTuple):
-    """What adapters have of a worker; nothing where none are served."""
+    """The memory that a worker has for adapters."""
 
-    num_pages: int  # of the device; 0 too where it uses those of the host
+    num_pages: int  # on the device; 0 if the device uses the host's
     num_slots: int
-    num_host_pages: int  # of the host, in the same measure
+    num_host_pages: int  # on the host, of the same size
     page_bytes: int
 
 
 class AdapterLoad(NamedTuple):
-    """An adapter that is on the host is copied into pages of the device, and found there by its slot."""
+    """Copy an adapter from the host to pages of the device, where kernels find it by its slot."""
 
     identity: str
     slot: int
@@ -46,25 +47,25 @@ class AdapterLoad(NamedTuple):
 
 @dataclass(slots=True)
 class Admission:
-    """A sequence takes a row of the runner's tables: everything that the runner keeps of it."""
+    """A sequence takes a row of the runner's tables. This is everything that the runner keeps of it."""
 
     row: int
     token_ids: list[int]  # prompt and output so far
     num_prompt_tokens: int
     block_tables: list[list[int]]  # by cache group
     params: SamplingParams
-    stop_token_ids: list[int]  # masked until params.min_tokens are out; end-of-sequence included
+    stop_token_ids: list[int]  # with end-of-sequence; masked until params.min_tokens are generated
     seed: int
     index: int  # which completion of its request
-    adapter_slot: int = -1  # of its adapter; -1: it has none
+    adapter_slot: int = -1  # -1: no adapter
     pooling: PoolingParams | None = None
-    second_start: int | None = None  # of `Prompt`
-    media: tuple[MediaItem, ...] = ()  # likewise
-    is_embedded: bool = False  # likewise
+    second_start: int | None = None  # this and the next two: see `Prompt`
+    media: tuple[MediaItem, ...] = ()
+    is_embedded: bool = False
 
 
 class NewBlock(NamedTuple):
-    """An entry of a block table that has changed."""
+    """A changed entry of a block table."""
 
     row: int
     group: int
@@ -77,17 +78,16 @@ class PlannedRow(NamedTuple):
 
     row: int  # of the runner's tables
     num_computed: int  # tokens already in the cache
-    num_tokens: int  # tokens to compute now, those after num_computed, guesses included
-    # After so many of the last of them a token is sampled, or their vectors are wanted: 0 in mid-prompt, else
-    # 1 + len(guesses).
+    num_tokens: int  # tokens to compute in this step, after num_computed; draft tokens included
+    # Sample after this many of the last tokens (a model that pools: return their vectors). 0 within a prompt, otherwise
+    # 1 + len(draft_tokens).
     num_sampled_positions: int
-    num_forks: int = 1  # samples drawn after the last of them: several where siblings start
-    # The last tokens to compute, which may turn out wrong; `DRAFT_PLACEHOLDER` for those that the runner is to guess.
-    draft_tokens: tuple[int, ...] = ()
+    num_forks: int = 1  # samples after the last token: more than one where siblings start
+    draft_tokens: tuple[int, ...] = ()  # the last tokens to compute, or `DRAFT_PLACEHOLDER` for each
 
     @property
     def is_decode(self) -> bool:
-        """Whether it computes one token, and guesses of what follows."""
+        """Whether the row computes one token, apart from draft tokens."""
         return self.num_tokens - len(self.draft_tokens) == 1
 
     @property
@@ -97,19 +97,17 @@ class PlannedRow(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step. `rows` has an entry for each scheduled sequence."""
+    """One step. `rows` has an entry for each scheduled sequence; the lists before it are applied first."""
 
     moves: list[BlockMoves] = field(default_factory=list)  # by pool
-    adapters: list[AdapterLoad] = field(default_factory=list)  # before anything of the step is computed
+    adapters: list[AdapterLoad] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     new_blocks: list[NewBlock] = field(default_factory=list)
-    new_tokens: list[tuple[int, int, int]] = field(default_factory=list)  # (row, position, token) that the core chose
+    new_tokens: list[tuple[int, int, int]] = field(default_factory=list)  # (row, position, token): chosen by the core
     rows: list[PlannedRow] = field(default_factory=list)
-    work: StepWork = field(default_factory=StepWork)  # of these rows
-    drafts_prompts: bool = True  # whether a draft model computes the parts of prompts too, and not later
-
-    # The next step may be planned before the tokens of this one are known: each sampled row goes on with its own.
-    runs_ahead: bool = False
+    work: StepWork = field(default_factory=StepWork)  # what the rows compute, for predictions of its time
+    drafts_prompts: bool = True  # a draft model computes prompts in the same step, not later
+    runs_ahead: bool = False  # the next step may be planned before this one's tokens are known
 
 
 @dataclass(slots=True)
@@ -118,20 +116,18 @@ class StepResult:
     row with draft tokens the first `count_valid_tokens` are valid; the others follow a rejected draft token."""
 
     tokens: list[int]
-    # Parallel to `tokens`; None when nobody asks for them. Beams have the best tokens here, whatever else they ask for.
+    # Parallel to `tokens`; None if no request asks for them. For beams: the most likely next tokens.
     logprobs: list[TokenLogprobs | None] | None = None
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row: its prompt positions so far
-    errors: dict[int, str] = field(default_factory=dict)  # by row: a logits processor of that request failed
-    # By row: queries of the cross attention of its prompt positions so far, one entry a token, and behind the last
-    # token's one of keys; see `CrossOutputs.alignment`.
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row: of prompt tokens
+    errors: dict[int, str] = field(default_factory=dict)  # by row: its request's logits processor failed
+    # By row: cross-attention queries of this step's prompt tokens, one entry a token; the last token of the prompt has
+    # one more entry, the keys. See `CrossOutputs.alignment`.
     alignment: dict[int, list[bytes]] = field(default_factory=dict)
-    vectors: NDArray[np.float32] | None = None  # [samples, size]: of a model that pools, in the place of `tokens`
-    draft_tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by row: what the runner has guessed for it
-    num_drafted: dict[int, int] = field(
-        default_factory=dict
-    )  # how many of these: others stand where nothing could be guessed
-    draft_s: float = 0.0  # that guessing took
-    caught_up: bool = False  # in this time the drafter has also computed what it lacked
+    vectors: NDArray[np.float32] | None = None  # [samples, size]: instead of `tokens`, from a model that pools
+    draft_tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by row: made by the worker
+    num_drafted: dict[int, int] = field(default_factory=dict)  # by row: how many of them are real, the rest padding
+    draft_s: float = 0.0  # time that drafting took
+    caught_up: bool = False  # `draft_s` includes older tokens that the drafter had not computed
 
     def drafts_of(self, row: int) -> tuple[int, ...] | None:
         """Return the tokens that the worker has drafted for a row, or None if the plan asked for none."""

@@ -1,7 +1,7 @@
-"""The engine core's view of work: a `Sequence` is one line of tokens to compute, and what the scheduler schedules.
+"""`Sequence`: one line of tokens to compute, the unit that the scheduler schedules.
 
-A request starts as one sequence. With `n` or `best_of` above one it forks when its prompt has been computed; the forks
-share the blocks of the prompt and are then scheduled, preempted and aborted each on its own.
+A request starts as one sequence. With `n` or `best_of` above one it forks once its prompt is computed. Forks share the
+blocks of the prompt; each is scheduled, preempted and aborted on its own.
 """
 
 from __future__ import annotations
@@ -14,48 +14,49 @@ from octavo.sampling_params import SamplingParams
 
 
 class Chooser(Protocol):
-    """Chooses the next tokens of all sequences of a request, where else each sampled token would be taken."""
+    """Chooses the next tokens of a request's sequences, in the place of the sampler: `BeamSearch`."""
 
     def propose(self, seq: Sequence, found: TokenLogprobs) -> list[SequenceOutput]:
-        """`seq` has been computed up to its end and is held until its next token is chosen, now or in a later call.
-        `found` is any token and then the most likely ones, best first. Returns what the request is told."""
+        """Take the most likely next tokens of `seq`, which is held until its next token is chosen, in this call or a
+        later one. `found` starts with any token; the most likely ones follow, best first. Returns the new outputs."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens, and how many of them have been computed. `num_computed_tokens` ≤ `num_tokens` always."""
+    """Tokens, and how many of them are computed: `num_computed_tokens` ≤ `num_tokens`. Its states: see
+    `octavo.scheduling.scheduler`."""
 
     request: EngineRequest
     key: tuple[float, int]  # scheduling order: smaller goes first and is preempted last
     seed: int
     index: int = 0  # which completion of its request
     token_ids: list[int] = field(default_factory=list)  # prompt, then output
-    stop_reasons: dict[int, int | None] = field(default_factory=dict)  # tokens that end it -> what is then reported
-    num_computed_tokens: int = 0  # tokens whose keys and values are in the cache, or will be when steps under way end
-    num_awaited_tokens: int = 0  # output that steps under way will bring; the device knows it before the scheduler does
+    stop_reasons: dict[int, int | None] = field(default_factory=dict)  # tokens that end it -> `stop_reason`
+    num_computed_tokens: int = 0  # tokens in the cache, those of steps in flight included
+    num_awaited_tokens: int = 0  # tokens that steps in flight will sample
     block_tables: list[list[int]] = field(default_factory=list)  # by cache group; empty if it has no blocks
-    num_ready_slots: int = 0  # so many of its tokens can be computed before a block table must change
-    block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids, as far as computed
-    num_registered_blocks: int = 0  # leading blocks that were offered to the prefix index
-    host_blocks: list[list[int]] = field(default_factory=list)  # by cache group: where a swapped sequence waits
-    row: int | None = None  # its row of the runner's tables while it runs
+    num_ready_slots: int = 0  # tokens that fit in its blocks before a block table must change
+    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
+    num_registered_blocks: int = 0  # leading blocks that are in the prefix index
+    host_blocks: list[list[int]] = field(default_factory=list)  # by cache group: its blocks while it is swapped out
+    row: int | None = None  # of the runner's tables, while it runs
     is_admitted_to_runner: bool = False  # the runner's row holds its tokens and blocks
-    admission_step: int = 0  # number of the step that admitted it last: what older steps computed is not in its blocks
-    adapter_slot: int = -1  # of the device's table while it runs, if it has an adapter
+    admission_step: int = 0  # number of its last admission's step; results of older steps are not in its blocks
+    adapter_slot: int = -1  # of its adapter on the device, while it runs
     num_bypassed: int = 0  # sequences that started while it waited for room for its adapter
-    num_pending_forks: int = 0  # sequences that will be forked off when the prompt is computed
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix index when it was first admitted
+    num_pending_forks: int = 0  # siblings to fork off when the prompt is computed
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at its first admission
     num_preemptions: int = 0
     first_scheduled_time: float = 0.0
-    has_ended: bool = False  # finished, failed or aborted; steps under way may still compute it
+    has_ended: bool = False  # finished, failed or aborted; steps in flight may still compute it
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    alignment: list[bytes] = field(default_factory=list)  # of `StepResult`
-    chooser: Chooser | None = None  # who chooses its tokens, if it is not the sampler
-    is_held: bool = False  # offered to its chooser; it may lose its blocks and its row, and is not scheduled
-    speculated: Any = None  # what `octavo.speculative` knows of it
-    num_accepted_prediction_tokens: int = 0  # guesses from the request's prediction that stood
-    num_rejected_prediction_tokens: int = 0  # and those that were computed for nothing
+    alignment: list[bytes] = field(default_factory=list)  # see `StepResult`
+    chooser: Chooser | None = None  # None: the sampler chooses its tokens
+    is_held: bool = False  # waits for its chooser: not scheduled, and may lose its blocks and its row
+    speculated: Any = None  # state of `octavo.speculative`
+    num_accepted_prediction_tokens: int = 0  # draft tokens from the request's `prediction` that were accepted
+    num_rejected_prediction_tokens: int = 0  # and that were rejected
 
     @property
     def params(self) -> SamplingParams:
@@ -63,12 +64,12 @@ class Sequence:
 
     @property
     def adapter(self) -> str | None:
-        """The identity of the adapter that it is computed with."""
+        """The identity of its adapter."""
         return self.request.prompt.adapter
 
     @property
     def num_tokens(self) -> int:
-        """Awaited ones included."""
+        """Tokens known or awaited."""
         return len(self.token_ids) + self.num_awaited_tokens
 
     @property
@@ -77,7 +78,7 @@ class Sequence:
 
     @property
     def num_cross_tokens(self) -> int:
-        """Rows of another network's output that any of its tokens attends to at most."""
+        """The most rows of encoder output that any of its tokens attends to."""
         return max((sum(item.num_rows for item in run) for run in seen_together(self.request.prompt.media)), default=0)
 
     @property
@@ -86,25 +87,25 @@ class Sequence:
 
     @property
     def num_lacking_tokens(self) -> int:
-        """Tokens still to compute. One is a decode, many a prefill; the scheduler makes no other difference."""
+        """Tokens still to compute: one in a decode, many in a prefill. The scheduler knows no other difference."""
         return len(self.token_ids) + self.num_awaited_tokens - self.num_computed_tokens
 
     @property
     def num_remaining_tokens(self) -> int:
-        """Output that may still be sampled once what is awaited has come."""
+        """Tokens that may still be sampled after the awaited ones."""
         return self.request.max_tokens - (self.num_tokens - len(self.request.prompt.token_ids))
 
     @property
     def needs_its_tokens(self) -> bool:
-        """Its next step cannot be prepared before the tokens of the last one are known: its sampling depends on them,
-        or they decide which sequences there are."""
+        """Whether its next step needs the last step's tokens on the host: its sampling depends on them, or they decide
+        which sequences there are."""
         if self.chooser is not None or self.num_pending_forks:
             return True
         return self.params.follows_output or self.params.grammar is not None
 
     @property
     def num_last_positions(self) -> int:
-        """After how many of its last tokens something is wanted, once all are computed."""
+        """How many of its last tokens have a result once all are computed: all of them if vectors are per token."""
         pooling = self.request.pooling
         return len(self.token_ids) if pooling is not None and pooling.is_by_token else 1
 

@@ -119,7 +119,7 @@ class CrossOutputs:
 
     def admit(self, admission: Admission) -> None:
         row = admission.row
-        self._lens[row], self._starts[row] = 1, _NEVER  # of something: who sees nothing attends in vain
+        self._lens[row], self._starts[row] = (1, _NEVER)  # without an image: the output is zeroed
         self._ahead.pop(row, None)
         if admission.media:
             media = []

@@ -1,7 +1,7 @@
 """The blocks of a group whose layers keep keys and values, of all tokens or of a window of them.
 
-Entry i of a block table has the tokens i * block_size .. (i + 1) * block_size. In a window group, entries that no token
-still to be computed can see are `NULL_BLOCK`.
+Entry i of a block table holds the tokens i * block_size .. (i + 1) * block_size. In a window group, entries that are
+out of the window of every token still to compute are `NULL_BLOCK`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ NO_BLOCK = -1  # no block has this number
 
 
 class AttentionBlocks:
-    """What a group's layers being attention means for its block tables. `key_suffix` tells the keys of groups that
-    share a pool apart."""
+    """Block tables of a group of attention layers. `key_suffix` tells the prefix keys of groups in one pool apart."""
 
     def __init__(self, group: int, pool: BlockPool, block_size: int, window: int, key_suffix: bytes) -> None:
         self.group = group
@@ -25,19 +24,19 @@ class AttentionBlocks:
         self.null = NULL_BLOCK if window else NO_BLOCK
 
     def first_visible(self, position: int) -> int:
-        """The first entry that a token at `position` or behind it sees."""
+        """Return the first entry that tokens at `position` and later see."""
         return max(position - self.window + 1, 0) // self.block_size if self.window else 0
 
     def num_most_blocks(self, num_tokens: int, num_step_tokens: int) -> int:
-        """Blocks that a sequence of `num_tokens` holds at most, computed in steps of up to `num_step_tokens`."""
+        """Return the most blocks that a sequence of `num_tokens` holds if steps compute up to `num_step_tokens`."""
         num_all = -(-num_tokens // self.block_size)
         if not self.window:
             return num_all
         num_seen = self.window - 1 + num_step_tokens  # by all tokens of a step
-        return min(num_all, (num_seen - 2) // self.block_size + 2)  # wherever the borders of blocks fall
+        return min(num_all, (num_seen - 2) // self.block_size + 2)  # for any position within a block
 
     def num_prefix_blocks(self, keys: list[bytes], limit: int) -> int:
-        """The longest prefix, in blocks up to `limit`, of which everything is indexed that later tokens see."""
+        """Return the longest prefix, in blocks up to `limit`, of which the index has all that later tokens see."""
         lookup, suffix = self.pool.lookup, self.key_suffix
         if not self.window:
             for i in range(limit):
@@ -62,8 +61,8 @@ class AttentionBlocks:
         return table
 
     def num_free_needed(self, table: list[int], num_tokens: int, num_step_tokens: int) -> int:
-        """Free blocks that it takes to compute `num_tokens` behind a prefix that is yet to be shared, or to be brought
-        from the host; those of the prefix that are free themselves included."""
+        """Return the free blocks needed to compute `num_tokens` after a prefix that will be shared, or swapped in. Free
+        blocks of the prefix itself count."""
         num_missing = -(-num_tokens // self.block_size) - table.count(self.null)
         needed = min(num_missing, self.num_most_blocks(num_tokens, num_step_tokens))
         return needed - sum([block != self.null and self.pool.ref_counts[block] > 0 for block in table])
@@ -79,7 +78,7 @@ class AttentionBlocks:
         return max(num_new, 0) + num_copied - num_left
 
     def free_out_of_window(self, table: list[int], num_computed: int, changed: list[tuple[int, int, int]]) -> None:
-        """Give back the blocks that no token from `num_computed` on sees."""
+        """Release the blocks that tokens from `num_computed` on do not see."""
         for i in self._out_of_window(table, num_computed):
             self.pool.release(table[i])
             table[i] = self.null
@@ -93,7 +92,7 @@ class AttentionBlocks:
         copies: list[tuple[int, int]],
         changed: list[tuple[int, int, int]],
     ) -> None:
-        """Make room for tokens num_computed .. num_tokens; shared blocks among those to be written are copied."""
+        """Allocate blocks for tokens num_computed .. num_tokens, and copy shared blocks that will be written."""
         pool = self.pool
         for i in range(num_computed // self.block_size, len(table)):
             if pool.ref_counts[table[i]] > 1:
@@ -107,7 +106,7 @@ class AttentionBlocks:
             changed.append((self.group, i, table[i]))
 
     def register(self, table: list[int], keys: list[bytes], first: int, end: int) -> None:
-        """Index the entries first .. end, which are full of computed tokens."""
+        """Add the full, computed entries first .. end to the prefix index."""
         for i in range(first, end):
             if table[i] != self.null:
                 self.pool.register(table[i], keys[i] + self.key_suffix)
@@ -116,10 +115,10 @@ class AttentionBlocks:
         num_filled = -(-num_computed // self.block_size)
         assert len(table) >= num_filled, "computed tokens have no blocks"
         first = self.first_visible(num_computed)
-        assert self.null not in table[first:], "a block was given back that is still seen"
+        assert self.null not in table[first:], "a block within the window was released"
 
     def _out_of_window(self, table: list[int], num_computed: int) -> range:
-        """Entries that no token from `num_computed` on sees, and that still have a block."""
+        """Return the entries that still have a block and that tokens from `num_computed` on do not see."""
         end = first = min(self.first_visible(num_computed), len(table))
         while first and table[first - 1] != self.null:
             first -= 1

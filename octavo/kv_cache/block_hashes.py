@@ -1,4 +1,4 @@
-"""The keys of the prefix index: a chain of hashes over full blocks and everything that their contents depend on."""
+"""The keys of the prefix index: chained hashes of full blocks, over everything that a block's contents depend on."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def extend_block_hashes(seq: Sequence, block_size: int) -> None:
 
 
 def extend_hashes(hashes: list[bytes], prompt: Prompt, token_ids: list[int], block_size: int) -> None:
-    """Append to `hashes` those of the full blocks of `token_ids` that it lacks. `token_ids` begin with the prompt's.
+    """Append the missing hashes of the full blocks of `token_ids`, which begin with the prompt's tokens.
 
-    Each is over its parent's hash, its tokens, and the media that some of them stand for. The first one's parent is a
-    hash of the cache salt and the adapter. BLAKE2b with 16 bytes: prompts come from strangers, so a collision must not
-    be something one can construct.
+    A hash covers its parent's hash, the block's tokens, and media placed in it. The first block's parent is a hash of
+    cache salt and adapter. The hash is BLAKE2b with 16 bytes: prompts come from strangers, who must not be able to
+    construct a collision.
     """
     while (len(hashes) + 1) * block_size <= len(token_ids):
         start = len(hashes) * block_size
@@ -31,7 +31,7 @@ def extend_hashes(hashes: list[bytes], prompt: Prompt, token_ids: list[int], blo
 
 
 def _media_key(prompt: Prompt, start: int, end: int) -> bytes:
-    """What identifies the media under tokens start .. end: their contents, and which part of each it is."""
+    """Return what identifies the media in tokens start .. end: their contents, and which rows of them."""
     overlapping = [
         (item.position - start, item.num_tokens, item.first_row, item.content_hash)
         for item in prompt.media

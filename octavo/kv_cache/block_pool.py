@@ -11,7 +11,7 @@ from enum import IntEnum
 
 
 class BlockState(IntEnum):
-    """What a block is used for, as an onlooker sees it."""
+    """What a block is used for, for `/ui` and debugging."""
 
     FREE = 0
     CACHED = 1  # free, but its contents are indexed
@@ -43,7 +43,8 @@ class BlockPool:
         return self.num_usable - self.num_free
 
     def allocate(self) -> int:
-        """Take the first free block, with one reference; what it held leaves the index. The pool must not be empty."""
+        """Take the first free block, with one reference; its old contents leave the index. The pool must not be
+        empty."""
         block = self._next[self._sentinel]
         assert block != self._sentinel, "allocate from an empty pool"
         self._unlink(block)
@@ -69,8 +70,8 @@ class BlockPool:
         return self._index.get(key)
 
     def register(self, block: int, key: bytes) -> None:
-        """Index a full, referenced block by its content. The first block with a content stays the indexed one while it
-        is referenced; one that is free would be evicted sooner."""
+        """Index a full, referenced block by its content. If another block has the same content, it stays indexed while
+        it is referenced; a free one is replaced, as it would be evicted sooner."""
         other = self._index.get(key)
         if self.hashes[block] is not None or (other is not None and self.ref_counts[other]):
             return
@@ -82,19 +83,19 @@ class BlockPool:
         self.hashes[block] = key
 
     def forget(self, block: int) -> None:
-        """Take a block out of the index: its contents are about to change."""
+        """Remove a block from the index, as its contents are about to change."""
         key = self.hashes[block]
         if key is not None:
             del self._index[key]
             self.hashes[block] = None
 
     def forget_all(self) -> None:
-        """Empty the index. Blocks in use stay so, and none is found again."""
+        """Empty the index. Blocks in use stay in use."""
         for block in list(self._index.values()):
             self.forget(block)
 
     def states(self) -> bytes:
-        """The `BlockState` of every block (for onlookers; O(num_blocks), 0.5 ms for 20,000)."""
+        """Return the `BlockState` of every block. O(num_blocks): 0.5 ms for 20,000."""
         free, cached, used, shared = map(int, BlockState)
         states = bytearray([(used if count == 1 else shared) if count else free for count in self.ref_counts])
         for block in self._index.values():
@@ -103,7 +104,7 @@ class BlockPool:
         return bytes(states)
 
     def free_blocks(self) -> list[int]:
-        """The free blocks in the order in which they will be handed out (for checks)."""
+        """Return the free blocks in the order of allocation, for checks."""
         found, block = [], self._next[self._sentinel]
         while block != self._sentinel:
             found.append(block)

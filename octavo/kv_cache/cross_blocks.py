@@ -1,9 +1,8 @@
-"""The blocks of a group whose layers attend to another network's output (cross attention).
+"""The blocks of a group of cross-attention layers: keys and values of an encoder's output.
 
-A sequence has keys and values there of as much of that output as any of its tokens sees, written in the steps in which
-the first of these is computed; they are only read from then on, until tokens see another part of it in their place. So
-a sequence takes all of its blocks at once, its forks share them, and they are never copied; one without such an output
-has none. They are not indexed: a prefix of tokens says nothing of what the other network has seen.
+They are written when the first token that sees the output is computed, and only read afterwards, until later tokens see
+another image or sound. So a sequence takes all of its blocks at once, its forks share them, and they are never copied.
+A sequence without media has none. They are not in the prefix index: tokens do not identify the encoder's input.
 """
 
 from __future__ import annotations
@@ -12,12 +11,13 @@ from octavo.kv_cache.block_pool import BlockPool
 
 
 class CrossBlocks:
-    """What a group's layers being cross attention means for its block tables."""
+    """Block tables of a group of cross-attention layers."""
 
     null = -1  # no block has this number: every entry of a table is a block
 
     def __init__(self, group: int, pool: BlockPool, block_size: int, num_tokens: int) -> None:
-        """Of sequences that attend to `num_tokens` of that output at most. `num_rows` below are those of one."""
+        """`num_tokens` is the most rows of encoder output that a sequence attends to; `num_rows`, in the methods, is
+        the number of one sequence."""
         self.group = group
         self.pool = pool
         self._block_size, self._num_tokens = block_size, num_tokens
@@ -38,7 +38,7 @@ class CrossBlocks:
         return self._num_blocks(num_rows) - len(table)
 
     def free_out_of_window(self, table: list[int], num_computed: int, changed: list[tuple[int, int, int]]) -> None:
-        """Nothing is ever out of sight."""
+        """There is no window."""
 
     def allocate(
         self,
@@ -48,17 +48,17 @@ class CrossBlocks:
         copies: list[tuple[int, int]],
         changed: list[tuple[int, int, int]],
     ) -> None:
-        """All of them, with the first tokens."""
+        """Allocate all blocks of the sequence with its first tokens."""
         for i in range(len(table), self._num_blocks(num_rows)):
             table.append(self.pool.allocate())
             changed.append((self.group, i, table[i]))
 
     def register(self, table: list[int], keys: list[bytes], first: int, end: int) -> None:
-        """Nothing is found again."""
+        """There is no prefix index."""
 
     def check(self, table: list[int], num_computed: int, num_rows: int) -> None:
         is_whole = len(table) == self._num_blocks(num_rows)
-        assert is_whole or not (table or num_computed), "a part of another network's output"
+        assert is_whole or not (table or num_computed), "only a part of the encoder's output has blocks"
 
     def _num_blocks(self, num_rows: int) -> int:
         return -(-num_rows // self._block_size)

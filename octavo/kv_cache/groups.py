@@ -1,7 +1,7 @@
-"""Which layers keep what: the description of a model's cache, from which pools and block tables follow.
+"""What each layer caches, and the groups of layers with equal caches. Pools and block tables follow from it.
 
-A model says for each layer what it keeps (`LayerCacheSpec`). Layers that keep the same form a group, which has one
-block table a sequence; groups whose blocks have the same form take them from one pool and alias its memory.
+A model has a `LayerCacheSpec` for each layer. Layers with equal specs form a group, with one block table a sequence.
+Groups whose blocks have the same form share a pool and its memory.
 """
 
 from __future__ import annotations
@@ -9,32 +9,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-NULL_BLOCK = 0  # what a block table has where a window group has given its block back; nobody owns or writes it
+NULL_BLOCK = 0  # in block tables of window groups, instead of a released block; never allocated or written
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCacheSpec:
-    """What one layer keeps of each sequence. Sizes are in elements, of one token and one head."""
+    """What one layer caches of a sequence. Sizes are in elements, of one token and one head."""
 
-    # "full": all keys and values; "window": those of the last tokens; "cross": those of another network's output, of
-    # which there is room for equally many in each sequence; "state": a fixed number of bytes
+    # "full": keys and values of all tokens; "window": of the last tokens; "cross": of an encoder's output; "state": a
+    # fixed number of bytes
     kind: str
     num_kv_heads: int = 0
     key_size: int = 0
     value_size: int = 0
     window: int = 0  # a token sees itself and the window - 1 before it
     num_bytes: int = 0  # of a state
-    num_tokens: int = 0  # of another network's output
+    num_tokens: int = 0  # of an encoder's output, the most
 
     def __post_init__(self) -> None:
         assert self.kind in ("full", "window", "cross", "state"), self.kind
         assert (self.window > 0) == (self.kind == "window"), "a window has a length, and nothing else has one"
         assert (self.num_bytes > 0) == (self.kind == "state"), "a state has a number of bytes, and nothing else has one"
-        assert (self.num_tokens > 0) == (self.kind == "cross"), "only another network's output has a length of its own"
+        assert (self.num_tokens > 0) == (self.kind == "cross"), "only an encoder's output has a length of its own"
 
     @property
     def block_form(self) -> tuple[int, ...]:
-        """Layers that agree in this can keep their blocks in the same memory."""
+        """The form of a block. Layers with equal forms can have their blocks in one pool."""
         if self.kind == "state":
             return (self.num_bytes,)
         return self.num_kv_heads, self.key_size, self.value_size
@@ -50,11 +50,11 @@ class CacheGroup:
 
 
 def group_layers(specs: Sequence[LayerCacheSpec]) -> tuple[CacheGroup, ...]:
-    """The groups of a model, in the order of their first layers.
+    """Return the groups of a model, in the order of their first layers.
 
-    A block of a pool has room for as many layers as the largest of its groups, and a smaller group wastes the rest:
-    groups in one pool are therefore split into parts of the size of the smallest one, unless the largest is hardly
-    larger (the rule and the figure are vLLM's: Gemma 3 27B has 10 full layers and 52 windowed ones).
+    A block has room for the layers of the pool's largest group, and a smaller group wastes the rest. So the groups of a
+    pool are split into parts of the size of the smallest, unless the largest is hardly larger. The rule and its figure
+    are vLLM's: Gemma 3 27B has 10 full layers and 52 windowed ones.
     """
     layers_of: dict[LayerCacheSpec, list[int]] = {}
     for layer, spec in enumerate(specs):

@@ -1,8 +1,7 @@
-"""Which blocks each sequence has: prefix hits, growth, copy-on-write, release, and moves between device and host.
+"""Which blocks each sequence has: prefix hits, growth, copy-on-write, release, and swaps between device and host.
 
-The scheduler calls in here while it plans a step; what must be copied is collected in `BlockMoves`, one for each pool,
-which the plan carries to the device. What the groups of a model do differently is in `attention_blocks`, `cross_blocks`
-and `state_blocks`.
+The scheduler calls it while it plans a step. Copies are collected in `BlockMoves`, one for each pool, which the plan
+carries to the device. What differs by kind of group is in `attention_blocks`, `cross_blocks` and `state_blocks`.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ from octavo.plan import BlockMoves
 from octavo.sequence import Sequence
 
 UNLIMITED = 2**62
-# Blocks from one snapshot of an answer to the next: a snapshot is a copy of the state, which may be hundreds of MB, and
-# the prompt that goes on from an answer has as many tokens to compute once more at most.
+# Blocks of an answer from one snapshot to the next. A snapshot is a copy of the state, which may be hundreds of MB; a
+# prompt that continues an answer computes at most so many blocks again.
 _SNAPSHOT_BLOCKS = 8
-_NOT_KEPT = -1  # in a table of host blocks: where the device's has the null block
+_NOT_KEPT = -1  # in a table of host blocks: the device's has the null block there
 
 Changes = list[tuple[int, int, int]]  # entries of block tables: (group, position, block)
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Tokens that the cache already holds, and a block table for them in each group."""
+    """Cached tokens, and their block table in each group."""
 
     num_tokens: int
     tables: list[list[int]]
 
 
 class KVCacheManager:
-    """Block tables over device pools and host pools, by cache group. Methods that need blocks return False or None and
-    change nothing when there are too few."""
+    """Block tables over device and host pools, by cache group. Methods that need blocks return False or None, and
+    change nothing, if there are too few."""
 
     def __init__(
         self,
@@ -77,24 +76,24 @@ class KVCacheManager:
         self._pool_of = [group.pool for group in groups]
         self._has_window = bool(windowed)
         self._moves = self._no_moves()
-        self._returning: list[tuple[int, int]] = []  # (pool, host block): free once the step that reads it is under way
+        self._returning: list[tuple[int, int]] = []  # (pool, host block): free with the next plan
 
     def forget_prefixes(self) -> None:
-        """No prefix of what has been computed until now is found again."""
+        """Empty the prefix index."""
         for pool in (*self.pools, *self.host_pools):
             pool.forget_all()
 
     # What there is room for.
 
     def most_blocks(self, num_tokens: int, num_step_tokens: int) -> list[int]:
-        """By pool: the blocks that a sequence needs that is computed in steps of up to `num_step_tokens`."""
+        """Return, by pool, the most blocks that a sequence needs if steps compute up to `num_step_tokens`."""
         needed = [0] * len(self.pools)
         for blocks, pool in zip(self._groups, self._pool_of, strict=True):
             needed[pool] += blocks.num_most_blocks(num_tokens, num_step_tokens)
         return needed
 
     def capacity(self, num_step_tokens: int) -> int:
-        """The longest sequence, in tokens, that can be computed alone in steps of up to `num_step_tokens`."""
+        """Return the tokens of the longest sequence that fits alone, in steps of up to `num_step_tokens`."""
 
         def is_too_long(num_tokens: int) -> bool:
             needed = self.most_blocks(num_tokens, num_step_tokens)
@@ -107,18 +106,17 @@ class KVCacheManager:
         """The `BlockState` of every block, one pool after the other."""
         return b"".join([pool.states() for pool in self.pools])
 
-    # What a waiting sequence starts with.
+    # For waiting sequences.
 
     def find_prefix(self, seq: Sequence) -> Prefix:
-        """The longest run of the first tokens of `seq` that every group still holds what later tokens need of. At least
-        one token is left to compute, since its logits are needed; prompt log-probabilities need the whole prompt
-        computed."""
+        """Return the longest prefix of `seq` of which every group holds what later tokens need. At least one token is
+        left to compute, for its logits; prompt log-probabilities need the whole prompt computed."""
         num_blocks = 0
         if self.enable_prefix_caching and seq.params.prompt_logprobs is None:
             extend_block_hashes(seq, self.block_size)
             num_blocks = (seq.num_tokens - 1) // self.block_size
             num_agreed, i = 0, 0
-            while num_agreed < len(self._groups):  # what one group shortens the others look at again
+            while num_agreed < len(self._groups):  # a shorter prefix is looked up in the other groups again
                 found = self._groups[i].num_prefix_blocks(seq.block_hashes, num_blocks)
                 num_agreed = num_agreed + 1 if found == num_blocks else 1
                 num_blocks, i = found, (i + 1) % len(self._groups)
@@ -126,7 +124,7 @@ class KVCacheManager:
         return Prefix(num_blocks * self.block_size, tables)
 
     def share_prefix(self, seq: Sequence, prefix: Prefix, num_step_tokens: int) -> bool:
-        """Give `seq`, which has no blocks, the result of `find_prefix`, if there is room for the rest of it as well."""
+        """Give `seq`, which has no blocks, the result of `find_prefix`, if all its other tokens fit too."""
         assert not seq.block_tables
         if not self._has_room(seq, prefix.tables, num_step_tokens):
             return False
@@ -137,7 +135,7 @@ class KVCacheManager:
         return True
 
     def swap_in(self, seq: Sequence, num_step_tokens: int) -> bool:
-        """Bring the blocks of `seq` back from the host, if there is room for its other tokens as well."""
+        """Bring the blocks of `seq` back from the host, if all its other tokens fit too."""
         absent = [
             [blocks.null] * table.count(_NOT_KEPT) for blocks, table in zip(self._groups, seq.host_blocks, strict=True)
         ]
@@ -156,13 +154,13 @@ class KVCacheManager:
         seq.host_blocks.clear()
         return True
 
-    # What a running one gets and gives back.
+    # For running sequences.
 
     def grow(self, seq: Sequence, num_tokens: int) -> Changes | None:
-        """Make room for the tokens up to `num_tokens`, the first of which to be written is `num_computed_tokens`.
+        """Allocate blocks for the tokens `num_computed_tokens` .. `num_tokens`.
 
-        Shared blocks that would be written are copied first, and blocks that have left a window are given back.
-        Returns the changed entries, or None when there are too few free blocks.
+        Shared blocks that will be written are copied, and blocks out of the window are released. Returns the changed
+        entries, or None if there are too few free blocks.
         """
         changed: Changes = []
         if num_tokens <= seq.num_ready_slots:
@@ -193,12 +191,12 @@ class KVCacheManager:
 
     @property
     def num_draft_slots(self) -> int:
-        """How many guesses more a step may compute as far as states go, which have a block after each."""
+        """The most draft tokens that a sequence may compute, as a state needs a block for each."""
         return min([MAX_DRAFT_TOKENS, *[state.pool.num_free for state in self.states]]) if self.states else UNLIMITED
 
     def grow_for_drafts(self, seq: Sequence, num_draft_tokens: int) -> Changes | None:
-        """Make room for guesses, no more than `num_draft_slots`, behind the next token, for which `grow` has made
-        some. Returns as `grow`."""
+        """Allocate blocks for up to `num_draft_slots` draft tokens after the next token, for which `grow` was called.
+        Returns as `grow`."""
         changed = self.grow(seq, seq.num_computed_tokens + 1 + num_draft_tokens)
         if changed is not None:
             for state in self.states:
@@ -206,7 +204,7 @@ class KVCacheManager:
         return changed
 
     def register_computed(self, seq: Sequence, num_computed: int) -> None:
-        """Index the blocks of `seq` that have become full of computed tokens."""
+        """Add the blocks of `seq` that are full of computed tokens to the prefix index."""
         num_full = num_computed // self.block_size
         if num_full <= seq.num_registered_blocks or not self.enable_prefix_caching:
             return
@@ -216,8 +214,8 @@ class KVCacheManager:
         seq.num_registered_blocks = num_full
 
     def roll_back(self, seq: Sequence, num_right: int = 0) -> None:
-        """Give back the blocks behind the tokens that are computed: others were to be, or were wrong guesses, of which
-        the first `num_right` were right and are computed now."""
+        """Release the blocks after the computed tokens, of which `num_right` are accepted draft tokens: the others
+        were rejected, or their step did not run."""
         if self.states and self.enable_prefix_caching:
             self._keep_passed(seq, num_right)
         for state in self.states:
@@ -227,25 +225,25 @@ class KVCacheManager:
             table = seq.block_tables[attention.group]
             while len(table) > num_blocks:
                 attention.pool.release(table.pop())
-        # Where a state has moved the next step is to be told.
+        # If a state has moved, the next step has to report it.
         most = 0 if self.states and num_right else num_blocks * self.block_size
         seq.num_ready_slots = min(seq.num_ready_slots, most)
 
     def step_end(self, num_computed: int, num_tokens: int) -> int:
-        """Where a step that could compute the tokens num_computed .. num_tokens of a prompt had better end: states are
-        kept only if it is at the end of a block."""
+        """Return where a step should end that could compute the prompt's tokens num_computed .. num_tokens: at the end
+        of a block if there are states, as only there snapshots are taken."""
         if self.states and self.enable_prefix_caching:
             border = num_tokens // self.block_size * self.block_size
             return border if border > num_computed else num_tokens
         return num_tokens
 
     def share_all(self, seq: Sequence, fork: Sequence) -> None:
-        """Count the references of a fork of `seq`, whose tables are copies of its."""
+        """Count the references of `fork`, whose block tables are copies of those of `seq`."""
         seq.num_ready_slots = fork.num_ready_slots = 0
         self._share(fork)
 
     def release(self, seq: Sequence) -> None:
-        """Give back all blocks of `seq`, on the device and on the host, its last ones to be evicted first."""
+        """Release all blocks of `seq`, on the device and on the host. Its last ones are evicted first."""
         for blocks, table in zip(self._groups, seq.block_tables, strict=False):
             for block in reversed(table):
                 if block != blocks.null:
@@ -261,7 +259,7 @@ class KVCacheManager:
     def swap_out(self, seq: Sequence) -> bool:
         """Move the blocks of `seq` to the host. False if the host tier is too full."""
         if self._has_window and seq.block_tables:
-            self._leave_windows(seq, [])  # so that none of them leaves in the very step that brings them back
+            self._leave_windows(seq, [])  # so that `swap_in` brings none that is released in the same step
         num_free = [pool.num_free for pool in self.host_pools]
         for blocks, table, pool in zip(self._groups, seq.block_tables, self._pool_of, strict=True):
             num_free[pool] -= len(table) - table.count(blocks.null)
@@ -281,10 +279,10 @@ class KVCacheManager:
         seq.num_registered_blocks = seq.num_ready_slots = 0
         return True
 
-    # What the step must copy, and what must hold.
+    # For the plan, and checks.
 
     def take_moves(self) -> list[BlockMoves]:
-        """The moves collected since the last call, by pool; they happen before anything that is planned later."""
+        """Return the moves collected since the last call, by pool."""
         moves, self._moves = self._moves, self._no_moves()
         for pool, block in self._returning:
             self.host_pools[pool].release(block)
@@ -292,7 +290,7 @@ class KVCacheManager:
         return moves
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Assert that references and block tables agree, on the device and on the host."""
+        """Assert that reference counts and block tables agree, on the device and on the host."""
         references: list[dict[int, int]] = [{} for _ in self.pools]
         host_references: list[dict[int, int]] = [{} for _ in self.pools]
         for pool, block in self._returning:
@@ -322,20 +320,20 @@ class KVCacheManager:
         return [BlockMoves() for _ in self.pools]
 
     def _has_room(self, seq: Sequence, prefix_tables: list[list[int]], num_step_tokens: int) -> bool:
-        """Whether all tokens of `seq` can be computed behind a prefix without blocks that are in use now."""
+        """Return whether the free blocks are enough for all tokens of `seq` after a prefix."""
         num_free = [pool.num_free for pool in self.pools]
         for blocks, table, pool in zip(self._groups, prefix_tables, self._pool_of, strict=True):
             num_free[pool] -= blocks.num_free_needed(table, _extent(blocks, seq, seq.num_tokens), num_step_tokens)
         return min(num_free) >= 0
 
     def _leave_windows(self, seq: Sequence, changed: Changes) -> None:
-        """Give back the blocks of `seq` that no token still to be computed sees; what they hold may be found again."""
+        """Release the blocks of `seq` that are out of the window, after adding them to the prefix index."""
         self.register_computed(seq, seq.num_computed_tokens)
         for attention in self.attention:
             attention.free_out_of_window(seq.block_tables[attention.group], seq.num_computed_tokens, changed)
 
     def _take_snapshots(self, seq: Sequence) -> None:
-        """Keep the states of `seq`, which is about to go on, if they are worth it."""
+        """Take a snapshot of the states of `seq` before it goes on, where one is worth it."""
         if not self._is_worth_keeping(seq, seq.num_computed_tokens):
             return
         extend_block_hashes(seq, self.block_size)
@@ -346,7 +344,7 @@ class KVCacheManager:
                 state.snapshot(table[0], seq.num_computed_tokens, seq.block_hashes)
 
     def _keep_passed(self, seq: Sequence, num_right: int) -> None:
-        """Keep those states of `seq` that are worth it among the ones before its last right guess."""
+        """Take snapshots, where they are worth it, of the states before the last accepted draft token."""
         extend_block_hashes(seq, self.block_size)
         for i in range(num_right):
             num_computed = seq.num_computed_tokens - num_right + i
@@ -355,8 +353,8 @@ class KVCacheManager:
                     state.snapshot(seq.block_tables[state.group][i], num_computed, seq.block_hashes)
 
     def _is_worth_keeping(self, seq: Sequence, num_computed: int) -> bool:
-        """Of states after so many tokens, if that is the end of a block: those in the prompt, and of every so many
-        blocks that were written behind it."""
+        """Return whether a snapshot after `num_computed` tokens is worth it: anywhere in the prompt, and after every
+        `_SNAPSHOT_BLOCKS` blocks of the answer."""
         return num_computed <= seq.num_prompt_tokens or num_computed % (_SNAPSHOT_BLOCKS * self.block_size) == 0
 
     def _share(self, seq: Sequence) -> None:
@@ -367,6 +365,5 @@ class KVCacheManager:
 
 
 def _extent(blocks: AttentionBlocks | CrossBlocks | StateBlocks, seq: Sequence, num_tokens: int) -> int:
-    """What the blocks of a group follow from: the first `num_tokens` of `seq`, or what it sees of another network's
-    output."""
+    """Return what a group has blocks for: `num_tokens` tokens, or the encoder's rows that `seq` sees."""
     return seq.num_cross_tokens if isinstance(blocks, CrossBlocks) else num_tokens

@@ -44,8 +44,8 @@ class Weights:
         raise NotImplementedError
 
     def is_untransposed(self, name: str, untransposed_shape: tuple[int, ...] | None = None) -> bool:
-        """Whether a matrix is stored [N, K] though checkpoints of its class have it transposed: as a GGUF file has it,
-        or with the shape `untransposed_shape`."""
+        """Return True if the matrix is stored as [N, K] although this class usually stores [K, N]: GGUF files do, and
+        files in which it has `untransposed_shape`."""
         return False
 
     def take(

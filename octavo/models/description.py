@@ -54,8 +54,8 @@ class LayerDescription:
     # Of what attention, the mixer beside it and the feed-forward return.
     multipliers: tuple[float, float, float] = (1.0, 1.0, 1.0)
     residual_multiplier: float = 1.0  # of what is added to the residual stream
-    # Tensors [1] of numbers whose tanh what attention, and the feed-forward, return is multiplied with. A token that
-    # sees nothing of another network's output passes by a layer that has them.
+    # Names of gates, tensors [1]: attention's output is multiplied by tanh(gate[0]), the feed-forward's by
+    # tanh(gate[1]). A token that sees no encoder output skips the layer.
     gates: tuple[str, str] | None = None
     stream_scale: str | None = None  # tensor [1] that the residual stream is multiplied with at the end
     deferred_by: int = 0  # so many layers further on what the feed-forward returns is added to the residual stream

@@ -282,7 +282,7 @@ class RowMaker(Protocol):
 
 
 def _yield_to_steps() -> None:
-    """Let the calling thread and those that it starts compute in the time that others leave: the threads of a step wait
+    """Lower the priority of the calling thread and its children: the threads of a step wait
     for each other, and for each that is not running. Linux alone has priorities of threads."""
     if sys.platform == "linux":
         os.nice(_NICENESS)
