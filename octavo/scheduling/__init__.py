@@ -1,1 +1,1 @@
-"""Who runs in the next step, with how many tokens. `scheduler` decides, `plan` is what it decides."""
+"""Which sequences run in the next step, with how many tokens. `scheduler` decides; `octavo.plan` is the decision."""

@@ -1,4 +1,4 @@
-"""Waiting sequences whose adapters are not on the device: others pass them, but not for ever."""
+"""Waiting sequences whose adapters are not on the device: others start before them, up to `MAX_BYPASSES` times."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ MAX_BYPASSES = 64
 
 
 class AdapterTurn:
-    """One walk over the waiting sequences, in their order."""
+    """One walk over the waiting sequences, in order."""
 
     def __init__(self, pool: AdapterPool | None) -> None:
         self._pool = pool
-        self._passed: list[Sequence] = []  # that found no room
+        self._passed: list[Sequence] = []  # no room for their adapters
 
     def may_start(self, seq: Sequence) -> bool:
-        """Whether its adapter is there or can be loaded now, and nobody before it has been passed too often. Sequences
-        of the base model take nothing that the others wait for."""
+        """Return whether its adapter is loaded or can be loaded now, and no sequence before it was bypassed too often.
+        Sequences of the base model may always start: they take no room for adapters."""
         if seq.adapter is None or self._pool is None:
             return True
         if not any(other.num_bypassed >= MAX_BYPASSES for other in self._passed) and self._pool.can_start(seq.adapter):

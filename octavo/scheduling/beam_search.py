@@ -1,11 +1,10 @@
-"""Beam search: which continuations of a request's beams live on, and which are among its answers.
+"""Beam search: chooses the continuations of a request's beams, and its answers.
 
-The beams of a request are sequences like any others: forks that share their blocks, scheduled and preempted each on
-its own. One that has been computed up to its end offers its most likely tokens and is held until all the others have
-done so; then `BeamSearch` chooses among all offers, forks beams that have several good continuations and drops those
-that have none. The rules are those of `transformers`' `generate(num_beams=...)`: a score is the sum of
-log-probabilities over (output tokens ** length_penalty), tokens that end a sequence count, and only continuations among
-the best `width` may end.
+Beams are sequences like any others: forks that share blocks, each scheduled and preempted on its own. A beam that is
+computed to its end proposes its most likely tokens and is held until all beams have done so. Then `BeamSearch` chooses
+among all proposals, forks beams with several good continuations and drops beams with none. The rules are those of
+`transformers`' `generate(num_beams=...)`: a score is the sum of log-probabilities divided by
+(output tokens ** length_penalty), tokens that end a sequence count, and only the best `width` continuations may end.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from octavo.sequence import Sequence
 
 
 class Siblings(Protocol):
-    """How a search changes which sequences there are."""
+    """What a search does with the sequences of its request: `SequenceQueues`."""
 
     def fork(self, parent: Sequence, index: int) -> Sequence: ...
 
@@ -30,12 +29,12 @@ class Siblings(Protocol):
 
 @dataclass(slots=True)
 class Beam:
-    """A sequence that lives on, and what it is worth so far. The first beam has the index 0 and the score 0."""
+    """A running sequence and its score. The first beam has the index 0 and the score 0."""
 
     seq: Sequence
     score: float = 0.0  # sum of the log-probabilities of its output
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each output token, and of the best beside it
-    top_tokens: TokenLogprobs | None = None  # the most likely next tokens, once it has been computed
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each output token and its alternatives
+    top_tokens: TokenLogprobs | None = None  # the most likely next tokens, once they are known
 
 
 @dataclass(slots=True)
@@ -50,7 +49,7 @@ class Continuation:
 
 @dataclass(slots=True)
 class Hypothesis:
-    """A finished answer. `score` is what answers are ranked by, longer ones made comparable by the length penalty."""
+    """A finished answer. Answers are ranked by `score`, which the length penalty has adjusted."""
 
     score: float
     token_ids: list[int]  # of the output
@@ -68,11 +67,12 @@ class BeamSearch:
         self.max_tokens = root.request.max_tokens
         self.beams = {root.index: Beam(root)}  # by index
         self.finished: list[Hypothesis] = []  # best first
-        self.prompt_logprobs: list[TokenLogprobs] = []  # the beam that has computed the prompt may be gone at the end
+        self.prompt_logprobs: list[TokenLogprobs] = []  # kept here, as the first beam may be dropped
         self._siblings = siblings
 
     def propose(self, seq: Sequence, found: TokenLogprobs) -> list[SequenceOutput]:
-        """Go on with the best continuations once all beams have made their offers, or end the search."""
+        """Take a beam's most likely next tokens. With those of the last beam, go on with the best continuations, or end
+        the search. Returns the request's outputs at the end."""
         self.beams[seq.index].top_tokens = found
         self.prompt_logprobs = self.prompt_logprobs or seq.prompt_logprobs
         if any(beam.top_tokens is None for beam in self.beams.values()):
@@ -84,7 +84,7 @@ class BeamSearch:
         return []
 
     def _choose(self) -> list[Continuation]:
-        """Choose among the offers. Returns the beams to go on with, best first, or nothing when the search is over."""
+        """Choose among all proposals. Returns the continuations to compute, best first; none if the search is over."""
         candidates = [
             (beam.score + logprob, beam, beam.top_tokens, place)
             for _, beam in sorted(self.beams.items())
@@ -111,7 +111,7 @@ class BeamSearch:
         return continuations
 
     def _continue(self, continuations: list[Continuation]) -> None:
-        """The first continuation of a beam goes on in its place; the others are its forks, and share its blocks."""
+        """Give each beam its first continuation, and fork it for the others."""
         in_place: dict[int, Continuation] = {}
         forks = [one for one in continuations if in_place.setdefault(one.parent.index, one) is not one]
         for index, beam in self.beams.items():
@@ -127,7 +127,7 @@ class BeamSearch:
         self.beams = {seq.index: Beam(seq, one.score, one.logprobs) for seq, one in sequences}
 
     def _end(self) -> list[SequenceOutput]:
-        """The answers, best first, as if sequence after sequence had put them out at once."""
+        """End the request. Returns its answers, best first, each as one output."""
         num_wanted = self.params.n
         seq = self.beams[min(self.beams)].seq
         outputs = []
@@ -145,7 +145,7 @@ class BeamSearch:
         return outputs
 
     def _entry(self, found: TokenLogprobs, place: int) -> TokenLogprobs:
-        """What is reported of the chosen token: itself, then as many of the best as the request wants."""
+        """Return the log-probabilities to report for a chosen token: its own, then of the `logprobs` best."""
         num_top = self.params.logprobs or 0
         return TokenLogprobs(
             [found.token_ids[place], *found.token_ids[1 : 1 + num_top]],
@@ -167,7 +167,7 @@ class BeamSearch:
         )
 
     def _is_over(self, best_running: float, num_output: int) -> bool:
-        """Whether no beam can be expected to do better than what has finished (`early_stopping` says who expects)."""
+        """Return whether no beam can beat the finished answers, in the sense of `early_stopping`."""
         if len(self.finished) < self.width:
             return False
         if self.params.early_stopping is True:

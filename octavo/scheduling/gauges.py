@@ -1,4 +1,4 @@
-"""The gauges of the scheduler and its cache, as they are after a step."""
+"""The gauges of scheduler and cache after a step."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def set_gauges(stats: EngineStats, queues: SequenceQueues, cache: KVCacheManager
 
 
 def _num_unfilled_slots(running: list[Sequence], has_forks: bool, cache: KVCacheManager) -> int:
-    """Slots of referenced blocks that hold no token: those at the end of each block table, where guesses under way may
-    have blocks of their own."""
+    """Return the slots of referenced blocks that hold no token: those at the end of each block table, and those of
+    draft tokens in flight."""
     size, unfilled = cache.block_size, 0
     for group in [attention.group for attention in cache.attention]:
         unfilled += sum([len(seq.block_tables[group]) * size - seq.num_computed_tokens for seq in running])

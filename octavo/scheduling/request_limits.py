@@ -1,4 +1,4 @@
-"""Which requests can never run: checked before they are queued, with the numbers in the message."""
+"""Refuses requests that can never run, before they are queued, with the numbers in the message."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from octavo.request import EngineRequest
 
 
 def check_request(request: EngineRequest, config: SchedulerConfig, cache: KVCacheManager) -> None:
-    """Raise `RequestError` if the request needs more than there is when nothing else runs."""
+    """Raise `RequestError` if the request could not run even alone."""
     num_prompt, num_sequences = len(request.prompt.token_ids), request.params.num_sequences
     if config.whole_pictures:
         largest = max((item.num_tokens for item in request.prompt.media), default=0)

@@ -1,5 +1,5 @@
-"""What the tokens that a step has sampled mean for a sequence: it goes on, forks, is held for its chooser, or ends.
-That of a model that pools ends with its vectors."""
+"""What sampled tokens do to their sequence: it goes on, forks, is held for its chooser, or ends. A sequence of a model
+that pools ends with its vectors."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Logprobs = list[TokenLogprobs | None] | None  # parallel to tokens
 
 
 def propose(seq: Sequence, logprobs: Logprobs) -> list[SequenceOutput]:
-    """Hold a sequence until its chooser has chosen its next token. Returns what its request is told."""
+    """Hold a sequence until its chooser has chosen its next token. Returns the request's new outputs."""
     found = logprobs[0] if logprobs is not None else None
     assert seq.chooser is not None and found is not None, "there are no tokens to choose from"
     seq.is_held = True
-    seq.num_pending_forks = 0  # the rows that were kept for them are the chooser's to fill
+    seq.num_pending_forks = 0  # the chooser forks beams into the rows kept for them
     return seq.chooser.propose(seq, found)
 
 
 def start_forks(queues: SequenceQueues, seq: Sequence, tokens: list[int], logprobs: Logprobs) -> list[SequenceOutput]:
-    """The prompt of a sequence has been computed: start its siblings, with a token for each."""
+    """Start the siblings of a sequence whose prompt is computed, each with its own first token."""
     seq.num_pending_forks = 0
     siblings = [seq, *[queues.fork(seq, index) for index in range(1, len(tokens))]]
     return [
@@ -48,7 +48,7 @@ def accept_drafts(
 
 
 def end_with_vectors(queues: SequenceQueues, seq: Sequence, vectors: NDArray[np.float32]) -> SequenceOutput:
-    """A text of a model that pools has been computed: [vectors, size]."""
+    """End a sequence of a model that pools with its result, vectors [num_vectors, size]."""
     output = seq.output([], "stop")
     output.vectors = vectors.tobytes()
     queues.drop(seq)
@@ -56,7 +56,7 @@ def end_with_vectors(queues: SequenceQueues, seq: Sequence, vectors: NDArray[np.
 
 
 def extend(queues: SequenceQueues, seq: Sequence, tokens: list[int], logprobs: Logprobs) -> SequenceOutput:
-    """Add sampled tokens, up to one that ends the sequence."""
+    """Add sampled tokens, up to the one that ends the sequence."""
     reason: str | None = None
     stop_reason: int | None = None
     for i, token in enumerate(tokens):

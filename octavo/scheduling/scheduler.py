@@ -67,7 +67,7 @@ class Scheduler:
         adapters: AdapterPool | None = None,
         num_stages: int = 1,
     ) -> None:
-        """Without a `cost` steps are bounded by tokens alone, and there are no deadlines."""
+        """Without a `cost` model, steps have a budget of tokens but no time limit, and there are no deadlines."""
         self.config = config
         self.cache = cache
         self._in_flight: deque[Step] = deque()
@@ -107,15 +107,14 @@ class Scheduler:
         self.queues.add(seq)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one of its sequences, and free its blocks at once. Unknown ids are ignored, and so are
-        single sequences that are not yet, or never, a completion: before the forks have started one stands for all, and
-        a chooser decides itself which sequences there are."""
+        """End a request, or its sequence `index`, and free the blocks at once. Unknown ids are ignored. So is an index
+        before the forks have started, or in a beam search: no sequence is the completion of that index then."""
         for seq in list(self.queues.requests.get(request_id, ())):
             if index is None or (seq.index == index and not seq.num_pending_forks and seq.chooser is None):
                 self.queues.drop(seq)
 
     def schedule(self) -> StepPlan:
-        """Decide the next step. The plan may be empty of rows only if nothing can run."""
+        """Decide the next step. The plan has no rows only if nothing can run."""
         running = self.queues.running
         if self._num_stages > 1:
             running = [seq for seq in running if not seq.num_awaited_tokens]
@@ -126,7 +125,7 @@ class Scheduler:
             self._add_draft_tokens(step)
             self._schedule_waiting(step)
         if not self._in_flight:
-            while not step.sequences and self.queues.running:  # held ones keep blocks or rows that others wait for
+            while not step.sequences and self.queues.running:  # held sequences have the blocks or rows that others need
                 self._preempt(self.queues.running[-1])
                 self._schedule_waiting(step)
         plan = step.plan
@@ -134,7 +133,7 @@ class Scheduler:
         if self.queues.adapters is not None:
             plan.adapters = self.queues.adapters.take_loads()
             step.group_by_adapter()
-        # A plan without rows is not executed. The first sequence always gets its blocks: the pools hold any one alone.
+        # A plan without rows is not executed. The first sequence always gets its blocks: each fits in the pools alone.
         assert plan.rows or not plan.adapters
         assert plan.rows or not any(moves.swap_out or moves.copy or moves.swap_in for moves in plan.moves)
         if plan.rows:
@@ -149,7 +148,7 @@ class Scheduler:
         return plan
 
     def _schedule_running(self, step: Step) -> bool:
-        """Returns whether everyone has found blocks: only then may others be admitted."""
+        """Schedule running sequences. Returns whether all got blocks: only then may waiting ones be admitted."""
         running = self.queues.running
         has_preempted = False
         i = 0
@@ -157,21 +156,21 @@ class Scheduler:
             seq = running[i]
             i += 1
             if self._num_stages > 1 and seq.num_awaited_tokens:
-                continue  # what comes next is known when the last stage has sampled
+                continue  # its next token is known when the last stage has sampled
             num_tokens = seq.num_lacking_tokens
             if num_tokens == 0 or (seq.num_awaited_tokens and seq.num_remaining_tokens <= 0):
-                continue  # it is held; or its last token is under way
+                continue  # it is held, or its last token is in flight
             if num_tokens > 1:
                 if self.config.enable_chunked_prefill and not has_preempted:
                     i += self._schedule_waiting(step, before=seq, num_behind=len(running) - i + 1)
-                # One token is kept back for each sequence behind, so that a long prompt never stalls the decodes.
+                # One token is reserved for each later sequence, so that a long prompt never stalls decodes.
                 most = max(1, step.token_budget - (len(running) - i))
                 num_tokens = self._chunk(seq, seq.num_computed_tokens, most, step.time_limit)
                 if num_tokens == 0:
                     continue
             while (changed := self.cache.grow(seq, seq.num_computed_tokens + num_tokens)) is None:
                 if self._in_flight and not step.sequences:
-                    return False  # what is under way may end sequences: nobody loses blocks before that is known
+                    return False  # steps in flight may end sequences: preempt none before their results are known
                 has_preempted = True
                 self._preempt(running[-1])
                 if seq.row is None:
@@ -180,14 +179,14 @@ class Scheduler:
         return not has_preempted
 
     def _add_draft_tokens(self, step: Step) -> None:
-        """Guess what follows the sequences that lack one token. Guesses take only what the running sequences leave of
-        budget and blocks, so that nobody is preempted for them."""
+        """Add draft tokens to decodes. They get only the budget and blocks that running sequences leave, so that none
+        is preempted for them."""
         if self._speculation is None or self._speculation.is_idle:
             return
         places, candidates = [], []
         for place, (seq, planned) in enumerate(zip(step.sequences, step.plan.rows, strict=True)):
             most = min(step.token_budget, seq.num_remaining_tokens - 1)
-            is_last = planned.num_tokens == planned.num_sampled_positions == 1  # and no token within a prompt
+            is_last = planned.num_tokens == planned.num_sampled_positions == 1  # not a token within a prompt
             if is_last and most > 0 and not seq.num_awaited_tokens and _may_draft(seq, planned):
                 places.append(place)
                 candidates.append((seq, most))
@@ -210,19 +209,20 @@ class Scheduler:
             self._speculation.accept(seq, tokens, drafts)
 
     def _most_sequences(self) -> int:
-        """Of a step: stages have equally many of the sequences that run, and of those that wait and could."""
+        """Return the most sequences of a step. With pipeline stages each step gets an equal part of those that run or
+        could start."""
         if self._num_stages == 1:
             return self.config.max_num_seqs
         num_waiting = min(len(self.queues.waiting), self.queues.num_rows_left)
         return max(1, -(-(len(self.queues.running) + num_waiting) // self._num_stages))
 
     def _must_wait(self, step: Step) -> bool:
-        """Whether guesses are to follow the tokens of this step, which must be known then."""
+        """Return whether the next step needs draft tokens, so that it has to wait for this step's tokens."""
         return self._speculation is not None and self._speculation.must_wait(step.sequences, step.plan.rows)
 
     def _schedule_waiting(self, step: Step, before: Sequence | None = None, num_behind: int = 0) -> int:
-        """Admit waiting sequences in their order: all that there is room for, or those that come `before` a prompt that
-        is being computed. Each of the running ones that are `num_behind` keeps a token. Returns how many have come."""
+        """Admit waiting sequences in order, as many as fit; only those that come `before` a running prompt, if one is
+        given. `num_behind` running sequences keep a token of the budget each. Returns how many were admitted."""
         waiting, turn = self.queues.waiting, AdapterTurn(self.queues.adapters)
         i = num_admitted = 0
         while i < len(waiting) and step.token_budget > num_behind and step.has_room:
@@ -245,10 +245,10 @@ class Scheduler:
         return num_admitted
 
     def _admit(self, seq: Sequence, token_budget: int, time_limit: TimeLimit | None) -> int:
-        """Give a waiting sequence its blocks. Returns the tokens to compute, or 0 if it must go on waiting.
+        """Give a waiting sequence its blocks. Returns how many tokens to compute, or 0 if it has to wait.
 
-        Blocks for all its tokens must be free, so that a prompt which cannot finish does not push others out. One that
-        was preempted while a token of it was under way waits for that token.
+        Blocks for all its tokens must be free, so that a prompt that cannot finish preempts no other. A sequence that
+        was preempted while a token of it was in flight waits for that token.
         """
         if seq.num_awaited_tokens:
             return 0
@@ -276,8 +276,8 @@ class Scheduler:
         return num_tokens
 
     def _chunk(self, seq: Sequence, num_computed: int, most: int, time_limit: TimeLimit | None) -> int:
-        """The tokens that a sequence lacks behind `num_computed`, or as many as a step can have of them. 0 where it
-        cannot have a picture that comes next."""
+        """Return how many tokens after `num_computed` the step computes: all that the sequence lacks, or as many as
+        fit; 0 if the picture that comes next does not fit."""
         num_tokens = min(seq.num_tokens - num_computed, most)
         if num_tokens > 1 and self.config.starts_at_pictures:
             ahead = [item.position - num_computed for item in seq.request.prompt.media]
@@ -363,25 +363,25 @@ class Scheduler:
         return outputs
 
     def withdraw(self, plan: StepPlan, error: str) -> list[SequenceOutput]:
-        """The step that was planned last did not run, for want of memory: end its newest request, so that the others
-        may find enough, and plan the rest again. Returns what the request is told."""
+        """Take back the last plan, which ran out of device memory: end its newest request, so that the others may fit,
+        and plan the rest again. Returns the request's outputs."""
         step = self._in_flight.pop()
         assert step.plan is plan, "only the last plan can be withdrawn"
         scheduled = step.roll_back()
         for seq in scheduled:
             self.cache.roll_back(seq)
-            if self.cache.states:  # layers may have gone on with theirs before the memory ran out
+            if self.cache.states:  # some layers may have changed theirs before the memory ran out
                 self._preempt(seq, may_swap=False)
         outputs = []
         for seq in self.queues.siblings(max(scheduled, key=scheduling_order)):
             output = seq.output([], "error", error=error)
-            output.error_status = 503  # the same request may find memory later
+            output.error_status = 503  # the same request may fit later
             outputs.append(output)
             self.queues.drop(seq)
         return outputs
 
     def take_stats(self) -> EngineStats:
-        """Gauges of now, and the increments since the last call."""
+        """Return the gauges, and the counters' increments since the last call."""
         stats, self._stats = self._stats, EngineStats()
         stats.prompt_token_s = self._prompt_token_s
         set_gauges(stats, self.queues, self.cache)
@@ -392,7 +392,7 @@ class Scheduler:
         self.queues.check([seq for step in self._in_flight for seq in step.sequences])
 
     def _order_number(self, seq: Sequence) -> float:
-        """Of a new sequence, by the policy: the smaller goes first, and equals go by arrival."""
+        """Return a new sequence's place by the policy: smaller numbers go first, equal ones by arrival."""
         if self.config.policy == "priority":
             return seq.request.priority
         if self.config.policy == "fcfs":
@@ -404,21 +404,21 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence, may_swap: bool = True) -> None:
         self._stats.num_preemptions += 1
-        has_drafts = seq.num_awaited_tokens > 1  # which may be wrong
+        has_drafts = seq.num_awaited_tokens > 1  # some may be rejected
         self.queues.preempt(seq, may_swap and not has_drafts and self.config.preemption_mode == "swap")
 
 
 def _may_draft(seq: Sequence, planned: PlannedRow) -> bool:
-    """Whether what follows a sequence may be guessed: the sampler alone chooses it, and sees all that it sees without
-    guesses."""
+    """Return whether a sequence may have draft tokens: the sampler alone chooses its tokens, and draft tokens change
+    nothing of what it sees."""
     if seq.chooser is not None or planned.num_forks > 1:
         return False
-    return not seq.params.logits_processors  # the caller's code sees only tokens that stand
+    return not seq.params.logits_processors  # callers' code must see no rejected tokens
 
 
 def _end_outside_pictures(prompt: Prompt, start: int, end: int, most: int) -> int:
-    """Where a chunk from `start` ends that would end at `end`: not within a picture, but before it, or behind it if
-    that begins the chunk and there is room for `most` tokens."""
+    """Return where a chunk from `start` to about `end` ends: never within a picture, but before it; or after it, if the
+    picture begins the chunk and is at most `most` tokens."""
     for item in prompt.media:
         picture_end = item.position + item.num_tokens
         if item.position < end < picture_end:

@@ -1,7 +1,7 @@
-"""The sequences that there are: which of them run, with a row of the runner's tables, and which wait.
+"""The queues of sequences: running, each with a row of the runner's tables, and waiting.
 
-How sequences come, fork, lose their place and go is here; who runs in a step, and with how many tokens, is the
-scheduler's.
+Sequences are added, started, forked, preempted and dropped here. The scheduler decides which of them run in a step, and
+with how many tokens.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ scheduling_order = attrgetter("key", "index")
 
 
 class SequenceQueues:
-    """Every sequence that has not ended is either running or waiting. Both are in scheduling order: the first one waits
-    least, the last one is preempted first."""
+    """Every sequence that has not ended is either running or waiting. Both queues are in scheduling order: the first
+    sequence runs first, the last is preempted first."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class SequenceQueues:
         on_end: Callable[[Sequence], None] | None = None,
         adapters: AdapterPool | None = None,
     ) -> None:
-        """`on_end` is told of each sequence that has ended."""
+        """`on_end` is called with each sequence that has ended."""
         self.cache, self.adapters = cache, adapters
         self._on_end = on_end
         self.running: list[Sequence] = []
@@ -42,25 +42,25 @@ class SequenceQueues:
 
     @property
     def num_rows_left(self) -> int:
-        """Rows that are neither taken nor kept for forks."""
+        """Rows that are free and not kept for forks."""
         return len(self.free_rows) - sum([seq.num_pending_forks for seq in self.running])
 
     def siblings(self, seq: Sequence) -> list[Sequence]:
-        """The sequences of its request, itself included, if it has not ended."""
+        """Return the sequences of its request that have not ended, itself included."""
         return list(self.requests.get(seq.request.request_id, ()))
 
     def add(self, seq: Sequence) -> None:
-        """A new sequence waits for its turn."""
+        """Queue a new sequence."""
         self.requests.setdefault(seq.request.request_id, []).append(seq)
         insort(self.waiting, seq, key=scheduling_order)
 
     def start(self, seq: Sequence) -> None:
-        """A waiting sequence takes a row."""
+        """Move a waiting sequence to the running ones, with a row."""
         self._leave(self.waiting, seq)
         self._take_row(seq)
 
     def preempt(self, seq: Sequence, may_swap: bool) -> None:
-        """Take the blocks and the row of a running sequence and let it wait at its old place."""
+        """Take the blocks and the row of a running sequence, which waits again at its old place."""
         seq.num_preemptions += 1
         if not (may_swap and self.cache.swap_out(seq)):
             self.cache.release(seq)
@@ -68,8 +68,8 @@ class SequenceQueues:
         insort(self.waiting, seq, key=scheduling_order)
 
     def fork(self, parent: Sequence, index: int) -> Sequence:
-        """Start a sibling of a sequence, before that has its own next token. It takes a row if there is one; without,
-        or without the blocks of its parent, it waits and is computed anew."""
+        """Start a sibling of `parent`, before its next token is added. With a free row, and if the parent still has
+        blocks, the fork runs and shares them; otherwise it waits and is computed anew."""
         fork = parent.fork(index)
         if parent.row is not None and self.num_rows_left > 0:
             self.requests[parent.request.request_id].append(fork)
@@ -83,12 +83,12 @@ class SequenceQueues:
         return fork
 
     def append(self, seq: Sequence, token: int) -> None:
-        """A chooser has chosen the next token of a sequence that was held for it."""
+        """Add the token that a chooser has chosen to a held sequence."""
         seq.token_ids.append(token)
         seq.is_held = False
 
     def drop(self, seq: Sequence) -> None:
-        """A sequence has ended: free what it holds."""
+        """End a sequence and free its row and blocks."""
         seq.has_ended = True
         self.cache.release(seq)
         if seq.row is None:
@@ -102,22 +102,24 @@ class SequenceQueues:
         if self._on_end is not None:
             self._on_end(seq)
 
-    def check(self, under_way: list[Sequence]) -> None:
+    def check(self, in_flight: list[Sequence]) -> None:
         """Assert that no sequence, row or block is lost or owned twice."""
         running, waiting, queues = self.running, self.waiting, list(self)
         self.cache.check(queues)
         rows = [seq.row for seq in running if seq.row is not None]
         num_rows = len(rows) + len(self.free_rows)
         assert len(rows) == len(running) and {*rows, *self.free_rows} == {*range(num_rows)}, "two sequences share a row"
-        assert self.num_rows_left >= 0, "more rows are kept for forks than there are"
+        assert self.num_rows_left >= 0, "more rows are kept for forks than are free"
         assert all(seq.row is None for seq in waiting), "a waiting sequence has a row"
         assert running == sorted(running, key=scheduling_order), "running sequences are out of order"
         assert waiting == sorted(waiting, key=scheduling_order), "waiting sequences are out of order"
         assert len(running) + len(waiting) == len(queues) and {*running, *waiting} == {*queues}, "a sequence was lost"
         for seq in running:
-            assert (seq.num_lacking_tokens > 0) != seq.is_held or seq in under_way, "a sequence lacks nothing"
+            assert (seq.num_lacking_tokens > 0) != seq.is_held or seq in in_flight, "a sequence lacks nothing"
             of_states = [seq.block_tables[state.group] for state in self.cache.states if seq.block_tables]
-            assert seq in under_way or all(len(table) <= 1 for table in of_states), "guesses have kept their states"
+            assert seq in in_flight or all(len(table) <= 1 for table in of_states), (
+                "draft tokens have kept their states"
+            )
         if self.adapters is not None:
             self.adapters.check([seq.adapter for seq in running if seq.adapter is not None])
         if not queues:

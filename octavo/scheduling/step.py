@@ -1,4 +1,4 @@
-"""One step while it is planned and computed: its plan, and the sequences behind the rows of that."""
+"""A step while it is planned and computed: its plan, and the sequence of each of the plan's rows."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from octavo.sequence import Sequence
 class Step:
     token_budget: int  # tokens that may still be added
     number: int  # counts the steps of a scheduler
-    time_limit: TimeLimit | None = None  # where streams wait for it
+    time_limit: TimeLimit | None = None  # None: no stream waits for the step
     most_sequences: int = sys.maxsize
     plan: StepPlan = field(default_factory=StepPlan)
     sequences: list[Sequence] = field(default_factory=list)  # parallel to plan.rows
 
     @property
     def has_room(self) -> bool:
-        """Whether more of a prompt may be added than the least."""
+        """Whether another part of a prompt may be added."""
         if self.token_budget <= 0 or len(self.sequences) >= self.most_sequences:
             return False
         return self.time_limit is None or not self.time_limit.is_spent
 
     def add(self, seq: Sequence, num_tokens: int, changed: Changes) -> None:
-        """Compute the next tokens of a sequence; `changed` are the entries of its block tables that are new."""
+        """Add a row: the next `num_tokens` of a sequence. `changed` are the new entries of its block tables."""
         row, plan = seq.row, self.plan
         assert row is not None
         if seq.is_admitted_to_runner:
             if changed:
                 plan.new_blocks += [NewBlock(row, *change) for change in changed]
-            if seq.chooser is not None:  # the runner does not know which token was chosen
+            if seq.chooser is not None:  # the runner does not know the chosen token
                 plan.new_tokens.append((row, seq.num_tokens - 1, seq.token_ids[-1]))
         else:
             seq.is_admitted_to_runner = True
@@ -53,7 +53,7 @@ class Step:
             self.time_limit.spend(seq.num_computed_tokens, num_tokens)
 
     def add_draft_tokens(self, place: int, draft_tokens: tuple[int, ...], changed: Changes) -> None:
-        """Compute guesses behind the one token of the sequence at `place`."""
+        """Add draft tokens after the one token of the row at `place`."""
         row, num_computed, _, _, num_forks, _ = self.plan.rows[place]
         count = 1 + len(draft_tokens)
         self.plan.rows[place] = PlannedRow(row, num_computed, count, count, num_forks, draft_tokens)
@@ -63,14 +63,14 @@ class Step:
             self.time_limit.spend_on_drafts(num_computed, len(draft_tokens))
 
     def group_by_adapter(self) -> None:
-        """Rows that share an adapter next to each other: its factors are read once for all of them."""
+        """Put rows of one adapter next to each other, so that kernels read its factors once."""
         order = sorted(range(len(self.sequences)), key=lambda i: self.sequences[i].adapter_slot)
         self.sequences = [self.sequences[i] for i in order]
         self.plan.rows = [self.plan.rows[i] for i in order]
 
     def mark_in_flight(self, may_run_ahead: bool, of_stages: bool = False) -> None:
-        """From here on the tokens count as computed, guesses apart, and what is sampled as awaited if the step runs
-        ahead. Those `of_stages` do whatever they sample, as no sequence goes on before that is known."""
+        """Count the step's tokens as computed, except draft tokens; and if the step runs ahead, its samples as awaited.
+        With pipeline stages (`of_stages`) every step runs ahead: its sequences wait for its result anyway."""
         plan = self.plan
         plan.runs_ahead = of_stages or (
             may_run_ahead
@@ -87,7 +87,7 @@ class Step:
                 seq.num_awaited_tokens += num_sampled_positions
 
     def roll_back(self) -> list[Sequence]:
-        """The reverse of `mark_in_flight`. Returns the sequences that have not ended meanwhile."""
+        """Undo `mark_in_flight`. Returns the sequences that have not ended since."""
         alive = [
             (seq, planned) for seq, planned in zip(self.sequences, self.plan.rows, strict=True) if not seq.has_ended
         ]

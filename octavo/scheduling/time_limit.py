@@ -1,6 +1,7 @@
-"""How much a step may hold: how long it may take where streams wait for it, and what part of a prompt fits in that.
+"""How long a step may take while streams wait for it, and how many prompt tokens fit in that time.
 
-The scheduler asks; what a step costs is `octavo.step_cost`'s. The budget of tokens is the scheduler's own.
+The scheduler asks here; `octavo.step_cost` predicts how long a step takes. The scheduler itself keeps the budget of
+tokens.
 """
 
 from __future__ import annotations
@@ -12,23 +13,23 @@ from octavo.sampling_params import RequestOutputKind
 from octavo.sequence import Sequence
 from octavo.step_cost import StepCost, StepWork
 
-# `--target-step-time auto`. A tenth of a second is about what one does not notice (R. B. Miller, "Response time in
-# man-computer conversational transactions", 1968); a little less, since steps take longer than predicted as often as
-# shorter. Where a single stream waits, a fifth more: every step costs a prompt beside it the same again. Where the
-# streams alone take more than a third of it, prompts still get two thirds of the machine, so that many streams do not
-# keep everybody else from a first token.
+# `--target-step-time auto`. People do not notice a tenth of a second (R. B. Miller, "Response time in man-computer
+# conversational transactions", 1968); the target is a little less, as steps are sometimes slower than predicted. With a
+# single stream it is a fifth more: each step costs the prompt beside it the decode's time. If the streams alone take
+# more than a third of the target, prompts still get two thirds of the machine, so that first tokens are not kept
+# waiting by many streams.
 AUTO_STEP_S = 0.09
 AUTO_STEP_OF_ONE_S = 0.11
 AUTO_TIMES_DECODES = 3.0
-# A prompt that is being computed gets so many tokens in each step, whatever they cost.
+# A running prompt gets at least so many tokens in each step.
 MIN_CHUNK_TOKENS = 32
 
 
 class TimeLimit:
-    """What is left of the time of one step. Decodes are counted before anything else and always run."""
+    """What is left of the time of one step. Decodes are counted first and always run."""
 
     def __init__(self, cost: StepCost, decodes: StepWork, target_s: float | None, num_streams: int = 2) -> None:
-        """`target_s` is None for `auto`."""
+        """`target_s` None is `auto`."""
         self._cost = cost
         self._work = decodes
         self._has_prompts = False  # a part of one is in the step
@@ -37,11 +38,12 @@ class TimeLimit:
 
     @property
     def is_spent(self) -> bool:
-        """Whether another part of a prompt would be too much, beside one that is there already."""
+        """Whether the step has a part of a prompt and no time for another one."""
         return self._has_prompts and self._cost.seconds(self._work.plus(0, MIN_CHUNK_TOKENS, 0)) > self.seconds
 
     def chunk(self, num_computed: int, most: int) -> int:
-        """How many of the next `most` tokens of a prompt fit, the least that it gets included."""
+        """Return how many of the next `most` tokens of a prompt to compute: those that fit, but at least
+        `MIN_CHUNK_TOKENS`, or one if the time is spent."""
         least = min(most, 1 if self.is_spent else MIN_CHUNK_TOKENS)
         longer = range(least + 1, most + 1)
         return least + bisect_right(
@@ -49,12 +51,12 @@ class TimeLimit:
         )
 
     def spend(self, num_computed: int, num_tokens: int) -> None:
-        """A part of a prompt is in the step."""
+        """Count a part of a prompt."""
         self._has_prompts = True
         self._work.add(num_computed, num_tokens, 0)
 
     def spend_on_drafts(self, num_computed: int, num_draft_tokens: int) -> None:
-        """A decode brings guesses."""
+        """Count the draft tokens of a decode."""
         for count in range(1, num_draft_tokens + 1):
             self._work.add_draft_token(num_computed, count)
 
@@ -62,7 +64,7 @@ class TimeLimit:
 def step_time_limit(
     cost: StepCost | None, target_s: float | None, running: list[Sequence], has_waiting: bool
 ) -> TimeLimit | None:
-    """The limit of the next step; None where no stream would wait for a prompt."""
+    """Return the time limit of the next step; None if no stream would wait for a prompt."""
     if cost is None or target_s == 0.0:
         return None
     decodes = StepWork()
@@ -78,8 +80,8 @@ def step_time_limit(
 
 
 def prompt_token_s(cost: StepCost, plan: StepPlan, num_tokens: int, limit: TimeLimit | None) -> float:
-    """How long a token of a prompt takes while there are others to compute: steps are as full as `num_tokens` and
-    `limit` let them be, and decodes have their part of each."""
+    """Return the seconds that a prompt token takes while other prompts wait: steps are as full as `num_tokens` and
+    `limit` allow, and decodes take their part of each."""
     decodes = StepWork.of([row for row in plan.rows if row.is_decode])
     decode_s = cost.seconds(decodes)
     token_s = (cost.seconds(plan.work) - decode_s) / (plan.work.num_tokens - decodes.num_tokens)
