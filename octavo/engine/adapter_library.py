@@ -1,4 +1,4 @@
-"""Adapters of the core: which are in the host's memory, read by threads while their requests wait."""
+"""The adapters in the host's memory, on the core's side. Threads read them while their requests wait."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ class _Entry:
     source: AdapterSource
     ready: Future[int]
     begin: float
-    num_pages: int  # of the host; while it is read, as many as its file has
-    is_registered: bool = False  # the pool knows how large it is
+    num_pages: int  # on the host; while it is read, those of its file
+    is_registered: bool = False  # the device's pool knows its size
 
 
 @dataclass(slots=True)
 class AdapterLibrary:
-    """At most `max_on_host` adapters, or where that is None as many as the host has pages for. The least recently used
-    make room. Those `in_use` stay."""
+    """At most `max_on_host` adapters, or as many as the host has pages for if it is None. Least recently used adapters
+    make room; those `in_use` and pinned ones stay."""
 
     executor: Executor
     pool: AdapterPool
     max_on_host: int | None
     num_reads: int = 0  # since the last `take_reads`
-    read_s: float = 0.0  # from when these adapters were wanted to when they were there
-    names: dict[str, str] = field(default_factory=dict)  # by identity: the last name that it was asked for by
+    read_s: float = 0.0  # how long these reads took, with their waits
+    names: dict[str, str] = field(default_factory=dict)  # by identity: its last name in a request
     _entries: OrderedDict[str, _Entry] = field(default_factory=OrderedDict)  # least recently used first
     _pinned: set[str] = field(default_factory=set)
 
     def want(self, source: AdapterSource, in_use: Set[str]) -> Future[int] | None:
-        """Ready when the adapter is on the host; None while there is no room for it. Then ask again. Raises
-        `RequestError` if there never will be, because all that are there are pinned."""
+        """Start to read an adapter. Returns a future that is ready when it is on the host; None if there is no room
+        now: call again. Raises `RequestError` if all room is pinned."""
         entry = self._entries.get(source.identity)
         if entry is not None and entry.ready.done() and entry.ready.exception() is not None:
-            self._drop(source.identity)  # once more: its file may have been mended
+            self._drop(source.identity)  # read it again: its file may be repaired
             entry = None
         if entry is None:
             num_pages = -(-source.num_bytes // self.executor.adapter_memory.page_bytes)
@@ -62,11 +62,11 @@ class AdapterLibrary:
             self._entries[source.identity] = entry
         self.names[source.identity] = source.name
         self._entries.move_to_end(source.identity)
-        self._make_room(0, 0, in_use | {source.identity})  # where others turned out to be larger than their files
+        self._make_room(0, 0, in_use | {source.identity})  # if adapters turned out larger than their files
         return entry.ready
 
     def take_in(self, identity: str) -> None:
-        """An adapter that was wanted is ready: it may be loaded from now on. Raises what kept it from being read."""
+        """Register an adapter that has been read, so that sequences may load it. Raises its error if it has failed."""
         entry = self._entries.get(identity)
         if entry is None or entry.is_registered:
             return
@@ -81,7 +81,7 @@ class AdapterLibrary:
         entry.is_registered = True
 
     def pin(self, identity: str) -> bool:
-        """Keep an adapter on the host, and on the device as long as others can go. Whether it is there."""
+        """Keep an adapter on the host, and on the device while others can be evicted. Returns whether it is there."""
         if identity not in self._entries:
             return False
         self._pinned.add(identity)
@@ -89,32 +89,32 @@ class AdapterLibrary:
         return True
 
     def remove(self, identity: str, in_use: Set[str]) -> None:
-        """Make room, at once or, where requests use it, when it is its turn."""
+        """Remove an adapter: now, or if requests use it, when room is needed."""
         self._pinned.discard(identity)
         if identity in self._entries and self._may_go(identity, in_use):
             self._drop(identity)
 
     def has(self, identity: str) -> bool:
-        """Whether it is on the host, or on its way there."""
+        """Return whether an adapter is on the host or being read."""
         return identity in self._entries
 
     @property
     def reading(self) -> list[Future[int]]:
-        """Of adapters that are on their way to the host."""
+        """Futures of the adapters being read."""
         return [entry.ready for entry in self._entries.values() if not entry.ready.done()]
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def take_reads(self) -> tuple[int, float]:
-        """How many adapters were read since the last call, and how long that took."""
+        """Return how many adapters were read since the last call, and in how many seconds."""
         taken = self.num_reads, self.read_s
         self.num_reads, self.read_s = 0, 0.0
         return taken
 
     def _make_room(self, num_adapters: int, num_pages: int, in_use: Set[str]) -> bool:
-        """For so many more. An adapter that takes more than there is may come where there is no other: how large it is
-        turns out when it is read."""
+        """Evict adapters until `num_adapters` more with `num_pages` fit. An adapter that is too large may come if it is
+        the only one: its size is known only when it is read."""
         while self._entries and not self._has_room(num_adapters, num_pages):
             free = next((identity for identity in self._entries if self._may_go(identity, in_use)), None)
             if free is None:
@@ -129,7 +129,7 @@ class AdapterLibrary:
         return used + num_pages <= self.executor.adapter_memory.num_host_pages
 
     def _may_go(self, identity: str, in_use: Set[str]) -> bool:
-        # What a thread still reads would come back once it has been read.
+        # An adapter that is still being read would come back afterwards.
         return identity not in in_use and identity not in self._pinned and self._entries[identity].ready.done()
 
     def _drop(self, identity: str) -> None:

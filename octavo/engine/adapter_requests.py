@@ -1,4 +1,4 @@
-"""Adapters that callers of the asynchronous engine name, and who waits for one to be read.
+"""The adapters that callers of the asynchronous engine name, and the callers that wait for one to be read.
 
 The core's side is `adapter_library.py`.
 """
@@ -18,7 +18,7 @@ from octavo.request import AdapterSource
 
 
 class AdapterRequests:
-    """Those of one engine."""
+    """The adapters of one engine."""
 
     def __init__(self, supervisor: Supervisor, inputs: InputProcessor) -> None:
         self._supervisor, self._inputs = supervisor, inputs
@@ -26,7 +26,7 @@ class AdapterRequests:
         self.named = NamedAdapters()
 
     async def find(self, asked: LoRARequest) -> AdapterSource:
-        """Where an adapter lies and what it holds now. Raises `RequestError`."""
+        """Return where an adapter's files are, and the identity of their contents. Raises `RequestError`."""
         return await run_off_loop(lambda: self._inputs.find_adapter(asked), length=MAX_INLINE_LENGTH + 1)
 
     async def load(self, source: AdapterSource, pins: bool = False) -> None:
@@ -38,12 +38,12 @@ class AdapterRequests:
         await ready
 
     def unload(self, identity: str) -> None:
-        """Free an adapter's memory when no request uses it."""
+        """Free an adapter's memory once no request uses it."""
         self.named.unpin(identity)
         self._supervisor.tell(UnloadAdapter(identity))
 
     def remove(self, lora_id: int) -> bool:
-        """Forget the adapter of a `lora_int_id`. Whether there was one."""
+        """Remove the adapter of a `lora_int_id`. Returns whether there was one."""
         was_named, identity = self.named.remove(lora_id)
         if identity is not None:
             self.unload(identity)
@@ -56,18 +56,18 @@ class AdapterRequests:
         self.named.pin(found)
 
     def pin_again(self) -> None:
-        """A core has become ready, which has no adapters yet: it is told those that are pinned."""
+        """Have a new core, which has no adapters yet, read the pinned ones."""
         for source in self.named.pinned:
             self._supervisor.tell(LoadAdapter(source, pins=True))
 
     def end(self, loaded: AdapterLoaded) -> None:
-        """The core has read an adapter, or cannot."""
+        """Tell callers that the core has read an adapter, or failed to."""
         error = None if loaded.error is None else RequestError(loaded.error, param="lora_path")
         self.named.loaded(loaded)
         self._end(self._waiting.pop(loaded.identity, []), error)
 
     def lose(self, error: OctavoError) -> None:
-        """The core has ended: nobody's adapter is going to be read."""
+        """Fail all waiting callers, as the core has ended."""
         waiting, self._waiting = self._waiting, {}
         for of_one in waiting.values():
             self._end(of_one, error)

@@ -1,7 +1,7 @@
-"""The engine core: requests in, steps, sequence outputs out. It knows tokens only; text is the front end's.
+"""The engine core: takes requests, runs steps, returns sequence outputs. It knows tokens; the front end knows text.
 
-`EngineCore` is synchronous and single-threaded. `LLM` calls it in its own process; `core_process` runs it in one of its
-own for servers.
+`EngineCore` is synchronous and single-threaded. `LLM` calls it in its own process; for servers `core_process` runs it
+in another one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.config import EngineConfig
 from octavo.engine.adapter_library import AdapterLibrary
-from octavo.engine.pending_requests import LoadingAdapter, PendingRequests
+from octavo.engine.pending_requests import LoadingAdapter, PendingRequest
 from octavo.engine.wire import AdapterLoaded, BlockMap, StepOutputs
 from octavo.errors import DeviceMemoryError, RequestError
 from octavo.kv_cache.manager import KVCacheManager
@@ -34,10 +34,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PREPARE_WAIT_S = 0.01  # messages are looked for between two waits
+_PREPARE_WAIT_S = 0.01  # then the core process looks for messages
 
-
-# What devices read and compute in a second: roughly, for the time of the first steps (`StepCostModel.derived`).
+# Rough bytes and operations a second, to predict the first steps (`StepCostModel.derived`).
 _MACHINES = {"cpu": (10e9, 300e9), "cuda": (2e12, 2e14)}
 
 
@@ -49,18 +48,18 @@ class _InFlightStep:
     pending: PendingStep
     begin: float  # time.monotonic, before it was planned
     predicted_s: float
-    tower_running: bool  # a tower computes beside it
+    tower_running: bool  # a tower computes at the same time
 
 
 class EngineCore:
-    """A scheduler and an executor in step, or the scheduler one step ahead of a device that need not wait for it."""
+    """A scheduler and an executor. On a device that runs ahead the scheduler plans a step while the last one runs."""
 
     def __init__(
         self, config: EngineConfig, executor: Executor | None = None, speculation: Speculation | None = None
     ) -> None:
-        """Tests bring their own executor, and guesses in the place of the configuration's."""
+        """Tests pass an executor and a speculation of their own."""
         if executor is None:
-            from octavo.execution.executor import make_executor  # imports kernels: not before they are needed
+            from octavo.execution.executor import make_executor  # late: it imports kernels
 
             executor = make_executor(config)
         self.executor = executor
@@ -89,8 +88,8 @@ class EngineCore:
         self._in_flight: deque[_InFlightStep] = deque()
         self._last_end = 0.0  # time.monotonic, of the last step
         self._refused: list[SequenceOutput] = []
-        self._pending: dict[str, PendingRequests] = {}  # in order of arrival
-        self._loading: list[LoadingAdapter] = []  # that no request has asked for
+        self._pending: dict[str, PendingRequest] = {}  # in order of arrival
+        self._loading: list[LoadingAdapter] = []  # adapters that no request waits for
 
     @property
     def has_work(self) -> bool:
@@ -99,11 +98,11 @@ class EngineCore:
         return self.scheduler.has_work or bool(self._in_flight) or bool(self._refused or self._pending or self._loading)
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request. One that can never run is answered with an error in the next step's outputs."""
+        """Queue a request. If it can never run, the next step's outputs have its error."""
         if request.params.grammar is None and request.adapter is None and not request.media:
             self._queue(request)
             return
-        preparing = PendingRequests(request)
+        preparing = PendingRequest(request)
         if request.params.grammar is not None:
             preparing.grammar = self.executor.prepare_grammar(request.params.grammar, request.eos_token_ids)
         self._pending[request.request_id] = preparing
@@ -115,18 +114,18 @@ class EngineCore:
         self.scheduler.abort(request_id, index)
 
     def reset_prefix_cache(self, *, frees_memory: bool = False) -> None:
-        """Forget what has been computed for others to share, and give the cache's memory back to the system, for which
-        no request may be under way."""
+        """Empty the prefix cache. With `frees_memory` give the cache's memory back to the system; no request may be
+        running then."""
         self.scheduler.cache.forget_prefixes()
         if frees_memory:
             self.executor.release_cache()
 
     def load_adapter(self, source: AdapterSource, pins: bool = False) -> None:
-        """Have an adapter on the host; a step's outputs say when it is there."""
+        """Read an adapter into the host's memory. A later step's outputs say when it is there."""
         self._loading.append(one := LoadingAdapter(source, pins))
         if self.adapters is not None:
-            with contextlib.suppress(RequestError):  # which the next step tells
-                one.ready = self.adapters.want(source, self._adapters_in_use())  # before requests that come later
+            with contextlib.suppress(RequestError):  # the next step reports it
+                one.ready = self.adapters.want(source, self._adapters_in_use())  # before later requests want others
 
     def unload_adapter(self, identity: str) -> None:
         """Free an adapter's memory, now or when the requests that use it have ended."""
@@ -139,8 +138,8 @@ class EngineCore:
         return BlockMap(self.scheduler.cache.states_of_blocks())
 
     def step(self) -> StepOutputs:
-        """Schedule, execute, account; or, while the device computes what was scheduled, account for the step before.
-        Returns at once when there is nothing to run."""
+        """Plan a step, submit it, and account for finished ones: this step, or the one before it on a device that runs
+        ahead. Returns at once if there is nothing to run."""
         if self._pending or self._loading:
             if not self.scheduler.has_work and not self._refused:  # nothing else to do
                 self._wait_for_prepared()
@@ -150,7 +149,7 @@ class EngineCore:
         begin = time.monotonic()
         tower_running = self.cost.tower_running = self._takes_media and self.executor.makes_media()
         plan = self.scheduler.schedule()
-        # Where nothing can be planned, somebody waits for what is under way.
+        # If nothing can be planned, wait for a step in flight.
         num_ahead = max(0, len(self._in_flight) - 1)
         if plan.rows:
             predicted_s = self.cost.seconds(plan.work)
@@ -182,8 +181,8 @@ class EngineCore:
         return StepOutputs(outputs, stats, loaded)
 
     def _measure(self, step: _InFlightStep, draft_s: float) -> float:
-        """Seconds of a step that has just ended, from which the next ones are predicted, as drafts took `draft_s` of
-        them. While steps run ahead, one begins when the one before ends."""
+        """Return the seconds that a finished step took, and teach the cost model; `draft_s` of them were for drafts.
+        A step that ran ahead began when the one before it ended."""
         now = time.monotonic()
         seconds = now - max(step.begin, self._last_end)
         self._last_end = now
@@ -205,7 +204,7 @@ class EngineCore:
         )
 
     def _wait_for_prepared(self) -> None:
-        """Return when a grammar more is compiled, or an adapter more is read; at once where something is ready."""
+        """Return when another grammar is compiled, adapter read or medium computed, or after a short wait."""
         if any(one.is_ready for one in self._pending.values()) or any(one.is_ready for one in self._loading):
             return
         left: list[Future[Any]] = [] if self.adapters is None else [*self.adapters.reading]
@@ -216,8 +215,7 @@ class EngineCore:
         wait(left, timeout=_PREPARE_WAIT_S, return_when=FIRST_COMPLETED)
 
     def _queue_prepared(self) -> None:
-        """Queue the requests whose grammars are compiled and whose adapters are read, and refuse those whose cannot
-        be."""
+        """Queue the pending requests that are ready, and refuse those whose preparation has failed."""
         if self.adapters is not None and any(one.waits_for_room for one in self._pending.values()):
             self._find_room(self.adapters)
         self._look_at_media()
@@ -229,7 +227,7 @@ class EngineCore:
             if error is None:
                 if self.adapters is not None and one.request.adapter is not None:
                     self.adapters.take_in(one.request.adapter.identity)
-                one.request.media = []  # the tower has seen them
+                one.request.media = []  # the tower has their rows
                 self._queue(one.request)
             elif isinstance(error, RequestError):
                 self._refuse(one.request, error)
@@ -241,8 +239,7 @@ class EngineCore:
                 self._refuse(one.request, RequestError(f"{what} failed: {type(error).__name__}."))
 
     def _look_at_media(self) -> None:
-        """Have the tower make the rows of the media that requests wait with, in the order of these, as far as there is
-        room."""
+        """Start the tower on the media of pending requests, in order, as far as there is room for their rows."""
         for one in self._pending.values():
             if one.waits_for_media:
                 one.media = self.executor.prepare_media(one.request.media, self._media_in_use())
@@ -250,14 +247,14 @@ class EngineCore:
                     return
 
     def _media_in_use(self) -> set[bytes]:
-        """Of requests that are queued, and of those whose media are being looked at."""
+        """Return the content hashes of media of queued requests, and of those that the tower computes."""
         prompts = [seq.request.prompt for seq in self.scheduler.queues]
         prompts += [one.request.prompt for one in self._pending.values() if one.media is not None]
         return {item.content_hash for prompt in prompts for item in prompt.media}
 
     def _find_room(self, adapters: AdapterLibrary) -> None:
-        """Have the adapters read that requests wait for, in the order of these: once there is no room for one, others
-        after it get none either, but for those that are there already."""
+        """Start to read the adapters of pending requests, in order. If there is no room for one, later requests get no
+        room either, unless their adapter is already there."""
         in_use, has_room = self._adapters_in_use(), True
         for one in list(self._pending.values()):
             source = one.request.adapter
@@ -275,13 +272,14 @@ class EngineCore:
                 in_use.add(source.identity)
 
     def _adapters_in_use(self) -> set[str]:
-        """Of requests that are queued, and adapters that somebody waits for and that are there or being read."""
+        """Return the identities of adapters that must stay on the host: those of queued requests, and those that
+        pending requests or `load_adapter` wait for."""
         found = {seq.adapter for seq in self.scheduler.queues if seq.adapter is not None}
         found |= {one.source.identity for one in self._loading if one.ready is not None}
         return found | {one.request.prompt.adapter or "" for one in self._pending.values() if one.adapter is not None}
 
     def _take_in_adapters(self) -> list[AdapterLoaded]:
-        """Ask for the adapters that there was no room for, and tell of those that are there."""
+        """Try again to read adapters that found no room, and report those that are ready or have failed."""
         loaded = []
         for one in list(self._loading):
             try:
@@ -299,7 +297,7 @@ class EngineCore:
         return loaded
 
     def _is_taken_in(self, one: LoadingAdapter) -> bool:
-        """Whether an adapter that was asked for is there now. Raises what keeps it from being."""
+        """Return whether an adapter is on the host now. Raises its error if it has failed."""
         if self.adapters is None:
             raise RequestError("adapters need --enable-lora.")
         if one.ready is None:

@@ -1,7 +1,7 @@
-"""When a prompt that comes now would have its first token: the tokens of the prompts before it, which the front end
-knows, times what the core says such a token takes.
+"""Predicts the time to the first token of a new prompt: the prompt tokens before it, counted by the front end, times
+the seconds that the core reports for a prompt token.
 
-`AsyncLLMEngine` keeps it up to date and the server asks it before it takes a request (`--max-ttft`).
+`AsyncLLMEngine` keeps it up to date; the server asks it before it accepts a request (`--max-ttft`).
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from collections.abc import Iterable
 from octavo.request import SequenceOutput
 from octavo.stats import EngineStats
 
-_MEMORY_TOKENS = 20_000  # of prompts looked up in the prefix index: older ones count e times less
+_MEMORY_TOKENS = 20_000  # prompt tokens after which older prefix lookups count e times less
 
 
 class FirstTokenForecast:
-    """The prompts of which no token has come yet, in the front end's count, and the speed of the core."""
+    """The requests without a first token, as the front end counts them, and the speed of the core."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, int] = {}  # prompt tokens, by request
         self._num_waiting_tokens = 0
-        self._num_queries = self._num_hits = 0.0  # tokens looked up in the prefix index, and found there, lately
+        self._num_queries = self._num_hits = 0.0  # recent tokens looked up in the prefix index, and found
         self._stats = EngineStats()
 
     def add(self, request_id: str, num_tokens: int) -> None:
-        """A request goes to the core."""
+        """Count a request that goes to the core."""
         self._waiting[request_id] = num_tokens
         self._num_waiting_tokens += num_tokens
 
     def end(self, request_id: str) -> None:
-        """A request has its first token, or none will come."""
+        """Remove a request: it has its first token, or has ended without one."""
         self._num_waiting_tokens -= self._waiting.pop(request_id, 0)
 
     def record_step(self, outputs: Iterable[SequenceOutput], stats: EngineStats) -> None:
@@ -44,11 +44,11 @@ class FirstTokenForecast:
             self._num_hits = kept * self._num_hits + stats.num_prefix_hits
 
     def seconds(self, num_tokens: int) -> float:
-        """From now to the first token of a prompt of `num_tokens`, behind all others. 0 while nothing has run."""
+        """Return the seconds until a new prompt of `num_tokens` has its first token. 0 before anything has run."""
         num_before = max(0, self._num_waiting_tokens - self._stats.num_chunked_tokens)
         return self.seconds_alone(num_before + num_tokens)
 
     def seconds_alone(self, num_tokens: int) -> float:
-        """The same if no other prompt were before it."""
+        """Return the same for a prompt that waits for no other."""
         found = self._num_hits / self._num_queries if self._num_queries else 0.0
         return num_tokens * (1 - found) * self._stats.prompt_token_s

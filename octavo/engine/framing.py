@@ -1,4 +1,4 @@
-"""Messages of `wire.py`, encoded, over a connection between hosts: each with its length in front."""
+"""Sends encoded messages of `wire.py` between hosts, each behind its length."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ _LENGTH = struct.Struct("<I")
 
 
 async def read_message(reader: asyncio.StreamReader) -> bytes:
-    """Raises `EOFError` at the end, and `OSError`. Of any length: pictures are long, and who sends knows the token."""
+    """Return the next message. Raises `EOFError` at the end, and `OSError`. The length is not limited: media are long,
+    and the sender has shown the token."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     return await reader.readexactly(length)
 
 
 def write_message(writer: asyncio.StreamWriter, data: bytes) -> None:
-    """Never waits: what cannot be sent is kept, until the other host's silence is noticed."""
+    """Send a message without waiting. What cannot be sent is buffered until the heartbeat gives the host up."""
     if not writer.is_closing():
         writer.write(_LENGTH.pack(len(data)))
         writer.write(data)

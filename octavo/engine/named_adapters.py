@@ -1,4 +1,4 @@
-"""The adapters that an engine's callers have named by numbers, and which of them are pinned."""
+"""The adapters that callers have named by `lora_int_id`, and the pinned ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class NamedAdapters:
-    """Several numbers may name one adapter, whose identity is its content."""
+    """Several ids may name one adapter, whose identity is its content."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, AdapterSource] = {}  # by `lora_int_id`
@@ -21,26 +21,26 @@ class NamedAdapters:
 
     @property
     def ids(self) -> set[int]:
-        """The `lora_int_id`s that have been asked for and not removed."""
+        """The `lora_int_id`s that were named and not removed."""
         return set(self._by_id)
 
     @property
     def pinned(self) -> Collection[AdapterSource]:
-        """Those that a core which takes another one's place has to be told."""
+        """The pinned adapters, which a new core has to read."""
         return self._pinned.values()
 
     def name(self, lora_id: int, source: AdapterSource) -> None:
-        """Have an adapter listed under its `lora_int_id` until it is removed."""
+        """List an adapter under its `lora_int_id` until it is removed."""
         self._by_id[lora_id] = source
 
     def named(self, lora_id: int) -> AdapterSource:
-        """Raises `RequestError`."""
+        """Return the adapter of a `lora_int_id`. Raises `RequestError` if there is none."""
         if (found := self._by_id.get(lora_id)) is None:
             raise RequestError(f"there is no adapter {lora_id}; add it first.", param="lora_id")
         return found
 
     def remove(self, lora_id: int) -> tuple[bool, str | None]:
-        """Forget a `lora_int_id`: whether there was one, and the identity of an adapter that none names any more."""
+        """Remove a `lora_int_id`. Returns whether there was one, and the adapter's identity if no other id names it."""
         found = self._by_id.pop(lora_id, None)
         if found is None or any(one.identity == found.identity for one in self._by_id.values()):
             return found is not None, None
@@ -48,7 +48,7 @@ class NamedAdapters:
         return True, found.identity
 
     def pin(self, source: AdapterSource) -> None:
-        """The core has pinned it. One that was removed meanwhile is not kept."""
+        """Record that the core has pinned an adapter, unless it was removed meanwhile."""
         if source in self._by_id.values():
             self._pinned[source.identity] = source
 
@@ -56,6 +56,6 @@ class NamedAdapters:
         self._pinned.pop(identity, None)
 
     def loaded(self, result: AdapterLoaded) -> None:
-        """A core has read an adapter, or cannot."""
+        """Record that a core has read an adapter, or failed to: then it is no longer pinned."""
         if result.error is not None and self._pinned.pop(result.identity, None) is not None:
             logger.warning("an adapter that was pinned is not any more: %s", result.error)

@@ -1,5 +1,5 @@
-"""Work on what requests bring (templates, tokens, grammars, pictures) beside the event loop, which streams must not
-wait for."""
+"""Runs long work on requests (templates, tokenization, grammars, media) in threads, so that streams do not wait for
+it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Characters, bytes or tokens. Less takes about a millisecond, and a thread would cost more than it saves.
+# Characters, bytes or tokens. Shorter work takes about a millisecond, and a thread would cost more than it saves.
 MAX_INLINE_LENGTH = 2048
-_grammars = ThreadPoolExecutor(4, "octavo-grammar")  # they take seconds, and tokenization must not wait for them
+_grammars = ThreadPoolExecutor(4, "octavo-grammar")  # take seconds: tokenization must not wait for them
 _texts = ThreadPoolExecutor(4, "octavo-text")
-_media = ThreadPoolExecutor(2, "octavo-media")  # which bounds the pictures that are being decoded at once
-_videos = ThreadPoolExecutor(2, "octavo-video")  # which may take a minute each, and pictures must not wait for them
+_media = ThreadPoolExecutor(2, "octavo-media")  # bounds how many are decoded at once
+_videos = ThreadPoolExecutor(2, "octavo-video")  # take up to a minute each: images must not wait for them
 
 
 async def run_off_loop(
     work: Callable[[], T], *, length: int, has_grammar: bool = False, media: Collection[str] = ()
 ) -> T:
-    """The result of `work` on something of `length`; in a thread if that is long, or if `work` makes a grammar or has
-    `media` of these kinds to decode.
+    """Return the result of `work` on an input of `length`. It runs in a thread if the input is long, if it makes a
+    grammar, or if it decodes `media` of the given kinds.
 
-    Cancelled, a `work` that runs already goes on, and its result is dropped.
+    If the caller is cancelled, work that has begun goes on and its result is dropped.
     """
     if length <= MAX_INLINE_LENGTH and not has_grammar and not media:
         return work()

@@ -1,5 +1,5 @@
-"""Requests that the scheduler does not know yet: their grammar is being compiled, their adapter read from disk, or
-their pictures are looked at."""
+"""Requests that are not scheduled yet: their grammar is compiled, their adapter is read, or the tower computes their
+media."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from octavo.request import AdapterSource, EngineRequest
 
 
 @dataclass(slots=True)
-class PendingRequests:
-    """A request, and what must be ready before it is queued."""
+class PendingRequest:
+    """A request, and what must be ready before the scheduler gets it."""
 
     request: EngineRequest
     grammar: Future[None] | None = None
-    adapter: Future[int] | None = None  # None while there is no room on the host for the one that it wants
-    media: list[Future[Any]] | None = None  # None while there is no room for the rows of its media
+    adapter: Future[int] | None = None  # None: no adapter, or no room for it on the host yet
+    media: list[Future[Any]] | None = None  # None: no media, or no room for their rows yet
 
     @property
     def waits_for_room(self) -> bool:
@@ -37,17 +37,17 @@ class PendingRequests:
 
     @property
     def error(self) -> BaseException | None:
-        """Of a request that is ready: what keeps it from running."""
+        """Why a request that is ready cannot run, or None."""
         return next((error for future in self.futures if (error := future.exception()) is not None), None)
 
 
 @dataclass(slots=True)
 class LoadingAdapter:
-    """An adapter that is wanted on the host though no request has asked for it."""
+    """An adapter to read for `load_adapter`; no request waits for it."""
 
     source: AdapterSource
     pins: bool
-    ready: Future[int] | None = None  # None while there is no room
+    ready: Future[int] | None = None  # None: no room yet
 
     @property
     def is_ready(self) -> bool:

@@ -1,14 +1,14 @@
-"""When an engine core that has died is started again, and when it is given up."""
+"""Decides when a dead engine core is started again, and when not. `Supervisor` starts it."""
 
 from __future__ import annotations
 
-QUICK_S = 60.0  # a death sooner than this after the core was ready is a quick one
+QUICK_S = 60.0  # a core that dies sooner after it was ready has died quickly
 MAX_DELAY_S = 30.0
 
 
 class RestartPolicy:
-    """Up to `limit` quick deaths in a row are answered with a new start: the first at once, the next after 1, 2, 4, …
-    seconds. A core that serves longer than `QUICK_S` sets the count back to 0. Times are those of `time.monotonic`."""
+    """Allows up to `limit` quick deaths in a row: a restart at once after the first, after 1, 2, 4, … seconds after the
+    next ones. A core that serves longer than `QUICK_S` resets the count. Times are those of `time.monotonic`."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -17,14 +17,14 @@ class RestartPolicy:
 
     @property
     def count(self) -> tuple[int, int]:
-        """(quick deaths so far, how many are allowed)."""
+        """(quick deaths in a row, allowed ones)."""
         return self._num_quick, self.limit
 
     def record_ready(self, now: float) -> None:
         self._ready_at = now
 
     def next_delay(self, now: float) -> float | None:
-        """A core has died: the seconds to wait before the next start, or None to give up."""
+        """Return the seconds to wait before the next start of a core that has just died, or None to give up."""
         if self._ready_at is not None and now - self._ready_at > QUICK_S:
             self._num_quick = 0
         self._ready_at = None

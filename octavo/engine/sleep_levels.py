@@ -1,4 +1,4 @@
-"""What a sleeping engine has freed, as vLLM calls it."""
+"""What a sleeping engine has freed, in vLLM's words: levels and tags."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SLEEPERS = frozenset({"weights", "kv_cache"})
 
 
 def woken_by(tags: Iterable[str] | None) -> frozenset[str]:
-    """What `tags` wake; all by default. Raises `RequestError` for what is no part of an engine."""
+    """Return what `tags` wake, everything by default. Raises `RequestError` for an unknown tag."""
     woken = SLEEPERS if tags is None else frozenset(tags)
     if woken - SLEEPERS:
         raise RequestError(f"tags must be of {', '.join(sorted(SLEEPERS))}.", param="tags")
@@ -18,6 +18,6 @@ def woken_by(tags: Iterable[str] | None) -> frozenset[str]:
 
 
 def check_level(level: int) -> None:
-    """Raise `RequestError` for a level that there is not."""
+    """Raise `RequestError` for an unknown level."""
     if level not in (1, 2):
         raise RequestError(f"level must be 1 or 2, got {level}.", param="level")
