@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from octavo.hardware import why_not_cuda
+from tests import watchdog
 from tests.seeds import seed_everything
 from tests.selection import EVERYTHING, ImportGraph, base_of_changes, changed_files
 from tests.tiers import affected, parse_shard, scopes, shard
@@ -52,11 +53,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--minutes", type=float, default=5.0, help="How long the tests that it adds may take.")
 
 
+LONG_S = 300.0  # that a long test may take, if it does not say
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
 DISTANCES = pytest.StashKey[dict[str, int] | None]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(watchdog, "watchdog")
     if config.getoption("changed_since") is None or config.getoption("all"):
         config.stash[DISTANCES] = None
     elif hasattr(config, "workerinput"):
@@ -101,6 +104,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what this tier or shard does not have."""
+    for item in items:
+        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONG_S))
     chosen = {item.nodeid for item in items}
     if not config.getoption("all"):
         long = [item.nodeid for item in items if item.get_closest_marker("long")]
