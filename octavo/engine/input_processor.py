@@ -464,6 +464,12 @@ class InputProcessor:
             raise RequestError(f"priority {priority} needs --scheduling-policy priority.", param="priority")
 
     def _check_token_ids(self, params: SamplingParams) -> None:
+        if params.allowed_token_ids is not None and len(params.allowed_token_ids) > self.model.vocab_size:
+            raise RequestError(
+                f"allowed_token_ids has {len(params.allowed_token_ids)} tokens; the model's are "
+                f"{self.model.vocab_size}.",
+                param="allowed_token_ids",
+            )
         for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
             for token in getattr(params, name) or ():
                 if not 0 <= token < self.model.vocab_size:
@@ -473,13 +479,13 @@ class InputProcessor:
 
     def _bad_words(self, words: list[str]) -> list[list[int]]:
         """Token sequences of each word at the start of a text and after a space, as it would be generated."""
-        sequences = []
+        sequences = dict[tuple[int, ...], None]()  # a set that keeps their order
         for word in words:
             for text in (word, " " + word.lstrip()):
                 ids = self.encode(text, add_special_tokens=False)
-                if ids and ids not in sequences and max(ids) < self.model.vocab_size:
-                    sequences.append(ids)
-        return sequences
+                if ids and max(ids) < self.model.vocab_size:
+                    sequences[tuple(ids)] = None
+        return [list(ids) for ids in sequences]
 
 
 def _eos_token_ids(model: ModelConfig, tokenizer: ModelTokenizer) -> list[int]:

@@ -14,19 +14,22 @@ T = TypeVar("T")
 MAX_INLINE_LENGTH = 2048
 _grammars = ThreadPoolExecutor(4, "octavo-grammar")  # take seconds: tokenization must not wait for them
 _texts = ThreadPoolExecutor(4, "octavo-text")
+_bodies = ThreadPoolExecutor(1, "octavo-json")  # wait for the process that parses large bodies
 _media = ThreadPoolExecutor(2, "octavo-media")  # bounds how many are decoded at once
 _videos = ThreadPoolExecutor(2, "octavo-video")  # take up to a minute each: images must not wait for them
 
 
 async def run_off_loop(
-    work: Callable[[], T], *, length: int, has_grammar: bool = False, media: Collection[str] = ()
+    work: Callable[[], T], *, length: int, has_grammar: bool = False, media: Collection[str] = (), is_json: bool = False
 ) -> T:
     """Return the result of `work` on an input of `length`. It runs in a thread if the input is long, if it makes a
-    grammar, or if it decodes `media` of the given kinds.
+    grammar, or if it decodes `media` of the given kinds. `is_json` work waits for a large JSON body.
 
     If the caller is cancelled, work that has begun goes on and its result is dropped.
     """
     if length <= MAX_INLINE_LENGTH and not has_grammar and not media:
         return work()
-    pool = _videos if "video" in media else _media if media else _grammars if has_grammar else _texts
+    pool = _grammars if has_grammar else _bodies if is_json else _texts
+    if media:
+        pool = _videos if "video" in media else _media
     return await asyncio.get_running_loop().run_in_executor(pool, work)

@@ -21,6 +21,8 @@ from octavo.loading.jinja_template import compile_template, render_template
 from octavo.loading.tokenizer_folder import WHAT_TO_DO, read_tokenizer_folder
 from octavo.loading.tokenizer_parts import ROLES, TokenizerParts
 
+_MAX_INLINE_IDS = 1024  # which take some 100 µs to decode
+
 
 class Encoding(dict[str, list[Any]]):
     """What calling a tokenizer gives: `input_ids` and `attention_mask`, as keys and as attributes."""
@@ -150,7 +152,10 @@ class ModelTokenizer:
         """The text of ids in a list or an array. Cleaning is never done to BPE, which writes its blanks itself."""
         ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
         ids = [ids] if isinstance(ids, int) else ids
-        text = self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        if len(ids) <= _MAX_INLINE_IDS:
+            text = self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        else:  # this lets other threads go on, which `decode` does not (tokenizers 0.23)
+            [text] = self.backend_tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         cleans_up = self.cleans_up_spaces if clean_up_tokenization_spaces is None else clean_up_tokenization_spaces
         if cleans_up and type(self.backend_tokenizer.model).__name__ != "BPE":
             for ending in (".", "?", "!", ","):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from starlette.routing import Match, Route
 
 from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.http.error_responses import error_fields, error_response, validation_error
+from octavo.entrypoints.http.json_worker import is_large, parse_json
 from octavo.errors import EngineDeadError, RequestError
 
 UnknownFields = Literal["error", "warn", "ignore"]
@@ -34,6 +34,7 @@ logger = logging.getLogger("octavo.server")
 Handler = Callable[..., Awaitable[Any]]
 Endpoint = Callable[[Request], Awaitable[Response]]
 H = TypeVar("H", bound=Handler)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,27 +153,26 @@ async def whole_body(request: Request) -> bytes:
 
 async def _read_body(request: Request, kind: type[BaseModel]) -> BaseModel:
     """Raises `RequestError`."""
-    body = await whole_body(request)
     unknown: UnknownFields = request.app.state.octavo.args.unknown_fields
-    if len(body) <= MAX_INLINE_BYTES:
-        return _parse(body, kind, unknown)
-    return await run_off_loop(lambda: _parse(body, kind, unknown), length=len(body))
+    return await read_json(request, await whole_body(request), lambda parsed: validate_body(parsed, kind, unknown))
 
 
-def _parse(body: bytes, kind: type[BaseModel], unknown: UnknownFields) -> BaseModel:
+async def read_json(request: Request, body: bytes, use: Callable[[Any], T]) -> T:
+    """What `use` makes of a body. A long one is parsed and used in a thread, a large one parsed in another process.
+    Raises `RequestError`, for what is beyond the server's limits too."""
+    state = request.app.state.octavo
     if not body:
         raise RequestError("The request has no body; send a JSON object.")
-    try:
-        parsed = json.loads(body)
-    except json.JSONDecodeError as error:
-        raise RequestError(f"The body is not valid JSON: {error.msg} at character {error.pos}.") from None
-    except UnicodeDecodeError:
-        raise RequestError("The body is not valid UTF-8.") from None
-    except RecursionError:
-        raise RequestError("The body is nested too deeply.") from None
-    except ValueError:
-        raise RequestError("The body is not valid JSON: a number has too many digits.") from None
-    return validate_body(parsed, kind, unknown)
+
+    def parse(parser: Callable[[], Any]) -> T:
+        parsed = parser()
+        state.args.refuse_fields(parsed)
+        return use(parsed)
+
+    if is_large(body):
+        return await run_off_loop(lambda: parse(lambda: state.json_worker.parse(body)), length=len(body), is_json=True)
+    length = len(body) if len(body) > MAX_INLINE_BYTES else 0
+    return await run_off_loop(lambda: parse(lambda: parse_json(body, state.args)), length=length)
 
 
 def validate_body(parsed: Any, kind: type[BaseModel], unknown: UnknownFields) -> BaseModel:

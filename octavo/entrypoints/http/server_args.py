@@ -19,6 +19,7 @@ from typing import Any, Literal
 from octavo import tracing
 from octavo.entrypoints.chat.reasoning import STYLES
 from octavo.entrypoints.chat.tools.tool_formats import AUTO, FORMATS, NONE
+from octavo.entrypoints.http.request_limits import RequestLimits
 from octavo.errors import ConfigError
 from octavo.flags import Flags, flag
 
@@ -36,7 +37,7 @@ LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerArgs(Flags):
+class ServerArgs(RequestLimits, Flags):
     """What a user can set about the server. Field `api_key` is flag `--api-key`."""
 
     host: str = flag("0.0.0.0", "Address to listen at.")

@@ -25,6 +25,7 @@ from octavo.entrypoints.chat.reasoning import Reasoning
 from octavo.entrypoints.chat.tools.format_detection import ModelFormats, model_formats
 from octavo.entrypoints.http.body_fields import ID_PATTERN
 from octavo.entrypoints.http.error_responses import RETRY_AFTER_S
+from octavo.entrypoints.http.json_worker import JsonWorker
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.openai.request_bodies import SamplingRequest
 from octavo.errors import EngineRestartingError, OctavoError, RequestError
@@ -138,6 +139,11 @@ class ServerState:
 
         return BackgroundJobs(self)
 
+    @cached_property
+    def json_worker(self) -> JsonWorker:
+        """The process for large bodies."""
+        return JsonWorker(self.args)
+
     async def background_ended(self) -> None:
         """Return when what works in the background has noted how far it is."""
         if "background" in self.__dict__:
@@ -147,6 +153,8 @@ class ServerState:
         """Give back what was opened."""
         if "store" in self.__dict__:
             self.store.close()
+        if "json_worker" in self.__dict__:
+            self.json_worker.close()
 
     @cached_property
     def formats(self) -> ModelFormats:
@@ -288,6 +296,18 @@ class ServerState:
             raise RequestError("X-Request-Id must be 1 to 200 printable ASCII characters.", param="request_id")
         return f"{prefix}-{request_id}", {ID_HEADER: request_id} if self.args.enable_request_id_headers else {}
 
+    def _with_few_logprobs(self, request: EngineRequest) -> EngineRequest:
+        """A request whose answer has no more log-probabilities than it may: one that says how many tokens it wants is
+        refused if these have more, with `RequestError`, and one that does not say ends where they would."""
+        params, num_prompt = request.params, len(request.prompt.token_ids)
+        self.args.refuse_entries("prompt_logprobs", params.prompt_logprobs, num_prompt)
+        if params.logprobs is None:
+            return request
+        if params.max_tokens is not None:
+            self.args.refuse_entries("logprobs", params.logprobs, request.max_tokens * params.num_sequences)
+        most = self.args.max_logprob_entries // ((1 + params.logprobs) * params.num_sequences)
+        return msgspec.structs.replace(request, max_tokens=max(1, min(request.max_tokens, most)))
+
     async def submit(
         self,
         response_id: str,
@@ -339,6 +359,7 @@ class ServerState:
         request = await run_off_loop(
             process, length=length, has_grammar=has_grammar or structure is not None, media=media
         )
+        request = self._with_few_logprobs(request)
         name = f"{response_id}-{request.request_id}"  # clients choose response ids and may repeat them
         if self.args.logs_requests:
             log_request(logger, name, request.prompt, params, self.args.max_log_len)

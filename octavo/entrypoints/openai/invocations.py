@@ -3,15 +3,13 @@ and is answered by the route that they belong to."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.http.auth_and_limits import replay_body
-from octavo.entrypoints.http.router import Router, whole_body
+from octavo.entrypoints.http.router import Router, read_json, whole_body
 from octavo.entrypoints.http.server_state import state_of
 from octavo.errors import RequestError
 from octavo.pooling_params import PoolingConfig
@@ -29,18 +27,10 @@ async def invocations(raw: Request) -> Response:
     """Answer as /v1/chat/completions does for `messages`, and /v1/completions for a `prompt`; a model that pools as
     /v1/embeddings, /classify or /pooling do, /score for pairs, or /rerank for a `query` and `documents`."""
     body = await whole_body(raw)
-    given = await run_off_loop(lambda: _fields(body), length=len(body))
-    path = _path_of(given, state_of(raw).engine.config.model.pooling)
+    path = await read_json(raw, body, lambda given: _path_of(given, state_of(raw).engine.config.model.pooling))
     again = Request(raw.scope, replay_body(body, raw.receive))
     response: Response = await raw.app.router.plain[path].endpoint(again)
     return response
-
-
-def _fields(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _path_of(given: Any, pooling: PoolingConfig | None) -> str:

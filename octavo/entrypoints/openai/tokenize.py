@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
@@ -15,6 +15,9 @@ from octavo.entrypoints.http.server_state import ARRIVAL, ServerState, state_of
 from octavo.entrypoints.openai.request_bodies import DetokenizeRequest, TokenizeRequest
 from octavo.entrypoints.openai.response_bodies import DetokenizeResponse, TokenizeResponse
 from octavo.errors import RequestError
+
+if TYPE_CHECKING:
+    from octavo.loading.tokenizer import ModelTokenizer
 
 router = Router(tags=["vLLM"])
 
@@ -46,12 +49,7 @@ async def detokenize(body: DetokenizeRequest, raw: Request) -> DetokenizeRespons
     state = state_of(raw)
     state.resolve_model(body.model)
     tokenizer = state.engine.tokenizer
-    num_known = len(tokenizer)
-    if body.tokens and max(body.tokens) >= num_known:
-        raise RequestError(
-            f"tokens has token id {max(body.tokens)}; the tokenizer's are 0 to {num_known - 1}.", param="tokens"
-        )
-    text = await run_off_loop(lambda: str(tokenizer.decode(body.tokens)), length=len(body.tokens))
+    text = await run_off_loop(lambda: _decode(tokenizer, body.tokens), length=len(body.tokens))
     return DetokenizeResponse(prompt=text)
 
 
@@ -69,6 +67,16 @@ async def tokenizer_info(raw: Request) -> dict[str, Any]:
     file /= "tokenizer_config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {**tokenizer.special_tokens_map}
     return {"tokenizer_class": type(tokenizer).__name__, **config, "chat_template": tokenizer.chat_template}
+
+
+def _decode(tokenizer: ModelTokenizer, token_ids: list[int]) -> str:
+    """Raises `RequestError`."""
+    num_known = len(tokenizer)
+    if token_ids and max(token_ids) >= num_known:
+        raise RequestError(
+            f"tokens has token id {max(token_ids)}; the tokenizer's are 0 to {num_known - 1}.", param="tokens"
+        )
+    return str(tokenizer.decode(token_ids))
 
 
 def _text(state: ServerState, body: TokenizeRequest) -> str:

@@ -88,3 +88,10 @@ def test_the_tokenizer_is_described_where_that_is_wanted(http: httpx.Client, eng
     config = json.loads((folder / "tokenizer_config.json").read_text())
     assert found == {**config, "chat_template": engine.tokenizer.chat_template}
     assert found["tokenizer_class"] and found["chat_template"]
+
+
+def test_long_lists_of_tokens_are_decoded_alike(engine: FakeEngine) -> None:
+    ids = engine.inputs.encode("Hello, wörld! 🙂 " * 400, False)
+    assert len(ids) > 2048
+    assert engine.tokenizer.decode(ids) == "Hello, wörld! 🙂 " * 400
+    assert engine.tokenizer.decode(ids) == engine.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)

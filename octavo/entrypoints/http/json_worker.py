@@ -1,0 +1,228 @@
+"""Large JSON bodies are parsed in a process of its own: the parser holds the interpreter's lock, and so its event loop,
+for as long as a body takes, which may be seconds.
+
+The process first counts what a body has (`request_limits`), then parses it, and sends what it is in pieces. Each piece
+is put to the others in a moment, between which the event loop goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+import marshal
+import os
+import selectors
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from octavo.entrypoints.http.request_limits import RequestLimits
+from octavo.errors import RequestError
+from octavo.processes import child_command
+
+MIN_BYTES = 1 << 20  # of what is parsed there; less takes a few milliseconds
+MIN_NODES = 10_000  # likewise
+TIME_LIMIT_S = 60.0  # for one body; the longest take 2 s
+_PIECE_NODES = 2000
+_LENGTH = struct.Struct("<Q")
+_CHUNK_BYTES = 1 << 20
+
+# How a piece is put to what is there. A value ends the list or object that it is, or goes into the innermost one.
+_VALUE, _LIST, _OBJECT, _ITEMS, _KEY, _END, _ERROR = range(7)
+
+
+def is_large(body: bytes) -> bool:
+    """Whether a body is for the process."""
+    if len(body) > MIN_BYTES:
+        return True
+    return body.count(b",") + body.count(b"[") + body.count(b"{") > MIN_NODES
+
+
+def parse_json(body: bytes, limits: RequestLimits) -> Any:
+    """What a body is, in this process. Raises `RequestError` for what is no JSON, and beyond the limits."""
+    limits.refuse_json(body)
+    try:
+        return json.loads(body)
+    except json.JSONDecodeError as error:
+        raise RequestError(f"The body is not valid JSON: {error.msg} at character {error.pos}.") from None
+    except UnicodeDecodeError:
+        raise RequestError("The body is not valid UTF-8.") from None
+    except RecursionError:
+        raise RequestError("The body is nested too deeply.") from None
+    except ValueError:
+        raise RequestError("The body is not valid JSON: a number has too many digits.") from None
+
+
+class JsonWorker:
+    """The process. It is started with the first body, ends with its parent, and is replaced when a body was too much.
+    Calls may come from any thread; they wait for each other."""
+
+    def __init__(self, limits: RequestLimits, time_limit_s: float = TIME_LIMIT_S) -> None:
+        self._limits = {field.name: getattr(limits, field.name) for field in dataclasses.fields(RequestLimits)}
+        self._time_limit_s = time_limit_s
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def parse(self, body: bytes) -> Any:
+        """What `parse_json` returns and raises."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._end()
+                command = child_command("octavo.entrypoints.http.json_worker", json.dumps(self._limits))
+                self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+            try:
+                return self._ask(self._process, body)
+            except OSError:
+                self._end()
+                raise RequestError("The body takes too long to read, or too much memory.", status=503) from None
+            except BaseException as error:
+                if not isinstance(error, RequestError):
+                    self._end()
+                raise
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        with self._lock:
+            self._end()
+
+    def _ask(self, process: subprocess.Popen[bytes], body: bytes) -> Any:
+        """Raises `OSError` if no answer comes, or not in time."""
+        assert process.stdin is not None and process.stdout is not None
+        deadline = time.monotonic() + self._time_limit_s
+        for part in (_LENGTH.pack(len(body)), body):
+            left = memoryview(part)
+            while left:
+                left = left[process.stdin.write(left[:_CHUNK_BYTES]) or 0 :]
+        value: Any = None
+        inner: list[Any] = []  # lists and objects that have not ended, the innermost last
+        keys: list[str] = []
+        while True:
+            kind, data = self._read_piece(process, deadline)
+            if kind == _ERROR:
+                message, param, code = marshal.loads(data)
+                raise RequestError(message, param=param, code=code)
+            if kind == _KEY:
+                keys.append(marshal.loads(data))
+                continue
+            if kind == _ITEMS:
+                items = marshal.loads(data)
+                inner[-1].update(items) if isinstance(items, dict) else inner[-1].extend(items)
+                continue
+            if kind in (_LIST, _OBJECT):
+                inner.append([] if kind == _LIST else {})
+                continue
+            value = inner.pop() if kind == _END else marshal.loads(data)
+            if not inner:
+                return value
+            if isinstance(inner[-1], dict):
+                inner[-1][keys.pop()] = value
+            else:
+                inner[-1].append(value)
+
+    def _read_piece(self, process: subprocess.Popen[bytes], deadline: float) -> tuple[int, bytes]:
+        (length,) = _LENGTH.unpack(self._read(process, _LENGTH.size, deadline))
+        piece = self._read(process, length, deadline)
+        return piece[0], piece[1:]
+
+    @staticmethod
+    def _read(process: subprocess.Popen[bytes], num_bytes: int, deadline: float) -> bytes:
+        assert process.stdout is not None
+        parts = []
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while num_bytes:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise TimeoutError
+                if not (part := os.read(process.stdout.fileno(), min(num_bytes, _CHUNK_BYTES))):
+                    raise BrokenPipeError
+                parts.append(part)
+                num_bytes -= len(part)
+        return b"".join(parts)
+
+    def _end(self) -> None:
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            self._process.kill()
+        with contextlib.suppress(OSError):
+            self._process.communicate()
+        self._process = None
+
+
+def pieces(value: Any) -> Iterator[tuple[int, bytes]]:
+    """A value in pieces of some `_PIECE_NODES` values each; a text is one piece however long."""
+    sizes: dict[int, int] = {}  # of lists and objects that are more than one piece, by id
+    _size(value, sizes)
+    yield from _split(value, sizes)
+
+
+def _size(value: Any, sizes: dict[int, int]) -> int:
+    """How many values it has."""
+    if not isinstance(value, list | dict):
+        return 1
+    size = 1 + sum(_size(one, sizes) for one in (value if isinstance(value, list) else value.values()))
+    if size > _PIECE_NODES:
+        sizes[id(value)] = size
+    return size
+
+
+def _split(value: Any, sizes: dict[int, int]) -> Iterator[tuple[int, bytes]]:
+    if id(value) not in sizes:
+        yield _VALUE, marshal.dumps(value)
+        return
+    yield (_LIST if isinstance(value, list) else _OBJECT), b""
+    items: Any = [] if isinstance(value, list) else {}  # the next ones that are small
+    num_nodes = 0
+    for key, one in enumerate(value) if isinstance(value, list) else value.items():
+        is_large = id(one) in sizes
+        if items and (is_large or num_nodes >= _PIECE_NODES):
+            yield _ITEMS, marshal.dumps(items)
+            items, num_nodes = type(items)(), 0
+        if is_large:
+            if isinstance(value, dict):
+                yield _KEY, marshal.dumps(key)
+            yield from _split(one, sizes)
+            continue
+        if isinstance(items, list):
+            items.append(one)
+        else:
+            items[key] = one
+        num_nodes += _size(one, {})
+    if items:
+        yield _ITEMS, marshal.dumps(items)
+    yield _END, b""
+
+
+def _read_whole(file: BinaryIO, num_bytes: int) -> bytes:
+    data = file.read(num_bytes)
+    if len(data) < num_bytes:
+        sys.exit()  # the parent has ended
+    return data
+
+
+def main() -> None:
+    """Parse one body after the other, from standard input to standard output."""
+    gc.disable()  # JSON has no cycles
+    limits = RequestLimits(**json.loads(sys.argv[1]))
+    given, answers = sys.stdin.buffer, sys.stdout.buffer
+    while True:
+        (length,) = _LENGTH.unpack(_read_whole(given, _LENGTH.size))
+        try:
+            value = parse_json(_read_whole(given, length), limits)
+            for kind, data in pieces(value):
+                answers.write(_LENGTH.pack(1 + len(data)) + bytes([kind]) + data)
+        except RequestError as error:
+            data = marshal.dumps((str(error), error.param, error.code))
+            answers.write(_LENGTH.pack(1 + len(data)) + bytes([_ERROR]) + data)
+        value = None
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
