@@ -2,20 +2,20 @@
 
 Such a file is a pickle of a dictionary and the bytes of its tensors' storages: since torch 1.6 members of a ZIP archive
 (`data.pkl`, `data/<key>`), before that one after the other (`torch.serialization`, `_save` and `_legacy_save`). The
-unpickler here knows the few names that describe tensors and refuses every other.
+unpickler here follows a fixed list of instructions and knows the few names that describe tensors. A name stays a name:
+no instruction gets hold of a function, a class or a numpy type.
 """
 
 from __future__ import annotations
 
 import io
 import math
-import pickle
 import pickletools
 import struct
 import zipfile
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import ml_dtypes
 import numpy as np
@@ -35,15 +35,18 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn), "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
     "uint16": np.dtype("<u2"), "uint32": np.dtype("<u4"), "uint64": np.dtype("<u8"),
 }  # fmt: skip
-# Of the pickle of one tensor: its bytes at most, and the instructions that `torch.save` makes it of.
-_MAX_PICKLE_BYTES = 4096
-_CODES = frozenset(
-    (
-        "PROTO", "GLOBAL", "BINPUT", "BINGET", "MARK", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "TUPLE",
-        "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_TUPLE", "EMPTY_DICT", "NONE", "NEWTRUE", "NEWFALSE", "REDUCE", "BINPERSID",
-        "STOP",
-    )
+# The most that one pickle may have, in bytes and instructions: 250 and 30 a tensor make 60,000 tensors.
+_MAX_PICKLE_BYTES = 16 << 20
+_MAX_INSTRUCTIONS = 1 << 21
+_MAX_ONE_TENSOR_BYTES = 4096  # where a file has one tensor
+_MAX_DIMENSIONS = 32
+# The instructions that put their own argument on the stack, and those that put a constant there.
+_ARGUMENTS = (
+    "BINUNICODE", "SHORT_BINUNICODE", "BININT1", "BININT", "BININT2", "LONG1", "BINFLOAT", "BINSTRING",
+    "SHORT_BINSTRING",
 )  # fmt: skip
+_CONSTANTS: dict[str, object] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a ZIP member: signature, length of its name, length of its extra field
 
@@ -110,26 +113,29 @@ def read_torch_tensor(data: bytes) -> NDArray[Any]:
     """The one tensor of a file that a stranger has sent. Raises `ValueError`."""
     file = MemoryFile(data)
     try:
-        loaded, starts = _read_zip(file, _MAX_PICKLE_BYTES)
+        loaded, starts = _read_zip(file, _MAX_ONE_TENSOR_BYTES)
         return TorchArchive(file, {"tensor": _checked("tensor", loaded, starts, len(data))}, starts).array("tensor")
     except Exception:  # as above
         raise ValueError("it is damaged, or no file of one tensor") from None
 
 
-def _read_zip(file: MappedFile, max_pickle_bytes: int | None = None) -> tuple[Any, dict[str, int]]:
+def _read_zip(file: MappedFile, max_pickle_bytes: int = _MAX_PICKLE_BYTES) -> tuple[Any, dict[str, int]]:
     starts, pickled, byteorder = {}, None, b"little"
     with file.stream() as stream, zipfile.ZipFile(stream) as archive:
         for member in archive.infolist():
             _, _, name = member.filename.partition("/")  # below a folder of the file's name
+            is_data = name.startswith("data/")
+            if (is_data or name == "data.pkl") and member.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"{member.filename} is compressed, which torch.save does not do")
             if name == "data.pkl":
-                if max_pickle_bytes is not None and member.file_size > max_pickle_bytes:
-                    raise ValueError("its pickle is too long")
+                if pickled is not None:
+                    raise ValueError("it has two of data.pkl")
+                if member.file_size > max_pickle_bytes:
+                    raise ValueError(f"its pickle has {member.file_size} bytes; {max_pickle_bytes} are read")
                 pickled = archive.read(member)
             elif name == "byteorder" and member.file_size < 16:
                 byteorder = archive.read(member)
-            elif name.startswith("data/"):
-                if member.compress_type != zipfile.ZIP_STORED:
-                    raise ValueError(f"{member.filename} is compressed")
+            elif is_data:
                 header = file.data[member.header_offset : member.header_offset + _LOCAL_HEADER.size]
                 _, name_length, extra_length = _LOCAL_HEADER.unpack(header)
                 starts[name[5:]] = member.header_offset + _LOCAL_HEADER.size + name_length + extra_length
@@ -137,71 +143,177 @@ def _read_zip(file: MappedFile, max_pickle_bytes: int | None = None) -> tuple[An
         raise ValueError("it has no data.pkl")
     if byteorder != b"little":
         raise ValueError("it was written on a big-endian machine")
-    if max_pickle_bytes is not None:
-        for code, value, _ in pickletools.genops(pickled):
-            if code.name not in _CODES:  # a place in the memo may be a number that no memory has room for
-                raise ValueError(f"its pickle has {code.name} {value!r:.40}")
-    return _Unpickler(io.BytesIO(pickled)).load(), starts
+    return _Unpickler().load(io.BytesIO(pickled)), starts
 
 
 def _read_legacy(file: MappedFile) -> tuple[Any, dict[str, int]]:
     """Magic number, version, system, the dictionary, the storages' keys; then each storage's length and its bytes."""
     with file.stream() as stream:
-        if _Unpickler(stream).load() != _LEGACY_MAGIC:
+        if _Unpickler().load(stream) != _LEGACY_MAGIC:
             raise ValueError("it does not begin as PyTorch's files do")
-        _Unpickler(stream).load()
-        if not _Unpickler(stream).load().get("little_endian", False):
+        _Unpickler().load(stream)
+        if not _Unpickler().load(stream).get("little_endian", False):
             raise ValueError("it was written on a big-endian machine")
-        unpickler = _Unpickler(stream)
-        loaded, starts = unpickler.load(), {}
-        for key in _Unpickler(stream).load():
+        unpickler = _Unpickler()
+        loaded, starts = unpickler.load(stream), {}
+        for key in _Unpickler().load(stream):
             (num_elements,) = struct.unpack("<q", stream.read(8))
-            starts[str(key)] = stream.tell()
-            stream.seek(num_elements * unpickler.storages[str(key)].dtype.itemsize, io.SEEK_CUR)
+            starts[_key(key)] = stream.tell()
+            stream.seek(num_elements * unpickler.storages[_key(key)].dtype.itemsize, io.SEEK_CUR)
     return loaded, starts
 
 
-class _Unpickler(pickle.Unpickler):
-    """Understands dictionaries, numbers, texts and tensors."""
+@dataclass(frozen=True, slots=True)
+class _Name:
+    """What a pickle calls by its module and name."""
 
-    def __init__(self, stream: Any) -> None:
-        super().__init__(stream, encoding="utf-8")
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+_DICTIONARY = _Name("collections", "OrderedDict")
+_PARAMETER = _Name("torch._utils", "_rebuild_parameter")
+_TENSORS = (_Name("torch._utils", "_rebuild_tensor_v2"), _Name("torch._utils", "_rebuild_tensor_v3"))
+_TYPES: dict[_Name, np.dtype[Any]] = {_Name("torch", name): dtype for name, dtype in (_STORAGES | _DTYPES).items()}
+_TYPES[_Name("torch.storage", "UntypedStorage")] = _STORAGES["UntypedStorage"]
+_NAMES = frozenset([*_TYPES, *_TENSORS, _PARAMETER, _DICTIONARY])
+
+
+class _Bounded:
+    """The next bytes of a stream, `_MAX_PICKLE_BYTES` at most."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self._num_left = stream, _MAX_PICKLE_BYTES
+
+    def read(self, num_bytes: int) -> bytes:
+        return self._count(self._stream.read(min(num_bytes, self._num_left + 1)))
+
+    def readline(self) -> bytes:
+        return self._count(self._stream.readline(self._num_left + 1))
+
+    def _count(self, data: bytes) -> bytes:
+        self._num_left -= len(data)
+        if self._num_left < 0:
+            raise ValueError(f"a pickle of it has more than {_MAX_PICKLE_BYTES} bytes")
+        return data
+
+
+class _Unpickler:
+    """Understands dictionaries, lists, numbers, texts and tensors."""
+
+    def __init__(self) -> None:
         self.storages: dict[str, _Storage] = {}
+        self._stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, Any] = {}
 
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
-        if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
-        known = {
-            ("torch.storage", "UntypedStorage"): _STORAGES["UntypedStorage"],
-            ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-            ("torch._utils", "_rebuild_tensor_v3"): _tensor,
-            ("torch._utils", "_rebuild_parameter"): _parameter,
-            ("collections", "OrderedDict"): OrderedDict,
-        }
-        if (module, name) not in known:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no tensor")
-        return known[module, name]
+    def load(self, stream: IO[bytes]) -> Any:
+        """The next pickle of a stream, which is left behind it."""
+        stack, memo = self._stack, self._memo
+        bounded: Any = _Bounded(stream)
+        for count, (instruction, value, _) in enumerate(pickletools.genops(bounded)):
+            code = instruction.name
+            if count == _MAX_INSTRUCTIONS:
+                raise ValueError(f"a pickle of it has more than {_MAX_INSTRUCTIONS} instructions")
+            if code in _ARGUMENTS:
+                stack.append(value)
+            elif code in ("BINPUT", "LONG_BINPUT"):
+                memo[value] = stack[-1]
+            elif code in ("BINGET", "LONG_BINGET"):
+                stack.append(memo[value])
+            elif code in _CONSTANTS:
+                stack.append(_CONSTANTS[code])
+            elif code in _TUPLES:
+                stack.append(tuple(self._pop(_TUPLES[code])))
+            elif code == "MARK":
+                self._marks.append(len(stack))
+            elif code == "STOP":
+                return stack.pop()
+            elif code not in ("PROTO", "FRAME"):
+                self._follow(code, value)
+        raise ValueError("its pickle has no end")
 
-    def persistent_load(self, pid: Any) -> _Storage:
+    def _follow(self, code: str, value: Any) -> None:
+        """The rarer instructions."""
+        stack = self._stack
+        if code == "TUPLE":
+            stack.append(tuple(self._pop()))
+        elif code == "EMPTY_DICT":
+            stack.append({})
+        elif code == "EMPTY_LIST":
+            stack.append([])
+        elif code in ("SETITEM", "SETITEMS"):
+            items = self._pop(2 if code == "SETITEM" else None)
+            stack[-1].update(zip(map(_key, items[::2]), items[1::2], strict=True))
+        elif code in ("APPEND", "APPENDS"):
+            items = self._pop(1 if code == "APPEND" else None)
+            stack[-1].extend(items)
+        elif code == "MEMOIZE":
+            self._memo[len(self._memo)] = stack[-1]
+        elif code == "GLOBAL":
+            stack.append(_known(*value.split(" ", 1)))
+        elif code == "STACK_GLOBAL":
+            stack.append(_known(*self._pop(2)))
+        elif code == "REDUCE":
+            name, arguments = self._pop(2)
+            stack.append(_make(name, arguments))
+        elif code == "BINPERSID":
+            stack.append(self._storage(*self._pop(1)))
+        elif code == "BUILD":  # the attributes of a module's state: which version of its class wrote it
+            self._pop(1)
+            if not isinstance(stack[-1], OrderedDict):
+                raise ValueError(f"it sets attributes of {stack[-1]!s:.60}")
+        else:
+            raise ValueError(f"its pickle has the instruction {code}, which tensors do not need")
+
+    def _pop(self, count: int | None = None) -> list[Any]:
+        """The last values of the stack, or those behind its last mark."""
+        first = self._marks.pop() if count is None else len(self._stack) - count
+        if first < 0:
+            raise ValueError("its pickle takes more than it has made")
+        values = self._stack[first:]
+        del self._stack[first:]
+        return values
+
+    def _storage(self, pid: Any) -> _Storage:
         """("storage", type, key, device, number of elements, in files before torch 1.6: what it is a view of)"""
         kind, dtype, key, _, num_elements, *view = pid
-        if kind != "storage" or not isinstance(dtype, np.dtype) or any(view):
-            raise pickle.UnpicklingError("it refers to something that is no storage of a tensor")
-        return self.storages.setdefault(str(key), _Storage(str(key), dtype, int(num_elements)))
+        is_storage = kind == "storage" and isinstance(dtype, _Name) and dtype in _TYPES and not any(view)
+        if not is_storage or not isinstance(num_elements, int):
+            raise ValueError("it refers to something that is no storage of a tensor")
+        return self.storages.setdefault(_key(key), _Storage(_key(key), _TYPES[dtype], num_elements))
 
 
-def _tensor(
-    storage: _Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], _requires_grad: bool,
-    _hooks: object, dtype: Any = None, *_metadata: object,
-) -> ArchivedTensor:  # fmt: skip
-    own = dtype if isinstance(dtype, np.dtype) else storage.dtype  # `_rebuild_tensor_v2` may have metadata there
-    return ArchivedTensor(storage, own, offset, tuple(shape), tuple(strides))
+def _key(value: Any) -> str:
+    """Of a dictionary or a storage. A tuple of tuples would take for ever to compare or to print."""
+    if not isinstance(value, str | int):
+        raise ValueError(f"it has a {type(value).__name__} for a key")
+    return str(value)
 
 
-def _parameter(data: ArchivedTensor, _requires_grad: bool, _hooks: object) -> ArchivedTensor:
-    return data
+def _known(module: str, name: str) -> _Name:
+    found = _Name(str(module), str(name))
+    if found not in _NAMES:
+        raise ValueError(f"it names {found!s:.60}, which is no tensor")
+    return found
+
+
+def _make(name: Any, arguments: Any) -> Any:
+    """What a pickle makes by calling `name`."""
+    if name == _DICTIONARY and arguments == ():
+        return OrderedDict()
+    if name == _PARAMETER:
+        return arguments[0]
+    if name not in _TENSORS:
+        raise ValueError("it calls what makes no tensor")
+    storage, offset, shape, strides, _requires_grad, _hooks, *more = arguments
+    if not isinstance(storage, _Storage) or not isinstance(shape, tuple) or not isinstance(strides, tuple):
+        raise ValueError("it has a tensor without a storage or a shape")
+    own = more[0] if more and isinstance(more[0], _Name) else None  # `_rebuild_tensor_v2` may have metadata there
+    return ArchivedTensor(storage, storage.dtype if own is None else _TYPES[own], offset, shape, strides)
 
 
 def _extent(tensor: ArchivedTensor) -> int:
@@ -214,7 +326,9 @@ def _checked(name: str, tensor: Any, starts: dict[str, int], file_size: int) -> 
         raise ValueError(f"{name[:60]} is a {type(tensor).__name__}, not a tensor")
     numbers = tensor.offset, tensor.storage.num_elements, *tensor.shape, *tensor.strides
     if len(tensor.shape) != len(tensor.strides) or any(type(n) is not int or not 0 <= n < 1 << 59 for n in numbers):
-        raise ValueError(f"tensor {name[:60]} has the shape {str(tensor.shape)[:60]}")
+        raise ValueError(f"tensor {name[:60]} has a shape of {len(tensor.shape)} sizes that no tensor has")
+    if len(tensor.shape) > _MAX_DIMENSIONS:
+        raise ValueError(f"tensor {name[:60]} has {len(tensor.shape)} dimensions")
     if math.prod(tensor.shape):
         end = (tensor.offset + _extent(tensor)) * tensor.dtype.itemsize
         room = tensor.storage.num_elements * tensor.storage.dtype.itemsize

@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import pickle
+import pickletools
 import zipfile
 from collections.abc import Callable
 from functools import cache
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from octavo.errors import LoadError
+from octavo.loading import torch_archive
 from octavo.loading.torch_archive import read_torch_archive
 
 DTYPES = [
@@ -161,6 +163,91 @@ def test_compressed_and_incomplete_archives_are_refused(tmp_path: Path) -> None:
         archive.writestr("m/data/0", SIX)
     with pytest.raises(LoadError, match=r"no data\.pkl"):
         read_torch_archive(str(path))
+
+
+def pickled_archive(path: Path, pickled: bytes, compression: int = zipfile.ZIP_STORED) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("m/data.pkl", pickled, compression)
+
+
+def refused(path: Path) -> str:
+    """Why a file is refused."""
+    with pytest.raises(LoadError, match="is damaged, or no file of tensors") as error:
+        read_torch_archive(str(path))
+    return str(error.value)
+
+
+NAMES = sorted(map(str, torch_archive._NAMES))
+STATES = {  # of a numpy type, of a function or class, and of a dataclass with slots
+    "tuple": (3, "<", None, None, None, 64, 1, 0), "attributes": (None, {"__defaults__": (1,)}), "list": ["", None, 64],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("name", NAMES)
+def test_no_pickle_changes_what_it_names(name: str, state: str, tmp_path: Path) -> None:
+    """BUILD sets attributes, of whatever is on the stack: it may be a type that the whole process shares."""
+    module, _, attribute = name.rpartition(".")
+    before = [(dtype.itemsize, dtype.alignment) for dtype in torch_archive._TYPES.values()]
+    made = pickle.dumps(STATES[state], 2)[2:-1]  # without its head and its end
+    pickled_archive(tmp_path / "m.bin", b"\x80\x02c" + f"{module}\n{attribute}\n".encode() + made + b"b.")
+    assert "sets attributes" in refused(tmp_path / "m.bin")
+    assert [(dtype.itemsize, dtype.alignment) for dtype in torch_archive._TYPES.values()] == before
+
+
+# What `torch.save` has written since its first version, in protocols 2 to 5.
+NEEDED = {
+    "PROTO", "FRAME", "STOP", "MARK", "GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD", "BINPERSID", "MEMOIZE",
+    "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2",
+    "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINSTRING", "SHORT_BINSTRING", "EMPTY_TUPLE", "TUPLE",
+    "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_DICT", "SETITEM", "SETITEMS", "EMPTY_LIST", "APPEND", "APPENDS",
+}  # fmt: skip
+OTHERS = [code for code in pickletools.opcodes if code.name not in NEEDED]
+
+
+@pytest.mark.parametrize("code", OTHERS, ids=lambda code: code.name)
+def test_an_instruction_that_tensors_do_not_need_is_refused(code: pickletools.OpcodeInfo, tmp_path: Path) -> None:
+    number = b"1\n" if code.name not in ("INST", "STRING") else b"'a'\n" if code.name == "STRING" else b"os\nsystem\n"
+    argument = b"" if code.arg is None else number if code.arg.n == pickletools.UP_TO_NEWLINE else bytes(8)
+    pickled = pickle.dumps([1], 2)[:-1] + code.code.encode("latin1") + argument + b"."
+    pickled_archive(tmp_path / "m.bin", pickled)
+    assert f"instruction {code.name}" in refused(tmp_path / "m.bin")
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_every_protocol_is_read(zipped: bool, protocol: int, tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    torch.save(module.state_dict(), tmp_path / "m.bin", pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
+    assert_same(tmp_path / "m.bin", module.state_dict())
+
+
+def test_a_file_takes_no_more_memory_than_its_pickle_may_have_bytes(tmp_path: Path) -> None:
+    path, most = tmp_path / "m.bin", torch_archive._MAX_PICKLE_BYTES
+    pickled_archive(path, b"\x80\x02}." + bytes(1000), zipfile.ZIP_DEFLATED)
+    assert "data.pkl is compressed" in refused(path)
+    pickled_archive(path, b"\x80\x02}." + bytes(most))
+    assert f"{most} are read" in refused(path)
+    path.write_bytes(b"\x80\x02X" + (most + 9).to_bytes(4, "little") + bytes(most + 9) + b".")
+    assert f"more than {most} bytes" in refused(path)
+    pickled_archive(path, b"\x80\x02" + b"}" * (torch_archive._MAX_INSTRUCTIONS + 1) + b".")
+    assert "instructions" in refused(path)
+
+
+@pytest.mark.parametrize("use", ["key", "storage", "shape", "type"])
+def test_tuples_of_tuples_are_never_walked(use: str, tmp_path: Path) -> None:
+    """A hundred of them, each with the one before it twice, have 2^100 elements to compare, hash or print."""
+    tower = b")" + b"q\x00h\x00\x86" * 100
+    none, text = b"N", b"X\x07\x00\x00\x00storage"
+    kind = b"ctorch\nFloatStorage\n"
+    storage = b"(" + text + kind + (tower if use == "storage" else b"K\x00") + none + b"K\x01tQ"
+    if use == "type":
+        storage = b"(" + text + tower + b"K\x00" + none + b"K\x01tQ"
+    shape = tower if use == "shape" else b")"
+    tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\x00" + shape + b")\x89NtR"
+    key = tower if use == "key" else b"K\x00"
+    pickled_archive(tmp_path / "m.bin", b"\x80\x02}" + key + tensor + b"s.")
+    assert refused(tmp_path / "m.bin")
 
 
 @cache
