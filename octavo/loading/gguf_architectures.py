@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from octavo.loading.gguf_layout import PERMUTED, RANK, Architecture, Names, per_group, per_head, shared
+from octavo.loading.gguf_layout import NEIGHBOURS, PERMUTED, RANK, Architecture, Names, per_group, per_head, shared
 from octavo.loading.gguf_metadata import Metadata
 from octavo.loading.gguf_recurrent import GRANITE, GRANITE_MULTIPLIERS, RECURRENT
 from octavo.loading.gguf_settings import (
@@ -264,7 +264,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         class_name="Exaone4ForCausalLM", settings=window(4) | {"sliding_window": number("attention.sliding_window", 0)}
     ),
     "glm4": Architecture(
-        class_name="Glm4ForCausalLM", settings=_QKV_BIAS,
+        class_name="Glm4ForCausalLM", rows=NEIGHBOURS,
+        # Of models that see (GLM-4.1V): all parts of a text's position are one.
+        settings=_QKV_BIAS | {"has_rotary_halves": lambda m: m.get("rope.dimension_sections") is not None},
         names={
             "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
             "ffn_up": "mlp.gate_up_proj",

@@ -77,6 +77,21 @@ def _pairs(heads: str) -> RowOrder:
     return order
 
 
+def _neighbours(heads: str) -> RowOrder:
+    """From the halves of what rotates of a head to rows that alternate between them, in files with three positions a
+    token: their rotary kernel takes halves, and converters turn the rows for it."""
+
+    def order(config: Mapping[str, Any], n: int) -> list[int]:
+        if not config["has_rotary_halves"]:
+            return list(range(n))
+        size = n // config[heads]
+        half = int(size * config["rope_parameters"].get("partial_rotary_factor", 1.0)) // 2
+        turned = [row for i in range(half) for row in (i, half + i)] + list(range(2 * half, size))
+        return [head + row for head in range(0, n, size) for row in turned]
+
+    return order
+
+
 def per_head(config: Mapping[str, Any], n: int) -> list[int]:
     """From all queries, all keys, all values to those of one head after the other."""
     size = n // (3 * config["num_attention_heads"])
@@ -101,3 +116,4 @@ def _run(begin: int, count: int) -> range:
 
 
 PERMUTED = {"attn_q": _pairs("num_attention_heads"), "attn_k": _pairs("num_key_value_heads")}
+NEIGHBOURS = {"attn_q": _neighbours("num_attention_heads"), "attn_k": _neighbours("num_key_value_heads")}

@@ -106,6 +106,9 @@ class Metadata:
         elif kind == "yarn":
             original = self.number("rope.scaling.original_context_length")
             rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+            for name in ("beta_fast", "beta_slow"):
+                if (beta := self.real(f"rope.scaling.yarn_{name}", None)) is not None:
+                    rope[name] = beta
         elif kind not in ("none", "longrope"):
             raise LoadError(
                 f"{self.file.path}: rope scaling {kind!r} is not built; none, linear, yarn and longrope are."

@@ -142,20 +142,30 @@ def by_layer_type(m: Metadata, local_theta: float = 10000.0) -> dict[str, Any]:
 
 def growing_rope(m: Metadata) -> dict[str, Any]:
     """Queries grow with their positions from where the original context ends on."""
-    rope, growth = m.rope(), m.real("attention.temperature_scale", 0.0)
-    if not growth:
-        return rope
-    sharper = m.real("rope.scaling.yarn_log_multiplier", 0.0)
-    rope |= {"mscale": 1.0, "mscale_all_dim": sharper} if sharper else {}
-    for key, name in (("beta_fast", "rope.scaling.yarn_beta_fast"), ("beta_slow", "rope.scaling.yarn_beta_slow")):
-        if (beta := m.real(name, None)) is not None:
-            rope[key] = beta
-    return rope | {"llama_4_scaling_beta": growth}
+    rope, growth = m.rope(), _growth(m)
+    sharper = m.real("rope.scaling.yarn_log_multiplier", 0.0) if growth else 0.0
+    return rope | growth | ({"mscale": 1.0, "mscale_all_dim": sharper} if sharper else {})
+
+
+def _growth(m: Metadata) -> dict[str, Any]:
+    """Of queries: how fast, and from which position on."""
+    rate = m.real("attention.temperature_scale", 0.0)
+    if not rate:
+        return {}
+    original = m.number("rope.scaling.original_context_length", m.number("context_length"))
+    start = m.number("attention.temperature_length", original)
+    if start != original:
+        raise LoadError(
+            f"{m.file.path}: queries that grow from position {start} on (attention.temperature_length) with positions "
+            f"stretched from {original} on are not built; one number for both is."
+        )
+    return {"llama_4_scaling_beta": rate, "original_max_position_embeddings": original}
 
 
 def _latent_rope(m: Metadata) -> dict[str, Any]:
     """llama.cpp's one number for yarn's mscale stands for two, which are equal in the models that there are."""
-    rope, sharper = m.rope() | {"partial_rotary_factor": 1.0}, m.real("rope.scaling.yarn_log_multiplier", 0.0)
+    rope = m.rope() | _growth(m) | {"partial_rotary_factor": 1.0}
+    sharper = m.real("rope.scaling.yarn_log_multiplier", 0.0)
     return rope | ({"mscale": 10 * sharper, "mscale_all_dim": 10 * sharper} if sharper else {})
 
 

@@ -47,6 +47,19 @@ def permuted(tensors: Tensors, config: Any) -> Tensors:
     return {name: change(name, tensor) for name, tensor in tensors.items()}
 
 
+def rotary_halves(tensors: Tensors, config: Any) -> Tensors:
+    """Of what rotates of a head of q and k, the even rows and then the odd ones."""
+
+    def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not any(f".{part}." in name for part in ("q_proj", "k_proj")):
+            return tensor
+        heads, num_turned = tensor.reshape(-1, config.head_dim, *tensor.shape[1:]), config.head_dim // 2
+        parts = heads[:, :num_turned:2], heads[:, 1:num_turned:2], heads[:, num_turned:]
+        return torch.cat(parts, dim=1).reshape(tensor.shape)
+
+    return {name: change(name, tensor) for name, tensor in tensors.items()}
+
+
 def one_more(tensors: Tensors, config: Any) -> Tensors:
     """Weights of norms are stored as they are multiplied."""
     return {n: t + 1 if "norm" in n and n.endswith("weight") else t for n, t in tensors.items()}
@@ -598,6 +611,20 @@ CASES: dict[str, Case] = {
             "attention.head_count_kv": 4,
         }, (split_experts,),
     ),
+    "deepseek 2 that normalizes and whose queries grow (Mistral Large 3)": Case(
+        "deepseek2", transformers.Mistral4Config(
+            **_LATENT_SIZES, **_ROUTED, n_group=1, topk_group=1, routed_scaling_factor=1.5, rope_parameters={
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+                "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
+            },
+        ),
+        _LATENT_KEYS | _ROUTED_KEYS | {
+            "expert_shared_count": 1, "expert_gating_func": 1, "expert_weights_norm": True,
+            "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16,
+            "rope.scaling.yarn_log_multiplier": 0.1, "rope.scaling.yarn_beta_fast": 16.0,
+            "rope.scaling.yarn_beta_slow": 2.0, "attention.temperature_scale": 0.3, "attention.temperature_length": 16,
+        }, (split_experts, split_latent),
+    ),
     "deepseek 3": Case(
         "deepseek2", transformers.DeepseekV3Config(
             **_LATENT_SIZES, **_ROUTED, n_group=4, topk_group=2, routed_scaling_factor=1.5, rope_parameters={
@@ -772,6 +799,10 @@ CASES: dict[str, Case] = {
         "exaone4", transformers.Exaone4Config(**SMALL, sliding_window=None, layer_types=["full_attention"] * 2)
     ),
     "glm 4": Case("glm4", transformers.Glm4Config(**SMALL, attention_bias=True), {"rope.dimension_count": 8}),
+    "glm 4 of a model that sees": Case(
+        "glm4", transformers.Glm4Config(**SMALL, attention_bias=True),
+        {"rope.dimension_count": 8, "rope.dimension_sections": [2, 1, 1, 0]}, (rotary_halves,),
+    ),
     "phi 3": Case("phi3", transformers.Phi3Config(**WIDE, sliding_window=20), WINDOW),
     "phi 3 of long contexts": Case(
         "phi3", transformers.Phi3Config(**WIDE, original_max_position_embeddings=64, rope_parameters=_LONG),
@@ -841,7 +872,10 @@ CASES: dict[str, Case] = {
 
 def random_model(config: Any, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    # Text alone of a model that sees is in no list of transformers.
+    is_listed = config.model_type != "mistral4"
+    build = AutoModelForCausalLM.from_config if is_listed else transformers.Mistral4ForCausalLM._from_config
+    model = build(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 or name.endswith("bias"):

@@ -244,3 +244,13 @@ def test_null_in_the_place_of_what_a_model_must_have_is_refused_by_name(architec
     given = {"num_experts": 8, "num_experts_per_tok": 2} | {name: None}
     with pytest.raises(LoadError, match=f"the model's configuration has no '{name}'"):
         described(architecture, **given)
+
+
+@pytest.mark.parametrize("name", ["DeepseekV2", "DeepseekV3", "Mistral4"])
+def test_weights_of_experts_are_normalized_as_the_configuration_says(name: str) -> None:
+    def normalizes(**given: bool) -> bool:
+        sizes = {"n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 0}
+        return bool(described(f"{name}ForCausalLM", **sizes, **given).layers[0].feed_forward.routing.normalize)
+
+    assert [normalizes(norm_topk_prob=value) for value in (True, False)] == [True, False]
+    assert normalizes() == AutoConfig.for_model(MODEL_TYPES[f"{name}ForCausalLM"]).norm_topk_prob

@@ -110,7 +110,7 @@ FAMILIES = {
         mixer=latent(),
         experts=_SHARED | {
             "routing": routing(
-                normalize=False, scale=key("routed_scaling_factor"),
+                scale=key("routed_scaling_factor"),
                 num_groups=lambda c, i: c["n_group"] if _group_limited(c, i) else 1,
                 kept_groups=lambda c, i: c["topk_group"] if _group_limited(c, i) else 1,
             ),
