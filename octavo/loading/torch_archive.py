@@ -214,6 +214,7 @@ class _Unpickler:
         """The next pickle of a stream, which is left behind it."""
         stack, memo = self._stack, self._memo
         bounded: Any = _Bounded(stream)
+        value: Any
         for count, (instruction, value, _) in enumerate(pickletools.genops(bounded)):
             code = instruction.name
             if count == _MAX_INSTRUCTIONS:
