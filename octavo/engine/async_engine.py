@@ -51,28 +51,28 @@ def _log_prefix(config: EngineConfig) -> str:
 
 
 def _kinds_of(prompt: object) -> Collection[str]:
-    """Of its media, which `InputProcessor` checks."""
+    """Return the kinds of a prompt's media, which `InputProcessor` checks later."""
     found = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
     return found if isinstance(found, Mapping) else ("image",) if found is not None else ()
 
 
 class _Stream(asyncio.Queue[Output | OctavoError]):
-    """Outputs of one request on their way to its caller, or the error that ended it."""
+    """The outputs of one request that its caller has not read yet, or its error."""
 
     def __init__(self, request: EngineRequest, external_id: str) -> None:
         super().__init__()
         self.request, self.external_id = request, external_id
-        self.opening: asyncio.Future[None] | None = None  # what it waits for before it goes to the core
-        self.has_ended_early = False  # meanwhile
+        self.opening: asyncio.Future[None] | None = None  # set while it waits for the engine to take requests
+        self.has_ended_early = False  # ended while it waited
 
 
 class AsyncLLMEngine(EngineCalls):
-    """Many requests at once over one engine core.
+    """Serves many requests at once with one engine core.
 
-    Make it with `from_engine_args`; servers start the `core` before they have a configuration. All coroutines belong to
-    one event loop, that of the first call.
+    Make it with `from_engine_args`; servers start the `core` process before they have a configuration. All coroutines
+    belong to the event loop of the first call.
 
-    A core that dies fails the requests under way, and is started again if `max_restarts` allows it (`Supervisor`).
+    If the core dies, running requests fail, and it is started again if `max_restarts` allows it (`Supervisor`).
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class AsyncLLMEngine(EngineCalls):
         on_loss: Callable[[], None] | None = None,
         make_core: Callable[[EngineConfig, CoreProcess | None], Core] | None = None,
     ) -> None:
-        """See `Supervisor` for restarts, timeouts and `make_core`. Engines of a server share their `inputs`. `on_loss`
-        is called when all that the core was to do, and its cache, are lost."""
+        """See `Supervisor` for restarts, timeouts and `make_core`. Engines of one server share their `inputs`.
+        `on_loss` is called when the core has died, with its requests and its cache."""
         self.metrics, self._on_loss = metrics, on_loss
         self.stats = EngineStats()  # of the core's last step
         self.forecast = FirstTokenForecast()
@@ -145,8 +145,8 @@ class AsyncLLMEngine(EngineCalls):
         disable_log_stats: bool = False,
         **log: Any,
     ) -> AsyncLLMEngine:
-        """The same of what `create_engine_config` has found. `disable_log_stats` as that of the arguments; the others
-        are the constructor's."""
+        """As `from_engine_args`, with the result of `create_engine_config`. `disable_log_stats` is as there; the other
+        arguments are the constructor's."""
         configure_logging("engine")
         config = replace(vllm_config, log_stats=vllm_config.log_stats and not disable_log_stats)
         ranks = config.served_ranks
@@ -164,7 +164,7 @@ class AsyncLLMEngine(EngineCalls):
 
     @property
     def error(self) -> OctavoError | None:
-        """Why no request can be taken now, if that is so."""
+        """Why the engine takes no requests now, or None."""
         return self._supervisor.error
 
     @property
@@ -182,11 +182,11 @@ class AsyncLLMEngine(EngineCalls):
 
     @property
     def is_leaving(self) -> bool:
-        """Whether the core's host is to stop, so that new requests had better go elsewhere."""
+        """Whether the core's host will stop, so that new requests should go to another engine."""
         return self._supervisor.is_leaving
 
     async def wait_ready(self) -> Ready:
-        """Return when the core takes requests, with what it has. Raises what kept it from starting, and
+        """Return when the core takes requests, with its sizes. Raises the error that kept it from starting, and
         `EngineRestartingError` while it is started again."""
         return await self._supervisor.wait_ready()
 
@@ -196,11 +196,11 @@ class AsyncLLMEngine(EngineCalls):
             raise self.error
 
     async def wait_failed(self) -> None:
-        """Return when the engine has died and will not come back."""
+        """Return when the engine has died and will not be started again."""
         await self._supervisor.wait_failed()
 
     def stop_restarting(self) -> None:
-        """Do not start a core that dies from now on again."""
+        """Start no core again that dies from now on."""
         self._supervisor.restart_policy.limit = 0
 
     async def do_log_stats(self) -> None:
@@ -237,9 +237,10 @@ class AsyncLLMEngine(EngineCalls):
     async def generate_from(
         self, request: EngineRequest, external_id: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """`generate` for a request that `inputs.process` has made. Outputs bear `external_id`, if that is not its own.
+        """`generate` for a request that `inputs.process` has made. Outputs have the `external_id`, if given, instead of
+        the request's own id.
 
-        At the request's `deadline` it ends with what it has: finish reason "abort", stop reason "timeout".
+        At its `deadline` the request ends with what it has: finish reason "abort", stop reason "timeout".
         """
         async with contextlib.aclosing(self._outputs_of(request, external_id)) as outputs:
             async for output in outputs:
@@ -247,13 +248,13 @@ class AsyncLLMEngine(EngineCalls):
                 yield output
 
     async def pool(self, request: EngineRequest, external_id: str | None = None) -> PoolingRequestOutput[PoolingOutput]:
-        """What a request for pooling gives, which `PoolingInput.process` has made. Raises as `generate_from` does, and
-        `RequestError` (408) at the request's `deadline`."""
+        """Return the result of a pooling request that `PoolingInput.process` has made. Raises as `generate_from` does,
+        and `RequestError` (408) at the request's `deadline`."""
         async with contextlib.aclosing(self._outputs_of(request, external_id)) as outputs:
             async for output in outputs:
                 if isinstance(output, PoolingRequestOutput):
                     return output
-        raise RequestError("the request was not answered in the time that it may take.", status=408, code="timeout")
+        raise RequestError("the request was not answered before its timeout.", status=408, code="timeout")
 
     async def _outputs_of(self, request: EngineRequest, external_id: str | None = None) -> AsyncGenerator[Output, None]:
         external_id = external_id or request.request_id
@@ -273,7 +274,7 @@ class AsyncLLMEngine(EngineCalls):
                 timer = asyncio.get_running_loop().call_later(delay_s, self._abort_and_notify, stream, "timeout")
             if await self._wait_until_accepted(stream):
                 self._outputs.add(request, external_id)
-                prompt = msgspec.structs.replace(request.prompt, text=None)  # which the core has no use for
+                prompt = msgspec.structs.replace(request.prompt, text=None)  # the core does not need it
                 self._supervisor.send(msgspec.structs.replace(request, prompt=prompt))
                 self.forecast.add(request.request_id, len(prompt.token_ids))
             while True:
@@ -291,7 +292,7 @@ class AsyncLLMEngine(EngineCalls):
             self._abort_in_core(stream)
 
     async def _wait_until_accepted(self, stream: _Stream) -> bool:
-        """Wait until the engine takes requests. False if this one is ended before."""
+        """Wait until the engine takes requests. Returns False if this request ends before."""
         self._supervisor.listen()
         if self.is_ready and not self._control.is_paused:
             return True
@@ -307,14 +308,14 @@ class AsyncLLMEngine(EngineCalls):
         return True
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests; their streams end with what they have, finish reason "abort". Unknown ids are ignored."""
+        """End requests: their streams end with what they have, finish reason "abort". Unknown ids are ignored."""
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
             if (stream := self._streams.get(one)) is not None:
                 self._abort_and_notify(stream)
 
     async def abort_all_for_shutdown(self) -> None:
-        """End every request, because the server stops: those that have begun keep what they have, with finish reason
-        "abort"; the others raise `EngineStoppingError`."""
+        """End every request as the server stops: streams with a first token end with finish reason "abort", the others
+        raise `EngineStoppingError`."""
         for stream in list(self._streams.values()):
             output = self._abort_in_core(stream)
             if output is not None:
@@ -322,28 +323,28 @@ class AsyncLLMEngine(EngineCalls):
                 stream.put_nowait(output if has_begun else EngineStoppingError("the server is stopping."))
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Bring an adapter to the host and check it, before a request asks for it. Raises `RequestError` if it cannot
-        be served."""
+        """Read an adapter into the host's memory and check it, before a request needs it. Raises `RequestError` if it
+        cannot be served."""
         source = await self._adapters.find(lora_request)
         await self.load_adapter(source)
         self.name_adapter(lora_request.lora_int_id, source)
         return True
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Forget the adapter of a `lora_int_id`. Whether there was one."""
+        """Remove the adapter of a `lora_int_id`. Returns whether there was one."""
         return self._adapters.remove(lora_id)
 
     async def list_loras(self) -> set[int]:
-        """The `lora_int_id`s that have been asked for and not removed."""
+        """Return the `lora_int_id`s that were named and not removed."""
         return self._adapters.named.ids
 
     async def pin_lora(self, lora_id: int) -> bool:
-        """Keep the adapter of a `lora_int_id` on the host, and on the device while others can make room."""
+        """Keep the adapter of a `lora_int_id` on the host, and on the device while others can be evicted."""
         await self._adapters.pin(lora_id)
         return True
 
     def name_adapter(self, lora_id: int, source: AdapterSource) -> None:
-        """List an adapter that has been asked for, which this engine has or may be given."""
+        """List an adapter that a request has named."""
         self._adapters.named.name(lora_id, source)
 
     async def load_adapter(self, source: AdapterSource) -> None:
@@ -351,11 +352,11 @@ class AsyncLLMEngine(EngineCalls):
         await self._adapters.load(source)
 
     def unload_adapter(self, identity: str) -> None:
-        """Free an adapter's memory when no request uses it."""
+        """Free an adapter's memory once no request uses it."""
         self._adapters.unload(identity)
 
     async def block_map(self) -> BlockMap | None:
-        """What each KV block is used for, between two steps; None from a core that takes too long to say.
+        """Return what each KV block is used for, between two steps; None if the core does not answer in time.
 
         Callers that ask at the same time share one answer; without a caller nothing is gathered.
         """
@@ -366,23 +367,23 @@ class AsyncLLMEngine(EngineCalls):
         return self._control.is_paused
 
     async def is_sleeping(self) -> bool:
-        """Whether memory has been freed that nothing has waked."""
+        """Whether the engine has freed memory and not been woken."""
         return self._control.is_sleeping
 
     async def pause_generation(
         self, mode: str = "abort", *, wait_for_inflight_requests: bool | None = None, clear_cache: bool = True
     ) -> None:
-        """Let new requests wait until `resume_generation`. Those under way end with what they have (`mode` "abort"),
+        """Let new requests wait until `resume_generation`. Running ones end with what they have (`mode` "abort"),
         run to their end first ("wait", formerly `wait_for_inflight_requests`), or stand still ("keep"; the cache is not
         cleared then)."""
         await self._control.pause("wait" if wait_for_inflight_requests else mode, clear_cache)
 
     async def resume_generation(self) -> None:
-        """Take requests again, and go on with those that stand still. Nothing happens while the engine sleeps."""
+        """Take requests again, and go on with halted ones. Does nothing while the engine sleeps."""
         await self._control.resume()
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget what has been computed for others to share. False if the core ended meanwhile, and its cache too."""
+        """Empty the prefix cache. Returns False if the core ended meanwhile, with its cache."""
         refuse_kwargs(reset_running_requests=reset_running_requests)
         return await self._control.reset_prefix_cache()
 
@@ -397,7 +398,7 @@ class AsyncLLMEngine(EngineCalls):
         self._record_sleep()
 
     async def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Have memory again, for "weights", the "kv_cache", or both. Requests go on when both have it."""
+        """Allocate again what `sleep` freed: "weights", the "kv_cache", or both. Requests go on once both are there."""
         await self._control.wake_up(tags)
         self._record_sleep()
 
@@ -410,21 +411,22 @@ class AsyncLLMEngine(EngineCalls):
         self._supervisor.shutdown()
 
     def _is_busy(self) -> bool:
-        """Whether the core must be doing something."""
+        """Return whether the core has work."""
         return bool(self._outputs.requests) and not self._control.is_paused
 
     def _abort_running(self) -> None:
-        """End the requests under way; those that wait go on to."""
+        """Abort the requests that the core has; those that wait for the engine go on waiting."""
         for stream in list(self._streams.values()):
             if stream.opening is None:
                 self._abort_and_notify(stream)
 
     def _abort_and_notify(self, stream: _Stream, stop_reason: str | None = None) -> None:
-        """End a request whose caller waits for outputs."""
+        """Abort a request in the core and give its caller the last output."""
         if (output := self._abort_in_core(stream, stop_reason)) is not None:
             stream.put_nowait(output)
 
     def _abort_in_core(self, stream: _Stream, stop_reason: str | None = None) -> RequestOutput | None:
+        """Abort a request in the core. Returns its last output, or None if it has ended already."""
         request_id = stream.request.request_id
         if stream.opening is not None and not stream.has_ended_early:
             stream.has_ended_early = True
@@ -469,7 +471,7 @@ class AsyncLLMEngine(EngineCalls):
                     }
 
     def _lose(self, error: OctavoError) -> None:
-        """The core has ended, with all requests under way."""
+        """Fail all running requests, as the core has ended."""
         self._control.lose()
         self._adapters.lose(error)
         if self._on_loss is not None:

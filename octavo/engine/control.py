@@ -1,6 +1,6 @@
-"""Control of a running engine, as vLLM names it: pause, sleep, the prefix cache; and a look at its blocks.
+"""Control of a running engine, in vLLM's words: pause and sleep, reset of the prefix cache, and the map of its blocks.
 
-Whether new requests are taken is decided here; those that must wait do so in `EngineControl.wait_open`.
+It decides whether new requests are taken; those that have to wait do so in `EngineControl.wait_open`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from octavo.errors import RequestError
 logger = logging.getLogger(__name__)
 
 PAUSE_MODES = ("abort", "wait", "keep")
-_BLOCK_MAP_TIMEOUT_S = 5.0  # a step of the core, and then some
+_BLOCK_MAP_TIMEOUT_S = 5.0  # longer than a step takes
 
 
 class EngineControl:
-    """Of one engine: `is_idle` says whether no request is under way, `abort_all` ends those that are."""
+    """The control of one engine. `is_idle` says whether no request is running, `abort_all` ends the running ones."""
 
     def __init__(self, supervisor: Supervisor, is_idle: Callable[[], bool], abort_all: Callable[[], None]) -> None:
         self._supervisor, self._is_idle, self._abort_all = supervisor, is_idle, abort_all
-        self._is_open = asyncio.Event()  # to new requests; not while paused or asleep
+        self._is_open = asyncio.Event()  # new requests are taken: neither paused nor asleep
         self._is_open.set()
         self._asleep: frozenset[str] = frozenset()  # of `SLEEPERS`
         self.sleep_level = 0  # 0 while awake
         self._falling_asleep_or_waking = asyncio.Lock()
-        self._resets: list[asyncio.Future[bool]] = []  # that wait for the core, which answers them in order
+        self._resets: list[asyncio.Future[bool]] = []  # resets that the core has not answered yet; it answers in order
         self._block_map: asyncio.Future[BlockMap] | None = None
 
     @property
@@ -46,7 +46,7 @@ class EngineControl:
         while True:
             await self._is_open.wait()
             await self._supervisor.wait_ready()
-            if self._is_open.is_set():  # still
+            if self._is_open.is_set():  # not paused meanwhile
                 return
 
     async def pause(self, mode: str, clear_cache: bool) -> None:
@@ -80,9 +80,9 @@ class EngineControl:
         return await done
 
     def cache_was_reset(self) -> None:
-        """The core has answered the oldest reset."""
+        """Complete the oldest reset, which the core has answered."""
         done = self._resets.pop(0)
-        if not done.done():  # whoever asked has not been cancelled
+        if not done.done():  # its caller was not cancelled
             done.set_result(True)
 
     async def sleep(self, level: int, mode: str) -> None:
@@ -129,15 +129,15 @@ class EngineControl:
         return asked.result()
 
     def take_block_map(self, found: BlockMap) -> None:
-        """The core has answered."""
+        """Complete `block_map` with the core's answer."""
         if self._block_map is not None and not self._block_map.done():
             self._block_map.set_result(found)
 
     def lose(self) -> None:
-        """The core has ended, and answers nothing any more."""
+        """Complete what a core that has ended did not answer."""
         for done in self._resets:
             if not done.done():
                 done.set_result(False)
         self._resets.clear()
         if self._supervisor.failure is not None:
-            self._is_open.set()  # for those who wait to be told why
+            self._is_open.set()  # waiting requests go on, and raise the failure

@@ -1,5 +1,5 @@
-"""What programs call of an engine, be it one or several behind one name: `generate` and `encode` of asynchronous ones,
-`add_request` of those that go a step at a time, made of what they do with requests that have been checked."""
+"""`generate` and `encode` of asynchronous engines, and `add_request` of engines that are stepped: they check a request
+and hand it to methods that each engine, be it one or several behind one name, implements."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ Output = RequestOutput | PoolingRequestOutput[PoolingOutput]
 
 
 def length_of(prompt: PromptInput) -> int:
-    """Characters or tokens, as far as that is known before it is looked at."""
+    """Return the length of an unchecked prompt, in characters or tokens; 0 if it is not known."""
     if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
-        return MAX_INLINE_LENGTH + 1  # thousands of numbers each
+        return MAX_INLINE_LENGTH + 1  # each token is thousands of numbers
     given = prompt.get("prompt_token_ids") or prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return len(given) if isinstance(given, str | list | tuple) else 0
 
 
 class GenerateArgs(NamedTuple):
-    """What `generate` is asked for."""
+    """The arguments of `generate`."""
 
     prompt: PromptInput
     sampling_params: SamplingParams | None
@@ -58,11 +58,11 @@ class EngineCalls(AsyncConfigNames, ABC):
     @property
     @abstractmethod
     def failure(self) -> OctavoError | None:
-        """Why it has ended for good, if it has."""
+        """Why the engine has ended for good, or None."""
 
     @property
     def errored(self) -> bool:
-        """Whether it has ended for good, as vLLM calls it; `dead_error` says why."""
+        """Whether the engine has ended for good; vLLM's name. `dead_error` says why."""
         return self.failure is not None
 
     @property
@@ -85,7 +85,7 @@ class EngineCalls(AsyncConfigNames, ABC):
 
     @abstractmethod
     async def prepare(self, args: GenerateArgs) -> EngineRequest:
-        """What is wanted, for `generate_from`. Raises `RequestError`."""
+        """Return the checked request, for `generate_from`. Raises `RequestError`."""
 
     @abstractmethod
     def generate_from(
@@ -110,11 +110,11 @@ class EngineCalls(AsyncConfigNames, ABC):
         priority: int = 0,
         data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield a request's outputs as they come (`SamplingParams.output_kind` says how much each holds), computed with
-        an adapter if one is named. `data_parallel_rank` is the engine that is to do it, of several. `prompt_text` is
-        what outputs show of a prompt of token ids.
+        """Yield a request's outputs as they come; `SamplingParams.output_kind` says what each holds. `lora_request`
+        names an adapter. `data_parallel_rank` chooses one of several engines. `prompt_text` is the text that outputs
+        show for a prompt of token ids.
 
-        Raises `RequestError` for a request that cannot run, `EngineDeadError` when the core has gone.
+        Raises `RequestError` for a request that cannot run, `EngineDeadError` if the core has died.
         """
         refuse_kwargs(tokenization_kwargs=tokenization_kwargs, trace_headers=trace_headers)
         request = await self.prepare(
@@ -137,7 +137,7 @@ class EngineCalls(AsyncConfigNames, ABC):
         priority: int = 0,
         tokenization_kwargs: Mapping[str, object] | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
-        """Yield what a model that pools makes of a text, once. Raises as `generate` does."""
+        """Yield the one result of a model that pools. Raises as `generate` does."""
         from octavo.engine.pooling_input import PoolingInput, Text
 
         refuse_kwargs(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, trace_headers=trace_headers)
@@ -150,8 +150,7 @@ class EngineCalls(AsyncConfigNames, ABC):
 
 
 class StepCalls(ConfigNames, ABC):
-    """Of `LLMEngine`, and of several behind its names: requests are added, and each `step` brings what has come of
-    them."""
+    """Calls of `LLMEngine`, and of several engines behind its names: requests are added, and `step` returns outputs."""
 
     config: EngineConfig
     inputs: InputProcessor
@@ -181,8 +180,8 @@ class StepCalls(ConfigNames, ABC):
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> str:
-        """Queue a request, to be computed with an adapter if one is named; models that pool take `PoolingParams`.
-        `arrival_time` is `time.monotonic`'s. Returns its id. Raises `RequestError` for one that cannot run."""
+        """Queue a request and return its id. `lora_request` names an adapter; models that pool take `PoolingParams`;
+        `arrival_time` is `time.monotonic`'s. Raises `RequestError` for a request that cannot run."""
         refuse_kwargs(tokenization_kwargs=tokenization_kwargs, trace_headers=trace_headers)
         if self.is_under_way(request_id):
             raise RequestError(f"request id {request_id!r} is in use.", param="request_id")
@@ -198,7 +197,7 @@ class StepCalls(ConfigNames, ABC):
         return request_id
 
     def find_adapter(self, asked: LoRARequest) -> AdapterSource:
-        """The adapter that a request names, which is listed from now on. Raises `RequestError`."""
+        """Return the adapter that a request names, and list it. Raises `RequestError`."""
         found = self.inputs.find_adapter(asked)
         self.name_adapter(asked.lora_int_id, found)
         return found
@@ -211,31 +210,31 @@ class StepCalls(ConfigNames, ABC):
     def add(
         self, request: EngineRequest, external_id: str | None = None, lora_request: LoRARequest | None = None
     ) -> None:
-        """Queue a request that `inputs` has made. Its outputs have `external_id` in the place of the request's own id,
-        if one is given, and the `lora_request`."""
+        """Queue a request that `inputs` has made. Its outputs have the `external_id`, if given, instead of the
+        request's own id, and the `lora_request`."""
 
     @abstractmethod
     def is_under_way(self, request_id: str) -> bool:
-        """Whether a request of this id, as outputs bear it, has been added and has not ended."""
+        """Return whether a request with this external id was added and has not ended."""
 
     @abstractmethod
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """End requests, which bring no more outputs. Unknown ids are ignored."""
+        """End requests without further outputs. Unknown ids are ignored."""
 
     @abstractmethod
     def get_num_unfinished_requests(self) -> int: ...
 
     @abstractmethod
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has more to bring."""
+        """Return whether `step` will return more outputs."""
 
     @abstractmethod
     def step(self) -> list[Output]: ...
 
     @abstractmethod
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Bring an adapter to the host and check it, before a request asks for it. Raises `RequestError` if it cannot
-        be served."""
+        """Read an adapter into the host's memory and check it, before a request needs it. Raises `RequestError` if it
+        cannot be served."""
 
     @abstractmethod
     def name_adapter(self, lora_id: int, source: AdapterSource) -> None:
@@ -243,16 +242,16 @@ class StepCalls(ConfigNames, ABC):
 
     @abstractmethod
     def remove_lora(self, lora_id: int) -> bool:
-        """Forget the adapter of a `lora_int_id`. Whether there was one."""
+        """Remove the adapter of a `lora_int_id`. Returns whether there was one."""
 
     @abstractmethod
     def list_loras(self) -> set[int]:
-        """The `lora_int_id`s that have been asked for and not removed."""
+        """Return the `lora_int_id`s that were named and not removed."""
 
     @abstractmethod
     def pin_lora(self, lora_id: int) -> bool:
-        """Keep the adapter of a `lora_int_id` on the host, and on the device while others can make room. Raises
-        `RequestError` for one that has not been asked for."""
+        """Keep the adapter of a `lora_int_id` on the host, and on the device while others can be evicted. Raises
+        `RequestError` for an unknown id."""
 
     @abstractmethod
     def do_log_stats(self) -> None:
@@ -260,20 +259,20 @@ class StepCalls(ConfigNames, ABC):
 
     @abstractmethod
     def sleep(self, level: int = 1) -> None:
-        """Free memory until `wake_up`. Level 1 frees the KV cache and keeps the weights, level 2 frees both; on GPUs
-        both levels do. No request may be under way."""
+        """Free memory until `wake_up`. Level 1 frees the KV cache and keeps the weights; level 2 frees both. On GPUs
+        both levels free both. No request may be running."""
 
     @abstractmethod
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Have the memory again that `sleep` freed, for "weights", the "kv_cache", or both."""
+        """Allocate again what `sleep` freed: "weights", the "kv_cache", or both."""
 
     @abstractmethod
     def is_sleeping(self) -> bool: ...
 
     @abstractmethod
     def reset_prefix_cache(self) -> bool:
-        """Forget what has been computed for others to share."""
+        """Empty the prefix cache."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give the memory of model and cache back."""
+        """Free the memory of model and cache."""

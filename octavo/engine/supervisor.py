@@ -1,6 +1,6 @@
-"""Stands by the engine core: says when it is ready, notices when it dies or hangs, and starts it again.
+"""Supervises the engine core's process: knows when it is ready, notices when it dies or hangs, and starts it again.
 
-What its messages mean is the business of whoever made the supervisor, except for those about the core itself.
+It handles the core's messages about itself; the supervisor's owner handles the others.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ logger = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """One core after another. All coroutines belong to one event loop, that of the first `listen`.
+    """Supervises one core after another. All coroutines belong to the event loop of the first `listen`.
 
     A core that has been ready once and dies is started again, up to `max_restarts` quick deaths in a row
     (`RestartPolicy`); after that, and by default at once, it has failed for good. A core that is `busy` and finishes no
     step for `step_timeout_s`, or that loads for longer than `ready_timeout_s`, counts as dead, and is killed.
 
-    `handle` is called with each message that does not tell of a failure, `lose` with the reason whenever all that a
-    core was to do is lost. `make_core` has a core start; one on another host comes again when its host lets it, and
-    however often it dies.
+    `handle` is called with each message that is not a failure, `lose` with the reason whenever a core's requests are
+    lost. `make_core` starts a core. A core on another host is started by its host, however often it dies.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class Supervisor:
         make_core: Callable[[EngineConfig, CoreProcess | None], Core] | None = None,
     ) -> None:
         self.config = config
-        self.ready: Ready | None = None  # what the core that was ready last has
+        self.ready: Ready | None = None  # of the last core that was ready
         self.failure: OctavoError | None = None  # for good
         self.num_restarts = 0
         self.restart_policy = RestartPolicy(max_restarts)
@@ -57,11 +56,11 @@ class Supervisor:
         self.ready_timeout_s, self._step_timeout_s = ready_timeout_s, step_timeout_s
         self._handle_message, self._lose, self._is_busy = handle, lose, is_busy
         self._outage: EngineRestartingError | None = None  # while the core is started again
-        self._ready_event = asyncio.Event()  # ready, or it will never be
+        self._ready_event = asyncio.Event()  # ready, or failed for good
         self._failure_event = asyncio.Event()
-        self._end_reason: str | None = None  # why the core is about to end, if that is known
-        self._wake: asyncio.Event | None = None  # set to go on with a core again after one has ended to sleep
-        self._next_core: CoreProcess | None = None  # meanwhile: it has imported what it needs, and no model
+        self._end_reason: str | None = None  # why the core is about to end, if known
+        self._wake: asyncio.Event | None = None  # while the core sleeps (has ended); set to start the next one
+        self._next_core: CoreProcess | None = None  # while it sleeps: a process that has only done its imports
         self._start_timer: asyncio.TimerHandle | None = None
         self._num_messages = 0
         self._following: asyncio.Task[None] | None = None
@@ -74,11 +73,11 @@ class Supervisor:
 
     @property
     def error(self) -> OctavoError | None:
-        """Why no request can be taken now, if that is so."""
+        """Why no request is taken now, or None."""
         return self.failure or self._outage
 
     async def wait_ready(self) -> Ready:
-        """Return when the core takes requests, with what it has. Raises what kept it from starting, and
+        """Return when the core takes requests, with its sizes. Raises the error that kept it from starting, and
         `EngineRestartingError` while it is started again."""
         self.listen()
         await self._ready_event.wait()
@@ -88,21 +87,21 @@ class Supervisor:
         return self.ready
 
     async def wait_failed(self) -> None:
-        """Return when the core has died and will not come back."""
+        """Return when the core has died and will not be started again."""
         self.listen()
         await self._failure_event.wait()
 
     def send(self, message: FrontendMessage) -> None:
-        """Raises `EngineDeadError` if there is no core to receive it."""
+        """Send a message. Raises `EngineDeadError` if there is no core."""
         self.core.send(message)
 
     def tell(self, message: FrontendMessage) -> None:
-        """Send a message that may be lost: if the core has just died, that is noticed elsewhere."""
+        """Send a message that may be lost. If the core has just died, `listen` notices it."""
         with contextlib.suppress(EngineDeadError):
             self.core.send(message)
 
     def listen(self) -> None:
-        """Take in messages from now on. Raises `RuntimeError` in another event loop than the first."""
+        """Start to receive messages. Raises `RuntimeError` in another event loop than the first."""
         loop = asyncio.get_running_loop()
         if self._following is None:
             self._following = loop.create_task(self._supervise())
@@ -112,7 +111,7 @@ class Supervisor:
             raise RuntimeError("this AsyncLLMEngine belongs to another event loop; make one engine for each loop.")
 
     async def end_core(self) -> None:
-        """End the core, with all that it holds, until `start_core`. Until then nobody is ready."""
+        """End the core's process, with its memory, until `start_core`."""
         self._wake = asyncio.Event()
         self._ready_event.clear()
         self.core.end()
@@ -121,7 +120,7 @@ class Supervisor:
             self._next_core = self.core.successor()
 
     def start_core(self) -> None:
-        """Have a core again, if the last one was ended by `end_core`."""
+        """Start a core again, if `end_core` has ended the last one."""
         if self._wake is not None:
             self._wake.set()
 
@@ -139,7 +138,7 @@ class Supervisor:
             self._next_core.close()
 
     async def _supervise(self) -> None:
-        """Take in the core's messages, and start it again when it dies, until it is given up."""
+        """Receive the core's messages, and start it again when it dies, until its restarts are used up."""
         try:
             while True:
                 reason = await self._follow_core()
@@ -167,7 +166,7 @@ class Supervisor:
         return 0.0 if self.core.comes_again else self.restart_policy.next_delay(time.monotonic())
 
     async def _follow_core(self) -> str:
-        """Take in the messages of one core until it has ended. Returns why it did."""
+        """Receive the messages of one core until it has ended. Returns the reason."""
         self._end_reason, self.is_leaving = None, False
         if self.ready_timeout_s is not None:
             self._check_start(self.ready_timeout_s, time.monotonic())
@@ -184,8 +183,8 @@ class Supervisor:
         return self._end_reason or self.core.end_reason()
 
     def _check_start(self, timeout_s: float, begin: float) -> None:
-        """Kill a core that has loaded for too long, or look again later. At the first start what it waits for before it
-        loads counts too."""
+        """Kill a core that has loaded for too long, or check again later. At the first start its wait before loading
+        counts too."""
         if self.is_ready and self._ready_event.is_set():
             return
         now = time.monotonic()
@@ -199,13 +198,13 @@ class Supervisor:
             self.core.kill()
 
     async def _let_go(self) -> None:
-        """End a core whose host is to stop, when its requests have ended."""
+        """End a core whose host will stop, once its requests have ended."""
         while self._is_busy():  # noqa: ASYNC110 - nothing tells that the last one has ended
             await asyncio.sleep(0.02)
         self.core.end()
 
     async def _watch_steps(self, timeout_s: float) -> None:
-        """Kill a core that has work and has sent nothing for `timeout_s`; it is started again."""
+        """Kill a core that has work and has sent nothing for `timeout_s`."""
         seen, since = self._num_messages, time.monotonic()
         while True:
             await asyncio.sleep(min(1.0, timeout_s / 4))
@@ -224,12 +223,12 @@ class Supervisor:
                 self._fail(OctavoError(text))
                 return
             case Failed(text):
-                # Clients learn that it failed, and only the log how.
+                # Clients are told that it failed; only the log says how.
                 logger.error("the engine core failed: %s", text)
                 self._end_reason = "the engine core has failed"
-                self._outage = EngineRestartingError("the engine core has failed.")  # until its end has been seen
+                self._outage = EngineRestartingError("the engine core has failed.")  # until its process has ended
                 self._lose(EngineDeadError("the engine core has failed; the request is lost."))
-                self.core.kill()  # it has nothing more to say, and might not manage to end
+                self.core.kill()  # it sends nothing more, and may not manage to end by itself
                 return
             case Leaving():
                 self.is_leaving = True
@@ -247,7 +246,7 @@ class Supervisor:
         self._handle_message(message)
 
     def _suspend(self, reason: str) -> None:
-        """The core has ended and will be started again."""
+        """Fail the requests of a core that has ended and will be started again."""
         if self.core.comes_again:
             self._outage = EngineRestartingError(f"{reason}; it is awaited.")
             logger.error("%s", self._outage)
@@ -258,7 +257,7 @@ class Supervisor:
         self._lose(EngineDeadError(f"{reason}; the request is lost."))
 
     def _fail(self, error: OctavoError) -> None:
-        """Nothing is started again, with `error` as the reason."""
+        """Give the core up for good, with `error` as the reason."""
         if self.failure is not None:
             return
         self.failure = error
