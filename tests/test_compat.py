@@ -12,12 +12,6 @@ import weakref
 from pathlib import Path
 
 import pytest
-from octavo.logger import init_logger
-from octavo.transformers_utils.tokenizer import get_tokenizer
-from octavo.usage.usage_lib import UsageContext
-from octavo.utils import FlexibleArgumentParser, get_open_port, random_uuid
-from octavo.v1.engine.async_llm import AsyncLLM
-from octavo.v1.engine.llm_engine import LLMEngine
 
 import octavo
 from octavo import compat, envs, unknown_flags
@@ -28,7 +22,13 @@ from octavo.entrypoints.cli.serve import make_parser, parse_args
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError, LoadError, RequestError
 from octavo.loading.tokenizer import read_tokenizer
+from octavo.logger import init_logger
 from octavo.sampling_params import SamplingParams
+from octavo.transformers_utils.tokenizer import get_tokenizer
+from octavo.usage.usage_lib import UsageContext
+from octavo.utils import FlexibleArgumentParser, get_open_port, random_uuid
+from octavo.v1.engine.async_llm import AsyncLLM
+from octavo.v1.engine.llm_engine import LLMEngine
 
 # Flags that work, each with a value that a launch script would give it.
 WORKING = [

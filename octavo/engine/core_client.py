@@ -1,4 +1,4 @@
-"""The front end's side of the wire: starts a core process, sends to it, and notices when it ends."""
+"""The front end's side of the wire: starts a core process, sends messages to it, and notices when it ends."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ from octavo.processes import child_command
 logger = logging.getLogger(__name__)
 
 _EXIT_GRACE_S = 5.0
-_MAX_PATH_BYTES = 98  # of the sockets' folder: a socket's path has 103 bytes at most (macOS), and "/out"
+_MAX_PATH_BYTES = 98  # of the sockets' folder; a socket's path, with "/out", has at most 103 bytes (macOS)
 
 
 class CoreProcess:
-    """A core that has been started and imports what it needs, while its parent makes the configuration."""
+    """A core process that does its imports while its parent makes the configuration."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        """`environment` is what it has otherwise than this process."""
+        """`environment` is added to this process's variables."""
         command = child_command("octavo.engine.core_process", str(time.monotonic()), logs.current_format())
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | (environment or {}))
 
     def configure(self, args: CoreProcessArgs) -> None:
         """Send the configuration."""
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died at once; `CoreClient.receive` will tell
+        with contextlib.suppress(BrokenPipeError):  # it died at once: `CoreClient.receive` notices
             self.process.stdin.write(msgspec.json.encode(args) + b"\n")
             self.process.stdin.flush()
 
     def close(self) -> None:
-        """Have the process end, and kill it if it does not. May be called twice."""
+        """End the process, by force if needed. May be called twice."""
         if self.process.stdin is not None and not self.process.stdin.closed:
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()
@@ -68,7 +68,7 @@ class CoreProcess:
 class Core(Protocol):
     """What `Supervisor` needs of a core. `CoreClient` says what each does."""
 
-    comes_again: bool  # by others' doing, however often it has died
+    comes_again: bool  # its host starts it again, however often it has died
 
     @property
     def loading_since(self) -> float | None: ...
@@ -103,8 +103,7 @@ class CoreClient:
         self._sender.setsockopt(zmq.SNDHWM, 0)  # a send never blocks the event loop
         self._receiver = self._context.socket(zmq.PULL)
         self._receiver.setsockopt(zmq.RCVHWM, 0)
-        # Where nobody calls `close`, this is what collects them: a context that Python collected by itself, beside its
-        # sockets, would wait for ever until these are closed.
+        # Closes the sockets before the context if nobody calls `close`: a context waits for ever for open sockets.
         self._free_sockets = weakref.finalize(self, _free_sockets, self._context, self._sender, self._receiver)
         core_input, core_output = f"ipc://{self._folder.name}/in", f"ipc://{self._folder.name}/out"
         self._end_path = Path(self._folder.name, "end")
@@ -114,25 +113,26 @@ class CoreClient:
         core.configure(CoreProcessArgs(config, core_input, core_output, str(self._end_path), log_level))
 
     def send(self, message: FrontendMessage) -> None:
-        """Raises `EngineDeadError` if there is no core to receive it."""
+        """Send a message. Raises `EngineDeadError` if there is no core."""
         self.send_data(encode_message(message))
 
     def send_data(self, data: bytes) -> None:
-        """`send` for a message that is encoded."""
+        """`send` for an encoded message."""
         try:
             self._sender.send(data, zmq.NOBLOCK)
         except zmq.ZMQError as e:
             raise EngineDeadError(f"the engine core cannot be reached ({e}).") from None
 
     async def receive(self, handle: Callable[[CoreMessage], None]) -> None:
-        """Hand every message to `handle`, until cancelled or until the process has ended and its last message is read.
+        """Call `handle` with every message, until cancelled or until the process has ended and its last message is
+        read.
 
         All messages that are there are handled at one wakeup. What `handle` raises ends this.
         """
         await self.receive_data(lambda data: handle(decode_core_message(data)))
 
     async def receive_data(self, handle: Callable[[bytes], None]) -> None:
-        """`receive` for messages as they are encoded."""
+        """`receive` for encoded messages."""
         loop = asyncio.get_running_loop()
         failed: asyncio.Future[None] = loop.create_future()
 
@@ -147,10 +147,10 @@ class CoreClient:
         self._reading_loop = loop
         loop.add_reader(self._receiver.fileno(), read)
         try:
-            read()  # ZeroMQ's descriptor tells only of what comes after one has looked
+            read()  # ZeroMQ's descriptor reports only messages that arrive after a read
             await asyncio.wait((failed, ended), return_when=asyncio.FIRST_COMPLETED)
             if not failed.done():
-                await asyncio.wait((failed,), timeout=0.1)  # for what it sent last
+                await asyncio.wait((failed,), timeout=0.1)  # for its last message
             if failed.done():
                 failed.result()
         finally:
@@ -158,7 +158,7 @@ class CoreClient:
             ended.cancel()
 
     def end(self) -> None:
-        """Have the process end, and its memory be free. What it sent is still received."""
+        """End the process and free its memory. Its last messages are still received."""
         if self.process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()
@@ -171,11 +171,11 @@ class CoreClient:
         self.process.wait()
 
     def successor(self) -> CoreProcess | None:
-        """What the next core may begin as, once this one has ended."""
+        """Start the process that the next core will use, once this one has ended."""
         return CoreProcess(self._environment)
 
     def end_reason(self) -> str:
-        """What has become of a process whose status is known, for clients too. To be asked before `close`."""
+        """Say why the process has ended, in words for clients. To be called before `close`."""
         try:
             why = self._end_path.read_text(encoding="utf-8")
         except OSError:
@@ -202,7 +202,7 @@ def _free_sockets(context: zmq.Context[zmq.Socket[bytes]], *sockets: zmq.Socket[
 
 
 def _environment(config: EngineConfig) -> dict[str, str]:
-    """Each engine of a host has devices of its own: those that its workers' numbers begin from."""
+    """Return the variables that give each engine of a host devices of its own."""
     if config.device != "cuda" or not config.place:
         return {}
     size = config.tensor_parallel_size * config.pipeline_parallel_size
@@ -210,8 +210,8 @@ def _environment(config: EngineConfig) -> dict[str, str]:
 
 
 def _make_socket_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder that only this user can enter, which goes with the object that holds it, or at exit."""
-    parent = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0] or None  # as systemd sets it
+    """Make a folder that only this user can enter; it is removed with the object that holds it, or at exit."""
+    parent = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0] or None  # set by systemd
     try:
         folder = tempfile.TemporaryDirectory(prefix="octavo-", dir=parent)
     except OSError as error:
@@ -233,7 +233,7 @@ def _set_once(future: asyncio.Future[None]) -> None:
 
 
 async def _wait_for_exit(process: subprocess.Popen[bytes]) -> None:
-    """Return when the process has ended: its file descriptor becomes readable (Linux), or by looking (elsewhere)."""
+    """Return when the process has ended: by its file descriptor on Linux, by polling elsewhere."""
     if not hasattr(os, "pidfd_open"):
         while process.poll() is None:  # noqa: ASYNC110 (nothing signals the end here)
             await asyncio.sleep(0.1)

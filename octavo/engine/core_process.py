@@ -44,21 +44,21 @@ from octavo.phases import Phases
 from octavo.processes import follow_parent
 from octavo.request import EngineRequest
 
-logger = logging.getLogger("octavo.engine.core_process")  # which may run as __main__
+logger = logging.getLogger("octavo.engine.core_process")  # not __name__, which may be __main__
 
-_LOSS_S = 1.0  # within which who watches the workers says which was the first to go
+_LOSS_S = 1.0  # within this time the watcher of the workers says which died first
 
-_goodbyes: list[Callable[[], object]] = []  # to be said before the process ends with its parent
+_goodbyes: list[Callable[[], object]] = []  # called before the process ends with its parent
 
 
 def main() -> None:
-    """Run until the parent goes or something fails; exit status 1 says that a `Failed` message was sent."""
+    """Run until the parent ends or something fails. Exit status 1: a `Failed` message was sent."""
     started, log_format = sys.argv[1:]
     phases = Phases(float(started))
     lines = queue.SimpleQueue[bytes]()
     threading.Thread(target=follow_parent, args=(lines, _say_goodbye), daemon=True).start()
     phases.end("process")
-    gc.disable()  # what is imported stays: collections would look at it for 0.2 s and find nothing
+    gc.disable()  # imported objects stay: collections would scan them for 0.2 s and free nothing
     from octavo.execution import executor  # noqa: F401
 
     phases.end("imports")
@@ -86,7 +86,7 @@ def _run(args: CoreProcessArgs, phases: Phases, receiver: zmq.Socket[bytes], sen
     core = EngineCore(args.config)
     from octavo.execution.executor import MultiprocExecutor
 
-    gc.freeze()  # from here on only what steps leave behind is looked at
+    gc.freeze()  # from here on collections scan only newer objects
     gc.enable()
     executor = core.executor
     if isinstance(executor, MultiprocExecutor):
@@ -105,7 +105,7 @@ def _run(args: CoreProcessArgs, phases: Phases, receiver: zmq.Socket[bytes], sen
     try:
         _serve(core, receiver, sender)
     except Exception:
-        if isinstance(executor, MultiprocExecutor):  # the step may have failed for want of a worker, as `_die` tells
+        if isinstance(executor, MultiprocExecutor):  # a worker may have died, which `_die` reports
             threading.Event().wait(_LOSS_S)
         raise
 
@@ -118,12 +118,12 @@ def _serve(core: EngineCore, receiver: zmq.Socket[bytes], sender: zmq.Socket[byt
         while is_readable(receiver):
             has_news |= _handle(core, sender, receiver.recv())
         if has_news and not core.is_paused:
-            # A step without work still tells the front end that aborts have emptied the engine.
+            # A step without work still reports that aborts have emptied the engine.
             sender.send(encode_message(core.step()))
 
 
 def _handle(core: EngineCore, sender: zmq.Socket[bytes], data: bytes) -> bool:
-    """Whether the message may have changed what there is to do."""
+    """Handle a message. Returns whether it may have changed what there is to do."""
     match decode_frontend_message(data):
         case GetBlockMap():
             sender.send(encode_message(core.block_map()))
@@ -151,10 +151,10 @@ def _say_goodbye() -> None:
 
 
 def _die(end_path: str, why: str) -> None:
-    """A worker is gone, and this one may be idle, or wait for it: the parent starts all of them again, and tells
-    clients why."""
+    """End the process, as a worker has died that it may be waiting for. The parent starts all workers again and tells
+    clients the reason."""
     logger.error("%s; the engine core ends", why)
-    with contextlib.suppress(OSError), open(end_path, "x", encoding="utf-8") as file:  # the first that dies is named
+    with contextlib.suppress(OSError), open(end_path, "x", encoding="utf-8") as file:  # the first death
         file.write(why)
     os._exit(1)
 

@@ -34,11 +34,11 @@ from octavo.sampling_params import RequestOutputKind
 from octavo.stats import EngineStats
 
 T = TypeVar("T")
-_MAX_BLOCKS = 1 << 16  # that are known of an engine before it has said how many it has
+_MAX_BLOCKS = 1 << 16  # blocks of an engine that is not ready yet
 
 
 class _Forecasts:
-    """Of the engine that would have the first token soonest."""
+    """The forecast of the engine that would have the first token soonest."""
 
     def __init__(self, of_engines: Callable[[], list[FirstTokenForecast]]) -> None:
         self._of_engines = of_engines
@@ -51,7 +51,7 @@ class _Forecasts:
 
 
 def _open_to_others(config: EngineConfig, options: dict[str, Any]) -> EngineHosts:
-    """Where engines of other hosts join, which Ray starts if it is to. Raises `ConfigError`."""
+    """Listen for engines of other hosts, and have Ray start them if configured. Raises `ConfigError`."""
     assert config.engine_hosts is not None
     if config.engine_hosts.ray_flags is None:
         return EngineHosts(config)
@@ -67,7 +67,7 @@ def _open_to_others(config: EngineConfig, options: dict[str, Any]) -> EngineHost
 
 
 class DataParallelEngine(EngineCalls):
-    """What `AsyncLLMEngine` does, over several. See there what each method does, and raises."""
+    """`AsyncLLMEngine` over several engines. See there for its methods."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class DataParallelEngine(EngineCalls):
         core: CoreProcess | None = None,
         **options: Any,
     ) -> None:
-        """`core` and `metrics` are those of the first engine, the `options` of all."""
+        """`core` and `metrics` are for the first engine, `options` for all."""
         ranks = config.served_ranks
         self._router = Router(len(ranks), config.cache.block_size, _MAX_BLOCKS)
         self.metrics = metrics
@@ -113,7 +113,7 @@ class DataParallelEngine(EngineCalls):
         self._has_started = False
 
     def _join(self, rank: int, config: EngineConfig, core: CoreProcess | None) -> RemoteCore:
-        """The next core of an engine on another host."""
+        """Wait for the next core of an engine on another host."""
         assert self._hosts is not None
         return RemoteCore(self._hosts, rank)
 
@@ -123,7 +123,7 @@ class DataParallelEngine(EngineCalls):
 
     @property
     def stats(self) -> EngineStats:
-        """Of all engines, added up."""
+        """The sum of all engines' statistics."""
         total = EngineStats()
         for engine in self._engines:
             for name in msgspec.structs.fields(EngineStats):
@@ -137,32 +137,32 @@ class DataParallelEngine(EngineCalls):
 
     @property
     def has_died(self) -> bool:
-        """Whether none is left, or one has not even started."""
+        """Whether all engines have died, or one has failed to start."""
         count = all if self._has_started else any
         return count(engine.has_died for engine in self._engines)
 
     @property
     def failure(self) -> OctavoError | None:
-        """Once none is left."""
+        """Why the engine has ended for good, once all engines have died."""
         failures = [engine.failure for engine in self._engines]
         return failures[0] if all(failures) else None
 
     @property
     def is_ready(self) -> bool:
-        """Whether one of them takes requests, after all of them once did."""
+        """Whether at least one engine takes requests, after all have been ready once."""
         num_ready = len(self._ready)
         if num_ready == len(self._engines):
             self._begin()
         return self._has_started and num_ready > 0
 
     async def wait_ready(self) -> Ready:
-        """Return when all of them have become ready once, with what one has."""
+        """Return when all engines have been ready once, with the sizes of one."""
         ready = await self._all(lambda engine: engine.wait_ready())
         self._begin()
         return ready[0]
 
     def _begin(self) -> None:
-        """All of them have been ready."""
+        """Note that all engines have been ready."""
         if not self._has_started and self._hosts is not None:
             self._hosts.begin()
         self._has_started = True
@@ -173,7 +173,7 @@ class DataParallelEngine(EngineCalls):
             raise errors[0]
 
     async def wait_failed(self) -> None:
-        """Return when none is left."""
+        """Return when all engines have died."""
         await self._all(lambda engine: engine.wait_failed())
 
     async def do_log_stats(self) -> None:
@@ -185,7 +185,7 @@ class DataParallelEngine(EngineCalls):
 
     async def prepare(self, args: GenerateArgs) -> EngineRequest:
         request = await self._engines[0].prepare(args)
-        if args.lora_request is not None and request.adapter is not None:  # whichever computes it gets the adapter
+        if args.lora_request is not None and request.adapter is not None:  # any engine may compute it
             self.name_adapter(args.lora_request.lora_int_id, request.adapter)
         return request
 
@@ -196,7 +196,7 @@ class DataParallelEngine(EngineCalls):
     async def generate_from(
         self, request: EngineRequest, external_id: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        answer: list[int] = []  # of the first sequence, as its engine has it cached then
+        answer: list[int] = []  # of the first sequence: cached by its engine
         async with (
             self._routed(request, external_id, answer) as engine,
             contextlib.aclosing(engine.generate_from(request, external_id)) as outputs,
@@ -214,7 +214,7 @@ class DataParallelEngine(EngineCalls):
     async def _routed(
         self, request: EngineRequest, external_id: str | None, answer: list[int]
     ) -> AsyncGenerator[AsyncLLMEngine, None]:
-        """The engine that is to serve the request, whose load it is meanwhile."""
+        """Choose the engine of a request, and count the request as its load while it runs."""
         external_id = external_id or request.request_id
         if external_id in self._shown_ids:
             raise RequestError(f"request id {external_id!r} is in use.", param="request_id")
@@ -223,10 +223,11 @@ class DataParallelEngine(EngineCalls):
             size = self.config.cache.block_size
             length = len(request.prompt.token_ids)
             hashes = await run_off_loop(lambda: block_hashes(request.prompt, size), length=length)
-            _ = self.is_ready  # which callers that begin with a request have not asked
-            # While none is ready a request waits for the one that it would go to; those that are given up get none.
+            _ = self.is_ready  # its first read may be this one
+            # While no engine is ready, a request waits for the engine that it would go to, if that has not failed for
+            # good.
             available = [i for i, engine in enumerate(self._engines) if engine in self._ready]
-            if request.data_parallel_rank is not None:  # whoever names one waits for it, or hears that it is dead
+            if request.data_parallel_rank is not None:  # a named engine is waited for, or its error raised
                 available = [request.data_parallel_rank]
             available = available or [i for i, engine in enumerate(self._engines) if not engine.has_died]
             if not available:
@@ -264,7 +265,7 @@ class DataParallelEngine(EngineCalls):
             engine.unload_adapter(identity)
 
     async def block_map(self) -> BlockMap | None:
-        """Of the first that is ready."""
+        """The block map of the first engine that is ready."""
         return await (self._ready or self._engines)[0].block_map()
 
     async def is_paused(self) -> bool:
@@ -302,5 +303,5 @@ class DataParallelEngine(EngineCalls):
             self._hosts.close()
 
     async def _all(self, ask: Callable[[AsyncLLMEngine], Awaitable[T]]) -> list[T]:
-        """What each of them answers, in order. Raises what the first of them raises."""
+        """Call every engine and return the results in order. Raises the first error."""
         return await asyncio.gather(*(ask(engine) for engine in self._engines))

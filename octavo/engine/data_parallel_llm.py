@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Asked:
-    """A request under way: what came of an earlier one of the same id is not its own."""
+    """A running request. Outputs of an earlier request with the same id do not belong to it."""
 
     request: EngineRequest
     external_id: str
@@ -38,7 +38,7 @@ class _Asked:
 
 
 class DataParallelLLMEngine(StepCalls):
-    """What `LLMEngine` does, over several. See there what each method does, and raises."""
+    """`LLMEngine` over several engines. See there for its methods."""
 
     def __init__(self, config: EngineConfig) -> None:
         if len(config.served_ranks) > len(config.local_ranks):
@@ -90,13 +90,13 @@ class DataParallelLLMEngine(StepCalls):
         return bool(self._in_flight or self._failed)
 
     def step(self) -> list[Output]:
-        """What has come since the last call, and at least one output."""
+        """Return the outputs since the last call, and wait for at least one."""
         if self._failed:
             raise self._failed.pop(0)
         outputs: list[Output] = []
         while self._in_flight and not ((outputs or self._failed) and self._outputs.empty()):
             asked, found = self._outputs.get()
-            if self._in_flight.get(asked.external_id, (None,))[0] is not asked:  # which has been aborted
+            if self._in_flight.get(asked.external_id, (None,))[0] is not asked:  # it was aborted
                 continue
             if isinstance(found, Exception):
                 self._failed.append(found)
@@ -158,7 +158,7 @@ class DataParallelLLMEngine(StepCalls):
         self._loop.close()
 
     def _check_awake(self) -> None:
-        """Raises `OctavoError` where the engines would keep the caller waiting until they are awake."""
+        """Raise `OctavoError` if the engines sleep, as the caller would wait until they are woken."""
         if self._is_closed or self._is_asleep:
             raise OctavoError("these engines sleep, or have been closed; wake_up() loads the model again.")
 
@@ -169,7 +169,7 @@ class DataParallelLLMEngine(StepCalls):
         return asyncio.run_coroutine_threadsafe(asked, self._loop).result()
 
     async def _answer(self, asked: _Asked) -> None:
-        """Under the request's own id: one of the caller's may still be another's that has just been aborted."""
+        """Run a request under its own id, as the caller's id may still belong to an aborted request."""
         try:
             if asked.request.pooling is not None:
                 self._give(asked, await self._engine.pool(asked.request))

@@ -48,31 +48,31 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FIRST_NOTICE_S, _NOTICE_S = 5.0, 30.0  # of hosts that are awaited
-_REASON_S = 1.0  # for why a connection has ended to come over the other one
+_FIRST_NOTICE_S, _NOTICE_S = 5.0, 30.0  # log lines about hosts that have not joined
+_REASON_S = 1.0  # the other connection says within this time why one has ended
 
 
 class _Link(NamedTuple):
     connection: socket.socket
-    clock_ahead_s: float  # of this host, before the other's
+    clock_ahead_s: float  # of this host's clock over the other's
 
 
 class EngineHosts:
-    """Where they join. Methods may be called by any thread."""
+    """Where hosts join with their engines. Its methods are thread-safe."""
 
     def __init__(self, config: EngineConfig, starter: RayEngines | None = None) -> None:
-        """Raises `ConfigError` where this host cannot be listened at, and without a token where one is needed."""
+        """Raises `ConfigError` if it cannot listen, or if it needs a token and there is none."""
         assert config.engine_hosts is not None
         hosts, self._starter = config.engine_hosts, starter
         check_token(hosts.address, "--data-parallel-address")
         self._config, self._settings = config, settings_of(config)
         self._lock = threading.Lock()
-        self._present: dict[int, Member] = {}  # those that wait, too
+        self._present: dict[int, Member] = {}  # waiting ones included
         self._waiting: dict[int, Member] = {}
         self._awaited: dict[int, Future[Member]] = {}
         self._links: dict[bytes, Future[_Link]] = {}
         self._has_begun = self._is_closed = False
-        self._failure: OctavoError | None = None  # a host that did not fit, or was not there
+        self._failure: OctavoError | None = None  # a host did not fit or did not join
         self.address = show_address((hosts.address, hosts.port))
         try:
             self._door = Listener((hosts.address, hosts.port), self._take)
@@ -87,12 +87,12 @@ class EngineHosts:
             starter.start(self._fail)
 
     def begin(self) -> None:
-        """All engines have been ready: from now on a host that does not fit is turned away, and nothing else."""
+        """Note that all engines have been ready. From now on a host that does not fit is refused, and nothing fails."""
         self._has_begun = True
 
     def host_of(self, rank: int) -> Future[Member]:
-        """The next one that comes with an engine, which may be there already. Fails where one does not fit, or does not
-        come, until `begin`."""
+        """Return the next host with an engine of this rank; it may have joined already. Before `begin` this fails if a
+        host does not fit or does not join."""
         found: Future[Member] = Future()
         with self._lock:
             waiting = self._waiting.pop(rank, None)
@@ -155,7 +155,7 @@ class EngineHosts:
         refuse(host.connection, Refused(f"there is {other} already", may_pass=True))
 
     def _fail(self, error: OctavoError) -> None:
-        """A start in which not all engines come."""
+        """Fail the start, as not all engines have joined."""
         with self._lock:
             if self._has_begun:
                 return
@@ -177,12 +177,12 @@ class EngineHosts:
 
 
 class RemoteCore:
-    """A core on another host, from when it is awaited until it has gone. See `CoreClient` for what its methods do."""
+    """A core on another host, from the wait for it until its end. See `CoreClient` for its methods."""
 
     comes_again = True
 
     def __init__(self, hosts: EngineHosts, rank: int) -> None:
-        self.loading_since: float | None = None  # a host has come with it
+        self.loading_since: float | None = None  # when a host joined with it
         self._hosts, self._rank = hosts, rank
         self._heartbeat: Heartbeat | None = None
         self._is_closing = False
@@ -209,10 +209,10 @@ class RemoteCore:
         serving = asyncio.ensure_future(self._serve(handle, loop))
         try:
             await asyncio.wait((serving, self._ended), return_when=asyncio.FIRST_COMPLETED)
-            if serving.done():  # the connection has ended, and the other one says why
+            if serving.done():  # the connection has ended; the other one says why
                 await asyncio.wait((self._ended,), timeout=_REASON_S)
             else:
-                await asyncio.wait((serving,), timeout=0.1)  # for what it sent last
+                await asyncio.wait((serving,), timeout=0.1)  # for its last message
             if serving.done():
                 serving.result()
             self._end(f"the host of engine {self._rank} has hung up")
@@ -229,7 +229,7 @@ class RemoteCore:
                 self._writer.transport.abort()
 
     async def _serve(self, handle: Callable[[CoreMessage], None], loop: asyncio.AbstractEventLoop) -> None:
-        """What `handle` raises ends this."""
+        """Pass messages to `handle` until the connection ends or `handle` raises."""
         try:
             host = await self._arrival()
         except OctavoError as error:
@@ -285,7 +285,7 @@ class RemoteCore:
             self._hosts.forget_link(session)
 
     async def _arrival(self) -> Member:
-        """Raises what `EngineHosts.host_of` fails with."""
+        """Wait for the host. Raises the error of `EngineHosts.host_of`."""
         coming = asyncio.wrap_future(self._hosts.host_of(self._rank))
         wait_s = _FIRST_NOTICE_S
         while True:
@@ -309,7 +309,7 @@ class RemoteCore:
             self._ended.set_result(None)
 
     def _close(self, reason: str, is_over: bool = False) -> None:
-        """In a thread, as the other host may take its time, or have gone."""
+        """Release the connection in a thread, as the other host may be slow or gone."""
         if self._heartbeat is not None and not self._is_closing:
             self._is_closing = True
             closing = partial(self._heartbeat.close, Ended(reason, is_over))
@@ -324,7 +324,7 @@ class RemoteCore:
         self._end(f"engine {self._rank} was given up")
 
     def wait(self) -> None:
-        """Its process is the other host's business."""
+        """Nothing: the other host watches the process."""
 
     def end_reason(self) -> str:
         return self._why or f"the host of engine {self._rank} is gone"

@@ -31,19 +31,19 @@ from octavo.version import __version__
 
 logger = logging.getLogger(__name__)
 
-_REASON_S = 1.0  # for why a connection has ended to come over the other one
+_REASON_S = 1.0  # the other connection says within this time why one has ended
 
 
 class _End(NamedTuple):
-    """Of an engine's time with the server."""
+    """How an engine's connection to the server has ended."""
 
     reason: str
-    is_over: bool = False  # the server has ended
+    is_over: bool = False  # the server has ended for good
     by_core: bool = False
 
 
 class _Engine:
-    """One of this host's, in a thread of its own."""
+    """One engine of this host, in a thread of its own."""
 
     def __init__(
         self,
@@ -69,10 +69,10 @@ class _Engine:
         return f"engine {self._rank} ({self._host})"
 
     def run(self) -> None:
-        """Return when the server has ended for good, or this engine has left. Raises `ConfigError` or `LoadError` where
-        it cannot join, has not got ready, or dies too often."""
+        """Return when the server has ended for good, or this engine has left. Raises `ConfigError` or `LoadError` if it
+        cannot join, does not become ready, or dies too often."""
         while not self.is_leaving:
-            # Once it has been ready the server may sleep, or wait for others, for as long as it likes.
+            # Once ready, there is no timeout: the server may sleep, or wait for other engines.
             timeout_s = None if self._was_ready else self._ready_timeout_s
             joined = join(str(self), self._address, self._ask, timeout_s)
             with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
@@ -89,7 +89,7 @@ class _Engine:
             time.sleep(delay_s)
 
     def leave(self) -> bool:
-        """Let the server end what is under way, and no more. False if nothing is."""
+        """Ask the server to finish running requests and send no new ones. Returns False if it has none here."""
         self.is_leaving = True
         if self._loop is None or not self._is_ready:
             return False
@@ -101,7 +101,7 @@ class _Engine:
             write_message(self._writer, encode_message(Leaving()))
 
     def _ask(self, deadline: float | None) -> Answer:
-        if self._connection is not None:  # of the last attempt
+        if self._connection is not None:  # left from the last attempt
             self._connection.close()
         self._connection = connect(self._address, group_token())
         size = self._config.data_parallel_size
@@ -109,7 +109,7 @@ class _Engine:
         return receive_answer(self._connection, deadline)
 
     async def _serve(self, joined: Joined) -> _End:
-        """Have a core, and pass messages on, until it or the server has gone."""
+        """Run a core and pass messages between it and the server, until one of them ends."""
         assert self._connection is not None
         loop = self._loop = asyncio.get_running_loop()
         end = self._end = loop.create_future()
@@ -154,7 +154,7 @@ class _Engine:
             if self._writer is not None:
                 self._writer.close()
                 self._writer = None
-                await asyncio.sleep(0.05)  # so that what the core said last comes before why it has ended
+                await asyncio.sleep(0.05)  # so that the core's last message arrives before the reason of its end
             heartbeat.close(Ended(found.reason))
             if core is not None:
                 core.close()
@@ -181,16 +181,17 @@ class _Engine:
                 task.cancel()
             await asyncio.wait((to_core, to_server))
             if not to_core.cancelled():
-                to_core.exception()  # the connection has ended, which is told otherwise
+                to_core.exception()  # the connection has ended, which is noticed elsewhere
 
 
 class EngineNode:
-    """A host's engines."""
+    """The engines of a host."""
 
     def __init__(
         self, config: EngineConfig, *, max_restarts: int, ready_timeout_s: float | None, shutdown_timeout_s: float
     ) -> None:
-        """Raises `ConfigError` without a token where one is needed, and `LoadError` for files that cannot be read."""
+        """Raises `ConfigError` if a token is needed and there is none, and `LoadError` for files that cannot be
+        read."""
         if config.engine_hosts is None:
             raise ConfigError("--headless is for a part of the engines: --data-parallel-size-local says how many.")
         check_token(config.engine_hosts.address, "--data-parallel-address")
@@ -201,8 +202,8 @@ class EngineNode:
         self._num_running = len(self._engines)
 
     def run(self) -> None:
-        """Return when the server has ended for good, or after `KeyboardInterrupt`, when what is under way has ended.
-        Raises what the first engine raises that cannot go on."""
+        """Return when the server has ended for good, or after `KeyboardInterrupt`, when running requests have ended.
+        Raises the error of the first engine that fails for good."""
         threads = [threading.Thread(target=self._run, args=(one,), name=str(one), daemon=True) for one in self._engines]
         for thread in threads:
             thread.start()
@@ -218,7 +219,7 @@ class EngineNode:
             logger.info("stopping at once")
 
     def _wait(self, timeout_s: float | None) -> None:
-        """For the engines that run, `timeout_s` at most."""
+        """Wait for the running engines, at most `timeout_s`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self._num_running:
             left_s = None if deadline is None else deadline - time.monotonic()

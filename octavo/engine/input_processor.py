@@ -1,4 +1,4 @@
-"""Prompts in: tokenizes, checks against the model's limits, and makes the `EngineRequest` that the core understands."""
+"""Makes the core's `EngineRequest` of a prompt: tokenizes it and checks it against the model's limits."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from octavo.multimodal.prompt_embeds import PromptEmbedsReader
 
 # str, a list of token ids, {"prompt": str} or {"prompt_token_ids": [int]}; dictionaries may also hold "cache_salt", and
-# "prediction", text or token ids of which the answer may largely consist, and "multi_modal_data", {"image": PIL.Image}
-# or {"audio": samples at 16 kHz, or a pair of samples and their rate}, or a list of such, one for each placeholder of
+# "prediction", the likely answer as text or token ids, and "multi_modal_data", {"image": PIL.Image}
+# or {"audio": samples at 16 kHz, or (samples, rate)}, or lists of these, one item for each placeholder of
 # the prompt in order; "multi_modal_uuids", {"image": "name"} or a list of names, are what later prompts may name them
 # by, with None in the place of the medium. {"prompt_embeds": a tensor [tokens, hidden_size], or one in base64} is a
 # prompt without tokens.
@@ -38,7 +38,7 @@ PromptInput = str | list[int] | Mapping[str, Any]
 
 
 def as_prompts(prompts: PromptInput | Sequence[PromptInput] | None) -> Sequence[PromptInput]:
-    """A list of prompts, where there may be one. Raises `RequestError` for what is neither."""
+    """Return prompts as a list; `given` may be a single one. Raises `RequestError` for anything else."""
     if isinstance(prompts, str | Mapping) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], int)):
         return [cast(PromptInput, prompts)]
     if not isinstance(prompts, Sequence):
@@ -46,12 +46,12 @@ def as_prompts(prompts: PromptInput | Sequence[PromptInput] | None) -> Sequence[
     return cast(Sequence[PromptInput], prompts)
 
 
-# Where a text comes from: a field, its index in that, and how many are there.
+# Where a text comes from: the field, its index there, and how many texts the field has.
 Source = tuple[str, int, int]
 
 
 def sources_of(field: str, count: int) -> list[Source]:
-    """Of all that a field has."""
+    """Return the sources of all texts of a field."""
     return [(field, index, count) for index in range(count)]
 
 
@@ -59,7 +59,7 @@ _MAX_CHARACTERS_PER_TOKEN = 1024  # more than the longest token of any vocabular
 
 
 class InputProcessor:
-    """Shared by `LLM` and the asynchronous engine. Raises `RequestError` for whatever is wrong with a request."""
+    """Used by `LLM` and the asynchronous engine. Its methods raise `RequestError` for invalid requests."""
 
     def __init__(self, config: EngineConfig, tokenizer: ModelTokenizer) -> None:
         self.model = model = config.model
@@ -71,17 +71,17 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self._ids = itertools.count()
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
-        self.media: MediaProcessor | None = None  # of a model that sees or hears
+        self.media: MediaProcessor | None = None  # if the model takes media
         if config.media is not None:
             from octavo.multimodal.processor import MediaProcessor
 
             self.media = MediaProcessor(config.media)
-        self.prompt_embeds: PromptEmbedsReader | None = None  # where prompts may be embeddings
+        self.prompt_embeds: PromptEmbedsReader | None = None  # if prompts may be embeddings
         if config.prompt_embeds is not None:
             from octavo.multimodal.prompt_embeds import PromptEmbedsReader
 
             self.prompt_embeds = PromptEmbedsReader(config.prompt_embeds)
-        self.listener: AudioFeatureExtractor | None = None  # of a model that writes down speech
+        self.listener: AudioFeatureExtractor | None = None  # if the model transcribes speech
         if config.sound is not None:
             from octavo.multimodal.audio_features import AudioFeatureExtractor
 
@@ -89,7 +89,7 @@ class InputProcessor:
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        """Ids of the tokens whose text is not shown, by their text."""
+        """Special tokens: id by text."""
         added = self.tokenizer.backend_tokenizer.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items() if token.special}
 
@@ -99,14 +99,14 @@ class InputProcessor:
         try:
             if len(text) <= MAX_INLINE_LENGTH:
                 ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
-            else:  # this lets other threads go on, which `encode` does not (tokenizers 0.23)
+            else:  # it releases the GIL, `encode` does not (tokenizers 0.23)
                 ids = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (TypeError, UnicodeEncodeError) as e:  # lone surrogates
             raise RequestError(f"the prompt is not valid Unicode text: {e}.", param="prompt") from None
         return ids
 
     def new_id(self) -> str:
-        """An id that no request has."""
+        """Return a new, unique request id."""
         return str(next(self._ids))
 
     def encode_all(
@@ -118,8 +118,8 @@ class InputProcessor:
         *,
         has_offsets: bool = False,
     ) -> list[Encoding]:
-        """The encodings of texts and pairs, which come from `sources`, `many` or more of them on several threads.
-        Offsets, which say where tokens lie in the text, take a fifth of the time."""
+        """Return the encodings of texts and pairs; `sources` says where each comes from, for errors. `many` or more are
+        encoded by several threads. Offsets of tokens in the text take a fifth of the time."""
         for text, its in zip(texts, sources, strict=True):
             for part in (text,) if isinstance(text, str) else text:
                 with naming_prompt(*its):
@@ -154,7 +154,7 @@ class InputProcessor:
         adapter: AdapterSource | None = None,
         data_parallel_rank: int | None = None,
     ) -> EngineRequest:
-        """The request for the core, under an id that no other has. No `params` are the model's defaults.
+        """Return the request for the core, with a unique id. Without `params` the model's defaults apply.
 
         `grammar` is what the answer must be, in the place of what `params` say of it. With `clamps_max_tokens` a
         `max_tokens` that does not fit is as much as fits; without, it is refused. An `adapter` is what `find_adapter`
@@ -196,7 +196,8 @@ class InputProcessor:
         )
 
     def find_adapter(self, asked: LoRARequest) -> AdapterSource:
-        """Where an adapter lies and what it holds now. It may read files, and fetch them from the hub."""
+        """Return an adapter's location and the identity of its contents. May read files, and fetch them from the
+        hub."""
         if self._lora is None or not self._lora.takes_requests:
             raise RequestError(f"adapter {asked.lora_name!r} needs --enable-lora.", param="lora_request")
         try:
@@ -205,7 +206,7 @@ class InputProcessor:
             raise RequestError(f"adapter {asked.lora_name!r}: {e}", param="lora_request") from None
 
     def _adapter_of(self, kinds: Collection[str]) -> AdapterSource | None:
-        """That of the model's own which a prompt with media of these kinds takes. Raises `RequestError`."""
+        """Return the model's own adapter for prompts with media of these kinds. Raises `RequestError`."""
         for kind, folder in self._own_adapters.items():
             if kind in kinds:
                 try:
@@ -215,7 +216,7 @@ class InputProcessor:
         return None
 
     def refuse_if_it_pools(self) -> None:
-        """Raise `RequestError` for a model that does not generate."""
+        """Raise `RequestError` if the model does not generate."""
         pooling = self.model.pooling
         if pooling is not None:
             raise RequestError(
@@ -226,7 +227,7 @@ class InputProcessor:
             )
 
     def _prediction(self, given: object) -> list[int]:
-        """Tokens of a predicted output. What no answer can have, or the model does not know, is left out."""
+        """Return the tokens of a predicted output, without those that no answer can have."""
         if given is None:
             return []
         limit = self.model.max_model_len
@@ -237,7 +238,7 @@ class InputProcessor:
         return [token for token in tokens[:limit] if token < self.model.vocab_size]
 
     def _logprobs(self, params: SamplingParams) -> dict[str, int]:
-        """How many are asked for, by the field that does. Raises `RequestError` for more than a request may have."""
+        """Return how many log-probabilities a field asks for. Raises `RequestError` for more than allowed."""
         size, limit = self.model.vocab_size, self.model.max_logprobs
         counts = {}
         for name in ("logprobs", "prompt_logprobs"):
@@ -256,8 +257,8 @@ class InputProcessor:
     def _make_prompt(
         self, prompt: PromptInput, params: SamplingParams, add_special_tokens: bool
     ) -> tuple[Prompt, list[MediaInput], Collection[str]]:
-        """A prompt as callers give it, tokenized, cut if that is asked for, and checked; what its media's rows are made
-        of; and the kinds of these."""
+        """Return a caller's prompt, tokenized, truncated if asked for, and checked; the inputs of its media; and their
+        kinds."""
         if isinstance(prompt, str | list):
             prompt = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
         if not isinstance(prompt, Mapping):
@@ -319,7 +320,7 @@ class InputProcessor:
         add_special_tokens: bool,
         salt: str | None,
     ) -> tuple[Prompt, list[MediaInput], Collection[str]]:
-        """A prompt that is embeddings, or has a list of them between texts, as `_make_prompt` returns it."""
+        """Return a prompt of embeddings, alone or between texts, as `_make_prompt` does."""
         if self.prompt_embeds is None:
             raise RequestError("prompt_embeds needs --enable-prompt-embeds.", param="prompt_embeds")
         for name in ("prompt_token_ids", "multi_modal_data"):
@@ -341,7 +342,7 @@ class InputProcessor:
     def _between(
         self, texts: list[str], embeds: list[Any], add_special_tokens: bool, salt: str | None
     ) -> tuple[Prompt, list[MediaInput], Collection[str]]:
-        """A prompt of `texts` with one of `embeds` between each two."""
+        """Return a prompt of `texts`, with one of `embeds` between each two."""
         assert self.prompt_embeds is not None
         token_ids = self.encode(texts[0], add_special_tokens)
         items, media = list[MediaItem](), list[MediaInput]()
@@ -354,7 +355,7 @@ class InputProcessor:
         return Prompt(token_ids, None, media=tuple(items), cache_salt=salt, is_embedded=True), media, ()
 
     def _check_length(self, num_tokens: int, advice: str = "shorten it, or set truncate_prompt_tokens") -> None:
-        """Raise `RequestError` for a prompt that leaves no room for an answer."""
+        """Raise `RequestError` if a prompt leaves no room for an answer."""
         if num_tokens >= (limit := self.model.max_model_len):
             raise RequestError(
                 f"the prompt has {num_tokens} tokens and the model takes {limit} of prompt and output together; "
@@ -364,7 +365,7 @@ class InputProcessor:
             )
 
     def count(self, text: str, media: Mapping[str, Any] | None, add_special_tokens: bool) -> int:
-        """The tokens of a prompt, of which there may be more than the model takes. Raises `RequestError`."""
+        """Return the tokens of a prompt, which may be too long for the model. Raises `RequestError`."""
         if media is None:
             return len(self.encode(text, add_special_tokens))
         return len(self._with_media(text, media, None, None, add_special_tokens)[0])
@@ -380,11 +381,11 @@ class InputProcessor:
         return *processor.expand(prompt, found, salt, lambda text: self.encode(text, adds)), found
 
     def media_processor_of(self, media: Iterable[SentMedium]) -> MediaProcessor:
-        """Raises `RequestError` where the model does not take all of these."""
+        """Raise `RequestError` if the model does not take media of all these kinds."""
         return self.media_processor(*(one.kind for one in media))
 
     def media_processor(self, *asked: MediaKind) -> MediaProcessor:
-        """Raises `RequestError` where the model takes no media, or none of a kind that is `asked` for."""
+        """Raise `RequestError` if the model takes no media, or none of a kind that is `asked` for."""
         taken = () if self.media is None else self.media.kinds
         others = [kind for kind in asked if kind not in taken]
         if self.media is None or others:
@@ -396,18 +397,18 @@ class InputProcessor:
         return self.media
 
     def check_known(self, token_ids: list[int]) -> None:
-        """Raise `RequestError` for a prompt that is empty or has tokens that the model does not know."""
+        """Raise `RequestError` if a prompt is empty or has unknown tokens."""
         if not token_ids:
             raise RequestError("the prompt is empty: it has no tokens.", param="prompt")
         if max(token_ids) >= self.model.vocab_size:
-            # A tokenizer may know added tokens that the model has no embedding for.
+            # A tokenizer may have added tokens without an embedding in the model.
             raise RequestError(
                 f"the prompt has token id {max(token_ids)}; the model's are 0 to {self.model.vocab_size - 1}.",
                 param="prompt",
             )
 
     def check_ids(self, token_ids: object, name: str, param: str | None = None) -> list[int]:
-        """What was given as `name`, if it is a list of token ids. Raises `RequestError`."""
+        """Return the argument `name`, which must be a list of token ids. Raises `RequestError`."""
         if not isinstance(token_ids, list | tuple):
             raise RequestError(
                 f"{name} must be a list of token ids, got {type(token_ids).__name__}.", param=param or name
@@ -420,7 +421,7 @@ class InputProcessor:
         return list(token_ids)
 
     def _max_tokens(self, params: SamplingParams, num_prompt: int, clamps: bool) -> int:
-        """Output tokens at most. A prompt that has passed leaves room for one at least."""
+        """Return the most output tokens, at least one: the prompt was checked before."""
         room = self.model.max_model_len - num_prompt
         if params.min_tokens > room:
             raise RequestError(
@@ -449,7 +450,7 @@ class InputProcessor:
         self.check_priority(priority)
 
     def check_rank(self, rank: int | None) -> None:
-        """Raise `RequestError` for an engine that is not behind this server."""
+        """Raise `RequestError` if this server has no engine of that rank."""
         if rank is not None and not (type(rank) is int and 0 <= rank < self._num_engines):
             raise RequestError(
                 f"data_parallel_rank must be 0 to {self._num_engines - 1}, of the engines here, got {rank!r}.",
@@ -457,7 +458,7 @@ class InputProcessor:
             )
 
     def check_priority(self, priority: int) -> None:
-        """Raise `RequestError` for a priority that is none, or that nothing follows."""
+        """Raise `RequestError` for an invalid priority, or one that the scheduling policy ignores."""
         if type(priority) is not int or not -(2**63) <= priority < 2**63:
             raise RequestError(f"priority must be a 64-bit integer, got {priority!r}.", param="priority")
         if priority and self.scheduler.policy != "priority":
@@ -478,8 +479,8 @@ class InputProcessor:
                     )
 
     def _bad_words(self, words: list[str]) -> list[list[int]]:
-        """Token sequences of each word at the start of a text and after a space, as it would be generated."""
-        sequences = dict[tuple[int, ...], None]()  # a set that keeps their order
+        """Return the token sequences of each word, at the start of a text and after a space."""
+        sequences = dict[tuple[int, ...], None]()  # an ordered set
         for word in words:
             for text in (word, " " + word.lstrip()):
                 ids = self.encode(text, add_special_tokens=False)

@@ -7,12 +7,12 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import octavo._cpu as _cpu
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import octavo._cpu as _cpu
 from octavo.ops import Expand, FactorShape, Lookup
 from octavo.ops.cpu_arrays import CODES
 from octavo.ops.cpu_pack import PackedStack, pack_quantized, packed_weight
