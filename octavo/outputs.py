@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,6 +26,24 @@ class Logprob:
 
 # One entry a position: {token_id: Logprob}, the chosen token first, then the most likely ones.
 PositionLogprobs = dict[int, Logprob]
+
+
+class PromptPositions(Sequence[PositionLogprobs | None]):
+    """The entries of a prompt's tokens, of which the first has none. Each is made when it is asked for: those of a long
+    prompt take longer than others should wait."""
+
+    def __init__(self, num_tokens: int, make: Callable[[int], PositionLogprobs]) -> None:
+        """`make` has the entry of a position that is not 0."""
+        self._num_tokens, self._make = num_tokens, make
+
+    def __len__(self) -> int:
+        return self._num_tokens
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._num_tokens))]
+        position = range(self._num_tokens)[index]
+        return self._make(position) if position else None
 
 
 @dataclass(slots=True)
@@ -114,7 +132,8 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: list[PositionLogprobs | None] | None = None  # None for the first token
+    # None for the first token. A list in `LLM`; of asynchronous engines `PromptPositions`.
+    prompt_logprobs: Sequence[PositionLogprobs | None] | None = None
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     num_accepted_prediction_tokens: int = 0  # of the request's prediction, by all completions

@@ -112,7 +112,7 @@ class AsyncLLMEngine(EngineCalls):
                 raise
             inputs = InputProcessor(config, tokenizer)
         self.inputs, self.tokenizer = inputs, inputs.tokenizer
-        self._outputs = OutputProcessor(self.tokenizer, metrics)
+        self._outputs = OutputProcessor(self.tokenizer, metrics, makes_prompts_later=True)
         self._streams: dict[str, _Stream] = {}
         self._control = EngineControl(self._supervisor, lambda: not self._outputs.requests, self._abort_running)
         self._adapters = AdapterRequests(self._supervisor, self.inputs)

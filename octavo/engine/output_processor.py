@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from octavo.engine.detokenizer import Detokenizer, StopStrings, make_detokenizer
@@ -14,6 +15,7 @@ from octavo.outputs import (
     PoolingOutput,
     PoolingRequestOutput,
     PositionLogprobs,
+    PromptPositions,
     RequestMetrics,
     RequestOutput,
 )
@@ -139,7 +141,7 @@ class _Request:
         self.external_id = external_id
         num_completions = 0 if request.pooling is not None else request.params.num_completions
         self.completions = [_Completion(request, i, tokenizer) for i in range(num_completions)]
-        self.prompt_logprobs: list[PositionLogprobs | None] | None = None
+        self.prompt_logprobs: Sequence[PositionLogprobs | None] | None = None
         self.alignment: bytes | None = None
         self.metrics = RequestMetrics(arrival_time=request.arrival_time)
         self.num_cached_tokens = 0
@@ -175,8 +177,12 @@ Result = RequestOutput | PoolingRequestOutput[PoolingOutput] | RequestFailed
 class OutputProcessor:
     """The requests under way, by id."""
 
-    def __init__(self, tokenizer: ModelTokenizer, metrics: EngineMetrics | None = None) -> None:
+    def __init__(
+        self, tokenizer: ModelTokenizer, metrics: EngineMetrics | None = None, *, makes_prompts_later: bool = False
+    ) -> None:
+        """`makes_prompts_later`: log-probabilities of prompts are made when they are read, and not in `process`."""
         self.tokenizer = tokenizer
+        self._makes_prompts_later = makes_prompts_later
         self.metrics = metrics
         self.requests: dict[str, _Request] = {}
 
@@ -290,7 +296,9 @@ class OutputProcessor:
         state.num_cached_tokens = output.num_cached_tokens
         state.alignment = output.alignment
         if state.request.params.prompt_logprobs is not None:
-            state.prompt_logprobs = [None, *map(self._position, output.prompt_logprobs or ())]
+            entries = output.prompt_logprobs or ()
+            made = PromptPositions(1 + len(entries), lambda index: self._position(entries[index - 1]))
+            state.prompt_logprobs = made if self._makes_prompts_later else list(made)
 
     def _record_finished(self, state: _Request) -> None:
         if self.metrics is None:

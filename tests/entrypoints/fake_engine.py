@@ -89,7 +89,7 @@ class FakeEngine:
         }  # fmt: skip
         self.seen.append((request.prompt.token_ids, params, others))
         self.deadlines.append(request.deadline)
-        outputs = OutputProcessor(self.tokenizer, self.metrics)
+        outputs = OutputProcessor(self.tokenizer, self.metrics, makes_prompts_later=True)
         outputs.add(request, external_id)
         self.active.add(request_id)
         try:

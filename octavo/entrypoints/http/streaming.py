@@ -17,7 +17,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
 from octavo.entrypoints.http.error_responses import stream_error_event
+from octavo.entrypoints.http.piecewise_json import encode_in_pieces, is_large
 from octavo.outputs import RequestOutput
 
 T = TypeVar("T")
@@ -122,11 +124,16 @@ class EventStream(Response):
 
 async def respond(work: Coroutine[Any, Any, BaseModel], raw: Request, headers: dict[str, str]) -> Response:
     """The result of `work` as JSON; written by pydantic directly, which is several times faster than through Python
-    objects. 499, which nobody sees, where the client hung up."""
+    objects, and in a thread if it is large. 499, which nobody sees, where the client hung up."""
     body = await run_until_disconnect(work, raw.receive)
     if body is None:
         return Response(status_code=499)
-    return Response(body.model_dump_json(), headers=headers, media_type="application/json")
+    return Response(await encode_off_loop(body), headers=headers, media_type="application/json")
+
+
+async def encode_off_loop(value: Any) -> bytes:
+    """`value` as JSON, written in a thread if it is large."""
+    return await run_off_loop(lambda: encode_in_pieces(value), length=MAX_INLINE_LENGTH + 1 if is_large(value) else 0)
 
 
 async def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:

@@ -8,11 +8,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.chat.answer_reader import Delta, ReasoningDelta, TextDelta
 from octavo.entrypoints.chat.conversation import Conversation
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.streaming import ChunkWriter, encode_json
-from octavo.entrypoints.openai.generation_job import GenerationJob
+from octavo.entrypoints.openai.generation_job import LENGTH_OF_ENTRY, GenerationJob
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.entrypoints.openai.response_bodies import (
     AssistantMessage,
@@ -55,7 +56,10 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         self._generators = [generator]
 
     async def _collect(self) -> ChatCompletionResponse:
-        response = self._response(await self._choices())
+        choices = await self._choices()
+        num_tokens = len(self._prompt_logprobs.get(0, ()))
+        num_entries = num_tokens * (1 + (self._params.prompt_logprobs or 0))
+        response = await run_off_loop(lambda: self._response(choices), length=num_entries * LENGTH_OF_ENTRY)
         if self._body.store:
             await keep_chat(self._state, self._body, response)
         return response

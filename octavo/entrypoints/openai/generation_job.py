@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
 from octavo.entrypoints.http.server_state import state_of
 from octavo.entrypoints.http.streaming import DONE, ChunkWriter, EventStream, merge, respond
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
@@ -26,6 +28,7 @@ from octavo.entrypoints.openai.response_bodies import (
 from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
+LENGTH_OF_ENTRY = 8  # a log-probability takes as long to write as so many characters to tokenize
 ChoiceT = TypeVar("ChoiceT", CompletionChoice, ChatChoice)
 
 
@@ -50,7 +53,7 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         }
         self._formatter = LogprobsFormatter(state.engine.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
         self._generators: list[AsyncGenerator[RequestOutput, None]] = []  # one a prompt
-        self._prompt_logprobs: dict[int, list[PositionLogprobs | None]] = {}  # by prompt
+        self._prompt_logprobs: dict[int, Sequence[PositionLogprobs | None]] = {}  # by prompt
         self._num_prompt = 0  # tokens of all prompts
         self._num_cached: dict[int, int] = {}  # tokens, by prompt
         self._num_completion = 0
@@ -92,9 +95,12 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
     async def _choices(self) -> list[ChoiceT]:
         choices: list[ChoiceT] = []
         async for prompt_index, output in merge(self._generators):
-            self._note(prompt_index, output)
-            choices += [self._choice(prompt_index, completion) for completion in output.outputs]
+            length = self._note(prompt_index, output)
+            choices += await run_off_loop(partial(self._made, prompt_index, output), length=length)
         return sorted(choices, key=lambda choice: choice.index)
+
+    def _made(self, prompt_index: int, output: RequestOutput) -> list[ChoiceT]:
+        return [self._choice(prompt_index, completion) for completion in output.outputs]
 
     async def _stream(self) -> AsyncGenerator[bytes, None]:
         wants_usage = self._body.wants_usage
@@ -103,8 +109,13 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         outputs = merge(self._generators)
         try:
             async for prompt_index, output in outputs:
-                self._note(prompt_index, output)
-                if events := self._events(writer, prompt_index, output, is_plain):
+                length = self._note(prompt_index, output)
+                if length <= MAX_INLINE_LENGTH:
+                    events = self._events(writer, prompt_index, output, is_plain)
+                else:
+                    make = partial(self._events, writer, prompt_index, output, is_plain)
+                    events = await run_off_loop(make, length=length)
+                if events:
                     yield b"".join(events)
         finally:
             await outputs.aclose()
@@ -113,15 +124,22 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
             yield writer.usage(self._usage().model_dump_json().encode())
         yield DONE
 
-    def _note(self, prompt_index: int, output: RequestOutput) -> None:
+    def _note(self, prompt_index: int, output: RequestOutput) -> int:
+        """Take in what an output says beside its text. Returns for how long a text it takes to write it,
+        by its log-probabilities."""
         self._num_cached[prompt_index] = output.num_cached_tokens
         if self._body.prediction is not None:
             self._predictions[prompt_index] = (
                 output.num_accepted_prediction_tokens,
                 output.num_rejected_prediction_tokens,
             )
-        if output.prompt_logprobs is not None:
-            self._prompt_logprobs[prompt_index] = output.prompt_logprobs
+        num_entries = 0
+        if (found := output.prompt_logprobs) is not None and prompt_index not in self._prompt_logprobs:
+            self._prompt_logprobs[prompt_index] = found
+            num_entries = len(found) * len(found[-1] or ())
+        if self._params.logprobs is not None:
+            num_entries += sum(len(position) for one in output.outputs for position in one.logprobs or ())
+        return num_entries * LENGTH_OF_ENTRY
 
     def _usage(self) -> Usage:
         return Usage(

@@ -22,6 +22,7 @@ from octavo.engine.off_loop import run_off_loop
 from octavo.engine.pooling_input import PoolingInput, Scores, prompt_for
 from octavo.engine.pooling_input import Text as InputText
 from octavo.entrypoints.chat.conversation import render_messages
+from octavo.entrypoints.http.piecewise_json import encode_in_pieces
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import ARRIVAL, requested_rank, state_of
 from octavo.entrypoints.http.streaming import encode_json, run_until_disconnect
@@ -222,7 +223,7 @@ class PoolingJob:
 
     async def answer(self, requests: Sequence[EngineRequest], write: Callable[[Outputs], dict[str, Any]]) -> Response:
         """What `write` makes of the requests' outputs, as JSON. 499, which nobody sees, where the client hung up."""
-        return await self._respond(requests, lambda found: (encode_json(write(found)), {}), "application/json")
+        return await self._respond(requests, lambda found: (encode_in_pieces(write(found)), {}), "application/json")
 
     async def answer_in_bytes(self, requests: Sequence[EngineRequest], body: EmbeddingRequest) -> Response:
         """The vectors one after the other; a header says where each is, unless only the bytes are wanted."""
@@ -256,10 +257,12 @@ class PoolingJob:
 
         async def work() -> tuple[bytes, dict[str, str]]:
             if len(requests) == 1:
-                return write([await self._state.engine.pool(requests[0])])
-            async with asyncio.TaskGroup() as group:  # the first that fails ends the others
-                tasks = [group.create_task(self._state.engine.pool(request)) for request in requests]
-            return write([task.result() for task in tasks])
+                found = [await self._state.engine.pool(requests[0])]
+            else:
+                async with asyncio.TaskGroup() as group:  # the first that fails ends the others
+                    tasks = [group.create_task(self._state.engine.pool(request)) for request in requests]
+                found = [task.result() for task in tasks]
+            return await run_off_loop(lambda: write(found), length=sum(one.outputs.data.size for one in found))
 
         try:
             made = await run_until_disconnect(work(), self._raw.receive)
@@ -301,7 +304,7 @@ def _base64(data: bytes) -> str:
 
 
 _WRITERS: dict[str, Callable[[Vectors], Any]] = {
-    "float": lambda vectors: vectors.tolist(),
+    "float": lambda vectors: vectors.tolist() if vectors.ndim < 2 else [vector.tolist() for vector in vectors],
     "base64": lambda vectors: _base64(np.ascontiguousarray(vectors, "<f4").tobytes()),
     "ubinary": lambda vectors: np.packbits(vectors > 0).tolist(),
     "binary": lambda vectors: (np.packbits(vectors > 0).astype(np.int16) - 128).tolist(),

@@ -16,7 +16,7 @@ from octavo.entrypoints.http.pagination import Deleted, Page, page_query, read_i
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import ARRIVAL, ServerState, state_of
 from octavo.entrypoints.http.store import Stored
-from octavo.entrypoints.http.streaming import EventStream, encode_json, run_until_disconnect
+from octavo.entrypoints.http.streaming import EventStream, encode_json, encode_off_loop, run_until_disconnect
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
 from octavo.entrypoints.responses import stored_responses
 from octavo.entrypoints.responses.items import Item, read_items, to_messages
@@ -68,7 +68,9 @@ async def create_response(body: ResponsesRequest, raw: Request) -> Response:
     if body.stream:
         return EventStream(run.stream(), headers)
     response = await run_until_disconnect(run.collect(), raw.receive)
-    return Response(status_code=499) if response is None else _json(response, headers)
+    if response is None:
+        return Response(status_code=499)
+    return Response(await encode_off_loop(response), headers=headers, media_type="application/json")
 
 
 @router.post("/v1/responses/input_tokens")
