@@ -56,7 +56,9 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None  # "stop", "length" or "abort"; None while it runs
-    stop_reason: int | str | None = None  # the stop string or stop token id that ended it; None for end-of-sequence
+    # The stop string or stop token id that ended it, or "schema_mismatch" where its `final_check` fails; None for
+    # end-of-sequence.
+    stop_reason: int | str | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None

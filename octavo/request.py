@@ -12,6 +12,7 @@ import msgspec
 
 from octavo.pooling_params import PoolingParams
 from octavo.sampling_params import SamplingParams
+from octavo.structured_output.final_check import FinalCheck
 
 
 class MediaItem(msgspec.Struct, frozen=True, array_like=True):
@@ -85,7 +86,7 @@ class AdapterSource(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int = 0  # of the file
 
 
-class EngineRequest(msgspec.Struct, tag="request", omit_defaults=True):
+class EngineRequest(msgspec.Struct, tag="request", omit_defaults=True, weakref=True):
     """A tokenized, checked request on its way to the core."""
 
     request_id: str
@@ -102,6 +103,7 @@ class EngineRequest(msgspec.Struct, tag="request", omit_defaults=True):
     adapter: AdapterSource | None = None  # that of `prompt.adapter`
     data_parallel_rank: int | None = None  # of the engine, among the server's, that is to have it; None: any
     media: list[MediaInput] = []  # what `prompt.media` are made of; dropped once they are
+    final_check: FinalCheck | None = None  # of its answers' texts
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):

@@ -57,10 +57,14 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
     disable_any_whitespace: bool = False
     """For JSON: none between its parts."""
     disable_additional_properties: bool | None = None
-    """For JSON: objects whose schema names properties have no others, unless it says that they may. Left out: the
-    engine's own (`allow_additional_properties`)."""
+    """For JSON: objects whose schema names properties have no others, unless it says that they may or something else
+    applies to them. Left out: the engine's own (`disable_additional_properties`)."""
     whitespace_pattern: str | None = None
     """For JSON: a regular expression for the whitespace where some may stand."""
+    final_check: str = "report"
+    """For `json`: what becomes of an answer that ends and does not satisfy the part of its schema that no grammar can
+    hold it to (`not`, `uniqueItems`, ...). "report": its `stop_reason` is "schema_mismatch". "error": the request
+    fails. "refuse": a request with such a schema is refused."""
 
     @classmethod
     def from_optional(cls, **given: Any) -> StructuredOutputsParams:
@@ -92,6 +96,8 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
             and all(isinstance(text, str) and text and is_unicode(text) for text in self.choice)
         ):
             _refuse("structured_outputs.choice", self.choice, "a list of non-empty strings of valid Unicode")
+        if self.final_check not in FINAL_CHECKS:
+            _refuse("structured_outputs.final_check", self.final_check, f"one of {', '.join(FINAL_CHECKS)}")
         flags = ("disable_fallback", "disable_any_whitespace")
         for name in ("json_object", "disable_additional_properties", *flags):
             value = getattr(self, name)
@@ -100,6 +106,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
 
 
 GuidedDecodingParams = StructuredOutputsParams  # vLLM's former name
+FINAL_CHECKS = ("report", "error", "refuse")
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 

@@ -130,7 +130,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
         engine_hosts=engine_hosts_config(args),
         cpu_threads=args.cpu_threads,
         cpus=_cpus(args),
-        allow_additional_properties=args.allow_additional_properties,
+        disable_additional_properties=args.disable_additional_properties,
         log_stats=not args.disable_log_stats,
         lora=lora_config(args, description.impl, device, dtype, media),
         media=media,

@@ -142,9 +142,9 @@ class EngineArgs(Flags):
     trust_remote_code: bool = flag(
         False, "Run Python code that comes with a model. Only models that transformers computes ever do."
     )
-    allow_additional_properties: bool = flag(
-        False, "Follow JSON schemas to the letter: an object that names its properties and says nothing of others may "
-        "have any others. Without, it has none."
+    disable_additional_properties: bool = flag(
+        False, "Structured outputs: an object whose JSON schema names properties and says nothing of others has no "
+        "others. Without, it may have any, as JSON Schema has it."
     )  # fmt: skip
     device: Device = flag("auto", "Where the model runs; auto takes a CUDA device if there is one.")
     attention_backend: AttentionBackend = flag(

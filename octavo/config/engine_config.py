@@ -309,7 +309,7 @@ class EngineConfig:
     cpus: list[int] | None = None  # one for each thread
     speculative: SpeculativeConfig | None = None
     draft: ModelConfig | None = None  # the model that guesses; its max_model_len is how far
-    allow_additional_properties: bool = False  # in objects whose schema names properties and says nothing of others
+    disable_additional_properties: bool = False  # where a schema names properties and says nothing of others
     lora: LoRAConfig | None = None  # None: no adapters are served
     media: MediaConfig | None = None  # None: neither pictures nor sounds are taken
     sound: SoundConfig | None = None  # None: it writes down no speech

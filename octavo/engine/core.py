@@ -104,7 +104,7 @@ class EngineCore:
             return
         preparing = PendingRequest(request)
         if request.params.grammar is not None:
-            preparing.grammar = self.executor.prepare_grammar(request.params.grammar, request.eos_token_ids)
+            preparing.grammar = self.executor.prepare_grammar(request.params.grammar, request.eos_token_ids, request)
         self._pending[request.request_id] = preparing
         self._queue_prepared()
 

@@ -18,7 +18,7 @@ from octavo.lora.request import LoRARequest
 from octavo.media_kinds import KINDS, MediaKind, SentMedium
 from octavo.request import AdapterSource, EngineRequest, MediaInput, MediaItem, Prompt
 from octavo.sampling_params import SamplingParams, is_unicode
-from octavo.structured_output.grammar import WantedGrammar, make_grammar
+from octavo.structured_output.grammar import WantedGrammar, make_checked_grammar
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -67,7 +67,7 @@ class InputProcessor:
         self._lora = config.lora
         self._num_engines = len(config.served_ranks)
         self._own_adapters = config.media.adapters if config.media is not None else {}
-        self._allows_additional_properties = config.allow_additional_properties
+        self._closes_objects = config.disable_additional_properties
         self.tokenizer = tokenizer
         self._ids = itertools.count()
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
@@ -177,8 +177,9 @@ class InputProcessor:
         self._check_token_ids(params)
         if grammar is None and params.structured_outputs is not None:
             grammar = WantedGrammar(params.structured_outputs, special_tokens=self.special_tokens)
+        check = None
         if grammar is not None:
-            params.grammar = make_grammar(*grammar, closes_objects=not self._allows_additional_properties)
+            params.grammar, check = make_checked_grammar(*grammar, closes_objects=self._closes_objects)
             params.structured_outputs = None
         params.bad_words_token_ids = self._bad_words(params.bad_words) if params.bad_words else None
         return EngineRequest(
@@ -193,6 +194,7 @@ class InputProcessor:
             adapter=adapter,
             data_parallel_rank=data_parallel_rank,
             media=media,
+            final_check=check,
         )
 
     def find_adapter(self, asked: LoRARequest) -> AdapterSource:

@@ -21,6 +21,7 @@ from octavo.outputs import (
 )
 from octavo.request import EngineRequest, SequenceOutput, TokenLogprobs
 from octavo.sampling_params import RequestOutputKind
+from octavo.structured_output.final_check import MISMATCH, FinalCheck
 
 if TYPE_CHECKING:
     from octavo.loading.tokenizer import ModelTokenizer
@@ -46,6 +47,8 @@ class _Completion:
         self._num_read = 0  # those of them that are in it
         self.is_end_sent = False
         self.last_token_time: float | None = None
+        self._final_check = request.final_check
+        self.error: str | None = None
         self._stop = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         self.num_accepted_prediction_tokens = self.num_rejected_prediction_tokens = 0
         self._min_tokens = params.min_tokens
@@ -90,9 +93,18 @@ class _Completion:
                 rest = self._detokenizer.flush()
                 self.text += rest
                 self._is_stopped_by_text(len(rest))
+            if self._final_check is not None and self.finish_reason == "stop":
+                self._check(self._final_check)
         elif self._stop is not None:
             self.num_held_back = self._stop.num_held_back(self.text)
         return False
+
+    def _check(self, check: FinalCheck) -> None:
+        """Compare the whole answer with its schema."""
+        if (problem := check.problem(self.text)) is not None:
+            self.stop_reason = MISMATCH
+            if check.mode == "error":
+                self.error = f"the answer does not satisfy its schema: {problem}"
 
     def _read(self) -> int:
         """Bring the text up to date. Returns how many characters are new."""
@@ -252,6 +264,8 @@ class OutputProcessor:
             completion.num_rejected_prediction_tokens = output.num_rejected_prediction_tokens
             if completion.add(output):
                 aborts.append(Abort(output.request_id, output.index))
+            if completion.error is not None:
+                state.error, state.error_status = completion.error, 422
             if completion.logprobs is not None and output.logprobs is not None:
                 num_taken = len(completion.token_ids) - len(completion.logprobs)  # a stop string may end it midway
                 completion.logprobs += [self._position(entry) for entry in output.logprobs[:num_taken]]

@@ -59,9 +59,9 @@ class Executor(Protocol):
         `NotImplementedError`: ending the process does it."""
         ...
 
-    def prepare_grammar(self, grammar: str, eos_token_ids: list[int]) -> Future[None]:
-        """Make ready to follow a grammar. Plans may admit sequences that have it when the future is done; it raises
-        `RequestError` if the grammar cannot be followed."""
+    def prepare_grammar(self, grammar: str, eos_token_ids: list[int], holder: object) -> Future[None]:
+        """Make ready to follow a grammar, as long as there is `holder`. Plans may admit sequences that have it when the
+        future is done; it raises `RequestError` if the grammar cannot be followed."""
         ...
 
     adapter_memory: AdapterMemory
@@ -121,8 +121,8 @@ class LocalExecutor:
     def release_cache(self) -> None:
         self.worker.release_cache()
 
-    def prepare_grammar(self, grammar: str, eos_token_ids: list[int]) -> Future[None]:
-        return self.worker.grammars.prepare(grammar, eos_token_ids)
+    def prepare_grammar(self, grammar: str, eos_token_ids: list[int], holder: object) -> Future[None]:
+        return self.worker.grammars.prepare(grammar, eos_token_ids, holder)
 
     def prepare_adapter(self, source: AdapterSource) -> Future[int]:
         assert self.worker.adapters is not None, "adapters are not served"

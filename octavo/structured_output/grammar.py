@@ -8,20 +8,25 @@ The front end makes and checks it before a request is queued; it crosses the wir
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
 import re
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
 
 from octavo.errors import RequestError
 from octavo.sampling_params import STRUCTURES, StructuredOutputsParams
-from octavo.structured_output import lark, structural_tag
+from octavo.structured_output import context_free, lark, structural_tag
+from octavo.structured_output.final_check import FinalCheck
 from octavo.structured_output.lark import escaped, pieces
-from octavo.structured_output.trial import GrammarTrial, TrialFailed
+from octavo.structured_output.lowering import lower
+from octavo.structured_output.trial import GrammarTrial, TrialFailed, TrialsBusy, limits
 
 MAX_CHARACTERS = 1 << 20  # of a schema or a grammar
 # Of one regular expression, choice, constant or pattern. A mask takes a microsecond a character, and streams wait.
@@ -139,6 +144,13 @@ class WantedGrammar(NamedTuple):
     budget: ThinkingBudget | None = None
 
 
+class MadeGrammar(NamedTuple):
+    """A grammar that can be followed, and what it does not hold answers to."""
+
+    text: str
+    check: FinalCheck | None = None
+
+
 def make_grammar(
     content: StructuredOutputsParams | ToolCalls | None,
     reasoning: ReasoningMarks | None = None,
@@ -146,104 +158,261 @@ def make_grammar(
     special_tokens: Mapping[str, int] | None = None,
     budget: ThinkingBudget | None = None,
     *,
-    closes_objects: bool = True,
+    closes_objects: bool = False,
 ) -> str:
-    """The grammar of answers that are `content`, after `reasoning` if any, checked. Every grammar is made here. Without
-    `content` only the `budget` of the reasoning bounds them.
+    """The text of `make_checked_grammar`."""
+    return make_checked_grammar(content, reasoning, field, special_tokens, budget, closes_objects=closes_objects).text
+
+
+def make_checked_grammar(
+    content: StructuredOutputsParams | ToolCalls | None,
+    reasoning: ReasoningMarks | None = None,
+    field: str | None = None,
+    special_tokens: Mapping[str, int] | None = None,
+    budget: ThinkingBudget | None = None,
+    *,
+    closes_objects: bool = False,
+) -> MadeGrammar:
+    """The grammar of answers that are `content`, after `reasoning` if any, and the check of what it leaves open. Every
+    grammar is made here. Without `content` only the `budget` of the reasoning bounds them.
 
     `field` is what errors call a structure, where that is not `structured_outputs`; `special_tokens` are those of the
-    vocabulary, which have no text in a grammar and are named by their ids. Takes some seconds for the largest.
-    `closes_objects`: objects whose schema names properties have no others, where neither the schema nor the request
-    says anything of others.
-    Raises `RequestError` with the reason if it is not one that can be followed.
+    vocabulary, which have no text in a grammar and are named by their ids. `closes_objects`: objects whose schema names
+    properties have no others, where neither the schema nor the request says anything of others.
+    Raises `RequestError` with the reason if it is not one that can be followed. Takes some seconds for the largest.
     """
+    is_call = isinstance(content, ToolCalls)
     if content is None:
         assert budget is not None
         field, reasoning = "thinking_token_budget", None
-        grammar = _of_budget(budget)
     elif isinstance(content, ToolCalls):
         field = "tools"
-        grammar = _of_tool_calls(content, special_tokens or {})
-    else:
-        if field is None:
-            field = "structured_outputs." + next(n for n in STRUCTURES if getattr(content, n) not in (None, False))
-        grammar = _of_structure(content, field, closes_objects, special_tokens or {})
-    if reasoning is not None:
-        is_call = isinstance(content, ToolCalls)
-        grammar = _after_reasoning(grammar, reasoning, special_tokens or {}, budget, is_call=is_call)
-    check_grammar(grammar, field)
-    return grammar
+    elif field is None:
+        field = "structured_outputs." + next(n for n in STRUCTURES if getattr(content, n) not in (None, False))
+    problem = ""
+    # A grammar is tried as a whole. If it fails its schemas are tried one by one: to name the one that is wrong, or to
+    # leave out of it what llguidance has no room for.
+    for tries_each in (False, True):
+        maker = _Maker(special_tokens or {}, closes_objects, tries_each)
+        if content is None:
+            assert budget is not None
+            grammar = _of_budget(budget)
+        elif isinstance(content, ToolCalls):
+            grammar = maker.of_tool_calls(content)
+        else:
+            grammar = maker.of_structure(content, field)
+        if reasoning is not None:
+            grammar = _after_reasoning(grammar, reasoning, special_tokens or {}, budget, is_call=is_call)
+        problem = _problem(grammar, field, is_simple=maker.is_simple)
+        if not problem:
+            check = None
+            if isinstance(content, StructuredOutputsParams) and content.json is not None and maker.unheld:
+                check = _final_check(content, reasoning, field, maker.unheld)
+            return MadeGrammar(grammar, check)
+        if not maker.has_schemas:
+            break
+    raise RequestError(f"{field} cannot be followed: {problem}", param=field)
+
+
+def _final_check(
+    content: StructuredOutputsParams, reasoning: ReasoningMarks | None, field: str, unheld: Collection[str]
+) -> FinalCheck:
+    if content.final_check == "refuse":
+        raise RequestError(
+            f"{field} has {', '.join(sorted(unheld))}, which a grammar cannot hold an answer to; with final_check "
+            '"report" or "error" the answer is checked when it has ended.',
+            param=field,
+        )
+    schema = content.json if isinstance(content.json, str) else json.dumps(content.json)
+    if reasoning is None:
+        return FinalCheck(schema, content.final_check)
+    return FinalCheck(schema, content.final_check, reasoning.end, reasoning.answer_start, reasoning.answer_end)
 
 
 def check_grammar(grammar: str, field: str) -> None:
     """Raise `RequestError` with the reason if a grammar, which comes from `field`, cannot be followed."""
-    if len(grammar) > MAX_CHARACTERS:
-        raise RequestError(f"{field} has {len(grammar)} characters; {MAX_CHARACTERS} is the most.", param=field)
-    try:
-        problem = _problem(grammar)
-    except TrialFailed as e:
-        problem = str(e)
-    if problem:
+    if problem := _problem(grammar, field):
         raise RequestError(f"{field} cannot be followed: {problem}", param=field)
 
 
-def _of_structure(
-    wanted: StructuredOutputsParams, field: str, closes_objects: bool, special_tokens: Mapping[str, int] | None = None
-) -> str:
-    try:
-        if wanted.structural_tag is not None:
-            grammar = _of_structural_tag(wanted, closes_objects, special_tokens or {})
+class _Maker:
+    """Writes the grammar of one request."""
+
+    def __init__(self, special_tokens: Mapping[str, int], closes_objects: bool, tries_each: bool) -> None:
+        self.unheld = set[str]()  # keywords of schemas that the grammar does not hold answers to
+        self.is_simple = True  # llguidance's work on it is bounded by its size
+        self.has_schemas = False
+        self._special_tokens = special_tokens
+        self._closes_objects = closes_objects
+        self._tries_each = tries_each
+
+    def of_structure(self, wanted: StructuredOutputsParams, field: str) -> str:
+        try:
+            if wanted.structural_tag is not None:
+                return self._of_structural_tag(wanted, field)
+            return self._write(wanted, field)
+        except RequestError:
+            raise
+        except RecursionError:
+            raise RequestError(f"{field} cannot be read: it is nested too deep.", param=field) from None
+        except ValueError as e:
+            raise RequestError(f"{field} cannot be read: {_first_line(e)}.", param=field) from None
+
+    def _of_structural_tag(self, wanted: StructuredOutputsParams, field: str) -> str:
+        def part(kind: str, value: Any) -> dict[str, Any]:
+            """The grammar of a schema, a regular expression or a grammar within the tag, with the options of the
+            whole."""
+            one = msgspec.structs.replace(wanted, structural_tag=None, **{kind: value})
+            grammars: list[dict[str, Any]] = json.loads(self._write(one, field))["grammars"]
+            return grammars[0]
+
+        tag = wanted.structural_tag
+        self.is_simple = False
+        if isinstance(tag, str):
+            if len(tag) > MAX_CHARACTERS:
+                return tag  # is refused for its length
+            tag = json.loads(tag)
+        _check_parts(tag, (*_COMMENTS, "grammar"))  # a grammar's own parts are looked at where it is written
+        return json.dumps({"grammars": structural_tag.grammars_of(tag, self._special_tokens, part)})
+
+    def _write(self, wanted: StructuredOutputsParams, field: str) -> str:
+        from llguidance import LLMatcher
+
+        if wanted.json is None and not wanted.json_object:
+            self.is_simple = False
+        if wanted.regex is not None:
+            _check_length(wanted.regex)
+            return LLMatcher.grammar_from_regex(wanted.regex)
+        if wanted.choice is not None:
+            for text in wanted.choice:
+                _check_length(text)
+            alternatives = " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice)
+            # As one terminal, which the lexer makes an automaton of: as a rule each one would be an item of the parser.
+            return _of_lark(f"start: CHOICE\nCHOICE: {alternatives}")
+        if wanted.grammar is not None:
+            if len(wanted.grammar) > MAX_CHARACTERS or wanted.grammar.lstrip().startswith("{"):
+                return wanted.grammar  # is refused for its length, or is in llguidance's own form
+            for piece in _PIECES.finditer(wanted.grammar):
+                _check_length(piece[0])
+            return _of_lark(context_free.to_lark(wanted.grammar))
+        schema: Any = {"type": "object"} if wanted.json is None else wanted.json
+        if isinstance(schema, str):
+            schema = json.loads(schema)
+        if not isinstance(schema, dict):
+            raise ValueError(f"a schema is an object, not {json.dumps(schema)[:40]}")
+        closes = wanted.disable_additional_properties
+        closes = self._closes_objects if closes is None else closes
+        return json.dumps({"grammars": [self._of_schema(schema, field, closes=closes, wanted=wanted)]})
+
+    def _of_schema(
+        self, schema: dict[str, Any], field: str, *, start: Any = None, closes: bool, wanted: StructuredOutputsParams
+    ) -> dict[str, Any]:
+        """The grammar of a schema, or of `start`, which is a part of it."""
+        try:
+            _check_parts(schema)
+        except ValueError as e:
+            raise RequestError(f"{field} cannot be read: {e}.", param=field) from None
+        options: dict[str, Any] = {"whitespace_pattern": wanted.whitespace_pattern or DEFAULT_WHITESPACE}
+        if wanted.disable_any_whitespace:
+            options = {"whitespace_flexible": False}
+        self.has_schemas = True
+        for is_coarse in (False, True):
+            try:
+                lowered = lower(schema, start=start, closes=closes, is_coarse=is_coarse)
+            except RecursionError:
+                raise RequestError(f"{field} cannot be followed: it is nested too deep.", param=field) from None
+            except ValueError as e:
+                raise RequestError(f"{field} cannot be followed: {e}.", param=field) from None
+            grammar = {"json_schema": {**lowered.schema, "x-guidance": options}}
+            if not self._tries_each:
+                break
+            text = json.dumps({"grammars": [grammar]})
+            problem = _problem(text, field, is_simple=lowered.is_simple)
+            if not problem:
+                break
+            # What a part of the schema leaves nothing of, the whole of it leaves nothing of.
+            if is_coarse or problem.startswith("Unsatisfiable"):
+                raise RequestError(f"{field} cannot be followed: {problem}", param=field)
+        self.unheld |= lowered.unheld
+        self.is_simple &= lowered.is_simple and wanted.whitespace_pattern is None
+        return grammar
+
+    def of_tool_calls(self, calls: ToolCalls) -> str:
+        special_tokens = self._special_tokens
+        literal = partial(lark.literal, special_tokens=special_tokens)
+        spelling, grammars, lines = calls.spelling, list[dict[str, Any]](), list[str]()
+        indices = {name: i for i, name in enumerate(calls.schemas)}
+        for name, call in spelling.calls.items():
+            i, schema = indices[name], calls.schemas[name]
+            if call.parameter is None:
+                lines.append(f"rest{i}: @arguments{i} {literal(call.after)}")
+                grammars.append({**self._of_arguments(schema, i), "name": f"arguments{i}"})
+            else:
+                lines.append(f"rest{i}: first{i}_0 {literal(call.after)}")
+                more, their_grammars = self._of_parameters(call, schema, i, literal)
+                lines += more
+                grammars += their_grammars
+            lines.append(f"call{i}: {literal(call.before)} rest{i}")
+            # The separator and what is before a call are one text: the lexer cannot go back to where a shorter one
+            # ended.
+            lines.append(f"next{i}: {literal(spelling.separator + call.before)} rest{i}")
+        names = " | ".join(f"call{indices[name]}" for name in spelling.calls)
+        limit = MAX_CALLS - 1 if calls.is_parallel else 0
+        more_calls = f"next_call{{0,{limit}}}" if limit else ""
+        ending = f"{more_calls} {literal(spelling.close)}"
+        lines += [f"call: {names}", f"next_call: {names.replace('call', 'next')}"]
+        if calls.marks is None:
+            start = [f"start: {literal(spelling.open)} call {ending}"]
         else:
-            grammar = _write(wanted, closes_objects)
-    except (ValueError, RecursionError) as e:
-        raise RequestError(f"{field} cannot be read: {_first_line(e)}.", param=field) from None
-    check_grammar(grammar, field)
-    return grammar
+            self.is_simple = False
+            start = _after_free_text(calls, ending, literal, special_tokens, indices)
+        return json.dumps({"grammars": [{"lark_grammar": "\n".join(start + lines)}, *grammars]})
 
+    def _of_parameters(
+        self, call: CallText, schema: Mapping[str, Any], index: int, literal: Callable[[str], str]
+    ) -> tuple[list[str], list[dict[str, Any]]]:
+        """Rules for the parameters of a function, in the order of its schema, and the grammars that they name."""
+        form = call.parameter
+        assert form is not None
+        required, special_tokens = schema.get("required", ()), self._special_tokens
+        lines, grammars = [], list[dict[str, Any]]()
+        for j, (name, kind) in enumerate(call.parameters.items()):
+            here = f"{index}_{j}"
+            before = form.before_key + name + (form.after_key_of_json if kind is None else form.after_key_of_text)
+            head, end = literal(before), literal(form.after_value)
+            if kind is None:
+                # References are to the whole schema.
+                grammar = self._of_schema(
+                    dict(schema), f"tools[{index}].function.parameters", start=schema["properties"][name], closes=True,
+                    wanted=_PLAIN,
+                )  # fmt: skip
+                grammars.append({**grammar, "name": f"value{here}"})
+                lines.append(f"parameter{here}: {head} @value{here} {end}")
+            elif isinstance(kind, list):
+                lines.append(f"parameter{here}: {head} ({' | '.join(json.dumps(text) for text in kind)}) {end}")
+            else:
+                stripped = form.after_value.strip()
+                after = literal(form.after_value.lstrip().removeprefix(stripped))
+                if stripped in special_tokens:
+                    lines.append(f"parameter{here}: {head} /(.|\\n)*/ {literal(stripped)} {after}")
+                else:
+                    lines.append(f"parameter{here}: {head} value{here} {after}")
+                    lines.append(f"value{here}[lazy]: /(.|\\n)*{escaped(stripped)}/")
+            nothing_first = f" | first{index}_{j + 1}" if name not in required else ""
+            nothing_more = f" | more{index}_{j + 1}" if name not in required else ""
+            lines.append(f"first{here}: parameter{here} more{index}_{j + 1}{nothing_first}")
+            lines.append(f"more{here}: {literal(form.separator)} parameter{here} more{index}_{j + 1}{nothing_more}")
+        last = len(call.parameters)
+        lines += [f'first{index}_{last}: ""', f'more{index}_{last}: ""']
+        return lines, grammars
 
-def _of_structural_tag(wanted: StructuredOutputsParams, closes_objects: bool, special_tokens: Mapping[str, int]) -> str:
-    def part(kind: str, value: Any) -> dict[str, Any]:
-        """The grammar of a schema, a regular expression or a grammar within the tag, with the options of the whole."""
-        one = msgspec.structs.replace(wanted, structural_tag=None, **{kind: value})
-        grammars: list[dict[str, Any]] = json.loads(_write(one, closes_objects))["grammars"]
-        return grammars[0]
-
-    tag = wanted.structural_tag
-    if isinstance(tag, str):
-        if len(tag) > MAX_CHARACTERS:
-            return tag  # is refused for its length
-        tag = json.loads(tag)
-    _check_parts(tag, (*_COMMENTS, "grammar"))  # a grammar's own parts are looked at where it is written
-    return json.dumps({"grammars": structural_tag.grammars_of(tag, special_tokens, part)})
-
-
-def _of_tool_calls(calls: ToolCalls, special_tokens: Mapping[str, int]) -> str:
-    literal = partial(lark.literal, special_tokens=special_tokens)
-    spelling, grammars, lines = calls.spelling, list[dict[str, Any]](), list[str]()
-    indices = {name: i for i, name in enumerate(calls.schemas)}
-    for name, call in spelling.calls.items():
-        i, schema = indices[name], calls.schemas[name]
-        if call.parameter is None:
-            lines.append(f"rest{i}: @arguments{i} {literal(call.after)}")
-            grammars.append({**_of_arguments(schema, i), "name": f"arguments{i}"})
-        else:
-            lines.append(f"rest{i}: first{i}_0 {literal(call.after)}")
-            more, their_grammars = _of_parameters(call, schema, i, literal, special_tokens)
-            lines += more
-            grammars += their_grammars
-        lines.append(f"call{i}: {literal(call.before)} rest{i}")
-        # The separator and what is before a call are one text: the lexer cannot go back to where a shorter one ended.
-        lines.append(f"next{i}: {literal(spelling.separator + call.before)} rest{i}")
-    names = " | ".join(f"call{indices[name]}" for name in spelling.calls)
-    limit = MAX_CALLS - 1 if calls.is_parallel else 0
-    more_calls = f"next_call{{0,{limit}}}" if limit else ""
-    ending = f"{more_calls} {literal(spelling.close)}"
-    lines += [f"call: {names}", f"next_call: {names.replace('call', 'next')}"]
-    if calls.marks is None:
-        start = [f"start: {literal(spelling.open)} call {ending}"]
-    else:
-        start = _after_free_text(calls, ending, literal, special_tokens, indices)
-    return json.dumps({"grammars": [{"lark_grammar": "\n".join(start + lines)}, *grammars]})
+    def _of_arguments(self, schema: Mapping[str, Any], index: int) -> dict[str, Any]:
+        """The grammar of a function's arguments: an object, without properties that the schema does not know of."""
+        field = f"tools[{index}].function.parameters"
+        schema = {"type": "object", **schema}
+        if schema["type"] != "object":
+            raise RequestError(f"{field} must describe an object, not {schema['type']!r:.100}.", param=field)
+        return self._of_schema(schema, field, closes=True, wanted=_PLAIN)
 
 
 def _after_free_text(
@@ -273,60 +442,6 @@ def _after_free_text(
     after = f"AFTER: /[^ \\t\\r\\n](.|\\n)*/{kept_out}"
     begun = f"begun: {' | '.join(heads_left)}"
     return [f"start: FREE | before begun {ending} AFTER?", before, free, after, begun]
-
-
-def _of_parameters(
-    call: CallText,
-    schema: Mapping[str, Any],
-    index: int,
-    literal: Callable[[str], str],
-    special_tokens: Mapping[str, int],
-) -> tuple[list[str], list[dict[str, Any]]]:
-    """Rules for the parameters of a function, in the order of its schema, and the grammars that they name."""
-    form = call.parameter
-    assert form is not None
-    required = schema.get("required", ())
-    lines, grammars = [], list[dict[str, Any]]()
-    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    for j, (name, kind) in enumerate(call.parameters.items()):
-        here = f"{index}_{j}"
-        before = form.before_key + name + (form.after_key_of_json if kind is None else form.after_key_of_text)
-        head, end = literal(before), literal(form.after_value)
-        if kind is None:
-            one = StructuredOutputsParams(
-                json={**definitions, **schema["properties"][name]}, disable_additional_properties=True
-            )
-            text = _of_structure(one, f"tools[{index}].function.parameters", closes_objects=True)
-            grammars.append({**json.loads(text)["grammars"][0], "name": f"value{here}"})
-            lines.append(f"parameter{here}: {head} @value{here} {end}")
-        elif isinstance(kind, list):
-            lines.append(f"parameter{here}: {head} ({' | '.join(json.dumps(text) for text in kind)}) {end}")
-        else:
-            stripped = form.after_value.strip()
-            after = literal(form.after_value.lstrip().removeprefix(stripped))
-            if stripped in special_tokens:
-                lines.append(f"parameter{here}: {head} /(.|\\n)*/ {literal(stripped)} {after}")
-            else:
-                lines.append(f"parameter{here}: {head} value{here} {after}")
-                lines.append(f"value{here}[lazy]: /(.|\\n)*{escaped(stripped)}/")
-        nothing_first = f" | first{index}_{j + 1}" if name not in required else ""
-        nothing_more = f" | more{index}_{j + 1}" if name not in required else ""
-        lines.append(f"first{here}: parameter{here} more{index}_{j + 1}{nothing_first}")
-        lines.append(f"more{here}: {literal(form.separator)} parameter{here} more{index}_{j + 1}{nothing_more}")
-    last = len(call.parameters)
-    lines += [f'first{index}_{last}: ""', f'more{index}_{last}: ""']
-    return lines, grammars
-
-
-def _of_arguments(schema: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """The grammar of a function's arguments: an object, without properties that the schema does not know of."""
-    field = f"tools[{index}].function.parameters"
-    schema = {"type": "object", **schema}
-    if schema["type"] != "object":
-        raise RequestError(f"{field} must describe an object, not {schema['type']!r:.100}.", param=field)
-    wanted = StructuredOutputsParams(json=schema)
-    grammar: dict[str, Any] = json.loads(_of_structure(wanted, field, closes_objects=True))["grammars"][0]
-    return grammar
 
 
 def _of_budget(budget: ThinkingBudget) -> str:
@@ -369,39 +484,6 @@ def _after_reasoning(
     return json.dumps({**whole, "grammars": [{"lark_grammar": rules}, {**first, "name": "answer"}, *others]})
 
 
-def _write(wanted: StructuredOutputsParams, closes_objects: bool) -> str:
-    from llguidance import LLMatcher, grammar_from
-
-    if wanted.regex is not None:
-        _check_length(wanted.regex)
-        return LLMatcher.grammar_from_regex(wanted.regex)
-    if wanted.choice is not None:
-        for text in wanted.choice:
-            _check_length(text)
-        alternatives = " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice)
-        # As one terminal, which the lexer makes an automaton of: as a rule each one would be an item of the parser.
-        return _of_lark(f"start: CHOICE\nCHOICE: {alternatives}")
-    if wanted.grammar is not None:
-        if len(wanted.grammar) > MAX_CHARACTERS:
-            return wanted.grammar  # is refused for its length
-        for piece in _PIECES.finditer(wanted.grammar):
-            _check_length(piece[0])
-        return _of_lark(grammar_from("grammar", wanted.grammar))
-    schema = {"type": "object"} if wanted.json is None else wanted.json
-    if isinstance(schema, str):
-        schema = json.loads(schema)
-    _check_parts(schema)
-    if not isinstance(schema, dict):
-        raise ValueError(f"a schema is an object, not {json.dumps(schema)[:40]}")
-    closes = wanted.disable_additional_properties
-    if closes if closes is not None else closes_objects and not _is_composed(schema):
-        schema = _closed(schema)
-    options: dict[str, Any] = {"whitespace_pattern": wanted.whitespace_pattern or DEFAULT_WHITESPACE}
-    if wanted.disable_any_whitespace:
-        options = {"whitespace_flexible": False}
-    return json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": options}}]})
-
-
 def _of_lark(text: str) -> str:
     return text if text.lstrip().startswith("{") else json.dumps({"grammars": [{"lark_grammar": text}]})
 
@@ -430,46 +512,39 @@ def _check_parts(schema: Any, passed_over: Collection[str] = _COMMENTS) -> None:
         level = children
 
 
-def _closed(schema: Any) -> Any:
-    """With `additionalProperties: false` wherever properties are named and nothing is said of others."""
-    if isinstance(schema, list):
-        return [_closed(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {name: value if name in _VALUES else _closed(value) for name, value in schema.items()}
-    properties = schema.get("properties")
-    if isinstance(properties, dict):
-        closed["properties"] = {name: _closed(value) for name, value in properties.items()}
-        required = schema.get("required")
-        needs_others = isinstance(required, list) and any(name not in properties for name in required)
-        if not needs_others and not _SAYS_OF_OTHERS & schema.keys():
-            closed["additionalProperties"] = False
-    return closed
+_PLAIN = StructuredOutputsParams(json={})  # the options of JSON within calls
+_verdicts: OrderedDict[bytes, str] = OrderedDict()  # why a grammar cannot be followed, or nothing; by its hash
+_verdicts_lock = threading.Lock()
+_MAX_VERDICTS = 8192
 
 
-def _is_composed(schema: Any) -> bool:
-    """Whether some object's properties are named in several places, which know nothing of each other."""
-    if isinstance(schema, list):
-        return any(map(_is_composed, schema))
-    if not isinstance(schema, dict):
-        return False
-    parts = schema.get("allOf", ())
-    if not isinstance(parts, list | tuple) or len(parts) > 1:  # one alone is how pydantic 1 refers to a class
-        return True
-    if "properties" in schema and (parts or _COMPOSING & schema.keys()):
-        return True
-    return any(_is_composed(value) for name, value in schema.items() if name not in _VALUES)
+def _problem(grammar: str, field: str, *, is_simple: bool = False) -> str:
+    """Why a grammar cannot be followed, or nothing. Found out once, be it that it takes too long."""
+    if len(grammar) > MAX_CHARACTERS:
+        raise RequestError(f"{field} has {len(grammar)} characters; {MAX_CHARACTERS} is the most.", param=field)
+    key = hashlib.blake2b(grammar.encode(), digest_size=20).digest()
+    with _verdicts_lock:
+        if (known := _verdicts.get(key)) is not None:
+            _verdicts.move_to_end(key)
+            return known
+    try:
+        problem = _first_line(_validated(grammar) if is_simple else _trial.problem(grammar))
+    except TrialsBusy as e:
+        raise RequestError(f"{field} was not tried to its end: {e}", param=field, status=503) from None
+    except TrialFailed as e:
+        problem = str(e)
+    with _verdicts_lock:
+        _verdicts[key] = problem
+        while len(_verdicts) > _MAX_VERDICTS:
+            _verdicts.popitem(last=False)
+    return problem
 
 
-_VALUES = ("const", "enum", "default", "examples")  # of a schema, which are no schemas
-_SAYS_OF_OTHERS = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties"))
-_COMPOSING = frozenset(("anyOf", "oneOf", "$ref", "if", "dependentSchemas"))
+def _validated(grammar: str) -> str:
+    """What llguidance says to a grammar that it can only do bounded work for. Releases the interpreter's lock."""
+    from llguidance import LLMatcher
 
-
-@lru_cache(maxsize=256)
-def _problem(grammar: str) -> str:
-    """Why a grammar cannot be followed, or nothing."""
-    return _first_line(_trial.problem(grammar))
+    return LLMatcher.validate_grammar(grammar, limits=limits())
 
 
 def _first_line(problem: object) -> str:

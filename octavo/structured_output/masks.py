@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import OrderedDict
+import weakref
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from octavo.errors import RequestError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.tokenizer import read_tokenizer_json
 from octavo.sampling_params import SamplingParams
+from octavo.structured_output.token_bytes import make_vocabulary
 from octavo.structured_output.trial import STACK_BYTES, limits
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NUM_TEMPLATES = 256  # compiled grammars that are kept
+_NUM_IDLE = 256  # compiled grammars that are kept though no request has them
 
 
 class GrammarCompiler:
@@ -44,11 +46,23 @@ class GrammarCompiler:
         self._eos_token_ids: list[int] = []
         self._vocabulary: LLTokenizer | None = None
         self._templates: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._num_holders: Counter[str] = Counter()  # requests, by grammar
+        self._released: deque[str] = deque()  # by requests that are gone
         self._pool: ThreadPoolExecutor | None = None
 
-    def prepare(self, grammar: str, eos_token_ids: list[int]) -> Future[None]:
-        """Compile a grammar in a thread. The future raises `RequestError` if it cannot be followed."""
+    def prepare(self, grammar: str, eos_token_ids: list[int], holder: object) -> Future[None]:
+        """Compile a grammar in a thread, and keep it as long as there is `holder`. The future raises `RequestError` if
+        it cannot be followed."""
+        while self._released:
+            gone = self._released.popleft()
+            self._num_holders[gone] -= 1
+            if not self._num_holders[gone]:
+                del self._num_holders[gone]
+        self._num_holders[grammar] += 1
+        # It runs whenever the holder goes, in any thread: it takes no lock.
+        weakref.finalize(holder, self._released.append, grammar).atexit = False
         if grammar in self._templates:
+            self._templates.move_to_end(grammar)
             done: Future[None] = Future()
             done.set_result(None)
             return done
@@ -60,10 +74,16 @@ class GrammarCompiler:
     def matcher(self, grammar: str) -> LLMatcher:
         """A matcher at the beginning of `grammar`, which has been prepared. Copies share what they learn of it."""
         template = self._templates.get(grammar)
-        if template is None:  # it was prepared long ago and other grammars have taken its place
+        if template is None:  # `renewed` has dropped it
             self._compile(grammar)
             template = self._templates[grammar]
         return template.deep_copy()
+
+    def renewed(self, grammar: str) -> LLMatcher:
+        """A matcher at the beginning of `grammar` that shares nothing with others. Copies of a template share a lexer,
+        and when one of them has made it too large it serves none of them any more: those that come get another."""
+        self._templates.pop(grammar, None)
+        return self._matcher(grammar)
 
     @property
     def num_words(self) -> int:
@@ -74,25 +94,27 @@ class GrammarCompiler:
     def _compile(self, grammar: str) -> None:
         if grammar in self._templates:
             return
+        matcher = self._matcher(grammar)
+        matcher.compute_bitmask()  # the first is by far the slowest
+        self._templates[grammar] = matcher
+        self._drop_idle()
+
+    def _matcher(self, grammar: str) -> LLMatcher:
         import llguidance
 
         if self._vocabulary is None:
-            self._vocabulary = self._load_vocabulary()
+            text = read_tokenizer_json(self._checkpoint)
+            self._vocabulary = make_vocabulary(text, self.vocab_size, self._eos_token_ids)
         matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits())
         if matcher.is_error():
             raise RequestError(f"structured_outputs cannot be followed: {matcher.get_error().splitlines()[0]}")
-        matcher.compute_bitmask()  # the first is by far the slowest
-        self._templates[grammar] = matcher
-        if len(self._templates) > _NUM_TEMPLATES:
-            self._templates.popitem(last=False)
+        return matcher
 
-    def _load_vocabulary(self) -> LLTokenizer:
-        from llguidance import LLTokenizer
-        from tokenizers import Tokenizer
-
-        text = read_tokenizer_json(self._checkpoint)
-        size = max(self.vocab_size, Tokenizer.from_str(text).get_vocab_size())
-        return LLTokenizer(text, n_vocab=size, eos_token=self._eos_token_ids or None)
+    def _drop_idle(self) -> None:
+        """Forget the oldest templates that no request has, beyond as many as are kept."""
+        idle = [grammar for grammar in list(self._templates) if grammar not in self._num_holders]
+        for grammar in idle[: max(0, len(idle) - _NUM_IDLE)]:
+            self._templates.pop(grammar, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +137,12 @@ class _Row:
     ignored_token_ids: list[int]  # those of them that end nothing as long as something else may follow
     min_tokens: int
     matcher: LLMatcher | None = None
-    num_output: int = 0
     mask: TokenMask | None = None
     drafted: list[TokenMask] = field(default_factory=list)  # after each guess of the step, up to one not allowed
     error: str | None = None
     index: int = field(default=0)  # its line in the array of masks
+    read: list[int] = field(default_factory=list)  # tokens that the matcher has read
+    renewed_at: int = -1  # how many it had read when its matcher was last made anew
 
 
 class GrammarTable:
@@ -219,9 +242,11 @@ class GrammarTable:
             [(state.matcher, state.index) for state in running], words.ctypes.data, words.strides[0], len(words)
         )
         for state in running:
-            if state.matcher is not None and state.matcher.is_error():
-                state.error = _explain(state.matcher)
-            else:
+            if state.matcher is not None and state.matcher.is_error() and self._renew(state, state.matcher):
+                state.matcher.unsafe_compute_mask_ptr(words[state.index].ctypes.data, words.strides[0])
+                if state.matcher.is_error():
+                    state.error = _explain(state.matcher)
+            if state.error is None:
                 state.mask = self._mask(state, words[state.index])
 
     def _look_ahead(self, state: _Row, draft_tokens: list[int]) -> None:
@@ -241,21 +266,34 @@ class GrammarTable:
             words = np.frombuffer(matcher.compute_bitmask(), np.uint32)[: self._compiler.num_words]
             mask = self._mask(state, words, len(state.drafted) + 1)
             state.drafted.append(mask)
-        if state.drafted and not matcher.rollback(len(state.drafted)):
-            state.error = _explain(matcher)
+        if matcher.is_error() or (state.drafted and not matcher.rollback(len(state.drafted))):
+            self._renew(state, matcher)
 
     def _read(self, state: _Row) -> bool:
         """Bring a matcher up to date. False if it could not be."""
         if state.matcher is None:
             state.matcher = self._compiler.matcher(state.grammar)
         tokens, state.output = state.output, []
-        state.num_output += len(tokens)
+        state.read += tokens
         if tokens and not state.matcher.consume_tokens(tokens):
-            state.error = _explain(state.matcher)
+            self._renew(state, state.matcher)
         return state.error is None
 
+    def _renew(self, state: _Row, matcher: LLMatcher) -> bool:
+        """Put a matcher of its own in the place of one that fails, which others may be to blame for. False, and the
+        row has an error, if that fails too."""
+        reason = _explain(matcher)
+        if state.renewed_at < len(state.read):
+            state.renewed_at = len(state.read)
+            state.matcher = self._compiler.renewed(state.grammar)
+            if not state.read or state.matcher.consume_tokens(state.read):
+                return True
+            reason = _explain(state.matcher)
+        state.error = reason
+        return False
+
     def _mask(self, state: _Row, words: NDArray[np.uint32], num_draft_tokens: int = 0) -> TokenMask:
-        is_short = state.num_output + num_draft_tokens < state.min_tokens
+        is_short = len(state.read) + num_draft_tokens < state.min_tokens
         held = state.end_token_ids if is_short else state.ignored_token_ids
         if held:  # it may not end yet, unless the grammar lets it do nothing else
             going_on = words.copy()

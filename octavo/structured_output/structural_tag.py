@@ -12,6 +12,7 @@ with it, and a format that may be any text is given what ends it: `write` return
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -20,6 +21,10 @@ from octavo.structured_output import lark
 
 _MAX_DEPTH = 40
 _TEXTS = "(.|\\n)*"
+_NOTHING = '""'
+_EMPTY: tuple[Any, ...] = (None, [], {})
+# A regular expression that ends in any text, however long.
+_OPEN_ENDED = re.compile(r"(\.|\[\\s\\S\]|\[\^\]|\((?:\?:)?\.\|\\n\))[*+]\??\)*\$?$")
 # What a format is called in errors, and the fields that it may have.
 _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # required, optional
     "const_string": (("value",), ()),
@@ -98,6 +103,7 @@ class _Writer:
         """An expression of Lark for one format and, where there are `ends`, for one of these after it."""
         if not isinstance(wanted, Mapping):
             raise ValueError(f"{where} is an object with a type, not {json.dumps(wanted)[:40]}")
+        wanted = {name: value for name, value in wanted.items() if value is not None}
         kind = wanted.get("type")
         if kind in _NOT_BUILT:
             raise ValueError(f"{where}.type {kind} is not built")
@@ -115,7 +121,9 @@ class _Writer:
     # Formats that end by themselves.
 
     def _const_string(self, wanted: Mapping[str, Any], ends: _Ends, where: str) -> str:
-        return self._before(self._literal(_text(wanted["value"], f"{where}.value")) or '""', ends)
+        value = _text(wanted["value"], f"{where}.value")
+        # With its end it is one text: of two texts the lexer would take the longer one, which may not be meant.
+        return f"({' | '.join(self._literal(value + end) or _NOTHING for end in ends or ('',))})"
 
     def _json_schema(self, wanted: Mapping[str, Any], ends: _Ends, where: str) -> str:
         if (style := wanted.get("style", "json")) != "json":
@@ -131,7 +139,18 @@ class _Writer:
         return self._of_part("grammar", text, ends)
 
     def _regex(self, wanted: Mapping[str, Any], ends: _Ends, where: str) -> str:
-        return self._of_part("regex", _text(wanted["pattern"], f"{where}.pattern"), ends)
+        pattern = _text(wanted["pattern"], f"{where}.pattern")
+        if ends is None and _OPEN_ENDED.search(pattern):
+            raise ValueError(f"{where}.pattern has no end: it is last, or in a tag, or before a const_string")
+        if not ends:
+            return self._of_part("regex", pattern, ends)
+        if pattern.startswith("^") and pattern.endswith("$") and not pattern.endswith("\\$") and "|" not in pattern:
+            pattern = pattern[1:-1]
+        expression = self._part("regex", pattern)["lark_grammar"].removeprefix("start: ")
+        name = self._name("expression").upper()
+        self.lines.append(f"{name}: {expression}")
+        # Up to the first end: an expression such as `.*` would go on over it.
+        return f"({' | '.join(self._up_to_first(name, end) for end in ends)})"
 
     def _of_part(self, kind: str, value: Any, ends: _Ends) -> str:
         name = self._name("part")
@@ -172,6 +191,14 @@ class _Writer:
         self.lines.append(f"{name}[lazy]: {text}")
         return name
 
+    def _up_to_first(self, terminal: str, end: str) -> str:
+        """A terminal up to the first `end`, with it."""
+        if self._pieces(end)[0] in self._special_tokens:  # which is no text, so that the terminal ends there
+            return f"{terminal} {self._literal(end)}"
+        name = self._name("upto")
+        self.lines.append(f"{name}[lazy]: {terminal} {self._literal(end)}")
+        return name
+
     def _pieces(self, text: str) -> list[str]:
         return lark.pieces(text, self._special_tokens)
 
@@ -184,7 +211,7 @@ class _Writer:
             here, following = f"{where}.elements[{i}]", elements[i + 1 : i + 2]
             if not following:
                 written.append(self.write(elements[i], ends, here))
-            elif _is_unbounded(elements[i]) and (text := _constant(following[0])):
+            elif text := _constant(following[0]):
                 written.append(self.write(elements[i], (text,), here))
                 i += 1
                 if i + 1 == len(elements):
@@ -324,11 +351,6 @@ class _Writer:
         return f"{kind}_{self._num_names}"
 
 
-def _is_unbounded(wanted: Any) -> bool:
-    """Whether a format goes on for ever unless something ends it."""
-    return isinstance(wanted, Mapping) and wanted.get("type") in ("any_text", "triggered_tags", "dispatch")
-
-
 def _constant(wanted: Any) -> str | None:
     """The text of a format that is one text."""
     if not isinstance(wanted, Mapping) or wanted.get("type") != "const_string":
@@ -340,7 +362,8 @@ def _check_fields(given: Mapping[str, Any], where: str, required: tuple[str, ...
     missing = [name for name in required if name not in given]
     if missing:
         raise ValueError(f"{where} has no {missing[0]}")
-    unknown = [name for name in given if name not in required and name not in optional]
+    # xgrammar's own classes write down every field that they have, most of them empty.
+    unknown = [name for name, value in given.items() if name not in (*required, *optional) and value not in _EMPTY]
     if unknown:
         raise ValueError(f"{where} has {json.dumps(unknown[0])[:40]}, which is not known")
 

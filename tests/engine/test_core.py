@@ -28,7 +28,7 @@ class StubExecutor:
         self.weight_bytes = self.cache_bytes = 1 << 20
         self.grammars: dict[str, Future[None]] = {}
 
-    def prepare_grammar(self, grammar: str, eos_token_ids: list[int]) -> Future[None]:
+    def prepare_grammar(self, grammar: str, eos_token_ids: list[int], holder: object) -> Future[None]:
         return self.grammars.setdefault(grammar, Future())
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:

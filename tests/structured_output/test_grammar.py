@@ -11,7 +11,7 @@ import pytest
 
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
-from octavo.structured_output.grammar import CallText, ReasoningMarks, Spelling, ToolCalls, make_grammar
+from octavo.structured_output.grammar import CallText, ParameterText, ReasoningMarks, Spelling, ToolCalls, make_grammar
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 # Structural tags, in the forms that xgrammar's documentation gives.
@@ -93,20 +93,22 @@ def test_whitespace_within_json_is_bounded_and_can_be_chosen() -> None:
     assert accepts('{"a":__1}', json=OBJECT, whitespace_pattern="_*")
 
 
-def test_objects_are_closed_where_a_schema_says_nothing_of_other_properties() -> None:
+def test_objects_are_closed_only_where_that_is_asked_for() -> None:
     nested = {"type": "object", "properties": {"o": OBJECT, "p": {**OBJECT, "additionalProperties": True}}}
-    closed: dict[str, Any] = {"json": nested}
+    assert accepts('{"o": {"a": 1, "b": 2}, "q": 1}', json=nested)
+    closed: dict[str, Any] = {"json": nested, "disable_additional_properties": True}
     assert accepts('{"o": {"a": 1}}', **closed)
     assert not accepts('{"o": {"a": 1, "b": 2}}', **closed)
     assert accepts('{"p": {"a": 1, "b": 2}}', **closed)
     of_pydantic = {"definitions": {"O": OBJECT}, "type": "object", "properties": {
         "o": {"title": "O", "allOf": [{"$ref": "#/definitions/O"}]},
+        "n": {"anyOf": [{"$ref": "#/definitions/O"}, {"type": "null"}]},
     }}  # fmt: skip
-    assert accepts('{"o": {"a": 1}}', json=of_pydantic) and not accepts('{"o": {"a": 1, "b": 2}}', json=of_pydantic)
-    assert not accepts('{"o": {"a": 1}, "p": 2}', json=of_pydantic)
-    open_grammar = make_grammar(StructuredOutputsParams(**closed), closes_objects=False)
-    assert follows(open_grammar, '{"o": {"a": 1, "b": 2}}')
-    assert not accepts('{"o": {"a": 1, "b": 2}}', **closed, disable_additional_properties=True)
+    closed = {"json": of_pydantic, "disable_additional_properties": True}
+    assert accepts('{"o": {"a": 1}, "n": {"a": 2}}', **closed) and not accepts('{"o": {"a": 1, "b": 2}}', **closed)
+    assert not accepts('{"n": {"a": 1, "b": 2}}', **closed) and not accepts('{"p": 2}', **closed)
+    by_default = make_grammar(StructuredOutputsParams(json=nested), closes_objects=True)
+    assert not follows(by_default, '{"o": {"a": 1, "b": 2}}')
 
 
 @pytest.mark.parametrize(
@@ -114,12 +116,16 @@ def test_objects_are_closed_where_a_schema_says_nothing_of_other_properties() ->
     [
         ({"allOf": [OBJECT, {"type": "object", "properties": {"b": {}}}]}, '{"a": 1, "b": 2}'),
         ({**OBJECT, "required": ["a", "b"]}, '{"a": 1, "b": 2}'),
+        ({"$defs": {"B": OBJECT}, "$ref": "#/$defs/B", "required": ["b"]}, '{"a": 1, "b": 2}'),
+        ({**OBJECT, "anyOf": [{"properties": {"b": {}}, "required": ["b"]}, {"required": ["a"]}]}, '{"a": 1, "b": 2}'),
+        ({**OBJECT, "minProperties": 2}, '{"a": 1, "b": 2}'),
+        ({**OBJECT, "if": {}, "then": {"properties": {"b": {"type": "integer"}}}}, '{"a": 1, "b": 2}'),
         ({"type": "object", "properties": {"p": {"const": {"properties": {}}}}}, '{"p": {"properties": {}}}'),
         ({"type": "object", "properties": {"type": {"type": "string"}}}, '{"type": "x"}'),
     ],
 )  # fmt: skip
 def test_closing_takes_nothing_away_that_a_schema_needs(schema: dict[str, Any], text: str) -> None:
-    assert accepts(text, json=schema)
+    assert accepts(text, json=schema, disable_additional_properties=True)
 
 
 def test_other_structures() -> None:
@@ -141,6 +147,13 @@ def test_other_structures() -> None:
         (whole({**TAGGED, "at_least_one": True, "stop_after_first": True}), [A], ["", f"{A} so", A + A]),
         (whole({**TAGGED, "excludes": ["no"]}), [f"so n {A} n"], ["so no", f"no {A}", f"{A} no"]),
         (tag("<r>", TAGGED, "</r>"), [f"<r>so {A} n</r>", "<r></r>"], ["<r>so", "<r>so</r> ", "<r><ab></r>"]),
+        (tag("<x>", text("regex", pattern=".*"), "</x>"), ["<x>ab</x>", "<x></x>"], ["<x>ab", "<x>a</x>b</x>"]),
+        (tag("<x>", text("regex", pattern="^a.*$"), ["</x>", "</y>"]), ["<x>a</y>", "<x>ab</x>"], ["<x>b</x>"]),
+        (sequence(text("regex", pattern="[a-z]*"), constant("zz"), constant("!")), ["abzz!", "zz!"], ["abz!"]),
+        (sequence(text("or", elements=[constant("foo"), constant("foobar")]), constant("bard")),
+         ["foobard", "foobarbard"], ["foo", "foobarb"]),
+        (whole({**ANY, "excludes": [], "max_whitespace_cnt": None, "more": {}}), ["a"], []),
+        (whole({**json_of(OBJECT), "style": None, "any_order": None}), ['{"a": 1}'], ["{}"]),
         (tag("<r>", json_of(OBJECT), ["</r>", "</s>"]), ['<r>{"a": 1}</s>'], ['<r>{"a": 1}', '<r>{"a": 1}</t>']),
         (tag("<r>", ANY, ["</r>", "</s>"]), ["<r>a < b</s>"], ["<r>a", "<r>a</r></s>"]),
         (tag("<r>", ANY, ""), ["<r>so", "<r>"], ["so"]),
@@ -195,9 +208,44 @@ def test_errors_name_the_field_that_a_structure_comes_from() -> None:
     with pytest.raises(RequestError, match=r"^guided_regex cannot be followed") as refused:
         make_grammar(StructuredOutputsParams(regex="("), field="guided_regex")
     assert refused.value.param == "guided_regex"
-    calls = ToolCalls({"f": {}, "g": {"not": {}}}, LIST)
-    with pytest.raises(RequestError, match=r"^tools\[1\].function.parameters cannot be followed"):
-        make_grammar(calls)
+    for wrong in ({"not": {}}, {"properties": {"a": {"allOf": [{"type": "string", "minLength": 3}, {"maxLength": 2}]}},
+                                "required": ["a"]}):  # fmt: skip
+        calls = ToolCalls({"f": {}, "g": wrong}, LIST)
+        with pytest.raises(RequestError, match=r"^tools\[1\].function.parameters cannot be followed"):
+            make_grammar(calls)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "right"),
+    [
+        (r'root ::= "\u00e9"', "é"),
+        (r'root ::= "\x41" [\u00e0-\u00ff]', "Aé"),
+        (r'root ::= "\U0001F600"', "😀"),
+        (r"root ::= [a\-z] [\.\*\^]+", "-^."),
+        (r'root ::= "\u0022\u005c"', '"\\'),
+        ('root ::= "?x: " [^"\\\\]*', "?x: a"),
+        ('root ::= a # ::= "\na ::= "#"', "#"),
+        ('?start: "a" x\n!x: "b"', "ab"),
+        (r'start: "\U0001F600" "\u00e9\x41"', "😀éA"),
+        ('start: A\nA.2: "a"', "a"),
+        ('start:\n  "a"\n  | "b"', "b"),
+        ('start: "::=" /x:\\/?!/', "::=x:/!"),
+    ],
+)
+def test_grammars_are_read_in_their_own_dialect(grammar: str, right: str) -> None:
+    assert accepts(right, grammar=grammar) and not accepts(right + '"', grammar=grammar)
+
+
+@pytest.mark.parametrize("reference", ["#", "#/properties/a", "#/$defs/A", "#/$defs/odd~1name%25"])
+def test_references_in_parameters_are_to_the_whole_schema(reference: str) -> None:
+    """Where each parameter is written on its own, as Qwen3-Coder has it."""
+    whole = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"$ref": reference}},
+             "$defs": {"A": {"type": "integer"}, "odd/name%": {"type": "integer"}}}  # fmt: skip
+    form = ParameterText("<", ">", ">", "</>")
+    spelling = Spelling("", "", "", {"f": CallText("(", ")", form, {"a": None, "b": None})})
+    grammar = make_grammar(ToolCalls({"f": whole}, spelling))
+    value = '{"a": 1}' if reference == "#" else "2"
+    assert follows(grammar, f"(<a>1</><b>{value}</>)") and not follows(grammar, '(<b>"x"</>)')
 
 
 def test_calls_are_written_as_they_are_spelled() -> None:
@@ -220,8 +268,23 @@ def test_calls_are_written_as_they_are_spelled() -> None:
         ({"json": 7}, "structured_outputs.json must be a JSON schema"),
         ({"json": {"type": "strange"}}, "structured_outputs.json cannot be followed: Invalid type: strange"),
         ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "Unsatisfiable schema"),
-        ({"json": {"$ref": "http://example.com/x"}}, "not present"),
-        ({"json": {"uniqueItems": True}}, "Unimplemented keys"),
+        (
+            {"json": {"$ref": "http://example.com/x"}},
+            "cannot be followed: $ref 'http://example.com/x' is not within the schema",
+        ),
+        ({"json": {"$ref": "#/$defs/a"}}, "$ref '#/$defs/a' points at nothing: there is no '$defs'"),
+        ({"json": {"uniqueItems": True}, "final_check": "refuse"}, "json has uniqueItems, which a grammar cannot hold"),
+        ({"json": {"properties": []}}, "properties is an object of schemas, not []"),
+        ({"json": {"anyOf": {}}}, "anyOf is a list of at least one schema, not {}"),
+        ({"json": {"items": 3}}, "a schema is an object, true or false, not 3"),
+        ({"json": {"minLength": -1}}, "minLength is a whole number from 0 on, not -1"),
+        ({"json": {"minimum": "1"}}, "minimum is a number, not '1'"),
+        ({"json": {"multipleOf": 0}}, "multipleOf is a number above 0, not 0"),
+        ({"json": {"pattern": "(a)\\1"}}, "refers back to what a group has found"),
+        ({"json": {"pattern": "["}}, "has a class that does not end"),
+        ({"json": {"enum": 3}}, "enum is a list, not 3"),
+        ({"json": {"not": {}}}, "json cannot be followed: Unsatisfiable schema"),
+        ({"json": {}, "final_check": "x"}, "structured_outputs.final_check must be one of report, error, refuse"),
         ({"regex": "("}, "structured_outputs.regex cannot be followed"),
         ({"regex": "(?=a)"}, "look-around"),
         ({"regex": ""}, "structured_outputs.regex must be a non-empty string"),
@@ -241,12 +304,14 @@ def test_calls_are_written_as_they_are_spelled() -> None:
         ({"structural_tag": {**OLD, "triggers": []}}, "structures.triggers is a list of non-empty texts"),
         ({"structural_tag": {"structures": [], "triggers": ["<"]}}, "a list of at least one object with begin, schema"),
         ({"structural_tag": {"structures": [{"begin": "<"}], "triggers": ["<"]}}, "structures[0] has no schema"),
-        ({"structural_tag": {**OLD, "format": {}}}, 'it has "format", which is not known'),
-        ({"structural_tag": tag("<a>", json_of({"not": {}}), "")}, "structural_tag cannot be followed: Unimplemented"),
+        ({"structural_tag": {**OLD, "format": ANY}}, 'it has "format", which is not known'),
+        ({"structural_tag": tag("<a>", json_of({"not": {}}), "")}, "structural_tag cannot be followed: Unsatisfiable"),
         ({"structural_tag": {"format": {"type": "mood"}}}, "format.type is one of const_string, json_schema, grammar"),
         ({"structural_tag": {"format": {"type": "token", "token": 1}}}, "format.type token is not built"),
         ({"structural_tag": tag("<a>", {**json_of({}), "style": "qwen_xml"}, "")}, '"qwen_xml" is not built'),
         ({"structural_tag": tag("<a>", text("regex", pattern="("), "</a>")}, "structural_tag cannot be followed"),
+        ({"structural_tag": sequence(text("regex", pattern="a.*"), json_of({}))}, "elements[0].pattern has no end: it"),
+        ({"structural_tag": whole(text("star", content=text("regex", pattern="(.|\\n)+")))}, "pattern has no end"),
         ({"structural_tag": tag(1, ANY, "</a>")}, "format.begin is a text, not 1"),
         ({"structural_tag": tag("<a>", ANY, [])}, "format.end is a text or a list of texts"),
         (

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +13,16 @@ import pytest
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.structured_output import grammar
-from octavo.structured_output.grammar import MAX_PIECE_CHARACTERS, check_grammar, make_grammar
-from octavo.structured_output.trial import TIME_LIMIT_S, GrammarTrial, TrialFailed
+from octavo.structured_output import trial as trial_module
+from octavo.structured_output.grammar import (
+    MAX_PIECE_CHARACTERS,
+    CallText,
+    Spelling,
+    ToolCalls,
+    check_grammar,
+    make_grammar,
+)
+from octavo.structured_output.trial import GrammarTrial, TrialFailed
 from tests.schemas import chained_schema
 
 FINE = json.dumps({"grammars": [{"lark_grammar": 'start: "a"'}]})
@@ -59,15 +69,63 @@ def test_a_process_that_has_gone_is_replaced(trial: GrammarTrial) -> None:
     assert trial.problem(FINE) == ""
 
 
-def test_a_request_is_told_and_may_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verdict_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a grammar takes too long, too: sent again, it costs nothing."""
     quick = GrammarTrial(time_limit_s=0)
     monkeypatch.setattr(grammar, "_trial", quick)
-    text = lark('start: "tried twice"')
+    text = lark('start: "tried once"')
     with pytest.raises(RequestError, match="tools cannot be followed: to compile it takes more than 0 s"):
         check_grammar(text, "tools")
-    quick._time_limit_s = TIME_LIMIT_S
-    check_grammar(text, "tools")
     quick.close()
+    monkeypatch.setattr(grammar, "_trial", None)
+    with pytest.raises(RequestError, match="to compile it takes more than 0 s"):
+        check_grammar(text, "tools")
+
+
+def test_grammars_are_tried_beside_one_that_does_not_end(trial: GrammarTrial) -> None:
+    ended = list[str]()
+
+    def try_it() -> None:
+        with pytest.raises(TrialFailed) as failed:
+            trial.problem(lark(ENDLESS))
+        ended.append(str(failed.value))
+
+    slow = threading.Thread(target=try_it)
+    assert trial.problem(FINE) == ""
+    slow.start()
+    for _ in range(20):
+        assert trial.problem(FINE) == ""
+    assert slow.is_alive()
+    trial.close()
+    slow.join()
+    assert ended == ["the server ends."]
+
+
+def test_of_many_slow_grammars_some_are_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial_module, "_MAX_SLOW", 0)
+    trial = GrammarTrial()
+    monkeypatch.setattr(grammar, "_trial", trial)
+    with pytest.raises(RequestError, match=r"was not tried to its end: .* send it again later") as refused:
+        check_grammar(lark(ENDLESS), "tools")
+    assert refused.value.status == 503
+    trial.close()
+
+
+def test_schemas_and_tools_need_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llguidance's work on a plain schema is bounded, and so is that on calls with such schemas."""
+    monkeypatch.setattr(grammar, "_trial", None)
+    schemas = {f"f{i}": {"type": "object", "properties": {f"p{i}": {"type": "string"}}} for i in range(64)}
+    make_grammar(StructuredOutputsParams(json=schemas["f1"]))
+    make_grammar(ToolCalls(schemas, Spelling("[", "]", ", ", {name: CallText(f"{name}(", ")") for name in schemas})))
+
+
+def test_a_tool_set_is_tried_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = list[str]()
+    monkeypatch.setattr(grammar, "_trial", SimpleNamespace(problem=lambda text: tried.append(text) or ""))
+    lengths = {"type": "string", "pattern": "^[a-z]+$", "maxLength": 9}
+    schemas = {f"g{i}": {"type": "object", "properties": {"a": lengths}} for i in range(128)}
+    make_grammar(ToolCalls(schemas, Spelling("[", "]", ", ", {name: CallText(f"{name}(", ")") for name in schemas})))
+    assert len(tried) == 1
 
 
 @pytest.mark.parametrize("name", ["regex", "choice", "json", "grammar"])

@@ -132,10 +132,11 @@ class StructuredOutputs(RequestBody):
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
     whitespace_pattern: Text | None = None
+    final_check: Literal["report", "error", "refuse"] | None = None
 
 
 class JsonSchemaFormat(RequestBody):
-    """OpenAI's wrapping of a schema. It is always followed to the letter, `strict` or not."""
+    """OpenAI's wrapping of a schema, which is followed, `strict` or not; `strict` closes objects that do not say."""
 
     name: Text | None = None
     description: Text | None = None
@@ -284,7 +285,9 @@ class SamplingRequest(TokenRequest):
         if self.response_format is not None and self.response_format.type != "text":
             schema = self.response_format.json_schema
             if schema is not None and schema.schema_ is not None:
-                found["response_format.json_schema.schema"] = {"json": schema.schema_}
+                # OpenAI's strict schemas close their objects themselves; others are closed where that changes nothing.
+                closes = {"disable_additional_properties": True} if schema.strict else {}
+                found["response_format.json_schema.schema"] = {"json": schema.schema_, **closes}
             elif self.response_format.type == "structural_tag":
                 found["response_format"] = {"structural_tag": self.response_format.structural_tag}
             else:

@@ -216,7 +216,7 @@ def test_a_message_of_the_assistant_may_be_empty(
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         (
             {"tools": [{**F, "function": {"name": "f", "parameters": {"not": {}}}}], "tool_choice": "required"},
-            "tools[0].function.parameters cannot be followed: Unimplemented keys",
+            "tools[0].function.parameters cannot be followed: Unsatisfiable",
         ),
         (
             {"tools": [{**F, "function": {"name": "f", "parameters": {"type": "array"}}}], "tool_choice": "required"},
@@ -255,7 +255,7 @@ def test_a_message_of_the_assistant_may_be_empty(
         ({"guided_json": "{"}, "guided_json cannot be read: "),
         ({"guided_grammar": "start: nobody"}, 'guided_grammar cannot be followed: at 1(8): unknown name: "nobody"'),
         ({"structural_tag": "{"}, "structural_tag cannot be read: Expecting"),
-        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json cannot be followed: Unimplemented"),
+        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json cannot be followed: Unsatisfiable"),
     ],
 )
 def test_what_is_wrong_with_a_conversation_is_said(http: httpx.Client, fields: dict[str, Any], message: str) -> None:

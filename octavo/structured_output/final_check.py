@@ -1,0 +1,31 @@
+"""The check of an answer, when it has ended, against a schema that its grammar did not hold it to as a whole.
+
+`grammar` makes a `FinalCheck` where one is needed; `octavo.engine.output_processor` has it carried out.
+"""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+
+MISMATCH = "schema_mismatch"  # the `stop_reason` of an answer that the check finds wrong
+
+
+class FinalCheck(msgspec.Struct, frozen=True, array_like=True):
+    """What an answer must satisfy, and what becomes of one that does not."""
+
+    schema: str  # JSON
+    mode: str  # of `StructuredOutputsParams.final_check`
+    after: str | None = None  # the content follows the first of these, if there is one
+    start: str = ""  # what stands around the content
+    end: str = ""
+
+    def problem(self, text: str) -> str | None:
+        """Why the answer `text` does not satisfy the schema, or None if it does."""
+        from octavo.structured_output.validation import Validator
+
+        if self.after is not None and self.after in text:
+            text = text[text.index(self.after) + len(self.after) :]
+        text = text.strip().removeprefix(self.start.strip()).removesuffix(self.end.strip())
+        return Validator(json.loads(self.schema)).check_text(text)

@@ -1,0 +1,285 @@
+"""What can be proven of schemas without values: that two have none in common, and which schema is the opposite of one.
+
+Both give up rather than be wrong, and have a budget, since schemas come from requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import combinations
+from typing import Any
+
+from octavo.structured_output.validation import Validator, bounds_of, is_type, same, types_in
+from octavo.structured_output.vocabulary import TYPES, Document, Schema, children
+
+_BUDGET = 5_000  # schemas looked at
+_MAX_DEPTH = 4
+_MAX_NUMBERS = 4  # that a number is not to be
+_ANNOTATIONS = frozenset(
+    ("$anchor", "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description", "example",
+     "examples", "format", "id", "readOnly", "title", "writeOnly")
+)  # fmt: skip
+_OF_NUMBERS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
+_CLASSES = [  # of values: integers are numbers that are whole
+    name for name in TYPES if name != "integer"
+]
+
+
+class Logic:
+    """Proofs within one document."""
+
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        self._budget = _BUDGET
+
+    @cached_property
+    def validator(self) -> Validator:
+        return Validator(self._document.root)
+
+    @cached_property
+    def dynamic_anchors(self) -> list[Schema]:
+        """The schemas of the document that `$dynamicRef` and `$recursiveRef` may lead to."""
+        return [one for one in self._schemas() if "$dynamicAnchor" in one or "$recursiveAnchor" in one]
+
+    @cached_property
+    def has_dynamic_references(self) -> bool:
+        return any("$dynamicRef" in one or "$recursiveRef" in one for one in self._schemas())
+
+    def _schemas(self) -> Iterator[dict[str, Any]]:
+        stack = [self._document.root]
+        while stack:
+            one = stack.pop()
+            if isinstance(one, dict):
+                yield one
+                stack.extend(child for _, _, child in children(one))
+
+    def satisfies(self, schema: Schema, base: str, value: Any) -> bool:
+        return self.validator.satisfies(schema, base, value)
+
+    def resolved(self, schema: Schema, base: str) -> tuple[Schema, str]:
+        """A schema, or what it points at if it only does that."""
+        for _ in range(20):
+            if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
+                break
+            if self._document.has_plain_refs and not schema.keys() <= {"$ref", *_ANNOTATIONS}:
+                break
+            base = self._document.base_within(schema, base)
+            schema, base = self._document.find(schema["$ref"], base)
+        return schema, base
+
+    def are_disjoint(self, schemas: list[Schema], base: str, types: list[str] | None = None) -> bool:
+        """Whether it is certain that no value of one of `types` satisfies two of these."""
+        if len(schemas) > 100:
+            return False
+        return all(
+            self._have_none_in_common(one, other, base, base, 0, types) for one, other in combinations(schemas, 2)
+        )
+
+    def _have_none_in_common(
+        self, a: Schema, b: Schema, base_a: str, base_b: str, depth: int, types: list[str] | None = None
+    ) -> bool:
+        self._budget -= 1
+        if self._budget < 0 or depth > _MAX_DEPTH:
+            return False
+        a, base_a = self.resolved(a, base_a)
+        b, base_b = self.resolved(b, base_b)
+        if a is False or b is False:
+            return True
+        if not isinstance(a, dict) or not isinstance(b, dict):
+            return False
+        for one, other, base, other_base in ((a, b, base_a, base_b), (b, a, base_b, base_a)):
+            values = _listed(one)
+            if values is not None:
+                return not any(self.satisfies(other, other_base, value) for value in values)
+            for keyword in ("anyOf", "oneOf"):
+                if isinstance(parts := one.get(keyword), list) and all(
+                    self._have_none_in_common(part, other, base, other_base, depth + 1, types) for part in parts
+                ):
+                    return True
+            if isinstance(parts := one.get("allOf"), list) and any(
+                self._have_none_in_common(part, other, base, other_base, depth + 1, types) for part in parts
+            ):
+                return True
+            if not self._document.has_plain_refs or not isinstance(one.get("$ref"), str):
+                continue
+            found, its_base = self._document.find(one["$ref"], base)
+            if self._have_none_in_common(found, other, its_base, other_base, depth + 1, types):
+                return True
+        common = _classes(a) & _classes(b) & _classes({} if types is None else {"type": types})
+        if not common:
+            return True
+        if common == {"number"}:
+            return _ranges_are_apart(a, b)
+        return common == {"object"} and self._objects_are_apart(a, b, base_a, base_b, depth)
+
+    def _objects_are_apart(self, a: dict[str, Any], b: dict[str, Any], base_a: str, base_b: str, depth: int) -> bool:
+        """Whether a property that both, or one of them, must have tells two kinds of objects from each other."""
+        for one, other, base, other_base in ((a, b, base_a, base_b), (b, a, base_b, base_a)):
+            of_one, of_other = one.get("properties", {}), other.get("properties", {})
+            if not isinstance(of_one, dict) or not isinstance(of_other, dict):
+                return False
+            for name in one.get("required", ()) if isinstance(one.get("required"), list) else ():
+                if not isinstance(name, str):
+                    continue
+                if name not in of_other:
+                    if other.get("additionalProperties") is False and not other.get("patternProperties"):
+                        return True
+                elif self._have_none_in_common(of_one.get(name, True), of_other[name], base, other_base, depth + 1):
+                    return True
+        return False
+
+    def opposite(self, schema: Schema, base: str, within: dict[str, Any] | None = None) -> Schema | None:
+        """The schema of all values that do not satisfy `schema`, or None where the vocabulary has none.
+
+        `within` is the schema that the opposite stands in, whose `type` bounds it.
+        """
+        return self._opposite(schema, base, 0, None if within is None else types_in(within))
+
+    def _opposite(self, schema: Schema, base: str, depth: int, types: list[str] | None = None) -> Schema | None:
+        self._budget -= 1
+        if self._budget < 0 or depth > _MAX_DEPTH:
+            return None
+        schema, its_base = self.resolved(schema, base)
+        if isinstance(schema, bool):
+            return not schema
+        if not isinstance(schema, dict) or its_base != base:
+            return None
+        parts = list[Schema]()
+        known = {"type", "enum", "const", "required", "properties", "anyOf", "oneOf", "allOf", "not", *_ANNOTATIONS}
+        if not schema.keys() <= known | {"minLength", "maxLength", "minItems", "maxItems"} | _OF_NUMBERS:
+            return None
+        values = _listed(schema)
+        if values is not None:
+            values = [value for value in values if self.satisfies(schema, its_base, value)]
+            return _without(values, types)
+        if (names := types_in(schema)) is not None:
+            if not set(names) <= set(TYPES) or ("integer" in names and "number" not in names and _numbers(types)):
+                return None
+            others = [name for name in _CLASSES if name not in names and not (name == "number" and "integer" in names)]
+            parts.append({"type": others} if others else False)
+        for keyword, kind, other in (
+            ("minLength", "string", "maxLength"), ("maxLength", "string", "minLength"),
+            ("minItems", "array", "maxItems"), ("maxItems", "array", "minItems"),
+        ):  # fmt: skip
+            if isinstance(bound := schema.get(keyword), int):
+                bound += -1 if keyword.startswith("min") else 1
+                parts.append({"type": kind, other: bound} if bound >= 0 else False)
+        for keyword, other in (
+            ("minimum", "exclusiveMaximum"), ("maximum", "exclusiveMinimum"),
+            ("exclusiveMinimum", "maximum"), ("exclusiveMaximum", "minimum"),
+        ):  # fmt: skip
+            if keyword in schema:
+                if isinstance(schema[keyword], bool) or isinstance(schema.get("exclusive" + keyword.title()), bool):
+                    return None
+                parts.append({"type": "number", other: schema[keyword]})
+        if "multipleOf" in schema:
+            return None
+        for name in schema.get("required", ()) if isinstance(schema.get("required"), list) else ():
+            parts.append({"type": "object", "properties": {name: False}})
+        for name, one in schema.get("properties", {}).items():
+            if one is not True and one != {}:
+                opposite = self._opposite(one, its_base, depth + 1)
+                if opposite is None:
+                    return None
+                parts.append({"type": "object", "properties": {name: opposite}, "required": [name]})
+        for one in schema.get("allOf", ()):
+            parts.append(self._opposite(one, its_base, depth + 1, types))
+        if "anyOf" in schema:
+            all_of = [self._opposite(one, its_base, depth + 1, types) for one in schema["anyOf"]]
+            if None in all_of:
+                return None
+            parts.append({"allOf": all_of})
+        if "oneOf" in schema:
+            if not self.are_disjoint(schema["oneOf"], its_base):
+                return None
+            all_of = [self._opposite(one, its_base, depth + 1, types) for one in schema["oneOf"]]
+            if None in all_of:
+                return None
+            parts.append({"allOf": all_of})
+        if "not" in schema:
+            parts.append(schema["not"])
+        if None in parts:
+            return None
+        parts = [one for one in parts if one is not False]
+        if not parts:
+            return False
+        return parts[0] if len(parts) == 1 else {"anyOf": parts}
+
+
+def _classes(schema: dict[str, Any]) -> set[str]:
+    types = types_in(schema)
+    return set(_CLASSES) if types is None else {"number" if name == "integer" else name for name in types}
+
+
+def _numbers(types: list[str] | None) -> bool:
+    return types is None or "number" in types
+
+
+def _listed(schema: dict[str, Any]) -> list[Any] | None:
+    if isinstance(schema.get("enum"), list):
+        values: list[Any] = schema["enum"]
+        return values
+    return [schema["const"]] if "const" in schema else None
+
+
+def _without(values: list[Any], types: list[str] | None) -> Schema | None:
+    """Everything but these values, as far as they are strings, booleans and null; others only if `types` are not
+    theirs."""
+    parts, others = list[Schema](), [name for name in _CLASSES if types is None or name in types]
+    if types is not None and "integer" in types and "number" not in types:
+        others.append("integer")
+    texts = [value for value in values if isinstance(value, str)]
+    if texts and "string" in others:
+        others.remove("string")
+        if sum(map(len, texts)) > 500:
+            return None
+        parts.append({"type": "string", "pattern": f"^(?:{_all_but(texts)})$"})
+    numbers = sorted({value for value in values if isinstance(value, int | float) and not isinstance(value, bool)})
+    if numbers and "number" in others and len(numbers) <= _MAX_NUMBERS:
+        others = [name for name in others if name not in ("number", "integer")]
+        bounds = zip([None, *numbers], [*numbers, None], strict=True)
+        for low, high in bounds:
+            between = {"exclusiveMinimum": low, "exclusiveMaximum": high}
+            parts.append({"type": "number", **{name: one for name, one in between.items() if one is not None}})
+    for value in values:
+        if isinstance(value, bool) and "boolean" in others:
+            others.remove("boolean")
+            rest = [one for one in (True, False) if same(one) not in list(map(same, values))]
+            if rest:
+                parts.append({"enum": rest})
+        elif value is None and "null" in others:
+            others.remove("null")
+        elif not isinstance(value, str | bool | None) and any(is_type(value, name) for name in others):
+            return None
+    if others:
+        parts.append({"type": others})
+    if not parts:
+        return False
+    return parts[0] if len(parts) == 1 else {"anyOf": parts}
+
+
+def _all_but(texts: list[str]) -> str:
+    """A regular expression for every text but these: those that leave the tree of them, and those that end within."""
+    following: dict[str, list[str]] = {}
+    for text in texts:
+        if text:
+            following.setdefault(text[0], []).append(text[1:])
+    firsts = "".join(f"\\u{{{ord(c):x}}}" for c in following)
+    other = f"[^{firsts}]" if firsts else r"[\s\S]"
+    parts = [rf"{other}[\s\S]*"]
+    if "" not in texts:
+        parts.append("")
+    parts += [f"\\u{{{ord(c):x}}}(?:{_all_but(rest)})" for c, rest in following.items()]
+    return "|".join(parts)
+
+
+def _ranges_are_apart(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    for one, other in ((a, b), (b, a)):
+        highs = [(bound, not is_out) for name, bound, is_out in bounds_of(one) if name == "maximum"]
+        lows = [(bound, is_out) for name, bound, is_out in bounds_of(other) if name == "minimum"]
+        if highs and lows:
+            (high, is_high_in), (low, is_low_out) = min(highs), max(lows)
+            if high < low or (high == low and (is_low_out or not is_high_in)):
+                return True
+    return False

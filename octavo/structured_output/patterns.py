@@ -1,0 +1,212 @@
+"""Regular expressions of JSON Schema, which are ECMAScript's, in the syntax of Rust's, which llguidance and the final
+check read. Neither ever goes back in a text: what needs that is refused, but for look-ahead at the beginning, which is
+a condition of its own."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+_CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]", "s": r"\s", "S": r"\S"}
+_CONTROLS = {"t": r"\t", "n": r"\n", "r": r"\r", "f": r"\f", "v": r"\v"}
+_REPEATED = re.compile(r"\{\d+(,\d*)?\}")
+_META = frozenset(r"\.+*?()|[]{}^$#&-~")
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A pattern found anywhere in a text, with what must, and must not, be found too."""
+
+    text: str  # in Rust's syntax
+    required: tuple[str, ...] = ()
+    forbidden: tuple[str, ...] = ()
+    has_boundaries: bool = False  # \b or \B, which only the final check knows
+
+    @property
+    def is_plain(self) -> bool:
+        return not (self.required or self.forbidden or self.has_boundaries)
+
+    def check(self) -> None:
+        """Raise `ValueError` with the reason if `matches` cannot work."""
+        for one in (self.text, *self.required, *self.forbidden):
+            _matcher(one)
+
+    def matches(self, text: str) -> bool:
+        return (
+            _found(self.text, text)
+            and all(_found(one, text) for one in self.required)
+            and not any(_found(one, text) for one in self.forbidden)
+        )
+
+
+@lru_cache(maxsize=1024)
+def read_pattern(pattern: str) -> Pattern:
+    """Raises `ValueError` with the reason for a pattern that cannot be followed."""
+    required, forbidden = list[str](), list[str]()
+    rest, anchor = pattern, ""
+    if pattern.startswith("^"):
+        rest, anchor = pattern[1:], "^"
+    while rest.startswith(("(?=", "(?!")):
+        end = _end_of_group(rest)
+        body = f"{anchor}(?:{_translated(rest[3:end])[0]})"
+        if not anchor and rest[2] == "!":
+            raise ValueError(f"pattern {pattern!r:.80} looks ahead without ^ before it, which is not built")
+        (required if rest[2] == "=" else forbidden).append(body)
+        rest = rest[end + 1 :]
+    if (required or forbidden) and (not anchor or _has_alternatives(rest)):
+        raise ValueError(f"pattern {pattern!r:.80} has alternatives beside what it looks ahead for, which is not built")
+    text, has_boundaries = _translated(anchor + rest)
+    made = Pattern(text, tuple(required), tuple(forbidden), has_boundaries)
+    if not made.is_plain:  # llguidance reads the others
+        made.check()
+    return made
+
+
+def _found(pattern: str, text: str) -> bool:
+    return bool(_matcher(pattern).isinstance_python(text))
+
+
+@lru_cache(maxsize=256)
+def _matcher(pattern: str) -> Any:
+    """Rust's engine, by way of pydantic: its time is linear in the text's length."""
+    from pydantic_core import SchemaError, SchemaValidator, core_schema
+
+    try:
+        return SchemaValidator(core_schema.str_schema(pattern=pattern, regex_engine="rust-regex"))
+    except SchemaError as e:
+        reasons = [line.strip() for line in str(e).splitlines() if line.strip().startswith("error:")]
+        reason = reasons[0].removeprefix("error:").strip() if reasons else "it is no regular expression"
+        raise ValueError(f"pattern {pattern!r:.80} cannot be read: {reason}") from None
+
+
+def _translated(pattern: str) -> tuple[str, bool]:
+    """The pattern in Rust's syntax, and whether it has word boundaries."""
+    out, i, has_boundaries = list[str](), 0, False
+    while i < len(pattern):
+        c = pattern[i]
+        if c == "\\":
+            if pattern[i + 1 : i + 2] in ("b", "B"):
+                has_boundaries = True
+                out.append(pattern[i : i + 2])
+                i += 2
+            else:
+                text, i = _escape(pattern, i)
+                out.append(text)
+        elif c == "[":
+            text, i = _class(pattern, i)
+            out.append(text)
+        elif c == "(":
+            if pattern.startswith(("(?=", "(?!", "(?<=", "(?<!"), i):
+                raise ValueError(f"pattern {pattern!r:.80} looks around within, and only look-ahead after ^ is built")
+            if pattern.startswith("(?<", i):
+                out.append("(?P<")
+                i += 3
+            else:
+                out.append("(")
+                i += 1
+        elif c == "{" and not (_REPEATED.match(pattern, i) and i):
+            out.append(r"\{")
+            i += 1
+        elif c == "{":
+            repeated = _REPEATED.match(pattern, i)
+            assert repeated is not None
+            out.append(repeated[0])
+            i = repeated.end()
+        elif c in "}]":
+            out.append("\\" + c)
+            i += 1
+        else:
+            out.append(c)
+            i += 1
+    return "".join(out), has_boundaries
+
+
+def _escape(pattern: str, i: int) -> tuple[str, int]:
+    """What the escape at `i` is, in a class or not, and where it ends."""
+    c = pattern[i + 1 : i + 2]
+    if not c:
+        raise ValueError(f"pattern {pattern!r:.80} ends in a backslash")
+    if c in _CLASSES:
+        return _CLASSES[c], i + 2
+    if c in _CONTROLS:
+        return _CONTROLS[c], i + 2
+    if c == "u" and (found := re.compile(r"\\u\{([0-9A-Fa-f]+)\}|\\u([0-9A-Fa-f]{4})").match(pattern, i)):
+        code, end = int(found[1] or found[2], 16), found.end()
+        low = re.compile(r"\\u(D[C-F][0-9A-F]{2})", re.IGNORECASE).match(pattern, end)
+        if 0xD800 <= code < 0xDC00 and low:
+            code, end = 0x10000 + ((code - 0xD800) << 10) + int(low[1], 16) - 0xDC00, low.end()
+        if 0xD800 <= code < 0xE000:
+            raise ValueError(f"pattern {pattern!r:.80} has half of a surrogate pair")
+        return f"\\x{{{code:x}}}", end
+    if c == "x" and (found := re.compile(r"\\x([0-9A-Fa-f]{2})").match(pattern, i)):
+        return f"\\x{{{found[1]}}}", found.end()
+    if c == "c" and (found := re.compile(r"\\c([A-Za-z])").match(pattern, i)):
+        return f"\\x{{{ord(found[1]) % 32:x}}}", found.end()
+    if c in "pP" and (found := re.compile(r"\\[pP](\{[^{}]*\}|[A-Z])").match(pattern, i)):
+        return found[0].replace("{Script=", "{sc="), found.end()
+    if c == "0":
+        return r"\x{0}", i + 2
+    if c.isdigit() or (c == "k" and pattern.startswith("<", i + 2)):
+        raise ValueError(f"pattern {pattern!r:.80} refers back to what a group has found, which is not built")
+    if c in "zZ":  # the end of a text in Python, and nobody means the letter
+        return "$", i + 2
+    if c == "A":
+        return "^", i + 2
+    return ("\\" + c if c in _META else c), i + 2
+
+
+def _class(pattern: str, i: int) -> tuple[str, int]:
+    """The class that begins at `i`, and where it ends. Brackets and `&&` have no meaning there."""
+    start, negated = i, pattern.startswith("[^", i)
+    i += 2 if negated else 1
+    if pattern.startswith("]", i):  # nothing, or anything
+        return (r"[\s\S]" if negated else r"[^\s\S]"), i + 1
+    out = ["[^" if negated else "["]
+    while i < len(pattern) and pattern[i] != "]":
+        c = pattern[i]
+        if c == "\\":
+            if pattern[i + 1 : i + 2] == "b":
+                text, i = r"\x{8}", i + 2
+            else:
+                text, i = _escape(pattern, i)
+            out.append(r"\^" if text == "^" else r"\$" if text == "$" else text)
+            continue
+        is_doubled = c in "&~-" and pattern.startswith(c, i - 1)
+        out.append("\\" + c if c == "[" or is_doubled else c)
+        i += 1
+    if i >= len(pattern):
+        raise ValueError(f"pattern {pattern!r:.80} has a class that does not end: {pattern[start:]!r:.20}")
+    return "".join(out) + "]", i + 1
+
+
+def _end_of_group(pattern: str) -> int:
+    """Where the parenthesis is that closes the one that the pattern begins with."""
+    depth, i = 0, 0
+    while i < len(pattern):
+        if pattern[i] == "\\":
+            i += 1
+        elif pattern[i] == "[":
+            i = _class(pattern, i)[1] - 1
+        elif pattern[i] in "()":
+            depth += 1 if pattern[i] == "(" else -1
+            if depth == 0:
+                return i
+        i += 1
+    raise ValueError(f"pattern {pattern!r:.80} has a group that does not end")
+
+
+def _has_alternatives(pattern: str) -> bool:
+    depth, i = 0, 0
+    while i < len(pattern):
+        if pattern[i] == "\\":
+            i += 1
+        elif pattern[i] == "[":
+            i = _class(pattern, i)[1] - 1
+        elif pattern[i] in "()":
+            depth += 1 if pattern[i] == "(" else -1
+        elif pattern[i] == "|" and depth == 0:
+            return True
+        i += 1
+    return False

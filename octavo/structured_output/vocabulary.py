@@ -1,0 +1,149 @@
+"""The vocabulary of JSON Schema: which keywords hold schemas, what `$ref` points at, and in which draft a schema is
+written.
+
+`children` is the only place that knows where schemas stand within a schema; everything that walks one calls it. Names
+of properties and definitions are names there, whatever they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
+
+# A schema, true or false.
+Schema = Any
+ONE = frozenset(
+    ("additionalItems", "additionalProperties", "contains", "else", "if", "not", "propertyNames", "then",
+     "unevaluatedItems", "unevaluatedProperties")
+)  # fmt: skip
+LISTS = frozenset(("allOf", "anyOf", "oneOf", "prefixItems"))
+MAPS = frozenset(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"))
+TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+_DRAFTS = {"draft-03": 3, "draft-04": 4, "draft-06": 6, "draft-07": 7, "2019-09": 2019, "2020-12": 2020}
+
+
+class SchemaError(ValueError):
+    """A schema that is none. The message has the keyword, what was found and what may stand there."""
+
+
+def children(schema: Mapping[str, Any]) -> Iterator[tuple[str, str | int | None, Schema]]:
+    """The schemas directly within `schema`: (keyword, name or index within the keyword, schema)."""
+    for keyword, value in schema.items():
+        if keyword in ONE:
+            yield keyword, None, value
+        elif keyword in LISTS:
+            for i, one in enumerate(as_list(keyword, value)):
+                yield keyword, i, one
+        elif keyword in MAPS:
+            for name, one in as_map(keyword, value).items():
+                yield keyword, name, one
+        elif keyword == "items":
+            if isinstance(value, list):
+                for i, one in enumerate(value):
+                    yield keyword, i, one
+            else:
+                yield keyword, None, value
+        elif keyword == "dependencies":
+            for name, one in as_map(keyword, value).items():
+                if not isinstance(one, list | str):
+                    yield keyword, name, one
+
+
+def as_map(keyword: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise SchemaError(f"{keyword} is an object of schemas, not {shown(value)}")
+    return value
+
+
+def as_list(keyword: str, value: Any) -> list[Any]:
+    if not isinstance(value, list) or (not value and keyword != "prefixItems"):
+        raise SchemaError(f"{keyword} is a list of at least one schema, not {shown(value)}")
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value within an error: as Python has it, and short."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def draft_of(schema: Schema) -> int:
+    """The draft that `$schema` names, as its number or year; 2020 where it names none."""
+    named = schema.get("$schema") if isinstance(schema, dict) else None
+    return next((draft for name, draft in _DRAFTS.items() if isinstance(named, str) and name in named), 2020)
+
+
+class Document:
+    """A whole schema, in which references are looked up. Nothing is fetched."""
+
+    def __init__(self, root: Schema) -> None:
+        self.root = root
+        self.draft = draft_of(root)
+        # Later drafts do not know it, and who writes it without naming a draft means it.
+        self.has_dependencies = self.draft < 2019 or not isinstance(root, dict) or "$schema" not in root
+        self.has_plain_refs = self.draft >= 2019  # keywords beside `$ref` count
+        self._id = "id" if self.draft < 6 else "$id"
+        self._resources: dict[str, Schema] | None = None  # by their URI, the whole document by ""
+        self._anchors: dict[tuple[str, str], tuple[Schema, str]] = {}
+
+    def base_within(self, schema: Mapping[str, Any], base: str) -> str:
+        """The URI that references within `schema` are relative to, where those around it are relative to `base`."""
+        own = schema.get(self._id)
+        if not isinstance(own, str) or own.startswith("#") or ("$ref" in schema and not self.has_plain_refs):
+            return base
+        return urldefrag(urljoin(base, own))[0]
+
+    def find(self, reference: str, base: str) -> tuple[Schema, str]:
+        """What `reference` points at and the base of that. Raises `SchemaError`."""
+        if reference == "#" and not base:
+            return self.root, base
+        if reference.startswith("#/") and not base:
+            return self._at_pointer(self.root, base, reference)
+        if self._resources is None:
+            self._resources = {"": self.root}
+            self._index(self.root)
+        url, fragment = urldefrag(urljoin(base, reference) if not reference.startswith("#") else base + reference)
+        fragment = unquote(fragment)
+        if fragment and not fragment.startswith("/"):
+            if (found := self._anchors.get((url, fragment))) is not None:
+                return found
+            raise SchemaError(f"$ref {shown(reference)} names an anchor that is not in the schema")
+        if url not in self._resources:
+            raise SchemaError(
+                f"$ref {shown(reference)} is not within the schema, and no others are fetched: put it under $defs"
+            )
+        return self._at_pointer(self._resources[url], url, "#" + fragment, is_decoded=True)
+
+    def _at_pointer(self, schema: Schema, base: str, reference: str, *, is_decoded: bool = False) -> tuple[Schema, str]:
+        node = schema
+        for part in reference[1:].split("/")[1:]:
+            name = (part if is_decoded else unquote(part)).replace("~1", "/").replace("~0", "~")
+            if isinstance(node, dict) and node is not schema:
+                base = self.base_within(node, base)
+            if isinstance(node, dict) and name in node:
+                node = node[name]
+            elif isinstance(node, list) and name.isdecimal() and int(name) < len(node):
+                node = node[int(name)]
+            else:
+                raise SchemaError(f"$ref {shown(reference)} points at nothing: there is no {shown(name)}")
+        return node, base
+
+    def _index(self, root: Schema) -> None:
+        """Note identifiers and anchors, wherever a schema stands."""
+        assert self._resources is not None
+        stack: list[tuple[Schema, str]] = [(root, "")]
+        while stack:
+            schema, base = stack.pop()
+            if not isinstance(schema, dict):
+                continue
+            inner = self.base_within(schema, base)
+            if inner != base:
+                self._resources.setdefault(inner, schema)
+            own = schema.get(self._id)
+            if isinstance(own, str) and "#" in own and (anchor := own.partition("#")[2]):
+                self._anchors.setdefault((inner, anchor), (schema, inner))
+            for keyword in ("$anchor", "$dynamicAnchor"):
+                if isinstance(schema.get(keyword), str):
+                    self._anchors.setdefault((inner, schema[keyword]), (schema, inner))
+            stack.extend((child, inner) for _, _, child in children(schema))

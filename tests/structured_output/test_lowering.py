@@ -1,0 +1,344 @@
+"""JSON schemas as grammars: nothing that is invalid, everything that is valid, and what only the final check sees."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Iterator
+from fractions import Fraction
+from itertools import islice, permutations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft7Validator, Draft202012Validator, FormatChecker
+from jsonschema.validators import validator_for
+
+from octavo.errors import RequestError
+from octavo.sampling_params import StructuredOutputsParams
+from octavo.structured_output.grammar import make_checked_grammar, make_grammar
+from octavo.structured_output.lowering import lower
+from octavo.structured_output.validation import Validator
+from octavo.structured_output.vocabulary import SchemaError
+from tests.structured_output.corpus import admits, published_schema, random_answer, variants
+
+INTEGER, TEXT = {"type": "integer"}, {"type": "string"}
+AB = {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}, "additionalProperties": False}
+
+
+def grammar_of(schema: Any, **options: Any) -> str:
+    return make_grammar(StructuredOutputsParams(json=schema, **options))
+
+
+def check_of(schema: Any) -> Any:
+    return make_checked_grammar(StructuredOutputsParams(json=schema)).check
+
+
+def oracle_of(schema: Any) -> Any:
+    default = Draft7Validator if "dependencies" in schema else Draft202012Validator
+    return validator_for(schema, default=default)(schema, format_checker=FormatChecker(["date", "uuid"]))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_published_shapes_admit_what_is_valid_and_nothing_else(seed: int) -> None:
+    """By `jsonschema`: answers at random, and what differs from them in one place. Keys come in the schema's order."""
+    schema, rng = published_schema(seed), random.Random(seed)
+    made, oracle = make_checked_grammar(StructuredOutputsParams(json=schema)), oracle_of(schema)
+    for _ in range(3):
+        answer = random_answer(made.text, rng)
+        if answer is None:
+            continue
+        value = json.loads(answer)
+        for one in [value, *islice(variants(value, rng), 12)]:
+            text = json.dumps(one)
+            if "Infinity" in text:
+                continue
+            is_taken = admits(made.text, one)
+            if made.check is not None:
+                is_taken = is_taken and made.check.problem(text) is None
+            assert is_taken == oracle.is_valid(one), (schema, one)
+
+
+@pytest.mark.parametrize("is_integer", [True, False])
+def test_bounds_hold_to_the_last_digit(is_integer: bool) -> None:
+    bounds = [None, -100, -2.5, -1, -0.25, -0.125, 0, 0.05, 0.25, 0.5, 1, 1.5, 2, 9.99, 180]
+    texts = [str(n) for n in (-101, -100, -3, -2, -1, 0, 1, 2, 3, 9, 10, 99, 179, 180, 181)]
+    if not is_integer:
+        fractions = (".1", ".12", ".125", ".13", ".2", ".24", ".25", ".3", ".49", ".5", ".51", ".9", ".99", ".999")
+        texts += [f"{n}{f}" for n in ("-3", "-2", "-1", "-0", "0", "1", "2", "9", "179", "180") for f in fractions]
+        texts += ["0.05", "0.04", "0.051", "0.000001", "-0.01"]
+    rng = random.Random(1)
+    for low, high in rng.sample([*product(bounds, bounds)], 90):
+        names = rng.choice(["minimum", "exclusiveMinimum"]), rng.choice(["maximum", "exclusiveMaximum"])
+        given = {name: bound for name, bound in zip(names, (low, high), strict=True) if bound is not None}
+        schema = {"type": "integer" if is_integer else "number", **given}
+        wanted = [text for text in texts if Draft202012Validator(schema).is_valid(json.loads(text))]
+        try:
+            grammar = grammar_of(schema)
+        except RequestError:
+            assert not wanted, schema
+            continue
+        assert [text for text in texts if admits_text(grammar, text)] == wanted, schema
+
+
+def admits_text(grammar: str, text: str) -> bool:
+    from llguidance import LLMatcher
+
+    from tests.structured_output.corpus import BYTES
+
+    matcher = LLMatcher(BYTES, grammar, log_level=0)
+    return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"minimum": -1e308, "maximum": 1e308},
+        {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+        {"exclusiveMinimum": 1e-9},
+        {"multipleOf": 123456789},
+        {"multipleOf": 1e-12},
+        {"minimum": 10**18},
+    ],
+)
+def test_numbers_beyond_what_a_grammar_writes_are_checked_at_the_end(bounds: dict[str, Any]) -> None:
+    made = make_checked_grammar(StructuredOutputsParams(json={"type": "number", **bounds}))
+    assert made.check is not None
+    for value in (0, 1, 123456789, -(2**64), 10**18, 1.5):
+        assert (made.check.problem(str(value)) is None) == Draft202012Validator(bounds).is_valid(value)
+        assert admits(made.text, value) or not Draft202012Validator({"type": "number", **bounds}).is_valid(value)
+
+
+def test_draft_4_excludes_bounds_by_a_flag() -> None:
+    schema = {"type": "number", "minimum": 0, "exclusiveMinimum": True, "maximum": 3, "exclusiveMaximum": False}
+    grammar = grammar_of(schema)
+    assert [value for value in (-1, 0, 0.5, 3, 4) if admits(grammar, value)] == [0.5, 3]
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"oneOf": [{"required": ["a"]}, {"required": ["b"]}], **AB}, [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}]),
+        ({"not": {"required": ["a"]}, **AB}, [{}, {"b": 1}], [{"a": 1}]),
+        ({"not": {"type": ["array", "string"]}}, [1, None, {}, True], ["", []]),
+        ({**TEXT, "not": {"enum": ["", "ab", "b"]}}, ["a", "abc", "ba"], ["", "ab", "b"]),
+        ({**TEXT, "not": {"minLength": 3}}, ["", "ab"], ["abc"]),
+        ({**INTEGER, "not": {"minimum": 3}}, [2, -4], [3, 9]),
+        ({"dependentRequired": {"a": ["b"]}, **AB}, [{}, {"b": 1}, {"a": 1, "b": 1}], [{"a": 1}]),
+        ({"dependencies": {"a": ["b"]}, **AB}, [{}, {"a": 1, "b": 1}], [{"a": 1}]),
+        ({"dependentSchemas": {"a": {"properties": {"b": {"const": 1}}}}, **AB}, [{"a": 1, "b": 1}, {"b": 2}],
+         [{"a": 1, "b": 2}]),
+        ({"if": {"properties": {"a": {"const": 1}}, "required": ["a"]}, "then": {"required": ["b"]}, **AB,
+          "properties": {"a": {"enum": [1, 2]}, "b": INTEGER}}, [{}, {"a": 2}, {"a": 1, "b": 1}], [{"a": 1}]),
+        ({"type": "object", "propertyNames": {"pattern": "^[a-c]+$"}}, [{}, {"ab": 1}], [{"d": 1}, {"a": 1, "": 2}]),
+        ({"type": "object", "propertyNames": {"enum": ["x", 3]}}, [{}, {"x": 1}], [{"y": 1}]),
+        ({**AB, "minProperties": 1}, [{"a": 1}, {"b": 1}, {"a": 1, "b": 1}], [{}]),
+        ({**AB, "maxProperties": 1}, [{"a": 1}, {"b": 1}, {}], [{"a": 1, "b": 1}]),
+        ({"type": "array", "uniqueItems": True, "maxItems": 1}, [[], [1]], [[1, 1]]),
+        ({"patternProperties": {"^a": INTEGER, "^b": TEXT}, "additionalProperties": False}, [{"a": 1, "b": ""}],
+         [{"a": ""}, {"c": 1}]),
+        ({"definitions": {"default": INTEGER, "enum": TEXT, "properties": {"type": "null"}},
+          "properties": {"allOf": {"$ref": "#/definitions/default"}, "$ref": {"$ref": "#/definitions/properties"},
+                         "const": {"$ref": "#/definitions/enum"}}},
+         [{"allOf": 1, "$ref": None, "const": ""}], [{"allOf": ""}, {"$ref": 1}, {"const": 2}]),
+        ({"$id": "http://x/y", "$defs": {"a": {"$id": "z", "type": "null"}, "b": {"$anchor": "n", **TEXT}},
+          "items": {"anyOf": [{"$ref": "z"}, {"$ref": "#n"}]}}, [[None, ""]], [[1]]),
+        ({**TEXT, "pattern": r"^(?!x-)(?=.*\d)[a-z0-9-]+$"}, [], ["A", "a b"]),
+        ({"enum": [1, "ab", None, True], "type": ["string", "null"], "minLength": 1}, ["ab", None], [1, True]),
+        ({**TEXT, "pattern": r"^[[\w&&-]+\cJ?$"}, ["[a&-"], ["]", " "]),
+        ({**TEXT, "pattern": "^a{,2}$"}, ["a{,2}"], ["aa"]),
+    ],
+)  # fmt: skip
+def test_keywords_that_no_grammar_has_are_written_with_others(
+    schema: dict[str, Any], right: list[Any], wrong: list[Any]
+) -> None:
+    grammar = grammar_of(schema)
+    assert [value for value in right if not admits(grammar, value)] == []
+    assert [value for value in wrong if admits(grammar, value)] == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"type": "array", "uniqueItems": True, "items": INTEGER}, [1, 2], [1, 1]),
+        ({"type": "array", "contains": {"const": 1}}, [2, 1], [2]),
+        ({"oneOf": [{"properties": {"a": INTEGER}}, {"properties": {"a": INTEGER, "b": INTEGER}}]},
+         {"a": 1, "b": ""}, {"a": 1, "b": 2}),
+        ({**TEXT, "not": {"pattern": "^a"}}, "b", "a"),
+        ({**TEXT, "pattern": r"\bon\b"}, "on it", "once"),
+        ({**TEXT, "pattern": r"^(?!on)[a-z]+$"}, "off", "one"),
+        ({"type": "object", "minProperties": 2}, {"a": 1, "b": 2}, {"a": 1}),
+        ({**AB, "unevaluatedProperties": False, "allOf": [True], "additionalProperties": True}, {"a": 1}, {"a": ""}),
+    ],
+)  # fmt: skip
+def test_the_rest_is_seen_when_the_answer_has_ended(schema: dict[str, Any], right: Any, wrong: Any) -> None:
+    made = make_checked_grammar(StructuredOutputsParams(json=schema))
+    assert admits(made.text, right)
+    check = check_of({**schema, "$comment": "the same"})
+    if check is not None:
+        assert check.problem(json.dumps(right)) is None
+        assert check.problem(json.dumps(wrong)) is not None
+    else:
+        assert not admits(made.text, wrong)
+    assert Validator(schema).check(right) is None
+
+
+def test_a_key_that_comes_twice_counts_once() -> None:
+    check = check_of({"type": "object", "minProperties": 2})
+    assert check.problem('{"a": 1, "a": 2}') is not None
+    assert check.problem('{"a": 1, "b": 2}') is None
+
+
+@pytest.mark.parametrize("name", ["path", "binary", "password", "decimal", "uri-reference", "uuid4", "int64", "odd"])
+def test_a_format_that_is_not_known_says_nothing(name: str) -> None:
+    grammar = grammar_of({"type": "object", "properties": {"a": {"type": "string", "format": name}}})
+    assert admits(grammar, {"a": "anything"})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+        {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+        {"$defs": {"a": {"type": "array", "prefixItems": [{"$ref": "#/$defs/b"}], "minItems": 1},
+                   "b": {"type": "object", "additionalProperties": {"$ref": "#/$defs/a"}, "required": ["x"]}},
+         "$ref": "#/$defs/a"},
+        {"type": "object", "properties": {"a": {"anyOf": [{"$ref": "#"}, False]}}, "required": ["a"]},
+        {"$ref": "#"},
+        {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"anyOf": [{"$ref": "#/$defs/a"}, TEXT]}},
+         "$ref": "#/$defs/a"},
+    ],
+)  # fmt: skip
+def test_a_schema_that_only_endless_values_satisfy_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(SchemaError, match=r"Unsatisfiable|leads back|without end"):
+        lower(schema)
+
+
+def test_what_only_endless_values_satisfy_is_left_out() -> None:
+    endless = {"type": "object", "properties": {"next": {"$ref": "#/$defs/endless"}}, "required": ["next"]}
+    schema = {"$defs": {"endless": endless}, "anyOf": [{"$ref": "#/$defs/endless"}, TEXT]}
+    assert not admits_start(grammar_of(schema), "{")
+    optional = {"$defs": {"endless": endless}, "type": "object", "properties": {"a": {"$ref": "#/$defs/endless"}}}
+    grammar = grammar_of(optional)
+    assert admits(grammar, {}) and not admits_start(grammar, '{"a"')
+
+
+def admits_start(grammar: str, text: str) -> bool:
+    from llguidance import LLMatcher
+
+    from tests.structured_output.corpus import BYTES
+
+    return LLMatcher(BYTES, grammar, log_level=0).try_consume_tokens(list(text.encode())) == len(text)
+
+
+@pytest.mark.parametrize("shape", ["properties", "not", "if", "anyOf", "oneOf", "definitions", "additionalProperties"])
+def test_the_work_on_a_schema_grows_with_its_size(shape: str) -> None:
+    """Counted in calls, so that it is the same on every machine."""
+
+    def nested(depth: int) -> dict[str, Any]:
+        schema: dict[str, Any] = {"type": "object", "properties": {"a": TEXT}}
+        for _ in range(depth):
+            within: dict[str, Any] = {
+                "properties": {"properties": {"a": schema, "b": INTEGER}},
+                "not": {"not": schema},
+                "if": {"if": schema, "then": {"required": ["a"]}},
+                "anyOf": {"anyOf": [schema, {"type": "null"}]},
+                "oneOf": {"oneOf": [schema, {"required": ["b"]}]},
+                "definitions": {"definitions": {"x": schema}, "properties": {"y": {"$ref": "#"}}},
+                "additionalProperties": {"additionalProperties": schema},
+            }[shape]
+            schema = {"type": "object", **within} if shape != "not" else within
+        return schema
+
+    def num_calls(depth: int) -> int:
+        schema, num = nested(depth), 0
+
+        def count(frame: Any, event: str, arg: Any) -> None:
+            nonlocal num
+            num += event == "call"
+
+        sys.setprofile(count)
+        try:
+            lower(schema, closes=True)
+        except SchemaError:
+            pass
+        finally:
+            sys.setprofile(None)
+        return num
+
+    assert num_calls(16) <= 300_000
+    if shape not in ("if", "oneOf", "not"):  # these are written again, within a budget
+        assert num_calls(24) <= 4 * num_calls(12)
+
+
+def test_closing_never_makes_a_value_valid() -> None:
+    for seed in range(60, 100):
+        schema, rng = published_schema(seed), random.Random(seed)
+        oracle = oracle_of(schema)
+        made = make_checked_grammar(StructuredOutputsParams(json=schema, disable_additional_properties=True))
+        answer = random_answer(made.text, rng)
+        if answer is None or "Infinity" in json.dumps(json.loads(answer)):
+            continue
+        if made.check is None or made.check.problem(answer) is None:
+            assert oracle.is_valid(json.loads(answer)), (schema, answer)
+
+
+def in_some_order(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        for names in islice(permutations(value), 24):
+            for parts in islice(product(*[list(islice(in_some_order(value[name]), 6)) for name in names]), 24):
+                yield dict(zip(names, parts, strict=True))
+    elif isinstance(value, list):
+        for parts in islice(product(*[list(islice(in_some_order(one), 4)) for one in value]), 16):
+            yield list(parts)
+    else:
+        yield value
+
+
+_DRAFTS = {
+    "draft4": "http://json-schema.org/draft-04/schema#",
+    "draft6": "http://json-schema.org/draft-06/schema#",
+    "draft7": "http://json-schema.org/draft-07/schema#",
+    "draft2019-09": "https://json-schema.org/draft/2019-09/schema",
+    "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
+}
+# Files whose schemas need others that are fetched, and keywords that are refused where they are ambiguous.
+_NOT_APPLICABLE = ("refRemote.json", "vocabulary.json")
+_REFUSED = ("is not within the schema", "among several dynamic anchors", "no value satisfies it", "without end")
+
+
+@pytest.mark.skipif("JSON_SCHEMA_TEST_SUITE" not in os.environ, reason="JSON_SCHEMA_TEST_SUITE is not its folder")
+@pytest.mark.parametrize("draft", _DRAFTS)
+def test_the_official_suite(draft: str) -> None:
+    """JSON Schema's own tests, from the folder `tests` of a checkout, or of the sdist of `jsonschema` (`json/tests`).
+    Held or checked at the end, every invalid value is found, and no valid one is refused but for another spelling."""
+    num, wrong = 0, list[Any]()
+    for file in sorted((Path(os.environ["JSON_SCHEMA_TEST_SUITE"]) / draft).glob("*.json")):
+        for case in json.loads(file.read_text(encoding="utf-8")) if file.name not in _NOT_APPLICABLE else ():
+            schema = case["schema"]
+            schema = {"$schema": _DRAFTS[draft], **schema} if isinstance(schema, dict) else {"allOf": [schema]}
+            try:
+                made = make_checked_grammar(StructuredOutputsParams(json=schema))
+            except RequestError as e:
+                if any(test["valid"] for test in case["tests"]) and not any(text in str(e) for text in _REFUSED):
+                    wrong.append((file.name, case["description"], str(e)))
+                continue
+            for test in case["tests"]:
+                num += 1
+                is_taken = any(admits(made.text, one) for one in islice(in_some_order(test["data"]), 100))
+                if made.check is not None:
+                    is_taken = is_taken and made.check.problem(json.dumps(test["data"])) is None
+                is_spelling = test["valid"] and any(text in test["description"] for text in ("float", "0.0", "1.0"))
+                is_format = test["valid"] and "only an annotation" in test["description"]
+                if is_taken != test["valid"] and not is_spelling and not is_format:
+                    wrong.append((file.name, case["description"], test["description"]))
+    assert wrong == []
+    assert num > 500
+
+
+def test_a_bound_is_as_it_is_written() -> None:
+    validator = Validator({"multipleOf": 0.01})
+    assert validator.check(0.07) is None and validator.check(0.075) is not None
+    assert Fraction("0.07") % Fraction("0.01") == 0

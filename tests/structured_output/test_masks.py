@@ -1,0 +1,192 @@
+"""Grammars where the model runs: forced text is the text, and no request spoils the grammar of another."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from llguidance import LLParserLimits
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from octavo.sampling_params import SamplingParams, StructuredOutputsParams
+from octavo.structured_output import masks
+from octavo.structured_output.grammar import make_grammar
+from octavo.structured_output.masks import GrammarCompiler, GrammarTable
+
+SPECIAL = ["<|im_start|>", "<|im_end|>"]
+ADDED = ["<think>", "<table>", "ü", "Müll", "  "]
+EOS = 1
+TEXTS = ["<|im_end|>", "a<|im_start|>b", "<think>", "x</think> <table>", "Müller", "für  Müll", "ﬀ <|im", "é\u2028ü"]
+
+
+def byte_level() -> Tokenizer:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {**{text: i for i, text in enumerate(SPECIAL)}, **{c: i + 2 for i, c in enumerate(letters)}}
+    merges = [("i", "m"), ("Ġ", "<"), ("e", "n"), ("en", "d")]
+    for a, b in merges:
+        vocab[a + b] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return with_added(tokenizer)
+
+
+def sentencepiece() -> Tokenizer:
+    vocab = {**{text: i for i, text in enumerate(SPECIAL)}, "</s>": 2, "<unk>": 3}
+    merges = [("i", "m"), ("▁", "<"), ("e", "n"), ("en", "d")]
+    for word in [
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *"▁abcdefghiklmnoprstux<>|_",
+        *(a + b for a, b in merges),
+    ]:
+        vocab[word] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return with_added(tokenizer)
+
+
+def with_added(tokenizer: Tokenizer) -> Tokenizer:
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in ADDED])
+    return tokenizer
+
+
+class Compiler(GrammarCompiler):
+    tokenizer: Tokenizer
+
+
+class Request:
+    """Something that holds a grammar."""
+
+
+@pytest.fixture(params=[byte_level, sentencepiece])
+def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    tokenizer = request.param()
+    monkeypatch.setattr(masks, "read_tokenizer_json", lambda checkpoint: tokenizer.to_str())
+    made = Compiler(SimpleNamespace(), tokenizer.get_vocab_size())  # type: ignore[arg-type]
+    made.tokenizer = tokenizer
+    return made
+
+
+def written(compiler: Compiler, grammar: str, *, prefers: str = "first") -> str:
+    """An answer: of the tokens that a grammar allows always the first one, or the last one, up to the end."""
+    holder = Request()
+    compiler.prepare(grammar, [EOS], holder).result()
+    matcher = compiler.matcher(grammar)
+    tokens = list[int]()
+    while not matcher.is_stopped():
+        words = np.frombuffer(matcher.compute_bitmask(), np.uint32)[: compiler.num_words]
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+        allowed = [token for token in np.flatnonzero(bits).tolist() if token != EOS]
+        if not allowed:
+            break
+        tokens.append(allowed[0 if prefers == "first" else -1])
+        assert matcher.consume_tokens(tokens[-1:]), matcher.get_error()
+        assert len(tokens) < 200
+    assert matcher.is_accepting(), matcher.get_error()
+    assert not set(tokens) & {0, 1}, "a special token has no text"
+    return text_of(compiler.tokenizer, tokens)
+
+
+def text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    """What tokens spell, of which added ones are their own text."""
+    added = {token: about.content.encode() for token, about in tokenizer.get_added_tokens_decoder().items()}
+    letters = {c: byte for byte, c in _letters().items()}
+    spelled = b""
+    for token in tokens:
+        word = tokenizer.id_to_token(token)
+        if token in added:
+            spelled += added[token]
+        elif isinstance(tokenizer.decoder, decoders.ByteLevel):
+            spelled += bytes(letters[c] for c in word)
+        elif word.startswith("<0x"):
+            spelled += bytes([int(word[3:5], 16)])
+        else:
+            spelled += word.replace("▁", " ").encode()
+    return spelled.decode()
+
+
+def _letters() -> dict[int, str]:
+    """GPT-2's letter of each byte."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {**{byte: chr(byte) for byte in plain}, **{byte: chr(256 + i) for i, byte in enumerate(others)}}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_forced_text_is_the_text_whatever_tokens_are_added(compiler: Compiler, text: str) -> None:
+    constant = make_grammar(StructuredOutputsParams(json={"const": text}, disable_any_whitespace=True))
+    assert json.loads(written(compiler, constant)) == text
+    assert written(compiler, make_grammar(StructuredOutputsParams(choice=[text]))) == text
+    named = {"type": "object", "properties": {text: {"const": 1}}, "required": [text], "additionalProperties": False}
+    grammar = make_grammar(StructuredOutputsParams(json=named, disable_any_whitespace=True))
+    assert json.loads(written(compiler, grammar)) == {text: 1}
+
+
+def test_a_choice_among_texts_with_added_tokens_is_one_of_them(compiler: Compiler) -> None:
+    grammar = make_grammar(StructuredOutputsParams(choice=TEXTS))
+    for prefers in ("first", "last"):
+        assert written(compiler, grammar, prefers=prefers) in TEXTS
+
+
+def test_special_tokens_that_a_grammar_names_are_tokens(compiler: Compiler) -> None:
+    grammar = json.dumps({"grammars": [{"lark_grammar": 'start: "a" <[0]> "<|im_start|>"'}]})
+    compiler.prepare(grammar, [EOS], compiler).result()
+    matcher = compiler.matcher(grammar)
+    assert matcher.consume_tokens([compiler.tokenizer.token_to_id("a"), 0])
+    assert not matcher.consume_tokens([0])
+
+
+def test_a_grammar_is_kept_as_long_as_a_request_has_it(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "_NUM_IDLE", 2)
+    requests = [Request() for _ in range(6)]
+    grammars = [make_grammar(StructuredOutputsParams(choice=[f"text {i}"])) for i in range(6)]
+    for grammar, request in zip(grammars, requests, strict=True):
+        compiler.prepare(grammar, [EOS], request).result()
+    assert [grammar in compiler._templates for grammar in grammars] == [True] * 6
+    del requests[:], request
+    for i in range(2):
+        other = make_grammar(StructuredOutputsParams(choice=[f"other {i}"]))
+        compiler.prepare(other, [EOS], compiler).result()
+    assert [grammar in compiler._templates for grammar in grammars] == [False] * 4 + [True] * 2
+
+
+def test_a_lexer_that_one_request_has_worn_out_serves_no_other(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llguidance bounds the states of a lexer, which copies of a compiled grammar share."""
+    monkeypatch.setattr(masks, "limits", lambda: LLParserLimits(max_lexer_states=1000))
+    grammar = make_grammar(StructuredOutputsParams(regex="[ab]*a[ab]{40}|[ab]{0,12}"))
+    compiler.prepare(grammar, [EOS], compiler).result()
+    table = GrammarTable(compiler, 2)
+    params = SamplingParams(max_tokens=10)
+    params.grammar = grammar
+    a, b = (compiler.tokenizer.token_to_id(c) for c in "ab")
+
+    def step(row: int, token: int) -> str | None:
+        table.advance(np.array([row]), np.array([token]))
+        _, errors = table.masks(np.array([row]), {})
+        return errors.get(0)
+
+    rng = np.random.default_rng(1)
+    table.admit(0, params, [], [EOS])
+    table.admit(1, params, [], [EOS])
+    assert step(1, a) is None
+    errors = (step(0, (a, b)[rng.integers(2)]) for _ in range(5_000))
+    assert next((error for error in errors if error is not None), None), "the lexer was to wear out"
+    assert [step(1, token) for token in (b, a, a, b)] == [None] * 4
+    table.admit(0, params, [], [EOS])
+    assert [step(0, token) for token in (a, b, a, a, b)] == [None] * 5
+
+
+def test_tokens_of_a_text_are_those_of_the_model_where_these_spell_it(compiler: Compiler) -> None:
+    compiler.prepare(make_grammar(StructuredOutputsParams(choice=["a"])), [EOS], compiler).result()
+    vocabulary: Any = compiler._vocabulary
+    words = [compiler.tokenizer.id_to_token(token) for token in vocabulary.tokenize_str("end im")]
+    assert words[0] == "end" and words[-1] == "im"
