@@ -1,12 +1,11 @@
-"""Fixtures of the kernel tests: every test that takes `isa` runs once for each instruction set of this machine, those
-included that the build emulates (CMake's OCTAVO_EMULATED_ISAS, which scripts/test sets).
+"""Fixtures of the kernel tests: every test that takes `isa` runs once for each instruction set of this machine that has
+kernels of its own for it, those included that the build emulates (`scripts/install --kernels emulated`).
 
 The Triton kernels' tests do without the native module, as a machine with a GPU may have none."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -17,15 +16,34 @@ except ImportError:
     _cpu = None
 
 
-def _isas() -> Iterator[Any]:
-    """Of an instruction set that this machine has, the emulation is tested in the long tier."""
+# Instruction sets that replace some kernels of another set's table (csrc/cpu/dispatch.cpp) -> which.
+_REPLACED = {
+    "amx": {"products", "attention"},
+    "amx_emulated": {"products", "attention"},
+    "avx512_vnni": {"products"},
+    "avx2_vnni": {"products"},
+    "avx2_vnni_emulated": {"products"},
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A module says in KERNELS which kernels it tests: "products" where it does not. The sets that this machine would
+    choose are tested always, the others in the long tier."""
+    names_its_own = any(mark.args[0] == "isa" for mark in metafunc.definition.iter_markers("parametrize"))
+    if "isa" not in metafunc.fixturenames or names_its_own:
+        return
+    kernels = getattr(metafunc.module, "KERNELS", "products")
     available = _cpu.available_isas() if _cpu else ["none is built"]
-    for name in available:
-        real = name.removesuffix("_emulated")
-        yield pytest.param(name, marks=pytest.mark.long) if name != real and real in available else name
+    chosen = next(i for i, name in enumerate(available) if name not in _REPLACED)
+    params = [
+        pytest.param(name, marks=pytest.mark.long if i > chosen else ())
+        for i, name in enumerate(available)
+        if kernels in _REPLACED.get(name, {kernels})
+    ]
+    metafunc.parametrize("isa", params, indirect=True, scope="module")
 
 
-@pytest.fixture(scope="module", params=_isas())
+@pytest.fixture(scope="module")
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     before = _cpu.isa()
     _cpu.set_isa(request.param)

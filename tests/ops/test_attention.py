@@ -28,6 +28,8 @@ from tests.ops.kernel_cases import (
 )
 from tests.ops.tensors import cpu
 
+KERNELS = "attention"  # of an instruction set that are tested here: conftest.py
+
 # (of the step, of its cache)
 CACHES = (
     [(dtype, None) for dtype in DTYPES] + [(torch.bfloat16, cached) for cached in BYTES] + [(torch.float32, BYTES[0])]

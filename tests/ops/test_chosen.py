@@ -15,6 +15,8 @@ from tests.ops.index_cases import IndexedBatch, Sizes, assert_the_best_are_chose
 from tests.ops.kernel_cases import DTYPES, assert_near, assert_same_bits
 from tests.ops.tensors import cpu, torch_ref
 
+KERNELS = "others"  # of an instruction set that are tested here: conftest.py
+
 LENGTHS = [1, 9, 63, 130, 700]
 BATCH = [(0, 0, 1), (1, 0, 9), (2, 60, 63), (4, 650, 700), (3, 129, 130)]
 

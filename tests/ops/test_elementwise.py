@@ -24,6 +24,8 @@ from tests.ops.kernel_cases import (
 )
 from tests.ops.tensors import cpu, torch_ref
 
+KERNELS = "others"  # of an instruction set that are tested here: conftest.py
+
 widths = st.one_of(st.integers(1, 80), st.sampled_from([128, 576, 1000]))
 
 

@@ -16,6 +16,8 @@ from octavo.ops.torch_arrays import to_torch
 from tests.ops.kernel_cases import generated
 from tests.ops.tensors import to_numpy
 
+KERNELS = "others"  # of an instruction set that are tested here: conftest.py
+
 BACKENDS = [cpu, torch_ref]
 ROWS, VOCAB = 5, 700
 

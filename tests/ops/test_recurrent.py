@@ -14,6 +14,8 @@ from tests.ops.kernel_cases import DTYPES, assert_near, assert_same_bits, random
 from tests.ops.recurrent_cases import CASES, CHUNKS, LENGTHS, Run, delta, neighbours_and_alternating, one_sequence
 from tests.ops.tensors import OverTensors, cpu, torch_ref
 
+KERNELS = "others"  # of an instruction set that are tested here: conftest.py
+
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)

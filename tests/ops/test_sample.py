@@ -12,6 +12,8 @@ from tests.ops.draws import is_right_draw, random_numbers
 from tests.ops.kernel_cases import generated, random, sampling_settings
 from tests.ops.tensors import cpu, torch_ref
 
+KERNELS = "others"  # of an instruction set that are tested here: conftest.py
+
 
 @generated
 @given(rows=st.integers(1, 12), width=st.sampled_from([2, 17, 100, 1000, 5003]), seed=st.integers(0, 10**6))
