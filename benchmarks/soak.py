@@ -27,10 +27,11 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.e2e.server import MODEL, Server, running_server
+from tests.waiting import within
 
 SLOTS, QUEUE = 16, 8
 NUM_CLIENTS = 2 * (SLOTS + QUEUE)
-PATIENCE_S = 120.0  # an answer that takes longer is lost
+PATIENCE_S = within(120.0)  # an answer that takes longer is lost
 SETTLE_S = 15.0  # a process younger than this is still growing, by caches that fill
 QUESTION = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 12, "temperature": 0}
 WORDS = ["the", "sea", "ship", "printer", "leaf", "octavo", "folds", "of", "under", "lamp", "seven", "harbour", "paper"]
@@ -57,8 +58,9 @@ NONSENSE: list[tuple[bytes, set[int]]] = [
 class Soak:
     """The clients of one server, and what became of their requests."""
 
-    def __init__(self, server: Server, seed: int, seconds: float) -> None:
-        self.server = server
+    def __init__(self, server: Server, seed: int, seconds: float, until: set[str]) -> None:
+        """`until` are ends of requests that are waited for beyond `seconds`, at most ten times as long."""
+        self.server, self._until = server, until
         self.seed = seed
         self.seconds = seconds
         self.ends: Counter[str] = Counter()
@@ -82,7 +84,9 @@ class Soak:
 
     @property
     def _has_time(self) -> bool:
-        return time.monotonic() < self.begun + self.seconds
+        seconds = time.monotonic() - self.begun
+        seen = {end.partition(": ")[2] for end in self.ends}
+        return seconds < self.seconds or (seconds < 10 * self.seconds and not self._until <= seen)
 
     async def _client(self, http: httpx.AsyncClient, i: int) -> None:
         rng = random.Random(f"{self.seed}/{i}")
@@ -152,7 +156,7 @@ class Soak:
         begun = time.monotonic()
         end = await rng.choice([self._stream, self._whole])(http, rng, fields)
         late_s = time.monotonic() - begun - fields["timeout"]
-        return end if late_s < 10 else f"wrong: {late_s:.1f} s after its deadline"
+        return end if late_s < within(10) else f"wrong: {late_s:.1f} s after its deadline"
 
     async def _leave(self, http: httpx.AsyncClient, rng: random.Random) -> str:
         """Hang up: after some chunks, or after a time in which no answer may have come."""
@@ -203,9 +207,10 @@ class Soak:
         killed = time.monotonic()
         self._is_out = True
         core.kill()
-        while (await http.get("/health")).status_code == 200:
+        # It may be there again before anybody has asked for its health.
+        while (await http.get("/health")).status_code == 200 and not await asyncio.to_thread(self._num_restarts):
             await asyncio.sleep(0.01)
-            if time.monotonic() > killed + 5:
+            if time.monotonic() > killed + within(30):
                 self.wrong.append("the engine's death was not noticed")
                 return
         noticed = time.monotonic()
@@ -213,6 +218,9 @@ class Soak:
             await asyncio.sleep(0.05)
         self.noticed_s, self.recovery_s = noticed - killed, time.monotonic() - killed
         self._is_out = False
+
+    def _num_restarts(self) -> float:
+        return self.server.count("octavo:engine_restarts_total")
 
     async def _measure(self) -> None:
         while True:
@@ -239,13 +247,13 @@ class Soak:
         return statistics.median(settled[-third:]) - statistics.median(settled[:third])
 
 
-def soak(seconds: float, seed: int, log: Path) -> tuple[dict[str, Any], list[str]]:
+def soak(seconds: float, seed: int, log: Path, until: set[str]) -> tuple[dict[str, Any], list[str]]:
     """-> (what was measured, what was wrong)."""
     with tempfile.TemporaryDirectory() as folder, running_server(
         Path(folder), "--max-model-len", "512", "--max-num-seqs", str(SLOTS), "--num-gpu-blocks-override", "100",
         "--max-queue-len", str(QUEUE), "--max-body-bytes", "65536", "--check-invariants", "--disable-log-requests",
     ) as server:  # fmt: skip
-        run = Soak(server, seed, seconds)
+        run = Soak(server, seed, seconds, until)
         asyncio.run(run.run())
         wrong = run.wrong
         try:
@@ -302,8 +310,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="Write what was measured there.")
     parser.add_argument("--log", type=Path, default=Path("soak.log"), help="Where the server's log is kept.")
+    parser.add_argument("--until", nargs="*", default=[], metavar="END", help="Go on until requests have ended so.")
     args = parser.parse_args()
-    measured, wrong = soak(60 * args.minutes, args.seed, args.log)
+    measured, wrong = soak(60 * args.minutes, args.seed, args.log, set(args.until))
     if args.json is not None:
         args.json.write_text(json.dumps({**measured, "wrong": wrong}, indent=1) + "\n")
     del measured["memory_mib"]

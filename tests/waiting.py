@@ -56,6 +56,11 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.001)
 
 
+async def virtual_sleep(seconds: float) -> None:
+    """In `Clock.run`: something takes so long."""
+    await asyncio.sleep(seconds)
+
+
 class Clock:
     """`time.monotonic` of this process, event loops included, which a test moves forward."""
 
@@ -68,10 +73,6 @@ class Clock:
 
     def advance(self, seconds: float) -> None:
         self._shift_s += seconds
-
-    async def sleep(self, seconds: float) -> None:
-        """In `run`: something takes so long."""
-        await asyncio.sleep(seconds)
 
     async def pass_time(self, seconds: float) -> None:
         """`advance`, and have those whose time has come go on."""

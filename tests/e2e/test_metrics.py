@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.e2e.prometheus import MISSING, Prometheus, running_prometheus
 from tests.e2e.server import MODEL, Server, running_server
 from tests.ports import held_port
-from tests.waiting import wait_until
+from tests.waiting import wait_until, within
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +83,7 @@ def prometheus(
 @pytest.fixture(scope="module")
 def load(server: Server, prometheus: Prometheus | None) -> Load:
     """Twelve streams, and a request whose time is up at once."""
-    client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+    client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=within(120))
     load = Load()
 
     async def stream(i: int) -> None:
@@ -105,7 +105,9 @@ def load(server: Server, prometheus: Prometheus | None) -> Load:
 
     async def run() -> None:
         streams = [asyncio.create_task(stream(i)) for i in range(NUM_REQUESTS)]
+        begun = time.monotonic()
         left = await client.completions.create(model=MODEL, prompt="Left", extra_body={"timeout": 1e-6})
+        load.e2e_s.append(time.monotonic() - begun)
         assert left.choices[0].finish_reason == "abort"
         await asyncio.gather(*streams)
 
@@ -137,10 +139,10 @@ def check(values: dict[str, float], load: Load) -> None:
         ("prompt_tokens_total", "request_prompt_tokens", load.prompt_tokens),
         ("generation_tokens_total", "request_generation_tokens", load.output_tokens),
     ):
-        assert sum(seen) <= values[counted] <= sum(seen) + 10, "the other one has few"
-        assert sum(seen) <= total(name) <= sum(seen) + 10
+        assert sum(seen) <= values[counted] <= sum(seen) + 16, "as many as the other one may have"
+        assert sum(seen) <= total(name) <= sum(seen) + 16
     num_later_tokens = sum(load.output_tokens) - NUM_REQUESTS
-    assert num_later_tokens <= count("inter_token_latency_seconds") <= num_later_tokens + 10
+    assert num_later_tokens <= count("inter_token_latency_seconds") <= num_later_tokens + 16
     assert count("time_per_output_token_seconds") == count("inter_token_latency_seconds")
     # A request's phases are its time: sums of sums, whatever the machine.
     queue, prefill = total("request_queue_time_seconds"), total("request_prefill_time_seconds")
@@ -152,7 +154,7 @@ def check(values: dict[str, float], load: Load) -> None:
     # Eight of twelve waited for the first four, and nobody saw an answer before the server had it.
     assert queue > 0
     assert total("time_to_first_token_seconds") <= sum(load.ttft_s)
-    assert total("e2e_request_latency_seconds") <= sum(load.e2e_s) + 5.0, "the other one took no time to speak of"
+    assert total("e2e_request_latency_seconds") <= sum(load.e2e_s)
     # Now all is at rest.
     for gauge in ("num_requests_running", "num_requests_waiting", "num_requests_swapped", "kv_cache_usage_perc"):
         assert values[gauge] == 0

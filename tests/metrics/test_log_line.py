@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
 from octavo.metrics.log_line import LogLine
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.stats import EngineStats
+from tests.waiting import Clock, virtual_sleep
 
 
 def test_the_line_has_the_rates_of_its_interval_and_the_state_at_its_end() -> None:
@@ -61,19 +61,18 @@ def test_the_line_is_silent_when_nothing_runs_but_says_once_that_it_came_to_rest
 
 
 @pytest.mark.parametrize("log", [True, False])
-def test_the_gauges_are_set_whether_or_not_the_line_is_logged(log: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_gauges_are_set_whether_or_not_the_line_is_logged(
+    log: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level("INFO", logger="octavo.stats")
-    metrics = EngineMetrics("m", 100)
+    metrics, clock = EngineMetrics("m", 100), Clock(monkeypatch)
 
     async def run() -> float:
-        task = asyncio.create_task(LogLine(metrics, time.monotonic()).run(log=log, interval_s=0.005))
-        await asyncio.sleep(0)
-        metrics.record_step(EngineStats(num_generation_tokens=10))
-        async with asyncio.timeout(5):
-            while (rate := metrics.generation_tokens_per_s) == 0:  # noqa: ASYNC110
-                await asyncio.sleep(0)
+        task = asyncio.create_task(LogLine(metrics, clock.now()).run(log=log, interval_s=1000))
+        metrics.record_step(EngineStats(num_generation_tokens=5000))
+        await virtual_sleep(1500)
         task.cancel()
-        return rate
+        return metrics.generation_tokens_per_s
 
-    assert asyncio.run(run()) > 0
+    assert clock.run(run()) == pytest.approx(5, rel=0.01)
     assert ("generation" in caplog.text) is log

@@ -22,7 +22,7 @@ from octavo.request import SequenceOutput
 from octavo.stats import EngineStats
 from tests.entrypoints.fake_engine import Address, FakeEngine, serving
 from tests.leaving import connect
-from tests.waiting import Clock, wait_until, within
+from tests.waiting import Clock, virtual_sleep, wait_until, within
 
 LIMITS = {"max_body_bytes": 2000, "max_queue_len": 2, "max_connections": 12, "max_request_time": 50.0}
 BODY = {"prompt": "a"}
@@ -93,7 +93,7 @@ def test_a_body_that_drips_has_its_time_as_a_whole(monkeypatch: pytest.MonkeyPat
     clock = Clock(monkeypatch)
 
     async def drip() -> dict[str, Any]:
-        await clock.sleep(10)
+        await virtual_sleep(10)
         return {"type": "http.request", "body": b" ", "more_body": True}
 
     reader = auth_and_limits.BodyReader(2000, 35.0)

@@ -13,7 +13,7 @@ from uvicorn.server import ServerState
 
 from octavo.entrypoints.http import uvicorn_server
 from octavo.entrypoints.http.uvicorn_server import HttpProtocol
-from tests.waiting import Clock
+from tests.waiting import Clock, virtual_sleep
 
 WRITE_TIMEOUT_S = 60.0
 POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
@@ -103,7 +103,7 @@ async def stream_for_ever(scope: Scope, receive: Receive, send: Send) -> None:
     watcher = asyncio.ensure_future(receive())  # a disconnect
     while not watcher.done():
         await send({"type": "http.response.body", "body": b"more", "more_body": True})
-        await asyncio.sleep(1)
+        await virtual_sleep(1)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, act: Callable[[Clock], Awaitable[None]]) -> None:
