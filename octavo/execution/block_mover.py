@@ -1,9 +1,8 @@
-"""Moves whole KV blocks on a device, and between it and pinned host memory, in the order that `BlockMoves` asks for.
+"""Copies whole KV blocks on a device, and between it and pinned host memory, in the order of `BlockMoves`.
 
-A block lies in as many pieces as there are layers, twice. To the host it goes through a stage on the device where it is
-in one piece: gathering there takes a thousandth of the time of the way over the bus, so that the blocks can be
-overwritten at once and the long way is gone beside the steps that follow. Blocks that come back are awaited by the
-step that reads them.
+A block is in two pieces for each layer. On its way to the host it is gathered into a staging buffer on the device, in a
+thousandth of the time that the bus takes: then the block may be overwritten, and the copy to the host runs while later
+steps compute. A step that reads swapped blocks waits for them.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.ops import Array, LayerKVCache, Ops
 from octavo.plan import BlockMoves
 
-_STAGE_BYTES = 64 << 20  # of the device, twice: a millisecond or two of the bus's time
+_STAGE_BYTES = 64 << 20  # of device memory, twice: one or two milliseconds of the bus
 
 Pairs = Sequence[tuple[int, int]]
 
 
 def block_bytes(cache: LayerKVCache) -> int:
-    """Bytes of one block of a layer, keys and values."""
+    """Return the bytes of a layer's block, keys and values."""
     return sum(int(part.nbytes) for part in cache.arrays) // cache.num_blocks
 
 
 def layer_cache(config: CacheConfig, device: Device, ops: Ops, spec: LayerCacheSpec, num_blocks: int) -> LayerKVCache:
-    """Memory for what a layer keeps."""
+    """Allocate the memory of a layer's cache."""
     if spec.kind == "state":
         states = device.zeros([num_blocks, spec.num_bytes // 4], "float32")
         return LayerKVCache(states, states[:, :0])
@@ -40,7 +39,7 @@ def layer_cache(config: CacheConfig, device: Device, ops: Ops, spec: LayerCacheS
 
 
 class _StagingBuffer:
-    """Room for some blocks in one piece each: [blocks, bytes of a block] uint8."""
+    """A staging buffer for blocks in one piece each: [num_blocks, block_bytes] uint8."""
 
     def __init__(self, blocks: Array) -> None:
         self.blocks = blocks
@@ -48,13 +47,13 @@ class _StagingBuffer:
 
 
 class _PoolMover:
-    """The blocks of one pool, which lie in `caches`, and as many of pinned memory behind them as there are."""
+    """The blocks of one pool, in `caches`, and its host blocks in pinned memory."""
 
     def __init__(self, ops: Ops, device: Device, caches: Sequence[LayerKVCache], num_host_blocks: int) -> None:
         self._ops, self._device, self._caches = ops, device, caches
         self._staging_buffers: list[_StagingBuffer] = []
-        self.host_arrays: list[Any] = []  # that hold swapped blocks
-        if num_host_blocks and caches:  # a stage may have no layer that uses a pool
+        self.host_arrays: list[Any] = []  # memory of swapped blocks
+        if num_host_blocks and caches:  # a pipeline stage may have no layer of the pool
             num_bytes = sum(block_bytes(cache) for cache in caches)
             self._host = device.pinned([num_host_blocks, num_bytes], "uint8")
             self.host_arrays = [self._host]
@@ -70,7 +69,7 @@ class _PoolMover:
             self._swap_in(pairs)
 
     def _staged(self, pairs: Pairs) -> Iterator[Pairs]:
-        """As many at a time as a stage holds."""
+        """Yield the pairs in parts that fit in a staging buffer."""
         if pairs and self._staging_buffers:
             size = len(self._staging_buffers[0].blocks)
             yield from (pairs[at : at + size] for at in range(0, len(pairs), size))
@@ -121,12 +120,12 @@ class _PoolMover:
         staging.is_free = compute.record()
 
     def warm_up(self) -> None:
-        """A copy of the first block onto itself."""
+        """Copy the first block onto itself, so that the kernels are compiled."""
         self._device.compute.run(lambda: self._ops.copy_blocks([(0, 0)], self._caches))
 
 
 class BlockMover:
-    """The blocks of all pools: `caches` and the number of host blocks, by pool."""
+    """The blocks of all pools. `caches` and the numbers of host blocks are by pool."""
 
     def __init__(
         self, ops: Ops, device: Device, caches: Sequence[Sequence[LayerKVCache]], num_host_blocks: Sequence[int]
@@ -135,15 +134,15 @@ class BlockMover:
 
     @property
     def host_arrays(self) -> list[Any]:
-        """The host's memory for swapped blocks."""
+        """The pinned memory of swapped blocks."""
         return [array for pool in self._pools for array in pool.host_arrays]
 
     def move(self, moves: Sequence[BlockMoves]) -> None:
-        """Have the device move blocks, by pool, before anything that it is given later."""
+        """Append the moves, by pool, to the device's streams: before everything submitted later."""
         for pool, of_pool in zip(self._pools, moves, strict=False):
             pool.move(of_pool)
 
     def warm_up(self) -> None:
-        """Have the device launch what it moves blocks with."""
+        """Launch the kernels that move blocks."""
         for pool in self._pools:
             pool.warm_up()

@@ -1,4 +1,4 @@
-"""How many KV blocks the memory buys, on the device and on the host."""
+"""Sizes the KV cache: how many blocks fit in the memory of device and host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def num_pools(groups: Sequence[CacheGroup]) -> int:
 
 
 def _counted_pool(groups: Sequence[CacheGroup]) -> int:
-    """The pool whose blocks --num-gpu-blocks-override counts: the first one of keys and values, if there is one."""
+    """Return the pool whose blocks --num-gpu-blocks-override counts: the first with keys and values, if there is
+    one."""
     return next((group.pool for group in groups if group.spec.kind != "state"), 0)
 
 
@@ -149,7 +150,7 @@ def log_capacity(
     num_blocks: Sequence[int],
     num_host_blocks: Sequence[int],
 ) -> None:
-    """Say what the memory has bought."""
+    """Log the size of the cache."""
     num_states = min((num_blocks[group.pool] for group in groups if group.spec.kind == "state"), default=0)
     states = f"; states of {num_states} sequences" if num_states else ""
     swapped = f"; {sum(num_host_blocks)} more blocks to swap to" if any(num_host_blocks) else ""
@@ -158,7 +159,7 @@ def log_capacity(
         return
     counted = _counted_pool(groups)
     num_tokens = num_blocks[counted] * config.cache.block_size
-    if any(group.spec.kind == "cross" for group in groups):  # which takes most blocks of every request
+    if any(group.spec.kind == "cross" for group in groups):  # the pool that needs the most blocks for a request
         longest = config.model.max_model_len
         num_tokens = num_blocks[counted] * longest // request_blocks(config, groups, longest)[counted]
     logger.info(

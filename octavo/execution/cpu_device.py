@@ -1,7 +1,6 @@
-"""The processors that Python runs on, as a device: streams run at once, and a captured step is the native program.
+"""The host's processors as a device: streams run their work at once, and a captured step is a native program.
 
-It shares the host's memory, so that nothing is uploaded, and one program recorded at full size replays steps of any
-smaller one.
+It shares the host's memory, so nothing is uploaded. One program, recorded at full size, replays steps of any size.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _GIB = 1 << 30
 
 
 class _Done:
-    """The event of a stream that has done all its work."""
+    """The event of a stream that has no work left."""
 
     def wait(self) -> None:
         pass
@@ -35,7 +34,7 @@ _DONE = _Done()
 
 
 class _InlineStream:
-    """Work is done when it is given."""
+    """A stream that runs work when it is appended."""
 
     def run(
         self, work: Callable[[], None], reads: Sequence[NDArray[Any]] = (), writes: Sequence[NDArray[Any]] = ()
@@ -50,7 +49,7 @@ class _InlineStream:
 
 
 class CapturedProgram:
-    """A step recorded as native calls."""
+    """A step, recorded as a list of native calls."""
 
     def __init__(self, model: StepModel, inputs: StepArrays[Array]) -> None:
         self.program = Program()
@@ -73,7 +72,7 @@ class CpuDevice:
     """The processors of this machine."""
 
     name = "CPU"
-    runs_ahead = False  # Python and kernels share the processors: there is nothing to overlap
+    runs_ahead = False  # Python and kernels share the processors: nothing can overlap
     shares_memory = True
     memory_errors: tuple[type[Exception], ...] = ()
 
@@ -93,7 +92,7 @@ class CpuDevice:
         return 0
 
     def release_memory(self) -> None:
-        """Nothing is held in reserve."""
+        """No memory is reserved."""
 
     def time_s(self, work: Callable[[], object]) -> float:
         begin = perf_counter()

@@ -20,74 +20,72 @@ from octavo.ops import Array
 
 
 class Event(Protocol):
-    """A point in a stream."""
+    """A point in a stream's work."""
 
     def wait(self) -> None:
-        """Let the host wait until the device has got there."""
+        """Wait on the host until the device has reached it."""
         ...
 
 
 class Stream(Protocol):
-    """Work that a device does in order."""
+    """A queue of work that a device does in order."""
 
     def run(
         self, work: Callable[[], None], reads: Sequence[NDArray[Any]] = (), writes: Sequence[NDArray[Any]] = ()
     ) -> None:
-        """Append work. `reads` and `writes` are the pinned host arrays that it touches: until it is done, nobody else
-        may write the ones nor touch the others."""
+        """Append work. `reads` and `writes` are the pinned host arrays that it uses: until it is done, nobody else may
+        write `reads` or touch `writes`."""
         ...
 
     def record(self) -> Event:
-        """The point after all work so far."""
+        """Return the point after all work so far."""
         ...
 
     def wait(self, event: Event) -> None:
-        """Do nothing more before `event`, which another stream has recorded."""
+        """Let later work wait for `event` of another stream."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """What the model makes of a step."""
+    """The results of the model's part of a step."""
 
     hidden: Array  # [T, H] before the final norm
-    features: Array  # [T, F]: what a head that guesses tokens reads of the step; `hidden` where it asks for no other
+    features: Array  # [T, F]: what a draft head reads; `hidden` unless it reads other layers
     logits: Array  # [N, V] float32
-    best: Array  # [N] int64: the likeliest tokens
+    best: Array  # [N] int64: the most likely tokens
 
 
 class StepModel(Protocol):
-    """The model's part of a step, in two pieces because the second has a row for each sample and not for each token."""
+    """The model's part of a step. It has two parts: hidden states, with a row for each token, and logits, with a row
+    for each sample."""
 
     def hidden(self, inputs: StepArrays[Array]) -> tuple[Array, Array]:
         """-> hidden states and features, as in `StepOutputs`; they may be the same array."""
 
     def logits(self, inputs: StepArrays[Array], hidden: Array) -> tuple[Array, Array]:
-        """-> logits and their likeliest tokens."""
+        """-> logits and the most likely tokens."""
         ...
 
 
 class CapturedStep(Protocol):
-    """A step that was captured over arrays that stay where they are."""
+    """A captured step. Its input arrays stay at their addresses."""
 
-    outputs: StepOutputs  # filled anew by each replay; that of another captured step may overwrite them
+    outputs: StepOutputs  # overwritten by each replay, also of other captured steps
 
     def replay(self, used: StepShape) -> None:
-        """Do it for a step of that shape."""
+        """Run it for a step of this shape."""
         ...
 
 
 class Device(Protocol):
-    """What the runner needs of a device. `compute` is the stream of steps, `copies` that of traffic with the host."""
+    """What the runner needs of a device. `compute` is the stream of steps, `copies` the stream of copies to and from
+    the host."""
 
     name: str
-    runs_ahead: (
-        bool  # it computes while Python goes on, so that steps are submitted before the last one's tokens are known
-    )
-    shares_memory: (
-        bool  # it reads and writes the host's memory itself: nothing has to be uploaded or kept in two places
-    )
-    memory_errors: tuple[type[Exception], ...]  # what is raised where a step finds too little memory
+    runs_ahead: bool  # it computes asynchronously: steps are submitted before the last one's tokens are known
+    shares_memory: bool  # it uses the host's memory: nothing is uploaded or kept twice
+    memory_errors: tuple[type[Exception], ...]  # raised if a step finds too little memory
 
     @property
     def compute(self) -> Stream: ...
@@ -96,63 +94,64 @@ class Device(Protocol):
     def copies(self) -> Stream: ...
 
     def free_bytes(self) -> int:
-        """Memory that weights may take."""
+        """Return the memory that weights may take."""
         ...
 
     def cache_bytes(self, config: CacheConfig, step: Callable[[], None], other_bytes: int) -> tuple[int, str]:
-        """Memory for the KV cache, now that the weights are there, and what grants it, for messages. `step` runs the
-        step that takes the most memory; captured steps and towers are going to take `other_bytes` more."""
+        """Return the memory for the KV cache once the weights are loaded, and what limits it, for messages. `step` runs
+        the largest step; captured steps and towers will take `other_bytes` more."""
         ...
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
-        """Memory of its own that `work` takes at its height, beyond what is in use; 0 where it has none, and nothing is
-        done then."""
+        """Return the peak of device memory that `work` takes beyond what is in use. A device without memory of its own
+        returns 0 and runs nothing."""
         ...
 
     def release_memory(self) -> None:
-        """Give back what is held in reserve, after a step that found too little."""
+        """Free reserved memory, after a step that found too little."""
         ...
 
     def time_s(self, work: Callable[[], object]) -> float:
-        """Seconds that `work` takes on the device, when it has been done before."""
+        """Return the seconds that `work` takes on the device, after a first run."""
         ...
 
     def pinned(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
-        """Host memory that the device can reach by itself, zeroed."""
+        """Allocate pinned host memory, zeroed."""
         ...
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Array:
-        """Memory of the device."""
+        """Allocate device memory, zeroed."""
         ...
 
     def upload_target(self, pinned: NDArray[Any]) -> Array:
-        """Memory of the device that `pinned` is uploaded to: itself, if the device shares memory."""
+        """Return device memory that `pinned` is uploaded to: `pinned` itself, if the device shares the host's
+        memory."""
         ...
 
     def as_input(self, array: Array) -> Array:
-        """The same memory, for captured steps to read whatever it holds when they are replayed."""
+        """Mark an array as an input of captured steps: a replay reads its contents at that time."""
         ...
 
     def view(self, array: Array, dtype: str) -> Array:
-        """The bytes of an array, as those of [num_bytes] uint8 or of rows, read as another type."""
+        """Return an array's bytes, [num_bytes] uint8 or rows, as another type."""
         ...
 
     def copy(self, source: Any, target: Any) -> None:
-        """Copy between pinned and device memory, or within the device, as work of the stream that runs it."""
+        """Copy between pinned and device memory, or on the device, in the stream that runs it."""
         ...
 
     def capture_shapes(self, largest: StepShape) -> list[StepShape]:
-        """Shapes of the steps that are worth capturing, the smallest first."""
+        """Return the shapes of steps to capture, the smallest first."""
         ...
 
     def can_replay(self, captured: StepShape, used: StepShape) -> bool:
-        """Whether a step of one shape can be replayed as a captured one of the other."""
+        """Return whether a step of one shape can be replayed by a captured step of another."""
         ...
 
     def capture(self, model: StepModel, inputs: StepArrays[Array]) -> CapturedStep:
-        """Capture the model's part of a step over `inputs`."""
+        """Capture the model's part of a step with these `inputs`."""
         ...
 
     def fetch(self, arrays: Sequence[Array], after: Event) -> list[NDArray[Any]]:
-        """Copies on the host, made as soon as `after` has come and whatever `compute` has been given since then."""
+        """Return copies on the host, made once `after` is reached, without waiting for later work of `compute`."""
         ...

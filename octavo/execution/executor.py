@@ -1,4 +1,5 @@
-"""What stands between the engine core and the workers that run a model: it hands them plans and brings back results.
+"""The executor stands between the engine core and the workers that run a model: it sends them plans and returns
+results.
 
 `LocalExecutor` has one worker in its own process. `MultiprocExecutor` has the first of several workers and sends plans
 to the others.
@@ -29,18 +30,18 @@ from octavo.request import AdapterSource, MediaInput
 
 
 class PendingStep(Protocol):
-    """A step that was handed to a device."""
+    """A step that was submitted to a device."""
 
     def result(self) -> StepResult:
-        """Wait until it has been computed."""
+        """Wait until it is computed, and return its result."""
         ...
 
 
 class Executor(Protocol):
-    """What the engine core needs of whatever runs the model."""
+    """What the engine core needs of the workers."""
 
-    runs_ahead: bool  # a step may be submitted before the tokens of the last one are known
-    num_stages: int  # of the model: so many steps may be under way, each of other sequences
+    runs_ahead: bool  # a step may be submitted before the last one's tokens are known
+    num_stages: int  # pipeline stages: as many steps may be in flight, each of other sequences
     cache_groups: tuple[CacheGroup, ...]
     max_model_len: int  # the configuration's, or less with --max-model-len auto
     num_blocks: list[int]  # by pool
@@ -50,47 +51,47 @@ class Executor(Protocol):
     startup: dict[str, float]  # seconds by phase
 
     def submit(self, plan: StepPlan) -> PendingStep:
-        """Start a step; those submitted before it are computed first. Raises `DeviceMemoryError` if there is too little
-        memory for it, with nothing lost but this step."""
+        """Submit a step, which runs after those submitted before. Raises `DeviceMemoryError` if there is too little
+        memory for it; only this step is lost then."""
         ...
 
     def release_cache(self) -> None:
-        """Give the cache's memory back to the system; what it held is lost. Where the device has its own memory this is
-        `NotImplementedError`: ending the process does it."""
+        """Give the cache's memory back to the system, with its contents. Raises `NotImplementedError` on devices with
+        memory of their own: end the process instead."""
         ...
 
     def prepare_grammar(self, grammar: str, eos_token_ids: list[int], holder: object) -> Future[None]:
-        """Make ready to follow a grammar, as long as there is `holder`. Plans may admit sequences that have it when the
-        future is done; it raises `RequestError` if the grammar cannot be followed."""
+        """Compile a grammar and keep it while `holder` exists. Plans may admit sequences with it when the future is
+        done; it raises `RequestError` if the grammar cannot be followed."""
         ...
 
     adapter_memory: AdapterMemory
 
     def prepare_adapter(self, source: AdapterSource) -> Future[int]:
-        """Bring an adapter to the host. Plans may load it when the future is done, with the pages that it takes; it
-        raises `RequestError` if the adapter cannot be served."""
+        """Read an adapter into the host's memory. The future returns how many pages it takes; then plans may load it.
+        It raises `RequestError` if the adapter cannot be served."""
         ...
 
     def forget_adapter(self, identity: str) -> None:
-        """Let go of an adapter on the host."""
+        """Free an adapter's memory on the host."""
         ...
 
     def prepare_media(self, media: Sequence[MediaInput], in_use: set[bytes]) -> list[Future[Any]] | None:
-        """Have the rows of a request's media made. Plans may admit sequences that have them when the futures are done,
-        and as long as their hashes are `in_use`. None where there is no room beside those that are now."""
+        """Compute the rows of a request's media. Plans may admit sequences with them when the futures are done and
+        while their hashes are `in_use`. Returns None if there is no room beside those in use."""
         ...
 
     def makes_media(self) -> bool:
-        """Whether a tower computes now."""
+        """Return whether a tower computes now."""
         ...
 
     def take_media_stats(self) -> tuple[int, int, float]:
-        """Since this was last asked: media looked up, those that were there, and what the tower took for others."""
+        """Return, since the last call: media looked up, media found, and the tower's seconds for the others."""
         ...
 
 
 class LocalExecutor:
-    """One worker, in this process."""
+    """One worker, in the core's own process."""
 
     def __init__(
         self,
@@ -99,8 +100,8 @@ class LocalExecutor:
         ops: Ops | None = None,
         worker_group: WorkerGroup = ALONE,
     ) -> None:
-        """Device and operations are those of `config.device`, unless tests bring their own. Raises `LoadError` or
-        `ConfigError` when model or cache do not fit."""
+        """Device and operations follow from `config.device`; tests pass their own. Raises `LoadError` or `ConfigError`
+        if model or cache do not fit."""
         phases = Phases()
         if device is None or ops is None:
             device, ops = _open_device(config, worker_group)
@@ -145,13 +146,13 @@ class LocalExecutor:
 
 
 class MultiprocExecutor(LocalExecutor):
-    """The first of several workers, and the others, which do what it does."""
+    """The first of several workers; the others compute the same plans."""
 
     def __init__(self, config: EngineConfig) -> None:
         model = config.model
         description = describe(model.checkpoint.config, model.impl, model.code_folder, model.pooling)
         self.worker_group = Leader(config, description)
-        self._has_drafter = config.draft is not None  # then the worker tells plans, with its guesses
+        self._has_drafter = config.draft is not None  # then the worker sends plans, with its draft tokens
         try:
             super().__init__(config, worker_group=self.worker_group)
             self.worker_group.wait_until_ready()
@@ -171,10 +172,11 @@ class MultiprocExecutor(LocalExecutor):
             return super().submit(plan)
         if not self._has_drafter:
             return _LastStage(partial(self._submit_late, plan, rows))
-        return self._submit_late(plan, rows)  # which guesses now, and computes later
+        return self._submit_late(plan, rows)  # it drafts now and computes later
 
     def _submit_late(self, plan: StepPlan, rows: dict[bytes, NDArray[np.float32]]) -> PendingStep:
-        """Of the last stage, by when the requests whose `rows` these were may have ended."""
+        """Submit a step of the last stage, which is computed later: `rows` are kept, as their requests may have ended
+        by then."""
         if rows:
             self.worker.take_rows(rows)
         return super().submit(plan)
@@ -192,7 +194,7 @@ class MultiprocExecutor(LocalExecutor):
 
 
 class _LastStage:
-    """A step that the stages before are given, and that the last one computes when its result is wanted."""
+    """A step that earlier stages compute now, and the last one when its result is wanted."""
 
     def __init__(self, submit: Callable[[], PendingStep]) -> None:
         self._submit = submit
@@ -202,7 +204,7 @@ class _LastStage:
 
 
 def make_executor(config: EngineConfig) -> LocalExecutor:
-    """As many workers as the configuration says. Raises as `LocalExecutor` does."""
+    """Return an executor with the configured workers. Raises as `LocalExecutor` does."""
     if config.nodes.rank:
         raise ConfigError(
             f"--node-rank {config.nodes.rank} has no engine of its own: run `octavo serve --headless` there."
@@ -222,7 +224,7 @@ def _open_device(config: EngineConfig, worker_group: WorkerGroup) -> tuple[Devic
         return CpuDevice(), load(config.cpu_threads, config.cpus)
     from octavo.ops import cpu
 
-    # Of all workers of all engines behind a server, on this host.
+    # Of all workers on this host, of all engines of the server.
     of_threads = Shard(config.place * on_host.size + on_host.rank, num_workers)
     own = of_threads.cut(config.cpu_threads or cpu.num_threads())
     cpus = None if config.cpus is None else [config.cpus[i] for i in own]
@@ -233,11 +235,11 @@ def _open_device(config: EngineConfig, worker_group: WorkerGroup) -> tuple[Devic
 
 
 def _open_cuda(worker_group: WorkerGroup) -> tuple[Device, Ops]:
-    """The device of this worker's number on its host."""
+    """Open the device of this worker: its index among the host's workers."""
     from octavo.execution.cuda_device import CudaDevice
 
     device, shard = CudaDevice(worker_group.worker_rank.on_host.rank), worker_group.shard
-    worker_group.largest(0)  # whoever lacks a device has said so
+    worker_group.largest(0)  # a worker without a device has failed by now
     if not shard.is_whole:
         from octavo.ops.cuda_collectives import join_group
 

@@ -46,12 +46,12 @@ if TYPE_CHECKING:
     from octavo.execution.adapter_store import AdapterStore
     from octavo.lora.ops import AdaptedOps
 
-# Where steps run ahead two may be under way, and a third is written meanwhile.
+# On a device that runs ahead two steps may be in flight while a third is written.
 _NUM_STAGING_BUFFERS_AHEAD = 3
 
 
 class RunnerAdapters(NamedTuple):
-    """Where the runner says whose adapters rows take, and has them loaded."""
+    """The operations that add adapters, and the store that loads them."""
 
     ops: AdaptedOps
     store: AdapterStore
@@ -153,19 +153,18 @@ class Runner:
         return self.device.pinned([self.max_num_tokens * row_bytes], "uint8")
 
     def use_caches(self, caches: Sequence[LayerKVCache], mover: BlockMover) -> None:
-        """Where keys and values are kept, by layer. To be called before anything runs; captured steps stay with what
-        they were captured with."""
+        """Set the caches, by layer. To be called before anything runs: captured steps keep their caches."""
         self.caches = self.computation.caches = caches
         self._mover = mover
 
     def capture(self) -> None:
-        """Capture the steps that are worth it, the largest first: the smaller ones find their memory already there."""
+        """Capture steps, the largest first: smaller ones reuse its memory."""
         if not self.device.shares_memory:
-            gc.collect()  # garbage may hold the device's memory; once, and not before each, as captures leave none
+            gc.collect()  # garbage may hold device memory; captures leave none, so once is enough
         for shape in reversed(self.device.capture_shapes(self._largest)):
             layout = StepLayout(shape)
             staged = [layout.on_host(staging.inputs) for staging in self._staging_buffers]
-            # Padding through and through: a step that changes nothing.
+            # All padding: a step that changes nothing.
             staged[0].query_start_loc[0] = 0
             pad(staged[0], StepShape(0, 0, 0, 0, shape.groups), self._padding)
             self._upload(self._staging_buffers[0], layout.num_bytes)
@@ -177,25 +176,25 @@ class Runner:
 
     @property
     def captured_bytes(self) -> int:
-        """What `capture` is going to take: the results of the largest captured step, and its own memory of as much. All
-        share the memory of the rest, which is less than the largest step's."""
+        """Memory that `capture` will take: the results of the largest captured step, and as much again for its own
+        memory. Smaller steps share both."""
         if self.device.shares_memory:
             return 0
         largest = max((shape.samples for shape in self.device.capture_shapes(self._largest)), default=0)
         return 2 * largest * self._result_size * 4
 
     def run_largest_step(self) -> None:
-        """The step that takes the most memory: as many tokens and samples as there may be, stored nowhere."""
+        """Run the step that takes the most memory: the most tokens and samples, stored nowhere."""
         num_samples = self._largest.seqs if self.pooling is None else self._most_vectors
         self._dummy_run(self._largest.tokens, self._largest.seqs, num_samples, self._largest.adapted)
 
     @property
     def _most_vectors(self) -> int:
-        """Of a step: of whole texts each token may have one."""
+        """The most vectors of a step: one a token if prompts are whole, otherwise one a sequence."""
         return self._largest.samples if self._largest.pools == "texts" else self._largest.seqs
 
     def warm_up(self) -> None:
-        """Have the device launch once whatever a step of any size may launch, so that nothing is compiled later."""
+        """Launch every kernel that a step of any size may launch, so that nothing is compiled later."""
         for adapted in {False, self._largest.adapted}:
             self._warm_up(adapted)
         if self._cross is not None:
@@ -209,17 +208,17 @@ class Runner:
 
     def _warm_up(self, adapted: bool) -> None:
         ops, num_rows = _device_ops(self.ops), self._largest.seqs
-        # Of prompts. Views of one row may have other strides than those of several.
+        # Prompts. Views of one row may have other strides than views of several.
         for num_tokens in sorted({1, *ops.row_classes(self._largest.tokens)}):
             self._dummy_run(num_tokens, max(1, min(num_tokens // 4, num_rows)), 1, adapted)
         classes = ops.row_classes(self._most_vectors)
-        if self.pooling is None:  # guesses, and prompts' log-probabilities: any token of a step may be sampled after
+        if self.pooling is None:  # draft tokens and prompt log-probabilities: a step may sample after any token
             classes = ops.row_classes(self._largest.samples, exactly=False)
         for num_samples in classes:
             try:
                 self._dummy_run(min(num_samples, num_rows), min(num_samples, num_rows), num_samples, adapted)
             except self.device.memory_errors:
-                # More samples than rows are guesses' or a prompt's, which may find no memory later either.
+                # More samples than rows come from drafts or prompts, which may find no memory later either.
                 if (
                     num_samples <= num_rows or self._worker_group.connections
                 ):  # others wait for what this one has not computed
@@ -227,7 +226,7 @@ class Runner:
                 self.device.release_memory()
 
     def _dummy_run(self, num_tokens: int, num_rows: int, num_samples: int, adapted: bool) -> None:
-        """A step of sequences that are as long as each other, stored nowhere, with all that requests may ask for."""
+        """Run a step of equally long sequences, stored nowhere, with everything that requests may ask for."""
         num_media = num_tokens if self._media is not None else 0
         shape = replace(
             self._largest, tokens=num_tokens, seqs=num_rows, samples=num_samples, updates=0, media=num_media,
@@ -239,12 +238,12 @@ class Runner:
         pad(arrays, StepShape(0, 0, 0, 0, self._largest.groups), self._padding)
         arrays.query_start_loc[:] = np.linspace(0, num_tokens, num_rows + 1).astype(np.int32)
         arrays.seq_lens[:] = np.diff(arrays.query_start_loc)
-        arrays.slot_mapping[self.table.state_groups] = 0  # a state has to be somewhere, and nobody has one yet
+        arrays.slot_mapping[self.table.state_groups] = 0  # a state needs a block, and none is in use yet
         arrays.temperature[:] = arrays.top_p[:] = arrays.min_p[:] = 1
         self._upload(staging, layout.num_bytes)
         inputs = layout.on_device(self._buffer, self.device.view)
 
-        num_told = min(num_samples, max(self._largest.seqs, MOST_ROWS))  # of whose tokens more is asked
+        num_told = min(num_samples, max(self._largest.seqs, MOST_ROWS))  # samples with log-probabilities
 
         def work() -> None:
             with self._telling_all():
@@ -254,7 +253,7 @@ class Runner:
                 self.read_features(features)
             if self.pooling is not None or self._links.behind is not None:
                 return
-            raw = self.ops.rows_of(logits, np.arange(num_told))  # as if all asked what they were before
+            raw = self.ops.rows_of(logits, np.arange(num_told))  # as if all asked for log-probabilities
             measure(self.ops, raw, best[:num_told], np.full(num_told, MAX_LOGPROBS))
             one, neutral = np.zeros(1, np.int64), np.ones(num_samples, np.float32)
             self.ops.penalize(logits, one, one, one.astype(np.float32), neutral, neutral - 1, neutral - 1)
@@ -266,7 +265,7 @@ class Runner:
         self.device.compute.record().wait()
 
     def _telling_all(self) -> AbstractContextManager[None]:
-        """Meanwhile steps compute what requests may want to be told of cross attention, where they may."""
+        """While it is entered, steps compute the alignment of cross attention, if the model has one."""
         return nullcontext() if self._cross is None else self._cross.trying_alignment(cast(CrossModel, self.model))
 
     def submit(self, plan: StepPlan) -> SubmittedStep:
@@ -277,7 +276,7 @@ class Runner:
         return self.launch(plan)
 
     def apply_updates(self, plan: StepPlan) -> None:
-        """The part of a plan that comes before its rows: admissions, block tables, moves of blocks."""
+        """Apply what comes before a plan's rows: admissions, block tables, moves of blocks, loads of adapters."""
         self.table.update(plan)
         self._admit(plan)
         self._mover.move(plan.moves)
@@ -294,7 +293,7 @@ class Runner:
         try:
             return self._start(plan, staging)
         except self.device.memory_errors as e:
-            if self._worker_group.connections:  # others wait for what this one has not computed: all start again
+            if self._worker_group.connections:  # others wait for this worker's part: all have to start again
                 raise
             self._stale.update(planned.row for planned in plan.rows)
             self.device.release_memory()
@@ -312,7 +311,7 @@ class Runner:
         self._stale.update(entry.row for entry in plan.new_blocks)
 
     def collect(self, step: SubmittedStep) -> StepResult:
-        """Wait for a step, and append its tokens to the rows that are still the same sequences'."""
+        """Wait for a step. Its tokens are appended to the rows that still belong to the same sequences."""
         assert step.done is not None
         step.done.wait()
         self._worker_group.check()
@@ -324,7 +323,9 @@ class Runner:
         result = StepResult(tokens=[])
         if step.vectors is not None:
             [vectors] = fetch([step.vectors])
-            result.vectors = vectors.copy() if self.device.shares_memory else vectors  # the next step overwrites them
+            result.vectors = (
+                vectors.copy() if self.device.shares_memory else vectors
+            )  # a copy: the next step overwrites them
         if sampled is not None:
             tokens = step.staging.tokens[: len(samples.rows)].copy()
             self._worker_group.tell_tokens(tokens)
@@ -351,7 +352,7 @@ class Runner:
         return result
 
     def _may_change(self, row: int) -> bool:
-        """Whether any token may stand in the place of a row's own: a grammar could not be followed any further."""
+        """Return whether any token may replace a row's own: not if the row follows a grammar."""
         settings = self.sampling.settings[row]
         return settings is not None and settings.params.grammar is None
 
@@ -481,7 +482,7 @@ class Runner:
             self.device.copy(step.hidden_out.reshape(-1), self._hidden_out[: step.hidden_out.nbytes])
 
     def _send(self, step: SubmittedStep, num_tokens: int) -> None:
-        """Wait until the device has computed the step, and hand what has come of it to the stage behind."""
+        """Wait until the device has computed the step, and send its hidden states to the next stage."""
         assert self._links.behind is not None and step.done is not None
         step.done.wait()
         rows: Any = step.hidden_out
@@ -490,7 +491,7 @@ class Runner:
         self._links.behind.send(rows)
 
     def _as_targets(self, tokens: Array) -> Array:
-        """What tokens [N] of the model are to others."""
+        """Return tokens [N] of a draft model as the target model's ids."""
         if self.target_ids is None:
             return tokens
         known: Any = tokens
@@ -532,4 +533,4 @@ class Runner:
 
 
 def _device_ops(ops: Ops) -> DeviceOps:
-    return cast(DeviceOps, ops)  # a device with memory of its own comes with them
+    return cast(DeviceOps, ops)  # devices with memory of their own have them

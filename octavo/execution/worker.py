@@ -1,7 +1,7 @@
-"""A worker: one device, which holds (its share of) a model and a KV cache, and the runner that drives both.
+"""A worker: one device with a model, or a shard of it, a KV cache, and the runner that drives both.
 
-What memory is left for the cache is measured, not guessed: where a device has memory of its own, the step that takes
-the most of it is run once the weights are there. Then the steps that are worth it are captured.
+The memory left for the cache is measured: on a device with memory of its own, the largest step is run once the weights
+are loaded. Then steps are captured.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _GIB = 1 << 30
 
 
 class Worker:
-    """Loads, sizes and captures. `phases` is told how long each took."""
+    """Loads a model, sizes its cache and captures its steps. `phases` records how long each takes."""
 
     def __init__(
         self, config: EngineConfig, device: Device, ops: Ops, phases: Phases, worker_group: WorkerGroup = ALONE
@@ -81,7 +81,7 @@ class Worker:
         self.adapters: AdapterStore | None = None
         runner_adapters = None if adapted is None else self._make_adapter_store(model, adapted, phases)
         self.media: TowerCache | None = None
-        self._largest_media: Callable[[], list[MediaInput]]  # that it may be given
+        self._largest_media: Callable[[], list[MediaInput]]  # that the tower may get
         self._received: ReceivedRows | None = None
         self._media_table: MediaTable | None = None
         self._make_tower(phases)
@@ -104,7 +104,7 @@ class Worker:
         self._log_loaded(phases)
 
     def _load(self, description: ModelDescription, weights: Weights, ops: Ops, phases: Phases) -> Model:
-        """Build the model of its weights, every one of which it has to take."""
+        """Build the model. It must use every tensor of the checkpoint."""
         config, worker_group = self._config.model, self._worker_group
         model = build(description, weights, ops, config.max_model_len, config.dtype)
         weights.check_all_taken()
@@ -233,7 +233,7 @@ class Worker:
     def _open(
         self, config: ModelConfig, phases: Phases, worker_rank: WorkerRank
     ) -> tuple[ModelDescription, Weights, Ops]:
-        """What a seat has of a model, which fits: what it is, its weights, and the operations that it computes with."""
+        """Return a worker's part of a model: description, weights (which fit in memory), and operations."""
         checkpoint = config.checkpoint
         description = describe(checkpoint.config, config.impl, config.code_folder, config.pooling)
         description = with_shard(
@@ -253,7 +253,7 @@ class Worker:
         return description, weights, ops
 
     def _load_draft(self, own: ModelConfig, phases: Phases) -> Draft:
-        """What guesses for the model that serves."""
+        """Load the draft model, or draft heads."""
         from octavo.execution.draft_model import Draft, build_head, check_vocabulary
 
         config, target = self._config, self.runner
@@ -266,7 +266,7 @@ class Worker:
             check_vocabulary(config.model, own)
             description, weights, ops = self._open(
                 own, phases, ALONE.worker_rank
-            )  # whole, whatever the model's share is
+            )  # whole, even if the model is sharded
             model = build(description, weights, ops, config.model.max_model_len, own.dtype)
             weights.check_all_taken()
             weights.close()
@@ -302,11 +302,11 @@ class Worker:
 
     @property
     def _num_sharing(self) -> int:
-        """Workers that take their memory from the same: all of a host, unless each has a device with its own."""
+        """How many workers share the memory: all of the host's, unless each device has its own."""
         return self._worker_group.worker_rank.on_host.size if self._device.shares_memory else 1
 
     def _with_attention(self, description: ModelDescription, dtype: str, phases: Phases) -> Ops:
-        """The operations, with the attention that is chosen for this model and device."""
+        """Return the operations, with the attention backend chosen for this model and device."""
         if self._config.device != "cuda":
             return self._ops
         from octavo.ops.attention_choice import AttentionShape, with_attention
@@ -326,22 +326,22 @@ class Worker:
         )  # fmt: skip
         wanted = config.attention_backend
         if wanted == "auto" and self._worker_group.connections:
-            wanted = "triton"  # what is chosen by time may be another kernel for each worker, and in each run
+            wanted = "triton"  # a choice by measured time could differ by worker and by run
         ops = with_attention(cast(DeviceOps, self._ops), wanted, shape, self._device.time_s)
         phases.end("attention chosen")
         return ops
 
     def _compile_ahead(self, description: ModelDescription, weights: Weights, ops: Ops) -> Thread | None:
-        """Start to compile what steps are going to launch, beside the loading of weights, where kernels are compiled at
-        all. Nothing must be launched until it is done."""
+        """Start to compile the steps' kernels while weights are loaded, on devices that compile kernels. Nothing may be
+        launched until it is done."""
         if self._config.device != "cuda" or description.impl != "octavo" or not self._worker_group.is_leader:
-            return None  # the networks of transformers need memory, and workers of a model launch the same
+            return None  # models of transformers need memory to run; other workers launch the same kernels
         from octavo.execution.compile_ahead import start_compile_ahead
 
         return start_compile_ahead(self._config, description, weights, ops, self._worker_group)
 
     def _with_adapters(self, ops: Ops) -> AdaptedOps | None:
-        """The operations that the model is built over where adapters are served."""
+        """Return the operations to build the model with if adapters are served."""
         if self._config.lora is None:
             return None
         from octavo.lora.ops import AdaptedOps
@@ -354,7 +354,7 @@ class Worker:
         return runner.model.is_recordable and may_capture and not self._config.enforce_eager
 
     def _cache_dtype(self, dtype: str) -> str:
-        """In which a model of `dtype` keeps keys and values: its own type, unless they are to be of eight bits."""
+        """Return the type of cached keys and values: `dtype`, the model's, unless --kv-cache-dtype says otherwise."""
         config = self._config
         return dtype if config.cache.dtype == config.model.dtype else config.cache.dtype
 
@@ -363,14 +363,14 @@ class Worker:
         config, device = self._config, self._device
         small = self._caches([1] * capacity.num_pools(self.groups))
         own_sizes = [sum(map(block_bytes, of_pool)) for of_pool in small]
-        sizes = own_sizes  # the first worker's, which says how many blocks there are: drafts keep theirs in them
+        sizes = own_sizes  # of the first worker, which decides the number of blocks: draft models share them
         if self._worker_group.worker_rank.num_stages > 1:
             sizes = [max(pair) for pair in zip(own_sizes, self._largest_blocks(), strict=True)]
         self._use(small, [0] * len(small))
         other_bytes = sum(runner.captured_bytes for runner in self._runners if self._captures(runner))
         other_bytes += self._tower_bytes()
         if self._draft is not None and device.shares_memory:
-            other_bytes += self._draft.state_bytes  # which are in use when they are written
+            other_bytes += self._draft.state_bytes  # they are in use when they are written
         del small
         budget, source = self._worker_group.smallest(self._cache_offer(other_bytes))
 
@@ -395,14 +395,14 @@ class Worker:
             )
 
     def _tower_bytes(self) -> int:
-        """Device memory that a tower takes beside its weights while it reads the largest medium."""
+        """Return the device memory that a tower takes, beside its weights, for the largest medium."""
         tower = self.media
         if self._device.shares_memory or tower is None:
             return 0
         return max((self._device.peak_bytes(partial(tower.try_out, one)) for one in self._largest_media()), default=0)
 
     def _cache_offer(self, other_bytes: int) -> Offer:
-        """Memory for the cache of this worker."""
+        """Allocate this worker's part of the cache."""
         config, device, size = self._config.cache, self._device, self._num_sharing
         wanted = config.memory_bytes
         if wanted is None:
@@ -429,13 +429,13 @@ class Worker:
         return caches
 
     def _places_in(self, pool: int, layers: range) -> list[int]:
-        """Which of a pool's memories, one for each layer of its largest group, `layers` of the groups use."""
+        """Return which of a pool's memories, one for each layer of its largest group, the groups' `layers` use."""
         groups = [group for group in self.groups if group.pool == pool]
         found = {place for group in groups for place, layer in enumerate(group.layers) if layer in layers}
         return sorted(found)[:1] if self._config.cache.is_scratch else sorted(found)
 
     def _largest_blocks(self) -> list[int]:
-        """By pool, the bytes of a block in that stage where it has the most."""
+        """Return, by pool, the bytes of a block in the stage that has the largest."""
         description, stages = self._description, self._config.stages(self._description)
         found = []
         for pool in range(capacity.num_pools(self.groups)):
@@ -445,13 +445,13 @@ class Worker:
         return found
 
     def take_rows(self, rows: Mapping[bytes, NDArray[np.float32]]) -> None:
-        """Of pictures by content, of the next plan: from the first worker of the team, which has the tower."""
+        """Take the rows of the next plan's media, by content hash, from the first worker, which has the tower."""
         table = self._media_table or self._cross
         assert self._received is not None and table is not None, "this worker asks the tower"
         self._received.take(rows, table.content_hashes)
 
     def release_cache(self) -> None:
-        """Give the cache's memory back to the system, and the host tier's, until they are written again."""
+        """Give the memory of the cache and of the host tier back to the system, until it is written again."""
         if not self._device.shares_memory:
             raise NotImplementedError("the cache of a GPU is freed by ending the process that has it.")
         from octavo.ops.cpu_memory import release_pages
@@ -475,7 +475,7 @@ class Worker:
             for place, layer in enumerate(group.layers):
                 if layer in own:
                     by_layer[layer] = of_pool[0 if is_scratch else places.index(place)]
-        for pool, of_pool in enumerate(caches):  # what masked attention reads of the null block must be numbers
+        for pool, of_pool in enumerate(caches):  # masked attention reads the null block: it must not hold NaN
             if any(group.pool == pool and group.spec.kind == "window" for group in self.groups):
                 zeros = self._device.zeros([1, sum(block_bytes(cache) for cache in of_pool)], "uint8")
                 self._device.compute.run(partial(self._ops.scatter_blocks, zeros, np.array([NULL_BLOCK]), of_pool))
@@ -492,6 +492,7 @@ class Worker:
 
 
 def _agree_on_stream(model: StageModel, dtype: str, worker_group: WorkerGroup) -> None:
-    """All stages must pass on hidden states of one type: float32 where each of them can have that, or the model's."""
+    """Choose one type for the hidden states that stages pass on: float32 if all stages support it, otherwise the
+    model's."""
     if worker_group.largest(int(model.stream_dtype != "float32")):
         model.stream_dtype = dtype
