@@ -131,7 +131,7 @@ def test_an_answer_before_the_body_closes_the_connection_whatever_comes_then(
         while not client.is_gone:
             assert clock.now() - begin < 10 * uvicorn_server.LINGER_S, "what comes keeps it open"
             await client.send(rest)
-            await asyncio.sleep(0.5)
+            await virtual_sleep(0.5)
 
     run(monkeypatch, act)
 
@@ -157,7 +157,7 @@ def test_blank_lines_do_not_keep_an_idle_connection(monkeypatch: pytest.MonkeyPa
         while not client.is_gone:
             assert clock.now() - begin < 3 * uvicorn_server.KEEP_ALIVE_S
             await client.send(b"\r\n")
-            await asyncio.sleep(5)
+            await virtual_sleep(5)
 
     run(monkeypatch, act)
 
@@ -194,7 +194,7 @@ def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch,
         await client.send(GET)
         while not client.is_gone:
             assert clock.now() - begin < 3 * WRITE_TIMEOUT_S
-            await asyncio.sleep(5)
+            await virtual_sleep(5)
         assert clock.now() - begin >= WRITE_TIMEOUT_S, "it has its time"
 
     run(monkeypatch, act)
@@ -208,10 +208,10 @@ def test_a_client_that_reads_again_is_not_cut_off(monkeypatch: pytest.MonkeyPatc
         client.reads = True
         assert client.protocol is not None
         client.protocol.resume_writing()
-        await asyncio.sleep(3 * WRITE_TIMEOUT_S)
+        await virtual_sleep(3 * WRITE_TIMEOUT_S)
         assert not client.is_gone
         client.abort()
-        await asyncio.sleep(2)
+        await virtual_sleep(2)
 
     run(monkeypatch, act)
 
