@@ -1,7 +1,6 @@
-"""The workers of one host: what they exchange rows through, and the processes that they are.
+"""The worker processes of one host, and the memory and sockets that they exchange rows through.
 
-The first worker starts those of its own host, and the process that stands for another host (`octavo.execution.node`)
-starts that one's.
+The first worker starts the workers of its own host. On other hosts `octavo.execution.node` starts them.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ _EXIT_GRACE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class FollowerArgs:
-    """What a follower is started with: a line of JSON on its standard input, which stays open as long as its parent is
-    there."""
+    """What a follower is started with: a line of JSON on its standard input, which stays open while its parent
+    lives."""
 
     config: EngineConfig
     worker_rank: WorkerRank
     control: int  # its connection to the first worker
-    memory: int  # the file that rows are exchanged through within the stage, or that devices' workers meet at
+    memory: int  # the file of the stage's collectives; workers with devices find each other in it
     memory_bytes: int
     ends: LinkEnds
     log_level: int
@@ -43,18 +42,18 @@ class FollowerArgs:
 
 
 def configured_worker_ranks(config: EngineConfig) -> list[WorkerRank]:
-    """Those of all workers, on all hosts."""
+    """Return the ranks of all workers, on all hosts."""
     return worker_ranks_of(config.pipeline_parallel_size, config.tensor_parallel_size, config.nodes.size)
 
 
 class HostWorkers:
-    """Memories and ways of a host's stages, and processes that have them."""
+    """The workers of a host's stages: shared memory, links between stages, processes."""
 
     def __init__(
         self, config: EngineConfig, description: ModelDescription, entering: Sequence[int], leaving: Sequence[int]
     ) -> None:
-        """`entering` are connections from the stage before this host's first one, and `leaving` to the one behind its
-        last one, by rank; none where it is the model's first or last. They are closed by `let_go`."""
+        """`entering` are connections from the stage before this host's first one, `leaving` to the stage after its last
+        one, by rank; empty at the ends of the pipeline. `let_go` closes them."""
         self._config, self._entering, self._leaving = config, entering, leaving
         self.worker_ranks = [
             worker_rank for worker_rank in configured_worker_ranks(config) if worker_rank.node == config.nodes.rank
@@ -63,23 +62,23 @@ class HostWorkers:
         num_samples = max(limits.max_num_batched_tokens, limits.max_num_seqs)
         of_token = max(size * description.hidden_size, all_gather_size(description))
         most = max(limits.max_num_batched_tokens * of_token, num_samples * description.vocab_size)
-        # Devices have their rows carried by NCCL: in the file they find each other.
+        # Devices exchange rows by NCCL: they only find each other in the file.
         self.memory_bytes = 0 if config.device == "cuda" else group_bytes(size, most)
         stages = range(self.worker_ranks[0].stage, self.worker_ranks[-1].stage + 1)
         self._memories = {stage: shared_memory(self.memory_bytes) for stage in stages}
         self._slots, self._slot_bytes = num_stages + 1, limits.max_num_batched_tokens * description.stage_width * 4
         self._pairs = {
             stage: [LinkPair(self._slots, self._slot_bytes) for _ in range(size)] for stage in stages[:-1]
-        }  # by the stage that they start from
+        }  # by the sending stage
         self._first, self._last = stages[0], stages[-1]
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def memory(self, worker_rank: WorkerRank) -> int:
-        """Descriptor of what a worker exchanges rows through with the others of its stage."""
+        """Return the descriptor of the memory of a worker's stage."""
         return self._memories[worker_rank.stage]
 
     def ends(self, worker_rank: WorkerRank) -> LinkEnds:
-        """A worker's."""
+        """Return a worker's ends of the links to the stages before and after its own."""
         stage, rank = worker_rank.stage, worker_rank.shard.rank
         before = behind = None
         if stage > self._first:
@@ -93,7 +92,7 @@ class HostWorkers:
         return LinkEnds(self._slots, self._slot_bytes, before, behind)
 
     def start(self, worker_rank: WorkerRank, control: int) -> None:
-        """Start a worker, with its connection to the first one."""
+        """Start a worker. `control` is its connection to the first one."""
         ends, memory = self.ends(worker_rank), self.memory(worker_rank)
         level = logging.getLogger("octavo").getEffectiveLevel()
         args = FollowerArgs(
@@ -105,13 +104,13 @@ class HostWorkers:
         )  # fmt: skip
         self.processes.append(process)
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died at once, which the first worker hears when it waits for it
+        with contextlib.suppress(BrokenPipeError):  # it died at once: the first worker notices when it waits for it
             process.stdin.write(msgspec.json.encode(args) + b"\n")
             process.stdin.flush()
 
     def let_go(self, own: WorkerRank | None = None) -> None:
-        """Of what only the processes have to do with, and not this one, as the worker `own`, which keeps its memory and
-        its connection to the stage before."""
+        """Close what only the worker processes use. This process, as the worker `own`, keeps its stage's memory and its
+        link to the stage before."""
         for stage, pairs in self._pairs.items():
             for rank, pair in enumerate(pairs):
                 pair.let_go(keeps_end=own is not None and (stage, rank) == (own.stage - 1, own.shard.rank))
@@ -126,7 +125,7 @@ class HostWorkers:
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Have workers end, whose connections to the first one are closed; kill those that do not."""
+    """Wait for workers whose connections to the first one are closed, and kill those that do not end."""
     deadline = time.monotonic() + _EXIT_GRACE_S
     for process in processes:
         try:
@@ -135,5 +134,5 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
             process.kill()
             process.wait()
         if process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # where it has not read what it was told
+            with contextlib.suppress(BrokenPipeError):  # if it has not read its input
                 process.stdin.close()

@@ -1,9 +1,8 @@
-"""The ways between the stages of a model: what one has made of a step's tokens goes on to the next.
+"""The links between pipeline stages: each sends its hidden states of a step to the next.
 
-On one host rows lie in memory that both processes have (`SharedLink`), which has room for more steps than may be under
-way, so that nobody waits for room. A socket says when a step's rows are there, and tells of the other process's end.
-Between hosts they go over TCP (`TcpLink`), sent by a thread, so that the stage need not wait for the network either.
-"""
+On one host rows are in shared memory (`SharedLink`) with room for more steps than may be in flight, so that no stage
+waits for room. A socket signals that a step's rows are there, or that the other process has ended. Between hosts rows
+go over TCP (`TcpLink`); a thread sends them, so that the stage does not wait for the network."""
 
 from __future__ import annotations
 
@@ -25,20 +24,19 @@ from numpy.typing import NDArray
 from octavo.errors import ConfigError
 from octavo.layers.tensor_parallel import WHOLE, Shard
 
-_HEADER = struct.Struct("<QQ")  # of the rows of a step over TCP: number of the step, bytes
-HUNG_UP = getattr(select, "POLLRDHUP", 0)  # asked of a poll; POLLHUP, which sockets of one host give, comes unasked
+_HEADER = struct.Struct("<QQ")  # before a step's rows over TCP: number of the step, bytes
+HUNG_UP = getattr(select, "POLLRDHUP", 0)  # asked for; POLLHUP, of sockets of one host, always comes
 
 
 class WorkerRank(NamedTuple):
-    """A worker's place among those that share a model.
+    """A worker's place among the workers of a model: its pipeline stage, and its shard of the stage's layers.
 
-    Each node has equally many stages, one after the other: node 1 has the first ones, and node 0 the last ones, as the
-    last stage's first worker lives with the engine core.
-    """
+    Each node has equally many consecutive stages: node 1 has the first ones, and node 0 the last ones, as the first
+    worker of the last stage runs in the engine core's process."""
 
     stage: int = 0
     num_stages: int = 1
-    shard: Shard = WHOLE  # of each of the stage's layers
+    shard: Shard = WHOLE  # of the stage's layers
     num_nodes: int = 1
 
     @property
@@ -51,7 +49,7 @@ class WorkerRank(NamedTuple):
 
     @property
     def on_host(self) -> Shard:
-        """Which of the workers of its node it is."""
+        """The worker's index among its node's workers."""
         num_workers = self.num_stages // self.num_nodes * self.shard.size
         return Shard(self.number % num_workers, num_workers)
 
@@ -62,7 +60,7 @@ class WorkerRank(NamedTuple):
 
 
 def worker_ranks_of(num_stages: int, size: int, num_nodes: int) -> list[WorkerRank]:
-    """Those of all workers, in order of their numbers."""
+    """Return the ranks of all workers, in order of their numbers."""
     return [
         WorkerRank(stage, num_stages, Shard(rank, size), num_nodes)
         for stage in range(num_stages)
@@ -71,19 +69,19 @@ def worker_ranks_of(num_stages: int, size: int, num_nodes: int) -> list[WorkerRa
 
 
 class Link(Protocol):
-    """One end of the way from a stage's worker to the next stage's worker of the same rank."""
+    """One end of the link from a worker to the worker of the same rank in the next stage."""
 
     def send(self, rows: NDArray[np.uint8]) -> None:
-        """rows [T, bytes] of the next step. Raises `OSError` if nobody takes them any more."""
+        """Send the rows [T, bytes] of the next step. Raises `OSError` if the other end is closed."""
         ...
 
     def receive(self, rows: NDArray[np.uint8]) -> None:
-        """Wait for the rows [T, bytes] of the next step. Raises `OSError` if they are not going to come."""
+        """Wait for the rows [T, bytes] of the next step. Raises `OSError` if the other end is closed."""
         ...
 
 
 class _Watched:
-    """A connection that something is awaited from, as long as the processes that it depends on are there."""
+    """A connection to read from while certain other processes live."""
 
     def __init__(self, connection: socket.socket, watched: Sequence[int]) -> None:
         self._connection = connection
@@ -93,7 +91,7 @@ class _Watched:
             self._poll.register(other, HUNG_UP)  # only that it is hung up
 
     def receive_into(self, buffer: memoryview) -> None:
-        """Fill the buffer. Raises `ConnectionError` if that is not going to happen."""
+        """Fill the buffer. Raises `ConnectionError` if one of the processes has ended."""
         while buffer:
             events = dict(self._poll.poll())
             count = 0
@@ -108,8 +106,8 @@ class SharedLink:
     """A `Link` within a host."""
 
     def __init__(self, memory: int, slots: int, slot_bytes: int, notes: socket.socket, watched: Sequence[int]) -> None:
-        """`memory` is a file of `slots` x `slot_bytes` bytes. `watched` are connections to processes without which
-        nothing more comes."""
+        """`memory` is a file of `slots` x `slot_bytes` bytes. `watched` are connections to processes: if one ends, no
+        more rows come."""
         shared = mmap.mmap(memory, slots * slot_bytes)
         self._slots: NDArray[np.uint8] = np.frombuffer(shared, np.uint8).reshape(slots, slot_bytes)
         self._notes, self._count = notes, 0
@@ -130,7 +128,7 @@ class SharedLink:
 
 
 class TcpLink:
-    """A `Link` between hosts: each step's rows as they are, behind a header that says which step they are of."""
+    """A `Link` between hosts: each step's rows after a header with the number of the step."""
 
     def __init__(self, connection: socket.socket, watched: Sequence[int]) -> None:
         self._connection, self._count = connection, 0
@@ -142,7 +140,7 @@ class TcpLink:
     def send(self, rows: NDArray[np.uint8]) -> None:
         data = memoryview(_HEADER.pack(self._count, rows.nbytes) + rows.tobytes())
         self._count += 1
-        if self._num_given == self._num_sent:  # what the socket's buffer takes, as it does of decodes, needs no thread
+        if self._num_given == self._num_sent:  # rows that fit in the socket's buffer, as of decodes, need no thread
             with contextlib.suppress(BlockingIOError):
                 data = data[self._connection.send(data, socket.MSG_DONTWAIT) :]
         if not data:
@@ -166,7 +164,7 @@ class TcpLink:
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def _send_all(self) -> None:
-        with contextlib.suppress(OSError):  # the connection to the first worker tells of the end, too
+        with contextlib.suppress(OSError):  # the connection to the first worker reports the end, too
             while True:
                 self._connection.sendall(self._waiting.get())
                 self._num_sent += 1
@@ -174,13 +172,13 @@ class TcpLink:
 
 @dataclass(frozen=True, slots=True)
 class StageLinks:
-    """What a worker has before and behind it; the first stage has nothing before it, the last one nothing behind."""
+    """A worker's links to the stages before and after its own; None at the ends of the pipeline."""
 
     before: Link | None = None
     behind: Link | None = None
 
     def hang_up(self) -> None:
-        """On other hosts, so that nobody waits for their stages."""
+        """Close the links to other hosts, so that no stage waits for another."""
         for link in (self.before, self.behind):
             if isinstance(link, TcpLink):
                 link.hang_up()
@@ -190,14 +188,14 @@ NO_LINKS = StageLinks()
 
 
 class LinkEnd(NamedTuple):
-    """An end of the way to another stage, as file descriptors."""
+    """One end of a link, as file descriptors."""
 
     connection: int
     memory: int | None = None  # None: the connection is TCP
 
 
 class LinkEnds(NamedTuple):
-    """The ways between a worker and the stages beside its own."""
+    """A worker's ends of the links to the stages before and after its own."""
 
     slots: int
     slot_bytes: int
@@ -209,7 +207,7 @@ class LinkEnds(NamedTuple):
         return [fd for end in (self.before, self.behind) if end is not None for fd in end if fd is not None]
 
     def open(self, watched: list[int]) -> StageLinks:
-        """`watched` are the connections of `WorkerGroup`."""
+        """Open the links. `watched` are the connections of `WorkerGroup`."""
         return StageLinks(*(None if end is None else self._open(end, watched) for end in (self.before, self.behind)))
 
     def _open(self, end: LinkEnd, watched: list[int]) -> Link:
@@ -220,7 +218,7 @@ class LinkEnds(NamedTuple):
 
 
 class LinkPair:
-    """Memory and a pair of sockets between a worker and the next stage's."""
+    """The shared memory and the pair of sockets of a link."""
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
         self._memory = shared_memory(slots * slot_bytes)
@@ -230,7 +228,7 @@ class LinkPair:
         self.start, self.end = (LinkEnd(one.fileno(), self._memory) for one in self._sockets)
 
     def let_go(self, keeps_end: bool = False) -> None:
-        """Of what only other processes have to do with."""
+        """Close what only other processes use."""
         start, end = self._sockets
         os.close(self._memory)
         start.close()
@@ -241,8 +239,8 @@ class LinkPair:
 
 
 def shared_memory(num_bytes: int) -> int:
-    """A file of zeros that takes memory only where it is written, and is gone with the last process that has it. Not
-    in /dev/shm, of which containers have 64 MB."""
+    """Return a file of zeros, shared memory that is freed with the last process that has it. Not in /dev/shm, of which
+    containers have 64 MB."""
     if not hasattr(os, "memfd_create"):
         raise ConfigError("--tensor-parallel-size and --pipeline-parallel-size above 1 need Linux.")
     memory = os.memfd_create("octavo")

@@ -1,12 +1,11 @@
 """The workers that share a model: the first, in the engine core's process, and its followers, one process each.
 
-A follower is told each plan as the first worker gets it, and the tokens that the first one samples; logits and layers'
-sums they exchange themselves, within the step (`octavo.ops.cpu_collectives`, `cuda_collectives`). The connection is a
-pair of sockets: whoever ends closes his, which the others notice even in the middle of a step.
+The first worker sends each follower its plans and the sampled tokens. Within a step workers exchange logits and layers'
+sums themselves (`octavo.ops.cpu_collectives`, `cuda_collectives`). They are connected by sockets: when a worker ends,
+its socket closes, which the others notice even in the middle of a step.
 
-Workers that share every layer are a stage; stages that follow each other share the layers out. The first worker is of
-the last stage, where tokens are sampled.
-"""
+Workers that shard the same layers (tensor parallelism) are a stage; stages have different layers (pipeline
+parallelism). The first worker is in the last stage, which samples tokens."""
 
 from __future__ import annotations
 
@@ -67,7 +66,7 @@ _Message = TypeVar("_Message", bound=ToLeader)
 
 
 class WorkerGroup:
-    """One worker's view of it. This one is alone."""
+    """One worker's view of its group. This class is a group of one worker."""
 
     worker_rank = WorkerRank()
     is_leader = True  # the first worker, which samples
@@ -81,29 +80,29 @@ class WorkerGroup:
 
     @property
     def connections(self) -> list[int]:
-        """Sockets to the other workers, as far as there are some."""
+        """Sockets to the other workers that this one is connected to."""
         return []
 
     def agree(self, choose: Callable[[], Sizes]) -> Sizes:
-        """What the first worker chooses."""
+        """Return what the first worker chooses."""
         return choose()
 
     def smallest(self, own: Offer) -> Offer:
-        """The smallest offer of a worker, told to the first one; the others go by `agree`."""
+        """Return the smallest offer of all workers, on the first one. The others learn the choice from `agree`."""
         return own
 
     def largest(self, own: int) -> int:
-        """The largest number that a worker says."""
+        """Return the largest of all workers' numbers."""
         return own
 
     def tell_plan(self, plan: StepPlan) -> None:
-        """Nobody is to be told."""
+        """Send a plan to the other workers, of which there are none."""
 
     def tell_tokens(self, tokens: NDArray[np.int64]) -> None:
-        """What the first worker has sampled, [N]."""
+        """Send the sampled tokens [N] to the other workers."""
 
     def check(self) -> None:
-        """Raises `ConnectionError` if another worker has gone, so that what came of the last step means nothing."""
+        """Raise `ConnectionError` if another worker has ended: the last step's results are invalid then."""
         if not self.connections:
             return
         poll = select.poll()
@@ -117,11 +116,11 @@ ALONE = WorkerGroup()
 
 
 class Leader(WorkerGroup):
-    """The first worker's team: the processes of this host, which it starts and ends, and those of other nodes."""
+    """The first worker's view: the processes of this host, which it starts and ends, and those of other nodes."""
 
     def __init__(self, config: EngineConfig, description: ModelDescription) -> None:
-        """Waits for the other nodes, if there are some. Raises `ConfigError` in a process that has a team, and for
-        nodes that do not fit."""
+        """Starts the workers, and waits for the other nodes. Raises `ConfigError` in a process that has a group
+        already, and for nodes that do not fit."""
         collectives = _collectives(config.device)
         collectives.check_is_in_no_group()
         worker_ranks = configured_worker_ranks(config)
@@ -143,9 +142,11 @@ class Leader(WorkerGroup):
             self._followers.append(Connection(own.detach()))
         self.links = host.ends(self.worker_rank).open(self.connections)
         host.let_go(self.worker_rank)
-        self._listener = ThreadPoolExecutor(1, "others' adapters")  # to what followers answer
-        self._early_answers: dict[int, dict[str, AdapterRead]] = {}  # by seat and adapter: of those not asked about yet
-        # Also when nobody refers to the team any more.
+        self._listener = ThreadPoolExecutor(1, "others' adapters")  # for the followers' answers
+        self._early_answers: dict[
+            int, dict[str, AdapterRead]
+        ] = {}  # by worker and adapter: answers that no one waits for yet
+        # Also when the group is garbage-collected.
         self.close = weakref.finalize(
             self, _end, collectives.leave_group, self._followers, host.processes, self.memory, self._group
         )
@@ -154,7 +155,7 @@ class Leader(WorkerGroup):
 
     @property
     def processes(self) -> list[subprocess.Popen[bytes]]:
-        """Those of this host."""
+        """The worker processes of this host."""
         return self._host.processes
 
     @property
@@ -184,13 +185,13 @@ class Leader(WorkerGroup):
         return found
 
     def wait_until_ready(self) -> None:
-        """Raises what a follower could not start for."""
+        """Return when all followers are ready. Raises the error of one that could not start."""
         self._hear_all(WorkerReady)
         if self._group is not None:
             self._group.be_ready()
 
     def _hear_all(self, kind: type[_Message]) -> list[_Message]:
-        """What each follower says. Raises what one could not start for."""
+        """Return each follower's message. Raises the error of one that could not start."""
         found = []
         for worker_rank, follower in zip(self._worker_ranks, self._followers, strict=True):
             try:
@@ -207,7 +208,7 @@ class Leader(WorkerGroup):
         return found
 
     def _hang_up(self) -> None:
-        """On the workers of other nodes, one of which is lost, so that nobody waits for them."""
+        """Close the connections to other nodes, one of which is lost, so that no worker waits for another."""
         for worker_rank, follower in zip(self._worker_ranks, self._followers, strict=True):
             if worker_rank.node != self.worker_rank.node:
                 hang_up(follower)
@@ -217,20 +218,20 @@ class Leader(WorkerGroup):
         self._tell(PictureRows.of(rows))
 
     def tell_plan(self, plan: StepPlan) -> None:
-        """Others need not know how tokens are sampled."""
+        """Return the plan without sampling parameters, which the other workers do not need."""
         self._tell(Plan(replace(plan, admissions=[_without_sampling(admission) for admission in plan.admissions])))
 
     def tell_tokens(self, tokens: NDArray[np.int64]) -> None:
         self._tell(SampledTokens(tokens.tobytes()))
 
     def prepare_adapter(self, source: AdapterSource, own: Future[int]) -> Future[int]:
-        """Have the others read an adapter too, as the first worker does by its `own` future. The result is the largest
-        number of pages that a worker takes."""
+        """Have the other workers read an adapter too, beside the first worker's `own` future. The result is the most
+        pages that a worker needs."""
         self._tell(PrepareAdapter(source))
         return self._listener.submit(self._all_read, source.identity, own)
 
     def _all_read(self, identity: str, own: Future[int]) -> int:
-        """Each answer is awaited though the own reading failed: the next question about the adapter has others."""
+        """Wait for each answer, even if this worker's read failed: later answers belong to a later request."""
         answers = [self._answer(identity, *one) for one in zip(self._worker_ranks, self._followers, strict=True)]
         num_pages = own.result()
         for answer in answers:
@@ -242,7 +243,7 @@ class Leader(WorkerGroup):
         early = self._early_answers.setdefault(worker_rank.number, {})
         while identity not in early:
             try:
-                while not follower.poll(_CLOSED_CHECK_S):  # which raises once the team is closed
+                while not follower.poll(_CLOSED_CHECK_S):  # raises once the group is closed
                     pass
                 answer = decode_to_leader(follower.recv_bytes())
             except (EOFError, OSError):
@@ -258,8 +259,8 @@ class Leader(WorkerGroup):
         self._tell(ReleaseCache())
 
     def on_death(self, act: Callable[[str], None]) -> None:
-        """Have a thread call `act`, with what clients may know of it, when a follower of this host ends, or another
-        node is lost, before the team is closed."""
+        """Have a thread call `act`, with a reason for clients, when a follower of this host ends or another node is
+        lost, unless the group is closed first."""
 
         def watch(worker_rank: WorkerRank, process: subprocess.Popen[bytes]) -> None:
             status = process.wait()
@@ -273,13 +274,13 @@ class Leader(WorkerGroup):
             group.on_loss(lambda loss: act(loss.for_clients))
 
     def abandon(self, why: str) -> None:
-        """End a team that cannot start."""
+        """End a group that cannot start."""
         if self._group is not None:
             self._group.close(why)
         self.close()
 
     def say_goodbye(self) -> None:
-        """Tell other nodes that this engine ends for good, and not by accident."""
+        """Tell other nodes that this engine ends for good, on purpose."""
         if self._group is not None:
             self._group.close()
 
@@ -293,7 +294,7 @@ class Leader(WorkerGroup):
 
 
 class Follower(WorkerGroup):
-    """Another worker's team: what it hears of the first."""
+    """Another worker's view: its connection to the first worker."""
 
     is_leader = False
 
@@ -317,7 +318,7 @@ class Follower(WorkerGroup):
         return own
 
     def hear(self) -> ToFollower:
-        """What the first worker says next. Raises `EOFError` or `OSError` when that has gone."""
+        """Return the first worker's next message. Raises `EOFError` or `OSError` if it has ended."""
         message: ToFollower = decode_to_follower(self._leader.recv_bytes())
         return message
 
@@ -325,7 +326,7 @@ class Follower(WorkerGroup):
         self._leader.send_bytes(encode(message))
 
     def tell_read(self, identity: str, read: Future[int]) -> None:
-        """Answer `PrepareAdapter`, from whichever thread has read it."""
+        """Answer `PrepareAdapter`, in the thread that has read the adapter."""
         error = read.exception()
         if error is None:
             answer = AdapterRead(identity, read.result())
@@ -334,7 +335,7 @@ class Follower(WorkerGroup):
         else:
             logger.error("an adapter could not be read", exc_info=error)
             answer = AdapterRead(identity, 0, type(error).__name__, is_of_request=False)
-        # Where the first worker has gone the main thread notices.
+        # If the first worker has ended, the main thread notices.
         with contextlib.suppress(OSError), self._answering:
             self.tell(answer)
 
@@ -346,7 +347,7 @@ class Follower(WorkerGroup):
 
 
 def _gather(config: EngineConfig) -> NodeGroup:
-    """The other nodes, which Ray starts if it is to."""
+    """Gather the other nodes; with --distributed-executor-backend ray, Ray starts them."""
     if config.nodes.ray_flags is None:
         return NodeGroup.gather(config)
     from octavo.execution.ray_nodes import RayNodes
@@ -355,19 +356,19 @@ def _gather(config: EngineConfig) -> NodeGroup:
     try:
         return NodeGroup.gather(others.config, others)
     except BaseException:
-        others.close()  # also where there has been no group to do it
+        others.close()  # also if there was no group to close it
         raise
 
 
 def has_hung_up(other: Connection, timeout_s: float = 0.0) -> bool:
-    """Whether the process at the other end has gone, or goes within so many seconds."""
+    """Return whether the process at the other end has ended, or ends within `timeout_s`."""
     poll = select.poll()
     poll.register(other.fileno(), HUNG_UP)  # whatever there is still to be read
     return bool(poll.poll(timeout_s * 1000))
 
 
 def hang_up(other: Connection) -> None:
-    """So that neither end waits any more. What has come can still be read."""
+    """Shut a connection down, so that neither end waits. Received data can still be read."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(other.fileno())) as connection:
         connection.shutdown(socket.SHUT_RDWR)
 
@@ -381,7 +382,7 @@ def _without_sampling(admission: Admission) -> Admission:
 
 
 def _collectives(device: str) -> Any:
-    """Of the backend, which is not imported before it is needed."""
+    """Return the collectives of the device's backend, imported late."""
     if device == "cuda":
         from octavo.ops import cuda_collectives
 

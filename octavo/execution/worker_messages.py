@@ -1,6 +1,6 @@
-"""What the first worker of a team and the others tell each other, as MessagePack. Never pickle: it may cross hosts.
+"""The messages between the first worker and the others, as MessagePack. Never pickle: they may cross hosts.
 
-A `ToFollower` goes from the first worker to the others, a `ToLeader` comes back.
+`ToFollower` goes from the first worker to the others, `ToLeader` the other way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from octavo.request import AdapterSource
 
 
 class Sizes(NamedTuple):
-    """What has been found to fit, and all keep to."""
+    """The sizes that the first worker has chosen for all."""
 
     num_blocks: list[int]  # by pool
     num_host_blocks: list[int]
@@ -24,14 +24,14 @@ class Sizes(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """Memory for the cache that a worker has, and what grants it, for messages."""
+    """A worker's memory for the cache, and what limits it, for messages."""
 
     num_bytes: int
     source: str
 
 
 class Number(msgspec.Struct, tag="number"):
-    """What a worker has of something, and the largest that one has of it."""
+    """A worker's number; and the answer, the largest of all."""
 
     value: int
 
@@ -47,7 +47,7 @@ class Plan(msgspec.Struct, tag="plan"):
 
 
 class SampledTokens(msgspec.Struct, tag="tokens"):
-    """Of the oldest step of which they are not known yet."""
+    """The tokens of the oldest step whose tokens were not sent."""
 
     values: bytes  # int64 [N]
 
@@ -57,13 +57,13 @@ class SampledTokens(msgspec.Struct, tag="tokens"):
 
 
 class PictureRows(msgspec.Struct, tag="rows"):
-    """What the tower has made of the pictures that the next plan's admissions have, by content."""
+    """The rows of the next plan's media, by content hash."""
 
     values: dict[bytes, tuple[tuple[int, ...], bytes]]  # shape, and float32
 
     @classmethod
     def of(cls, rows: dict[bytes, NDArray[np.float32]]) -> PictureRows:
-        """rows [parts, tokens, H] by content."""
+        """rows [parts, tokens, H] by content hash."""
         return cls({key: (of_one.shape, of_one.tobytes()) for key, of_one in rows.items()})
 
     @property
@@ -72,19 +72,19 @@ class PictureRows(msgspec.Struct, tag="rows"):
 
 
 class PrepareAdapter(msgspec.Struct, tag="prepare_adapter"):
-    """An adapter is read; `AdapterRead` answers, in any order."""
+    """Read an adapter; answered by `AdapterRead`, in any order."""
 
     source: AdapterSource
 
 
 class ForgetAdapter(msgspec.Struct, tag="forget_adapter"):
-    """No plan loads it any more."""
+    """Free an adapter: no plan loads it any more."""
 
     identity: str
 
 
 class ReleaseCache(msgspec.Struct, tag="release_cache"):
-    """The cache's memory goes back to the system."""
+    """Give the cache's memory back to the system."""
 
 
 class MemoryOffer(msgspec.Struct, tag="offer"):
@@ -92,18 +92,18 @@ class MemoryOffer(msgspec.Struct, tag="offer"):
 
 
 class WorkerReady(msgspec.Struct, tag="ready"):
-    """It takes plans."""
+    """The worker takes plans."""
 
 
 class CannotStart(msgspec.Struct, tag="cannot_start"):
-    """Why, in a line that is the user's to act on."""
+    """Why the worker cannot start: one line for the user."""
 
     error: str
     is_of_flags: bool
 
 
 class AdapterRead(msgspec.Struct, tag="adapter_read"):
-    """How many pages it takes, or why it cannot be served: said to the client if it is the request's fault."""
+    """How many pages the adapter takes, or why it cannot be served; the client is told if the request is at fault."""
 
     identity: str
     num_pages: int
