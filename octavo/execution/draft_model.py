@@ -1,4 +1,5 @@
-"""What guesses, beside the model that serves: which blocks it shares, and what it must agree in."""
+"""The draft model or draft head of a worker: which cache group's blocks it uses, and what it must have in common with
+the target model."""
 
 from __future__ import annotations
 
@@ -51,8 +52,8 @@ def group_for(groups: Sequence[CacheGroup], specs: Sequence[LayerCacheSpec], nam
 
 
 class Draft:
-    """What guesses for the sequences of `target`: a model or a head of `own` configuration. It is to be given caches
-    before it is used."""
+    """A draft model or head of `own` configuration for the sequences of `target`. `use_caches` is to be called before
+    it is used."""
 
     def __init__(
         self, config: EngineConfig, own: ModelConfig, model: Model | MedusaHeads, target: Runner,

@@ -1,8 +1,8 @@
-"""The states of a draft model's layers, where it has such: two for each row of its table.
+"""The states of a draft model with recurrent layers: two for each row of its table.
 
-A state cannot take back what a wrong guess did to it. So one is the state after tokens that are known to be right, and
-the other a copy that guesses change. Those that were right are computed again, with the next token, in the step that
-brings the next guess: it reads the weights once, whatever it has of them. Blocks of the model that serves say nothing
+A state cannot be undone after a rejected draft token. So one is the state after valid tokens, and the other a copy that
+draft tokens change. Accepted ones are computed again, with the next token, in the step that makes the next draft token:
+it reads the weights once, however many tokens it has. Blocks of the model that serves say nothing
 of these states, so that a sequence that is admitted anew begins without one.
 """
 
@@ -26,11 +26,11 @@ class DraftStates:
         self._table, self._mover = table, mover
 
     def use_right(self) -> None:
-        """What is computed next is known to be right."""
+        """Use the states of valid tokens: the next step computes such."""
         self._use(0)
 
     def use_copies(self, rows: Iterable[int]) -> None:
-        """What is computed next are guesses, of `rows`."""
+        """Use the copies for `rows`: the next step computes draft tokens."""
         num_rows = self._table.max_num_seqs
         self._mover.move([BlockMoves(copy=[(row, num_rows + row) for row in rows])])
         self._use(num_rows)

@@ -1,12 +1,11 @@
-"""A runner whose plans leave guesses to be made: a `Drafter` makes them before the step that verifies them runs.
+"""A runner with a `Drafter`, which makes the draft tokens of a plan before the step that verifies them.
 
-The plan says how many tokens are to be guessed for each of its rows, and has blocks for them; the guesses become part
-of it, so that nothing else knows where they came from: neither the workers that share the model with the first one,
-which alone guesses and tells them the plan only then. The result says what they were.
+The plan says how many draft tokens each row gets, and has blocks for them. The drafter's tokens become part of the
+plan, so that nothing else knows where they came from. With several workers only the first one drafts; it sends the plan
+to the others afterwards. The result has the draft tokens.
 
-Where layers are shared out in stages the first worker, of the last one, guesses for a step and tells its plan while the
-stages before still compute another; its own part of that comes later.
-"""
+With pipeline stages the first worker, in the last stage, drafts for a step and sends its plan while earlier stages
+still compute another step."""
 
 from __future__ import annotations
 
@@ -25,21 +24,21 @@ from octavo.plan import StepPlan, StepResult
 
 
 class Drafter(Protocol):
-    """Guesses with a model, in the worker."""
+    """Makes draft tokens in the worker."""
 
     def draft(self, plan: StepPlan) -> DraftBatch:
-        """Guess for the rows of a plan that have guesses to be made, as many as each has or as can be made. The model's
-        runner has taken in the plan; the drafter sees every plan, once."""
+        """Make the draft tokens that the rows of a plan ask for, or as many as possible. The model's runner has applied
+        the plan's updates; the drafter sees every plan once."""
         ...
 
     def observe(self, plan: StepPlan, step: SubmittedStep, result: StepResult) -> None:
-        """The step has been computed, with the guesses that its plan now has."""
+        """Read a finished step, whose plan has its draft tokens by now."""
         ...
 
 
 class DraftedStep:
-    """A step with what it guesses. `submit` gives it to the device, and waits for the stages before if there are some:
-    then it is called when the result is wanted."""
+    """A step with its draft tokens. `submit` launches it, after a wait for earlier stages if there are some: then it is
+    called when the result is wanted."""
 
     def __init__(
         self, drafter: Drafter, plan: StepPlan, submit: Callable[[], SubmittedStep], draft_tokens: DraftBatch,
@@ -69,7 +68,7 @@ class DraftedStep:
 
 
 class DraftingRunner:
-    """`Runner.submit` for plans with guesses to be made."""
+    """`Runner.submit` for plans that ask for draft tokens."""
 
     def __init__(self, runner: Runner, drafter: Drafter, worker_group: WorkerGroup) -> None:
         self._runner, self._drafter, self._worker_group = runner, drafter, worker_group
@@ -77,14 +76,14 @@ class DraftingRunner:
         self._waiting: deque[DraftedStep] = deque()  # for the stages before, in order; or their results are known
 
     def submit(self, plan: StepPlan) -> DraftedStep:
-        """Guess, then have the device compute the plan. Raises `DeviceMemoryError` as `Runner.submit`."""
+        """Draft, then launch the plan. Raises `DeviceMemoryError` as `Runner.submit`."""
         while self._waiting and (self._waiting[0].is_done or self._changes_what_waits(plan)):
             self._waiting.popleft().result()
         self._runner.apply_updates(plan)
         begin = time.monotonic()
         draft_tokens = self._drafter.draft(plan)
         draft_s = time.monotonic() - begin
-        if made := draft_tokens.of_rows:  # any token is as good as another where none was guessed
+        if made := draft_tokens.of_rows:  # padding with any token where none could be made
             rows = [
                 p._replace(draft_tokens=(*made[p.row], *[0] * (len(p.draft_tokens) - len(made[p.row]))))
                 if p.row in made

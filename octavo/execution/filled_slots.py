@@ -1,9 +1,8 @@
-"""Which slots of the cache's blocks hold what a draft model keeps of their tokens.
+"""Which slots of the cache's blocks a draft model has filled.
 
-A block holds the keys of the model and, behind them, those of its draft model. The draft may lag: it computes nothing
-while no tokens are guessed. Blocks are shared, copied, found again and moved to the host without asking it, so what it
-lacks is known of blocks and not of sequences.
-"""
+A block holds the keys of the model and, behind them, those of its draft model. The draft model may lag: it computes
+nothing while no draft tokens are wanted. Blocks are shared, copied, found in the prefix cache and swapped without it,
+so its gaps are known by block, not by sequence."""
 
 from __future__ import annotations
 

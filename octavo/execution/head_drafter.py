@@ -1,12 +1,9 @@
-"""Heads that guess tokens: they read what the model has computed in a step, as soon as the step's tokens are known.
+"""Draft heads: they read the hidden states of a step as soon as its tokens are known.
 
 A chain head (EAGLE, EAGLE-3, multi-token prediction) has a runner of its own, over the same sequences and in the same
-blocks, as a draft model has. It computes each position that stands right after the step that the model computed it in,
-with the token that follows it, and draws the first guess; when the next plan wants more it goes on from its own hidden
-states. Medusa's heads keep nothing but the last hidden state of each sequence.
-
-What they guess is drawn with the random numbers that the model is going to draw with.
-"""
+blocks, as a draft model has. Right after a step it computes the step's valid positions, each with the token that
+follows it, and samples the first draft token; for more it goes on from its own hidden states. Medusa's heads keep only
+the last hidden state of each sequence. Draft tokens are sampled with the random numbers that the model will use."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ class _RowFeatures:
 
 
 class ChainDrafter:
-    """Guesses with a chain head, run by `runner`, for the sequences of `target`. The head keeps what it keeps in the
+    """Makes draft tokens with a chain head, run by `runner`, for the sequences of `target`. The head's cache is in the
     blocks of group `group`."""
 
     def __init__(self, head: ChainHead, runner: Runner, target: Runner, group: int, device: Device) -> None:
@@ -55,7 +52,7 @@ class ChainDrafter:
         target.read_features = self._read
         table = target.table
         self._max_len = table.tokens.shape[1] - 1
-        # How many positions the head has computed of each row, if it has a guess of what follows those; else -1.
+        # Positions that the head has computed of each row, if it has a draft token for the next one; otherwise -1.
         self._num_computed = np.full(table.max_num_seqs, -1, np.int64)
         self._first_draft = np.zeros(table.max_num_seqs, np.int64)
         self._buffer: Any = None
@@ -80,7 +77,7 @@ class ChainDrafter:
         self._last.take(numbers)
 
     def draft(self, plan: StepPlan) -> DraftBatch:
-        """Guess for the rows of a plan that leaves guesses to be made."""
+        """Make draft tokens for the rows of a plan that ask for them."""
         has_vocabulary = self._head.target_ids is None
         self._runner.defer_updates(self._changes)  # where nothing has been computed since
         self._changes = changes_of(plan, self._group, len(self._runner.table.blocks), has_vocabulary)
@@ -100,7 +97,7 @@ class ChainDrafter:
         return DraftBatch({planned.row: found.get(planned.row, []) for planned in wanting})
 
     def _continue(self, rows: list[PlannedRow], found: dict[int, list[int]]) -> None:
-        """One more guess for each of the rows, which have equally many."""
+        """Make one more draft token for each of the rows, which have equally many."""
         assert self._last is not None
         numbers = [planned.row for planned in rows]
         last, planned_rows = self._last, []
@@ -119,8 +116,7 @@ class ChainDrafter:
         self._device.compute.run(lambda: last.put(numbers, cast(Any, step.features)))
 
     def observe(self, plan: StepPlan, step: SubmittedStep, result: StepResult) -> None:
-        """Take in a step of the model, whose tokens are known: compute the positions that stand, and guess first what
-        follows them."""
+        """Read a finished step of the model: compute its valid positions, and the first draft token after them."""
         assert self._last is not None
         last, rows, sources, ends = self._last, [], [], []
         if plan.runs_ahead and self._device.runs_ahead:  # another step has overwritten the features
@@ -145,7 +141,7 @@ class ChainDrafter:
         try:
             own = self._compute(rows)
         except DeviceMemoryError:
-            return  # these positions are never computed by the head: it guesses worse
+            return  # the head never computes these positions: its tokens are worse
         sampled = [(planned, end) for planned, end in zip(rows, ends, strict=True) if planned.num_sampled_positions]
         for (planned, _), token in zip(sampled, own.result().tokens, strict=True):
             self._first_draft[planned.row] = token
@@ -170,7 +166,7 @@ class ChainDrafter:
 
 
 class MedusaDrafter:
-    """Guesses with Medusa's heads for the sequences of `target`."""
+    """Makes draft tokens with Medusa's heads for the sequences of `target`."""
 
     def __init__(self, heads: MedusaHeads, target: Runner, device: Device) -> None:
         self._heads, self._target, self._device, self._ops = heads, target, device, target.ops
@@ -237,7 +233,7 @@ class MedusaDrafter:
         return tokens
 
     def observe(self, plan: StepPlan, step: SubmittedStep, result: StepResult) -> None:
-        """Keep the features of the last position that stands of each row."""
+        """Keep the features of the last valid position of each row."""
         assert self._last is not None
         last, rows, places = self._last, [], []
         if plan.runs_ahead and self._device.runs_ahead:  # another step has overwritten the features
@@ -265,7 +261,7 @@ def _first_rows(ops: Ops, features: Array, count: int) -> Array:
 
 
 def valid_rows(plan: StepPlan, result: StepResult) -> Iterator[tuple[PlannedRow, int, int]]:
-    """Each row of a plan, whose guesses are known, with its first token in the step, and how many tokens stand."""
+    """Yield each row of a finished plan, with its first token in the step and the number of its valid tokens."""
     begin = first = 0
     for planned in plan.rows:
         tokens = result.tokens[first : first + planned.num_samples]

@@ -1,12 +1,12 @@
-"""A draft model beside the model that serves: it guesses the tokens that the step about to run is to verify.
+"""A draft model: it makes the draft tokens that the next step verifies.
 
 It has a runner of its own over the same sequences: its layers keep their keys in the blocks of a group of the model's
 cache, behind the model's own, so that prefixes, forks, preemption and swapping need nothing of it. It draws from its
 distributions with the random numbers that the model is going to draw with at the same positions (common random
-numbers), so that it guesses right where the two distributions are close and not only where both are sure.
+numbers), so that its tokens are accepted where the two distributions are close, not only where both are sure.
 
-The parts of prompts are computed in the steps that the model computes them in. Where nothing was guessed for a while
-it lags, and catches up when it is asked again. Where its layers keep states (`DraftStates`), which are in no block, it
+It computes prompts in the same steps as the model. If it makes no tokens for a while it lags, and catches up when it is
+needed again. Where its layers keep states (`DraftStates`), which are in no block, it
 begins anew with each sequence that is admitted.
 """
 
@@ -36,17 +36,17 @@ _MOST_UNDER_WAY = 2
 
 
 class DraftBatch(NamedTuple):
-    """By row that wanted some: as many as it wanted, or fewer where they cannot be made yet. The drafter may have
-    caught up with what it lacked of rows before."""
+    """Draft tokens by row that asked for some; fewer if they cannot be made yet. `caught_up`: the drafter has also
+    computed older tokens of the rows."""
 
     of_rows: Mapping[int, list[int]]
     caught_up: bool = False
 
 
 class ModelDrafter:
-    """Guesses with `runner`, whose model keeps what it keeps in the blocks of group `group` of `table`, the sequences
-    of the model that serves; `pool` is that group's. `kept` says what is there of sequences that are admitted. Those
-    that become longer than `max_len` are left alone; `vocab_size` is the model's."""
+    """Makes draft tokens with `runner`, the draft model's. Its caches are in the blocks of group `group` of `table`,
+    the target model's sequences; `pool` is that group's. Sequences longer than `max_len` get none; `vocab_size` is the
+    target model's."""
 
     def __init__(
         self, runner: Runner, table: SequenceTable, group: int, pool: int, kept: FilledSlots | DraftStates,
@@ -57,20 +57,21 @@ class ModelDrafter:
         self._states = kept if isinstance(kept, DraftStates) else None
         self._max_len, self._vocab_size = max_len, vocab_size
         num_rows = table.max_num_seqs
-        # Tokens that the draft has computed; guesses included, unless they were computed in copies of states.
+        # Tokens that the draft model has computed; draft tokens included, unless they were computed in copies of
+        # states.
         self._num_drafted = np.zeros(num_rows, np.int64)
         self._num_filled = np.zeros(num_rows, np.int64)  # of those, the ones that `filled` knows of
 
     def draft(self, plan: StepPlan) -> DraftBatch:
-        """Compute what the draft lacks of the plan's rows, whose blocks are there by now, and guess for those that
-        want it, where there is memory enough."""
+        """Compute what the draft model lacks of the plan's rows, which have their blocks, and make the draft tokens
+        that rows ask for, if there is memory enough."""
         changes = self._take_in(plan)
         wanting = [
             planned for planned in plan.rows if planned.draft_tokens and planned.draft_tokens[0] == DRAFT_PLACEHOLDER
         ]
         budget = self._runner.max_num_tokens
         first: list[PlannedRow] = []
-        ready: list[PlannedRow] = []  # of those that want guesses, the ones of which nothing is lacking
+        ready: list[PlannedRow] = []  # rows that ask for draft tokens and lack nothing
         caught_up = False
         for planned in wanting:
             num_lacking = self._num_lacking(planned)
@@ -104,7 +105,7 @@ class ModelDrafter:
         return DraftBatch({planned.row: found.get(planned.row, []) for planned in wanting}, caught_up)
 
     def observe(self, plan: StepPlan, step: SubmittedStep, result: StepResult) -> None:
-        """Nothing: which of its guesses were right the next plan says."""
+        """Nothing: the next plan shows which draft tokens were accepted."""
 
     def _take_in(self, plan: StepPlan) -> StepPlan:
         """What comes before the plan's rows -> as much of that as concerns the draft."""
@@ -129,7 +130,7 @@ class ModelDrafter:
             blocks = self._table.blocks[self._group, row]
             if row in admitted:
                 num_drafted = num_filled = filled.num_filled(blocks, num_computed)
-            else:  # wrong guesses do not count
+            else:  # rejected draft tokens do not count
                 num_drafted = min(int(self._num_drafted[row]), num_computed)
                 num_filled = min(int(self._num_filled[row]), num_drafted)
             if num_filled < num_drafted:
@@ -138,7 +139,7 @@ class ModelDrafter:
             filled.overwrite(blocks, num_computed, num_computed + num_tokens)
 
     def _num_lacking(self, planned: PlannedRow) -> int:
-        """Tokens to compute before the first guess, or up to the end of a prompt's part."""
+        """Return the tokens to compute before the first draft token, or up to the end of a prompt's part."""
         end = planned.num_computed + planned.num_tokens - len(planned.draft_tokens)
         return min(end, self._max_len) - int(self._num_drafted[planned.row])
 
@@ -149,7 +150,7 @@ class ModelDrafter:
         return PlannedRow(planned.row, num_drafted, num_tokens, int(is_sampled))
 
     def _run(self, plan: StepPlan, ready: list[PlannedRow], found: dict[int, list[int]]) -> None:
-        """Compute a plan that brings the first guess of each of `ready`, then their next guesses one by one."""
+        """Compute a plan that samples the first draft token of each of `ready`, then their next ones one by one."""
         under_way: deque[tuple[list[PlannedRow], SubmittedStep]] = deque()
 
         def collect() -> None:
@@ -201,8 +202,8 @@ def changes_of(
 
 
 def draft_params(params: SamplingParams, has_vocabulary: bool) -> SamplingParams:
-    """The settings of a request that a draft follows: those that do not depend on what was guessed before, nor on
-    numbers of tokens unless it has the model's vocabulary."""
+    """Return the sampling parameters that a draft model follows: those that do not depend on earlier draft tokens, nor
+    on token ids unless it has the target model's vocabulary."""
     return SamplingParams(
         temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, min_p=params.min_p,
         logit_bias=params.logit_bias if has_vocabulary else None,

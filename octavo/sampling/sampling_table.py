@@ -40,12 +40,12 @@ class Samples:
 
     rows: NDArray[np.int64]
     forks: NDArray[np.int64]
-    lengths: NDArray[np.int64]  # tokens of the row before the sample, guesses included
-    # By row that brought guesses: the place of its first sample, and the guesses.
+    lengths: NDArray[np.int64]  # tokens of the row before the sample, draft tokens included
+    # By row with draft tokens: the place of its first sample, and the draft tokens.
     drafted: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
     def valid(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of the sampled `tokens` [N] stand: not those after a wrong guess."""
+        """Return which of the sampled `tokens` [N] are valid: not those after a rejected draft token."""
         is_valid = np.ones(len(tokens), bool)
         for first, draft_tokens in self.drafted.values():
             sampled = tokens[first : first + len(draft_tokens) + 1].tolist()
@@ -100,7 +100,7 @@ class SeenTokens:
 
     def of(self, tokens: NDArray[np.int32], num_settled: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """The distinct tokens of prompt and output [K], and how often each is in the output [K]. Those from
-        `num_settled` on are guesses, which are counted for this time only."""
+        `num_settled` on are draft tokens, counted for this call only."""
         if not self._num_read:
             self._read_prompt(tokens[: self._num_prompt_tokens])
         for token in tokens[self._num_read : num_settled].tolist():
@@ -156,7 +156,7 @@ class SpecialSample(NamedTuple):
     sample: int
     settings: RowSettings
     tokens: NDArray[np.int32]  # of its row, before the sample
-    num_settled: int  # of those, the ones that are no guesses
+    num_settled: int  # of those, the ones that are no draft tokens
 
 
 Masks = tuple[list[tuple[int, TokenMask]], dict[int, str]]

@@ -1,24 +1,24 @@
-"""How often guesses turn out right, counted for all sequences and for each one lately.
+"""How often draft tokens are accepted: counted for all sequences, and lately for each.
 
-Every guess is compared with the tokens that came, whether a step has verified it or not, so that nothing has to be
-tried out to be known.
+Every proposal is compared with the tokens that followed, even if no step has verified it, so that nothing has to be
+tried to be known.
 """
 
 from __future__ import annotations
 
 from octavo.speculative.proposer import NUM_LEVELS, Proposal
 
-# Before anything is known: by level, which for lookups grows with the logarithm of the tokens that agree.
+# The prior, by level; for lookups the level grows with the logarithm of the tokens that agree.
 _FIRST = (0.7, 0.2, 0.35, 0.5, 0.7, 0.85, 0.9, 0.95) * 2
-_FIRST_WEIGHT = 8.0  # guessed tokens that this counts for
-_MEMORY = 400.0  # guessed tokens of a level: older ones count e times less
+_FIRST_WEIGHT = 8.0  # draft tokens that the prior counts for
+_MEMORY = 400.0  # draft tokens of a level after which older ones count e times less
 _SEQUENCE_MEMORY = 24.0  # of a sequence
 _FORGET = 0.98
 _MOST = 0.99  # nothing is certain
 
 
 class Acceptance:
-    """Of all sequences, by level."""
+    """The acceptance rates of all sequences, by level."""
 
     def __init__(self) -> None:
         self.rates = list(_FIRST)
@@ -32,8 +32,8 @@ class Acceptance:
 
 
 class SequenceAcceptance:
-    """Of one sequence lately: how many of its guessed tokens were wrong, for one that was to be expected of their
-    levels. So it tells something of levels that the sequence has not had yet."""
+    """The recent acceptance of one sequence: rejected draft tokens, relative to those expected from their levels. So it
+    also predicts levels that the sequence has not had yet."""
 
     __slots__ = ("num_expected", "num_wrong")
 
@@ -41,25 +41,26 @@ class SequenceAcceptance:
         self.num_wrong = self.num_expected = 0.0
 
     def observe(self, num_right: int, num_wrong: int, all_sequences: float) -> None:
-        """Tokens of a level that are right as often as `all_sequences` says."""
+        """Count accepted and rejected tokens of a level whose usual rate is `all_sequences`."""
         count = num_right + num_wrong
         kept = (1 - 1 / _SEQUENCE_MEMORY) ** count
         self.num_wrong = self.num_wrong * kept + num_wrong
         self.num_expected = self.num_expected * kept + count * (1 - all_sequences)
 
     def forget(self) -> None:
-        """A step without guesses: what is known grows old."""
+        """Let the counts age by a step without draft tokens."""
         self.num_wrong *= _FORGET
         self.num_expected *= _FORGET
 
     def rate(self, all_sequences: float) -> float:
-        """How often a token is right whose predecessors were, of a level at which `all_sequences` is usual."""
+        """Return the rate at which a token is accepted if those before it are, at a level whose usual rate is
+        `all_sequences`."""
         ratio = (self.num_wrong + 1) / (self.num_expected + 1)
         return max(0.0, min(1 - ratio * (1 - all_sequences), _MOST))
 
 
 def compare(proposal: Proposal, tokens: list[int]) -> tuple[int, int]:
-    """How many of the guessed tokens turned out right, and (0 or 1) wrong. `tokens` are those that came."""
+    """Return how many tokens of a proposal agree with `tokens`, which followed, and how many (0 or 1) do not."""
     for i, (drafted, token) in enumerate(zip(proposal.tokens, tokens, strict=False)):
         if drafted != token:
             return i, 1

@@ -1,9 +1,8 @@
-"""How many guesses a step verifies: as many as bring the most tokens a second.
+"""How many draft tokens a step verifies: as many as give the most tokens a second.
 
-A guess is worth the probability that it and those before it are right, and costs what `StepCostModel` says. Guesses are
-added to the step as long as they raise its tokens by more than its time. Where prompts are computed beside them, their
-time counts for nothing here: it has to be spent anyway, and a guess must be as good a use of time as a token.
-"""
+A draft token is worth the probability that it and those before it are accepted, and costs what `StepCostModel`
+predicts. Draft tokens are added while they raise the step's tokens by more than its time. The time of prompts in the
+same step does not count: it is spent anyway, and a draft token must be as good a use of time as any token."""
 
 from __future__ import annotations
 
@@ -15,18 +14,18 @@ from octavo.step_cost import StepCost, StepWork
 
 
 class Candidate(NamedTuple):
-    """A sequence that lacks one token, and a guess of what follows."""
+    """A sequence that lacks one token, and its proposal."""
 
     num_computed: int
     num_draft_tokens: int  # at most
-    rate: float  # probability of each to be right if those before it are
+    rate: float  # probability that a token is accepted if those before it are
 
 
 def choose_counts(
     cost: StepCost, work: StepWork, prompts: StepWork, candidates: List[Candidate], gain: float
 ) -> list[int]:
-    """For each of the `candidates`, how many guesses the step of `work` should verify; their single tokens are part of
-    it, and so are `prompts`. Tokens a second must grow by a factor of `gain` for there to be any."""
+    """Return, for each candidate, how many draft tokens the step of `work` verifies. `work` includes the candidates'
+    single tokens and `prompts`. There are none unless tokens a second grow by a factor of `gain`."""
     counts = [0] * len(candidates)
     prompts_s = cost.seconds(prompts) if prompts.num_tokens else 0.0
     num_tokens = float(work.num_samples - prompts.num_samples)
@@ -57,8 +56,8 @@ def choose_counts(
 def choose_draft_count(
     cost: StepCost, work: StepWork, prompts: StepWork, candidates: List[Candidate], draft_s: float, gain: float
 ) -> int:
-    """How many tokens a drafter should guess for each of the `candidates`; `work`, `prompts` and `gain` are as in
-    `choose_counts`. A token more, of all of them, takes it `draft_s`."""
+    """Return how many tokens a drafter makes for each of the `candidates`. `work`, `prompts` and `gain` are as in
+    `choose_counts`; one more token for all of them takes the drafter `draft_s`."""
     prompts_s = cost.seconds(prompts) if prompts.num_tokens else 0.0
     expected = float(work.num_samples - prompts.num_samples)
     best = first = expected / max(cost.seconds(work) - prompts_s, 1e-9)

@@ -1,4 +1,4 @@
-"""From the configuration to what guesses: the proposer of each method of `--speculative-config`."""
+"""Makes the proposer of the configured method (`--speculative-config`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from octavo.step_cost import StepCost
 
 
 def make_speculation(config: SpeculativeConfig | None, cost: StepCost | None, max_draft_len: int = 0) -> Speculation:
-    """Without a configuration only requests that bring a prediction are guessed. Of a method that guesses with a model
-    this is the core's part, for sequences of up to `max_draft_len` tokens; the worker has made the drafter."""
+    """Return the speculation of an engine. Without a configuration only requests with a prediction have draft tokens.
+    For a method with a draft model this is the core's part, for sequences of up to `max_draft_len` tokens; the worker
+    has the drafter."""
     if config is None:
         return Speculation(cost=cost)
     proposer: Proposer
@@ -25,6 +26,6 @@ def make_speculation(config: SpeculativeConfig | None, cost: StepCost | None, ma
         )  # fmt: skip
     else:
         proposer = ToBeDrafted(max_draft_len)
-    # Benchmarks of given rates verify all that is guessed.
+    # Benchmarks with given rates verify all draft tokens.
     known = None if config.synthetic_acceptance_rates is not None else cost
     return Speculation(proposer, config.num_speculative_tokens, known, reads_steps=config.method in HEAD_METHODS)

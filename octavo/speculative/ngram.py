@@ -1,4 +1,4 @@
-"""Guesses by looking up the last tokens in a text: prompt lookup (`ngram`), and predicted outputs.
+"""Proposals by lookup of the last tokens in a text: prompt lookup (`ngram`), and predicted outputs.
 
 The source is Saxena's prompt lookup decoding (2023), which compares the end of a text with every place of it. Here each
 n-gram's last place is kept in a table, so that a token costs one entry of each length, however long the text. While the
@@ -11,9 +11,9 @@ from __future__ import annotations
 from octavo.sequence import Sequence
 from octavo.speculative.proposer import NO_PROPOSAL, Proposal
 
-# Of a long prompt so many tokens are taken in at once, about a millisecond's work, and the others in later steps.
+# Tokens of a long prompt that are indexed at once, in about a millisecond; the others in later steps.
 _MOST_READ = 4096
-_PREDICTION_LEVELS = 8  # the first level of guesses from a predicted output
+_PREDICTION_LEVELS = 8  # the first level of proposals from a predicted output
 # N-grams that bring a text back to its prediction, after it has left it; and back to the place that it was quoting, if
 # they come within so many tokens of both.
 _RETURN_LENGTHS = (3, 2, 1)
@@ -22,7 +22,7 @@ _QUOTE_GAP = 24
 
 
 class NgramIndex:
-    """Where each n-gram of a growing text stands last. Of n-grams it knows hashes: a guess may be wrong."""
+    """The last place of each n-gram in a growing text. It keeps hashes of n-grams, so that a hit may be wrong."""
 
     def __init__(self, least: int, most: int) -> None:
         self.lengths = range(most, least - 1, -1)
@@ -30,7 +30,7 @@ class NgramIndex:
         self._ends: list[dict[int, int]] = [{} for _ in self.lengths]  # hash of an n-gram -> the place behind it
 
     def read(self, tokens: list[int], end: int) -> None:
-        """Take in the n-grams that end before `end`, as far as that is not too much at once."""
+        """Index the n-grams that end before `end`, up to a limit at once."""
         begin, self.num_read = self.num_read, min(end, self.num_read + _MOST_READ)
         for n, ends in zip(self.lengths, self._ends, strict=True):
             for i in range(max(begin + 1, n), self.num_read + 1):
@@ -46,14 +46,14 @@ class NgramIndex:
 
 
 class LookupState:
-    """A sequence, and the place of the source at which it goes on."""
+    """The state of a sequence: the place of the source where it goes on."""
 
     __slots__ = ("index", "left", "length", "num_seen", "place")
 
     def __init__(self, index: NgramIndex | None = None) -> None:
         self.index = index
         self.num_seen = 0  # tokens of the sequence
-        self.place = -1  # of the source: what is thought to come next
+        self.place = -1  # of the source: its next token, if the sequence goes on like it
         self.length = 0  # tokens before it that agree
         self.left = (-1, 0)  # the place at which it was left last, and the tokens of the sequence then
 
@@ -70,12 +70,12 @@ class LookupState:
 
 
 def _level(length: int) -> int:
-    """Guesses after one, two or three, four to seven … tokens that agree."""
+    """Return the level: one for one token that agrees, the next for two or three, for four to seven, …"""
     return min(length.bit_length(), 7)
 
 
 class NgramProposer:
-    """Guesses that what followed the last tokens before follows them again: `least` to `most` of them must agree."""
+    """Proposes what followed the last tokens earlier in the sequence; `least` to `most` of them must agree."""
 
     def __init__(self, least: int, most: int) -> None:
         self._least, self._most = least, most
@@ -111,8 +111,8 @@ class NgramProposer:
 
 
 class PredictionProposer:
-    """Guesses that the answer is what the request predicts, from its beginning. Where it leaves that, the guess goes on
-    behind the next occurrence of the last tokens."""
+    """Proposes the request's predicted output from its beginning. If the answer differs, proposals go on after the next
+    occurrence of the last tokens."""
 
     def start(self, seq: Sequence) -> LookupState:
         state = LookupState()

@@ -1,8 +1,7 @@
-"""What guesses tokens: a `Proposer` in the core's process, or a model in the worker's.
+"""What proposes draft tokens: a `Proposer` in the core's process, or a draft model in the worker's.
 
-Both guess what follows a sequence whose tokens are all known. Neither may change anything but its own state, and
-neither has to be right. Where a model guesses, the proposer says only how many tokens: the worker replaces them.
-"""
+Both propose what follows a sequence whose tokens are all known. They change nothing but their own state, and need not
+be right. For a draft model the proposer says only how many tokens: the worker makes them."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ NUM_LEVELS = 16
 
 
 class Proposal(NamedTuple):
-    """Tokens that may follow a sequence. Guesses of one `level`, a number below `NUM_LEVELS`, are right about equally
-    often, as far as the proposer knows; how often that is, is counted."""
+    """Tokens that may follow a sequence. Proposals of one `level`, below `NUM_LEVELS`, are accepted about equally
+    often, as far as the proposer knows; `acceptance.py` counts how often."""
 
     tokens: tuple[int, ...]
     level: int = 0
@@ -26,25 +25,25 @@ NO_PROPOSAL = Proposal(())
 
 
 class Proposer(Protocol):
-    """Guesses from what the core knows: the tokens of sequences. Called between steps, so that it must be quick."""
+    """Proposes draft tokens from the tokens of sequences. It is called between steps, so it must be fast."""
 
     def start(self, seq: Sequence) -> Any:
-        """What is kept of a sequence that is new, or a fork: it lasts through preemption until `end`."""
+        """Return the state of a new sequence or fork, which is kept through preemptions until `end`."""
         ...
 
     def propose(self, seq: Sequence, state: Any, most: int) -> Proposal:
-        """Up to `most` tokens that may follow `seq`, all of whose tokens are known. Called after each step that has
-        brought some."""
+        """Return up to `most` tokens that may follow `seq`, whose tokens are all known. Called after each step with new
+        tokens."""
         ...
 
     def end(self, seq: Sequence, state: Any) -> None:
-        """`seq` has ended and will not be seen again."""
+        """Drop the state of `seq`, which has ended."""
         ...
 
 
 class ToBeDrafted:
-    """Leaves the guesses to a model, for sequences of up to `max_len` tokens: its worker makes them when the step runs
-    that verifies them."""
+    """Leaves draft tokens to a draft model, for sequences of up to `max_len` tokens: the worker makes them before the
+    step that verifies them."""
 
     def __init__(self, max_len: int) -> None:
         self._max_len = max_len

@@ -1,7 +1,7 @@
-"""What the scheduler asks: which guesses a step verifies, or how many a model is to make for it.
+"""Chooses, for the scheduler, which draft tokens a step verifies, or how many a draft model makes for it.
 
-Each sequence has at most one guess of what follows its tokens: its request's own prediction's, or that of the method
-that is configured. It is made when a step's tokens are known, and compared with the next ones, verified or not.
+A sequence has at most one proposal of what follows its tokens: from its request's own prediction, or by the configured
+method. It is made when a step's tokens are known, and compared with the next tokens, whether they verified it or not.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from octavo.speculative.proposer import NO_PROPOSAL, Proposal, Proposer
 from octavo.stats import EngineStats
 from octavo.step_cost import StepCost, StepWork
 
-_MOST_PREDICTED = 32  # guesses of a sequence in a step, from the prediction that came with its request
-# So much faster must a step with guesses be for one without them to be followed by it: predictions are not exact.
+_MOST_PREDICTED = 32  # draft tokens of a sequence in a step, from its request's prediction
+# A step with draft tokens after one without them must promise so much more speed: predictions are not exact.
 _LEAST_GAIN = 1.03
-# Where a drafter's guesses were not worth their time, one sequence has so many of them again: after so many steps, then
-# after as many as have passed, and in the end in every so many. So a bad beginning is soon made good.
+# If a drafter's tokens were not worth their time, one sequence tries so many of them again: after so many steps, then
+# after twice as many, and in the end in every so many steps. So a bad beginning is soon corrected.
 _TRIAL_DRAFT_TOKENS, _FIRST_TRIAL, _TRIAL_STEPS = 2, 4, 128
 
 
 @dataclass(slots=True)
 class Speculated:
-    """What is known of a sequence."""
+    """The speculation's state of a sequence."""
 
-    state: Any  # its proposer's
+    state: Any  # of the proposer
     prediction_state: Any = None
-    proposal: Proposal = NO_PROPOSAL  # of what follows its tokens
-    is_predicted: bool = False  # the guess is from the prediction that came with the request
+    proposal: Proposal = NO_PROPOSAL  # for its next tokens
+    is_predicted: bool = False  # the proposal is from the request's prediction
     acceptance: SequenceAcceptance = field(default_factory=SequenceAcceptance)
 
 
 class Speculation:
     """The draft tokens of one engine, up to `max_draft_tokens` a sequence and step. Without a `proposer` only requests
-    that bring a prediction are guessed. The proposer may leave its guesses to a drafter, in the worker, which may be
-    one that `reads_steps`: what the model has computed in one, before the next. Without a `cost` there are always as
-    many guesses as can be."""
+    with a prediction have draft tokens. A proposer may leave them to a drafter in the worker; one that `reads_steps`
+    reads what the model has computed in a step before the next. Without a `cost` model every step verifies as many
+    draft tokens as it can."""
 
     def __init__(
         self, proposer: Proposer | None = None, max_draft_tokens: int = _MOST_PREDICTED, cost: StepCost | None = None,
@@ -53,21 +53,21 @@ class Speculation:
         self._predictions = PredictionProposer()
         self._max_draft_tokens = max_draft_tokens
         self._acceptance = Acceptance()
-        self._num_sequences = 0  # that are guessed
-        self._was_worth_it = False  # the last step that could have guesses had some
-        self._draft_s = 0.0  # that a token more of all drafts takes
-        self._num_idle_steps = 0  # that could have had a drafter's guesses, and had none but for trials
+        self._num_sequences = 0  # with proposals
+        self._was_worth_it = False  # the last step that could have draft tokens had some
+        self._draft_s = 0.0  # seconds of one more draft token for all sequences
+        self._num_idle_steps = 0  # steps without a drafter's tokens, except trials
         self._next_trial = _FIRST_TRIAL
-        self._was_asked = False  # since the last step was planned, what a drafter should guess
+        self._was_asked = False  # the drafter was considered since the last step was planned
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nobody to guess for."""
+        """Whether no sequence has a proposal."""
         return not self._num_sequences
 
     def accept(self, seq: Sequence, tokens: list[int], drafts: tuple[int, ...] | None) -> None:
-        """`tokens` have come for a sequence that has not ended; `drafts` are what a drafter had guessed, as far as it
-        could: what it could not says nothing of how good it is."""
+        """Record the new `tokens` of a sequence, compare the last proposal with them, and make the next one. `drafts`
+        are the tokens that a drafter has made: tokens that it could not make do not count against it."""
         about = seq.speculated
         if about is None:
             if self._proposer is None and not seq.request.prediction:
@@ -79,7 +79,7 @@ class Speculation:
             right, wrong = compare(about.proposal, tokens)
             about.acceptance.observe(right, wrong, self._acceptance.rates[about.proposal.level])
             self._acceptance.observe(about.proposal.level, right, wrong)
-        elif about.proposal.tokens or drafts is not None:  # which nobody has made
+        elif about.proposal.tokens or drafts is not None:  # no drafter has made them
             about.acceptance.forget()
         about.proposal, about.is_predicted = NO_PROPOSAL, False
         if about.prediction_state is not None:
@@ -95,8 +95,8 @@ class Speculation:
             about.acceptance.forget()
 
     def choose(self, candidates: List[tuple[Sequence, int]], rows: List[PlannedRow]) -> list[tuple[int, ...]]:
-        """For each of the sequences, which lack one token, what the step of `rows` verifies; as many as given at
-        most."""
+        """Return, for each of the sequences, all of which lack one token, the draft tokens that the step of `rows`
+        verifies, at most as many as given with it."""
         draft_tokens: list[tuple[int, ...]] = [
             seq.speculated.proposal.tokens[:most] if seq.speculated else () for seq, most in candidates
         ]
@@ -126,8 +126,8 @@ class Speculation:
     def _draft_counts(
         self, cost: StepCost, work: StepWork, prompts: StepWork, candidates: List[Candidate], gain: float
     ) -> list[int]:
-        """How many tokens a drafter guesses for each: what it costs is the same for one as for all. Its guesses are
-        known only if it makes them; so where they were not worth it one sequence has some now and then."""
+        """Return how many tokens a drafter makes for each: its cost is the same for one sequence as for all. How good
+        they are is known only if it makes them; so if they were not worth it, one sequence tries some now and then."""
         self._was_asked = True
         count = choose_draft_count(cost, work, prompts, candidates, self._draft_s, gain)
         counts = [min(count, candidate.num_draft_tokens) for candidate in candidates]
@@ -136,7 +136,7 @@ class Speculation:
         return counts
 
     def planned(self, rows: List[PlannedRow]) -> None:
-        """A step of `rows` is going to run."""
+        """Note that a step of `rows` was planned."""
         was_asked, self._was_asked = self._was_asked, False
         has_drafts = any(row.draft_tokens and row.draft_tokens[0] == DRAFT_PLACEHOLDER for row in rows)
         if has_drafts and self._num_idle_steps < self._next_trial:
@@ -147,8 +147,8 @@ class Speculation:
                 self._next_trial = self._num_idle_steps + min(self._num_idle_steps, _TRIAL_STEPS)
 
     def must_wait(self, seqs: List[Sequence], rows: List[PlannedRow]) -> bool:
-        """Whether the step after that of `rows` had better know the tokens of this one: it would verify guesses, or
-        what this one computes of prompts is to be read."""
+        """Return whether the next step should wait for the tokens of this one, of `rows`: because it verifies draft
+        tokens, or because a drafter reads what this one computes of prompts."""
         if any(row.draft_tokens for row in rows):
             return True
         if self._reads_steps and not all(row.is_decode for row in rows):
@@ -161,7 +161,7 @@ class Speculation:
 
     @property
     def is_speculating(self) -> bool:
-        """Whether guesses have been worth their time lately."""
+        """Whether draft tokens have been worth their time lately."""
         return self._num_idle_steps == 0
 
     def drafted(
@@ -171,14 +171,14 @@ class Speculation:
         includes older tokens that the drafter had not computed yet."""
         if not draft_tokens:
             return
-        if not any(draft_tokens.values()):  # it lacks more than a step computes, or memory: nothing was tried
+        if not any(draft_tokens.values()):  # it lacks too many tokens, or memory: nothing was tried
             self._next_trial = min(self._next_trial, self._num_idle_steps + _FIRST_TRIAL)
-        elif not caught_up and all(row.is_decode for row in rows):  # and no parts of prompts
+        elif not caught_up and all(row.is_decode for row in rows):  # no parts of prompts
             a_token = seconds / max(map(len, draft_tokens.values()))
             self._draft_s += (a_token - self._draft_s) / (8 if self._draft_s else 1)
 
     def count(self, seq: Sequence, draft_tokens: tuple[int, ...], num_accepted: int, stats: EngineStats) -> None:
-        """A step has verified `draft_tokens`, of which so many stand."""
+        """Count the draft tokens that a step has verified, and the `num_accepted` among them."""
         stats.num_drafts += 1
         stats.num_draft_tokens += len(draft_tokens)
         stats.num_accepted_tokens += num_accepted
@@ -191,7 +191,7 @@ class Speculation:
             seq.num_rejected_prediction_tokens += len(draft_tokens) - num_accepted
 
     def end(self, seq: Sequence) -> None:
-        """A sequence has ended."""
+        """Drop the state of a sequence that has ended."""
         if seq.speculated is None:
             return
         self._num_sequences -= 1

@@ -1,4 +1,4 @@
-"""Guesses from suffixes: what has followed the longest end of a sequence that was seen before, in itself or in recent
+"""Proposals from suffixes: what followed the longest suffix of a sequence that was seen before, in itself or in recent
 answers (SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975).
 
 A `SuffixAutomaton` knows every piece of the texts that it has read, how often each occurs and what follows it. It grows
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from octavo.sequence import Sequence
 from octavo.speculative.proposer import NO_PROPOSAL, Proposal
 
-# Of a long prompt so many tokens are taken in at once, some milliseconds' work, and the others in later steps.
+# Tokens of a long prompt that are read at once, in some milliseconds; the others in later steps.
 _MOST_READ = 1024
 _MOST_REMEMBERED = 4096  # of an answer
 # Recent answers are kept in two halves; when one is full the older is forgotten. A token takes about 0.8 KB.
@@ -119,7 +119,7 @@ class _State:
 
 
 class SuffixProposer:
-    """Guess lengths follow the length of what agrees: `spec_factor` tokens for each."""
+    """Proposes `spec_factor` tokens for each token that agrees."""
 
     def __init__(self, max_depth: int, max_requests: int, spec_factor: float, least_probability: float) -> None:
         self._max_depth, self._spec_factor, self._least_probability = max_depth, spec_factor, least_probability
@@ -167,7 +167,7 @@ class SuffixProposer:
         state.num_matched = len(tokens)
 
     def end(self, seq: Sequence, state: _State) -> None:
-        """Its answer is one of the recent ones."""
+        """Add its answer to the recent ones."""
         if not self._max_requests or not seq.num_output_tokens:
             return
         recent = self._recent

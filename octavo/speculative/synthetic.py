@@ -1,4 +1,4 @@
-"""`synthetic_acceptance_rates`: how fast an engine would be if guesses were right so often. Answers are then wrong."""
+"""`synthetic_acceptance_rates`: measures the speed at given acceptance rates. Answers are wrong then."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from octavo.sampling.sampling_table import Samples
 
 
 class SyntheticAcceptance:
-    """Puts guesses, or what is none, in the place of sampled tokens. `rates` are by position, the chance that this
-    guess and all before it are accepted, as vLLM has them."""
+    """Replaces sampled tokens by draft tokens, or by others. `rates` are by position, as vLLM's: the probability that
+    this draft token and all before it are accepted."""
 
     def __init__(self, rates: Sequence[float], vocab_size: int) -> None:
         before = [1.0, *rates]
-        # Of a guess, where those before it are accepted.
+        # Probability of a draft token if those before it are accepted.
         self._chances = [rate / last if last else 0.0 for rate, last in zip(rates, before, strict=False)]
         self._vocab_size = vocab_size
         self._random = random.Random(0)
 
     def apply(self, samples: Samples, tokens: NDArray[np.int64], may_change: Callable[[int], bool]) -> None:
-        """Change `tokens` [N], which were sampled, of the rows with guesses that `may_change`."""
+        """Change the sampled `tokens` [N] of rows with draft tokens, if `may_change` allows it."""
         for row, (first, draft_tokens) in samples.drafted.items():
             if not may_change(row):
                 continue
