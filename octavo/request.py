@@ -129,7 +129,7 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     first_scheduled_time: float = 0.0  # time.monotonic
     error: str | None = None  # one line, when finish_reason is "error"
     error_status: int = 400  # as HTTP has it: whose fault it is
-    num_accepted_prediction_tokens: int = 0  # of the request's prediction, since it was first guessed
+    num_accepted_prediction_tokens: int = 0  # tokens of the request's prediction that were accepted
     num_rejected_prediction_tokens: int = 0
     vectors: bytes | None = None  # of a request for pooling: float32, one vector after the other
     alignment: bytes | None = None  # of `alignment_heads`, once, with the first token; see `RequestOutput`

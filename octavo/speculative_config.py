@@ -1,6 +1,6 @@
-"""What `--speculative-config` says, checked and settled: how tokens are guessed, and how many at most.
+"""What `--speculative-config` says, checked and completed: how draft tokens are made, and how many at most.
 
-`parse` reads the object and the older flags beside it. Nothing here loads a model or guesses anything; that is
+`parse` reads the object and the older flags beside it. Nothing here loads a model or drafts anything; that is
 `octavo.speculative`'s.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from octavo.errors import ConfigError
 
-# Methods, and how many tokens are guessed at most where nobody says. A draft model's guesses cost a step each.
+# Methods, and their default for the most draft tokens. Each of a draft model's tokens costs a step.
 HOST_METHODS = {"ngram": 16, "suffix": 24}
 DRAFT_METHODS = {"draft_model": 4, "eagle": 3, "eagle3": 3, "medusa": 3, "mtp": 1}
 HEAD_METHODS = ("eagle", "eagle3", "medusa", "mtp")  # whose models read what the model has computed
@@ -28,8 +28,8 @@ class SpeculativeConfig:
     """Fields have the names of `--speculative-config`'s keys."""
 
     method: str
-    num_speculative_tokens: int  # the most: how many are guessed is decided in each step
-    model: str | None = None  # of a method that guesses with one, and what follows is its
+    num_speculative_tokens: int  # the most: each step decides how many
+    model: str | None = None  # the draft model, of methods with one; the next fields are its
     revision: str | None = None
     quantization: str | None = None
     max_model_len: int | None = None
@@ -37,13 +37,13 @@ class SpeculativeConfig:
     enforce_eager: bool | None = None
     kv_cache_dtype: str | None = None
     use_heterogeneous_vocab: bool = False
-    prompt_lookup_min: int = _LOOKUP  # tokens that must agree before a guess, at least, and that are compared at most
+    prompt_lookup_min: int = _LOOKUP  # least tokens that must agree, and most that are compared
     prompt_lookup_max: int = _LOOKUP
     suffix_decoding_max_tree_depth: int = 24
     suffix_decoding_max_cached_requests: int = 10000
     suffix_decoding_max_spec_factor: float = 1.0
     suffix_decoding_min_token_prob: float = 0.1
-    # For benchmarks: so often a guess and all before it are accepted, by position, whatever was sampled.
+    # For benchmarks: by position, how often a draft token and all before it are accepted, whatever was sampled.
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     rejection_sample_method: str = "standard"  # or "synthetic": by these rates
 
@@ -91,9 +91,7 @@ def parse(
         idle = ("revision", "quantization", "max_model_len", "draft_tensor_parallel_size", "enforce_eager",
                 "kv_cache_dtype", "use_heterogeneous_vocab")  # fmt: skip
         if given_for_model := [name for name in idle if name in settings]:
-            raise ConfigError(
-                f"{given_for_model[0]} is for methods that guess with a model, and the method is {method}."
-            )
+            raise ConfigError(f"{given_for_model[0]} is for methods with a draft model, and the method is {method}.")
     _check_suffix(settings)
     _check_rates(settings, most)
     return SpeculativeConfig(**settings)
@@ -105,7 +103,7 @@ def _method(settings: dict[str, Any]) -> str:
     if method is None:
         if model is None:
             raise ConfigError(
-                "nothing says how tokens are to be guessed: --speculative-config needs a method, such as "
+                "no speculative method is given: --speculative-config needs a method, such as "
                 '{"method": "ngram"}, or a model.'
             )
         method = _ALIASES.get(model, model if model in HOST_METHODS else "draft_model")

@@ -36,10 +36,10 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_adapters_on_device: int = 0
     running_adapters: list[str] = []  # names
     waiting_adapters: list[str] = []
-    num_drafts: int = 0  # guesses, of one token or several, that were verified
+    num_drafts: int = 0  # verified drafts, of one token or several
     num_draft_tokens: int = 0  # their tokens
     num_accepted_tokens: int = 0  # those of them that stand
-    num_accepted_by_position: list[int] = []  # the same by their place in the guess
+    num_accepted_by_position: list[int] = []  # the same by position in the draft
     num_media_queries: int = 0  # media of requests, looked up among those whose rows are kept
     num_media_hits: int = 0  # those that were found there
     tower_s: float = 0.0  # what the tower took for the others

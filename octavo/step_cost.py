@@ -32,7 +32,7 @@ class StepWork:
 
     num_tokens: int = 0
     num_samples: int = 0  # rows of logits
-    num_chunks: int = 0  # rows of several tokens: parts of prompts, and guesses
+    num_chunks: int = 0  # rows of several tokens: parts of prompts, and draft tokens
     num_keys: int = 0  # that rows find in the cache, to be read once for all tokens of a row
     num_chunk_pairs: int = 0  # of a query and a key, in rows of several tokens
 
@@ -54,7 +54,7 @@ class StepWork:
             self.num_chunk_pairs += _pairs(num_computed, num_tokens)
 
     def add_draft_token(self, num_computed: int, count: int) -> None:
-        """A row of one token and `count` - 1 guesses behind `num_computed` brings one more guess."""
+        """Add draft token number `count` to the row of one token after `num_computed`."""
         self.num_tokens += 1
         self.num_samples += 1
         self.num_chunk_pairs += _pairs(num_computed, 1 + count)

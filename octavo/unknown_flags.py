@@ -15,7 +15,7 @@ _COMPILED = f"{_NEEDLESS}nothing is compiled at start, and graphs are captured f
 _GRAMMARS = f"{_NEEDLESS}structured outputs are always made by llguidance"
 _OF_REQUESTS = f"{_NEEDLESS}requests ask for it by the field "
 _MIXED = f"{_NEEDLESS}prompts are cut to steps of a length in time, see --target-step-time"
-_OF_SPECULATION = f"{_NEEDLESS}as many tokens are guessed as pay in each step, see docs/speculation.md"
+_OF_SPECULATION = f"{_NEEDLESS}each step verifies as many draft tokens as pay, see docs/speculation.md"
 _NO_CLASSES = "classes of vLLM's cannot be plugged in; leave it out"
 
 # By name, as fields are. Those that vLLM has, or had until a few versions ago, and Octavo has not.
@@ -103,15 +103,15 @@ _ADVICE = {
     "show_hidden_metrics_for_version": f"{_NEEDLESS}no metric is hidden",
     "skip_mm_profiling": f"{_NEEDLESS}nothing is profiled at start",
     "skip_tokenizer_init": _NOT_BUILT,
-    "spec_decoding_acceptance_method": f"{_NEEDLESS}guesses change no answer",
+    "spec_decoding_acceptance_method": f"{_NEEDLESS}draft tokens change no answer",
     "speculative_disable_by_batch_size": _OF_SPECULATION,
     "speculative_max_model_len": "--speculative-config.max_model_len NUMBER",
     "ssl_cert_reqs": "--ssl-ca-certs has clients show a certificate",
     "stream_interval": f"{_NEEDLESS}each token is streamed when it is there",
     "structured_outputs_config": f"{_GRAMMARS}; --disable-additional-properties is its one option",
     "tokenizer_revision": "--revision is that of the model's tokenizer too",
-    "typical_acceptance_sampler_posterior_alpha": f"{_NEEDLESS}guesses change no answer",
-    "typical_acceptance_sampler_posterior_threshold": f"{_NEEDLESS}guesses change no answer",
+    "typical_acceptance_sampler_posterior_alpha": f"{_NEEDLESS}draft tokens change no answer",
+    "typical_acceptance_sampler_posterior_threshold": f"{_NEEDLESS}draft tokens change no answer",
     "use_beam_search": f"{_OF_REQUESTS}use_beam_search",
     "use_tqdm_on_load": f"{_NEEDLESS}loading shows no bar",
     "use_v2_block_manager": f"{_NEEDLESS}there is one block manager",

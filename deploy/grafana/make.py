@@ -200,8 +200,8 @@ def engine() -> Dashboard:
             panel("vllm:cpu_cache_usage_perc", "Host cache usage"),
         ],
         "Speculation": [
-            share("Share of guessed tokens that stand", accepted, drafts),
-            panel("vllm:spec_decode_num_drafts", "Guesses"),
+            share("Share of draft tokens accepted", accepted, drafts),
+            panel("vllm:spec_decode_num_drafts", "Drafts"),
             panel("vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted by place", "position"),
         ],
         "Adapters": [

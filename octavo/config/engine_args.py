@@ -173,17 +173,15 @@ class EngineArgs(Flags):
         False, "Check the scheduler's and the cache's invariants after each step (debugging)."
     )
     speculative_config: dict[str, Any] | None = flag(
-        None, "How tokens are guessed that the model then checks, several in a step, as JSON: "
+        None, "How draft tokens are made, which the model verifies several in a step, as JSON: "
         '{"method": "ngram"} looks them up in the prompt, {"method": "suffix"} in recent answers too; {"model": "…"} '
-        "has a smaller model guess. Answers stay as they are.",
+        "has a smaller model make them. Answers stay as they are.",
     )  # fmt: skip
-    speculative_model: str | None = flag(None, "An older way to say it: [ngram], or a model that guesses.")
-    num_speculative_tokens: int | None = flag(None, "Tokens that are guessed for a sequence in a step at most.")
-    speculative_draft_tensor_parallel_size: int | None = flag(
-        None, "Workers of a model that guesses: 1.", positive=True
-    )
+    speculative_model: str | None = flag(None, "An older way to say it: [ngram], or a draft model.")
+    num_speculative_tokens: int | None = flag(None, "The most draft tokens of a sequence in a step.")
+    speculative_draft_tensor_parallel_size: int | None = flag(None, "Workers of the draft model: 1.", positive=True)
     ngram_prompt_lookup_max: int | None = flag(None, "Tokens that [ngram] compares at most; default 5.")
-    ngram_prompt_lookup_min: int | None = flag(None, "Tokens that must agree for [ngram] to guess; default 5.")
+    ngram_prompt_lookup_min: int | None = flag(None, "Tokens that must agree for a draft by [ngram]; default 5.")
     tensor_parallel_size: int = flag(
         1, "Workers that share each layer, a process each, which share the processors or --cpu-threads, or have a GPU "
         "each.", short="-tp", positive=True,

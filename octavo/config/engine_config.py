@@ -308,7 +308,7 @@ class EngineConfig:
     cpu_threads: int | None = None  # None: as many as fit
     cpus: list[int] | None = None  # one for each thread
     speculative: SpeculativeConfig | None = None
-    draft: ModelConfig | None = None  # the model that guesses; its max_model_len is how far
+    draft: ModelConfig | None = None  # the draft model; it drafts for sequences up to its max_model_len
     disable_additional_properties: bool = False  # where a schema names properties and says nothing of others
     lora: LoRAConfig | None = None  # None: no adapters are served
     media: MediaConfig | None = None  # None: neither pictures nor sounds are taken

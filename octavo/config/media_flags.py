@@ -79,7 +79,7 @@ def media_config(
         )
     speculative = speculative_config(args)
     for what, is_so in {
-        "with a head that guesses": speculative is not None
+        "with a draft head": speculative is not None
         and speculative.method in HEAD_METHODS
         and speculative.model is not None,
         "with --load-format dummy": checkpoint.format == "dummy",

@@ -63,7 +63,7 @@ def check_parallel(args: EngineArgs, device: str) -> None:
     method = speculative.method
     for name, is_asked in {
         f"with {method}, which reads what the model computes, on GPUs": device == "cuda" and method in HEAD_METHODS,
-        "with a model that guesses on GPUs": device == "cuda" and method in DRAFT_METHODS,
+        "with a draft model on GPUs": device == "cuda" and method in DRAFT_METHODS,
         "with synthetic_acceptance_rates": speculative.synthetic_acceptance_rates is not None,
     }.items():
         if is_asked:

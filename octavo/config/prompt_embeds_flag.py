@@ -32,7 +32,7 @@ def prompt_embeds_config(
         "embeddings of another size than the hidden states": description.embedding_size is not None,
         f"the multiplied embeddings of {description.architecture}": multiplier != 1.0
         and description.architecture not in _MULTIPLIES_ITSELF,
-        "a head that guesses": speculative is not None and speculative.method in HEAD_METHODS,
+        "a draft head": speculative is not None and speculative.method in HEAD_METHODS,
     }.items():
         if is_so:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The flags of speculation, and the model that guesses where one does."""
+"""The flags of speculation, checked, and the draft model's configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from octavo.speculative_config import DRAFT_METHODS, HEAD_METHODS, SpeculativeCo
 
 
 def speculative_config(args: EngineArgs) -> SpeculativeConfig | None:
-    """None where nothing is to be guessed. Raises `ConfigError`."""
+    """Return the configuration of speculation, or None without a method. Raises `ConfigError`."""
     return parse(
         args.speculative_config,
         model=args.speculative_model,
@@ -30,7 +30,7 @@ def speculative_config(args: EngineArgs) -> SpeculativeConfig | None:
 def draft_config(
     args: EngineArgs, speculative: SpeculativeConfig | None, target: ModelConfig, device: str
 ) -> ModelConfig | None:
-    """The model or head that guesses, if one does: with its own checkpoint and quantization.
+    """Return the draft model or head, if the method has one, with its own checkpoint and quantization.
 
     Raises `ConfigError`, and `LoadError` for a checkpoint that cannot be found or read.
     """
@@ -38,21 +38,21 @@ def draft_config(
         return None
     method, longest = speculative.method, speculative.max_model_len or target.max_model_len
     if speculative.use_heterogeneous_vocab:
-        raise ConfigError("use_heterogeneous_vocab is not built yet: what guesses must have the model's vocabulary.")
+        raise ConfigError("use_heterogeneous_vocab is not built yet: a draft model must have the model's vocabulary.")
     if speculative.kv_cache_dtype not in (None, "auto"):
         raise ConfigError("kv_cache_dtype of --speculative-config is not built yet: --kv-cache-dtype is for both.")
     if speculative.draft_tensor_parallel_size not in (None, 1):
         raise ConfigError(
-            f"draft_tensor_parallel_size {speculative.draft_tensor_parallel_size} is not built yet: what guesses "
+            f"draft_tensor_parallel_size {speculative.draft_tensor_parallel_size} is not built yet: a draft model "
             f"runs whole on the first of {args.tensor_parallel_size} workers; leave it out, or say 1."
         )
     if method == "mtp":
         for name in ("model", "revision", "quantization"):
             if getattr(speculative, name) is not None:
-                raise ConfigError(f"mtp guesses with modules of the model's own checkpoint; leave its {name} out.")
+                raise ConfigError(f"mtp drafts with modules of the model's own checkpoint; leave its {name} out.")
         return replace(target, max_model_len=min(longest, target.max_model_len))
     if speculative.model is None:
-        raise ConfigError(f'{method} needs a model that guesses: --speculative-config {{"model": ...}}.')
+        raise ConfigError(f'{method} needs a draft model: --speculative-config {{"model": ...}}.')
     if target.impl != "octavo" and method in HEAD_METHODS:
         raise ConfigError(f"{method} needs a model that Octavo computes itself, not through transformers.")
     quantization = "quantization of --speculative-config"

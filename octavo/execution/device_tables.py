@@ -1,5 +1,5 @@
-"""What a device keeps of the running sequences because it has memory of its own: block tables, and the last token of
-each, which it knows before the host does. The runner says what is new with each step."""
+"""The tables of a device with memory of its own: block tables, and the last token of each row, which the device knows
+before the host does. The runner sends changes with each step."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from octavo.ops import Array, DeviceOps, Ops
 from octavo.plan import StepPlan
 from octavo.sampling.sampling_table import Samples
 
-# Of block tables: flat places that change, and the blocks that come there.
+# Changes of block tables: flat places, and their new blocks.
 TableUpdates = tuple[NDArray[np.int64], NDArray[np.int32]]
 
 
 class DeviceTables:
-    """The device's part of a `SequenceTable`. The host says with each step where states lie, so that the block tables
-    of those are not kept here."""
+    """The device's part of a `SequenceTable`. Tables of state groups are not kept here: the host sends the states'
+    blocks with each step."""
 
     def __init__(self, device: Device, table: SequenceTable) -> None:
         self._table = table
         num_groups, self._num_rows, self._width = table.blocks.shape
-        # [groups, rows + 1, width] int32; the last row is no sequence's
+        # [groups, rows + 1, width] int32; the last row is padding
         self._blocks = device.zeros([num_groups, self._num_rows + 1, self._width], "int32")
         self._last_tokens = device.zeros([self._num_rows + 1], "int32")  # likewise
         self._groups = [group for group in range(num_groups) if group not in table.state_groups]
 
     def updates(self, plan: StepPlan, stale: set[int]) -> TableUpdates:
-        """What a plan changes. Rows in `stale` that the plan has are sent whole, and are stale no longer."""
+        """Return a plan's changes of block tables. Its rows in `stale` are sent whole, and removed from `stale`."""
         width, rows = self._width, self._num_rows + 1
         resent = stale.intersection(planned.row for planned in plan.rows)
         stale -= resent
@@ -55,14 +55,15 @@ class DeviceTables:
         self, plan: StepPlan, arrays: StepArrays[NDArray[Any]], row_of: NDArray[np.int64], samples: Samples,
         updates: TableUpdates,
     ) -> None:  # fmt: skip
-        """What the device needs to know whose tokens and blocks are whose; `row_of` are the rows of the tokens."""
+        """Fill in the arrays that say which table row each token, sequence and sample belongs to; `row_of` are the rows
+        of the tokens."""
         table, no_row = self._table, self._num_rows
         num_tokens, num_samples = len(row_of), len(samples.rows)
-        # The last token of a row may be one that only the device knows.
+        # Only the device may know the last token of a row.
         is_unknown = arrays.positions[:num_tokens] + table.num_ahead >= table.num_known[row_of]
         arrays.pending_token_rows[:num_tokens] = np.where(is_unknown, row_of, no_row)
         arrays.seq_table_rows[: len(plan.rows)] = [planned.row for planned in plan.rows]
-        # Forks bring their token when they are admitted, and guesses that were sampled right are known to the host.
+        # Forks are admitted with their token, and the host knows accepted draft tokens.
         is_kept = (samples.forks == 0) & ~np.isin(samples.rows, list(samples.drafted))
         arrays.sample_table_rows[:num_samples] = np.where(is_kept, samples.rows, no_row)
         places, blocks = updates
@@ -77,5 +78,5 @@ class DeviceTables:
         )  # fmt: skip
 
     def keep(self, ops: Ops, owners: Array, tokens: Array) -> None:
-        """Tokens that were sampled, and the rows whose they are."""
+        """Keep sampled tokens, with the table rows that they belong to."""
         cast(DeviceOps, ops).keep_tokens(self._last_tokens, owners, tokens)

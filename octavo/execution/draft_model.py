@@ -37,7 +37,7 @@ def group_for(groups: Sequence[CacheGroup], specs: Sequence[LayerCacheSpec], nam
         return 0
     if all(group.spec.kind == "state" for group in groups):
         raise ConfigError(
-            f"{name} cannot guess for this model: what it keeps lies in the model's blocks of keys and values, and all "
+            f"{name} cannot draft for this model: what it keeps lies in the model's blocks of keys and values, and all "
             "layers of the model keep a state instead. Take ngram, suffix or medusa."
         )
     reads_all = any(spec.kind in ("full", "state") for spec in specs)
@@ -46,7 +46,7 @@ def group_for(groups: Sequence[CacheGroup], specs: Sequence[LayerCacheSpec], nam
         if group.spec.kind == "full" or (not reads_all and group.spec.window >= longest):
             return number
     raise ConfigError(
-        f"{name} cannot guess for this model: it reads further back than the window of "
+        f"{name} cannot draft for this model: it reads further back than the window of "
         f"{max(group.spec.window for group in groups)} tokens that the model keeps."
     )
 
@@ -184,13 +184,13 @@ def check_vocabulary(target: ModelConfig, draft: ModelConfig) -> None:
         other = tokens_of_draft.get(number)
         if other is not None and other != token:
             raise ConfigError(
-                f"{draft.checkpoint.name} cannot guess for {target.checkpoint.name}: token {number} is {token!r} in "
+                f"{draft.checkpoint.name} cannot draft for {target.checkpoint.name}: token {number} is {token!r} in "
                 f"the model's vocabulary and {other!r} in the draft's. Take a draft of the same family; vocabularies "
                 "are not translated."
             )
         num_common += other is not None
     if num_common < _LEAST_COMMON * len(ours):
         raise ConfigError(
-            f"{draft.checkpoint.name} cannot guess for {target.checkpoint.name}: it knows {num_common} of its "
+            f"{draft.checkpoint.name} cannot draft for {target.checkpoint.name}: it knows {num_common} of its "
             f"{len(ours)} tokens."
         )

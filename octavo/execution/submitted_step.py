@@ -1,4 +1,4 @@
-"""A step that a device has been given, until its results are collected: the runner's, which fills it in."""
+"""A submitted step, until its results are collected. The runner fills it in."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StagingBuffer:
-    """Pinned memory of one step: what the device is told, and the tokens that come back."""
+    """Pinned memory of one step: its arrays, and the tokens that come back."""
 
     number: int
     inputs: NDArray[np.uint8]
     tokens: NDArray[np.int64]  # [max_num_samples]
-    is_free: Event | None = None  # the device is done with it
+    is_free: Event | None = None  # the device no longer uses it
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A captured step, and the arrays that it reads: on the device, and on the host in each stage, by the stage's
-    number."""
+    """A captured step, and the arrays that it reads: on the device, and in each staging buffer, by its number."""
 
     layout: StepLayout
     inputs: StepArrays[Array]
@@ -43,7 +42,7 @@ class Captured:
 
 
 class SubmittedStep:
-    """A step that the device has been given."""
+    """A step that was submitted to the device."""
 
     def __init__(self, runner: Runner, plan: StepPlan, staging: StagingBuffer, samples: Samples) -> None:
         self._runner = runner
@@ -51,20 +50,20 @@ class SubmittedStep:
         self.staging = staging
         self.samples = samples
         self.row_generation = runner.row_generation[samples.rows]
-        self.sampled: SampledTokens | None = None  # set when the device's turn has come
-        self.vectors: Array | None = None  # likewise, [samples, size] float32: of a model that pools
+        self.sampled: SampledTokens | None = None  # set by the device's stream
+        self.vectors: Array | None = None  # likewise, [samples, size] float32, from a model that pools
         self.prompts: list[tuple[int, MeasuredLogprobs]] = []  # with their rows
         self.alignment: dict[int, Alignment] = {}
         self.done: Event | None = None
-        self.features: Array | None = None  # [T, F]; a captured step's are there until the next replay
-        self.hidden_out: Array | None = None  # [T, bytes]: hidden states for the stage behind
+        self.features: Array | None = None  # [T, F]; valid until the next replay of a captured step
+        self.hidden_out: Array | None = None  # [T, bytes]: hidden states for the next stage
 
     def result(self) -> StepResult:
         """Wait until the device has computed the step."""
         return self._runner.collect(self)
 
     def take_tokens(self, tokens: NDArray[np.int64]) -> None:
-        """What the first worker of the team has sampled, [N]."""
+        """Replace the tokens [N] by those that the first worker has sampled."""
         sampled: Any = self.staging.tokens[: len(tokens)]
         sampled[:] = tokens
         self.sampled = SampledTokens(sampled)

@@ -46,7 +46,7 @@ class LogLine:
         )
         if done["num_draft_tokens"]:
             line += (
-                f", guessed {done['num_draft_tokens'] / elapsed_s:.1f} tok/s, "
+                f", drafted {done['num_draft_tokens'] / elapsed_s:.1f} tok/s, "
                 f"accepted {_percent(done['num_accepted_tokens'], done['num_draft_tokens'])}"
             )
         return line

@@ -48,8 +48,8 @@ _COUNTERS = {
     "num_preemptions": ("num_preemptions", "Times that a request gave its blocks back."),
     "num_prefix_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     "num_prefix_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
-    "num_drafts": ("spec_decode_num_drafts", "Guesses, of one token or several, that were verified."),
-    "num_draft_tokens": ("spec_decode_num_draft_tokens", "Tokens of these guesses."),
+    "num_drafts": ("spec_decode_num_drafts", "Verified drafts, of one token or several."),
+    "num_draft_tokens": ("spec_decode_num_draft_tokens", "Tokens of these drafts."),
     "num_media_queries": ("mm_cache_queries", "Media looked up among those whose rows are kept."),
     "num_media_hits": ("mm_cache_hits", "Media whose rows were found there."),
     "num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Those of them that the model sampled too."),
@@ -120,7 +120,7 @@ class EngineMetrics:
         self.last = EngineStats()  # the gauges of the last step
         self.num_steps = 0
         self.totals: dict[str, float] = dict.fromkeys((*_COUNTERS, *_OWN_COUNTERS), 0)
-        self.accepted_by_position: list[int] = []  # guessed tokens
+        self.accepted_by_position: list[int] = []  # draft tokens
         self.prompt_tokens_per_s = 0.0  # these three are set by `log_line`, over its interval
         self.generation_tokens_per_s = 0.0
         self.requests_per_s = 0.0
@@ -268,7 +268,7 @@ class EngineMetrics:
         help = "1 for the state that the engine is in."
         yield _Family("gauge", "vllm:engine_sleep_state", help, states, ("sleep_state",))
         accepted = {(str(position),): number for position, number in enumerate(self.accepted_by_position)}
-        help = "Guessed tokens that the model sampled too, by their place in the guess."
+        help = "Draft tokens that the model accepted, by position in the draft."
         yield _Family("counter", POSITIONS, help, accepted or {("0",): 0}, ("position",))
         finished = {(reason,): number for reason, number in self.num_finished.items()}
         help = "Requests that ended, by reason."

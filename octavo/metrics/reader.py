@@ -28,7 +28,7 @@ class Counter(Metric):
 
 @dataclass(slots=True)
 class Vector(Metric):
-    """Numbers that only grow, in order: accepted guesses by their place in the guess."""
+    """Numbers that only grow, in order: accepted draft tokens by position in the draft."""
 
     values: list[int]
 

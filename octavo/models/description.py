@@ -95,7 +95,7 @@ class ModelDescription:
     logits_softcap: float = 0.0  # 0 is none
     output_bias: bool = False
     num_input_only_tokens: int = 0  # the last of the vocabulary, which the output matrix of checkpoints has no rows of
-    num_unused_layers: int = 0  # in the checkpoint after those of the model: they guess tokens
+    num_unused_layers: int = 0  # in the checkpoint after those of the model: multi-token prediction
     impl: str = "octavo"  # or "transformers": who computes it
     embedding_name: str = "model.embed_tokens"
     embedding_norm_name: str = ""

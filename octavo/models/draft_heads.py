@@ -1,4 +1,4 @@
-"""Heads: small networks that guess tokens from what the model has just computed, in the layouts they are published in.
+"""Draft heads: small networks that make draft tokens from the model's hidden states, in their published layouts.
 
 A chain head (`EagleHead`, `Eagle3Head`) turns the hidden state of a position and the token that follows it into the
 hidden state of the next position, and that into its token's logits: EAGLE (Li et al. 2024, arXiv 2401.15077), EAGLE-3

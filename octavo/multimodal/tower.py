@@ -246,7 +246,7 @@ def memory_refused() -> Iterator[None]:
 
 
 class ReceivedRows:
-    """The rows of pictures in a worker whose team's first one has the tower."""
+    """The rows of media on workers other than the first, which has the tower."""
 
     def __init__(self) -> None:
         self._rows: dict[bytes, Rows] = {}

@@ -138,7 +138,7 @@ class _Row:
     min_tokens: int
     matcher: LLMatcher | None = None
     mask: TokenMask | None = None
-    drafted: list[TokenMask] = field(default_factory=list)  # after each guess of the step, up to one not allowed
+    drafted: list[TokenMask] = field(default_factory=list)  # after each draft token of the step, up to one not allowed
     error: str | None = None
     index: int = field(default=0)  # its line in the array of masks
     read: list[int] = field(default_factory=list)  # tokens that the matcher has read
@@ -176,7 +176,7 @@ class GrammarTable:
 
     def advance(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
         """`tokens` [N] were drawn for `rows` [N]: start to compute what may follow."""
-        changed: dict[int, _Row] = {}  # a row has several tokens where guesses were right
+        changed: dict[int, _Row] = {}  # a row has several tokens if draft tokens were accepted
         for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
             state = self._rows.get(row)
             if state is not None and token not in state.end_token_ids:

@@ -203,7 +203,7 @@ def test_a_draft_shares_blocks_that_hold_what_it_reads() -> None:
     assert group_for(group_layers([narrow, wide]), [wide], "draft") == 1
     assert group_for(group_layers([narrow, wide]), [narrow], "draft") == 0
     with pytest.raises(
-        ConfigError, match=r"draft cannot guess for this model: it reads further back than .* 64 tokens"
+        ConfigError, match=r"draft cannot draft for this model: it reads further back than .* 64 tokens"
     ):
         group_for(group_layers([narrow, wide]), [full], "draft")
     state = LayerCacheSpec("state", num_bytes=64)
@@ -213,7 +213,7 @@ def test_a_draft_shares_blocks_that_hold_what_it_reads() -> None:
     assert group_for(group_layers([narrow]), [state], "draft, which keeps nothing in blocks") == 0
     with pytest.raises(ConfigError, match=r"all layers of the model keep a state"):
         group_for(group_layers([state]), [full], "draft")
-    with pytest.raises(ConfigError, match=r"draft cannot guess for this model: it reads further back"):
+    with pytest.raises(ConfigError, match=r"draft cannot draft for this model: it reads further back"):
         group_for(group_layers([narrow]), [state, narrow], "draft")
 
 

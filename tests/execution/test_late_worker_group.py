@@ -245,7 +245,7 @@ def test_a_step_without_memory_ends_the_team(start: Callable[..., EngineCore]) -
             {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"},
             "several hosts .* are not built yet with GPUs",
         ),
-        ({"tensor_parallel_size": 2, "speculative_model": "other"}, "not built yet with a model that guesses on GPUs"),
+        ({"tensor_parallel_size": 2, "speculative_model": "other"}, "not built yet with a draft model on GPUs"),
         (
             {"tensor_parallel_size": 2, "speculative_config": {"method": "mtp"}},
             "-size 2 is not built yet with mtp, which reads what the model computes, on GPUs",

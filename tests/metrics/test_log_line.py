@@ -42,7 +42,7 @@ def test_the_line_tells_of_guesses_where_there_were_some() -> None:
     metrics.record_step(EngineStats(num_running=1, num_drafts=2, num_draft_tokens=40, num_accepted_tokens=30))
     said = line.sample(10.0)
     assert said is not None
-    assert said.endswith("prefix hit rate 0.0%, guessed 4.0 tok/s, accepted 75.0%")
+    assert said.endswith("prefix hit rate 0.0%, drafted 4.0 tok/s, accepted 75.0%")
 
 
 def test_the_line_is_silent_when_nothing_runs_but_says_once_that_it_came_to_rest() -> None:

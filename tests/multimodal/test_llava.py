@@ -333,7 +333,7 @@ def test_a_model_without_a_processor_says_so(tmp_path: Path, llava: Path) -> Non
 
 def test_a_model_that_does_not_see_refuses_the_flags(llava: Path) -> None:
     for more, said in (
-        ({"speculative_config": {"method": "eagle", "model": "."}}, "not built yet with a head that guesses"),
+        ({"speculative_config": {"method": "eagle", "model": "."}}, "not built yet with a draft head"),
         ({"limit_mm_per_prompt": {"video": 1}}, "has video; .* takes image"),
         ({"limit_mm_per_prompt": {"image": "x"}}, "must be a number of pictures"),
         ({"limit_mm_per_prompt": {"audio": 1}}, "has audio; .* takes image"),

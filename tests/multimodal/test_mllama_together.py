@@ -154,7 +154,7 @@ def test_guesses_change_no_answer(
 
 
 def test_a_head_does_not_guess(folder: Path, draft_model: Path) -> None:
-    with pytest.raises(ConfigError, match="pictures are not built yet with a head that guesses"):
+    with pytest.raises(ConfigError, match="pictures are not built yet with a draft head"):
         engine(folder, speculative_config={"method": "eagle", "model": str(draft_model)})
 
 

@@ -245,7 +245,7 @@ def test_they_are_asked_for_by_a_flag(llm: LLM, folder: Path, llava: Path, draft
     without.close()
     with pytest.raises(ConfigError, match="not built yet for models that see or hear"):
         engine(llava)
-    with pytest.raises(ConfigError, match="not built yet for a head that guesses"):
+    with pytest.raises(ConfigError, match="not built yet for a draft head"):
         engine(folder, speculative_config={"method": "eagle", "model": str(draft_model)})
 
 

@@ -51,14 +51,14 @@ def test_one_bound_of_the_lookup_stands_for_both(given: dict[str, Any], bounds: 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"num_speculative_tokens": 3}, "nothing says how"),
+        ({"num_speculative_tokens": 3}, "no speculative method"),
         ({"method": "ngrams"}, "'ngrams' is unknown; ngram, suffix"),
         ({"method": "mlp_speculator"}, "mlp_speculator is not built yet; ngram, suffix"),
         ({"method": "ngram", "tokens": 3}, "has tokens, which nothing reads; method, num_speculative_tokens"),
         ({"method": "ngram", "num_speculative_tokens": "3"}, "num_speculative_tokens .* must be an integer, got '3'"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "between 1 and 128, got 0"),
         ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 2}, "at most prompt_lookup_max, got 4 and 2"),
-        ({"method": "ngram", "quantization": "int8"}, "quantization is for methods that guess with a model"),
+        ({"method": "ngram", "quantization": "int8"}, "quantization is for methods with a draft model"),
         ({"method": "ngram", "suffix_decoding_max_tree_depth": 3}, "is for the method suffix, and the method is ngram"),
         ({"model": "a/b", "prompt_lookup_max": 3}, "is for the method ngram, and the method is draft_model"),
         ({"method": "suffix", "suffix_decoding_min_token_prob": 2}, "min_token_prob must be between 0 and 1, got 2"),
