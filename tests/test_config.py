@@ -275,6 +275,42 @@ def test_settings_of_the_configuration_may_be_overridden(model: dict[str, Any]) 
     assert config(**model, hf_overrides=with_more_positions).model.max_model_len == 2048
 
 
+@pytest.mark.parametrize("as_path", [False, True])
+@pytest.mark.parametrize("by_type", [False, True])
+@pytest.mark.parametrize("within", [(), ("text_config",)])
+def test_an_overridden_rope_scaling_keeps_what_it_does_not_say_of_the_rotation(
+    as_path: bool, by_type: bool, within: tuple[str, ...]
+) -> None:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
+    sliding = {"rope_type": "default", "rope_theta": 1e4}
+    given: dict[str, Any] = {
+        "rope_parameters": {"full_attention": rope, "sliding_attention": sliding} if by_type else rope
+    }
+    scaling: dict[str, Any] = {"rope_type": "linear", "factor": 4.0}
+    overrides: dict[str, Any] = {"rope_scaling": scaling}
+    if as_path:
+        overrides = {f"rope_scaling.{name}": value for name, value in scaling.items()}
+        overrides = {".".join((*within, name)): value for name, value in overrides.items()}
+    else:
+        for name in within:
+            overrides = {name: overrides}
+    for name in within:
+        given = {name: given}
+    found = overridden(given, overrides)
+    for name in within:
+        found = found[name]
+    scaled = {"rope_theta": 5e5, "partial_rotary_factor": 0.5, **scaling}
+    whole = {"full_attention": scaled, "sliding_attention": sliding} if by_type else scaled
+    assert found["rope_scaling"] == whole
+
+
+def test_keys_of_config_json_that_nobody_reads_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config(model=write_model(tmp_path, atention_bias=True, scale=3), load_format="dummy")
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records if "config.json" in record.msg] == [
+        "nobody reads atention_bias, scale; they change nothing"
+    ]
+
+
 @pytest.mark.parametrize(
     ("rope", "length"),
     [

@@ -24,7 +24,7 @@ from octavo.errors import ConfigError
 from octavo.loading.checkpoint import Checkpoint, resolve
 from octavo.loading.overrides import longest_context, overridden
 from octavo.models.description import ModelDescription
-from octavo.models.registry import by_transformers, describe
+from octavo.models.registry import by_transformers, describe, unread_settings
 from octavo.pooling_params import PoolingConfig
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,8 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
     )
     code_folder = _code_folder(args, checkpoint)
     description = describe(checkpoint.config, args.model_impl, code_folder)
+    if ignored := unread_settings(checkpoint.config, args.model_impl):
+        logger.warning("config.json of %s: nobody reads %s; they change nothing", checkpoint.name, ", ".join(ignored))
     if description.num_cross_tokens:
         checkpoint = with_most_pictures(args, checkpoint, description)
         description = describe(checkpoint.config, args.model_impl, code_folder)

@@ -53,6 +53,7 @@ def gguf_config(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
     config: dict[str, Any] = {
         "architectures": [*variants, architecture.class_name][:1],
         "model_type": metadata.architecture,
+        "has_standard_names": True,  # and not those of the class's own configuration
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": metadata.number("embedding_length"),
         "intermediate_size": feed_forward,

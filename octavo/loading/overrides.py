@@ -34,7 +34,27 @@ def overridden(config: Mapping[str, Any], overrides: Overrides | None) -> dict[s
                 raise ConfigError(f"--hf-overrides {name}: {part} is {at!r} in the configuration, not an object.")
         is_nested = isinstance(value, Mapping) and isinstance(at.get(last), Mapping)
         at[last] = overridden(at[last], value) if is_nested else copy.deepcopy(value)
+    scaled = {name.partition("rope_scaling")[0] for name in overrides or {} if "rope_scaling" in name.split(".")}
+    for path_to_it in scaled:
+        holder = found
+        for part in filter(None, path_to_it.split(".")):
+            holder = holder[part]
+        _keep_rotation(holder)
     return found
+
+
+def _keep_rotation(config: dict[str, Any]) -> None:
+    """Earlier versions of transformers wrote `rope_scaling` beside `rope_theta`; version 5 has both in
+    `rope_parameters`, for each type of layer where they differ. The scaling then is of layers that see everything, and
+    what it does not say of the rotation stays."""
+    scaling, parameters = config["rope_scaling"], config.get("rope_parameters")
+    if not scaling or not parameters:
+        return
+    of_all = parameters.get("full_attention", parameters)
+    kept = {key: of_all[key] for key in ("rope_theta", "partial_rotary_factor") if of_all.get(key) is not None}
+    scaling = kept | scaling
+    is_by_type = of_all is not parameters
+    config["rope_scaling"] = {**parameters, "full_attention": scaling} if is_by_type else scaling
 
 
 def longest_context(config: Mapping[str, Any], num_positions: int) -> int:

@@ -48,6 +48,8 @@ _DEFAULTS: dict[str, Any] = {
 # What a class has instead, or beside these, by the architecture's name before that of its head. None is what follows
 # from other settings, by a rule of the family's table.
 _OWN_DEFAULTS: dict[str, Config] = json.loads(Path(__file__).with_name("defaults.json").read_text())
+# Settings that a class does not have, though configurations of others have them: a stray one changes nothing.
+_ABSENT: dict[str, list[str]] = json.loads(Path(__file__).with_name("absent_settings.json").read_text())
 _HEADS = re.compile("(ForCausalLM|LMHeadModel|Model|ForMaskedLM|For(Sequence|Token)Classification)$")
 # Names that configurations have for the same thing.
 _ALIASES: dict[str, tuple[str, ...]] = {
@@ -82,6 +84,28 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "mamba_dt_rank": ("time_step_rank",),
     "mamba_conv_bias": ("use_conv_bias",),
 }
+_STANDARD = {own: standard for standard, names in _ALIASES.items() for own in names}
+# What only training, losses, caches, tokenizers, other modules or the choice of a kernel read, or nobody any more.
+_CHANGES_NOTHING = re.compile(
+    r"""_\w+|\w*(dropout|pdrop|layerdrop|jitter|initializer|variance_scale|rescale|fp32|_loss_coef|loss_coefficient
+    |loss_scaling_factor|token_id|scoring_func|version|precision)\w*
+    |output_\w+|summary_\w+|return_dict|use_cache|problem_type|id2label|label2id|num_labels|is_(de|en)coder\w*|pretraining_tp
+    |\w*dtype|top_k_experts|chunk_size_feed_forward|(mamba_)?chunk_size|num_logits_to_keep|use_mamba\w+|use_associative_scan
+    |slow_but_exact|reorder_and_upcast_attn|time_step_\w+|linear_(a_log|dt)_\w+|altup_coef_clip|init_(std|device|method)
+    |architectures|auto_map|model_type|tokenizer_class|transformers\w*|attn_implementation|\w*flash_attn\w*|tie_\w+
+    |(quantization|compression)_config|quantization|task_specific_params|torchscript|sentence_transformers|sbert_\w+
+    |vision_\w+|audio_\w+|text_config|num_nextn_predict_layers|mtp_\w+|num_mtp\w*|ep_size|aux_loss_alpha|seq_aux
+    |unsloth\w*|finetuning_task|gradient_checkpointing|has_standard_names
+    # Follow from other settings, or tell of layers that the smallest models lack.
+    |attention_hidden_size|attention_layers|attn_layer_\w+|block_size|embedding_fraction|expand|expansion_ratio
+    |first_k_dense_replace|full_attn_idxs|global_attn_every_n_layers|head_dim|hybrid_layer_ids|intermediate_size
+    |kv_channels|layer_group_size|layer_types|learned_pos_emb|linear_conv_kernel_dim|linear_num_heads|mamba_expand
+    |mamba_headdim|mamba_proj_bias|max_window_layers|moe_norm_min|moe_shared_expert_overlap|n_ctx|n_shared_experts|no_bias
+    |no_rope_layer_interval|norm_type|num_key_value_heads|num_query_groups|qk_head_dim|rope_\w+|sliding_window(_pattern)?
+    |use_mem_eff_path|sinusoidal_pos_embds|num_ln_in_parallel_attn|classifier_\w+|decoder_bias|sparse_prediction
+    |sparse_pred_ignore_index""",
+    re.VERBOSE,
+)
 # Settings of which null says that the model has none of it, or that it follows from others.
 _NULLABLE = {
     "attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping", "global_head_dim", "head_dim",
@@ -147,9 +171,43 @@ class Family:
     pooling: Setting | None = None  # of a model that pools; None: it generates
 
 
+class _Noted(dict[str, Any]):
+    """A configuration that notes which of its settings are read."""
+
+    def __init__(self, settings: Config) -> None:
+        super().__init__(settings)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+
 def read(name: str, family: Family, given: Config) -> ModelDescription:
     """Raises `LoadError` for a setting that is not built, `KeyError` for one that is absent and has no default."""
-    config = _merged(name, given)
+    return _read(name, family, _merged(name, given))
+
+
+def unread(name: str, family: Family, given: Config) -> list[str]:
+    """The keys of config.json that change nothing, though somebody may have meant them to: those that nobody reads, and
+    those that the architecture's class does not have. Raises as `read`."""
+    config = _Noted(_merged(name, given))
+    _read(name, family, config)
+    own = _own_settings(name, given)
+    defaults = _OWN_DEFAULTS.get(_HEADS.sub("", name), {})  # of which this model may lack the layers
+    counts = config.read | {*family.refuses, *defaults, *_DEFAULTS}
+    return sorted(
+        key
+        for key in given
+        if key not in own or not (counts & {key, _STANDARD.get(key, key)} or _CHANGES_NOTHING.fullmatch(key))
+    )
+
+
+def _read(name: str, family: Family, config: dict[str, Any]) -> ModelDescription:
     for setting in family.refuses:
         if config.get(setting):
             raise LoadError(f"{setting} = {config[setting]!r} is not built yet.")
@@ -191,7 +249,17 @@ def overlaid(defaults: Config, given: Config) -> dict[str, Any]:
     return config
 
 
+def _own_settings(name: str, given: Config) -> Config:
+    """`given` without what the configuration class of the architecture does not have. Files in other formats say
+    what they have in standard names."""
+    if given.get("has_standard_names"):
+        return given
+    class_name = _HEADS.sub("", name)
+    return {setting: value for setting, value in given.items() if class_name not in _ABSENT.get(setting, ())}
+
+
 def _merged(name: str, given: Config) -> dict[str, Any]:
+    given = _own_settings(name, given)
     renamed = {
         standard: given[own]
         for standard, names in _ALIASES.items()

@@ -21,7 +21,7 @@ from octavo.models.description import ModelDescription
 from octavo.models.families import FAMILIES
 from octavo.models.multimodal_models import MEDIA_FAMILIES, OTHER_NAMES, read_media
 from octavo.models.pooling_models import decoder_of, with_pooling
-from octavo.models.readers import read
+from octavo.models.readers import read, unread
 from octavo.models.whisper import WHISPER, read_whisper
 from octavo.ops import Array, LayerKVCache, Ops
 from octavo.pooling_params import PoolingConfig
@@ -148,6 +148,15 @@ def describe(
         ) from None
     except LoadError as e:
         raise LoadError(f"{name}: {e}") from None
+
+
+def unread_settings(config: Mapping[str, Any], impl: str) -> list[str]:
+    """The keys of config.json that change nothing of a model that `describe` takes, though somebody may have meant them
+    to. What the configurations of models that see or hear, and of transformers', hold is not looked into."""
+    name = decoder_of(_named(config))
+    if name not in FAMILIES or by_transformers(config, impl) or config.get("has_standard_names"):
+        return []
+    return unread(name, FAMILIES[name], config)
 
 
 def build(description: ModelDescription, weights: Weights, ops: Ops, max_positions: int, dtype: str) -> Model:

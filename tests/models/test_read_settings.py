@@ -14,7 +14,7 @@ import transformers
 
 from octavo.models import readers
 from octavo.models.families import FAMILIES
-from octavo.models.registry import describe
+from octavo.models.registry import describe, unread_settings
 from tests.models.test_parity import MODELS
 
 # What only training, losses, caches or the choice of a kernel read.
@@ -76,3 +76,62 @@ def test_what_transformers_reads_is_read(architecture: str, monkeypatch: pytest.
     }
     missing = {name for name in missing if not _CHANGES_NOTHING.fullmatch(name)}
     assert {name for name in missing if not re.match(_HAVE_NO_MEANING.get(name, "-"), architecture)} == set()
+
+
+# Read for every family alike, but for what older versions of transformers have written under these names.
+_OF_ALL = {
+    "first_k_dense_replace", "head_dim", "hidden_act", "intermediate_size", "layer_types", "mlp_layer_types",
+    "moe_intermediate_size", "n_shared_experts", "norm_topk_prob", "num_experts", "num_experts_per_tok",
+    "num_key_value_heads", "routed_scaling_factor", "sliding_window",
+}  # fmt: skip
+_OF_TRANSFORMERS = [architecture for architecture in sorted(FAMILIES) if hasattr(transformers, architecture)]
+
+
+def _configs(architecture: str) -> list[Any]:
+    small = [model.config() for model in MODELS.values() if model.architecture == architecture]
+    return small or [getattr(transformers, architecture).config_class()]
+
+
+def _source(thing: type) -> str:
+    file = sys.modules[thing.__module__].__file__
+    assert file is not None
+    return Path(file).read_text()
+
+
+@pytest.mark.parametrize("architecture", _OF_TRANSFORMERS)
+def test_the_settings_that_a_class_lacks_are_those_that_transformers_does_not_know(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, has, merged = set[str](), set[str](), readers._merged
+    monkeypatch.setattr(readers, "_merged", lambda name, given: _Noting(merged(name, given), seen))
+    for config in _configs(architecture):
+        settings = config.to_dict()
+        describe(settings | {"architectures": [architecture]})
+        has |= {*settings, *config.attribute_map}
+    model_class = getattr(transformers, architecture)
+    has |= set(re.findall(r"\w+", _source(model_class.config_class)))
+    has |= set(re.findall(r'\bconfig(?:\.|, ")(\w+)', _source(model_class)))
+    name = readers._HEADS.sub("", architecture)
+    assert {setting for setting, names in readers._ABSENT.items() if name in names} == (seen & _OF_ALL) - has
+
+
+@pytest.mark.parametrize("architecture", _OF_TRANSFORMERS)
+def test_a_setting_that_a_class_lacks_changes_nothing_and_is_named(architecture: str) -> None:
+    name = readers._HEADS.sub("", architecture)
+    lacks = [setting for setting, names in readers._ABSENT.items() if name in names]
+    for config in _configs(architecture):
+        settings = config.to_dict() | {"architectures": [architecture]}
+        for setting in lacks:
+            stray = settings | {setting: ["moe"] if setting.endswith("types") else 3}
+            assert describe(stray) == describe(settings)
+            assert unread_settings(stray, "auto") == [setting]
+
+
+@pytest.mark.parametrize("architecture", _OF_TRANSFORMERS)
+def test_of_what_transformers_writes_nothing_is_named_and_of_what_nobody_knows_all_is(architecture: str) -> None:
+    for config in _configs(architecture):
+        settings = config.to_dict() | {"architectures": [architecture]}
+        assert unread_settings(settings, "auto") == []
+        assert unread_settings(settings | {"scale_of_nothing": 2, "num_hidden_heads": 1}, "auto") == [
+            "num_hidden_heads", "scale_of_nothing"
+        ]  # fmt: skip

@@ -30,6 +30,10 @@ def described(architecture: str, **config: Any) -> ModelDescription:
     return describe(SIZES | config | {"architectures": [architecture]})
 
 
+# What classes without a default, and without an "intermediate_size", call it.
+OWN_NAMES = {"OPTForCausalLM": "ffn_dim", "XGLMForCausalLM": "ffn_dim", "CTRLLMHeadModel": "dff"}
+
+
 def windows(description: ModelDescription) -> list[int]:
     return [layer.attention.window for layer in description.layers]
 
@@ -38,6 +42,8 @@ def windows(description: ModelDescription) -> list[int]:
 @pytest.mark.parametrize("given", [{}, {"use_sliding_window": True, "sliding_window": 7}], ids=["sizes only", "window"])
 def test_what_is_left_out_is_the_configuration_classes_own_default(architecture: str, given: dict[str, Any]) -> None:
     given = COMMON_SIZES | given
+    if architecture in OWN_NAMES:
+        given[OWN_NAMES[architecture]] = given.pop("intermediate_size")
     config = AutoConfig.for_model(MODEL_TYPES[architecture], **given)
     assert described(architecture, **given) == describe(config.to_dict() | {"architectures": [architecture]})
     for tied in (True, False):
