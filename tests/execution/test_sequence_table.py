@@ -159,7 +159,7 @@ def test_tokens_behind_a_wrong_guess_do_not_stand() -> None:
     plan = StepPlan(rows=[PlannedRow(0, 2, 4, 4, draft_tokens=(8, 9, 10)), PlannedRow(1, 0, 1, 1)])
     t.gather(plan, arrays())
     tokens = np.array([8, 6, 5, 4, 3])
-    stands = t.samples.standing(tokens)
+    stands = t.samples.valid(tokens)
     assert stands.tolist() == [True, True, False, False, True]
     samples = t.samples
     t.append(Samples(samples.rows[stands], samples.forks[stands], samples.lengths[stands]), tokens[stands])

@@ -141,7 +141,7 @@ def test_steps_know_of_the_tower_beside_them(llava: Path, monkeypatch: pytest.Mo
     cost = llm.core.cost  # type: ignore[attr-defined]
 
     def slow(self: Tower, given: Any) -> Any:
-        wait_until(lambda: cost._ratios_beside)
+        wait_until(lambda: cost._ratios_with_tower)
         return rows(self, given)
 
     monkeypatch.setattr(Tower, "rows", slow)
@@ -271,7 +271,7 @@ def test_a_picture_is_known_by_its_uuid(llm: LLM) -> None:
 def test_a_second_turn_decodes_and_processes_no_picture_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     processor, done = llm.inputs.media, list[str]()
     assert processor is not None
-    owners: dict[str, Any] = {"from_bytes": processor._intakes["image"].reader, "_process": processor}
+    owners: dict[str, Any] = {"from_bytes": processor._loaders["image"].reader, "_process": processor}
     for name, owner in owners.items():
         does = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, name=name, does=does: (done.append(name), does(*args))[1])

@@ -115,7 +115,8 @@ def test_others_go_on_while_a_long_conversation_is_rendered(
 def test_others_go_on_while_grammars_are_compiled_and_long_texts_too(
     http: httpx.Client, engine: FakeEngine, hold: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(input_processor, "make_grammar", hold.around(input_processor.make_grammar, always=True))
+    held = hold.around(input_processor.make_checked_grammar, always=True)
+    monkeypatch.setattr(input_processor, "make_checked_grammar", held)
     with ThreadPoolExecutor(8) as pool:
         slow = [pool.submit(http.post, "/v1/completions", json={**SHORT, "guided_regex": "a"}) for _ in range(8)]
         assert hold.is_held.wait(within(60))
