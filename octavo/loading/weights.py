@@ -30,6 +30,7 @@ class Weights:
 
     def __init__(self, dtype: str, quantization: str | None) -> None:
         self._dtype, self._quantization = dtype, quantization
+        self.position_bytes = 0  # for each position that a sequence may have: of the tables of the model they are for
 
     def __contains__(self, name: str) -> bool:
         raise NotImplementedError
