@@ -107,6 +107,6 @@ def test_tables_count_among_what_a_model_takes_once_for_layers_that_rotate_alike
         return recorded.packed_bytes(num_positions=num_positions)[0] - recorded.packed_bytes()[0]
 
     assert num_bytes(1000, architectures=["LlamaForCausalLM"]) == 1000 * 16 * 4
-    two_kinds = {"head_dim": 24, "num_key_value_heads": 1, "sliding_window": 8}
+    two_kinds = {"num_hidden_layers": 6, "head_dim": 24, "num_key_value_heads": 1, "sliding_window": 8}
     assert num_bytes(1000, architectures=["Gemma3ForCausalLM"], **two_kinds) == 1000 * 2 * 24 * 4
     assert num_bytes(1000, architectures=["OPTForCausalLM"], ffn_dim=64, word_embed_proj_dim=32) == 0
