@@ -31,12 +31,11 @@ def _counted_pool(groups: Sequence[CacheGroup]) -> int:
 def num_blocks(
     config: EngineConfig, groups: Sequence[CacheGroup], block_bytes: Sequence[int], budget_bytes: int, source: str
 ) -> list[int]:
-    """By pool, blocks that `budget_bytes` buy: shared out as one longest request needs them, no fewer than that, no
-    more than could ever be in use. `block_bytes` are by pool.
+    """Return, by pool, how many blocks `budget_bytes` hold: in the proportion that the longest request needs, no fewer
+    than it needs, and no more than can be in use. `block_bytes` are by pool.
 
-    Sequences have one state however short they are, and one more for each guess, so there is a state for each that may
-    run, and for its guesses, as far as that leaves three quarters of the budget, and enough for the longest request, to
-    keys and values.
+    Each running sequence needs a state, and one for each draft token. They get up to a quarter of the budget, but leave
+    enough keys and values for the longest request.
 
     `source` says where the budget comes from. Raises `ConfigError` if it is too small."""
     limits, max_model_len = config.scheduler, config.model.max_model_len
@@ -76,8 +75,8 @@ def num_blocks(
 
 
 def _scratch_blocks(config: EngineConfig, groups: Sequence[CacheGroup]) -> list[int]:
-    """By pool, the blocks of as many tokens and sequences as a step may have; of two steps on a GPU, which are under
-    way together."""
+    """Return, by pool, the blocks of the tokens and sequences of the largest step; of two steps on a GPU, where two are
+    in flight."""
     limits, num_steps = config.scheduler, 2 if config.device == "cuda" else 1
     count = num_steps * (limits.max_num_batched_tokens // config.cache.block_size + limits.max_num_seqs)
     found = [0] * num_pools(groups)
@@ -89,8 +88,8 @@ def _scratch_blocks(config: EngineConfig, groups: Sequence[CacheGroup]) -> list[
 def shortened(
     config: EngineConfig, groups: Sequence[CacheGroup], block_bytes: Sequence[int], budget_bytes: int
 ) -> EngineConfig:
-    """`config` with a `max_model_len` that the cache holds, where --max-model-len auto lets it be less. At least a
-    block is left: what does not even hold that is refused by `num_blocks`."""
+    """Return `config` with a `max_model_len` that fits in the cache, if --max-model-len auto allows less. It is at
+    least one block: `num_blocks` refuses less memory than that."""
     override, block_size = config.cache.num_blocks_override, config.cache.block_size
 
     def excess(length: int) -> int:
@@ -109,21 +108,21 @@ def shortened(
 
 
 def _longest_request(config: EngineConfig, groups: Sequence[CacheGroup]) -> list[int]:
-    """By pool, the blocks that one request of the greatest length needs, the null block of windows included."""
+    """Return, by pool, the blocks that the longest request needs, the null block of windows included."""
     needed = request_blocks(config, groups, config.model.max_model_len)
     windowed = {group.pool for group in groups if group.spec.kind == "window"}
     return [count + (pool in windowed) for pool, count in enumerate(needed)]
 
 
 def request_blocks(config: EngineConfig, groups: Sequence[CacheGroup], num_tokens: int) -> list[int]:
-    """By pool, the blocks that one request of `num_tokens` needs at most."""
+    """Return, by pool, the most blocks that a request of `num_tokens` needs."""
     none = [0] * num_pools(groups)
     cache = KVCacheManager(groups, none, config.cache.block_size, none, enable_prefix_caching=False)
     return cache.most_blocks(num_tokens, config.scheduler.max_num_batched_tokens)
 
 
 def num_host_blocks(config: EngineConfig, num_blocks: Sequence[int], block_bytes: Sequence[int]) -> list[int]:
-    """Blocks of the swap tier by pool, if there is one: in the proportion of the device's."""
+    """Return the host blocks of the swap tier, by pool, in the proportion of the device's."""
     if config.scheduler.preemption_mode != "swap":
         return [0] * len(num_blocks)
     total = sum(count * size for count, size in zip(num_blocks, block_bytes, strict=True))
@@ -131,8 +130,8 @@ def num_host_blocks(config: EngineConfig, num_blocks: Sequence[int], block_bytes
 
 
 def check_swap_space(swap_bytes: int, cache_bytes_on_host: int, num_workers: int) -> None:
-    """Raises `ConfigError` if the swap tier of a worker, one of `num_workers` of its host, does not fit the free RAM,
-    which on CPU it shares with the KV cache itself."""
+    """Raise `ConfigError` if a worker's swap tier does not fit in the free RAM, for `num_workers` on its host. On CPUs
+    the KV cache takes RAM too."""
     available = available_memory_bytes() // num_workers
     if swap_bytes and swap_bytes + cache_bytes_on_host > available:
         beside = f" and {cache_bytes_on_host / _GIB:.2f} GiB of KV cache are" if cache_bytes_on_host else " is"

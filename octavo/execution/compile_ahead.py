@@ -1,8 +1,8 @@
-"""Steps of a model that is not there yet, so that its kernels are compiled while its weights are loaded.
+"""Compiles a model's kernels while its weights are loaded.
 
-The worker starts `compile_ahead` in a thread beside the loading. The model is built a second time, of arrays without
-memory (`octavo.ops.triton.outline`), and a runner on a device without memory goes through the steps that the real one
-is going to warm up with: what is compiled and what is launched follow from the same lines."""
+The worker runs `compile_ahead` in a thread. It builds the model a second time, of arrays without memory
+(`octavo.ops.triton.outline`), and runs the warm-up steps with a runner on a device without memory: the same code
+decides what is compiled and what is launched."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from octavo.ops import AdapterOps, Array, Ops
 
 logger = logging.getLogger(__name__)
 
-_ROTARY_POSITIONS = 1  # of the table, whose length is no kernel's business
+_ROTARY_POSITIONS = 1  # length of the table, which no kernel depends on
 
 
 def start_compile_ahead(
     config: EngineConfig, description: ModelDescription, weights: Weights, ops: Ops, worker_group: WorkerGroup = ALONE
 ) -> Thread:
-    """A thread that does `compile_ahead`, for the device of the one that asks."""
+    """Start a thread that runs `compile_ahead`, for the caller's device."""
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
     thread = Thread(
         target=compile_ahead,
@@ -61,7 +61,7 @@ def compile_ahead(
     config: EngineConfig, description: ModelDescription, weights: Weights, ops: Ops, worker_group: WorkerGroup = ALONE,
     device: int | None = None,
 ) -> None:  # fmt: skip
-    """Compile what `Runner.warm_up` is going to launch. What fails here fails there, or is compiled there."""
+    """Compile what `Runner.warm_up` will launch. If something fails here, it fails or is compiled there."""
     from octavo.ops.triton.outline import compiling
 
     begun = time.monotonic()
@@ -83,7 +83,7 @@ def outline_runner(
     ops: Ops,
     worker_group: WorkerGroup = ALONE,
 ) -> Runner:
-    """A runner of the model, in a thread that is outlining."""
+    """Return a runner of the model, in a thread that is outlining."""
     limits, device = config.scheduler, OutlineDevice()
     recorded = RecordingWeights(config.model.dtype, weights)
     adapted = None if config.lora is None else AdaptedOps(cast(AdapterOps, ops))
@@ -113,7 +113,7 @@ def outline_runner(
 
 
 class _Now:
-    """An event that has come, and a stream whose work is done when it is given."""
+    """An event that is always reached, and a stream that runs work when it is appended."""
 
     def run(
         self, work: Callable[[], None], reads: Sequence[NDArray[Any]] = (), writes: Sequence[NDArray[Any]] = ()
@@ -125,11 +125,11 @@ class _Now:
         return self
 
     def wait(self, event: Event | None = None) -> None:
-        """It has come."""
+        """Nothing to wait for."""
 
 
 class OutlineDevice:
-    """A device without memory, that computes nothing."""
+    """A device without memory that computes nothing."""
 
     name = "an outline"
     runs_ahead = False

@@ -1,12 +1,11 @@
-"""What cross attention reads of a sequence, on its way from the other network's output to the cache.
+"""Cross attention's inputs: brings an encoder's output into the cache of the sequences that attend to it.
 
-That output is computed once for each distinct medium (`octavo.multimodal.tower`). When the token in a medium's place is
-computed, for the first time or after a preemption that has given the sequence's blocks up, the decoder makes keys and
-values of it and writes them to the blocks that the sequence has for them: in the place of what no token sees any more.
+The output is computed once for each distinct medium (`octavo.multimodal.tower`). When the token at a medium's place is
+computed, for the first time or after a preemption, the decoder makes keys and values of the output and writes them to
+the sequence's blocks, over those that no token sees any more.
 
-What tokens attend to there is told of requests that ask for it (`SamplingParams.alignment_heads`), as the queries and
-keys of those heads: to multiply them is left to who asks, so that no step waits for it.
-"""
+Requests may ask what tokens attend to (`SamplingParams.alignment_heads`). They get the queries and keys of those heads
+and multiply them themselves, so that no step waits for that."""
 
 from __future__ import annotations
 
@@ -29,15 +28,15 @@ _NEVER = np.iinfo(np.int64).max
 
 
 class _Wish(NamedTuple):
-    """Of a row whose prompt's cross attention is wanted."""
+    """A row whose prompt's alignment is wanted."""
 
     heads: list[tuple[int, int]]  # layer and head
     num_prompt_tokens: int
-    blocks: list[int]  # of the other network's output
+    blocks: list[int]  # rows of the encoder's output
 
 
 class AlignedPart(NamedTuple):
-    """Tokens first .. end of a step, which are such a row's; the prompt's last is among them or not."""
+    """Tokens first .. end of a step, of such a row; `is_last` says whether the prompt's last token is among them."""
 
     row: int
     wish: _Wish
@@ -47,21 +46,21 @@ class AlignedPart(NamedTuple):
 
 
 class Alignment(NamedTuple):
-    """On the device, in float32, of the heads that are wanted: queries [tokens, D], and with the prompt's last token
-    keys [1, rows, D] of the other network's output."""
+    """The wanted heads' queries [tokens, D], and with the prompt's last token keys [1, rows, D] of the encoder's
+    output; on the device, in float32."""
 
     queries: list[Array]
     keys: list[Array]
 
     def told(self, fetch: Callable[[Sequence[Array]], list[NDArray[Any]]]) -> list[bytes]:
-        """As `StepResult.alignment` has it: the queries [A, D] of each token, and the keys [A, rows, D]."""
+        """Return the form of `StepResult.alignment`: the queries [A, D] of each token, then the keys [A, rows, D]."""
         found = [one.tobytes() for one in np.stack(fetch(self.queries), 1)]
         return [*found, b"".join(one.tobytes() for one in fetch(self.keys))] if self.keys else found
 
 
 class _Seen(NamedTuple):
-    """What the tokens of a row see from a position on: rows first .. end of its blocks are of one medium, those before
-    are of media whose places are just before its own."""
+    """What tokens of a row see from a position on: rows first .. end of its blocks, of one medium; the rows before are
+    of the media just before it."""
 
     position: int
     first: int
@@ -70,9 +69,9 @@ class _Seen(NamedTuple):
 
 
 class CrossOutputs:
-    """Of the sequences of a plan, in the runner's tables of `num_rows`; `groups` are the model's, which computes in
-    `dtype`. The tokens from a medium's place on see it, and those that stand right before it, up to the next one's
-    place; steps start at these places."""
+    """The encoder outputs of the running sequences. The runner's tables have `num_rows`; `groups` are the model's,
+    which computes in `dtype`. From a medium's place to the next one's, tokens see it and the media right before it;
+    steps start at these places."""
 
     def __init__(
         self, found: MediaRows, groups: tuple[CacheGroup, ...], block_size: int, dtype: str, num_rows: int,
@@ -81,24 +80,26 @@ class CrossOutputs:
         self._found, self._dtype = found, np.dtype(dtype)
         self._group = next(number for number, group in enumerate(groups) if group.spec.kind == "cross")
         self._block_size, num_tokens = block_size, groups[self._group].spec.num_tokens
-        self._most_exchanged = most_exchanged  # rows that workers bring each other at once
-        self.num_tokens = num_tokens  # of what a token sees, at most
+        self._most_exchanged = most_exchanged  # rows of one exchange between workers
+        self.num_tokens = num_tokens  # the most rows that a token sees
         self._lens = np.ones(num_rows, np.int32)  # what a row's tokens attend to
         self._starts = np.full(num_rows, _NEVER)  # the first of them that sees something
-        self._ahead: dict[int, tuple[list[_Seen], list[int]]] = {}  # of rows that may come to media, and their blocks
+        self._ahead: dict[
+            int, tuple[list[_Seen], list[int]]
+        ] = {}  # by table row: media still to come, and their blocks
         self._wishes: dict[int, _Wish] = {}  # by row
         self._offsets = np.arange(num_tokens) % block_size
         self._blocks = np.arange(num_tokens) // block_size
 
     @property
     def content_hashes(self) -> set[bytes]:
-        """Of the media that sequences may still come to."""
+        """The content hashes of media that sequences may still need."""
         return {seen.content_hash for media, _ in self._ahead.values() for seen in media}
 
     def starting(self, plan: StepPlan) -> Iterator[tuple[int, NDArray[Any], NDArray[np.int64]]]:
-        """Of each medium at whose place a sequence's part of the step starts: the sequence's row of the tables, the
-        output [N, H] in the model's type, and the slots [N] int64 of what is made of it. The step's tokens see what
-        there is then: `gather` comes after."""
+        """Yield, for each medium at whose place a row of the step starts: the table row, the encoder's output [N, H] in
+        the model's type, and the slots [N] int64 of its keys and values. To be called before `gather`, as the step's
+        tokens see it."""
         for planned in plan.rows if self._ahead else ():
             if (ahead := self._ahead.get(planned.row)) is None:
                 continue
@@ -114,7 +115,7 @@ class CrossOutputs:
                 yield planned.row, rows.reshape(-1, rows.shape[-1]).astype(self._dtype), slots
 
     def nothing(self, hidden_size: int, num_rows: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """An output of so many rows that is written nowhere, and its slots, as `starting` has them."""
+        """Return an output of `num_rows` that is written nowhere, and its slots, as `starting` yields them."""
         return np.zeros((num_rows, hidden_size), self._dtype), np.full(num_rows, -1)
 
     def admit(self, admission: Admission) -> None:
@@ -136,14 +137,15 @@ class CrossOutputs:
             self._wishes[admission.row] = _Wish(heads, num_prompt, admission.block_tables[self._group])
 
     def gather(self, plan: StepPlan, row_of: NDArray[np.int64], into: StepArrays[NDArray[Any]]) -> None:
-        """Fill in a step whose tokens' positions and rows of the runner's tables [T] are known."""
+        """Fill in the cross-attention arrays of a step whose positions are gathered; `row_of` are the table rows of its
+        tokens [T]."""
         rows = [planned.row for planned in plan.rows]
         into.cross_lens[: len(rows)] = self._lens[rows]
         positions = into.positions[: len(row_of)]
         into.cross_mask[: len(row_of)] = np.where(positions < self._starts[row_of], 0, -1)
 
     def aligned(self, plan: StepPlan) -> list[AlignedPart]:
-        """The prompt tokens of a step whose cross attention is wanted."""
+        """Return the prompt tokens of a step whose alignment is wanted."""
         found = []
         end = 0
         for planned in plan.rows if self._wishes else ():
@@ -154,8 +156,8 @@ class CrossOutputs:
         return found
 
     def submitted(self, plan: StepPlan, parts: Sequence[AlignedPart]) -> None:
-        """The device has been given the step of a plan, of which `aligned` has told these parts: what has started has
-        its output, and of prompts that end with it nothing more is wanted."""
+        """Note that a plan's step was submitted, with these `aligned` parts: its media are written, and prompts that
+        end with it need no more alignment."""
         for planned in plan.rows if self._ahead else ():
             if (ahead := self._ahead.get(planned.row)) and ahead[0][-1].position <= planned.num_computed:
                 del self._ahead[planned.row]
@@ -165,7 +167,7 @@ class CrossOutputs:
 
     @contextmanager
     def keeping_queries(self, model: CrossModel) -> Iterator[None]:
-        """Meanwhile the model computes a step, after which `alignment` is to be called."""
+        """While it is entered, the model keeps the queries of a step, for `alignment`."""
         layers = [layer for layer, _ in model.cross_layers]
         for layer in layers:
             layer.keeps_query = True
@@ -177,8 +179,8 @@ class CrossOutputs:
 
     @contextmanager
     def trying_alignment(self, model: CrossModel) -> Iterator[None]:
-        """Meanwhile the model computes all that `alignment` may ask for: of layers with as many heads of keys as of
-        queries."""
+        """While it is entered, the model computes everything that `alignment` may need: in layers with as many key
+        heads as query heads."""
         described = [layer.description for layer, _ in model.cross_layers]
         may_align = all(one.num_heads == one.num_kv_heads for one in described)
         with self.keeping_queries(model) if may_align else nullcontext():
@@ -189,7 +191,7 @@ class CrossOutputs:
     def alignment(
         self, model: CrossModel, parts: Sequence[AlignedPart], caches: Sequence[LayerKVCache]
     ) -> dict[int, Alignment]:
-        """By row, what its tokens of the step attend to. All workers call it, for the same parts."""
+        """Return, by row, the alignment of the step's tokens. All workers call it, with the same parts."""
         layers = model.cross_layers
         found: dict[int, Alignment] = {}
         for row, wish, first, end, is_last in parts:

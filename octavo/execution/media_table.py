@@ -1,8 +1,8 @@
-"""What the tokens of a step have of media: rows in the place of their embeddings, positions in a picture's grid, and
-how far ahead they see.
+"""The media of a step's tokens: rows that replace embeddings, positions in a picture's grid, and how far tokens see
+ahead.
 
-A prompt's picture is a run of placeholder tokens. The rows that stand there come of a tower, `octavo.multimodal.tower`,
-once for each distinct picture; a step that computes any part of the run reads that part of them, so prompts may be cut
+A picture in a prompt is a run of placeholder tokens. Their rows come from a tower (`octavo.multimodal.tower`), once for
+each distinct picture. A step that computes a part of the run reads that part of the rows, so that prompts may be cut
 within a picture, and computed again after a preemption.
 """
 
@@ -23,7 +23,7 @@ _AXES = 3  # time, height and width
 
 
 class MediaRows(Protocol):
-    """Rows of the media of all requests that are under way."""
+    """The media rows of all running requests."""
 
     def rows(self, content_hash: bytes) -> NDArray[np.float32]:
         """[parts, tokens, H]"""
@@ -31,16 +31,16 @@ class MediaRows(Protocol):
 
 
 class MediaTable:
-    """The media of the running sequences, by their row of the runner's tables."""
+    """The media of the running sequences, by table row."""
 
     def __init__(self, found: MediaRows, description: ModelDescription, num_rows: int) -> None:
         self._found, self._has_axes, self._sees_ahead = found, description.has_axes, description.sees_ahead
         self._stand_in = description.media_stand_in
         self._items: dict[int, tuple[MediaItem, ...]] = {}
         self._positions: dict[int, NDArray[np.int64]] = {}  # [3, tokens up to the end of the last picture]
-        self._shifts = np.zeros(num_rows, np.int64)  # of the positions of later tokens
-        self._prompt_ends: dict[int, int] = {}  # of those whose tokens see all of their prompt
-        # What `StepShape` has of the model.
+        self._shifts = np.zeros(num_rows, np.int64)  # offset of later tokens' positions
+        self._prompt_ends: dict[int, int] = {}  # prompt lengths, if tokens see all of their prompt
+        # The fields of `StepShape` that depend on the model.
         self.extents: dict[str, Any] = {
             "media_width": description.hidden_size, "media_parts": 1 + description.num_media_layers,
             "axes": _AXES if description.has_axes else 0, "sees_ahead": bool(description.sees_ahead),
@@ -60,15 +60,16 @@ class MediaTable:
 
     @property
     def content_hashes(self) -> set[bytes]:
-        """Of the media of all sequences that it knows."""
+        """The content hashes of all sequences' media."""
         return {item.content_hash for items in self._items.values() for item in items}
 
     def num_rows(self, plan: StepPlan) -> int:
-        """How many tokens of a step have rows of media."""
+        """Return how many tokens of a step have media rows."""
         return sum(end - begin for _, _, begin, end in self._parts(plan))
 
     def gather(self, plan: StepPlan, row_of: NDArray[np.int64], into: StepArrays[NDArray[Any]]) -> None:
-        """Fill in a step whose tokens, their positions and their rows of the runner's tables [T] are known."""
+        """Fill in the media arrays of a step whose positions are gathered; `row_of` are the table rows of its tokens
+        [T]."""
         num_tokens = len(row_of)
         into.media_indices[:num_tokens] = -1
         count = 0
@@ -111,8 +112,8 @@ class MediaTable:
             first += planned.num_tokens
 
     def _parts(self, plan: StepPlan) -> Iterator[tuple[MediaItem, int, int, int]]:
-        """Of each medium of which the step computes a part: the token of the step where that begins, and which of the
-        medium's rows it is, begin .. end."""
+        """Yield, for each medium that the step computes a part of: the step's first token of it, and the rows begin ..
+        end of the medium."""
         if not self._items:
             return
         first = 0
@@ -128,10 +129,10 @@ class MediaTable:
 
 
 def grid_positions(items: Sequence[MediaItem]) -> tuple[NDArray[np.int64], int]:
-    """The positions in time, height and width of a prompt's tokens up to the end of its last picture, [3, tokens], and
-    what is added to the places of later tokens (Wang et al. 2024, arXiv 2409.12191, section 2.1).
+    """Return the positions in time, height and width of a prompt's tokens up to the end of its last picture, [3,
+    tokens], and the offset of later tokens' positions (Wang et al. 2024, arXiv 2409.12191, section 2.1).
 
-    A token of text has the same position three times, one more than the largest before. Those of a picture count from
+    A text token has the same position three times, one more than the largest before it. A picture's tokens count from
     there on along each axis.
     """
     last = items[-1]
@@ -143,7 +144,7 @@ def grid_positions(items: Sequence[MediaItem]) -> tuple[NDArray[np.int64], int]:
         found[:, place : item.position] = position + np.arange(num_text)
         position += num_text
         places = np.indices(item.grid).reshape(_AXES, -1)
-        places[0] = (places[0].astype(np.float32) * np.float32(item.time_step)).astype(np.int64)  # down to whole ones
+        places[0] = (places[0].astype(np.float32) * np.float32(item.time_step)).astype(np.int64)  # rounded down
         found[:, item.position : end] = position + places
         position += int(places.max()) + 1
         place = end

@@ -1,5 +1,5 @@
-"""A node beside node 0 (`octavo serve --headless`): it joins the group, starts its workers, and joins again when the
-group has broken, until node 0 ends for good. It computes nothing, so that its heartbeat never waits."""
+"""A node other than node 0 (`octavo serve --headless`): it joins the group, starts its workers, and joins again when
+the group has broken, until node 0 ends for good. It computes nothing itself, so that its heartbeat never waits."""
 
 from __future__ import annotations
 
@@ -46,17 +46,18 @@ _WORKER_GRACE_S = 5.0
 
 
 class _End(NamedTuple):
-    """Of this node's part in a group."""
+    """How this node's membership has ended."""
 
     reason: str
-    is_over: bool = False  # there will be no other
+    is_over: bool = False  # for good
 
 
 class Node:
-    """One that is not node 0."""
+    """A node other than node 0."""
 
     def __init__(self, config: EngineConfig, ready_timeout_s: float | None) -> None:
-        """Raises `ConfigError` without a token where one is needed, and `LoadError` for files that cannot be read."""
+        """Raises `ConfigError` if a token is needed and there is none, and `LoadError` for files that cannot be
+        read."""
         check_token(config.nodes.master_addr, "--master-addr")
         self._config, self._ready_timeout_s = config, ready_timeout_s
         model = config.model
@@ -70,9 +71,8 @@ class Node:
         return f"node {self._config.nodes.rank} ({self._host})"
 
     def run(self, rejoins: bool = True) -> None:
-        """Return when node 0 has ended for good, or with the first group that breaks, if it does not join again. Raises
-        `ConfigError` or `LoadError` where this node cannot join, and where the first group that it joins never gets
-        ready."""
+        """Return when node 0 has ended for good; without rejoining, when the first group breaks. Raises `ConfigError`
+        or `LoadError` if this node cannot join, or if its first group does not become ready."""
         while True:
             with _Membership(self._config, self._description) as membership:
                 joined = self._join(membership)
@@ -89,7 +89,7 @@ class Node:
         logger.info("%s: all workers of the group are ready", self)
 
     def _join(self, membership: _Membership) -> Joined:
-        """Ask until all nodes are there."""
+        """Ask node 0 again and again until all nodes have joined."""
 
         def ask(deadline: float | None) -> Answer:
             return membership.ask(self._address, self._host, self._settings, deadline)
@@ -98,14 +98,14 @@ class Node:
 
 
 class _Membership:
-    """A node's part in one group: what it has open, and the processes that it has started."""
+    """A node's membership in one group: its connections and worker processes."""
 
     def __init__(self, config: EngineConfig, description: ModelDescription) -> None:
         self._config, self._description = config, description
         self._nodes, self._size = config.nodes, config.tensor_parallel_size
         self._ends: queue.SimpleQueue[_End] = queue.SimpleQueue()
         self._connection: socket.socket | None = None
-        self._listener: socket.socket | None = None  # of rows from the node before; node 1 has none
+        self._listener: socket.socket | None = None  # rows from the node before; node 1 has none
         self._heartbeat: Heartbeat | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._end = _End("it was told to stop")
@@ -124,9 +124,9 @@ class _Membership:
         end_processes(self._processes)
 
     def ask(self, address: tuple[str, int], host: str, settings: dict[str, str], deadline: float | None) -> Answer:
-        """Ask node 0 to be taken, and wait until all nodes are there. Raises `OSError` and `EOFError` while there is no
-        node 0, and `HandshakeError` for something else in its place."""
-        for one in (self._connection, self._listener):  # of the last attempt
+        """Ask node 0 to join, and wait until all nodes have. Raises `OSError` and `EOFError` while there is no node 0,
+        and `HandshakeError` if something else answers."""
+        for one in (self._connection, self._listener):  # left from the last attempt
             if one is not None:
                 one.close()
         self._connection = connection = connect(address, group_token())
@@ -139,8 +139,8 @@ class _Membership:
         return receive_answer(connection, deadline)
 
     def serve(self, joined: Joined, become_ready: Callable[[], None]) -> _End:
-        """Connect and start the workers, and wait until the group is no more. `become_ready` is called by a thread when
-        all nodes' workers have loaded."""
+        """Connect, start the workers, and wait until the group ends. A thread calls `become_ready` when all nodes'
+        workers have loaded."""
         assert self._connection is not None
 
         def hear(news: News) -> None:
@@ -166,11 +166,11 @@ class _Membership:
         return self._end
 
     def _start(self, joined: Joined) -> None:
-        """Raises `OSError`, `EOFError` and `HandshakeError`."""
+        """Open the connections to the other nodes. Raises `OSError`, `EOFError` and `HandshakeError`."""
         token, session = group_token(), joined.session
         address = self._nodes.master_addr, self._nodes.master_port
         behind = joined.next_address or address
-        with contextlib.ExitStack() as open_files:  # closed in any case: this node may try again
+        with contextlib.ExitStack() as open_files:  # always closed: this node may try again
             leaving, entering = list[int](), list[int]()
             for rank in range(self._size):
                 leaving.append(self._open(behind, token, Rows(session, rank)))
@@ -198,7 +198,7 @@ class _Membership:
         return release(connection)
 
     def _take_rows(self, listener: socket.socket, session: bytes, token: bytes) -> list[int]:
-        """Connections from the node before, by rank. Raises `OSError` where it does not come."""
+        """Accept the connections from the node before, by rank. Raises `OSError` if it does not connect."""
         found: dict[int, int] = {}
         try:
             self._accept_rows(listener, session, token, found)
@@ -217,7 +217,7 @@ class _Membership:
                 accept(connection, token)
                 first = msgspec.msgpack.decode(receive_message(connection, HANDSHAKE_S), type=Rows)
             except (HandshakeError, EOFError, OSError, msgspec.MsgspecError):
-                connection.close()  # of somebody else
+                connection.close()  # not from the node before
                 continue
             if first.session == session and 0 <= first.rank < self._size and first.rank not in found:
                 found[first.rank] = release(connection)
@@ -226,11 +226,11 @@ class _Membership:
 
     def _watch(self, worker_rank: WorkerRank, process: subprocess.Popen[bytes]) -> None:
         status = process.wait()
-        if status == 0:  # it has told node 0 why, or seen it end, so that the reason comes from there
+        if status == 0:  # node 0 knows the reason: the worker has sent it, or has seen node 0 end
             time.sleep(_WORKER_GRACE_S)
         self._ends.put(_End(f"{worker_rank} ended with status {status}"))
 
 
 def run_node(config: EngineConfig, ready_timeout_s: float | None) -> None:
-    """Be a node beside node 0 until that ends for good. See `Node.run`."""
+    """Run a node until node 0 ends for good. See `Node.run`."""
     Node(config, ready_timeout_s).run()

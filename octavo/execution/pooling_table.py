@@ -1,4 +1,4 @@
-"""What the running sequences want pooled, as a table, and a step's arrays gathered from it."""
+"""What to pool of the running sequences, as a table, and a step's arrays gathered from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CODES = {"ALL": _SINGLE, "LAST": _SINGLE, "CLS": _FIRST}
 
 
 class PoolingTable:
-    """A line for each row of the runner's tables."""
+    """One entry for each row of the runner's tables."""
 
     def __init__(self, num_rows: int) -> None:
         self._codes = np.zeros(num_rows, np.int64)
@@ -31,8 +31,8 @@ class PoolingTable:
         self._second_starts[row] = num_tokens if admission.second_start is None else admission.second_start
 
     def gather(self, plan: StepPlan, into: StepArrays[NDArray[Any]]) -> None:
-        """Fill `pool_starts` and `token_types`, and let `sample_rows` be the last of what is pooled. The sequence table
-        has gathered the rest."""
+        """Fill `pool_starts` and `token_types`, and set `sample_rows` to the last token of each pooled range. The
+        sequence table has gathered the rest."""
         row_ids, _, num_tokens, num_sampled_positions, _, _ = zip(*plan.rows, strict=True)
         rows, counts = np.array(row_ids, np.int64), np.array(num_tokens, np.int64)
         positions, num_samples = np.array(num_sampled_positions, np.int64), sum(num_sampled_positions)

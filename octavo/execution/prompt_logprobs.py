@@ -1,5 +1,5 @@
-"""The log-probabilities of prompts' tokens: which rows of the runner's tables want them, and what of them each step
-finds. How they are measured is `octavo.sampling.logprobs`'."""
+"""Prompt log-probabilities: which rows want them, and which of them each step computes. `octavo.sampling.logprobs`
+measures them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """Prompt tokens of a row that wants their log-probabilities, and the tokens of the step that predict them."""
+    """Prompt tokens of a row, and the tokens of the step that predict them."""
 
     row: int
     first: int  # token of the step
@@ -27,7 +27,8 @@ class PromptPart:
     num_top: int
 
     def measure(self, ops: Ops, logits: Callable[[int, int], Array]) -> list[tuple[int, MeasuredLogprobs]]:
-        """`logits` are those after the tokens begin .. end of the step."""
+        """Measure the log-probabilities; `logits(begin, end)` returns those after the tokens begin .. end of the
+        step."""
         measured = []
         for start in range(0, len(self.predicted), MOST_ROWS):
             tokens = self.predicted[start : start + MOST_ROWS]
@@ -44,21 +45,21 @@ class _Wish:
 
 
 class PromptLogprobs:
-    """Rows whose prompts are being computed and want log-probabilities."""
+    """The rows that want log-probabilities of their prompts."""
 
     def __init__(self) -> None:
         self._wishes: dict[int, _Wish] = {}  # by row
 
     def admit(self, admission: Admission) -> None:
-        """A sequence takes a row. One that has put out tokens has been told of its prompt."""
+        """Note a new sequence. If it has output tokens, its prompt was measured before a preemption."""
         self._wishes.pop(admission.row, None)
         num_top, num_prompt = admission.params.prompt_logprobs, admission.num_prompt_tokens
         if num_top is not None and len(admission.token_ids) <= num_prompt:
             self._wishes[admission.row] = _Wish(num_top, num_prompt)
 
     def parts(self, plan: StepPlan, tokens: NDArray[np.int32]) -> list[PromptPart]:
-        """The prompt tokens that a step's tokens predict, of each row that wants them; `tokens` are those of all
-        rows."""
+        """Return the prompt tokens that a step's tokens predict, for each row that wants them; `tokens` are those of
+        all rows."""
         found: list[PromptPart] = []
         start = 0
         for planned in plan.rows if self._wishes else ():
@@ -73,7 +74,7 @@ class PromptLogprobs:
         return found
 
     def forget(self, plan: StepPlan) -> None:
-        """No longer watch for prompts that the plan, which the device has been given, comes to the end of."""
+        """Forget the prompts that end with a submitted plan."""
         for planned in plan.rows if self._wishes else ():
             wish = self._wishes.get(planned.row)
             if wish is not None and planned.num_computed + planned.num_tokens >= wish.num_prompt_tokens:

@@ -1,9 +1,7 @@
 """The running sequences as tables, and a step's arrays gathered from them.
 
 `SequenceTable` holds one row for each running sequence: its tokens and its blocks. It lives as long as the engine and
-is updated in place; `gather` collects the rows that a plan schedules with a handful of numpy calls, never token by
-token.
-"""
+is updated in place; `gather` collects the rows of a plan with a few numpy calls, never token by token."""
 
 from __future__ import annotations
 
@@ -34,12 +32,12 @@ class SequenceTable:
         num_ahead: int = 0,
         vocab_size: int | None = None,
     ) -> None:
-        """A table may share the tokens of another one, whose sequences it has too. The model that it is for may read,
-        at a position, the token `num_ahead` positions later, and say what follows that; of a `vocab_size` that is
-        smaller than others', it reads the last token in the place of those that it does not have."""
+        """A draft model's table shares the tokens of the target model's, `tokens_of`. A draft head reads, at each
+        position, the token `num_ahead` positions later. If `vocab_size` is smaller than the target's, the last token
+        stands for those that are missing."""
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
-        self.num_cross = max((group.spec.num_tokens for group in groups), default=0)  # tokens of another network
+        self.num_cross = max((group.spec.num_tokens for group in groups), default=0)  # rows of an encoder's output
         self._kinds = [group.spec.kind for group in groups]
         self.state_groups = [number for number, kind in enumerate(self._kinds) if kind == "state"]
         self.max_blocks = -(-max(max_model_len, self.num_cross) // block_size)
@@ -52,12 +50,12 @@ class SequenceTable:
         self.blocks: NDArray[np.int32] = np.zeros((len(groups), max_num_seqs, self.max_blocks), np.int32)
         self.adapter_slots: NDArray[np.int32] = np.full(max_num_seqs, -1, np.int32)
         self.num_known = np.zeros(max_num_seqs, np.int64)  # leading tokens of each row that `tokens` holds
-        self.samples: Samples  # of the last step that was gathered
+        self.samples: Samples  # of the last gathered step
         self._numbers = np.arange(max(max_model_len, max_num_seqs) + 2)
         self._no_forks = np.zeros(max_num_seqs, np.int64)
 
     def update(self, plan: StepPlan) -> None:
-        """Take in the plan's admissions, new blocks and new tokens."""
+        """Apply the plan's admissions, new blocks and new tokens."""
         for admission in plan.admissions:
             row, num_tokens = admission.row, len(admission.token_ids)
             self.tokens[row, :num_tokens] = admission.token_ids
@@ -72,14 +70,14 @@ class SequenceTable:
             self.num_known[row] = position + 1
 
     def gather(self, plan: StepPlan, into: StepArrays[NDArray[Any]]) -> NDArray[np.int64]:
-        """Fill the beginnings of `into` with a plan that `update` has seen, and set `samples`. Returns the row of each
-        token [T]."""
+        """Fill the first entries of `into` with the rows of a plan, after `update`, and set `samples`. Returns the
+        table row of each token [T]."""
         row_ids, num_computed, num_tokens, num_sampled_positions, num_forks, draft_tokens = zip(*plan.rows, strict=True)
         rows = np.array(row_ids, np.int64)
         computed = np.array(num_computed, np.int64)
         num_seqs = len(rows)
         is_decode = num_tokens.count(1) == num_seqs
-        state_entries: NDArray[np.int64] | int = 0  # of each token, where its state is left in tables of states
+        state_entries: NDArray[np.int64] | int = 0  # of each token: the entry of state tables for the state after it
         starts = into.query_start_loc[: num_seqs + 1]
         if is_decode:
             starts[:] = self._numbers[: num_seqs + 1]
@@ -119,20 +117,19 @@ class SequenceTable:
         return bool((self.adapter_slots[rows] >= 0).any())
 
     def gather_adapters(self, row_of: NDArray[np.int64], into: StepArrays[NDArray[Any]]) -> None:
-        """Fill in whose adapters the tokens and samples of the step that was gathered take."""
+        """Fill in the adapter slots of the gathered step's tokens and samples."""
         into.adapter_slots[: len(row_of)] = self.adapter_slots[row_of]
         rows = self.samples.rows
         into.sample_adapter_slots[: len(rows)] = self.adapter_slots[rows]
 
     def append(self, samples: Samples, tokens: NDArray[np.int64]) -> None:
-        """Continue the rows with the `tokens` [N] that were sampled for them and stand. Forks bring their tokens when
-        they are admitted."""
+        """Append the valid sampled `tokens` [N] to their rows. Forks are admitted with their tokens."""
         rows, lengths = samples.rows, samples.lengths
         if samples.forks.any():
             continues = samples.forks == 0
             rows, lengths, tokens = rows[continues], lengths[continues], tokens[continues]
         self.tokens[rows, lengths] = tokens
-        self.num_known[rows] = lengths + 1  # of several for a row the last one counts
+        self.num_known[rows] = lengths + 1  # of several tokens of a row the last one counts
 
     def _gather_slots(
         self, into: StepArrays[NDArray[Any]], row_of: NDArray[np.int64], positions: NDArray[np.int64],
@@ -164,11 +161,12 @@ class SequenceTable:
         starts: NDArray[np.int32],
         seq_lens: NDArray[np.int64],
     ) -> None:
-        """Each row is sampled after its last `num_sampled_positions` tokens, `num_forks` times after the last."""
+        """Return the samples of a plan: after the last `num_sampled_positions` tokens of each row, and `num_forks`
+        after the last one."""
         num_samples = np.array([planned.num_samples for planned in rows], np.int64)
         num_sampled_positions = np.array([planned.num_sampled_positions for planned in rows], np.int64)
         firsts = np.cumsum(num_samples) - num_samples
-        # Counted from a row's first sample: positions advance until the last, then forks do.
+        # From a row's first sample on the position advances; at the last position the fork does.
         numbers = np.arange(int(num_samples.sum())) - np.repeat(firsts, num_samples)
         last = np.repeat(num_sampled_positions - 1, num_samples)
         forks = np.maximum(numbers - last, 0)

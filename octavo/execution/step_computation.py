@@ -1,6 +1,5 @@
-"""The model's part of a step, over the arrays that the runner has gathered: hidden states, then logits or vectors. Here
-is what these arrays are to the model, whether a step is run call by call or is captured.
-"""
+"""The model's part of a step: from the gathered arrays to hidden states, then to logits or vectors. It is the same
+whether a step runs call by call or is captured."""
 
 from __future__ import annotations
 
@@ -25,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class StepComputation:
-    """`octavo.execution.device.StepModel`, of a model whose steps have the arrays of the `largest`. `tables` are those
-    of a device with memory of its own, `adapters` what takes the adapter of each row where there may be some."""
+    """A `StepModel` (`octavo.execution.device`) for steps with the arrays of `largest`. `tables` are for devices with
+    memory of their own, `adapters` for models that are served with adapters."""
 
-    caches: Sequence[LayerKVCache]  # by layer; to be set before anything is computed
+    caches: Sequence[LayerKVCache]  # by layer; set before anything is computed
 
     def __init__(
         self, model: Model, ops: Ops, device: Device, largest: StepShape, tables: DeviceTables | None,
@@ -37,7 +36,7 @@ class StepComputation:
         self._model, self._ops, self._device, self._largest = model, ops, device, largest
         self._tables, self._links, self._adapters = tables, links, adapters
         self._hidden_in_dtype = cast(StageModel, model).stream_dtype if largest.hidden_in_bytes else ""
-        self.aux_hidden_states: AuxHiddenStates | None = None  # what makes features of other layers than the last
+        self.aux_hidden_states: AuxHiddenStates | None = None  # for draft heads that read other layers than the last
 
     def hidden(self, inputs: StepArrays[Array]) -> tuple[Array, Array]:
         """`StepModel.hidden`."""
@@ -58,12 +57,12 @@ class StepComputation:
         return logits, self._ops.argmax(logits)
 
     def logits_after(self, inputs: StepArrays[Array], hidden: Array, begin: int, end: int) -> Array:
-        """[end - begin, V] float32, after the tokens begin .. end of the step, whose `hidden` states are known."""
+        """-> logits [end - begin, V] float32 after the tokens begin .. end of a step with these `hidden` states."""
         with self._taking(inputs.adapter_slots[begin:end]):
             return self._model.logits(hidden[begin:end])
 
     def outputs(self, inputs: StepArrays[Array], num_samples: int) -> StepOutputs:
-        """All of it, call by call."""
+        """Compute all of it, call by call."""
         hidden, features = self.hidden(inputs)
         if not num_samples or self._links.behind is not None:
             return StepOutputs(hidden, features, hidden[:0], hidden[:0])
@@ -72,14 +71,14 @@ class StepComputation:
     def write_encoder_kv(
         self, rows: NDArray[Any], slots: NDArray[np.int64], adapter_slots: NDArray[np.int32] | None = None
     ) -> None:
-        """Have cross attention keep what it reads of a sequence that comes to it, [N, H] in these slots [N], by the
-        adapter of those [N]."""
+        """Write the cross-attention keys and values of an encoder's output [N, H] into slots [N], with the adapters of
+        slots [N]."""
         place, positions = self._ops.place, np.zeros(len(slots), np.int64)
         with nullcontext() if adapter_slots is None else self._taking(place(adapter_slots)):
             cast(CrossModel, self._model).write_encoder_kv(place(rows), place(positions), place(slots), self.caches)
 
     def _batch(self, inputs: StepArrays[Array]) -> StepBatch:
-        """The model's input. What only the device knows comes from its own tables."""
+        """Return the model's input. A device with tables of its own adds what only it knows."""
         token_ids, tables = inputs.token_ids, inputs.block_tables
         if self._tables is not None:
             token_ids, tables = self._tables.resolve(self._ops, inputs)
@@ -104,5 +103,5 @@ class StepComputation:
         )
 
     def _taking(self, slots: Array) -> AbstractContextManager[None]:
-        """Meanwhile each row of the model takes the adapter of its slot, if the step has any."""
+        """While it is entered, each row takes the adapter of its slot."""
         return nullcontext() if self._adapters is None or not len(slots) else self._adapters.taking(slots)
