@@ -112,17 +112,17 @@ def test_a_draft_that_finds_no_memory_loses_no_block(model: Path) -> None:
     rng, device = random.Random(0), LateDevice(0)
     core = EngineCore(config, late_executor(config, device), sometimes(rng))
     drafter: Any = core.executor.worker._draft.runner  # type: ignore[attr-defined]
-    compute = drafter.compute
+    launch = drafter.launch
 
     def without_memory(plan: StepPlan) -> Any:
         others = {admission.row for admission in plan.admissions} - {planned.row for planned in plan.rows}
         device.memory_failures = 1.0 if others else 0.0
         try:
-            return compute(plan)
+            return launch(plan)
         finally:
             device.memory_failures = 0.0
 
-    drafter.compute = without_memory
+    drafter.launch = without_memory
     _, num_drafted = run_with_right_guesses(core, rng)
     assert device.num_failures > 3 and num_drafted > 30
 
