@@ -75,7 +75,14 @@ def test_a_core_that_hangs_is_killed_and_an_idle_one_is_not(
             await clock.pass_time(60)
         assert engine.is_ready, "idle for longer than a step may take"
         hanging = asyncio.create_task(ask(engine, HANG))
-        await until(lambda: clock.advance(60) or hanging.done())
+        await until(lambda: engine._outputs.requests)
+        core = engine._supervisor.core.process
+        for _ in range(5):
+            await clock.pass_time(60)
+        assert core.poll() is None
+        for _ in range(5):
+            await clock.pass_time(60)
+        await until(lambda: core.poll() is not None)
         with pytest.raises(EngineDeadError, match=r"no step for 400 s"):
             await hanging
         await until_ready(engine)
