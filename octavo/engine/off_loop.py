@@ -12,7 +12,8 @@ T = TypeVar("T")
 
 # Characters, bytes or tokens. Shorter work takes about a millisecond, and a thread would cost more than it saves.
 MAX_INLINE_LENGTH = 2048
-_grammars = ThreadPoolExecutor(4, "octavo-grammar")  # take seconds: tokenization must not wait for them
+# Take seconds, for which they wait for other processes: neither tokenization nor other grammars must wait for them.
+_grammars = ThreadPoolExecutor(32, "octavo-grammar")
 _texts = ThreadPoolExecutor(4, "octavo-text")
 _bodies = ThreadPoolExecutor(1, "octavo-json")  # wait for the process that parses large bodies
 _media = ThreadPoolExecutor(2, "octavo-media")  # bounds how many are decoded at once

@@ -248,7 +248,7 @@ class Worker:
         weights = open_weights(
             checkpoint, config.dtype, config.seed, config.quantization, description.tie_word_embeddings
         )
-        self._check_fits(description, weights, config)
+        self._check_fits(description, weights, config.dtype)
         phases.end("weights opened")
         return description, weights, ops
 
@@ -291,13 +291,11 @@ class Worker:
             logger.warning("synthetic_acceptance_rates: guesses are accepted at these rates, and answers are WRONG")
             self.runner.synthetic = SyntheticAcceptance(rates, vocab_size)
 
-    def _check_fits(self, description: ModelDescription, weights: Weights, config: ModelConfig) -> None:
+    def _check_fits(self, description: ModelDescription, weights: Weights, dtype: str) -> None:
         """Raise `LoadError` if the model's weights exceed the memory that is free."""
-        recorded = RecordingWeights(config.dtype, weights)
+        recorded = RecordingWeights(dtype, weights)
         record(description, recorded)
-        needed, kinds = recorded.packed_bytes(
-            keeps_superblocks=self._config.device != "cuda", num_positions=config.max_model_len
-        )
+        needed, kinds = recorded.packed_bytes(keeps_superblocks=self._config.device != "cuda")
         free = self._device.free_bytes() // self._num_sharing
         logger.debug("device %s: %.1f GiB free", self._device.name, free / _GIB)
         check_fits(needed, kinds, free)

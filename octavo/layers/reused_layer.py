@@ -1,7 +1,8 @@
-"""A transformer layer that several layers reuse, with low-rank adapters for each of them (Zamba: Glorioso et al. 2024).
+"""A transformer whose weights several layers share, with low-rank adapters of each layer's own (Glorioso et al. 2024).
 
-It reads the residual stream and the embedding. Its output is added to the input of the layer's own mixer only, not to
-the residual stream."""
+It reads the residual stream beside the embedding. What it makes is added to what the layer's own mixer sees, and the
+residual stream does not keep it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from octavo.ops import Array, LayerKVCache
 
 @dataclass(frozen=True, slots=True)
 class ReusedLayerDescription:
-    """`adapter` is the layer's index among those that reuse it. The last matrix is the layer's own."""
+    """`adapter` is the layer's number among those that share. The last matrix is the layer's own."""
 
     name: str  # of the transformer, where the checkpoint has it
     attention: AttentionDescription
@@ -40,7 +41,7 @@ class ReusedLayerDescription:
 
 
 class _Transformer:
-    """The reused weights."""
+    """What the layers share."""
 
     def __init__(self, description: ReusedLayerDescription, hidden_size: int, parameters: Parameters) -> None:
         d, name = description, description.name
@@ -52,7 +53,7 @@ class _Transformer:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One product: the name of its adapter, the sizes of its projections, and this worker's outputs of each."""
+    """Of a product: the name of its adapter, its projections' sizes, and which outputs of each this worker has."""
 
     name: str
     sizes: tuple[int, ...]

@@ -196,14 +196,17 @@ def make_checked_grammar(
         maker = _Maker(special_tokens or {}, closes_objects, tries_each)
         if content is None:
             assert budget is not None
+            maker.is_certain = False
             grammar = _of_budget(budget)
         elif isinstance(content, ToolCalls):
             grammar = maker.of_tool_calls(content)
         else:
             grammar = maker.of_structure(content, field)
         if reasoning is not None:
+            maker.is_certain = False
             grammar = _after_reasoning(grammar, reasoning, special_tokens or {}, budget, is_call=is_call)
-        problem = _problem(grammar, field, is_simple=maker.is_simple)
+        is_certain = maker.is_certain and maker.is_simple and len(grammar) <= MAX_CHARACTERS
+        problem = "" if is_certain else _problem(grammar, field, is_simple=maker.is_simple)
         if not problem:
             check = None
             if isinstance(content, StructuredOutputsParams) and content.json is not None and maker.unheld:
@@ -241,6 +244,7 @@ class _Maker:
     def __init__(self, special_tokens: Mapping[str, int], closes_objects: bool, tries_each: bool) -> None:
         self.unheld = set[str]()  # keywords of schemas that the grammar does not hold answers to
         self.is_simple = True  # llguidance's work on it is bounded by its size
+        self.is_certain = True  # and it refuses none such
         self.has_schemas = False
         self._special_tokens = special_tokens
         self._closes_objects = closes_objects
@@ -335,9 +339,11 @@ class _Maker:
                 raise RequestError(f"{field} cannot be followed: {problem}", param=field)
         self.unheld |= lowered.unheld
         self.is_simple &= lowered.is_simple and wanted.whitespace_pattern is None
+        self.is_certain &= lowered.is_certain
         return grammar
 
     def of_tool_calls(self, calls: ToolCalls) -> str:
+        self.is_certain = False  # of the rules for calls
         special_tokens = self._special_tokens
         literal = partial(lark.literal, special_tokens=special_tokens)
         spelling, grammars, lines = calls.spelling, list[dict[str, Any]](), list[str]()

@@ -21,6 +21,10 @@ _ANNOTATIONS = frozenset(
      "examples", "format", "id", "readOnly", "title", "writeOnly")
 )  # fmt: skip
 _OF_NUMBERS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
+_WITH_OPPOSITES = _ANNOTATIONS | _OF_NUMBERS | {
+    "type", "enum", "const", "required", "properties", "anyOf", "oneOf", "allOf", "not", "minLength", "maxLength",
+    "minItems", "maxItems",
+}  # fmt: skip
 _CLASSES = [  # of values: integers are numbers that are whole
     name for name in TYPES if name != "integer"
 ]
@@ -132,12 +136,13 @@ class Logic:
     def opposite(self, schema: Schema, base: str, within: dict[str, Any] | None = None) -> Schema | None:
         """The schema of all values that do not satisfy `schema`, or None where the vocabulary has none.
 
-        `within` is the schema that the opposite stands in, whose `type` bounds it.
+        `within` is the schema that the opposite stands in, whose `type` and `properties` bound it.
         """
-        return self._opposite(schema, base, 0, None if within is None else types_in(within))
+        return self._opposite(schema, base, 0, within or {})
 
-    def _opposite(self, schema: Schema, base: str, depth: int, types: list[str] | None = None) -> Schema | None:
+    def _opposite(self, schema: Schema, base: str, depth: int, within: dict[str, Any]) -> Schema | None:
         self._budget -= 1
+        types = types_in(within)
         if self._budget < 0 or depth > _MAX_DEPTH:
             return None
         schema, its_base = self.resolved(schema, base)
@@ -146,8 +151,7 @@ class Logic:
         if not isinstance(schema, dict) or its_base != base:
             return None
         parts = list[Schema]()
-        known = {"type", "enum", "const", "required", "properties", "anyOf", "oneOf", "allOf", "not", *_ANNOTATIONS}
-        if not schema.keys() <= known | {"minLength", "maxLength", "minItems", "maxItems"} | _OF_NUMBERS:
+        if not schema.keys() <= _WITH_OPPOSITES:
             return None
         values = _listed(schema)
         if values is not None:
@@ -179,21 +183,27 @@ class Logic:
             parts.append({"type": "object", "properties": {name: False}})
         for name, one in schema.get("properties", {}).items():
             if one is not True and one != {}:
-                opposite = self._opposite(one, its_base, depth + 1)
+                around = self.resolved(within.get("properties", {}).get(name), its_base)[0]
+                around = around if isinstance(around, dict) else {}
+                if (known := _listed(around)) is not None:
+                    rest = [value for value in known if not self.satisfies(one, its_base, value)]
+                    opposite: Schema | None = {"enum": rest} if rest else False
+                else:
+                    opposite = self._opposite(one, its_base, depth + 1, around)
                 if opposite is None:
                     return None
                 parts.append({"type": "object", "properties": {name: opposite}, "required": [name]})
         for one in schema.get("allOf", ()):
-            parts.append(self._opposite(one, its_base, depth + 1, types))
+            parts.append(self._opposite(one, its_base, depth + 1, within))
         if "anyOf" in schema:
-            all_of = [self._opposite(one, its_base, depth + 1, types) for one in schema["anyOf"]]
+            all_of = [self._opposite(one, its_base, depth + 1, within) for one in schema["anyOf"]]
             if None in all_of:
                 return None
             parts.append({"allOf": all_of})
         if "oneOf" in schema:
             if not self.are_disjoint(schema["oneOf"], its_base):
                 return None
-            all_of = [self._opposite(one, its_base, depth + 1, types) for one in schema["oneOf"]]
+            all_of = [self._opposite(one, its_base, depth + 1, within) for one in schema["oneOf"]]
             if None in all_of:
                 return None
             parts.append({"allOf": all_of})

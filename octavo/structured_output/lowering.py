@@ -9,6 +9,7 @@ once, and what is written more than once (`if`, `not`) has a budget.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
@@ -32,6 +33,9 @@ _MAX_LISTED = 16  # alternatives that one keyword is written as
 # Simple schemas take llguidance milliseconds, whatever is in them: the trial in a process of its own is for the others.
 _MAX_SIMPLE_NODES = 400
 _MAX_SIMPLE_DEFINITIONS = 50
+_MAX_TAME = 100  # characters of a regular expression
+_MAX_COUNT, _MAX_COUNT_AFTER_ANY = 256, 8
+_COUNTED = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ class Lowered:
     schema: dict[str, Any]
     unheld: frozenset[str]  # keywords that the grammar does not hold answers to, or not fully
     is_simple: bool  # whether llguidance's work on it is bounded by its size
+    is_certain: bool  # and nothing in it could make llguidance refuse it
 
 
 def lower(root: Schema, *, start: Schema = None, closes: bool = False, is_coarse: bool = False) -> Lowered:
@@ -56,10 +61,11 @@ def lower(root: Schema, *, start: Schema = None, closes: bool = False, is_coarse
     is_simple = (
         writer.num_nodes <= _MAX_SIMPLE_NODES
         and len(writer.definitions) <= _MAX_SIMPLE_DEFINITIONS
-        and not (writer.has_patterns and writer.has_merges)
         and not writer.is_costly
+        and not (writer.has_patterns and writer.has_merges and writer.patterns_meet())
     )
-    return Lowered(whole, frozenset(writer.unheld), is_simple)
+    is_certain = is_simple and not (writer.has_merges or writer.may_be_empty)
+    return Lowered(whole, frozenset(writer.unheld), is_simple, is_certain)
 
 
 class _Writer:
@@ -68,6 +74,7 @@ class _Writer:
         self.definitions: dict[str, Schema] = {}
         self.num_nodes = 0
         self.has_patterns = self.has_merges = self.is_costly = False
+        self.may_be_empty = False  # some part of it
         self._document = document
         self._draft = document.draft
         self._closes = closes
@@ -123,6 +130,7 @@ class _Writer:
         if self._rewriting:
             self._num_rewritten += 1
         if isinstance(schema, bool):
+            self.may_be_empty |= not schema
             return schema
         if not isinstance(schema, dict):
             raise SchemaError(f"a schema is an object, true or false, not {shown(schema)}")
@@ -188,6 +196,7 @@ class _Writer:
         if not schema.keys() <= {"enum", "const", *_SILENT} or len(schema.keys() & {"enum", "const"}) > 1:
             self._types(schema)
             values = [one for one in values if self._logic.satisfies(schema, base, one)]
+        self.may_be_empty |= not values
         return {"enum": values} if values else False
 
     def _types(self, schema: dict[str, Any]) -> list[str] | None:
@@ -212,6 +221,7 @@ class _Writer:
                 self.unheld.add("multipleOf")
             else:
                 out["multipleOf"] = divisor
+                self.may_be_empty = True
         bounds = bounds_of(schema)
         if not bounds:
             return
@@ -293,8 +303,8 @@ class _Writer:
             out["minLength"] = least
         if most is not None:
             out["maxLength"] = most
-        if (least or 0) > 10_000:
-            self.is_costly = True
+        self.is_costly |= (least or 0) > 10_000
+        self.may_be_empty |= most is not None and (least or 0) > most
         if "pattern" in schema:
             pattern = read_pattern(_text("pattern", schema))
             if not pattern.is_plain:
@@ -303,18 +313,18 @@ class _Writer:
                 self.unheld.add("pattern")
             elif not pattern.has_boundaries:
                 out["pattern"] = pattern.text
-                self.has_patterns = True
-                self.is_costly |= bool(least) or most is not None or len(pattern.text) > 500
+                self.has_patterns = self.may_be_empty = True
+                self.is_costly |= len(pattern.text) > 500
         elif schema.get("format") in _FORMATS and not self._is_coarse:
             out["format"] = schema["format"]
             self.has_patterns = True
-            self.is_costly |= bool(least) or most is not None
+            self.may_be_empty |= bool(least) or most is not None
 
     def _array(self, schema: dict[str, Any], base: str, out: dict[str, Any]) -> None:
         first, rest = array_parts(schema, self._draft)
         if first:
             out["prefixItems"] = [self._write(one, base, is_alone=True) for one in first]
-        items = self._write(rest, base, is_alone=True)
+        items = rest if isinstance(rest, bool) else self._write(rest, base, is_alone=True)
         least, most = _size("minItems", schema), _size("maxItems", schema)
         if "unevaluatedItems" in schema and schema["unevaluatedItems"] is not True:
             if schema.keys().isdisjoint(("items", "additionalItems", "contains", *_IN_PLACE)):
@@ -334,6 +344,7 @@ class _Writer:
             out["items"] = items
         if least:
             out["minItems"] = least
+            self.may_be_empty |= items is False or (most is not None and least > most)
         if most is not None:
             out["maxItems"] = most
 
@@ -355,7 +366,10 @@ class _Writer:
         is_described = bool(given) and all(name in given for name in needed) and least <= len(given)
         if others is None and self._closes and is_alone and is_described and schema.keys().isdisjoint(_OF_NAMES):
             others = False
-        rest: Schema = True if others is None else self._write(others, base, is_alone=True)
+        rest: Schema = True if others is None else others
+        if not isinstance(rest, bool):
+            rest = self._write(rest, base, is_alone=True)
+        self.may_be_empty |= rest is False and not all(name in properties for name in needed)
         patterns, rest = self._patterns(schema, base, rest)
         if "propertyNames" in schema and self._draft >= 6 and schema["propertyNames"] is not True:
             patterns, rest = self._named(schema["propertyNames"], base, properties, patterns, rest)
@@ -363,7 +377,8 @@ class _Writer:
             out["properties"] = properties
         if patterns:
             out["patternProperties"] = patterns
-            self.is_costly = True
+            self.has_patterns = self.may_be_empty = True
+            self.is_costly |= len(patterns) > 3 or not all(map(_is_tame, patterns))
         if rest is not True:
             out["additionalProperties"] = rest
         if needed:
@@ -539,7 +554,7 @@ class _Writer:
             opposite = self._logic.opposite(schema["not"], base, within=schema)
             yield "not", None if opposite is None else [opposite]
         if "if" in schema and self._draft >= 7 and ("then" in schema or "else" in schema):
-            opposite = self._logic.opposite(schema["if"], base)
+            opposite = self._logic.opposite(schema["if"], base, within=schema)
             then, otherwise = schema.get("then", True), schema.get("else", True)
             yield "if", None if opposite is None else [
                 {"allOf": [schema["if"], then]}, {"allOf": [opposite, otherwise]},
@@ -556,6 +571,10 @@ class _Writer:
                         yield keyword, [without, {"required": [name, *others]}]
                 elif needed is not True:
                     yield keyword, [without, {"allOf": [{"required": [name]}, needed]}]
+
+    def patterns_meet(self) -> bool:
+        """Whether two regular expressions may be applied to one value, whose product llguidance looks at."""
+        return any(_patterns_meet(one)[1] for one in self.definitions.values())
 
     def _check_cycles(self) -> None:
         """Raise `SchemaError` where a schema is applied to the value that it is itself applied to, without end."""
@@ -625,6 +644,34 @@ def _refs(schema: Schema, *, in_place: bool = False) -> Iterator[str]:
         for keyword, _, child in children(one):
             if not in_place or keyword in ("allOf", "anyOf"):
                 stack.append(child)
+
+
+def _patterns_meet(schema: Schema) -> tuple[bool, bool]:
+    """Whether there is an expression in a lowered schema, or may be behind a reference; and whether two may meet."""
+    if not isinstance(schema, dict):
+        return False, False
+    has_one = not schema.keys().isdisjoint(("pattern", "format", "patternProperties"))
+    num_parts, num_beside = int("$ref" in schema), 0
+    for keyword, _, child in children(schema):
+        child_has, child_meets = _patterns_meet(child)
+        if child_meets:
+            return True, True
+        if keyword == "allOf":
+            num_parts += child_has
+        elif keyword == "anyOf":
+            num_beside |= child_has
+        else:
+            has_one |= child_has
+    num_parts += num_beside + has_one
+    return num_parts > 0, num_parts > 1
+
+
+def _is_tame(pattern: str) -> bool:
+    """Whether an expression's automaton is about as large as the expression: what is counted after any text is not."""
+    counts = [int(found[2] or found[1]) for found in _COUNTED.finditer(pattern)]
+    is_unbounded = not pattern.startswith("^") or any(sign in pattern for sign in ("*", "+", ",}"))
+    most = _MAX_COUNT_AFTER_ANY if is_unbounded else _MAX_COUNT
+    return len(pattern) <= _MAX_TAME and math.prod(max(1, count) for count in counts) <= most
 
 
 def _can_end(schema: Schema, ending: set[str]) -> bool:

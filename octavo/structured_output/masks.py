@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NUM_COMPILING = 4  # grammars at once: one that takes long holds no others up
 _NUM_IDLE = 256  # compiled grammars that are kept though no request has them
 
 
@@ -49,6 +50,7 @@ class GrammarCompiler:
         self._num_holders: Counter[str] = Counter()  # requests, by grammar
         self._released: deque[str] = deque()  # by requests that are gone
         self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()  # of the vocabulary while it is read
 
     def prepare(self, grammar: str, eos_token_ids: list[int], holder: object) -> Future[None]:
         """Compile a grammar in a thread, and keep it as long as there is `holder`. The future raises `RequestError` if
@@ -67,7 +69,7 @@ class GrammarCompiler:
             done.set_result(None)
             return done
         if self._pool is None:
-            self._pool = _new_pool("grammar-compiler")
+            self._pool = _new_pool("grammar-compiler", _NUM_COMPILING)
             self._eos_token_ids = eos_token_ids
         return self._pool.submit(self._compile, grammar)
 
@@ -102,9 +104,10 @@ class GrammarCompiler:
     def _matcher(self, grammar: str) -> LLMatcher:
         import llguidance
 
-        if self._vocabulary is None:
-            text = read_tokenizer_json(self._checkpoint)
-            self._vocabulary = make_vocabulary(text, self.vocab_size, self._eos_token_ids)
+        with self._lock:
+            if self._vocabulary is None:
+                text = read_tokenizer_json(self._checkpoint)
+                self._vocabulary = make_vocabulary(text, self.vocab_size, self._eos_token_ids)
         matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits())
         if matcher.is_error():
             raise RequestError(f"structured_outputs cannot be followed: {matcher.get_error().splitlines()[0]}")
@@ -304,12 +307,15 @@ class GrammarTable:
         return TokenMask(words)
 
 
-def _new_pool(name: str) -> ThreadPoolExecutor:
-    """One thread that works in order, with more stack than there is where grammars are tried out."""
+def _new_pool(name: str, num_threads: int = 1) -> ThreadPoolExecutor:
+    """Threads with more stack than there is where grammars are tried out; one alone works in order."""
     usual = threading.stack_size(4 * STACK_BYTES)
     try:
-        pool = ThreadPoolExecutor(1, thread_name_prefix=name)
-        pool.submit(int)  # this starts the thread
+        pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        started = threading.Barrier(num_threads + 1)
+        for _ in range(num_threads):
+            pool.submit(started.wait)  # this starts the threads
+        started.wait()
     finally:
         threading.stack_size(usual)
     return pool

@@ -15,6 +15,7 @@ from octavo.engine.wire import Abort
 from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.request import EngineRequest, Prompt, SequenceOutput, TokenLogprobs
 from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.structured_output.final_check import FinalCheck
 
 EOS = 2
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
@@ -343,3 +344,39 @@ def test_metrics_say_when_things_happened(tokenizer: Any) -> None:
     assert metrics.finished_time is not None
     assert metrics.first_token_time <= metrics.last_token_time <= metrics.finished_time < math.inf
     assert (metrics.num_preemptions, final.num_cached_tokens) == (3, 16)
+
+
+@pytest.mark.parametrize(
+    ("mode", "text", "finish", "stop_reason", "error"),
+    [
+        ("report", '{"a": [1, 2]}', "stop", None, None),
+        ("report", '{"a": [1, 1]}', "stop", "schema_mismatch", None),
+        ("report", '{"a": [1, 1', "stop", "schema_mismatch", None),
+        ("report", '{"a": [1, 1', "length", None, None),
+        ("report", '<think>{"a": [1]}</think>\n{"a": [1, 1]}', "stop", "schema_mismatch", None),
+        ("report", '<think>so</think>{"a": [1, 2]}', "stop", None, None),
+        ("error", '{"a": [1, 2]}', "stop", None, None),
+        ("error", '{"a": [1, 1]}', "stop", None, "the answer does not satisfy its schema: $.a: items are not unique"),
+    ],
+)
+@pytest.mark.parametrize("kind", [DELTA, FINAL_ONLY])
+def test_an_answer_is_compared_with_its_schema_when_it_has_ended(
+    tokenizer: Any, mode: str, text: str, finish: str, stop_reason: str | None, error: str | None, kind: Any
+) -> None:
+    """Of what the grammar did not hold it to; reasoning before it does not count."""
+    asked = request(output_kind=kind)
+    schema = '{"properties": {"a": {"type": "array", "uniqueItems": true}}}'
+    asked.final_check = FinalCheck(schema, mode, "</think>" if "<think>" in text else None)
+    outputs = processor(tokenizer, asked)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    if finish == "stop":
+        tokens.append(EOS)
+    results, aborts = outputs.process([say(tokens, finish=finish)])
+    if error is not None:
+        [failed] = results
+        assert isinstance(failed, RequestFailed)
+        assert (str(failed.error), failed.error.status) == (error, 422)
+        assert aborts == [Abort("r")]
+    else:
+        completion = only(results).outputs[0]
+        assert (completion.finish_reason, completion.stop_reason) == (finish, stop_reason)

@@ -122,8 +122,8 @@ def test_schemas_and_tools_need_no_trial(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_tool_set_is_tried_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = list[str]()
     monkeypatch.setattr(grammar, "_trial", SimpleNamespace(problem=lambda text: tried.append(text) or ""))
-    lengths = {"type": "string", "pattern": "^[a-z]+$", "maxLength": 9}
-    schemas = {f"g{i}": {"type": "object", "properties": {"a": lengths}} for i in range(128)}
+    both = {"type": "string", "allOf": [{"pattern": "^[a-z]+$"}, {"pattern": "[aeiou]"}]}
+    schemas = {f"g{i}": {"type": "object", "properties": {"a": both}} for i in range(128)}
     make_grammar(ToolCalls(schemas, Spelling("[", "]", ", ", {name: CallText(f"{name}(", ")") for name in schemas})))
     assert len(tried) == 1
 
