@@ -22,6 +22,8 @@ BLOCK_SIZE = 8
 class ArrayWeights:
     """`Weights` of float32 arrays by name."""
 
+    position_bytes = 0
+
     def __init__(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         self.arrays, self.left = arrays, set(arrays)
 
