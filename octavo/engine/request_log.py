@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import msgspec
 
 from octavo.request import Prompt
 from octavo.sampling_params import SamplingParams
+
+_MAX_CHARS = 200
+_MAX_ITEMS = 32
 
 
 def log_request(
@@ -16,6 +20,17 @@ def log_request(
     """`max_length` bounds what is shown of the prompt, in characters or token ids; 0 shows none of it."""
     said = prompt.token_ids if prompt.text is None else prompt.text
     shown = "" if max_length == 0 else f": {said[:max_length]!r}{'...' if len(said[:max_length]) < len(said) else ''}"
-    options = msgspec.to_builtins(params)
+    options = brief(msgspec.to_builtins(params))
     fields = {"request_id": name, "num_prompt_tokens": len(prompt.token_ids), "sampling_params": options}
     logger.info("%s: %d prompt tokens%s %s", name, len(prompt.token_ids), shown, options, extra=fields)
+
+
+def brief(value: Any) -> Any:
+    """`value` as a log shows it: with the beginnings of long texts, and of long lists and maps how many there are."""
+    if isinstance(value, str):
+        return value if len(value) <= _MAX_CHARS else f"{value[:_MAX_CHARS]}... ({len(value)} characters)"
+    if isinstance(value, list | tuple | dict) and len(value) > _MAX_ITEMS:
+        return f"({len(value)} items)"
+    if isinstance(value, dict):
+        return {brief(name): brief(one) for name, one in value.items()}
+    return [brief(one) for one in value] if isinstance(value, list | tuple) else value

@@ -1,8 +1,8 @@
 """A worker beside the first, as a process: `python -m octavo.execution.follower`, started by `HostWorkers`.
 
 Its standard input brings one line of JSON (`FollowerArgs`) and stays open. When it closes, the parent process has ended
-and the worker ends too. It builds its share of the model and computes every plan that the first worker does, until that
-hangs up."""
+and the worker ends too. It builds its shard of the model and computes every plan of the first worker, until their
+connection closes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def main() -> None:
     try:
         _run(leader, args)
     except (EOFError, OSError):
-        # The first worker has gone, or is about to, as one of another stage has: it must see who was the first to go.
+        # The first worker has ended, or a worker of another stage has: wait for the first worker to see which ended
+        # first.
         has_hung_up(leader, _GRACE_S)
         os._exit(0)
     except Exception:

@@ -1,10 +1,8 @@
-"""The arrays that a device is told a step with, defined once: `StepArrays` is a table of them, a line for each.
-
-Buffers, views, padding and uploads follow from that table. All arrays of a step lie in one buffer of bytes, which the
-host writes in pinned memory and uploads at once; a `StepLayout` gives each its place for steps up to a certain shape.
-Where the shape is larger than the step, as it is for captured graphs, `pad` fills the rest with rows that change
-nothing: tokens without a slot, sequences without tokens, samples of no sequence.
-"""
+"""The input arrays of a step, defined once: `StepArrays` has a line for each. Buffers, views, padding and uploads
+follow from it. All arrays of a step are in one buffer, which the host writes in pinned memory and uploads at once. A
+`StepLayout` gives each array its place, for steps up to a certain shape. If the shape is larger than the step, as in
+captured graphs, `pad` fills the rest with rows that change nothing: tokens without a slot, sequences without tokens,
+samples of no sequence."""
 
 from __future__ import annotations
 
@@ -17,31 +15,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 _ALIGNMENT = 64  # bytes, of each array: a cache line
-UPDATES_PER_DECODE = 2  # of block tables, in a group at most: a new block, and a copied one
+UPDATES_PER_DECODE = 2  # the most changes of a group's block tables by a decode: a new block, and a copied one
 
 _A = TypeVar("_A")
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """How many there are of what arrays have an entry for. Groups, blocks and the width
-    of media are constant in an engine."""
+    """The sizes of a step's arrays. Groups, blocks and the width of media are constant in an engine."""
 
     tokens: int
     seqs: int
     samples: int
-    updates: int  # entries of the device's block tables that change
-    groups: int = 1  # of layers, in the cache
-    blocks: int = 0  # of the longest block table, where the host gathers the tables of the step
-    media: int = 0  # tokens that have rows of media in the place of their embeddings
-    media_width: int = 0  # elements of such a row; 0 where a model takes no media
-    media_parts: int = 1  # rows that such a token has: others are for layers
-    axes: int = 0  # positions of a token beside that in its sequence
+    updates: int  # changed entries of the device's block tables
+    groups: int = 1  # cache groups
+    blocks: int = 0  # entries of the longest block table, if the host gathers the step's tables
+    media: int = 0  # tokens whose embeddings are replaced by media rows
+    media_width: int = 0  # elements of a media row; 0 if the model takes no media
+    media_parts: int = 1  # rows of a media token: the first replaces its embedding, layers add the others
+    axes: int = 0  # positions of a token besides its place in the sequence
     sees_ahead: bool = False  # whether tokens may see later ones
-    crosses: bool = False  # whether tokens attend to another network's output
-    hidden_in_bytes: int = 0  # of a token, which the stage before sends
-    adapted: bool = False  # whether rows may have adapters; a step where none has one needs not look for them
-    # Of models that pool, whether whole "texts" are computed in a step, or prompts in "parts".
+    crosses: bool = False  # whether tokens attend to an encoder's output
+    hidden_in_bytes: int = 0  # bytes of a token from the stage before
+    adapted: bool = False  # whether rows may have adapters; a step without any skips them
+    # Of models that pool: whether a step computes whole "texts", or "parts" of prompts.
     pools: Literal["", "texts", "parts"] = ""
 
     def extent(self, name: str) -> int:
@@ -71,53 +68,54 @@ def array_of(*dims: str, dtype: type[np.generic], padding: int | str = 0) -> Any
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Values that differ from step to step or from engine to engine."""
+    """The padding values that differ by step or engine."""
 
     num_tokens: int  # of the step
-    no_row: int  # an owner that is no row of the runner's tables
-    no_place: int  # a place of the block tables that no sequence reads
+    no_row: int  # a table row that no sequence has
+    no_place: int  # a place in the block tables that no sequence reads
 
 
 @dataclass(frozen=True, slots=True)
 class StepArrays(Generic[_A]):
-    """The arrays of a step, on the host or on the device. An owner is a row of the runner's tables.
+    """The arrays of a step, on the host or on the device. Table rows are those of the runner's tables.
 
-    A token with an owner is the last one that was sampled for that row, whatever `token_ids` says: the host may not
-    know it yet.
-    """
+    A token with a pending row is the last token sampled for that row, whatever `token_ids` says: the host may not know
+    it yet."""
 
     token_ids: _A = array_of("tokens", dtype=np.int32)
     positions: _A = array_of("tokens", dtype=np.int64)
     slot_mapping: _A = array_of("groups", "tokens", dtype=np.int64, padding=-1)
     query_start_loc: _A = array_of("bounds", dtype=np.int32, padding="num_tokens")
     seq_lens: _A = array_of("seqs", dtype=np.int32)
-    cross_lens: _A = array_of("seqs", dtype=np.int32)  # 0 where models have no cross attention
+    cross_lens: _A = array_of("seqs", dtype=np.int32)  # 0 without cross attention
     sample_rows: _A = array_of("samples", dtype=np.int64)
-    # Filled by the host where the device reads the host's memory; elsewhere the device has tables of its own.
+    # Filled by the host if the device shares its memory; other devices have tables of their own.
     block_tables: _A = array_of("groups", "seqs", "blocks", dtype=np.int32)
     pending_token_rows: _A = array_of("tokens", dtype=np.int64, padding="no_row")
     seq_table_rows: _A = array_of("seqs", dtype=np.int64, padding="no_row")
-    sample_table_rows: _A = array_of("samples", dtype=np.int64, padding="no_row")  # none: its token is kept for no row
-    block_places: _A = array_of("updates", dtype=np.int64, padding="no_place")  # in the device's tables, flat
-    new_blocks: _A = array_of("updates", dtype=np.int32)  # what is written there
+    sample_table_rows: _A = array_of(
+        "samples", dtype=np.int64, padding="no_row"
+    )  # padding: the token is kept for no row
+    block_places: _A = array_of("updates", dtype=np.int64, padding="no_place")  # flat places in the device's tables
+    new_blocks: _A = array_of("updates", dtype=np.int32)  # the blocks to write there
     temperature: _A = array_of("samples", dtype=np.float32)  # 0 takes the most likely token
     top_k: _A = array_of("samples", dtype=np.int64)
     top_p: _A = array_of("samples", dtype=np.float32)
     min_p: _A = array_of("samples", dtype=np.float32)
     uniforms: _A = array_of("samples", dtype=np.float64)  # uniform in [0, 1)
-    # Slots of adapters, -1 for none: of each token, and of each sample.
+    # Adapter slots of tokens and samples; -1: no adapter.
     adapter_slots: _A = array_of("adapted_tokens", dtype=np.int32, padding=-1)
     sample_adapter_slots: _A = array_of("adapted_samples", dtype=np.int32, padding=-1)
-    # Of models that pool: the first token of what each sample is pooled from, up to its row; and which of two texts a
-    # token is of.
+    # Of models that pool: the first token of each sample's range, which ends at its row; and the text of a pair that a
+    # token is in.
     pool_starts: _A = array_of("samples", dtype=np.int64)
     token_types: _A = array_of("tokens", dtype=np.int64)
-    # Of models that take media: which of the rows each token has, -1 for none.
+    # Of models that take media: the media row of each token; -1: none.
     media_indices: _A = array_of("media_tokens", dtype=np.int32, padding=-1)
     media_rows: _A = array_of("media_parts", "media", "media_width", dtype=np.float32)
     axis_positions: _A = array_of("axes", "tokens", dtype=np.int64)
     key_ends: _A = array_of("tokens_ahead", dtype=np.int32)
-    # Of models that attend to another network's output: 0 for tokens that see nothing of it, -1 for others.
+    # Of models with cross attention: 0 for tokens that see no encoder output, -1 for others.
     cross_mask: _A = array_of("cross_mask_tokens", dtype=np.int32, padding=-1)
     hidden_in: _A = array_of("hidden_in_tokens", "hidden_in_bytes", dtype=np.uint8)
 
@@ -126,7 +124,7 @@ _FIELDS = tuple((f.name, f.metadata["dims"], f.metadata["dtype"], f.metadata["pa
 
 
 class StepLayout:
-    """Where each array of a step of up to `shape` lies in a buffer of bytes."""
+    """The places of the arrays of a step of up to `shape` in a buffer of bytes."""
 
     def __init__(self, shape: StepShape) -> None:
         self.shape = shape
@@ -140,11 +138,11 @@ class StepLayout:
         self.num_bytes = end
 
     def on_host(self, buffer: NDArray[np.uint8]) -> StepArrays[NDArray[Any]]:
-        """The arrays in `buffer` [≥ num_bytes]."""
+        """Return the arrays in `buffer` [≥ num_bytes]."""
         return StepArrays(*(buffer[at : at + size].view(dtype).reshape(dims) for at, size, dtype, dims in self._places))
 
     def on_device(self, buffer: _A, view: Callable[[Any, str], Any]) -> StepArrays[_A]:
-        """The arrays in `buffer` [≥ num_bytes] uint8 of a device, whose `view` reads bytes as another type."""
+        """Return the arrays in `buffer` [≥ num_bytes] uint8 of a device, whose `view` reads bytes as another type."""
         array: Any = buffer
         return StepArrays(
             *(view(array[at : at + size], dtype.name).reshape(dims) for at, size, dtype, dims in self._places)
@@ -152,7 +150,7 @@ class StepLayout:
 
 
 def pad(arrays: StepArrays[NDArray[Any]], used: StepShape, values: Padding) -> None:
-    """Fill what lies behind the `used` beginnings."""
+    """Fill the arrays after their `used` entries with padding."""
     for name, dims, _, padding in _FIELDS:
         value = padding if isinstance(padding, int) else getattr(values, padding)
         getattr(arrays, name)[..., used.extent(dims[-1]) :] = value

@@ -248,7 +248,7 @@ class Worker:
         weights = open_weights(
             checkpoint, config.dtype, config.seed, config.quantization, description.tie_word_embeddings
         )
-        self._check_fits(description, weights, config.dtype)
+        self._check_fits(description, weights, config)
         phases.end("weights opened")
         return description, weights, ops
 
@@ -291,11 +291,13 @@ class Worker:
             logger.warning("synthetic_acceptance_rates: guesses are accepted at these rates, and answers are WRONG")
             self.runner.synthetic = SyntheticAcceptance(rates, vocab_size)
 
-    def _check_fits(self, description: ModelDescription, weights: Weights, dtype: str) -> None:
+    def _check_fits(self, description: ModelDescription, weights: Weights, config: ModelConfig) -> None:
         """Raise `LoadError` if the model's weights exceed the memory that is free."""
-        recorded = RecordingWeights(dtype, weights)
+        recorded = RecordingWeights(config.dtype, weights)
         record(description, recorded)
-        needed, kinds = recorded.packed_bytes(keeps_superblocks=self._config.device != "cuda")
+        needed, kinds = recorded.packed_bytes(
+            keeps_superblocks=self._config.device != "cuda", num_positions=config.max_model_len
+        )
         free = self._device.free_bytes() // self._num_sharing
         logger.debug("device %s: %.1f GiB free", self._device.name, free / _GIB)
         check_fits(needed, kinds, free)

@@ -1,5 +1,5 @@
-"""What each worker has a part of, brought to all of them: where a layer has to see all of a row though workers share it
-out, as norms over all heads do. Nothing is added up, so that bits are those of one worker."""
+"""All-gather: brings each worker's part of a row to all workers, for layers that read whole rows though they are
+sharded, such as norms over all heads. Nothing is added, so the bits are those of one worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.ops import Array, Ops, ParallelOps
 
 
 class AllGather:
-    """Rows of `size` elements, of which this worker has its `own`. Others may have some of those too."""
+    """Gathers rows of `size` elements, of which this worker has the range `own`. Ranges of workers may overlap."""
 
     def __init__(self, ops: Ops, shard: Shard, own: range, size: int, what: str) -> None:
         self._ops, self._is_whole, self._size = cast(ParallelOps, ops), shard.is_whole, size

@@ -1,5 +1,5 @@
-"""Alternating updates (Baykal et al. 2023): the residual stream is several side by side, [T, streams * H]. A layer
-predicts all of them by small mixtures, computes with the first, and corrects the others by what came of it.
+"""Alternating updates, AltUp (Baykal et al. 2023): there are several residual streams, in rows [T, streams * H]. A
+layer predicts all of them by small mixtures, computes with the first, and corrects all by the result.
 
 Gemma 3n has them, with a low-rank branch beside attention (LAuReL: Menghani et al. 2024).
 """
@@ -27,12 +27,12 @@ class AltUpDescription:
 
 
 class AltUp:
-    """What makes several streams of one before the first layer, and one of them after the last."""
+    """Makes several residual streams of one before the first layer, and one of them after the last."""
 
     def __init__(
         self, description: AltUpDescription, hidden_size: int, parameters: Parameters, is_first: bool, is_last: bool
     ) -> None:
-        """`expand` is for the first of several stages, `merge` for the last."""
+        """The first pipeline stage calls `expand`, the last one `merge`."""
         ops, count, size = parameters.ops, description.count, hidden_size
         self._ops, self._dtype, self._count, self._size = ops, parameters.dtype, count, size
 

@@ -1,4 +1,4 @@
-"""What all layers of a decoder have in common: a description, which says what it keeps and builds it, and the layer."""
+"""The interfaces of a decoder's layers: the description, which has the layer's cache and builds it, and the layer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from octavo.ops import Array, LayerKVCache, LinearWeight
 class FeedForwardLike(Protocol):
     @property
     def consumer(self) -> LinearWeight | None:
-        """The only matrix that reads the layer's input: a norm may quantize for it."""
+        """The matrix that alone reads the layer's input, if there is one: a norm may quantize for it."""
 
     def forward(self, hidden: Array) -> Summand:
         """hidden [T, H] -> [T, H]"""
 
 
 class Mixer(Protocol):
-    """Attention, or what stands in its place."""
+    """Attention, or a layer in its place."""
 
     @property
     def consumer(self) -> LinearWeight | None:
@@ -34,7 +34,7 @@ class Mixer(Protocol):
 class MixerDescription(Protocol):
     @property
     def cache(self) -> LayerCacheSpec:
-        """What the layer keeps of a sequence."""
+        """The layer's cache of a sequence."""
 
     def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> Mixer:
-        """`prefix` is that of the names of the layer's modules."""
+        """Build the layer. `prefix` begins the names of its modules."""

@@ -263,11 +263,12 @@ class Parameters:
 
     def rotary(self, rope: RopeConfig | None, head_size: int) -> Array:
         """The table of cosines and sines; without settings nothing rotates."""
-        positions = self.max_positions
-        return self._table(
-            (rope, head_size),
-            lambda: identity_table(head_size, positions) if rope is None else rotary_table(rope, positions),
-        )
+        if rope is None:
+            return self._table(("identity",), lambda: identity_table(self.max_positions))
+        key = rope, head_size
+        if key not in self._made:
+            self.weights.position_bytes += rotary_table(rope, 1).nbytes
+        return self._table(key, lambda: rotary_table(rope, self.max_positions))
 
     def attention_temperature(self, settings: AttentionTemperature | None) -> Array | None:
         """Return the multipliers of queries by position, [max_positions] float32."""

@@ -1,4 +1,5 @@
-"""From the hidden states of a text's tokens to one vector, or to one for each token, and what a head makes of it."""
+"""Pools the hidden states of a text into one vector, or one for each token, and applies the projection heads behind
+it."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class PoolingDescription:
 
 
 class Pooler:
-    """Pools the rows that it is told of: a text's, or a single token's, which pooling leaves as it is."""
+    """Pools given ranges of rows: a text's, or single tokens, which stay as they are."""
 
     def __init__(
         self, description: PoolingDescription, hidden_size: int, vocab_size: int, parameters: Parameters

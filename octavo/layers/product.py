@@ -1,7 +1,7 @@
-"""The last product of a layer, not computed yet: the addition to the residual stream can be part of it.
+"""The last product of a layer, which is computed together with the addition to the residual stream.
 
-An optimisation that saves one pass over the activations. Without it layers would return `ops.linear(x, weight,
-"float32")` and blocks would call `ops.add`, with equal bits.
+This saves one pass over the activations. Without it layers would return `ops.linear(x, weight, "float32")` and blocks
+would call `ops.add`, with equal bits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from octavo.ops import Array, LinearWeight, Ops, ParallelOps
 
 
 class Summand(Protocol):
-    """What a layer gives its block."""
+    """A layer's output, before it is added to the residual stream."""
 
     def value(self, dtype: str = "float32") -> Array:
         """-> [T, H]"""
@@ -24,7 +24,7 @@ class Summand(Protocol):
 
 
 class Adapters(Protocol):
-    """What a layer of its own adds to a product that several layers share."""
+    """What a layer's adapters add to a reused layer's product."""
 
     def add_to(self, product: Array, x: Array) -> None:
         """product [T, N] += that of the product's input x [T, K]"""

@@ -1,4 +1,4 @@
-"""Small networks of a matrix, an activation and a norm: before an output matrix, and behind pooling."""
+"""Projection heads: a matrix, an activation and a norm, before an output matrix or after pooling."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""A transformer whose weights several layers share, with low-rank adapters of each layer's own (Glorioso et al. 2024).
+"""A transformer layer that several layers reuse, with low-rank adapters for each of them (Zamba: Glorioso et al. 2024).
 
-It reads the residual stream beside the embedding. What it makes is added to what the layer's own mixer sees, and the
-residual stream does not keep it.
-"""
+It reads the residual stream and the embedding. Its output is added to the input of the layer's own mixer only, not to
+the residual stream."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from octavo.ops import Array, LayerKVCache
 
 @dataclass(frozen=True, slots=True)
 class ReusedLayerDescription:
-    """`adapter` is the layer's number among those that share. The last matrix is the layer's own."""
+    """`adapter` is the layer's index among those that reuse it. The last matrix is the layer's own."""
 
     name: str  # of the transformer, where the checkpoint has it
     attention: AttentionDescription
@@ -41,7 +40,7 @@ class ReusedLayerDescription:
 
 
 class _Transformer:
-    """What the layers share."""
+    """The reused weights."""
 
     def __init__(self, description: ReusedLayerDescription, hidden_size: int, parameters: Parameters) -> None:
         d, name = description, description.name
@@ -53,7 +52,7 @@ class _Transformer:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Of a product: the name of its adapter, its projections' sizes, and which outputs of each this worker has."""
+    """One product: the name of its adapter, the sizes of its projections, and this worker's outputs of each."""
 
     name: str
     sizes: tuple[int, ...]

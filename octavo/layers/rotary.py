@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,15 +57,26 @@ def rotary_table(rope: RopeConfig, max_positions: int) -> NDArray[np.float32]:
     frequencies = _frequencies(rope, max_positions)
     half = len(frequencies)
     table = np.empty((max_positions, 2 * half), np.float32)
-    for begin in range(0, max_positions, _POSITIONS_AT_ONCE):
+
+    def fill(begin: int) -> None:
         rows = slice(begin, min(begin + _POSITIONS_AT_ONCE, max_positions))
         positions = np.arange(rows.start, rows.stop, dtype=np.float32)
         angles = np.outer(positions, frequencies).astype(np.float64)
         table[rows, half:] = _sine(angles, 0.0)
         table[rows, :half] = _sine(angles, 0.5)
-    if rope.reversed:
-        table[:, half:] *= -1
-    return table if rope.attention_factor == 1.0 else table * np.float32(rope.attention_factor)
+        if rope.reversed:
+            table[rows, half:] *= -1
+        if rope.attention_factor != 1.0:
+            table[rows] *= np.float32(rope.attention_factor)
+
+    starts = range(0, max_positions, _POSITIONS_AT_ONCE)
+    if len(starts) == 1:
+        fill(0)
+        return table
+    with ThreadPoolExecutor() as pool:  # numpy leaves the interpreter's lock
+        for _ in pool.map(fill, starts):
+            pass
+    return table
 
 
 def _sine(angles: NDArray[np.float64], shift: float) -> NDArray[np.float64]:
@@ -82,11 +94,9 @@ def _sine(angles: NDArray[np.float64], shift: float) -> NDArray[np.float64]:
     return np.where(is_odd == (shift == 0), -sine, sine)
 
 
-def identity_table(rotary_dim: int, max_positions: int) -> NDArray[np.float32]:
-    """The table that rotates nothing, for layers without rotary positions."""
-    table = np.zeros((max_positions, rotary_dim), np.float32)
-    table[:, : rotary_dim // 2] = 1.0
-    return table
+def identity_table(max_positions: int) -> NDArray[np.float32]:
+    """The table that rotates no element, for layers without rotary positions: [max_positions, 0]."""
+    return np.zeros((max_positions, 0), np.float32)
 
 
 def alibi_slopes(num_heads: int, largest: float) -> NDArray[np.float32]:

@@ -1,12 +1,11 @@
-"""Tensor parallelism (Shoeybi et al. 2019, Megatron-LM): which share of a layer one of several workers holds.
+"""Tensor parallelism (Shoeybi et al. 2019, Megatron-LM): the shard of a layer that one of several workers holds.
 
-Matrices that read a layer's input are shared out by their outputs, whole heads together; those that end it by their
-inputs, so that each worker has a summand of every output. Norms and the residual stream are everybody's.
+Matrices that read a layer's input are sharded by outputs, whole heads together; those that end the layer are sharded by
+inputs, so that each worker has a summand of every output. Every worker has the norms and the residual stream.
 
-Those outputs are sums of parts of the inputs that are cut at the same places for any number of workers, and are added
-up in the order of one tree, of which each worker has a branch: so they have the same bits for any number
-(arXiv 2511.17826 does so within the kernels of GPUs).
-"""
+A layer's output is a sum of parts. The parts are cut at the same places for any number of workers and added in the
+order of one tree, of which each worker has a branch. So the bits are the same for any number of workers (arXiv
+2511.17826 does so within the kernels of GPUs)."""
 
 from __future__ import annotations
 
@@ -17,9 +16,9 @@ from octavo.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Worker `rank` of `size`; by default there is only one. What ends a layer is the sum of `summands` equal parts,
-    those of all workers; with one a worker they are not those of another number of workers. With `must_agree` what
-    would differ from those is refused."""
+    """The shard of worker `rank` of `size`. A layer's output is the sum of `summands` equal parts over all workers; if
+    that is just one a worker, bits depend on the number of workers. With `must_agree` models are refused whose bits
+    would."""
 
     rank: int = 0
     size: int = 1
@@ -35,8 +34,8 @@ class Shard:
         return max(1, self.summands // self.size)
 
     def of(self, count: int, what: str) -> range:
-        """This worker's of `count` things of which all workers have equally many. Raises `ConfigError` if there are
-        not."""
+        """Return this worker's range of `count` things, of which all have equally many. Raises `ConfigError` if that is
+        impossible."""
         if count % self.size:
             sizes = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             raise ConfigError(
@@ -46,14 +45,15 @@ class Shard:
         return range(self.rank * each, (self.rank + 1) * each)
 
     def of_few(self, count: int, what: str) -> range:
-        """The same, but where there are fewer things than workers, several have each. Raises `ConfigError`."""
+        """As `of`, but if there are fewer things than workers, several workers have the same one. Raises
+        `ConfigError`."""
         if count >= self.size or self.size % count:
             return self.of(count, what)
         own = self.rank * count // self.size
         return range(own, own + 1)
 
     def cut(self, count: int) -> range:
-        """This worker's of `count` things, as equally as can be: the last may have fewer."""
+        """Return this worker's range of `count` things, as equal as possible: the last worker may have fewer."""
         each = -(-count // self.size)
         return range(min(self.rank * each, count), min((self.rank + 1) * each, count))
 
@@ -62,7 +62,7 @@ WHOLE = Shard()
 
 
 class ShardedHeads:
-    """A description of a layer whose heads workers share out."""
+    """A description of a layer that is sharded by heads."""
 
     __slots__ = ()
     num_heads: int
@@ -70,7 +70,7 @@ class ShardedHeads:
 
     @property
     def units(self) -> int:
-        """What workers share out."""
+        """How many units are sharded."""
         return self.num_heads
 
     @property
@@ -79,5 +79,5 @@ class ShardedHeads:
 
 
 def elements(own: range, size: int) -> range:
-    """Those of things of `size` elements each."""
+    """Return the range of elements of things with `size` elements each."""
     return range(own.start * size, own.stop * size)

@@ -113,11 +113,13 @@ class RecordingWeights(Weights):
         self.repeated += self.tensors
         self.tensors = taken
 
-    def packed_bytes(self, keeps_superblocks: bool = False, *, with_repeated: bool = False) -> tuple[int, str]:
+    def packed_bytes(
+        self, keeps_superblocks: bool = False, *, with_repeated: bool = False, num_positions: int = 0
+    ) -> tuple[int, str]:
         """Bytes of the matrices that were asked for once they are packed, each by itself, and in what they are held.
-        Arrays of several dimensions count as they are, such as what latent attention makes matrices of; norms and
-        biases are noise. `with_repeated` they are the bytes that a step reads."""
-        num_bytes, kinds = 0, dict[str, None]()
+        Arrays of several dimensions count as they are, such as what latent attention makes matrices of, and tables of
+        `num_positions`; norms and biases are noise. `with_repeated` they are the bytes that a step reads."""
+        num_bytes, kinds = num_positions * self.position_bytes, dict[str, None]()
         for tensor in self.tensors + self.repeated if with_repeated else self.tensors:
             if tensor.share is not None:
                 share = tensor.share

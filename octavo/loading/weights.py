@@ -28,6 +28,8 @@ class Weights:
     is float32: that is the reference, which computes with what they stand for.
     """
 
+    position_bytes = 0  # for each position that a sequence may have: of the tables of the model they are for
+
     def __init__(self, dtype: str, quantization: str | None) -> None:
         self._dtype, self._quantization = dtype, quantization
 

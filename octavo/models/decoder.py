@@ -1,5 +1,5 @@
-"""The network that a `ModelDescription` describes: embedding, blocks, final norm, output matrix or pooling. Most are
-decoders; encoders are those whose attention goes both ways."""
+"""The network of a `ModelDescription`: embedding, blocks, final norm, and output matrix or pooler. With bidirectional
+attention it is an encoder."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from octavo.models.altup_block import AltUpBlock
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.ops import Array, LayerKVCache, LinearWeight, Ops, ParallelOps
 
-_NEVER_SAMPLED = -3e4  # a logit, which float16 has too
-TablesAndCache = tuple[GroupTables, LayerKVCache]  # where a mixer keeps what it keeps
-_NO_CACHE: TablesAndCache = cast(Any, (None, None))  # of a layer that keeps nothing, and does not look
+_NEVER_SAMPLED = -3e4  # a logit within float16's range
+TablesAndCache = tuple[GroupTables, LayerKVCache]  # a mixer's cache, and where the step's tokens are in it
+_NO_CACHE: TablesAndCache = cast(Any, (None, None))  # for layers without a cache
 
 
 class Block:
@@ -80,7 +80,7 @@ class Block:
 
     @property
     def cross_attention(self) -> CrossAttention | None:
-        """What keeps another network's output, if that is what the block has."""
+        """The block's cross attention, if it has one."""
         return self._attention if isinstance(self._attention, CrossAttention) else None
 
     def forward(
@@ -107,7 +107,7 @@ class Block:
             if self._layer.gates is not None:
                 self._ops.replace_rows(
                     hidden, self._nothing, batch.cross_mask
-                )  # without biases nothing comes of nothing
+                )  # rows of zeros: without biases the output is zero too
             fed = self._feed_forward.forward(hidden)
             self._multiply_stream(residual, 1)
             if self._layer.deferred_by:
@@ -117,12 +117,13 @@ class Block:
         return residual
 
     def take_deferred(self) -> Array | None:
-        """What the last `forward` has made that a later layer's end adds to the residual stream: [T, H]."""
+        """Return the output [T, H] of the last `forward` that a later layer adds to the residual stream, if there is
+        one."""
         deferred, self._deferred = self._deferred, None
         return deferred
 
     def _before(self, norm: Norm | None, residual: Array, layer: Mixer | FeedForwardLike) -> tuple[Array, Array]:
-        """-> the residual stream, and what the layer gets: quantized if it alone reads that."""
+        """-> the residual stream, and the layer's input: quantized if no other layer reads it."""
         if self._layer.keeps_normed:
             normed = _normed(norm, residual, None)
             return normed, normed
@@ -136,7 +137,7 @@ class Block:
 
     def _forward_parallel(self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Array:
         assert self._attention is not None and self._feed_forward is not None
-        # A norm that two matrices consume cannot quantize for one of them.
+        # A norm read by two matrices cannot quantize for one of them.
         is_shared = self._feed_forward_norm is None
         hidden = _normed(self._attention_norm, residual, None if is_shared else self._attention.consumer)
         attended = self._attention.forward(hidden, batch, tables, cache)
@@ -160,14 +161,14 @@ def _normed(norm: Norm | None, residual: Array, consumer: LinearWeight | None) -
 
 
 def _quantizes(norm: Norm | None, consumer: LinearWeight | None) -> bool:
-    """Whether what a norm reads is quantized by it, so that it may be float32."""
+    """Return whether a norm quantizes its result, so that its input may be float32."""
     return norm is not None and consumer is not None and consumer.takes_float32
 
 
 class BlockLike(Protocol):
     @property
     def reads_float32(self) -> bool:
-        """Whether the residual stream may be float32 where the model's type is smaller."""
+        """Whether the residual stream may be float32 if the model's type is smaller."""
 
     def forward(
         self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache,
@@ -178,7 +179,7 @@ class BlockLike(Protocol):
 
 
 def _caches_of_layer(description: ModelDescription) -> list[range]:
-    """The caches of each layer, by their place in `layer_caches`. A layer may read those of an earlier one."""
+    """Return the caches of each layer, as indices of `layer_caches`. A layer may read an earlier layer's caches."""
     ends = list(accumulate(len(layer.keepers) for layer in description.layers))
     found = [range(end - len(layer.keepers), end) for layer, end in zip(description.layers, ends, strict=True)]
     for i, layer in enumerate(description.layers):
@@ -187,7 +188,7 @@ def _caches_of_layer(description: ModelDescription) -> list[range]:
     return found
 
 
-# `Block`, or a class that an architecture brings instead: layer, hidden size, parameters, prefix of names
+# Makes a `Block`, or an architecture's own class, of: layer, hidden size, parameters, prefix of names
 BlockBuilder = Callable[[LayerDescription, int, Parameters, str], BlockLike]
 
 
@@ -238,8 +239,8 @@ class Decoder:
         self.on_layer_input: Callable[[int, Array], None] | None = None
 
     def _build_embedding(self, parameters: Parameters) -> None:
-        """What stands before the first layer: the table of tokens, and what some models add to it or make of it. The
-        last stage has the table if it is the output matrix too."""
+        """Build everything before the first layer: the embedding, and what some models add to it or make of it. The
+        last stage has the embedding too if it is the output matrix."""
         description = self.description
         is_first, is_last, shard = description.is_first_stage, description.is_last_stage, description.shard
         embedding_size = description.embedding_size or self.hidden_size
@@ -266,20 +267,21 @@ class Decoder:
             self._token_types = parameters.array(description.token_types_name, (description.token_types, width))
 
     def _build_embedding_carriers(self, parameters: Parameters) -> None:
-        """Matrices that put the embedding beside hidden states, by products that recorded steps can do."""
+        """Build identity matrices that put the embedding next to hidden states: products can be recorded, copies
+        cannot."""
         description, size, dtype = self.description, self.hidden_size, parameters.dtype
-        # For reused layers: the embedding is the second half of rows [hidden, embedding].
+        # For reused layers, which read rows [hidden, embedding].
         self._pad_embedding: LinearWeight | None = None
         if any(description.layers[i].reused is not None for i in description.stage):
             self._pad_embedding = parameters.packed(np.eye(2 * size, size, -size, dtype))
-        # For the next stage: the embedding is behind the residual streams.
+        # For the next stage, which gets rows [residual streams, embedding].
         self._append_embedding: LinearWeight | None = None
         if description.carries_embedding and not description.is_last_stage:
             width = description.stage_width
             self._append_embedding = parameters.packed(np.eye(width, size, size - width, dtype))
 
     def _build_blocks(self, block: BlockBuilder, parameters: Parameters) -> dict[int, BlockLike]:
-        """The blocks of this stage, by layer."""
+        """Build the blocks of this stage, by layer."""
         description, blocks = self.description, dict[int, BlockLike]()
         for i in description.stage:
             with parameters.precise(i < description.num_precise_layers):
@@ -288,20 +290,20 @@ class Decoder:
         return blocks
 
     def _pass_over_the_rest(self, weights: Weights) -> None:
-        """Name the tensors of the checkpoint that other stages have, or nobody."""
+        """Tell `weights` which tensors of the checkpoint are for other stages, or unused."""
         description = self.description
         layers, own = description.checkpoint_layers, description.stage
         others = [layer for i, layer in enumerate(layers) if i not in own]
         for layer in (*others, *range(len(layers), len(layers) + description.num_unused_layers)):
             weights.pass_over(f"{description.layer_prefix}{layer}.")
-        # Adapters of reused layers stand outside of the layers that reuse them.
+        # Adapters of reused layers are outside of the layers in checkpoints.
         reused = [layer.reused for i, layer in enumerate(description.layers) if i not in own]
         adapters = [f"{one.name}." for one in reused if one is not None]
         for prefix in (*description.other_stages, *adapters, *description.unused):
             weights.pass_over(prefix)
 
     def _read_stream_scales(self, weights: Weights) -> dict[int, float]:
-        """What the residual stream is multiplied with after each layer."""
+        """Return the factors of the residual stream after each layer."""
         description, scales = self.description, dict[int, float]()
         for i in description.stage:
             name, prefix = description.layers[i].stream_scale, description.layer_prefix
@@ -310,12 +312,12 @@ class Decoder:
         return scales
 
     def _build_output(self, parameters: Parameters) -> None:
-        """What stands behind the last layer: the final norm, and the output matrix or a pooler."""
+        """Build everything after the last layer: the final norm, and the output matrix or a pooler."""
         description = self.description
         is_last, has_output = description.is_last_stage, self._has_output
         self._norm: Norm | None = None
         if description.norm is not None and is_last:
-            divisor = description.logits_divisor  # Granite divides its logits: the norm before them may as well
+            divisor = description.logits_divisor  # Granite divides its logits; dividing in the norm is the same
             self._norm = Norm(description.norm, parameters, description.norm_name, self.hidden_size, divisor=divisor)
         self._pooler: Pooler | None = None
         if description.pooling is not None and is_last:
@@ -327,15 +329,15 @@ class Decoder:
         if description.num_input_only_tokens and has_output:
             self._output = self._padded_output(parameters)
         elif has_output and not (self._is_tied and description.shard.is_whole):
-            # A tied matrix is read again: the embedding is cut by columns, this one by rows.
+            # With several workers a tied matrix is read again: the embedding is cut by columns, the output by rows.
             name = description.embedding_name if self._is_tied else description.output_name
             size = self.hidden_size if description.projection_head is None else description.projection_head.size
             self._output = parameters.linear([name], [self.vocab_size], size, self._output_bias, own=self._own_vocab)
 
     def _choose_stream_dtype(self) -> str:
-        """The residual stream is float32 where all that read it quantize it: sums of many layers in bfloat16 lose what
-        quantized products can use (docs/performance.md)."""
-        # Poolers take both types of what the last norm returns.
+        """Return the type of the residual stream: float32 if all its readers quantize it, as sums of many layers in
+        bfloat16 are less exact than quantized products (docs/performance.md); otherwise the model's type."""
+        # A pooler reads either type from the last norm.
         ends_float32 = self._norm is not None if self._pooler is not None else _quantizes(self._norm, self._output)
         has_other_readers = self._projection_head is not None or self._token_inputs is not None
         blocks_read_float32 = all(block.reads_float32 for block in self._blocks.values())
@@ -359,8 +361,8 @@ class Decoder:
         return f"{self.description.output_name}.bias" if has_bias else False
 
     def _padded_output(self, parameters: Parameters) -> LinearWeight:
-        """An output matrix that has rows of all tokens, or of those that are ours, whose logits of those that are never
-        said are too low."""
+        """Return an output matrix with rows of zeros for tokens that checkpoints have no rows of; a bias keeps them
+        from being sampled."""
         description = self.description
         assert not description.tie_word_embeddings and not description.output_bias
         num_output_tokens = description.vocab_size - description.num_input_only_tokens
@@ -372,7 +374,7 @@ class Decoder:
 
     @property
     def matrices(self) -> tuple[NamedMatrix, ...]:
-        """What adapters may change. A tied matrix is two to them, the embedding and the output."""
+        """The matrices that adapters may change. A tied matrix counts as two: embedding and output."""
         return (*self._adaptable(), *(matrix for named in self._expert_matrices for matrix in named()))
 
     def _adaptable(self) -> Iterator[NamedMatrix]:
@@ -408,9 +410,9 @@ class Decoder:
         return self._output is not None and self.description.shard.is_whole
 
     def forward(self, batch: StepBatch, caches: Sequence[LayerKVCache]) -> Array:
-        """-> hidden [T, H] before the final norm, or after it in a model that pools, or that of this stage's last
-        layer, [T, `stage_width`] of type `stream_dtype`. Caches are those of `layer_caches`
-        that this stage's layers have."""
+        """-> hidden [T, H] before the final norm; after it in a model that pools; or, in a stage that is not the last,
+        rows [T, `stage_width`] of type `stream_dtype`. `caches` are the entries of `layer_caches` of this stage's
+        layers."""
         description = self.description
         residual = embedded = self._start(batch) if batch.hidden_in is None else batch.hidden_in
         if batch.hidden_in is not None and description.carries_embedding:
@@ -452,7 +454,7 @@ class Decoder:
         return residual if self._pooler is None else _normed(self._norm, residual, None)
 
     def _start(self, batch: StepBatch) -> Array:
-        """[T, H]: what enters the first layer."""
+        """-> the input of the first layer, [T, H]."""
         ops, description = self._ops, self.description
         residual = self.embed(batch.token_ids, self.stream_dtype)
         if batch.media_rows is not None:
@@ -467,21 +469,20 @@ class Decoder:
         return residual
 
     def write_encoder_kv(self, rows: Array, positions: Array, slots: Array, caches: Sequence[LayerKVCache]) -> None:
-        """Have cross attention keep what it reads of a sequence: of rows [N, H] of another network's output, in `slots`
-        [N] int64 of its group; `positions` [N] int64 are any. Caches are those of `forward`."""
+        """Write the cross-attention keys and values of rows [N, H] of an encoder's output into `slots` [N] int64 of its
+        group. `positions` [N] int64 may be any; `caches` are as in `forward`."""
         for layer, number in self.cross_layers:
             layer.write(rows, positions, slots, caches[number])
 
     @property
     def cross_layers(self) -> list[tuple[CrossAttention, int]]:
-        """Those of this stage that attend to another network's output, in order, each with the number of its cache
-        among the stage's."""
+        """The cross-attention layers of this stage, in order, each with the index of its cache among the stage's."""
         first = self.description.caches_of(self.description.stage).start
         found = [(block.cross_attention, i) for i, block in self._blocks.items() if isinstance(block, Block)]
         return [(layer, self._caches_of_layer[i][0] - first) for layer, i in found if layer is not None]
 
     def pool(self, hidden: Array, starts: Array, ends: Array) -> Array:
-        """hidden [T, H], rows starts[n] .. ends[n] of which are pooled ([N] int64) -> vectors [N, size] float32."""
+        """hidden [T, H] -> vectors [N, size] float32: n pools the rows starts[n] .. ends[n] ([N] int64)."""
         assert self._pooler is not None, f"{self.description.architecture} was not described as a model that pools"
         return self._pooler.forward(hidden, starts, ends)
 
@@ -491,7 +492,7 @@ class Decoder:
         return self.output(_normed(self._norm, hidden, self._output if head is None else head.consumer))
 
     def embed(self, token_ids: Array, dtype: str | None = None) -> Array:
-        """[T] int32 -> [T, H]: the tokens alone, without their positions. The default `dtype` is the model's."""
+        """token_ids [T] int32 -> [T, H], without positions. The default `dtype` is the model's."""
         ops, multiplier = self._ops, self.description.embedding_multiplier
         assert self._embedding is not None, "the first stage embeds"
         if self._projection is None:
@@ -502,7 +503,7 @@ class Decoder:
         return ops.linear(embedded, self._projection, dtype or self._dtype)
 
     def normed(self, hidden: Array) -> Array:
-        """The final norm of hidden [N, H], as it is without a matrix behind it."""
+        """hidden [N, H] -> the final norm of it, not quantized."""
         return _normed(self._norm, hidden, None)
 
     def output(self, hidden: Array) -> Array:

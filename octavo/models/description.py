@@ -1,5 +1,7 @@
-"""A model layer by layer, without its weights: what a configuration reader makes of config.json, and what a model is
-built from. An architecture is settings of these; see `octavo.models.families`.
+"""A model layer by layer, without its weights: made from config.json by a configuration reader; models are built from
+it.
+
+An architecture is settings of these classes: see `octavo.models.families`.
 """
 
 from __future__ import annotations
@@ -28,13 +30,14 @@ _Mixer = TypeVar("_Mixer")
 
 @dataclass(frozen=True, slots=True)
 class LayerDescription:
-    """Attention, or a mixer in its place, and feed-forward, one of which may be absent, and the norms around them. A
-    norm is there if it has a name: that of the checkpoint's module, after the layer's prefix, or several with "|"
-    between, the first of which that the checkpoint has counts. Norms before see the residual stream, norms after what
-    is added to it.
+    """Attention (or another mixer) and feed-forward, one of which may be absent, and the norms around them.
 
-    In a parallel layer both get the same residual stream; without a norm of its own the feed-forward also gets the norm
-    that attention gets.
+    A norm exists if it has a name: the checkpoint's module, after the layer's prefix; of several with "|" between them,
+    the first that the checkpoint has. Norms before a part read the residual stream; post norms read what is added to
+    it.
+
+    In a parallel layer both parts read the same residual stream; without a norm of its own the feed-forward reads
+    attention's.
     """
 
     attention: MixerDescription | None
@@ -45,25 +48,25 @@ class LayerDescription:
     feed_forward_norm: str | None = "post_attention_layernorm"
     feed_forward_post_norm: str | None = None
     is_parallel: bool = False
-    norms_stream: bool = False  # norms after see the sum instead, and what they return is the residual stream
-    keeps_normed: bool = False  # what a norm before returns is the residual stream
-    # Of the residual stream as attention, and the feed-forward, are added to it.
+    norms_stream: bool = False  # post norms read the sum instead, and return the residual stream
+    keeps_normed: bool = False  # what a norm before a part returns is the residual stream
+    # Factors of the residual stream where attention, and the feed-forward, are added to it.
     stream_multipliers: tuple[float, float] = (1.0, 1.0)
-    parallel_mixer: MixerDescription | None = None  # another mixer that sees what attention does
-    reused: ReusedLayerDescription | None = None  # what it adds to the residual stream attention alone sees
-    # Of what attention, the mixer beside it and the feed-forward return.
+    parallel_mixer: MixerDescription | None = None  # a second mixer with attention's input
+    reused: ReusedLayerDescription | None = None  # only attention reads what it adds to the residual stream
+    # Factors of the outputs of attention, parallel mixer and feed-forward.
     multipliers: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    residual_multiplier: float = 1.0  # of what is added to the residual stream
+    residual_multiplier: float = 1.0  # factor of all that is added to the residual stream
     # Names of gates, tensors [1]: attention's output is multiplied by tanh(gate[0]), the feed-forward's by
     # tanh(gate[1]). A token that sees no encoder output skips the layer.
     gates: tuple[str, str] | None = None
-    stream_scale: str | None = None  # tensor [1] that the residual stream is multiplied with at the end
-    deferred_by: int = 0  # so many layers further on what the feed-forward returns is added to the residual stream
-    checkpoint_layer: int | None = None  # of the checkpoint's layer, where several of these are one of its
+    stream_scale: str | None = None  # name of a tensor [1], the residual stream's factor at the end
+    deferred_by: int = 0  # the feed-forward's output is added so many layers later
+    checkpoint_layer: int | None = None  # if several of these are one layer of the checkpoint: its index
 
     @property
     def keepers(self) -> tuple[MixerDescription | ReusedLayerDescription, ...]:
-        """Its attention or mixers that keep something of a sequence themselves."""
+        """Its mixers with a cache of their own."""
         own = self.attention
         if isinstance(own, AttentionDescription) and own.reads_layer is not None:
             own = None
@@ -82,21 +85,21 @@ class ModelDescription:
     layers: tuple[LayerDescription, ...]
     norm: NormDescription | None  # the final one
     embedding_multiplier: float = 1.0
-    embedding_size: int | None = None  # where it is not the hidden size, and a matrix leads from one to the other
-    projects_last: bool = False  # that matrix, which has a bias then, comes after the tables and the norm
+    embedding_size: int | None = None  # if it is not the hidden size: a matrix projects it
+    projects_last: bool = False  # that matrix has a bias, and comes after positions, token types and norm
     embedding_norm: NormDescription | None = None
-    positions: PositionsDescription | None = None  # that are added to the embedding
-    token_inputs: TokenInputsDescription | None = None  # of all layers
-    altup: AltUpDescription | None = None  # None: the residual stream is one
-    token_types: int = 0  # rows of a table that is added to the embedding: 0 of the first text, 1 of the second
+    positions: PositionsDescription | None = None  # added to the embedding
+    token_inputs: TokenInputsDescription | None = None  # that all layers read
+    altup: AltUpDescription | None = None  # None: there is one residual stream
+    token_types: int = 0  # rows of a table added to the embedding: 0 for the first text of a pair, 1 for the second
     projection_head: ProjectionHeadDescription | None = None  # between the final norm and the output matrix
-    pooling: PoolingDescription | None = None  # in the place of the output matrix
+    pooling: PoolingDescription | None = None  # instead of the output matrix
     logits_divisor: float = 1.0
     logits_softcap: float = 0.0  # 0 is none
     output_bias: bool = False
-    num_input_only_tokens: int = 0  # the last of the vocabulary, which the output matrix of checkpoints has no rows of
+    num_input_only_tokens: int = 0  # the last tokens of the vocabulary, without rows in the output matrix
     num_unused_layers: int = 0  # in the checkpoint after those of the model: multi-token prediction
-    impl: str = "octavo"  # or "transformers": who computes it
+    impl: str = "octavo"  # or "transformers": the code that computes it
     embedding_name: str = "model.embed_tokens"
     embedding_norm_name: str = ""
     embedding_projection_name: str = ""
@@ -104,25 +107,24 @@ class ModelDescription:
     layer_prefix: str = "model.layers."  # then the layer's number
     norm_name: str = "model.norm"
     output_name: str = "lm_head"
-    takes_media: bool = False  # rows of a tower may stand in the place of embeddings
-    num_media_layers: int = 0  # after so many of the first layers further rows of the tower are added
-    # Which tokens see later ones, beside themselves and those before: those of a "picture" its own, those of the
-    # "prompt" all of it.
+    takes_media: bool = False  # rows of a tower may replace embeddings
+    num_media_layers: int = 0  # so many of the first layers add further rows of the tower
+    # Which tokens also see later ones: those of a "picture" its tokens, those of the "prompt" all of it.
     sees_ahead: Literal["", "picture", "prompt"] = ""
-    media_stand_in: int | None = None  # the token that all with rows are, where `token_inputs` asks which it is
-    unused: tuple[str, ...] = ()  # prefixes of tensors that checkpoints have and the model has no use for
-    shard: Shard = WHOLE  # of the output matrix, and of the layers' matrices: `octavo.models.sharding`
-    num_precise_layers: int = 0  # so many of the first have inputs of sixteen bits where others have eight
-    # Of a stage of several, which layers it computes; the first one embeds, and the last one makes logits.
+    media_stand_in: int | None = None  # the token that `token_inputs` reads for tokens with media rows
+    unused: tuple[str, ...] = ()  # prefixes of tensors that the model does not use
+    shard: Shard = WHOLE  # of the output matrix and of the layers': `octavo.models.sharding`
+    num_precise_layers: int = 0  # so many first layers have 16-bit inputs where others have 8-bit ones
+    # The layers of this pipeline stage; None: all. The first stage embeds, the last one makes logits.
     own_layers: range | None = None
 
     @property
     def stage(self) -> range:
-        """The layers that are computed here."""
+        """The layers of this stage."""
         return range(len(self.layers)) if self.own_layers is None else self.own_layers
 
     def caches_of(self, layers: range) -> range:
-        """Which of `layer_caches` are those of some layers that follow each other."""
+        """Return the indices in `layer_caches` of consecutive layers."""
         counts = [len(layer.keepers) for layer in self.layers]
         return range(sum(counts[: layers.start]), sum(counts[: layers.stop]))
 
@@ -136,19 +138,19 @@ class ModelDescription:
 
     @property
     def carries_embedding(self) -> bool:
-        """Whether layers read the embedding beside the residual stream, so that stages pass it on."""
+        """Whether layers read the embedding too, so that stages pass it on."""
         return self.token_inputs is not None or any(layer.reused is not None for layer in self.layers)
 
     @property
     def stage_width(self) -> int:
-        """Elements of a row that goes from stage to stage: the residual streams, and the embedding behind them where
-        stages pass it on."""
+        """Elements of a row that a stage sends to the next: the residual streams, then the embedding if layers read
+        it."""
         num_residual_streams = 1 if self.altup is None else self.altup.count
         return self.hidden_size * (num_residual_streams + self.carries_embedding)
 
     @property
     def other_stages(self) -> tuple[str, ...]:
-        """Prefixes of the tensors outside of layers that other stages have."""
+        """Prefixes of other stages' tensors outside of layers."""
         start = [self.embedding_norm_name, self.embedding_projection_name, self.token_types_name]
         if self.positions is not None and self.positions.name is not None:
             start.append(self.positions.name.removesuffix(".weight"))
@@ -168,38 +170,38 @@ class ModelDescription:
         return tuple(f"{name}." for name in others if name)
 
     def mixers(self, kind: type[_Mixer]) -> list[_Mixer]:
-        """What stands in the place of attention and is of that kind, layer by layer."""
+        """Return the layers' mixers of a kind, in order."""
         return [layer.attention for layer in self.layers if isinstance(layer.attention, kind)]
 
     @property
     def is_bidirectional(self) -> bool:
-        """Whether a token's hidden state depends on those after it, so that a text is one step's."""
+        """Whether hidden states depend on later tokens, so that a text must be computed in one step."""
         return any(attention.bidirectional for attention in self.mixers(AttentionDescription))
 
     @property
     def has_axes(self) -> bool:
-        """Whether a token has a position in time, height and width each."""
+        """Whether tokens have three positions: time, height and width."""
         return any(a.rope is not None and a.rope.axes for a in self.mixers(AttentionDescription))
 
     @property
     def checkpoint_layers(self) -> tuple[int, ...]:
-        """Which of the checkpoint's layers each is, or is a part of."""
+        """The checkpoint's layer of each layer."""
         return tuple(
             i if layer.checkpoint_layer is None else layer.checkpoint_layer for i, layer in enumerate(self.layers)
         )
 
     @property
     def num_cross_tokens(self) -> int:
-        """Of another network's output that a token attends to at most; 0 is none."""
+        """The most rows of an encoder's output that a token attends to; 0 without cross attention."""
         return max((cross.num_tokens for cross in self.mixers(CrossAttentionDescription)), default=0)
 
     @property
     def num_chosen_keys(self) -> int:
-        """That a token reads at most, as indexes of layers choose them; 0: it reads all it sees."""
+        """The most keys that a token reads with sparse attention; 0: it reads all."""
         indexes = [latent.index for latent in self.mixers(MLADescription)]
         return min((index.num_chosen for index in indexes if index is not None), default=0)
 
     @property
     def layer_caches(self) -> tuple[LayerCacheSpec, ...]:
-        """What each attention, or mixer in its place or beside it, keeps of a sequence, layer by layer."""
+        """The cache of each mixer, layer by layer."""
         return tuple(mixer.cache for layer in self.layers for mixer in layer.keepers)

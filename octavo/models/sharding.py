@@ -1,5 +1,5 @@
-"""A model of which several workers hold a share each, of its layers or of each layer: what is built of that, and what
-is refused."""
+"""Splits a model among workers: shards of each layer (tensor parallelism), and layers by stage (pipeline parallelism).
+Refuses what cannot be split."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from octavo.layers.recurrent import (
 from octavo.layers.tensor_parallel import Shard
 from octavo.models.description import LayerDescription, ModelDescription
 
-# What workers share out of attention and what stands in its place or beside it: heads, or channels.
+# Mixers that can be sharded, by heads or channels.
 _SHARDABLE = (
     AttentionDescription, MLADescription, MambaDescription, ShortConvDescription, GatedDeltaDescription,
     LightningDescription, GatedRecurrenceDescription, CrossAttentionDescription,
 )  # fmt: skip
-# And what may have to see all of a row though workers share it out.
+# Layers that may gather a whole row from all workers.
 _GATHERING = (
     AttentionDescription, MambaDescription, LightningDescription, FeedForwardDescription, CrossAttentionDescription,
 )  # fmt: skip
 
-# Of how many equal parts what ends a layer may be the sum; the first that a model's sizes are multiples of is taken.
+# Numbers of equal parts whose sum a layer's output may be; the first that divides the model's sizes is taken.
 _SUMMANDS = (8, 4, 2, 3, 5, 7)
 
 
 def with_shard(
     description: ModelDescription, shard: Shard, shares_experts: bool = False, reproducible: bool | None = None
 ) -> ModelDescription:
-    """The model as worker `shard.rank` builds it, which has its part of the experts where that `shares_experts`. Raises
-    `ConfigError` for what cannot be shared out, or not yet. Answers are to the bit those of any number of workers if
-    they are to be `reproducible`; if that is None, where they can be."""
+    """Return the model as worker `shard.rank` builds it, with its part of the experts if `shares_experts`. Raises
+    `ConfigError` for models that cannot be sharded so. With `reproducible` answers have the same bits for any number of
+    workers; None: if the model allows it."""
     if not shard.is_whole:
         _check_can_shard(description, shard, shares_experts)
     if reproducible is not False and why_not_reproducible(description, shard.size) is None:
@@ -55,7 +55,7 @@ def with_shard(
 
 
 def why_not_reproducible(description: ModelDescription, size: int) -> str | None:
-    """Why the bits of `size` workers would not be those of one; None if they can be."""
+    """Return why `size` workers cannot give the bits of one; None if they can."""
     if size == 1:
         return None
     for layer in description.layers:
@@ -69,8 +69,8 @@ def why_not_reproducible(description: ModelDescription, size: int) -> str | None
 
 
 def _summands(description: ModelDescription) -> int:
-    """Equal parts that what ends a layer is the sum of, for any number of workers: whole heads, equally many channels
-    or inner elements, whole experts. One where several workers are refused, or the sizes have nothing in common."""
+    """Return how many equal parts a layer's output is the sum of, for any number of workers: whole heads or experts,
+    equally many channels or inner elements. One if several workers are refused, or the sizes have no common divisor."""
     if any(_not_built(description).values()):
         return 1
     counts = set[int]()
@@ -105,9 +105,9 @@ def _check_can_shard(description: ModelDescription, shard: Shard, shares_experts
 
 
 def stage_layers(description: ModelDescription, num_stages: int, partition: Sequence[int] | None = None) -> list[range]:
-    """The layers of each stage: as many as `partition` says, or as equally as the model can be cut. The first and the
-    last one, which embed and make logits, have no more than others where it can be cut anywhere. Raises `ConfigError`
-    for what does not add up."""
+    """Return the layers of each stage: as many as `partition` says, otherwise as equally as possible. The first and the
+    last stage, which embed and make logits, have no more than others if the model can be cut anywhere. Raises
+    `ConfigError` for a wrong partition."""
     num_layers = len(description.layers)
     if partition is not None:
         if len(partition) != num_stages or sum(partition) != num_layers or min(partition) < 1:
@@ -137,8 +137,8 @@ def stage_layers(description: ModelDescription, num_stages: int, partition: Sequ
 
 
 def with_stage(description: ModelDescription, layers: range) -> ModelDescription:
-    """The model as the workers build it that compute `layers`. Raises `ConfigError` for what cannot be cut there, or
-    not yet."""
+    """Return the model as the workers of the stage with `layers` build it. Raises `ConfigError` if it cannot be cut
+    there."""
     if len(layers) == len(description.layers):
         return description
     refused = {
@@ -162,7 +162,7 @@ def with_stage(description: ModelDescription, layers: range) -> ModelDescription
 
 
 def _why_no_start(description: ModelDescription, start: int) -> str | None:
-    """Why no stage can begin with a layer; None where one can, and for what is no layer's number but all layers'."""
+    """Return why no stage can begin with a layer; None if one can."""
     for i, layer in enumerate(description.layers):
         attention = layer.attention
         if i < start <= i + layer.deferred_by:
@@ -176,13 +176,13 @@ def _why_no_start(description: ModelDescription, start: int) -> str | None:
 
 
 def _possible_starts(description: ModelDescription) -> set[int]:
-    """Layers that a stage behind the first can begin with."""
+    """Return the layers that a stage after the first can begin with."""
     return {start for start in range(1, len(description.layers)) if _why_no_start(description, start) is None}
 
 
 def _equal_counts(starts: Sequence[int], num_layers: int, num_stages: int) -> list[int]:
-    """Layers of each stage, where stages begin at `starts` alone: as equal as that can be (the least sum of squares).
-    None where there are too few of these."""
+    """Return the numbers of layers of each stage if stages begin only at `starts`: as equal as possible (least sum of
+    squares). Empty if there are too few starts."""
     best = {0: (0, list[int]())}  # by the layers that so many stages have: sum of squares, and each one's
     for ends in [starts] * (num_stages - 1) + [[num_layers]]:
         longer = {}
@@ -202,7 +202,7 @@ def _not_built(description: ModelDescription) -> dict[str, bool]:
 
 
 def all_gather_size(description: ModelDescription) -> int:
-    """Elements of a row that all workers are brought within a layer, or before the first, at most."""
+    """Return the most elements of a row that workers gather within a layer, or before the first."""
     sizes = [description.embedding_size or description.hidden_size]
     if description.token_inputs is not None:
         sizes.append(len(description.checkpoint_layers) * description.token_inputs.size)

@@ -32,10 +32,21 @@ _HEADERS = {"Accept-Encoding": "identity", "User-Agent": "octavo"}
 _REDIRECTS = (301, 302, 303, 307, 308)
 
 
+# What Python's own test lets pass, in some versions at least: of IANA's special registries, addresses that carry others
+# of IPv4 in themselves, and the metadata of Azure and Oracle's clouds.
+_NOT_PUBLIC = [
+    ipaddress.ip_network(network)
+    for network in (
+        "168.63.129.16/32", "192.0.0.0/24", "192.88.99.0/24", "::/96", "::ffff:0:0/96", "64:ff9b::/96",
+        "64:ff9b:1::/48", "100::/64", "2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20", "5f00::/16", "fec0::/10",
+    )
+]  # fmt: skip
+
+
 def is_public(address: str) -> bool:
     """Whether an IP address is of the public internet; those that carry another one in themselves are not."""
     found = ipaddress.ip_address(address)
-    if isinstance(found, ipaddress.IPv6Address) and (found.ipv4_mapped or found.sixtofour or found.teredo):
+    if any(found in network for network in _NOT_PUBLIC):
         return False
     return found.is_global and not found.is_multicast and not found.is_reserved
 

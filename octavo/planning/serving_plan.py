@@ -13,8 +13,10 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError, LoadError
 from octavo.loading.file_weights import open_weights
 from octavo.loading.memory import available_memory_bytes
+from octavo.loading.recording import RecordingWeights
 from octavo.loading.weights import Weights
 from octavo.models.description import ModelDescription
+from octavo.models.inventory import record
 from octavo.models.registry import describe
 from octavo.planning.cache_sizes import CacheSizes, cache_sizes
 from octavo.planning.step_limits import Gpu, GpuSteps, Limit, Rates, StepLimits, model_work
@@ -58,10 +60,13 @@ def make_plan(config: EngineConfig, options: PlanOptions) -> dict[str, Any]:
     if options.format != AS_IS:
         dtype = "bfloat16"  # of what is not quantized
     try:
-        weight_bytes, kinds = packed_weight_bytes(description, weights, dtype, on_gpu=options.gpu is not None)
+        recorded = RecordingWeights(dtype, weights)
+        record(description, recorded)
+        weight_bytes, kinds = recorded.packed_bytes(keeps_superblocks=options.gpu is None)
+        table_bytes = config.model.max_model_len * recorded.position_bytes
         caches = _caches(config, description, dtype, options.gpu is not None)
         memory = _gpu_memory(config, options, description) if options.gpu else available_memory_bytes()
-        placed = _Placed(config, options, weight_bytes, memory, caches[0][1])
+        placed = _Placed(config, options, weight_bytes + table_bytes, memory, caches[0][1])
         layout = _layout(placed, description, options)
         lengths = options.lengths or _lengths(config.model.max_model_len)
         plan: dict[str, Any] = {

@@ -11,6 +11,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from octavo.layers.rotary import AttentionTemperature, RopeConfig, alibi_slopes, identity_table, rotary_table
+from octavo.loading.recording import RecordingWeights
+from octavo.models.inventory import record
 from octavo.models.registry import describe
 from tests.models.small_models import SIZES
 
@@ -70,8 +72,7 @@ def test_the_default_models_table_is_the_one_that_torch_computes() -> None:
 
 
 def test_the_identity_rotates_nothing() -> None:
-    table = identity_table(6, 3)
-    np.testing.assert_array_equal(table, [[1, 1, 1, 0, 0, 0]] * 3)
+    assert identity_table(1 << 40).nbytes == 0, "it has a row for each position, and no columns"
 
 
 def test_slopes_fall_by_powers_of_two() -> None:
@@ -86,3 +87,26 @@ def test_queries_grow_with_the_logarithm_of_the_position() -> None:
     np.testing.assert_allclose(
         AttentionTemperature(0.1, 4, 1, is_power=True).table(3), np.power([1.25, 1.5, 1.75], 0.1), rtol=1e-6
     )
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_a_row_of_a_table_does_not_depend_on_how_many_there_are(is_changed: bool) -> None:
+    changes: dict[str, Any] = {"kind": "yarn", "factor": 4.0, "attention_factor": 1.2, "reversed": True}
+    rope = RopeConfig(theta=1e4, rotary_dim=8, original_max_position=16, **changes if is_changed else {})
+    whole = rotary_table(rope, 5000)
+    for count in (1, 1024, 1025, 3000):
+        np.testing.assert_array_equal(rotary_table(rope, count), whole[:count])
+
+
+def test_tables_count_among_what_a_model_takes_once_for_layers_that_rotate_alike() -> None:
+    def num_bytes(num_positions: int, **given: Any) -> int:
+        sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+        config = sizes | {"num_attention_heads": 2, "max_position_embeddings": 64} | given
+        recorded = RecordingWeights("float32")
+        record(describe(config), recorded)
+        return recorded.packed_bytes(num_positions=num_positions)[0] - recorded.packed_bytes()[0]
+
+    assert num_bytes(1000, architectures=["LlamaForCausalLM"]) == 1000 * 16 * 4
+    two_kinds = {"num_hidden_layers": 6, "head_dim": 24, "num_key_value_heads": 1, "sliding_window": 8}
+    assert num_bytes(1000, architectures=["Gemma3ForCausalLM"], **two_kinds) == 1000 * 2 * 24 * 4
+    assert num_bytes(1000, architectures=["OPTForCausalLM"], ffn_dim=64, word_embed_proj_dim=32) == 0

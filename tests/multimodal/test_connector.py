@@ -22,6 +22,7 @@ import pytest
 
 from octavo.config import MediaConfig
 from octavo.entrypoints.chat.conversation import Conversation
+from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.errors import RequestError
 from octavo.multimodal import connector
@@ -200,7 +201,20 @@ def test_only_the_public_internet_is_asked(host: str, monkeypatch: pytest.Monkey
 
 
 def test_public_addresses_are_public() -> None:
-    assert all(map(is_public, ["8.8.8.8", "1.1.1.1", "2606:4700:4700::1111"]))
+    assert all(map(is_public, ["8.8.8.8", "1.1.1.1", "2606:4700:4700::1111", "2a00:1450::1", "168.63.129.17"]))
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "168.63.129.16", "169.254.169.254", "192.0.0.192", "192.0.0.8", "100.100.100.200", "192.88.99.1", "198.18.0.1",
+        "fec0::1", "feff::1", "fe80::1", "fd00:ec2::254", "64:ff9b::a9fe:a9fe", "64:ff9b:1::1", "::ffff:10.0.0.1",
+        "::127.0.0.1", "2002:7f00:1::", "2001::1", "2001:db8::1", "3fff::1", "100::1", "5f00::1", "::", "ff02::1",
+    ],
+)  # fmt: skip
+def test_no_address_of_a_special_network_is_public(address: str) -> None:
+    """Whatever this version of Python knows of it."""
+    assert not is_public(address)
 
 
 @pytest.mark.parametrize("target", ["http://127.0.0.2/", "http://private.test/", "http://mixed.test/"])
@@ -244,7 +258,7 @@ def test_files_of_so_many_requests_are_held_at_once(monkeypatch: pytest.MonkeyPa
         inputs = SimpleNamespace(media_processor_of=lambda media: Processor())
         state: Any = SimpleNamespace(
             fetched_held=asyncio.Semaphore(1), engine=SimpleNamespace(inputs=inputs), submit=submit, formats=None,
-            args=SimpleNamespace(unknown_fields="error"),
+            args=ServerArgs(),
         )  # fmt: skip
         made.extend(Conversation(body, state, SamplingParams()) for _ in range(3))
         assert await asyncio.gather(*(one.submit("a") for one in made)) == ["submitted"] * 3

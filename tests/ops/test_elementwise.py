@@ -267,7 +267,7 @@ def test_argmax_of_odd_rows(isa: str) -> None:
 @given(
     tokens=st.integers(1, 40),
     head_size=st.sampled_from([40, 64, 80, 96, 128]),
-    part=st.sampled_from([1, 2, 4]),
+    part=st.sampled_from([1, 2, 4, 256]),  # of so many nothing is left: the table has no column
     ratio=st.sampled_from([1, 3, 8]),
 )
 def test_rotary_rotates_queries_in_place_and_leaves_the_rest(

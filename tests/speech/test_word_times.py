@@ -87,7 +87,7 @@ def test_keys_are_read_as_they_were_written(dtype: str) -> None:
     found = np.random.default_rng(0).normal(size=(16, 3, 16)).astype(np.float32)
     key: Any = cpu.place(found.astype(written))
     slots: Any = np.concatenate([np.arange(24, 32), np.arange(8, 16)])
-    no_rotation = identity_table(16, 1)
+    no_rotation = identity_table(1)
     cpu.rotary_and_cache(key.copy(), key, key.copy(), np.zeros(16, np.int64), no_rotation, cache, slots)
     keys = keys_of(cache, [3, 1], [2, 0])
     tolerance = {"float32": 0, "bfloat16": 0.01, "int8": 0.02, "float8_e4m3fn": 0.15, "float8_e5m2": 0.3}[dtype]

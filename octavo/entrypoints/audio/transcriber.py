@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
 from octavo.errors import RequestError
+from octavo.multimodal.languages import CODES, LANGUAGES
 from octavo.multimodal.transcript import TIMESTAMP_FRAMES, TIMESTAMP_S, Segment, compression_ratio, split
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import RequestOutputKind, SamplingParams, SpeechRules
@@ -108,18 +109,14 @@ class Transcriber:
 
     def language_of(self, name: str) -> str:
         """The code of a language that is given by its code or its English name. Raises `RequestError`."""
-        from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
-
-        code = str(TO_LANGUAGE_CODE.get(name.lower(), name.lower()))
+        code = CODES.get(name.lower(), name.lower())
         if code not in (self.tokens.languages or ("en",)):
             raise RequestError(f"The model does not write down the language {name!r:.40}.", param="language")
         return code
 
     def name_of(self, code: str) -> str:
         """The English name of a language."""
-        from transformers.models.whisper.tokenization_whisper import LANGUAGES
-
-        return str(LANGUAGES.get(code, code))
+        return LANGUAGES.get(code, code)
 
     def check(self, options: TranscriptionOptions) -> None:
         """Raise `RequestError` for what the model cannot do."""

@@ -18,10 +18,12 @@ from octavo.entrypoints.batch.answer_lines import BatchStopped, answer_lines
 from octavo.entrypoints.batch.stored_files import BATCH, FILE
 from octavo.entrypoints.http.server_state import ServerState
 from octavo.entrypoints.http.store import DEAD_AFTER_S, Database, StoreError
+from octavo.errors import RequestError
 
 logger = logging.getLogger("octavo.server")
 
 LIFETIME_S = 24 * 3600
+RETRY_S = 30.0  # after which a batch goes on that the engine has refused again and again
 ACTIVE_STATUSES = ("validating", "in_progress", "finalizing", "cancelling")
 
 
@@ -38,9 +40,8 @@ class BatchJob:
         """Answer what has no answer yet, and note what came of it."""
         batch = self.batch
         try:
-            done = await self._begin()
-            at_once = max(1, self._state.engine.config.scheduler.max_num_seqs // 2)  # others want to be served, too
-            await answer_lines(self._app, self._left(done), self._write, at_once=at_once, endpoint=batch["endpoint"])
+            while not await self._answer_all():
+                await self._wait(RETRY_S)
             await self._end("completed")
         except asyncio.CancelledError:
             await self._end("cancelled")
@@ -49,10 +50,36 @@ class BatchJob:
         except BatchStopped as error:
             # It stays under way, without an owner who lives: the next server goes on with it.
             logger.warning("batch %s stops, to be gone on with: %s", batch["id"], error)
-        except StoreError as error:
+        except RequestError as error:  # of the store, or of a file that is not there any more
             logger.error("batch %s: %s", batch["id"], error)
-            batch["errors"] = {"object": "list", "data": [{"code": "store_failed", "message": str(error)}]}
+            batch["errors"] = {"object": "list", "data": [{"code": error.code, "message": str(error)}]}
             await self._end("failed")
+
+    async def _answer_all(self) -> bool:
+        """Whether all lines have an answer then; else the engine takes no requests now. Raises `BatchStopped` when the
+        server ends."""
+        at_once = max(1, self._state.engine.config.scheduler.max_num_seqs // 2)  # others want to be served, too
+        try:
+            done = await self._begin()
+            await answer_lines(
+                self._app, self._left(done), self._write, at_once=at_once, endpoint=self.batch["endpoint"]
+            )
+        except BatchStopped as error:
+            if self._state.is_stopping:
+                raise
+            logger.warning("batch %s goes on in %g s: %s", self.batch["id"], RETRY_S, error)
+            return False
+        return True
+
+    async def _wait(self, seconds: float) -> None:
+        """Raises `BatchStopped` if the server ends meanwhile, and `TimeoutError` if the batch's time is up."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self._state.is_stopping:
+                raise BatchStopped("the server is stopping")
+            if time.time() > self.batch["expires_at"]:
+                raise TimeoutError
+            await asyncio.sleep(min(1.0, seconds))
 
     async def _begin(self) -> set[int]:
         """The numbers of the lines that have been answered."""
@@ -101,6 +128,7 @@ class BatchJob:
         file_id = batch["output_file_id" if is_good else "error_file_id"]
 
         def write(database: Database) -> None:
+            stored_files.find(database, FILE, file_id)  # else its lines would be nobody's
             database.add_chunks(file_id, [(number, line)])
             stored_files.write(database, BATCH, batch, is_owned=True)
 
@@ -117,7 +145,7 @@ class BatchJob:
                 if batch[name] is None:
                     continue
                 num_bytes = database.num_chunk_bytes(batch[name])
-                if num_bytes:
+                if num_bytes and database.get(FILE, batch[name]) is not None:
                     file = stored_files.read(stored_files.find(database, FILE, batch[name]))
                     stored_files.write(database, FILE, {**file, "bytes": num_bytes})
                 else:

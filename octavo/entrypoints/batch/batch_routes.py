@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -15,7 +16,7 @@ from starlette.responses import Response
 from octavo.entrypoints.batch import stored_files
 from octavo.entrypoints.batch.batch_job import ACTIVE_STATUSES, LIFETIME_S, BatchJob
 from octavo.entrypoints.batch.batch_lines import URLS
-from octavo.entrypoints.batch.stored_files import BATCH, FILE, PIECE_BYTES
+from octavo.entrypoints.batch.stored_files import BATCH, FILE, PIECE_BYTES, UPLOAD
 from octavo.entrypoints.http.body_fields import MAX_METADATA, Int, RequestBody, ResponseModel, Text, described
 from octavo.entrypoints.http.pagination import Deleted, Page, page_query
 from octavo.entrypoints.http.router import Router
@@ -113,15 +114,15 @@ async def upload_file(raw: Request) -> FileObject:
         if purpose != "batch":
             raise RequestError(f"purpose {purpose!r:.60} is not built; batch is.", param="purpose")
         file = stored_files.new_file((upload.filename or "file")[:255], purpose, upload.size or 0)
+        await store.run(lambda database: stored_files.begin_upload(database, file))
         try:
             number = 0
             while piece := await upload.read(PIECE_BYTES):
-                chunk = (number, piece)
-                await store.run(lambda database, one=chunk: database.add_chunks(file["id"], [one]))  # type: ignore[misc]
+                await store.run(partial(stored_files.add_piece, file_id=file["id"], number=number, piece=piece))
                 number += 1
-            await store.run(lambda database: stored_files.write(database, FILE, file))
+            await store.run(lambda database: stored_files.end_upload(database, file))
         except BaseException:
-            await store.run(lambda database: database.delete(FILE, file["id"]))
+            await store.run(lambda database: database.delete(UPLOAD, file["id"]))
             raise
     return FileObject(**file)
 
@@ -159,12 +160,7 @@ async def get_content(file_id: str, raw: Request) -> Response:
 @router.delete("/v1/files/{file_id}")
 async def delete_file(file_id: str, raw: Request) -> Deleted:
     """Forget a file."""
-
-    def delete(database: Database) -> None:
-        stored_files.find(database, FILE, file_id)
-        database.delete(FILE, file_id)
-
-    await state_of(raw).store.run(delete)
+    await state_of(raw).store.run(lambda database: stored_files.delete(database, file_id))
     return Deleted(id=file_id, object="file")
 
 

@@ -18,6 +18,7 @@ from octavo.errors import RequestError
 
 FILE = "file"
 BATCH = "batch"
+UPLOAD = "upload"  # a file whose content is not all there yet
 PIECE_BYTES = 1 << 18
 _PIECES_AT_ONCE = 4
 _decode = msgspec.json.Decoder().decode
@@ -55,11 +56,43 @@ def write(database: Database, kind: str, value: dict[str, Any], *, is_owned: boo
     database.put(kind, value["id"], encode_json(value), is_owned=is_owned)
 
 
+def begin_upload(database: Database, file: dict[str, Any]) -> None:
+    """Make room for a file that comes, where servers that ended meanwhile have left pieces of others."""
+    for left in database.abandoned(UPLOAD):
+        database.delete(UPLOAD, left.id)
+    write(database, UPLOAD, file, is_owned=True)
+
+
+def add_piece(database: Database, file_id: str, number: int, piece: bytes) -> None:
+    """Keep a piece of a file that comes."""
+    database.beat()
+    database.add_chunks(file_id, [(number, piece)])
+
+
+def end_upload(database: Database, file: dict[str, Any]) -> None:
+    """All of it has come."""
+    database.forget(UPLOAD, file["id"])
+    write(database, FILE, file)
+
+
+def delete(database: Database, file_id: str) -> None:
+    """Forget a file. Raises `RequestError` (404), and (409) while a batch needs it."""
+    find(database, FILE, file_id)
+    for stored in database.under_way(BATCH):
+        batch = read(stored)
+        if file_id in (batch["input_file_id"], batch["output_file_id"], batch["error_file_id"]):
+            raise RequestError(
+                f"{batch['id']} is under way and needs this file; cancel it first.", status=409, code="file_in_use"
+            )
+    database.delete(FILE, file_id)
+
+
 async def read_content(store: Store, file_id: str) -> AsyncIterator[bytes]:
-    """What a file has, in pieces."""
+    """What a file has, in pieces. Raises `RequestError` (404), also when it is deleted meanwhile."""
     after = -1
 
     def read(database: Database) -> list[tuple[int, bytes]]:
+        find(database, FILE, file_id)  # what is left of a deleted one is not to be taken for all of it
         return database.chunks(file_id, after, _PIECES_AT_ONCE)
 
     while chunks := await store.run(read):

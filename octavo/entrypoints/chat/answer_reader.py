@@ -59,6 +59,7 @@ class AnswerFormat:
     include_reasoning: bool = True
     new_tool_parser: Callable[[], ToolParser] | None = None
     marks: tuple[str, ...] = ()  # texts that are looked for, and must be shown where they are special tokens
+    has_one_call: bool = False  # more are not wanted, and dropped
 
     @property
     def is_plain(self) -> bool:
@@ -86,7 +87,8 @@ def answer_format(body: ChatCompletionRequest, formats: ModelFormats, prompt: st
         if spelled.has_json_arguments:
             return AnswerFormat(reasoning, include, partial(ForcedCallsReader, spelled), (*marks, *spelled.marks))
     if tools and form is not None:
-        return AnswerFormat(reasoning, include, partial(FormatParser, form, tools), (*marks, *form.marks))
+        has_one = body.parallel_tool_calls is False
+        return AnswerFormat(reasoning, include, partial(FormatParser, form, tools), (*marks, *form.marks), has_one)
     return AnswerFormat(reasoning, include, None, marks)
 
 
@@ -150,6 +152,7 @@ class AnswerReader:
 
     def __init__(self, form: AnswerFormat) -> None:
         self.num_calls = 0
+        self._has_one_call, self._drops = form.has_one_call, False  # the call that is being read
         self._shows_reasoning = form.include_reasoning
         self._splitter = None if form.reasoning is None else new_splitter(form.reasoning)
         self._parser = None if form.new_tool_parser is None else form.new_tool_parser()
@@ -188,6 +191,10 @@ class AnswerReader:
         for piece in pieces:
             if not isinstance(piece, Call):
                 deltas.append(TextDelta(piece))
+                continue
+            if piece.name is not None:
+                self._drops = self._has_one_call and self.num_calls > 0
+            if self._drops:
                 continue
             if piece.name is not None:
                 self.num_calls += 1

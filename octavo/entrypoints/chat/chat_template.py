@@ -10,8 +10,9 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import RequestError
@@ -76,8 +77,7 @@ def render_chat(
         param = "chat_template" if chat_template else None  # the model's own is no field of the request's
         raise RequestError(f"The chat template is not valid: {error}", param=param) from None
     options = dict(template_options or {})
-    reserved = options.keys() & (inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"kwargs"})
-    if reserved:
+    if reserved := options.keys() & _parameters(type(tokenizer).apply_chat_template):
         raise RequestError(
             f"chat_template_kwargs must not set {', '.join(sorted(reserved))}.", param="chat_template_kwargs"
         )
@@ -116,6 +116,12 @@ def render_chat(
         lines = str(error).splitlines() or [type(error).__name__]
         raise RequestError(f"The chat template refuses these messages: {lines[0]}", param="messages") from error
     return str(prompt)
+
+
+@cache
+def _parameters(apply: Callable[..., Any]) -> frozenset[str]:
+    """The names that `apply_chat_template` has for something else than the template's variables."""
+    return frozenset(inspect.signature(apply).parameters) - {"kwargs", "self"}
 
 
 def _reads_parts_only(template: str) -> bool:

@@ -20,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
-from octavo.engine.request_log import log_request
+from octavo.engine.request_log import brief, log_request
 from octavo.entrypoints.chat.reasoning import Reasoning
 from octavo.entrypoints.chat.tools.format_detection import ModelFormats, model_formats
 from octavo.entrypoints.http.body_fields import ID_PATTERN
@@ -281,7 +281,7 @@ class ServerState:
         if not self.args.logs_requests:
             return
         num_tokens = sum(len(request.prompt.token_ids) for request in requests)
-        options = msgspec.to_builtins(requests[0].pooling)
+        options = brief(msgspec.to_builtins(requests[0].pooling))
         fields = {"request_id": name, "num_prompt_tokens": num_tokens, "pooling_params": options}
         logger.info("%s: %d texts of %d tokens %s", name, len(requests), num_tokens, options, extra=fields)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sqlite3
 import time
 import uuid
@@ -66,6 +67,8 @@ class Database:
         self._max_bytes = max_bytes
         self.owner = uuid.uuid4().hex
         try:
+            if path is not None:  # SQLite's own would be readable to all; its side files have the mode of this one
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
             self._db = sqlite3.connect(
                 path or ":memory:", timeout=_BUSY_S, isolation_level=None, check_same_thread=False
             )
@@ -79,8 +82,9 @@ class Database:
                     self._db.execute(f"PRAGMA user_version = {_VERSION}")
                 elif version != _VERSION:
                     raise ConfigError(f"--response-store {path} is of another version of Octavo; give another file.")
-        except sqlite3.Error as error:
-            raise ConfigError(f"--response-store {path} cannot be used: {error}.") from None
+        except (sqlite3.Error, OSError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"--response-store {path} cannot be used: {why}.") from None
 
     def close(self) -> None:
         """Give the file back."""
@@ -133,6 +137,10 @@ class Database:
     def delete(self, kind: str, id: str) -> bool:
         """Whether there was one."""
         self._db.execute("DELETE FROM chunks WHERE id = ?", (id,))
+        return self.forget(kind, id)
+
+    def forget(self, kind: str, id: str) -> bool:
+        """Delete an object and leave its content, which another one has. Whether there was one."""
         return self._db.execute("DELETE FROM objects WHERE kind = ? AND id = ?", (kind, id)).rowcount > 0
 
     def take(self, kind: str, id: str) -> bool:
@@ -186,6 +194,11 @@ class Database:
             "(SELECT owner FROM owners WHERE beat > ?)",
             (time.time(), kind, since),
         ).fetchall()
+        return [_stored(row) for row in rows]
+
+    def under_way(self, kind: str) -> list[Stored]:
+        """Work that has an owner, dead or alive."""
+        rows = self._db.execute(f"{_SELECT} WHERE kind = ? AND owner IS NOT NULL", (time.time(), kind)).fetchall()
         return [_stored(row) for row in rows]
 
     def leave(self) -> None:

@@ -88,7 +88,6 @@ class EventStream(Response):
 
     def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
         self._events = events
-        self._has_sent = False  # since the last look
         self.status_code = 200
         self.background: BackgroundTask | None = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
@@ -100,26 +99,45 @@ class EventStream(Response):
     async def _send(self, send: Send, send_body: Send, idle_s: float) -> None:
         """Send the headers through the middlewares, and bodies past them: each would cost a coroutine a chunk."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        keeper = asyncio.ensure_future(self._keep_alive(send_body, idle_s)) if idle_s and self.keep_alive else None
+        keeper = _Keeper(self.keep_alive, send_body, idle_s) if idle_s and self.keep_alive else None
         try:
             async for events in self._events:
-                self._has_sent = True
+                if keeper is not None:
+                    keeper.has_sent = True
                 await send_body({"type": "http.response.body", "body": events, "more_body": True})
         except Exception as error:
             await send_body({"type": "http.response.body", "body": stream_error_event(error), "more_body": True})
         finally:
             if keeper is not None:
-                keeper.cancel()
+                keeper.stop()
             await self._events.aclose()
         await send_body({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _keep_alive(self, send_body: Send, idle_s: float) -> None:
-        """Proxies end a connection that is silent, as a stream is while its request is queued."""
-        while True:
-            self._has_sent = False
-            await asyncio.sleep(idle_s)
-            if not self._has_sent:
-                await send_body({"type": "http.response.body", "body": self.keep_alive, "more_body": True})
+
+class _Keeper:
+    """Sends a comment where nothing else has been sent for a while: proxies end a connection that is silent, as a
+    stream is while its request is queued. A timer, and a task only where there is something to send."""
+
+    def __init__(self, comment: bytes, send_body: Send, idle_s: float) -> None:
+        self.has_sent = False  # since the last look
+        self._comment, self._send_body, self._idle_s = comment, send_body, idle_s
+        self._loop = asyncio.get_running_loop()
+        self._task: asyncio.Task[None] | None = None
+        self._timer = self._loop.call_later(idle_s, self._look)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _look(self) -> None:
+        if not self.has_sent and (self._task is None or self._task.done()):
+            self._task = self._loop.create_task(self._send())
+        self.has_sent = False
+        self._timer = self._loop.call_later(self._idle_s, self._look)
+
+    async def _send(self) -> None:
+        await self._send_body({"type": "http.response.body", "body": self._comment, "more_body": True})
 
 
 async def respond(work: Coroutine[Any, Any, BaseModel], raw: Request, headers: dict[str, str]) -> Response:

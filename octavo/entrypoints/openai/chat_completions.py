@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,7 +15,7 @@ from octavo.entrypoints.chat.conversation import Conversation
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.streaming import ChunkWriter, encode_json
 from octavo.entrypoints.openai.generation_job import LENGTH_OF_ENTRY, GenerationJob
-from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
+from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, NamedToolChoice
 from octavo.entrypoints.openai.response_bodies import (
     AssistantMessage,
     CalledFunction,
@@ -41,6 +42,8 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
 
     def __init__(self, body: ChatCompletionRequest, raw: Request) -> None:
         super().__init__(body, raw)
+        if body.store:  # always a new id: it is what the chat is found by, and no client's to give
+            self._about["id"] = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self._conversation = Conversation(body, self._state, self._params)
         self._role = self._state.args.response_role
         self._prompt_token_ids: list[int] = []
@@ -79,7 +82,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
             index=completion.index,
             message=message,
             logprobs=self._logprobs(completion),
-            finish_reason=reader.finish_reason(completion.finish_reason) or "abort",
+            finish_reason=self._end(reader.finish_reason(completion.finish_reason)) or "abort",
             stop_reason=completion.stop_reason,
             token_ids=completion.token_ids if self._body.return_token_ids else None,
         )
@@ -128,6 +131,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         logprobs = self._logprobs(completion)
         token_ids = b',"token_ids":' + encode_json(completion.token_ids) if self._body.return_token_ids else b""
         read, finish_reason = self._conversation.read(completion)
+        finish_reason = self._end(finish_reason)
         if self._kept is not None:
             self._kept += read
             self._finish_reason, self._stop_reason = finish_reason or "abort", completion.stop_reason
@@ -150,6 +154,11 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
             )
         )
         return b"".join(chunks)
+
+    def _end(self, finish_reason: str | None) -> str | None:
+        """As OpenAI says it: a model that was told which function to call did not stop to call one."""
+        is_named = isinstance(self._body.tool_choice, NamedToolChoice)
+        return "stop" if finish_reason == "tool_calls" and is_named else finish_reason
 
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
         if not self._body.logprobs:

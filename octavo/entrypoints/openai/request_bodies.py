@@ -7,9 +7,10 @@ does. What each field means is said once, for readers here and for /openapi.json
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from octavo.entrypoints.chat.media_parts import check_role, media_of
 from octavo.entrypoints.http.body_fields import (
@@ -23,6 +24,7 @@ from octavo.entrypoints.http.body_fields import (
     Text,
     Texts,
     TokenId,
+    check_text,
     described,
     refuse_unbuilt,
 )
@@ -88,7 +90,9 @@ class SentToolCall(RequestBody):
 class ChatMessage(RequestBody):
     """One message of a conversation. What came back in an answer may be sent again, so null fields are dropped."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[
+        str, Field(min_length=1), AfterValidator(check_text)
+    ]  # any: which ones there are is the template's to say
     content: MessageContent
     name: Text | None = None
     tool_call_id: Text | None = None
@@ -475,7 +479,7 @@ class ChatCompletionRequest(GenerationRequest, TemplateRequest):
         """Whether the answer must be calls."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedToolChoice)
 
-    @property
+    @cached_property
     def chosen_tools(self) -> dict[str, dict[str, Any]]:
         """The schemas of the arguments of the functions that may be called, by name."""
         if self.tool_choice == "none":

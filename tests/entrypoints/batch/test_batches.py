@@ -13,11 +13,12 @@ import openai
 import pytest
 from tqdm import tqdm
 
+from octavo.entrypoints.batch import answer_lines, batch_job
 from octavo.entrypoints.batch.batch_lines import LineError, answer_line, checksum, error_line, read_answered, read_line
 from octavo.entrypoints.batch.run_batch_files import BatchFiles
 from octavo.entrypoints.http.app import build_app
 from octavo.entrypoints.http.server_args import ServerArgs
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, EngineRestartingError
 from tests.entrypoints.fake_engine import FakeEngine, serving
 from tests.waiting import wait_until, within
 
@@ -99,6 +100,74 @@ def test_a_batch_is_cancelled_and_its_answers_are_kept(client: openai.OpenAI, en
     assert ended.status == "cancelled" and ended.output_file_id
     assert len(client.files.content(ended.output_file_id).text.splitlines()) == num_done() == 5
     wait_until(lambda: not engine.active)
+
+
+def test_files_of_a_batch_under_way_cannot_be_deleted(client: openai.OpenAI, engine: FakeEngine) -> None:
+    file = client.files.create(file=("in.jsonl", b"".join(line(str(i)) for i in range(50))), purpose="batch")
+    let_through(engine, 5)
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    wait_until(lambda: client.batches.retrieve(batch.id).output_file_id)
+    batch = client.batches.retrieve(batch.id)
+    needed = [file.id, batch.output_file_id, batch.error_file_id]
+    for id in needed:
+        assert id is not None
+        with pytest.raises(openai.ConflictError, match=f"{batch.id} is under way and needs this file; cancel it"):
+            client.files.delete(id)
+    client.batches.cancel(batch.id)
+    assert client.files.delete(file.id).deleted
+
+
+@pytest.mark.parametrize("lost", ["input_file_id", "output_file_id"])
+def test_a_batch_whose_file_is_lost_ends_and_says_so(engine: FakeEngine, lost: str) -> None:
+    content = b"".join(line(str(i), messages=HELLO, user="x" * 5000) for i in range(400))  # of several reads
+    with serving(engine, disable_log_requests=True) as url, openai.OpenAI(base_url=url + "/v1", api_key="x") as client:
+        file = client.files.create(file=("in.jsonl", content), purpose="batch")
+        let_through(engine, 5)
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+
+        def counts() -> int:
+            found = client.batches.retrieve(batch.id).request_counts
+            return 0 if found is None else found.completed
+
+        wait_until(lambda: counts() == 5)
+        store = url.server._state.store
+        id = getattr(client.batches.retrieve(batch.id), lost)
+        store._thread.submit(store.database.delete, "file", id).result()
+        engine.may_begin = lambda: True
+        wait_until(lambda: client.batches.retrieve(batch.id).status not in ("in_progress", "validating"))
+        ended = client.batches.retrieve(batch.id)
+        assert ended.status == "failed" and ended.errors is not None and ended.errors.data is not None
+        assert id in str(ended.errors.data[0].message)
+        assert counts() < 400
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_batch_that_the_engine_refuses_goes_on_later_and_can_be_cancelled(
+    client: openai.OpenAI, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+) -> None:
+    waits = []
+
+    async def wait(job: batch_job.BatchJob, seconds: float) -> None:
+        waits.append(seconds)
+        if is_cancelled:
+            await asyncio.Event().wait()
+        elif len(waits) == 2:
+            engine.failure = None
+
+    monkeypatch.setattr(answer_lines, "MAX_WAIT_S", 0.0)
+    monkeypatch.setattr(answer_lines, "MAX_TRIES", 2)
+    monkeypatch.setattr(batch_job.BatchJob, "_wait", wait)
+    file = client.files.create(file=("in.jsonl", line("a") + line("b")), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    engine.failure = EngineRestartingError("again")
+    wait_until(lambda: waits)
+    if is_cancelled:
+        engine.failure = None
+        assert client.batches.cancel(batch.id).status == "cancelled"
+    else:
+        wait_until(lambda: engine.failure is None)
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
+        assert engine.seen and waits == [batch_job.RETRY_S] * 2
 
 
 @pytest.mark.parametrize(

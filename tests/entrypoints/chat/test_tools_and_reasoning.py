@@ -99,6 +99,34 @@ def test_an_answer_with_reasoning_and_a_call(client: openai.OpenAI, chatty: Fake
     assert call.id.startswith("call_")
 
 
+def test_where_calls_are_not_to_be_parallel_the_first_is_the_only_one(
+    client: openai.OpenAI, url: str, chatty: FakeEngine
+) -> None:
+    now = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    chatty.answer = "Well.\n" + CALL + "\n" + now + "\n" + CALL
+    for choice in ("auto", None):
+        fields: Any = {} if choice is None else {"tool_choice": choice}
+        found = both(client, tools=[NOW, WEATHER], parallel_tool_calls=False, **fields)
+        assert [call.function.name for call in found.message.tool_calls] == ["get_weather"]
+        assert (found.message.content, found.finish_reason) == ("Well.", "tool_calls")
+    assert len(both(client, tools=[NOW, WEATHER]).message.tool_calls) == 3
+    tools = [{"name": "now", "input_schema": {"type": "object"}}, {"name": "get_weather", "input_schema": {}}]
+    body = {"model": MODEL, "max_tokens": 300, "messages": [USER], "tools": tools}
+    body["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
+    blocks = httpx.post(f"{url}/v1/messages", json=body).json()["content"]
+    assert [block["type"] for block in blocks] == ["text", "tool_use"]
+    items: Any = [{"type": "function", **tool["function"]} for tool in (NOW, WEATHER)]
+    answer = httpx.post(f"{url}/v1/responses", json={"input": "Hi", "tools": items, "parallel_tool_calls": False})
+    assert [item["type"] for item in answer.json()["output"]] == ["message", "function_call"]
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_arguments_are_json_whatever_python_reads(client: openai.OpenAI, chatty: FakeEngine, number: str) -> None:
+    chatty.answer = CALL.replace('"Zürich"', number)
+    message = both(client, tools=[WEATHER]).message
+    assert message.tool_calls is None and number in message.content
+
+
 def test_reasoning_may_have_a_budget(tiny_tokenizer: Path) -> None:
     """Where its marks are tokens. Messages to other models go on without: their clients send it to any."""
     budget: Any = {"messages": [USER], "thinking_token_budget": 3}
@@ -146,7 +174,7 @@ def test_a_named_function_gets_arguments_by_its_grammar(client: openai.OpenAI, c
     choice = both(client, tools=[NOW, WEATHER], tool_choice={"type": "function", "function": {"name": "get_weather"}})
     (call,) = choice.message.tool_calls
     assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Zürich"}')
-    assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+    assert (choice.message.content, choice.finish_reason) == (None, "stop"), "as OpenAI says it"
     assert '"city"' in grammar_of(chatty) and "now" not in grammar_of(chatty)
     assert "think" in grammar_of(chatty)
 

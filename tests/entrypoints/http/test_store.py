@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sqlite3
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo.entrypoints.batch import stored_files
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.http.store import Database, StoreError
 from octavo.errors import ConfigError
@@ -130,3 +132,40 @@ def test_a_file_that_is_no_store_keeps_the_server_from_starting(tmp_path: Path) 
         with pytest.raises(ConfigError, match="--response-store"):
             ServerArgs(response_store=str(path)).check()
     assert text.read_text().startswith("Something")
+
+
+def test_what_is_kept_is_its_owners_to_read_and_nobody_elses(tmp_path: Path) -> None:
+    path, mask = tmp_path / "store.db", os.umask(0)
+    try:
+        database = Database(str(path), MANY)
+        with database.transaction():
+            database.put("response", "a", b"{}")
+        modes = {file.name: oct(file.stat().st_mode & 0o777) for file in tmp_path.iterdir()}
+        assert modes == dict.fromkeys(("store.db", "store.db-wal", "store.db-shm"), "0o600")
+        database.close()
+        path.chmod(0o640)  # by somebody who wants it
+        Database(str(path), MANY).close()
+        assert path.stat().st_mode & 0o777 == 0o640
+    finally:
+        os.umask(mask)
+
+
+def test_pieces_of_an_upload_that_a_kill_has_cut_off_are_collected(tmp_path: Path) -> None:
+    path = str(tmp_path / "store.db")
+    file = stored_files.new_file("a", "batch", 9)
+    dead, alive, last = (Database(path, MANY) for _ in range(3))
+    for database, id in ((dead, "file-dead"), (alive, "file-alive")):
+        with database.transaction():
+            stored_files.begin_upload(database, {**file, "id": id})
+            stored_files.add_piece(database, id, 0, b"x" * 9)
+    with dead.transaction():
+        dead.leave()
+    with last.transaction():
+        stored_files.begin_upload(last, {**file, "id": "file-new"})
+        assert (last.num_chunk_bytes("file-dead"), last.num_chunk_bytes("file-alive")) == (0, 9)
+    with alive.transaction():
+        stored_files.end_upload(alive, {**file, "id": "file-alive"})
+        assert stored_files.find(alive, "file", "file-alive") and alive.num_chunk_bytes("file-alive") == 9
+        assert not alive.under_way("file")
+    for database in (dead, alive, last):
+        database.close()

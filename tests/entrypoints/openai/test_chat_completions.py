@@ -197,7 +197,7 @@ def test_a_message_of_the_assistant_may_be_empty(
     [
         ({"messages": [{"role": "user", "content": "refuse me"}]}, "The chat template refuses these messages: No such"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role should be 'system'"),
+        ({"messages": [{"role": "", "content": "x"}]}, "messages[0].role should have at least 1 character"),
         ({"messages": [{"role": "user"}]}, "messages[0].content is required."),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content should be a string"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "image_url"),
@@ -294,3 +294,11 @@ def test_values_that_ask_for_nothing_are_taken(http: httpx.Client) -> None:
         "modalities": ["text"],
     }
     assert http.post("/v1/chat/completions", json={"messages": [USER], **idle}).status_code == 200
+
+
+@pytest.mark.parametrize("role", ["ipython", "critic", "Rückfrage"])
+def test_any_role_reaches_the_template(http: httpx.Client, engine: FakeEngine, role: str) -> None:
+    messages = [USER, {"role": role, "content": "x"}]
+    for path, body in (("/v1/chat/completions", {}), ("/tokenize", {})):
+        assert http.post(path, json={"messages": messages, **body}).status_code == 200
+    assert f"{role}: x\n" in engine.tokenizer.decode(engine.seen[-1][0])

@@ -40,6 +40,18 @@ def test_a_stored_chat_is_found_changed_and_deleted(client: openai.OpenAI, engin
         client.chat.completions.messages.list(whole.id)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_client_can_put_a_chat_in_the_place_of_anothers(
+    client: openai.OpenAI, engine: FakeEngine, stream: bool
+) -> None:
+    asked: Any = {"model": MODEL, "messages": HELLO, "store": True, "stream": stream}
+    ids = []
+    for given in ({"extra_headers": {"X-Request-Id": "mine"}}, {"extra_body": {"request_id": "mine"}}) * 2:
+        answer: Any = client.chat.completions.create(**asked, **given)
+        ids.append({chunk.id for chunk in answer}.pop() if stream else answer.id)
+    assert len({client.chat.completions.retrieve(id).id for id in ids}) == 4
+
+
 def test_what_cannot_be_stored_is_refused(http: httpx.Client) -> None:
     answer = http.post("/v1/chat/completions", json={"messages": HELLO, "store": True, "n": 2})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "store"

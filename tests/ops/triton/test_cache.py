@@ -22,6 +22,8 @@ BYTES = [torch.int8, *FP8]
     [
         ((1, 1, 64), 64, torch.float32, torch.float32),
         ((9, 3, 64), 32, torch.float32, torch.float32),
+        ((9, 3, 64), 0, torch.float32, torch.float32),
+        ((8, 2, 96), 0, torch.bfloat16, FP8[0]),
         ((32, 2, 80), 20, torch.float16, torch.float16),
         ((8, 4, 256), 256, torch.bfloat16, torch.bfloat16),
         ((8, 2, 128), 128, torch.float16, FP8[0]),

@@ -7,6 +7,7 @@ call is given when it is whole, since only then is it known to be one: what look
 from __future__ import annotations
 
 import json
+import math
 import re
 import uuid
 from collections.abc import Generator, Mapping, Sequence
@@ -175,15 +176,13 @@ def json_call(value: Any, argument_names: Sequence[str], key: str = "name") -> C
         return None
     arguments: Any = next((value[name] for name in argument_names if name in value), {})
     if isinstance(arguments, str):  # some models write the object as text
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return None
+        arguments = load_json(arguments)
     return Call(value[key], to_json(arguments)) if isinstance(arguments, dict) else None
 
 
 def to_json(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
+    """Raises `ValueError` for NaN and the infinities, which Python reads and JSON does not have."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
     except UnicodeEncodeError:  # half of a character, which JSON can only escape
@@ -218,8 +217,14 @@ class JsonScanner:
 
 
 def load_json(text: str) -> Any:
-    """The value, or None if `text` is not JSON."""
+    """The value, or None if `text` is not JSON, as are NaN and numbers that Python takes for infinite."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text} is no number of JSON")
+    return value

@@ -1,0 +1,30 @@
+"""A line of the log stays a line, whatever a request brings."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import pytest
+
+from octavo.engine.request_log import brief, log_request
+from octavo.request import Prompt
+from octavo.sampling_params import SamplingParams, StructuredOutputsParams
+
+
+def test_long_parameters_are_shown_by_their_beginning_or_their_number(caplog: pytest.LogCaptureFixture) -> None:
+    params = SamplingParams(
+        stop=["x" * 5000, "y"], bad_words=["b"] * 5000, logit_bias=dict.fromkeys(range(5000), 1.0),
+        structured_outputs=StructuredOutputsParams(json={"enum": ["z" * 5000] * 9, "deep": {"list": [0] * 5000}}),
+        temperature=0.5,
+    )  # fmt: skip
+    with caplog.at_level(logging.INFO):
+        log_request(logging.getLogger("octavo.server"), "r", Prompt([1], "p"), params, 10)
+    [record] = caplog.records
+    assert len(record.getMessage()) < 5000 and len(str(record.__dict__)) < 12_000
+    assert "'temperature': 0.5" in record.getMessage() and "'bad_words': '(5000 items)'" in record.getMessage()
+
+
+def test_short_parameters_are_shown_as_they_are() -> None:
+    options = msgspec.to_builtins(SamplingParams(stop=["a"], seed=3, logit_bias={5: 1.0}))
+    assert brief(options) == options
