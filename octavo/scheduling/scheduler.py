@@ -298,13 +298,16 @@ class Scheduler:
         outputs: list[SequenceOutput] = []
         end = 0  # of a row's samples in the result
         for seq, planned in zip(step.sequences, plan.rows, strict=True):
-            begin, end = end, end + planned.num_samples
-            if planned.row in result.errors and not seq.has_ended:
-                outputs.append(self._fail(seq, result.errors[planned.row]))
+            row, _, _, num_sampled_positions, num_forks, _ = planned  # unpacked: this happens for every token
+            begin = end
+            if num_sampled_positions:
+                end += num_sampled_positions + num_forks - 1
+            if row in result.errors and not seq.has_ended:
+                outputs.append(self._fail(seq, result.errors[row]))
             if seq.has_ended:  # now, or while this step was in flight
                 continue
             self._record_computed(seq, planned, step, result)
-            if planned.num_sampled_positions:
+            if num_sampled_positions:
                 outputs += self._apply_samples(seq, planned, begin, end, result)
         num_found = len(result.tokens if result.vectors is None else result.vectors)
         assert end == num_found, f"{end} tokens or vectors were wanted and {num_found} came"
@@ -324,16 +327,16 @@ class Scheduler:
 
     def _record_computed(self, seq: Sequence, planned: PlannedRow, step: Step, result: StepResult) -> None:
         """Count the tokens of a row as computed, and keep what was measured of its prompt."""
+        row, first, num_tokens, num_sampled_positions, _, draft_tokens = planned
         if step.plan.runs_ahead:
-            seq.num_awaited_tokens -= planned.num_sampled_positions
-        first = planned.num_computed
+            seq.num_awaited_tokens -= num_sampled_positions
         if seq.row is not None and seq.admission_step <= step.number:  # it was not preempted meanwhile
-            self.cache.register_computed(seq, first + planned.num_tokens - len(planned.draft_tokens))
+            self.cache.register_computed(seq, first + num_tokens - len(draft_tokens))
         # A preempted prompt starts over: the same values replace those of its first run.
-        if planned.row in result.prompt_logprobs:
-            seq.prompt_logprobs[first:] = result.prompt_logprobs[planned.row]
-        if planned.row in result.alignment:
-            seq.alignment[first:] = result.alignment[planned.row]
+        if row in result.prompt_logprobs:
+            seq.prompt_logprobs[first:] = result.prompt_logprobs[row]
+        if row in result.alignment:
+            seq.alignment[first:] = result.alignment[row]
 
     def _apply_samples(
         self, seq: Sequence, planned: PlannedRow, begin: int, end: int, result: StepResult
@@ -347,8 +350,9 @@ class Scheduler:
         if seq.chooser is not None:
             self._stats.num_generation_tokens += 1
             return propose(seq, logprobs)
-        draft_tokens = result.draft_tokens.get(planned.row, planned.draft_tokens)
-        if planned.num_forks > 1:
+        row, _, _, _, num_forks, draft_tokens = planned
+        draft_tokens = result.draft_tokens.get(row, draft_tokens)
+        if num_forks > 1:
             outputs = start_forks(self.queues, seq, tokens, logprobs)
         elif draft_tokens:
             num_valid = count_valid_tokens(draft_tokens, tokens)
@@ -358,8 +362,8 @@ class Scheduler:
         else:
             outputs = [extend(self.queues, seq, tokens, logprobs)]
         if self._speculation is not None:
-            self._observe_tokens(seq, outputs[-1].token_ids, result.drafts_of(planned.row), planned.num_forks)
-        self._stats.num_generation_tokens += sum([len(output.token_ids) for output in outputs])
+            self._observe_tokens(seq, outputs[-1].token_ids, result.drafts_of(row), num_forks)
+        self._stats.num_generation_tokens += len(tokens) if not draft_tokens else len(outputs[0].token_ids)
         return outputs
 
     def withdraw(self, plan: StepPlan, error: str) -> list[SequenceOutput]:
