@@ -109,6 +109,7 @@ class NoModelExecutor:
     """An executor with the runner, the tables and the sampler of the engine, and logits in which nothing is special."""
 
     runs_ahead, num_stages = False, 1
+    weight_bytes, cache_bytes = 80_000_000, 0  # for the cost model of steps
 
     def __init__(self, config: EngineConfig, token_ids: list[int], num_weight_bytes: int = 0) -> None:
         limits, max_model_len, block_size = config.scheduler, config.model.max_model_len, config.cache.block_size
