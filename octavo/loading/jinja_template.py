@@ -98,16 +98,26 @@ def render_template(
     messages: Sequence[Mapping[str, Any]],
     *,
     continue_final_message: bool | str = False,
+    keeps_null_content: bool = False,
     **variables: Any,
 ) -> str:
-    """The conversation as text. With `continue_final_message` the text ends where the last message does, or the field
-    of it that is named.
+    """The conversation as text. Fields that are null are left out, but for a content if `keeps_null_content`. With
+    `continue_final_message` the text ends where the last message does, or the field of it that is named.
 
     Raises `ValueError` where there is no such end; the template may raise anything.
     """
     compiled = compile_template(template)
     # OpenAI's clients send `"content": null`, which many templates would write as "None".
-    chat = [_plain({key: value for key, value in message.items() if value is not None}) for message in messages]
+    chat = [
+        _plain(
+            {
+                key: value
+                for key, value in message.items()
+                if value is not None or (key == "content" and keeps_null_content)
+            }
+        )
+        for message in messages
+    ]
     chat = [_with_reasoning(message) for message in chat]
     variables = _plain(variables)
     if not continue_final_message:

@@ -192,9 +192,11 @@ class ModelTokenizer:
         continue_final_message: bool | str = False,
         tokenize: bool = True,
         return_dict: bool = True,
+        keeps_null_content: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """A conversation as text, or as token ids. `kwargs` are variables that the template may read.
+        """A conversation as text, or as token ids. `kwargs` are variables that the template may read. A content that is
+        null is left out, as `transformers` does, or kept for templates that ask for it.
 
         Raises `ValueError` for what cannot be written; the template, a program of the model's, may raise anything.
         """
@@ -206,6 +208,7 @@ class ModelTokenizer:
             self.get_chat_template(chat_template, tools),
             conversation,
             continue_final_message=continue_final_message,
+            keeps_null_content=keeps_null_content,
             tools=tools,
             documents=documents,
             add_generation_prompt=add_generation_prompt,

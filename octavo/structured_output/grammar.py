@@ -45,7 +45,7 @@ atexit.register(_trial.close)
 
 @dataclass(frozen=True, slots=True)
 class ParameterText:
-    """What stands around the key of a parameter and its value, a text as it is or JSON."""
+    """What stands around the key of a parameter and its value, a text as it is or JSON. `{key}` is the key again."""
 
     before_key: str
     after_key_of_text: str
@@ -384,8 +384,9 @@ class _Maker:
         lines, grammars = [], list[dict[str, Any]]()
         for j, (name, kind) in enumerate(call.parameters.items()):
             here = f"{index}_{j}"
+            after_value = form.after_value.replace("{key}", name)
             before = form.before_key + name + (form.after_key_of_json if kind is None else form.after_key_of_text)
-            head, end = literal(before), literal(form.after_value)
+            head, end = literal(before), literal(after_value)
             if kind is None:
                 # References are to the whole schema.
                 grammar = self._of_schema(
@@ -397,8 +398,8 @@ class _Maker:
             elif isinstance(kind, list):
                 lines.append(f"parameter{here}: {head} ({' | '.join(json.dumps(text) for text in kind)}) {end}")
             else:
-                stripped = form.after_value.strip()
-                after = literal(form.after_value.lstrip().removeprefix(stripped))
+                stripped = after_value.strip()
+                after = literal(after_value.lstrip().removeprefix(stripped))
                 if stripped in special_tokens:
                     lines.append(f"parameter{here}: {head} /(.|\\n)*/ {literal(stripped)} {after}")
                 else:

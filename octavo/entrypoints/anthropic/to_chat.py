@@ -134,11 +134,11 @@ def _tool_result(block: ToolResultBlock) -> str | list[dict[str, Any]]:
 
 def _add_answer(messages: list[dict[str, Any]], turn: Message, *, shows_thinking: bool) -> None:
     if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
+        messages.append({"role": "assistant", "content": None})
     message = messages[-1]
     for block in turn.content:
         if isinstance(block, TextBlock):
-            message["content"] += block.text
+            message["content"] = (message["content"] or "") + block.text
         elif isinstance(block, ThinkingBlock):
             if shows_thinking and block.thinking:
                 message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from octavo.entrypoints.chat.reasoning import Reasoning, new_splitter
+from octavo.entrypoints.chat.tools.call_ids import CallIdForm, CallIds
 from octavo.entrypoints.chat.tools.call_spelling import arguments_only, list_of_calls, spelling
 from octavo.entrypoints.chat.tools.forced_calls import ForcedCallsReader
 from octavo.entrypoints.chat.tools.format_detection import ModelFormats
 from octavo.entrypoints.chat.tools.format_parser import FormatParser, trigger_marks
 from octavo.entrypoints.chat.tools.tool_formats import HARMONY, ToolFormat
-from octavo.entrypoints.chat.tools.tool_parser import Call, Piece, ToolParser, new_call_id
+from octavo.entrypoints.chat.tools.tool_parser import Call, Piece, ToolParser
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, NamedToolChoice
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
@@ -60,6 +61,9 @@ class AnswerFormat:
     new_tool_parser: Callable[[], ToolParser] | None = None
     marks: tuple[str, ...] = ()  # texts that are looked for, and must be shown where they are special tokens
     has_one_call: bool = False  # more are not wanted, and dropped
+    call_marks: tuple[str, ...] = ()  # that only calls begin with: a call ends reasoning that has not been ended
+    call_ids: CallIdForm = CallIdForm.LONG
+    used_ids: tuple[str, ...] = ()  # of the calls in the conversation
 
     @property
     def is_plain(self) -> bool:
@@ -81,15 +85,21 @@ def answer_format(body: ChatCompletionRequest, formats: ModelFormats, prompt: st
     reasoning = None if formats.reasoning is None else Reasoning.after(prompt, formats.reasoning)
     marks = () if reasoning is None else reasoning.style.marks
     include = body.include_reasoning is not False
-    tools, form = body.chosen_tools, formats.tools
+    tools, form, ids = body.chosen_tools, formats.tools, (formats.call_ids, _used_ids(body))
+    new_parser: Callable[[], ToolParser]
     if body.forces_calls:
         spelled = forced_spelling(body, form)
         if spelled.has_json_arguments:
-            return AnswerFormat(reasoning, include, partial(ForcedCallsReader, spelled), (*marks, *spelled.marks))
+            new_parser = partial(ForcedCallsReader, spelled)
+            return AnswerFormat(reasoning, include, new_parser, (*marks, *spelled.marks), False, (), *ids)
     if tools and form is not None:
-        has_one = body.parallel_tool_calls is False
-        return AnswerFormat(reasoning, include, partial(FormatParser, form, tools), (*marks, *form.marks), has_one)
+        has_one, new_parser = body.parallel_tool_calls is False, partial(FormatParser, form, tools)
+        return AnswerFormat(reasoning, include, new_parser, (*marks, *form.marks), has_one, trigger_marks(form), *ids)
     return AnswerFormat(reasoning, include, None, marks)
+
+
+def _used_ids(body: ChatCompletionRequest) -> tuple[str, ...]:
+    return tuple(call.id or "" for message in body.messages for call in message.tool_calls or ())
 
 
 def forced_spelling(body: ChatCompletionRequest, form: ToolFormat | None) -> Spelling:
@@ -98,7 +108,7 @@ def forced_spelling(body: ChatCompletionRequest, form: ToolFormat | None) -> Spe
     if isinstance(body.tool_choice, NamedToolChoice):
         name = body.tool_choice.function.name
         tools = {name: tools[name]}
-    spelled = None if form is None else spelling(form, tools)
+    spelled = None if form is None else spelling(form, tools, len(_used_ids(body)))
     if spelled is not None:
         return spelled
     return arguments_only(name) if isinstance(body.tool_choice, NamedToolChoice) else list_of_calls(tools)
@@ -154,7 +164,10 @@ class AnswerReader:
         self.num_calls = 0
         self._has_one_call, self._drops = form.has_one_call, False  # the call that is being read
         self._shows_reasoning = form.include_reasoning
-        self._splitter = None if form.reasoning is None else new_splitter(form.reasoning)
+        self._ids = CallIds(form.call_ids, form.used_ids)
+        self._splitter = None
+        if form.reasoning is not None:
+            self._splitter = new_splitter(form.reasoning, form.call_marks, form.new_tool_parser)
         self._parser = None if form.new_tool_parser is None else form.new_tool_parser()
 
     @property
@@ -198,7 +211,7 @@ class AnswerReader:
                 continue
             if piece.name is not None:
                 self.num_calls += 1
-                deltas.append(CallDelta(self.num_calls - 1, id=new_call_id(), name=piece.name))
+                deltas.append(CallDelta(self.num_calls - 1, id=self._ids.next(piece.name, piece.id), name=piece.name))
             if piece.arguments:
                 deltas.append(CallDelta(self.num_calls - 1, piece.arguments))
         return deltas

@@ -36,6 +36,7 @@ from octavo.request import Prompt
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from octavo.entrypoints.chat.tools.tool_formats import ToolFormat
     from octavo.loading.tokenizer import ModelTokenizer
 
 
@@ -180,6 +181,7 @@ class Conversation:
             content_format=state.args.chat_template_content_format,
             placeholders=placeholders,
             takes_embeds=True,
+            tool_format=state.formats.tools if body.tools or any(m.tool_calls for m in body.messages) else None,
         )
         self._format = answer_format(body, state.formats, prompt)
         marks = "".join(self._format.marks)
@@ -238,6 +240,7 @@ def render_messages(
     content_format: str = "auto",
     placeholders: Mapping[str, str] | None = None,
     takes_embeds: bool = False,
+    tool_format: ToolFormat | None = None,
 ) -> str:
     """The prompt that `messages` and `tools` make with the template's options of `body`, beside `options`; unless those
     say otherwise it ends with the beginning of an answer if the model `generates` one. Each medium becomes what the
@@ -259,11 +262,12 @@ def render_messages(
         tools=[tool.model_dump(exclude_none=True) for tool in tools or ()],
         content_format=content_format,
         placeholders=placeholders,
+        tool_format=tool_format,
     )
 
 
 def _for_template(message: ChatMessage) -> dict[str, Any]:
-    """A message as templates know it: without what is null, and with reasoning under its older name."""
+    """A message as templates know it: without fields that are null, and with reasoning under its older name."""
     fields = message.model_dump(exclude={"content"}, exclude_none=True)
     if (reasoning := fields.pop("reasoning", None)) is not None:
         fields.setdefault("reasoning_content", reasoning)

@@ -117,12 +117,9 @@ def with_embeds(text: str, embeds: Sequence[Any]) -> dict[str, Any]:
     return {"prompt_embeds": list(embeds), "prompt": texts}
 
 
-def content_for_template(content: str | list[dict[str, Any]]) -> Any:
-    """The content of a message whose parts have been read, as templates know it: what is text alone is one."""
-    if isinstance(content, str):
-        return content
-    parts = [_for_template(part) for part in content]
-    return "\n".join(part["text"] for part in parts) if all(map(_is_text, parts)) else parts
+def content_for_template(content: str | list[dict[str, Any]] | None) -> Any:
+    """The content of a message whose parts have been read, as templates know it."""
+    return [_for_template(part) for part in content] if isinstance(content, list) else content
 
 
 def _for_template(part: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -136,16 +133,14 @@ def _for_template(part: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message of a script's conversation with its media read; where there are none its texts are joined, by lines, as
-    vLLM joins them. Raises `RequestError`."""
+    """A message of a script's conversation with its media read. Raises `RequestError`."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    texts = [part["text"] for part in content if isinstance(part, Mapping) and _is_text(part)]
-    if len(texts) == len(content):
-        return {**message, "content": "\n".join(texts)}
     parts = []
     for part in content:
+        if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+            part = {"type": "text", **part}
         kind = part.get("type") if isinstance(part, Mapping) else None
         is_medium = isinstance(kind, str) and kind in MEDIA_PARTS | _VALUE_PARTS
         if is_medium:
@@ -159,10 +154,6 @@ def read_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
             raise RequestError(f"messages: the content {error}.", param="messages") from None
         parts.append(part)
     return {**message, "content": parts}
-
-
-def _is_text(part: Mapping[str, Any]) -> bool:
-    return part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def message_for_template(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -7,7 +7,15 @@ prompt decides whether the answer begins inside of it, after it, or before it.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from octavo.entrypoints.chat.tools.tool_parser import ToolParser
+
+
+_MAX_TRIALS = 32  # marks of calls in one answer's reasoning that begin none, before no other is looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +86,40 @@ class Reasoning:
         return cls(style, is_open=style.is_implied, is_optional=not style.is_implied)
 
 
-def new_splitter(reasoning: Reasoning) -> ReasoningSplitter | ChannelSplitter:
+def new_splitter(
+    reasoning: Reasoning, call_marks: Sequence[str] = (), new_tool_parser: Callable[[], ToolParser] | None = None
+) -> ReasoningSplitter | ChannelSplitter:
     """What takes one answer apart."""
-    return ChannelSplitter() if reasoning.style.has_channels else ReasoningSplitter(reasoning)
+    if reasoning.style.has_channels:
+        return ChannelSplitter()
+    return ReasoningSplitter(reasoning, call_marks, new_tool_parser)
 
 
 class ReasoningSplitter:
     """Takes the text of one answer and gives (reasoning, content), the same in sum however the text is cut.
 
-    Line breaks next to the marks belong to neither.
+    Line breaks next to the marks belong to neither. A call of a tool ends the reasoning too: models forget the mark.
+    What begins with one of `call_marks` within the reasoning is a call if a parser says so, and else reasoning.
     """
 
-    def __init__(self, reasoning: Reasoning) -> None:
+    def __init__(
+        self,
+        reasoning: Reasoning,
+        call_marks: Sequence[str] = (),
+        new_tool_parser: Callable[[], ToolParser] | None = None,
+    ) -> None:
         self._style = reasoning.style
+        self._call_marks = call_marks if new_tool_parser is not None else ()
+        self._new_tool_parser = new_tool_parser
+        self._trial: ToolParser | None = None  # of what is held, which begins with a mark of calls
+        self._num_trials = 0
+        self._num_tried = 0  # characters that the trial has
+        self._no_call = 0  # how many characters of what is held cannot begin a call
         self._state = "inside" if reasoning.is_open else "before"
         self._held = ""  # may be part of a mark, or line breaks before one
         self._is_at_start = True  # of the reasoning, or of the content
         self._is_marked = False  # the content
+        self._before_call = ""  # line breaks between the reasoning and what may be a call
 
     @property
     def is_inside(self) -> bool:
@@ -113,6 +138,13 @@ class ReasoningSplitter:
         """What is still held back when the answer ends."""
         held, self._held = self._held, ""
         if self._state == "inside":
+            if self._trial is not None:  # the end of the answer may decide
+                trial, self._trial = self._trial, None
+                if _has_call(trial.add(held[self._num_tried :]) + trial.finish()):
+                    self._state = "after"
+                    return "", held
+                self._give_up(held)
+                return _sum(self.add(""), self.finish())
             return held.rstrip("\n"), ""
         if self._state == "before":
             return "", held
@@ -138,14 +170,52 @@ class ReasoningSplitter:
             if not self._held:
                 return ""
             self._is_at_start = False
-        before, end, after = self._held.partition(self._style.end)
-        if end:
-            self._held, self._state, self._is_at_start = after, "after", True
-            return before.rstrip("\n")
-        shown = len(self._held) - held_back(self._held, self._style.end)
+        taken = ""
+        while True:
+            if self._trial is not None and not self._try_call():
+                return taken
+            if self._state == "after":
+                return taken
+            ends = [found for mark in self._call_marks if (found := self._held.find(mark, self._no_call)) >= 0]
+            end = self._held.find(self._style.end)
+            if end >= 0 and not any(begin < end for begin in ends):
+                taken += self._held[:end].rstrip("\n")
+                self._held = self._held[end + len(self._style.end) :]
+                self._state, self._is_at_start = "after", True
+                return taken
+            if not ends:
+                break
+            before = self._held[: min(ends)]
+            shown = len(before.rstrip("\n"))
+            taken += before[:shown]
+            self._before_call, self._held, self._no_call = before[shown:], self._held[min(ends) :], 0
+            self._trial, self._num_tried = self._new_tool_parser() if self._new_tool_parser else None, 0
+        shown = len(self._held) - max(held_back(self._held, mark) for mark in (self._style.end, *self._call_marks))
         shown = len(self._held[:shown].rstrip("\n"))
-        taken, self._held = self._held[:shown], self._held[shown:]
-        return taken
+        given, self._held = self._held[:shown], self._held[shown:]
+        self._no_call = max(0, self._no_call - shown)
+        return taken + given
+
+    def _try_call(self) -> bool:
+        """Whether it is known if what is held, from a mark on, is a call. If so the reasoning has ended."""
+        assert self._trial is not None
+        pieces = self._trial.add(self._held[self._num_tried :])
+        self._num_tried = len(self._held)
+        if not pieces:
+            return False
+        self._trial = None
+        if _has_call(pieces[:1]):
+            self._state, self._is_at_start = "after", False
+        else:
+            self._give_up(self._held)
+        return True
+
+    def _give_up(self, held: str) -> None:
+        """What begins with a mark of calls is none."""
+        self._held, self._no_call = self._before_call + held, len(self._before_call) + 1
+        self._num_trials += 1
+        if self._num_trials == _MAX_TRIALS:
+            self._call_marks = ()
 
     def _take_content(self) -> str:
         style = self._style
@@ -172,11 +242,21 @@ class ReasoningSplitter:
         return taken
 
 
+def _has_call(pieces: Sequence[object]) -> bool:
+    return bool(pieces) and not isinstance(pieces[0], str)
+
+
+def _sum(first: tuple[str, str], second: tuple[str, str]) -> tuple[str, str]:
+    return first[0] + second[0], first[1] + second[1]
+
+
 class ChannelSplitter:
     """Takes an answer of Harmony's messages, as gpt-oss writes them, and gives (reasoning, content), the same in sum
     however it is cut: the channel "analysis" is reasoning, and every other content. Calls stay in the content as the
     format "openai" describes them. (github.com/openai/harmony, docs/format.md)"""
 
+    _RECIPIENT = re.compile(r"to=[\w.\-]{0,256}(?:\s[^<\n]{0,64})?")
+    _CONSTRAINT = "<|constrain|>"
     _MARK = re.compile(r"<\|(?:start|end|return|call|channel|message)\|>")
 
     def __init__(self) -> None:
@@ -208,7 +288,7 @@ class ChannelSplitter:
     def finish(self) -> tuple[str, str]:
         """What is still held back when the answer ends."""
         held, self._held = self._held, ""
-        if self._header and not self._header.startswith("<"):
+        if self._header and "<|" not in self._header:
             held = self._header + held
         return (held, "") if self.is_inside else ("", held)
 
@@ -225,11 +305,19 @@ class ChannelSplitter:
         """What of `text` is the message's, not its header."""
         if self._header is None:
             return text
-        if self._header or not text.strip():
-            self._header += text
+        header = self._header + text
+        if "<|" in self._header or self._may_begin_header(header):
+            self._header = header
             return ""
         self._header, self._channel = None, "final"  # a text without a header
-        return text
+        return header
+
+    def _may_begin_header(self, text: str) -> bool:
+        """Whether a message's header may begin with `text`: with a recipient, or a part of one. What begins with
+        another text is none, so that cuts do not decide."""
+        text = text.lstrip().replace(self._CONSTRAINT, " ")
+        text = text[: len(text) - held_back(text, self._CONSTRAINT)]
+        return "to=".startswith(text[:3]) and (len(text) < 3 or self._RECIPIENT.fullmatch(text) is not None)
 
     def _begin(self) -> str:
         """Begin a message by its header. What of that is content, because calls are read there."""

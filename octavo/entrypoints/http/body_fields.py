@@ -184,22 +184,24 @@ def _check_content(value: Any) -> str:
         return check_text(value)
     if not isinstance(value, list):
         raise ValueError("should be a string or a list of parts of type text")
-    texts = []
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind != "text":
-            raise ValueError(f"has a part of type {kind!r}, which is not built yet; only text is")
-        if kind is None or not isinstance(part.get("text"), str):
-            raise ValueError('should be a string or a list of parts like {"type": "text", "text": "..."}')
-        texts.append(check_text(part["text"]))
-    return "\n".join(texts)
+    return "\n".join(map(_check_text_part, value))
 
 
-def _check_message_content(value: Any) -> str | list[dict[str, Any]]:
-    """As `_check_content`; with pictures, sounds or embeddings a list of parts, of which those have been read."""
-    if not isinstance(value, list) or not any(_is_medium(part) or is_embeds(part) for part in value):
-        return _check_content(value)
-    return [_read_content_part(part) for part in value]
+def _check_text_part(part: Any) -> str:
+    kind = part.get("type", "text") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind != "text":
+        raise ValueError(f"has a part of type {kind!r}, which is not built yet; only text is")
+    if kind is None or not isinstance(part.get("text"), str):
+        raise ValueError('should be a string or a list of parts like {"type": "text", "text": "..."}')
+    return check_text(part["text"])
+
+
+def _check_message_content(value: Any) -> str | list[dict[str, Any]] | None:
+    """Text, or a list of parts, of which pictures, sounds and embeddings have been read: the chat template says whether
+    texts are joined."""
+    if value is None or not isinstance(value, list):
+        return None if value is None else _check_content(value)
+    return [_read_content_part(part) for part in value] or ""
 
 
 def _read_content_part(part: Any) -> dict[str, Any]:
@@ -208,7 +210,7 @@ def _read_content_part(part: Any) -> dict[str, Any]:
         if not isinstance(read["data"], str):
             raise ValueError("has a part of type prompt_embeds whose data is no string")
         return read
-    return as_part(read_part(part)) if _is_medium(part) else {"type": "text", "text": _check_content([part])}
+    return as_part(read_part(part)) if _is_medium(part) else {"type": "text", "text": _check_text_part(part)}
 
 
 def _is_medium(part: object) -> bool:
@@ -360,7 +362,7 @@ class PromptEmbedsPart(BaseModel):
 
 Content = Annotated[str, PlainValidator(_check_content, json_schema_input_type=str | list[TextPart])]
 MessageContent = Annotated[
-    str | list[dict[str, Any]],
+    str | list[dict[str, Any]] | None,
     PlainValidator(
         _check_message_content,
         json_schema_input_type=str

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from octavo.entrypoints.chat.media_parts import check_role, media_of
 from octavo.entrypoints.http.body_fields import (
@@ -75,7 +75,7 @@ class NamedToolChoice(RequestBody):
 
 class SentFunctionCall(RequestBody):
     name: Text
-    arguments: Text
+    arguments: Text | None = None  # blank or null: none
 
 
 class SentToolCall(RequestBody):
@@ -109,9 +109,16 @@ class ChatMessage(RequestBody):
             raise RequestError("messages with function_call are not built; use tool_calls.", param="messages")
         if data.get("tool_calls") and data.get("role") != "assistant":
             raise RequestError("only messages of the assistant have tool_calls.", param="messages")
-        if data.get("content") is None and data.get("role") == "assistant":
-            data = {**data, "content": ""}
+        if data.get("role") == "assistant":
+            data = {"content": None, **data}
         return {name: value for name, value in data.items() if name in cls.model_fields or value not in (None, [])}
+
+    @field_validator("content")
+    @classmethod
+    def _check_null(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None and info.data.get("role", "assistant") != "assistant":
+            raise ValueError("should be a string or a list of parts")
+        return value
 
     @model_validator(mode="after")
     def _check_media(self) -> ChatMessage:

@@ -29,7 +29,8 @@ WEATHER = {
 NOW = {"type": "function", "function": {"name": "now"}}
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.city }}){% endfor %}\n{% endfor %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}\n"
+    "{% endfor %}"
 )
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
 THOUGHT = "<think>\nWhich city?\n</think>\n\n"
@@ -203,11 +204,12 @@ def test_the_templates_that_know_tools_get_them_and_others_a_description(chatty:
     ]  # fmt: skip
     knowing = (
         "{% for t in tools %}{{ t.function.name }};{% endfor %}{% for m in messages %}{% if m.tool_calls %}"
-        "{{ m.tool_calls[0].function.arguments.city }}{% else %}{{ m.role }}={{ m.content }}{% endif %};{% endfor %}"
+        "{% set f = m.tool_calls[0].function %}{{ f.name }}{{ f.arguments | tojson }}"
+        "{% else %}{{ m.role }}={{ m.content }}{% endif %};{% endfor %}"
     )
     tools: list[dict[str, Any]] = [WEATHER]
     rendered = render_chat(chatty.tokenizer, messages, chat_template=knowing, tools=tools)
-    assert rendered == "get_weather;user=Hi;Rome;tool=rain;"
+    assert rendered == 'get_weather;user=Hi;get_weather{"city": "Rome"};tool=rain;'
     plain = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     rendered = render_chat(chatty.tokenizer, messages, chat_template=plain, tools=tools)
     assert rendered.startswith("[system]You may call one or more functions")
@@ -227,7 +229,7 @@ def test_an_answer_with_calls_can_be_sent_back(client: openai.OpenAI, chatty: Fa
     messages: list[Any] = [USER, message.model_dump(), result]
     assert both(client, tools=[WEATHER], messages=messages).message.content == "It is sunny."
     prompt = chatty.tokenizer.decode(chatty.seen[-1][0])
-    assert prompt == "get_weather;user: Hiassistant: get_weather(Zürich)tool: sun"
+    assert prompt == 'get_weather;user: Hiassistant: get_weather({"city": "Zürich"})tool: sun'
 
 
 @pytest.mark.parametrize(

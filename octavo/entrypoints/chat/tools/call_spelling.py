@@ -1,16 +1,18 @@
-"""How calls are written in a format, for the grammars of answers that must be calls and for the reader of these."""
+"""How calls are written in a format: for the grammars of answers that must be calls, for the reader of these, and for
+conversations whose template writes none."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo.entrypoints.chat.tools.tool_formats import JsonCalls, NamedJson, PythonCalls, Tags, ToolFormat
+from octavo.entrypoints.chat.tools.tool_formats import JsonCalls, KeyedValues, NamedJson, PythonCalls, Tags, ToolFormat
 from octavo.entrypoints.chat.tools.tool_parser import ToolSchemas
 from octavo.structured_output.grammar import CallText, ParameterText, Spelling
 
-_NO_CONSTRAINTS = {"type", "title", "description", "default", "examples", "$comment", "anyOf", "oneOf"}
+_NO_CONSTRAINTS = {"type", "title", "description", "default", "examples", "$comment", "anyOf", "oneOf",
+                   "allOf"}  # fmt: skip
 _MAX_DEPTH = 8  # of references to references, and of choices in choices
 _OF_OBJECTS = {"type", "properties", "required", "additionalProperties", "title", "description", "$defs", "definitions",
                "$schema", "$comment", "strict"}  # fmt: skip
@@ -27,17 +29,19 @@ def arguments_only(name: str) -> Spelling:
     return Spelling("", "", "", {name: CallText("", "")})
 
 
-def spelling(form: ToolFormat, tools: ToolSchemas) -> Spelling | None:
-    """How `form` writes calls of `tools`. None if there are values for which it has no certain way."""
+def spelling(form: ToolFormat, tools: ToolSchemas, num_earlier_calls: int = 0) -> Spelling | None:
+    """How `form` writes calls of `tools`, after `num_earlier_calls` in the conversation. None if there are values for
+    which it has no certain way."""
     body = form.body
-    opened, closed, separator, start, end = form.open, form.close, form.separator, form.start, form.end
+    opened, separator, start, end = form.open, form.separator, form.start, form.end
+    closed = "" if form.is_whole_answer else form.close  # which models write after a start that is skipped
     if isinstance(body, JsonCalls):
         calls = {name: CallText(f"{{{body.first}{_pair(body.name, name)}, {json.dumps(body.arguments)}: ", "}")
                  for name in tools}  # fmt: skip
         if body.is_list:
             return Spelling(f"{opened}{start}[", f"]{end}{closed}", ", ", calls)
     elif isinstance(body, NamedJson):
-        call_id = body.call_id.replace("\\d", "0")
+        call_id = body.call_id.replace("\\d", str(num_earlier_calls))
         calls = {name: CallText(f"{body.before}{name}{call_id}{body.after}", body.end) for name in tools}
     elif isinstance(body, Tags):
         parameter = ParameterText(
@@ -46,7 +50,7 @@ def spelling(form: ToolFormat, tools: ToolSchemas) -> Spelling | None:
         )  # fmt: skip
         calls = {}
         for name, schema in tools.items():
-            kinds = _parameters(schema, body.value_after.strip())
+            kinds = _parameters(schema, body.value_after.strip().partition("{key}")[0])
             if kinds is None:
                 return None
             calls[name] = CallText(f"{body.name_before}{name}{body.name_after}", body.end, parameter, kinds)
@@ -68,6 +72,47 @@ def spelling(form: ToolFormat, tools: ToolSchemas) -> Spelling | None:
         for name, call in calls.items()
     }
     return Spelling(opened, closed, separator, wrapped)
+
+
+def written_calls(form: ToolFormat, calls: Sequence[tuple[str, Any]]) -> str:
+    """Calls, names with arguments, as `form` writes them."""
+    spelled = None if isinstance(form.body, KeyedValues) else spelling(form, {name: {} for name, _ in calls})
+    if spelled is None:
+        body = form.body
+        head = body.before if isinstance(body, KeyedValues) else ""
+        quote = body.quote if isinstance(body, KeyedValues) else '"'
+        texts = [f"{form.start}{head}{name}{_keyed(arguments, quote)}{form.end}" for name, arguments in calls]
+        return f"{form.open}{form.separator.join(texts)}{form.close}"
+    texts = []
+    for i, (name, arguments) in enumerate(calls):
+        call = spelled.calls[name]
+        before = call.before
+        if isinstance(form.body, NamedJson) and form.body.call_id:
+            counted = form.body.call_id.replace("\\d", str(i))
+            before = before.replace(form.body.call_id.replace("\\d", "0"), counted)
+        texts.append(f"{before}{_written_arguments(call, arguments)}{call.after}")
+    return f"{spelled.open}{spelled.separator.join(texts)}{spelled.close}"
+
+
+def _written_arguments(call: CallText, arguments: Any) -> str:
+    if call.parameter is None or not isinstance(arguments, Mapping):
+        return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    form, texts = call.parameter, []
+    is_json = form.after_value == ""  # Python's, where texts have quotes
+    for key, value in arguments.items():
+        is_text = isinstance(value, str) and not is_json
+        after_key = form.after_key_of_text if is_text else form.after_key_of_json
+        shown = value if is_text else json.dumps(value, ensure_ascii=False)
+        texts.append(f"{form.before_key}{key}{after_key}{shown}{form.after_value.replace('{key}', key)}")
+    return form.separator.join(texts)
+
+
+def _keyed(value: Any, quote: str) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_keyed(item, quote)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(_keyed(item, quote) for item in value) + "]"
+    return f"{quote}{value}{quote}" if isinstance(value, str) else json.dumps(value)
 
 
 def _pair(key: str, value: str) -> str:
@@ -117,7 +162,9 @@ def _parameters(schema: Mapping[str, Any], value_after: str | None) -> dict[str,
 
 
 def _parts_are_plain(schema: Mapping[str, Any]) -> bool:
-    parts = [part for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list) for part in schema[name]]
+    parts = [
+        part for name in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(name), list) for part in schema[name]
+    ]
     return all(isinstance(part, Mapping) and not part.keys() - _NO_CONSTRAINTS for part in parts)
 
 
@@ -144,11 +191,23 @@ def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[st
     kinds = schema.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     found = {kind for kind in kinds if isinstance(kind, str)}
+    all_of = schema.get("allOf")
+    for part in all_of if isinstance(all_of, list) else ():
+        if types := schema_types(part, root, depth + 1) - {"unknown"}:  # a value is of all of them
+            found = (found & types or found) if found else types
     for name in ("anyOf", "oneOf"):
         parts = schema.get(name)
         for part in parts if isinstance(parts, list) else ():
             found |= schema_types(part, root, depth + 1) or {"unknown"}
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if not found and isinstance(values, list) and values and all(isinstance(value, str) for value in values):
-        found = {"string"}
+    if not found and isinstance(values, list) and values:
+        found = {json_type(value) for value in values}
     return found
+
+
+def json_type(value: object) -> str:
+    """The name that JSON Schema has for the type of a value."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    kinds = {str: "string", int: "integer", float: "number", list: "array", dict: "object"}
+    return kinds.get(type(value), "unknown")

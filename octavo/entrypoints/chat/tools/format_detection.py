@@ -1,22 +1,35 @@
 """Which formats a model's tool calls and reasoning have, found out without being told.
 
-In this order: what the checkpoint states (`response_template`), what its chat template makes of a call and of reasoning
-in a conversation that differs in nothing else, and the marks of known families in the template. What is rendered is
-compared with the known formats; marks that none of them has are read off. The idea of controlled differences is
-llama.cpp's (pull request 18675).
+In this order: what the checkpoint states (`response_template`), what its chat template makes of calls and of reasoning
+(`template_traits` renders them), and the marks of known families in the template. Of the formats that are known the one
+is taken that writes what the template writes; marks that none of them has are read off. Two calls that have nothing in
+common are rendered alone and together: what they share is the template's, and a format counts only if it reads all that
+was rendered, whole and in pieces. The idea of controlled differences is llama.cpp's (pull request 18675).
 """
 
 from __future__ import annotations
 
 import json
+import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from octavo.entrypoints.chat.reasoning import STYLES, ReasoningStyle
-from octavo.entrypoints.chat.tools.call_spelling import spelling
+from octavo.entrypoints.chat.template_traits import (
+    ANSWER,
+    THOUGHT,
+    TOOLS,
+    ProbeCall,
+    Rendered,
+    rendered_answer,
+    rendered_calls,
+    template_traits,
+)
+from octavo.entrypoints.chat.tools.call_ids import CallIdForm
+from octavo.entrypoints.chat.tools.call_spelling import written_calls
 from octavo.entrypoints.chat.tools.format_parser import FormatParser, trigger_marks
 from octavo.entrypoints.chat.tools.tool_formats import (
     AUTO,
@@ -34,13 +47,7 @@ from octavo.entrypoints.chat.tools.tool_parser import Call, JsonScanner, load_js
 if TYPE_CHECKING:
     from octavo.loading.tokenizer import ModelTokenizer
 
-_QUESTION, _ANSWER, _THOUGHT = "Qz7question", "Az7answer", "Tz7thought"
-_NAME, _KEYS = "probe_name", ("first_key", "second_key")
-_ARGUMENTS = {_KEYS[0]: "Vz7value", _KEYS[1]: 74}
-_SCHEMA = {"type": "object", "properties": {_KEYS[0]: {"type": "string"}, _KEYS[1]: {"type": "integer"}}}
-_TOOLS = [{"type": "function", "function": {"name": _NAME, "description": "D.", "parameters": _SCHEMA}}]
-_ASKED: dict[str, Any] = {"role": "user", "content": _QUESTION}
-_ANSWERED: dict[str, Any] = {"role": "assistant", "content": _ANSWER}
+_SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
 _HARMONY_MARK = "<|channel|>commentary"
 _MARK = r"<[^<>\s]{1,40}>|\[/?[A-Z_]{2,40}\]"
 _LAST_MARK = re.compile(rf"({_MARK})\s*\Z")
@@ -50,8 +57,12 @@ _OF_MODEL_TYPES = {"gpt_oss": "openai", "llama4": "llama4_pythonic", "llama": "l
 # Formats that a template asks for in words.
 _INSTRUCTIONS = (
     ('{"name": function name, "parameters":', "llama3_json"), ("[func_name1(params_name1=", "pythonic"),
-    ("<function_calls>", "olmo3"), ("```tool_code", "gemma3"),
+    ("<function_calls>", "olmo3"), ("```tool_code", "gemma3"), ("functools[", "phi4_mini_json"),
 )  # fmt: skip
+# What ends a turn, where no special token says so.
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<end_of_turn>", "<turn|>", "<|end|>",
+              "<|endoftext|>", "<|end_of_text|>", "</s>", "[e~[")  # fmt: skip
+_PIECE = re.compile(r"<[^<>\s]*>?|\[/?[A-Z_]+\]|\s+|[^\s<>\[\]]+|.", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +72,7 @@ class ModelFormats:
     tools: ToolFormat | None = None
     reasoning: ReasoningStyle | None = None
     why_no_choice: str = ""
+    call_ids: CallIdForm = CallIdForm.LONG
 
 
 def model_formats(
@@ -74,7 +86,7 @@ def model_formats(
     """The formats that are named, or recognised where it says `AUTO`."""
     template: str | None = None
     with suppress(Exception):
-        template = tokenizer.get_chat_template(None, _TOOLS)
+        template = tokenizer.get_chat_template(None, TOOLS)
     stated = (response_template or {}).get("fields")
     fields = stated if isinstance(stated, Mapping) else {}
     why = ""
@@ -96,7 +108,15 @@ def model_formats(
         reasoning = _stated_reasoning(fields)
         if reasoning is None and template is not None:
             reasoning = _recognised_reasoning(tokenizer, template)
-    return ModelFormats(tools, reasoning, why)
+    return ModelFormats(tools, reasoning, why, _call_ids(tokenizer, template, tools))
+
+
+def _call_ids(tokenizer: ModelTokenizer, template: str | None, tools: ToolFormat | None) -> CallIdForm:
+    if tools is not None and isinstance(tools.body, NamedJson) and tools.body.call_id:
+        return CallIdForm.COUNTED
+    if template is not None and template_traits(tokenizer, template).needs_short_ids:
+        return CallIdForm.SHORT
+    return CallIdForm.SHORT if tools is not None and tools.start == "[TOOL_CALLS]" else CallIdForm.LONG
 
 
 def _stated_tools(fields: Mapping[str, Any]) -> ToolFormat | None:
@@ -121,16 +141,19 @@ def _stated_reasoning(fields: Mapping[str, Any]) -> ReasoningStyle | None:
 
 
 def _recognised_tools(tokenizer: ModelTokenizer, template: str, model_type: str | None) -> ToolFormat | None:
-    if "tools" not in template:
-        return HERMES  # in which `render_chat` describes them
     if _HARMONY_MARK in template:
         return HARMONY
-    for text, plain in _rendered_calls(tokenizer):
-        if (form := _known_format(text, plain) or _read_off(text, plain)) is not None:
-            return form
+    rendered = _cut_calls(tokenizer, template)
+    form = _rendered_format(rendered) if rendered else None
+    if form is not None and not form.is_whole_answer:
+        return form
     for instruction, name in _INSTRUCTIONS:
         if instruction in template:
             return FORMATS[name]
+    if form is not None:
+        return form
+    if not template_traits(tokenizer, template).describes_tools:
+        return HERMES  # in which `render_chat` describes them
     marked = [form for form in _known() if (marks := trigger_marks(form)) and all(mark in template for mark in marks)]
     if marked:
         return max(marked, key=lambda form: sum(mark.strip() in template for mark in form.marks))
@@ -145,53 +168,84 @@ def _known() -> list[ToolFormat]:
     return list(dict.fromkeys(FORMATS.values()))
 
 
-def _rendered_calls(tokenizer: ModelTokenizer) -> Iterator[tuple[str, str]]:
-    """What the template makes of a call, and of an answer in its place. Templates differ in what they take."""
-    result = {"role": "tool", "name": _NAME, "tool_call_id": "abcdefgh1", "content": "Rz7result"}
-    for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):
-        call = {"id": "abcdefgh1", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
-        for content in ({}, {"content": ""}):
-            for after in ([], [result]):
-                calling = {"role": "assistant", **content, "tool_calls": [call]}
-                text = _render(tokenizer, [_ASKED, calling, *after], _TOOLS)
-                plain = _render(tokenizer, [_ASKED, _ANSWERED], _TOOLS)
-                if text is not None and plain is not None and _NAME in text and _KEYS[1] in text:
-                    yield text, plain
+def _cut_calls(tokenizer: ModelTokenizer, template: str) -> list[Rendered]:
+    """What the template makes of calls, without what it writes around any answer."""
+    plain = rendered_answer(tokenizer, template, TOOLS)
+    if plain is None:
+        return []
+    ends = {*_TURN_ENDS, *map(str, getattr(tokenizer, "special_tokens_map", {}).values())}
+    if (mark := _FIRST_MARK.match(plain.partition(ANSWER)[2])) is not None:
+        ends.add(mark[1])
+    return [
+        replace(one, text=_without_thoughts(_without_ends(_difference(one.text, plain), ends)))
+        for one in rendered_calls(tokenizer, template)
+    ]
 
 
-def _render(tokenizer: ModelTokenizer, messages: list[dict[str, Any]], tools: Any = None) -> str | None:
-    """The text after the question."""
-    try:
-        text = str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=False))
-    except Exception:  # the template is the model's program
-        return None
-    _, found, after = text.rpartition(_QUESTION)
-    return after if found else None
+def _without_thoughts(text: str) -> str:
+    """`text` without reasoning that is empty at its begin, which templates write before calls alone."""
+    for style in STYLES.values():
+        after = text.lstrip().removeprefix(style.start.rstrip()).lstrip()
+        if after.startswith(style.end):
+            return after.removeprefix(style.end)
+    return text
 
 
-def _known_format(text: str, plain: str) -> ToolFormat | None:
-    """The format in which `text` holds the call; of several the one of whose marks most are there."""
-    core = _difference(text, plain)
-    found = []
-    for form in _known():
-        content, calls = _read(form, core if form.is_whole_answer else text)
-        if calls == [(_NAME, _ARGUMENTS)] and not (form.is_whole_answer and content.strip()):
-            found.append(form)
-    return max(found, key=lambda form: _likeness(form, text), default=None)
+def _without_ends(text: str, ends: set[str]) -> str:
+    """`text` without the marks at its end that end a turn."""
+    while (end := next((end for end in ends if end and text.rstrip().endswith(end)), None)) is not None:
+        text = text.rstrip().removesuffix(end)
+    return text
 
 
-def _likeness(form: ToolFormat, text: str) -> tuple[bool, int]:
-    spelled = spelling(form, {_NAME: _SCHEMA})
-    squeezed = "".join(text.split())
-    is_spelled = spelled is not None and "".join((spelled.open + spelled.calls[_NAME].before).split()) in squeezed
-    marks = [mark for mark in (form.open, form.start, form.end, form.close) if mark.strip()]
-    return is_spelled, sum(mark.strip() in text for mark in marks) * 2 - len(marks)
+def _rendered_format(rendered: Sequence[Rendered]) -> ToolFormat | None:
+    """The format in which calls were rendered: a known one that writes them so, one that is read off, or a known one
+    that reads them."""
+    known = [form for form in _known() if _reads(form, rendered)]
+    found = [form for form in known if all(_writes(form, one) for one in rendered if len(one.calls) == 1)]
+    if found:
+        return max(found, key=lambda form: (all(_writes(form, one) for one in rendered), not form.is_whole_answer))
+    read_off = _read_off(rendered)
+    if read_off is not None:
+        return read_off
+    return max(known, key=lambda form: sum(mark.strip() in rendered[0].text for mark in form.marks), default=None)
 
 
-def _read(form: ToolFormat, text: str) -> tuple[str, list[tuple[str, Any]]]:
-    parser = FormatParser(form, {_NAME: _SCHEMA})
+def _writes(form: ToolFormat, one: Rendered) -> bool:
+    """Whether `form` writes the calls as they were rendered, blanks aside."""
+    return _squeezed(written_calls(form, [(call.name, call.arguments) for call in one.calls]), one) == _squeezed(
+        one.text.replace(one.says, "", 1) if one.says else one.text, one
+    )
+
+
+def _squeezed(text: str, one: Rendered) -> str:
+    for call in one.calls:  # formats may have a place for ids
+        for own_id in (call.short_id, call.long_id):
+            text = re.sub(rf'"id"\s*:\s*"{own_id}"\s*,?|,?\s*"id"\s*:\s*"{own_id}"', "", text)
+            text = re.sub(rf"\[CALL_ID\]{own_id}", "", text)
+    return re.sub(r",(?=})", "", "".join(text.split()).replace("'", '"'))
+
+
+def _reads(form: ToolFormat, rendered: Sequence[Rendered]) -> bool:
+    """Whether `form` reads everything that was rendered, whole and in pieces, and leaves nothing."""
+    for one in rendered:
+        if one.says and form.is_whole_answer:
+            continue
+        expected = (one.says, [(call.name, call.arguments) for call in one.calls])
+        pieces = random.Random(one.text)
+        cuts = sorted(pieces.sample(range(len(one.text)), min(7, len(one.text))))
+        parts = [one.text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(one.text)], strict=True)]
+        for texts in ([one.text], parts):
+            content, calls = _read(form, texts)
+            if (content.strip(), calls) != expected:
+                return False
+    return True
+
+
+def _read(form: ToolFormat, texts: Sequence[str]) -> tuple[str, list[tuple[str, Any]]]:
+    parser = FormatParser(form, _SCHEMAS)
     content, calls = "", []
-    for piece in parser.add(text) + parser.finish():
+    for piece in [piece for text in texts for piece in parser.add(text)] + parser.finish():
         if isinstance(piece, Call):
             calls.append((piece.name or "", json.loads(piece.arguments)))
         else:
@@ -201,7 +255,7 @@ def _read(form: ToolFormat, text: str) -> tuple[str, list[tuple[str, Any]]]:
 
 def _difference(text: str, plain: str) -> str:
     """What stands in `text` where `plain` has the answer; marks are not cut in two."""
-    before, _, after = plain.partition(_ANSWER)
+    before, _, after = plain.partition(ANSWER)
     begin = 0
     while begin < len(before) and text[begin : begin + 1] == before[begin]:
         begin += 1
@@ -217,13 +271,67 @@ def _difference(text: str, plain: str) -> str:
     return text[begin : len(text) - end]
 
 
-def _read_off(text: str, plain: str) -> ToolFormat | None:
-    """The format of a call whose marks nobody knows. None if it does not read what it was made of."""
-    core = _difference(text, plain)
-    for form in (_json_format(core), _named_format(core), _tag_format(core)):
-        if form is not None and _read(form, core)[1] == [(_NAME, _ARGUMENTS)]:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the body of a call stands in a text, and what it is."""
+
+    begin: int
+    end: int
+    body: JsonCalls | NamedJson | Tags
+
+
+def _read_off(rendered: Sequence[Rendered]) -> ToolFormat | None:
+    """The format of calls whose marks nobody knows. None if it does not read all that it was made of."""
+    alone = [one for one in rendered if len(one.calls) == 1 and not one.says]
+    both = next((one for one in rendered if len(one.calls) == 2), None)
+    for place_of in (_json_place, _named_place, _tags_place):
+        forms = {_assembled(place_of, one, both) for one in alone}
+        form = forms.pop() if len(forms) == 1 else None  # what both calls have in common
+        if form is not None and _reads(form, rendered):
             return form
     return None
+
+
+def _assembled(place_of: Any, one: Rendered, both: Rendered | None) -> ToolFormat | None:
+    """The format of one call's text, with what stands between `both` calls."""
+    place = place_of(one.text, one.calls[0], 0)
+    if place is None:
+        return None
+    before, after = one.text[: place.begin], one.text[place.end :]
+    opened = start = end = close = separator = ""
+    between = None
+    if both is not None:
+        first = place_of(both.text, both.calls[0], 0)
+        second = None if first is None else place_of(both.text, both.calls[1], first.end)
+        if first is not None and second is not None:
+            between = both.text[first.end : second.begin]
+    is_list = before.rstrip().endswith("[") and after.lstrip().startswith("]") and not set(between or "") & set("[]")
+    if isinstance(place.body, JsonCalls) and is_list:
+        body = replace(place.body, is_list=True)
+        return ToolFormat(body, start=before.rstrip()[:-1], end=after.lstrip()[1:])
+    if between is None:
+        start, end, separator = before, after, "\n"
+    else:
+        kept = _common_end(_pieces(before), _pieces(between))
+        start, left = "".join(kept), between.removesuffix("".join(kept))
+        end = "".join(_common_end(_pieces(after)[::-1], _pieces(left)[::-1])[::-1])
+        opened, close, separator = before.removesuffix(start), after.removeprefix(end), left.removeprefix(end)
+    if isinstance(place.body, NamedJson | Tags) and not (opened + start).strip():
+        return None
+    return ToolFormat(place.body, opened, start, end, separator, close)
+
+
+def _pieces(text: str) -> list[str]:
+    """Marks, blanks and words."""
+    return _PIECE.findall(text)
+
+
+def _common_end(first: Sequence[str], second: Sequence[str]) -> list[str]:
+    """The pieces that both end with."""
+    size = 0
+    while size < min(len(first), len(second)) and first[-1 - size] == second[-1 - size]:
+        size += 1
+    return list(first[len(first) - size :])
 
 
 def _objects(core: str) -> Iterator[tuple[int, int, Any]]:
@@ -235,62 +343,59 @@ def _objects(core: str) -> Iterator[tuple[int, int, Any]]:
                 yield found.start(), end, value
 
 
-def _json_format(core: str) -> ToolFormat | None:
-    for begin, end, value in _objects(core):
-        names = [key for key, one in value.items() if one == _NAME]
-        arguments = [key for key, one in value.items() if one == _ARGUMENTS]
-        if names and arguments:
-            before, after = core[:begin], core[end:]
-            is_list = before.rstrip().endswith("[") and after.lstrip().startswith("]")
-            if is_list:
-                before, after = before.rstrip()[:-1], after.lstrip()[1:]
-            return ToolFormat(JsonCalls(names[0], arguments[0], is_list), start=before, end=after)
+def _json_place(text: str, call: ProbeCall, position: int) -> _Place | None:
+    for begin, end, value in _objects(text):
+        names = [key for key, one in value.items() if one == call.name]
+        arguments = [key for key, one in value.items() if one == call.arguments]
+        if begin >= position and names and arguments:
+            return _Place(begin, end, JsonCalls(names[0], arguments[0]))
     return None
 
 
-def _named_format(core: str) -> ToolFormat | None:
-    begin = core.find(_NAME)
-    for found, end, value in _objects(core):
-        if value == _ARGUMENTS and 0 <= begin < found and core[:begin].strip():
-            return ToolFormat(NamedJson(after=core[begin + len(_NAME) : found]), start=core[:begin], end=core[end:])
+def _named_place(text: str, call: ProbeCall, position: int) -> _Place | None:
+    begin = text.find(call.name, position)
+    for found, end, value in _objects(text):
+        if value == call.arguments and 0 <= begin < found:
+            return _Place(begin, end, NamedJson(after=text[begin + len(call.name) : found]))
     return None
 
 
-def _tag_format(core: str) -> ToolFormat | None:
-    texts = (_NAME, _KEYS[0], str(_ARGUMENTS[_KEYS[0]]), _KEYS[1], str(_ARGUMENTS[_KEYS[1]]))
-    between, position = list[str](), 0
-    for text in texts:
-        found = core.find(text, position)
+def _tags_place(text: str, call: ProbeCall, position: int) -> _Place | None:
+    (first_key, first_value), (second_key, second_value) = call.arguments.items()
+    between, begin = list[str](), text.find(call.name, position)
+    position = begin
+    for part in (call.name, first_key, str(first_value), second_key, str(second_value)):
+        found = text.find(part, position)
         if found < 0:
             return None
-        between.append(core[position:found])
-        position = found + len(text)
-    start, name_to_key, key_to_value, value_to_key, _ = between
-    rest = core[position:]
-    size = next((n for n in range(len(value_to_key), 0, -1) if name_to_key.endswith(value_to_key[-n:])), 0)
-    key_before = value_to_key[len(value_to_key) - size :].lstrip()
-    value_after = value_to_key[: len(value_to_key) - len(key_before)]
-    if _NAME in "".join(between) + rest:
+        between.append(text[position:found])
+        position = found + len(part)
+    _, name_to_key, key_to_value, value_to_key, _ = between
+    key_before = "".join(_common_end(_pieces(name_to_key), _pieces(value_to_key)))
+    value_after = value_to_key.removesuffix(key_before).replace(first_key, "{key}")
+    if not (key_before.strip() and key_to_value.strip() and value_after.strip()):
         return None
-    if not (start.strip() and key_before and key_to_value.strip() and value_after.strip()):
+    last = value_after.replace("{key}", second_key)
+    if not text.startswith(last.rstrip(), position):
         return None
-    if not rest.startswith(value_after.rstrip()) or not (end := rest[len(value_after.rstrip()) :].lstrip()):
-        return None
-    tags = Tags("", name_to_key.removesuffix(key_before), key_before, key_to_value.rstrip("\n"), "", value_after, end)
-    if key_to_value.endswith("\n"):
-        tags = replace(tags, value_before="\n")
-    return ToolFormat(tags, start=start)
+    size = len(last) if text.startswith(last, position) else len(last.rstrip())
+    kept = key_before.lstrip()
+    value_after = value_after + key_before[: len(key_before) - len(kept)]
+    name_after = name_to_key.removesuffix(key_before)
+    is_line = key_to_value.endswith("\n")
+    tags = Tags("", name_after, kept, key_to_value.removesuffix("\n"), "\n" if is_line else "", value_after)
+    return _Place(begin, position + size, replace(tags, has_nested="{key}" in value_after))
 
 
 def _recognised_reasoning(tokenizer: ModelTokenizer, template: str) -> ReasoningStyle | None:
-    text = _render(tokenizer, [_ASKED, {**_ANSWERED, "reasoning_content": _THOUGHT}])
-    if text is not None and _THOUGHT in text and _ANSWER in text.partition(_THOUGHT)[2]:
-        before, _, after = text.partition(_THOUGHT)
+    text = rendered_answer(tokenizer, template, reasoning_content=THOUGHT)
+    if text is not None and THOUGHT in text and ANSWER in text.partition(THOUGHT)[2]:
+        before, _, after = text.partition(THOUGHT)
         for style in STYLES.values():
             if before.rstrip().endswith(style.start.rstrip()) and after.lstrip().startswith(style.end):
                 return _style(style.start, style.end, template)
         start, end = _LAST_MARK.search(before), _FIRST_MARK.match(after)
-        plain = _render(tokenizer, [_ASKED, _ANSWERED]) or ""
+        plain = rendered_answer(tokenizer, template) or ""
         if start is not None and end is not None and start[1] not in plain:
             return _style(start[1], end[1])
     # Templates that drop the reasoning of earlier answers name its mark all the same.

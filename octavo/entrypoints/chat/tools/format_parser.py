@@ -8,27 +8,21 @@ from typing import Any
 
 from octavo.entrypoints.chat.reasoning import held_back
 from octavo.entrypoints.chat.tools.call_spelling import schema_types
-from octavo.entrypoints.chat.tools.python_calls import keyed_call, python_calls
+from octavo.entrypoints.chat.tools.parameter_values import nested_value, parameter_value
+from octavo.entrypoints.chat.tools.python_calls import keyed_call, python_calls, python_list
 from octavo.entrypoints.chat.tools.tool_formats import JsonCalls, KeyedValues, NamedJson, PythonCalls, Tags, ToolFormat
-from octavo.entrypoints.chat.tools.tool_parser import (
-    Call,
-    Steps,
-    TextParser,
-    ToolSchemas,
-    json_call,
-    load_json,
-    search,
-    to_json,
-)
+from octavo.entrypoints.chat.tools.tool_parser import Call, Steps, TextParser, ToolSchemas, json_call, search, to_json
 
 _MAX_REREAD = 100_000  # characters that an answer may have in what looks like calls and is none, before all is content
 _MAX_HEAD = 512  # characters before the arguments of a `NamedJson`
+_MAX_KEY = 128  # characters of a key that no schema names, where it ends the argument before it
 _NAME = re.compile(r"[\w.\-]{1,256}")
 _NO_NAME = re.compile(r"[^\w.\-]")
 _NO_SEPARATOR = re.compile(r"[^;, \n\t]")
 _PIECES = re.compile(r"<[^<>\s]*>|[^<>\s]+")
 _BEGIN_LIST = re.compile(r"\[\s{0,32}[A-Za-z_][\w.]{0,255}\s{0,32}\(")
 _BEGIN_LIST_SO_FAR = re.compile(r"\[\s{0,32}(?:[A-Za-z_][\w.]{0,255})?\s{0,32}")
+_MAY_BEGIN_LIST = re.compile(r"\[\s{0,32}(?:[A-Za-z_][\w.]{0,255})?\s{0,32}\Z")
 
 
 class FormatParser(TextParser):
@@ -36,7 +30,9 @@ class FormatParser(TextParser):
 
     def __init__(self, form: ToolFormat, tools: ToolSchemas) -> None:
         self._form = form
-        self._start, self._end, self._close = (mark.strip() for mark in (form.start, form.end, form.close))
+        marks = (form.open, form.start, form.end, form.close)
+        self._open, self._start, self._end, self._close = (mark.strip() for mark in marks)
+        self._separator = form.separator.strip("; ,\n\t")
         bodies = (form.body, *form.also)
         self._json = next((body for body in bodies if isinstance(body, JsonCalls)), None)
         self._other = next((body for body in bodies if not isinstance(body, JsonCalls)), None)
@@ -44,7 +40,7 @@ class FormatParser(TextParser):
         self._marks = trigger_marks(form)
         self._any_mark = re.compile("|".join(map(re.escape, self._marks)))
         self._blanks = ""  # before the last mark; they are content if it is
-        self._head = _head(form.body) if isinstance(form.body, NamedJson) else None
+        self._head = _head(self._other) if isinstance(self._other, NamedJson) else None
         super().__init__(tools)
 
     def _read(self) -> Steps[None]:
@@ -80,7 +76,12 @@ class FormatParser(TextParser):
         return found[0]
 
     def _read_section(self, mark: str) -> Steps[None]:
-        """Give the calls after a mark, each when it is whole, and forget them with the marks around them."""
+        """Give the calls after a mark, each when it is whole, and forget them with the marks around them. A section
+        without calls is nothing."""
+        for opened, closed in ((self._open, self._close), (self._start, self._end)):
+            if mark == opened and closed and (yield from self._skip_mark(closed)):
+                self._begin = self._seen
+                return
         if self._start and mark not in (self._start, self._tag):
             yield from self._skip_mark(self._start)
         is_after_tag = mark == self._tag
@@ -89,6 +90,8 @@ class FormatParser(TextParser):
             if self._end and (yield from self._skip_mark(self._end)):
                 self._begin = self._seen
             is_after_tag = False
+            if self._separator:
+                yield from self._skip_mark(self._separator)
             if self._start:
                 if (yield from self._skip_mark(self._start)):
                     continue
@@ -117,7 +120,33 @@ class FormatParser(TextParser):
             self._seen = self._begin
             if (yield from self._skip_mark(self._close)):
                 self._begin = self._seen
+        if not self._had_call and isinstance(self._form.body, PythonCalls):
+            yield from self._find_python()
         yield from self._give_rest()
+
+    def _find_python(self) -> Steps[None]:
+        """Give the content before a list of calls of known functions, and these. Nothing if there is none."""
+        names = "|".join(map(re.escape, self._tools))
+        start = re.compile(rf"\[\s{{0,32}}(?:{names})\s{{0,32}}\(")
+        self._seen = self._begin
+        while (found := search(self._text, start, self._seen)) is None:
+            held = _MAY_BEGIN_LIST.search(self._text, max(self._begin, len(self._text) - 2 * _MAX_HEAD))
+            shown = self._text[self._begin : held.start() if held else len(self._text)].rstrip()
+            self._give_until(self._begin + len(shown))
+            self._seen = self._begin
+            if not (yield from self._more()):
+                return
+        begin = found.start()
+        self._give_until(self._begin + len(self._text[self._begin : begin].rstrip()))
+        while (yield from self._more()):
+            pass
+        listed = search(self._text, start, 0)
+        read = None if listed is None else python_list(self._text[listed.start() :])
+        if listed is not None and read is not None:
+            self._seen = listed.start() + read[1]
+            self._give_calls(read[0])
+            if self._close and (yield from self._skip_mark(self._close)):
+                self._begin = self._seen
 
     def _take_calls(self, is_after_tag: bool) -> Steps[list[Call] | None]:
         """The calls that begin here, and go behind them. None if these are none."""
@@ -140,6 +169,8 @@ class FormatParser(TextParser):
 
     def _take_json_calls(self, body: JsonCalls) -> Steps[list[Call] | None]:
         value = yield from self._take_json()
+        if value == [] and not self._form.is_whole_answer:
+            return []
         items = value if isinstance(value, list) else [value]
         names = (body.arguments, "arguments", "parameters")
         calls = [
@@ -167,19 +198,43 @@ class FormatParser(TextParser):
             return None
         if body.end:
             yield from self._skip_mark(body.end.strip())
-        return [Call(head[1], to_json(value))]
+        name = self._fitting(head["name"], value)
+        if name is None:
+            return None
+        own_id = head.groupdict().get("id") or ("" if head["id_part"] is None else head["head"])
+        return [Call(name, to_json(value), own_id)]
+
+    def _fitting(self, name: str, arguments: Mapping[str, Any]) -> str | None:
+        """The function's name. Models write a counter in its place at times: then the only function is meant that takes
+        these arguments."""
+        if name in self._tools or not name.isdigit():
+            return name
+        fits = []
+        for known, schema in self._tools.items():
+            properties, required = schema.get("properties"), schema.get("required")
+            keys = properties if isinstance(properties, Mapping) else {}
+            if arguments.keys() <= keys.keys() and set(required or ()) <= arguments.keys():
+                fits.append(known)
+        return fits[0] if len(fits) == 1 else None
 
     def _take_tags(self, body: Tags, is_after_tag: bool) -> Steps[list[Call] | None]:
         if self._tag and not is_after_tag and not (yield from self._skip_mark(self._tag)):
             return None
         name = yield from self._take_name()
-        if name is None or not (yield from self._skip_mark(body.name_after.strip())):
+        if name is None:
             return None
+        if not (yield from self._skip_mark(body.name_after.strip())):
+            return [Call(name, "{}")] if (yield from self._skip_self_closing(body)) else None
         schema = self._tools.get(name, {})
         properties = schema.get("properties")
         schemas = properties if isinstance(properties, Mapping) else {}
         arguments: dict[str, Any] = {}
-        while (yield from self._skip_mark(body.key_before)):
+        end = body.end.strip() or self._end
+        while True:
+            if end and (yield from self._skip_mark(end)):
+                return [Call(name, to_json(arguments))]
+            if not (yield from self._skip_mark(body.key_before)):
+                break
             key = yield from self._take_until(body.key_after)
             if key is None or not key.strip() or "\n" in key:
                 return None
@@ -190,31 +245,93 @@ class FormatParser(TextParser):
                     return None
                 attributes = before
             key = key.strip()
-            is_text = _is_text(schema_types(schemas.get(key), schema), attributes, body)
-            value = yield from self._take_value(body, is_text)
+            others = [one for one in schemas if one != key and one not in arguments] if schemas else None
+            value = yield from self._take_value(body, key, attributes, schema, others)
             if value is None:
                 return None
             arguments[key] = value[0]
-        end = body.end.strip() or self._end
-        return [Call(name, to_json(arguments))] if (yield from self._skip_mark(end)) else None
-
-    def _take_value(self, body: Tags, is_text: bool | None) -> Steps[tuple[Any] | None]:
-        """The value of a parameter, and go behind the mark after it. None if that does not come."""
-        mark = body.value_after.strip()
+        # The mark at the end of a call may have been forgotten.
         begin = self._seen
+        for mark in filter(None, (self._end, self._close)):
+            if (yield from self._skip_mark(mark)):
+                self._seen = begin
+                return [Call(name, to_json(arguments))]
+        return None if end else [Call(name, to_json(arguments))]
+
+    def _skip_self_closing(self, body: Tags) -> Steps[bool]:
+        """Go behind `/>` in the place of what follows a name, as in `<invoke name="f"/>`."""
+        begin, mark = self._seen, body.name_after.strip()
+        has_name_after = mark.endswith(">") and (len(mark) == 1 or (yield from self._skip_mark(mark[:-1])))
+        if has_name_after and (yield from self._skip_mark("/>")):
+            return True
+        self._seen = begin
+        return False
+
+    def _take_value(
+        self, body: Tags, key: str, attributes: str, schema: Mapping[str, Any], others: list[str] | None
+    ) -> Steps[tuple[Any] | None]:
+        """The value of a parameter, and go behind the mark after it. Where that was forgotten the value ends at the
+        next of the `others` (any key if None), or with the call. None if nothing of that comes."""
+        properties = schema.get("properties")
+        own = properties.get(key) if isinstance(properties, Mapping) else None
+        kinds = schema_types(own, schema)
+        says_text = bool(body.text_attribute) and body.text_attribute.strip() in attributes
+        says_json = bool(body.json_attribute) and body.json_attribute.strip() in attributes
+        mark = body.value_after.replace("{key}", key).strip()
+        begin = self._seen
+        is_text = kinds == {"string"} or (says_text and (not kinds or "string" in kinds))
         if not is_text and (yield from self._skip_spaces()) and self._text[self._seen] in "{[":
             value = yield from self._take_json()  # in which the mark may stand
             if value is not None and (yield from self._skip_mark(mark)):
                 return (value,)
         self._seen = begin
-        text = yield from self._take_until(mark)
+        text = yield from self._take_until_next(body, mark, others)
         if text is None:
             return None
         if body.value_before.endswith("\n"):
             text = text.removeprefix("\n")
         if body.value_after.startswith("\n"):
             text = text.removesuffix("\n")
-        return (_value(text, is_text),)
+        if body.has_nested and text.lstrip().startswith(body.key_before):
+            return (nested_value(text, body, own, schema),)
+        return (parameter_value(text, kinds, says_text=says_text, says_json=says_json),)
+
+    def _take_until_next(self, body: Tags, mark: str, others: list[str] | None) -> Steps[str | None]:
+        """The text before the next `mark`, and go behind that; or before whatever else ends an argument."""
+        keys = rf"[^<>\s]{{1,{_MAX_KEY}}}" if others is None else "|".join(map(re.escape, others))
+        ends = [text for text in (body.end.strip(), self._end) if text]
+        stops: dict[str, str] = {}  # by the mark that each begins with
+        if keys:
+            stops[body.key_before] = rf"{re.escape(body.key_before)}(?:{keys}){re.escape(body.key_after.strip())}"
+        if len(ends) > 1:
+            stops[ends[0]] = r"\s{0,8}".join(map(re.escape, ends))
+        stop = re.compile("|".join(stops.values()) or r"(?!)")
+        size = max([_MAX_KEY if others is None else 0, *map(len, others or ())])
+        size += sum(map(len, (body.key_before, body.key_after, mark, *ends))) + 8  # of a stop
+        begins = re.compile("|".join(map(re.escape, (mark, *stops))))
+        longest = max(map(len, (mark, *stops)))
+        begin = scanned = self._seen
+        while True:
+            found = search(self._text, begins, scanned)
+            self._seen = len(self._text)
+            if found is None:
+                scanned = max(scanned, len(self._text) - longest + 1)
+            elif self._text.startswith(mark, found.start()):
+                self._seen = found.start() + len(mark)
+                return self._text[begin : found.start()]
+            elif stop.match(self._text, found.start()):
+                self._seen = found.start()
+                return self._text[begin : self._seen].rstrip()
+            elif len(self._text) - found.start() >= size or self._is_whole:
+                scanned = found.start() + 1
+                continue
+            else:
+                scanned = found.start()
+            if not (yield from self._more()):
+                break
+        last = [at for end in ends if (at := self._text.find(end, begin)) >= 0]
+        self._seen = min(last, default=len(self._text))
+        return self._text[begin : self._seen].rstrip() if last else None
 
     def _take_name(self) -> Steps[str | None]:
         if not (yield from self._skip_spaces()):
@@ -233,7 +350,10 @@ class FormatParser(TextParser):
         text = yield from self._take_until(self._end or self._close)
         if text is None:  # the mark was forgotten
             text, self._seen = self._text[begin:], len(self._text)
-        return python_calls(text)
+        calls = python_calls(text)
+        if calls is None and self._form.is_whole_answer and (read := python_list(text)) is not None:
+            calls, self._seen = read[0], begin + read[1]
+        return calls
 
 
 def trigger_marks(form: ToolFormat) -> tuple[str, ...]:
@@ -249,29 +369,7 @@ def trigger_marks(form: ToolFormat) -> tuple[str, ...]:
 def _head(body: NamedJson) -> re.Pattern[str]:
     """What stands before the arguments, with single blanks. Models leave marks out at times; the name must be there."""
     before = f"(?:{re.escape(body.before)})?" if body.before else ""
-    may_have_id = f"(?:{body.may_have_id})?" if body.may_have_id else ""
+    own_id = body.may_have_id.replace("(", "(?P<id>", 1) if "(" in body.may_have_id else body.may_have_id
+    may_have_id = f"(?P<id_part>{own_id})?" if own_id else "(?P<id_part>(?!))?"
     after = "".join(f" ?(?:{re.escape(piece)})?" for piece in _PIECES.findall(body.after))
-    return re.compile(rf"{before}([\w.\-]{{1,256}}?){may_have_id}{after} ?")
-
-
-def _is_text(kinds: set[str], attributes: str, body: Tags) -> bool | None:
-    """Whether a parameter is a text, written as it is; None if it is one or null."""
-    if body.text_attribute and body.text_attribute.strip() in attributes:
-        return True
-    if (
-        not kinds
-        or not kinds <= {"string", "null"}
-        or (body.json_attribute and body.json_attribute.strip() in attributes)
-    ):
-        return False
-    return True if kinds == {"string"} else None
-
-
-def _value(text: str, is_text: bool | None) -> Any:
-    if is_text or (is_text is None and text.strip() != "null"):
-        return text
-    value = load_json(text)
-    if value is not None or text.strip() == "null":
-        return value
-    lowered = text.strip().lower()
-    return lowered == "true" if lowered in ("true", "false") else text
+    return re.compile(rf"(?P<head>{before}(?P<name>[\w.\-]{{1,256}}?){may_have_id}){after} ?")

@@ -13,11 +13,60 @@ from octavo.entrypoints.chat.tools.tool_parser import Call, load_json, to_json
 _CONSTANTS = {"true": True, "false": False, "null": None}  # which models write, too
 _KEY = re.compile(r"([{,]\s*)([A-Za-z_][\w.\-]*)\s*:")
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+# Quotes end a text where what follows goes on with the call: models leave apostrophes and line breaks as they are.
+_TEXTS = {
+    quote: re.compile(rf"{quote}((?:[^\\]|\\.)*?){quote}(?=\s{{0,64}}(?:[,)\]}}:]|\Z))", re.DOTALL) for quote in "'\""
+}
+_WITHIN_TEXT = re.compile(r'\\.|["\n\r]', re.DOTALL)
+_LINE_BREAKS = {"\n": "\\n", "\r": "\\r"}
+_LEADING_ZEROS = re.compile(r"(?<![\w.])0+(?=\d)")
 _HEAD = re.compile(r"\s*([\w.\-]{1,256})\s*(?=\{)")
 
 
 def python_calls(text: str) -> list[Call] | None:
     """The calls of `[f(a="b"), g()]`, or of one `f(a="b")` a line. None if it is anything else."""
+    calls = _parsed_calls(text)
+    return _parsed_calls(_repaired(text)) if calls is None else calls
+
+
+def python_list(text: str) -> tuple[list[Call], int] | None:
+    """The calls of the list that `text` begins with, and where it ends. None if it does not begin with one."""
+    depth, position = 0, 0
+    while position < len(text):
+        if (quoted := _text_at(text, position)) is not None:
+            position = quoted.end()
+            continue
+        depth += (text[position] in "[({") - (text[position] in "])}")
+        position += 1
+        if depth <= 0:
+            calls = python_calls(text[:position])
+            return None if calls is None else (calls, position)
+    return None
+
+
+def _text_at(text: str, position: int) -> re.Match[str] | None:
+    return _TEXTS[text[position]].match(text, position) if text[position] in _TEXTS else None
+
+
+def _repaired(text: str) -> str:
+    """`text` with what models write and Python refuses as Python has it: line breaks and apostrophes in texts, numbers
+    that begin with zeros."""
+    parts, position, begin = list[str](), 0, 0
+    while position < len(text):
+        if (quoted := _text_at(text, position)) is None:
+            position += 1
+            continue
+        parts.append(_LEADING_ZEROS.sub("", text[begin:position]))
+        parts.append(f'"{_WITHIN_TEXT.sub(_escaped, quoted[1])}"')
+        position = begin = quoted.end()
+    return "".join(parts) + _LEADING_ZEROS.sub("", text[begin:])
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return _LINE_BREAKS.get(found[0], '\\"' if found[0] == '"' else found[0])
+
+
+def _parsed_calls(text: str) -> list[Call] | None:
     try:
         # JSON's texts may escape a slash, which Python's do not.
         statements = ast.parse(_ESCAPE.sub(lambda found: "/" if found[1] == "/" else found[0], text.strip())).body

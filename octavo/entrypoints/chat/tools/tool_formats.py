@@ -7,6 +7,7 @@ chat templates as published. Names are those of vLLM's --tool-call-parser.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,13 +31,16 @@ class NamedJson:
     before: str = ""  # the name
     after: str = ""
     end: str = ""
-    call_id: str = ""  # after the name; `\\d` stands for a digit
-    may_have_id: str = ""  # regular expression of what models write there at times
+    call_id: str = ""  # after the name; `\\d` stands for the number of calls before this one
+    # Regular expression of what models write there at times. Its group is the call's id; without one the id is all of
+    # the head.
+    may_have_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """The name, then each argument between marks: texts as they are, other values as JSON."""
+    """The name, then each argument between marks: texts as they are, other values as JSON. `{key}` in `value_after` is
+    the key again."""
 
     name_before: str
     name_after: str
@@ -47,6 +51,7 @@ class Tags:
     end: str = ""
     text_attribute: str = ""  # says of a value that it is a text
     json_attribute: str = ""
+    has_nested: bool = False  # objects and lists are such tags again, a list's of the name "item"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +95,10 @@ class ToolFormat:
         body = self.body
         texts = [self.open, self.start, self.end, self.close, *self.skipped]
         if isinstance(body, NamedJson):
-            texts += [body.before, body.after, body.end, body.may_have_id.replace("\\", "")]
+            texts += [body.before, body.after, body.end, re.sub(r"\\(?=\W)|\(.*", "", body.may_have_id)]
         elif isinstance(body, Tags):
             texts += [body.name_before, body.name_after, body.key_before, body.key_after, body.value_before]
-            texts += [body.value_after, body.end]
+            texts += [*body.value_after.split("{key}"), body.end]
         elif isinstance(body, KeyedValues):
             texts.append(body.quote)
         return tuple(text for text in dict.fromkeys(texts) if text.strip())
@@ -101,13 +106,14 @@ class ToolFormat:
 
 _JSON = JsonCalls()
 _QWEN_TAGS = Tags("<function=", ">\n", "<parameter=", ">", "\n", "\n</parameter>\n", "</function>\n")
+_M3 = "]<]minimax[>["  # before each of MiniMax M3's tags
 _DEEPSEEK: Any = {
     "open": "<｜tool▁calls▁begin｜>", "start": "<｜tool▁call▁begin｜>", "end": "<｜tool▁call▁end｜>",
     "close": "<｜tool▁calls▁end｜>",
 }  # fmt: skip
 
 
-def _invoke(prefix: str, **more: str) -> Tags:
+def _invoke(prefix: str, **more: Any) -> Tags:
     """MiniMax's tags, which others have with a prefix."""
     begin = f"<{prefix}"
     return Tags(
@@ -123,9 +129,9 @@ _GLM = ToolFormat(
     start="<tool_call>",
     end="</tool_call>",
 )
-_MISTRAL = ToolFormat(
-    NamedJson(after="[ARGS]", may_have_id=r"\[CALL_ID\][\w-]*"), start="[TOOL_CALLS]", separator="", also=(_JSON,)
-)
+_MISTRAL_ALSO: Any = (NamedJson(after="[ARGS]", may_have_id=r"\[CALL_ID\]([\w-]*)"),)
+_MISTRAL = ToolFormat(_MISTRAL_ALSO[0], start="[TOOL_CALLS]", separator="", also=(_JSON,))
+_MISTRAL_LIST = ToolFormat(JsonCalls(is_list=True), start="[TOOL_CALLS]", also=_MISTRAL_ALSO)
 _LIST_IN_TAGS = ToolFormat(JsonCalls(is_list=True), start="<tool_calls>", end="</tool_calls>")
 _LLAMA_JSON = ToolFormat(JsonCalls(arguments="parameters"), skipped=("<|python_tag|>",), separator="; ")
 _PYTHONIC = ToolFormat(PythonCalls(), skipped=("<|python_start|>",), close="<|python_end|>")
@@ -133,20 +139,40 @@ HARMONY = ToolFormat(
     NamedJson("functions.", " <|constrain|>json<|message|>"), start="<|channel|>commentary to=", end="<|call|>"
 )
 
+_COHERE = ToolFormat(
+    JsonCalls("tool_name", "parameters", is_list=True, first='"tool_call_id": "0", '), start="<|START_ACTION|>",
+    end="<|END_ACTION|>",
+)  # fmt: skip
+
+
+def _hunyuan_v3(suffix: str) -> ToolFormat:
+    """Checkpoints have the marks with a suffix, or without."""
+    return ToolFormat(
+        Tags(
+            "", f"<tool_sep{suffix}>\n", f"<arg_key{suffix}>", f"</arg_key{suffix}>", f"\n<arg_value{suffix}>",
+            f"</arg_value{suffix}>\n",
+        ),
+        open=f"<tool_calls{suffix}>\n", start=f"<tool_call{suffix}>", end=f"</tool_call{suffix}>",
+        close=f"\n</tool_calls{suffix}>",
+    )  # fmt: skip
+
+
+def _dsml(section: str) -> ToolFormat:
+    return ToolFormat(
+        _invoke("｜DSML｜", text_attribute=' string="true"', json_attribute=' string="false"'),
+        open=f"<｜DSML｜{section}>\n", close=f"</｜DSML｜{section}>", separator="",
+    )  # fmt: skip
+
+
 FORMATS: dict[str, ToolFormat] = {
-    "cohere": ToolFormat(
-        JsonCalls("tool_name", "parameters", is_list=True, first='"tool_call_id": "0", '), start="<|START_ACTION|>",
-        end="<|END_ACTION|>",
-    ),
+    "cohere": _COHERE,
     "command_r": ToolFormat(
         JsonCalls("tool_name", "parameters", is_list=True), start="Action: ```json\n", end="\n```"
     ),
     "deepseek_v3": ToolFormat(NamedJson("function<｜tool▁sep｜>", "\n```json\n", "\n```"), **_DEEPSEEK),
     "deepseek_v31": ToolFormat(NamedJson(after="<｜tool▁sep｜>"), **_DEEPSEEK, separator=""),
-    "deepseek_v32": ToolFormat(
-        _invoke("｜DSML｜", text_attribute=' string="true"', json_attribute=' string="false"'),
-        open="<｜DSML｜function_calls>\n", close="</｜DSML｜function_calls>", separator="",
-    ),
+    "deepseek_v32": _dsml("function_calls"),
+    "deepseek_v4": _dsml("tool_calls"),
     "ernie45": HERMES,
     "functiongemma": ToolFormat(
         KeyedValues("call:", "<escape>"), start="<start_function_call>", end="<end_function_call>", separator=""
@@ -158,8 +184,11 @@ FORMATS: dict[str, ToolFormat] = {
     "granite": ToolFormat(JsonCalls(is_list=True), start="<|tool_call|>"),
     "granite-20b-fc": ToolFormat(_JSON, start="<function_call> "),
     "granite4": HERMES,
+    "gigachat3": ToolFormat(_JSON, start="<|function_call|>"),
     "hermes": HERMES,
     "hunyuan_a13b": _LIST_IN_TAGS,
+    "hy_v3": _hunyuan_v3(":opensource"),
+    "hy_v3_plain": _hunyuan_v3(""),
     "internlm": ToolFormat(
         JsonCalls(arguments="parameters"), start="<|action_start|><|plugin|>\n", end="<|action_end|>"
     ),
@@ -179,7 +208,15 @@ FORMATS: dict[str, ToolFormat] = {
     "minimax_m2": ToolFormat(
         _invoke(""), open="<minimax:tool_call>\n", close="</minimax:tool_call>", separator=""
     ),
+    "minimax_m3": ToolFormat(
+        Tags(
+            f'{_M3}<invoke name="', '">', f"{_M3}<", ">", "", f"{_M3}</{{key}}>", f"{_M3}</invoke>\n", has_nested=True
+        ),
+        open=f"{_M3}<tool_call>\n", close=f"{_M3}</tool_call>", separator="",
+    ),
     "mistral": _MISTRAL,
+    "mistral_list": _MISTRAL_LIST,
+    "nemotron_nano_v2": ToolFormat(JsonCalls(is_list=True), start="<TOOLCALL>", end="</TOOLCALL>"),
     "olmo3": ToolFormat(PythonCalls(is_list=False), start="<function_calls>", end="</function_calls>"),
     "openai": HARMONY,
     "phi4_mini_json": ToolFormat(JsonCalls(is_list=True), start="functools"),
@@ -192,6 +229,10 @@ FORMATS: dict[str, ToolFormat] = {
         Tags("<function=", ">\n", "<parameter=", ">", "", "</parameter>\n", "</function>\n"),
         start="<seed:tool_call>\n", end="</seed:tool_call>",
     ),
+    "solar_open2": ToolFormat(
+        Tags("", "\n", "<|tool_arg:start|>", "<|tool_arg:value|>", "", "<|tool_arg:end|>\n"),
+        start="<|tool_call:start|>", end="<|tool_call:end|>",
+    ),
     "step3": ToolFormat(
         Tags('function<｜tool_sep｜><steptml:invoke name="', '">', '<steptml:parameter name="', '"', ">",
              "</steptml:parameter>", "</steptml:invoke>"),
@@ -201,6 +242,10 @@ FORMATS: dict[str, ToolFormat] = {
     "step3p5": _QWEN,
     "xlam": ToolFormat(JsonCalls(is_list=True), skipped=("```json", "```", "[TOOL_CALLS]"), close="```"),
 }  # fmt: skip
+
+# Other names of the same formats.
+_ALIASES = {"cohere_command3": "cohere", "cohere_command4": "cohere", "poolside_v1": "glm45"}
+FORMATS |= {alias: FORMATS[name] for alias, name in _ALIASES.items()}
 
 
 def register_tool_format(name: str, form: ToolFormat) -> None:

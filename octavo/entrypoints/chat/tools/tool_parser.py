@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import uuid
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -19,10 +18,11 @@ ToolSchemas = Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments, 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A whole call, or (`name` None) a piece of the arguments of the last one."""
+    """A whole call, or (`name` None) a piece of the arguments of the last one. `id` is what the model wrote as one."""
 
     name: str | None
     arguments: str
+    id: str = ""
 
 
 Piece = str | Call  # content, or a call
@@ -166,10 +166,6 @@ def search(text: str, marks: re.Pattern[str], begin: int) -> re.Match[str] | Non
     return marks.search(text, begin)
 
 
-def new_call_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
-
-
 def json_call(value: Any, argument_names: Sequence[str], key: str = "name") -> Call | None:
     """A decoded `{"name": …, "arguments": {…}}` as a call, or None if it is none. The name stands at `key`."""
     if not isinstance(value, dict) or not isinstance(value.get(key), str) or not value[key]:
@@ -177,7 +173,9 @@ def json_call(value: Any, argument_names: Sequence[str], key: str = "name") -> C
     arguments: Any = next((value[name] for name in argument_names if name in value), {})
     if isinstance(arguments, str):  # some models write the object as text
         arguments = load_json(arguments)
-    return Call(value[key], to_json(arguments)) if isinstance(arguments, dict) else None
+    own_id = value.get("id")
+    own_id = own_id if isinstance(own_id, str) else ""
+    return Call(value[key], to_json(arguments), own_id) if isinstance(arguments, dict) else None
 
 
 def to_json(value: Any) -> str:

@@ -4,14 +4,19 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from octavo.entrypoints.chat.reasoning import STYLES, ReasoningStyle
+from octavo.entrypoints.chat.template_traits import rendered_calls
+from octavo.entrypoints.chat.tools.call_spelling import spelling
 from octavo.entrypoints.chat.tools.format_detection import model_formats
+from octavo.entrypoints.chat.tools.format_parser import FormatParser
 from octavo.entrypoints.chat.tools.tool_formats import FORMATS, JsonCalls, NamedJson, ToolFormat
+from octavo.entrypoints.chat.tools.tool_parser import Call
 from octavo.loading.jinja_template import render_template
 
 
@@ -39,7 +44,7 @@ def chat(calls: str, *, answer: str = "{{ m.content }}", begin: str = "<|im_star
 
 
 def each(call: str, separator: str = "") -> str:
-    more = f"{{% if not loop.last %}}{separator}{{% endif %}}"
+    more = f"{{{{ {json.dumps(separator)} if not loop.last }}}}"
     return f"{{% for c in m.tool_calls %}}{{% set f = c.function %}}{call}{more}{{% endfor %}}"
 
 
@@ -60,6 +65,13 @@ QWEN_TAGS = (
     "</function>\n</tool_call>"
 )
 INVOKE = f'<invoke name="{{{{ f.name }}}}">\n{ITEMS}<parameter name="{{{{ k }}}}">{VALUE}</parameter>\n{{% endfor %}}</invoke>\n'
+M3 = "]<]minimax[>["
+DSML = (
+    "<｜DSML｜SECTION>\n" + each(
+        f'<｜DSML｜invoke name="{{{{ f.name }}}}">\n{ITEMS}<｜DSML｜parameter name="{{{{ k }}}}" string="{{{{ \'true\' if v is string else \'false\' }}}}">'
+        f"{VALUE}</｜DSML｜parameter>\n{{% endfor %}}</｜DSML｜invoke>\n"
+    ) + "</｜DSML｜SECTION>"
+)  # fmt: skip
 THINK = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
 
 TOOL_TEMPLATES: dict[str, str] = {
@@ -110,6 +122,31 @@ TOOL_TEMPLATES: dict[str, str] = {
     "seed_oss": chat(each(
         f"<seed:tool_call>\n<function={{{{ f.name }}}}>\n{ITEMS}<parameter={{{{ k }}}}>{VALUE}</parameter>\n{{% endfor %}}</function>\n</seed:tool_call>"
     )),
+    # The end of a turn differs from that of plain answers, and marks have a suffix.
+    "hy_v3": (
+        "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{% if m.role == 'user' %}<｜hy_User｜>{{ m.content }}{% elif m.tool_calls %}"
+        "<｜hy_Assistant｜><think></think><tool_calls:opensource>\n" + each(
+            f"<tool_call:opensource>{{{{ f.name }}}}<tool_sep:opensource>\n{ITEMS}<arg_key:opensource>{{{{ k }}}}</arg_key:opensource>\n"
+            f"<arg_value:opensource>{VALUE}</arg_value:opensource>\n{{% endfor %}}</tool_call:opensource>", "\n"
+        ) + "\n</tool_calls:opensource></s>{% else %}<｜hy_Assistant｜>{{ m.content }}{% if not loop.last %}</s>{% endif %}{% endif %}{% endfor %}"
+    ),
+    "nemotron_nano_v2": chat("{{ m.content + '\n\n' if m.content }}<TOOLCALL>[" + each(OBJECT, ", ") + "]</TOOLCALL>", answer="<think>\n\n</think>{{ m.content }}", begin="<SPECIAL_11>", end="\n<SPECIAL_12>\n"),
+    "minimax_m3": chat(
+        f"{M3}<tool_call>\n" + each(f'{M3}<invoke name="{{{{ f.name }}}}">{ITEMS}{M3}<{{{{ k }}}}>{VALUE}{M3}</{{{{ k }}}}>{{% endfor %}}{M3}</invoke>\n')
+        + f"{M3}</tool_call>", begin="]~b]", end="[e~[\n",
+    ),
+    "deepseek_v32": chat(DSML.replace("SECTION", "function_calls"), begin="<｜", end="<｜end▁of▁sentence｜>"),
+    "deepseek_v4": chat(DSML.replace("SECTION", "tool_calls"), begin="<｜", end="<｜end▁of▁sentence｜>"),
+    # Mistral's before its eleventh tokenizer: a list, with ids.
+    "mistral_list": (
+        "<s>{% for m in messages %}{% if m.role == 'user' %}{{ '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' if tools }}[INST]{{ m.content }}[/INST]"
+        "{% elif m.tool_calls %}{{ m.content if m.content }}[TOOL_CALLS][" + each(OBJECT[:-1] + ', "id": "{{ c.id }}"}', ", ") + "]</s>{% elif m.role == 'tool' %}"
+        "[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]{% else %}{{ ' ' + m.content }}</s>{% endif %}{% endfor %}"
+    ),
+    "phi4_mini_json": chat(each(OBJECT, ","), begin="<|", end="<|end|>") + "{# generate calls as functools[{...}] #}",
+    "solar_open2": chat(each(
+        f"<|tool_call:start|>{{{{ f.name }}}}\n{ITEMS}<|tool_arg:start|>{{{{ k }}}}<|tool_arg:value|>{VALUE}<|tool_arg:end|>\n{{% endfor %}}<|tool_call:end|>"
+    )),
     "openai": chat(
         each("<|start|>assistant to=functions.{{ f.name }}<|channel|>commentary json<|message|>{{ f.arguments | tojson }}<|call|>"),
         answer="<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>", begin="", end="",
@@ -124,15 +161,57 @@ def test_the_format_of_calls_is_recognised(name: str) -> None:
     assert found == FORMATS[name]
 
 
+@pytest.mark.parametrize("name", TOOL_TEMPLATES)
+def test_calls_are_read_as_the_template_writes_them_and_forced_in_the_same_format(name: str) -> None:
+    tokenizer: Any = Templated(TOOL_TEMPLATES[name])
+    form = model_formats(tokenizer).tools
+    assert form is not None
+    for one in rendered_calls(tokenizer, TOOL_TEMPLATES[name]):
+        tools = {call.name: call.tool["function"]["parameters"] for call in one.calls}
+        spelled = spelling(form, tools)
+        if spelled is not None and name not in ("phi4_mini_json", "openai"):  # whose history is not as models write
+            begin = "".join((spelled.open + spelled.calls[one.calls[0].name].before).split())
+            assert begin in "".join(one.text.split())
+        if form.is_whole_answer or name == "openai":
+            continue
+        parser = FormatParser(form, tools)
+        read = [piece for piece in parser.add(one.text) + parser.finish() if isinstance(piece, Call)]
+        assert name == "phi4_mini_json" or [(call.name, json.loads(call.arguments)) for call in read] == [
+            (call.name, call.arguments) for call in one.calls
+        ]
+
+
+def test_formats_that_only_history_shows_count() -> None:
+    """DeepSeek R1's template and those of its distilled models never say that there are tools."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}{% endif %}{% if m.role == 'assistant' and m.tool_calls %}<｜Assistant｜><｜tool▁calls▁begin｜>"
+        "{% for c in m.tool_calls %}{{ '\n' if not loop.first }}{{ '<｜tool▁call▁begin｜>' + c.type + '<｜tool▁sep｜>' + c.function.name + '\n```json\n' + c.function.arguments + '\n```<｜tool▁call▁end｜>' }}{% endfor %}"
+        "<｜tool▁calls▁end｜><｜end▁of▁sentence｜>{% endif %}{% if m.role == 'assistant' and m.content is not none %}<｜Assistant｜>{{ m.content }}<｜end▁of▁sentence｜>{% endif %}{% endfor %}"
+    )
+    assert "tools" not in template
+    assert model_formats(Templated(template)).tools == FORMATS["deepseek_v3"]  # type: ignore[arg-type]
+
+
+def test_objects_without_marks_after_a_header_are_the_whole_answer() -> None:
+    """As Llama 4's: calls follow each other without anything between them."""
+    template = (
+        "{% for m in messages %}{% if loop.first and tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}{% if 'tool_calls' in m and m.tool_calls | length > 0 %}"
+        "<|header_start|>assistant<|header_end|>\n\n{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}"
+        + each(LLAMA)
+        + "<|eot|>{% else %}<|header_start|>{{ m.role }}<|header_end|>\n\n{{ m.content }}<|eot|>{% endif %}{% endfor %}"
+    )
+    assert model_formats(Templated(template)).tools == FORMATS["llama3_json"]  # type: ignore[arg-type]
+
+
 NEW_MARKS: dict[str, tuple[str, ToolFormat]] = {
     "an object": (chat(each("<<call>>{{ c.function | tojson }}<</call>>")),
-                  ToolFormat(JsonCalls(), start="<<call>>", end="<</call>>")),
+                  ToolFormat(JsonCalls(), start="<<call>>", end="<</call>>", separator="")),
     "a list, other keys": (
         chat('<acts>[{"fn": "{{ m.tool_calls[0].function.name }}", "kw": {{ m.tool_calls[0].function.arguments | tojson }}}]</acts>'),
         ToolFormat(JsonCalls("fn", "kw", is_list=True), start="<acts>", end="</acts>"),
     ),
     "a name, then an object": (chat(each("<run> {{ f.name }} <with>{{ f.arguments | tojson }}</run>")),
-                               ToolFormat(NamedJson(after=" <with>"), start="<run> ", end="</run>")),
+                               ToolFormat(NamedJson(after=" <with>"), start="<run> ", end="</run>", separator="")),
 }  # fmt: skip
 
 
@@ -142,10 +221,37 @@ def test_marks_that_nobody_knows_are_read_off(name: str) -> None:
     assert model_formats(Templated(template)).tools == expected  # type: ignore[arg-type]
 
 
-def test_tags_that_nobody_knows_are_read_off() -> None:
-    call = each(f"<do {{{{ f.name }}}}>\n{ITEMS}<with {{{{ k }}}}>{VALUE}</with>\n{{% endfor %}}</do>")
-    form = model_formats(Templated(chat(call))).tools  # type: ignore[arg-type]
-    assert form is not None and form.start == "<do "
+@pytest.mark.parametrize("opened", ["", "<acts>\n"])
+@pytest.mark.parametrize("separator", ["", "\n", "<and/>"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        f"<do {{{{ f.name }}}}>\n{ITEMS}<with {{{{ k }}}}>{VALUE}</with>\n{{% endfor %}}</do>",
+        f"<do>{{{{ f.name }}}}<sep>\n{ITEMS}<{{{{ k }}}}>{VALUE}</{{{{ k }}}}>\n{{% endfor %}}</do>",
+        "<run> {{ f.name }} <with>{{ f.arguments | tojson }}</run>",
+        '<do>{"fn": "{{ f.name }}", "kw": {{ f.arguments | tojson }}}</do>',
+    ],
+)
+def test_formats_that_nobody_knows_are_read_off_with_what_stands_around_and_between(
+    call: str, separator: str, opened: str
+) -> None:
+    closed = opened.replace("<", "</")
+    tokenizer: Any = Templated(chat(f"{opened}{each(call, separator)}{closed}", begin="<|b|>", end="<|e|>\n"))
+    form = model_formats(tokenizer).tools
+    assert form is not None and "<|e|>" not in form.end + form.close and "<|b|>" not in form.open + form.start
+    for one in rendered_calls(tokenizer, tokenizer.get_chat_template()):
+        text = "Well.\n" + one.text.partition("assistant\n")[2].removesuffix("<|e|>\n")
+        parser = FormatParser(form, {call.name: call.tool["function"]["parameters"] for call in one.calls})
+        pieces = [piece for letter in text for piece in parser.add(letter)] + parser.finish()
+        assert "".join(piece for piece in pieces if isinstance(piece, str)) == "Well."
+        calls = [(piece.name, json.loads(piece.arguments)) for piece in pieces if isinstance(piece, Call)]
+        assert calls == [(call.name, call.arguments) for call in one.calls]
+
+
+def test_marks_that_differ_between_calls_are_no_format() -> None:
+    """A counter within the marks is read neither as a part of them nor as anything else."""
+    call = "<call-{{ c.id }}>{{ f.name }}<with>{{ f.arguments | tojson }}</call-{{ c.id }}>"
+    assert model_formats(Templated(chat(each(call)))).tools is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,15 @@ GOOD: list[tuple[str, str, str | None, list[Any]]] = [
         [("get_weather", {"city": "a [b] (c)", "days": -3, "metric": True, "more": {"x": [1.5, None]}})],
     ),
     ("pythonic", "[1, 2, 3] is a list.", "[1, 2, 3] is a list.", []),
-    ("pythonic", "Text first [now()]", "Text first [now()]", []),
+    ("pythonic", "Text first [now()]", "Text first", [("now", {})]),
+    ("pythonic", "Text [first()] of it", "Text [first()] of it", []),
+    # The next mark ends an argument whose own was forgotten.
+    (
+        "qwen",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</function>\n</tool_call>",
+        None,
+        [("get_weather", {"city": "Paris"})],
+    ),
 ]
 BROKEN = [
     ("hermes", '<tool_call>\n{"name": "get_weather", "arguments": {"city": }}\n</tool_call>'),
@@ -116,7 +124,6 @@ BROKEN = [
     ("hermes", "<tool_ca"),
     ("hermes", "</tool_call>"),
     ("hermes", '<tool_call>{"name": "f", "arguments": ' + '{"a":' * 3000 + "1" + "}" * 3000 + "}</tool_call>"),
-    ("qwen", "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</function>\n</tool_call>"),
     ("qwen", "<tool_call>\n<function=>\n</function>\n</tool_call>"),
     ("qwen", "<tool_call>\n<function=get_weather>\n<parameter=city>\nPar"),
     ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {}'),

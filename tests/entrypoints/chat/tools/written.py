@@ -20,9 +20,9 @@ TOOLS = {"get_weather": SCHEMA, "now": {"type": "object", "properties": {}}}
 
 
 def write(form: ToolFormat, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    body = form.body
+    body, close = form.body, "" if form.is_whole_answer else form.close
     if isinstance(body, JsonCalls) and body.is_list:
-        return f"{form.open}{form.start}[{', '.join(one(body, *call) for call in calls)}]{form.end}{form.close}"
+        return f"{form.open}{form.start}[{', '.join(one(body, *call) for call in calls)}]{form.end}{close}"
     if isinstance(body, PythonCalls):
         texts = [one(body, *call) for call in calls]
         whole = f"[{', '.join(texts)}]" if body.is_list else "\n".join(texts)
@@ -47,7 +47,8 @@ def one(body: Any, name: str, arguments: Mapping[str, Any]) -> str:
         is_text = isinstance(value, str)
         attribute = body.text_attribute if is_text else body.json_attribute
         shown = value if is_text else json.dumps(value, ensure_ascii=False)
-        text += f"{body.key_before}{key}{body.key_after}{attribute}{body.value_before}{shown}{body.value_after}"
+        text += f"{body.key_before}{key}{body.key_after}{attribute}{body.value_before}{shown}"
+        text += body.value_after.replace("{key}", key)
     return text + body.end
 
 

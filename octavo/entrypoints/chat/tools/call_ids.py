@@ -1,0 +1,55 @@
+"""Ids of calls, in the form that the model's format and its chat template demand."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class CallIdForm(Enum):
+    """What ids look like."""
+
+    LONG = "call_ and 24 hexadecimal digits, as OpenAI's"
+    SHORT = "nine letters and digits, as Mistral's templates demand them"
+    COUNTED = "functions.NAME:N with the calls counted through the conversation, as Kimi K2's templates read them"
+
+
+@dataclass(slots=True)
+class CallIds:
+    """Gives the calls of one answer their ids. `used` are those of the conversation before it."""
+
+    form: CallIdForm = CallIdForm.LONG
+    used: Iterable[str] = ()
+    _taken: set[str] = field(init=False)
+    _num_calls: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        used = list(self.used)
+        self._taken, self._num_calls = set(used), len(used)
+
+    def next(self, name: str, own: str = "") -> str:
+        """The id of a call of the function `name`. The model's `own` is kept if no other call has it and it has the
+        form."""
+        new = own if own and own not in self._taken and self._fits(name, own) else self._new(name)
+        self._taken.add(new)
+        self._num_calls += 1
+        return new
+
+    def _fits(self, name: str, own: str) -> bool:
+        if self.form is CallIdForm.SHORT:
+            return len(own) == 9 and own.isascii() and own.isalnum()
+        if self.form is CallIdForm.COUNTED:
+            return own.startswith(f"functions.{name}:")
+        return True
+
+    def _new(self, name: str) -> str:
+        if self.form is CallIdForm.SHORT:
+            return uuid.uuid4().hex[:9]
+        if self.form is CallIdForm.COUNTED:
+            count = self._num_calls
+            while (counted := f"functions.{name}:{count}") in self._taken:
+                count += 1
+            return counted
+        return f"call_{uuid.uuid4().hex[:24]}"

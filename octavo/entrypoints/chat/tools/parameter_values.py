@@ -1,0 +1,110 @@
+"""Values of parameters that are written between marks: what a text is, by the parameter's schema."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.entrypoints.chat.tools.call_spelling import json_type, resolve_ref, schema_types
+from octavo.entrypoints.chat.tools.tool_formats import Tags
+from octavo.entrypoints.chat.tools.tool_parser import load_json
+
+_MAX_DEPTH = 32  # of tags in tags
+
+
+def parameter_value(text: str, kinds: set[str], *, says_text: bool = False, says_json: bool = False) -> Any:
+    """The value of `text` whose schema allows `kinds` (none where there is no schema). What the call says of it decides
+    where the schema does not."""
+    known = kinds - {"unknown"}
+    stripped = text.strip()
+    if "string" in known and known <= {"string", "null"}:
+        if "null" in known and stripped in ("null", "None") and not says_text:
+            return None
+        written = load_json(stripped) if says_json else None
+        return written if isinstance(written, str) else text
+    if says_text and ("string" in kinds or not known):
+        return text
+    value = load_json(stripped)
+    if value is None and stripped != "null":
+        value = _literal(stripped, known)
+        if value is _NOTHING:
+            return text
+    if isinstance(value, str) and known and "string" not in known:  # a number in quotes
+        inner = load_json(value)
+        return inner if _fits(inner, known) else value
+    return text if "string" in known and kinds == known and not _fits(value, known) else value
+
+
+_NOTHING = object()
+
+
+def _literal(text: str, kinds: set[str]) -> Any:
+    """The value of a literal of Python's, or of a truth value in any case; `_NOTHING` for what the schema does not
+    allow."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true" if not kinds or "boolean" in kinds or "string" not in kinds else _NOTHING
+    if not kinds:
+        return _NOTHING
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return _NOTHING
+    if isinstance(value, tuple):
+        value = list(value)
+    return value if _fits(value, kinds) and _is_json(value) else _NOTHING
+
+
+def _fits(value: Any, kinds: set[str]) -> bool:
+    kind = json_type(value)
+    return kind in kinds or (kind == "integer" and "number" in kinds)
+
+
+def _is_json(value: Any, depth: int = 0) -> bool:
+    if depth > _MAX_DEPTH:
+        return False
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(item, depth + 1) for key, item in value.items())
+    if isinstance(value, list):
+        return all(_is_json(item, depth + 1) for item in value)
+    return value is None or isinstance(value, str | int | float)
+
+
+def nested_value(text: str, body: Tags, schema: Any, root: Mapping[str, Any], depth: int = 0) -> Any:
+    """The object or list that `text` writes with a tag for each key or item, or the value of a text."""
+    schema = resolve_ref(schema, root)
+    kinds = schema_types(schema, root)
+    begin = re.compile(rf"\s*{re.escape(body.key_before)}([^<>\s/]+){re.escape(body.key_after)}")
+    if depth > _MAX_DEPTH or (found := begin.match(text)) is None:
+        return parameter_value(text, kinds)
+    items: list[tuple[str, Any]] = []
+    while found is not None:
+        key, position, end, level = found[1], found.end(), found.end(), 1
+        opened, closed = f"{body.key_before}{key}{body.key_after}", body.value_after.strip().replace("{key}", key)
+        either = re.compile(f"{re.escape(opened)}|{re.escape(closed)}")
+        while level:
+            mark = either.search(text, position)
+            if mark is None:
+                return parameter_value(text, kinds)
+            level += 1 if mark[0] == opened else -1
+            position, end = mark.end(), mark.start()
+        inner = text[found.end() : end]
+        items.append((key, nested_value(inner, body, _part_schema(schema, key), root, depth + 1)))
+        found = begin.match(text, position)
+    if all(key == "item" for key, _ in items) and ("array" in kinds or "object" not in kinds):
+        return [value for _, value in items]
+    result: dict[str, Any] = {}
+    for key, value in items:
+        repeated = [one for name, one in items if name == key]
+        result[key] = repeated if len(repeated) > 1 else value
+    return result
+
+
+def _part_schema(schema: Any, key: str) -> Any:
+    if not isinstance(schema, Mapping):
+        return None
+    properties = schema.get("properties")
+    if isinstance(properties, Mapping) and key in properties:
+        return properties[key]
+    return schema.get("items") if key == "item" else schema.get("additionalProperties")

@@ -1,0 +1,244 @@
+"""Conversations with calls over templates that differ in what they take: small ones that are built as the families' own
+are."""
+
+# ruff: noqa: E501 - templates are easier to read in one line
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from octavo.entrypoints.chat.answer_reader import AnswerFormat, AnswerReader, CallDelta
+from octavo.entrypoints.chat.chat_template import render_chat
+from octavo.entrypoints.chat.tools.call_ids import CallIdForm, CallIds
+from octavo.entrypoints.chat.tools.format_detection import model_formats
+from octavo.entrypoints.chat.tools.format_parser import FormatParser
+from octavo.entrypoints.chat.tools.tool_formats import FORMATS
+from octavo.errors import RequestError
+from octavo.loading.tokenizer import ModelTokenizer
+
+USER = {"role": "user", "content": "Hi"}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+
+
+def tokenizer_of(template: str) -> ModelTokenizer:
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1}, unk_token="<unk>"))
+    return ModelTokenizer(backend, {"eos_token": "</s>"}, chat_template=template)
+
+
+def calling(arguments: Any = '{"city": "Rome"}', content: Any = None, id: str = "abcdefgh1") -> dict[str, Any]:
+    call = {"id": id, "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+def result(id: str = "abcdefgh1") -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": id, "content": "rain"}
+
+
+EACH = "{% for c in m.tool_calls %}<call>{{ c.function.name }} {{ ARGUMENTS }}</call>{% endfor %}"
+CHAT = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]{% if m.tool_calls %}"
+    + EACH + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)  # fmt: skip
+OBJECTS = CHAT.replace("ARGUMENTS", "c.function.arguments | tojson")
+TEXTS = CHAT.replace("{{ ARGUMENTS }}", "{{ '' + c.function.arguments }}")
+EITHER = CHAT.replace(
+    "ARGUMENTS", "(c.function.arguments if c.function.arguments is string else c.function.arguments | tojson)"
+)
+ITEMS = CHAT.replace("{{ ARGUMENTS }}", "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}")
+SHOWN = CHAT.replace("ARGUMENTS", "c.function.arguments")
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments"),
+    [(OBJECTS, '{"city": "Rome"}'), (TEXTS, '{"city": "Rome"}'), (EITHER, '{"city": "Rome"}'), (ITEMS, "city=Rome;"),
+     (SHOWN, '{"city": "Rome"}')],
+)  # fmt: skip
+@pytest.mark.parametrize("sent", ['{"city": "Rome"}', {"city": "Rome"}])
+def test_arguments_reach_a_template_as_it_takes_them(template: str, arguments: str, sent: Any) -> None:
+    text = render_chat(tokenizer_of(template), [USER, calling(sent), result()])
+    assert text == f"[user]Hi[assistant]<call>get_weather {arguments}</call>[tool]rain"
+
+
+@pytest.mark.parametrize("template", [OBJECTS, TEXTS, EITHER, SHOWN])
+@pytest.mark.parametrize("blank", ["", " ", "\n", None, "null", {}, "{}"])
+def test_blank_arguments_are_an_empty_object(template: str, blank: Any) -> None:
+    assert "get_weather {}</call>" in render_chat(tokenizer_of(template), [USER, calling(blank)])
+
+
+ASKS_FOR_NONE = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.tool_calls is defined and m.content is none %}"
+    + EACH.replace("ARGUMENTS", "c.function.arguments | tojson") + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)  # fmt: skip
+ADDS = OBJECTS.replace("{% if m.tool_calls %}", "{% if m.tool_calls %}{{ m.content + '|' }}")
+WRITES = OBJECTS.replace("{% if m.tool_calls %}", "{% if m.tool_calls %}{{ m.content }}|")
+HAS_KEY = OBJECTS.replace(
+    "{% if m.tool_calls %}",
+    "{% if 'content' not in m %}{{ raise_exception('no content') }}{% endif %}{% if m.tool_calls %}",
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "call"),
+    [(ASKS_FOR_NONE, '<call>get_weather {"city": "Rome"}</call>'), (ADDS, '|<call>get_weather {"city": "Rome"}</call>'),
+     (WRITES, '|<call>get_weather {"city": "Rome"}</call>'), (HAS_KEY, '<call>get_weather {"city": "Rome"}</call>')],
+)  # fmt: skip
+@pytest.mark.parametrize("leaves_out", [False, True])
+def test_a_content_that_is_null_stays_null_where_the_template_can_take_it(
+    template: str, call: str, leaves_out: bool
+) -> None:
+    message = calling()
+    if leaves_out:
+        del message["content"]
+    assert render_chat(tokenizer_of(template), [USER, message]) == f"[user]Hi[assistant]{call}"
+
+
+@pytest.mark.parametrize("nothing", [[], None])
+def test_an_empty_list_of_calls_is_as_if_absent(nothing: Any) -> None:
+    asks = "{% for m in messages %}[{{ m.role }}]{{ 'calls' if m.tool_calls is defined else m.content }}{% endfor %}"
+    message = {"role": "assistant", "content": "It is sunny.", "tool_calls": nothing}
+    assert render_chat(tokenizer_of(asks), [USER, message]) == "[user]Hi[assistant]It is sunny."
+
+
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + PLAIN
+SILENT_SYSTEM = "{% for m in messages if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [NO_SYSTEM, SILENT_SYSTEM])
+def test_tools_are_described_to_the_user_where_a_template_takes_no_system_message(template: str) -> None:
+    text = render_chat(tokenizer_of(template), [USER], tools=[WEATHER])
+    assert text.startswith("[user]You may call one or more functions") and text.endswith("</tool_call>\n\nHi")
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    assert '"get_weather"' in render_chat(tokenizer_of(template), parts, tools=[WEATHER])
+
+
+def test_a_system_message_that_the_template_refuses_is_refused() -> None:
+    with pytest.raises(RequestError, match="System role not supported"):
+        render_chat(tokenizer_of(NO_SYSTEM), [{"role": "system", "content": "Be kind."}, USER], tools=[WEATHER])
+
+
+DESCRIBES = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{# Call with <|tool_call|>[...] #}" + PLAIN
+WRITES_ONLY = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.tool_calls %}<｜tool▁calls▁begin｜>{% for c in m.tool_calls %}<｜tool▁call▁begin｜>"
+    "{{ c.function.name + '<｜tool▁sep｜>' + c.function.arguments }}<｜tool▁call▁end｜>{% endfor %}<｜tool▁calls▁end｜>"
+    "{% else %}{{ m.content }}{% endif %}</s>{% endfor %}"
+)
+
+
+def test_calls_that_a_template_ignores_are_written_in_the_models_format() -> None:
+    tokenizer = tokenizer_of(DESCRIBES)
+    assert model_formats(tokenizer).tools == FORMATS["granite"]
+    text = render_chat(tokenizer, [USER, calling(content="Let me see."), result()], tools=[WEATHER])
+    call = '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Rome"}}]'
+    assert text.endswith(f"[user]Hi[assistant]Let me see.\n{call}[tool]rain")
+    assert "tool_response" not in text and "<tool_call>" not in text
+
+
+def test_tools_that_a_template_ignores_are_described_in_the_format_that_it_writes() -> None:
+    tokenizer = tokenizer_of(WRITES_ONLY)
+    assert model_formats(tokenizer).tools == FORMATS["deepseek_v31"]
+    text = render_chat(tokenizer, [USER, calling(), result()], tools=[WEATHER])
+    assert text.startswith("[system]You may call") and "<tool_call>" not in text
+    assert '<｜tool▁call▁begin｜>function_name<｜tool▁sep｜>{"argument_name": "value"}<｜tool▁call▁end｜>' in text
+    assert '<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Rome"}<｜tool▁call▁end｜>' in text
+
+
+def test_a_format_by_name_is_the_prompts_too() -> None:
+    text = render_chat(tokenizer_of(PLAIN), [USER, calling()], tools=[WEATHER], tool_format=FORMATS["qwen3_coder"])
+    assert "<function=function_name>" in text and "<function=get_weather>\n<parameter=city>\nRome\n" in text
+    assert '"arguments"' not in text
+
+
+PARTS = "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{% endfor %}"
+ONLY_PARTS = "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}{% endfor %}"
+HIDDEN = "{% macro show(c) %}{% if c is string %}{{ c }}{% else %}{% for p in c %}{{ p['text'] }}{% endfor %}{% endif %}{% endmacro %}{% for m in messages %}[{{ m.role }}]{{ show(m.content) }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "format", "text"),
+    [(PARTS, "auto", "Onetwo"), (PARTS, "openai", "Onetwo"), (PARTS, "string", "One\ntwo"), (HIDDEN, "auto", "Onetwo"),
+     (ONLY_PARTS, "auto", "Onetwo"), (PLAIN, "auto", "One\ntwo"), (PLAIN + "{# {{ m.content | trim }} #}", "auto", "One\ntwo")],
+)  # fmt: skip
+def test_parts_of_text_are_the_templates_to_join_where_it_takes_them(template: str, format: str, text: str) -> None:
+    parts = [{"type": "text", "text": "One"}, {"type": "text", "text": "two"}]
+    message = {"role": "user", "content": parts}
+    assert render_chat(tokenizer_of(template), [message], content_format=format) == f"[user]{text}"
+
+
+SHORT_IDS = (
+    "{{ tools | tojson if tools }}{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.tool_calls %}[TOOL_CALLS]["
+    "{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('ids should have length 9') }}{% endif %}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}{{ ", " if not loop.last }}'
+    "{% endfor %}]</s>{% elif m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}{{ raise_exception('ids should have length 9') }}{% endif %}"
+    "[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+)
+COUNTED_IDS = (
+    "{{ tools | tojson if tools }}{% for m in messages %}[{{ m.role }}]{% if m.tool_calls %}<|tool_calls_section_begin|>{% for c in m.tool_calls %}"
+    "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}<|tool_call_end|>{% endfor %}"
+    "<|tool_calls_section_end|>{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "form"), [(SHORT_IDS, CallIdForm.SHORT), (COUNTED_IDS, CallIdForm.COUNTED), (OBJECTS, CallIdForm.LONG)]
+)
+def test_ids_have_the_form_that_the_template_demands_and_can_be_sent_back(template: str, form: CallIdForm) -> None:
+    tokenizer = tokenizer_of(template)
+    assert model_formats(tokenizer).call_ids is form
+    assert model_formats(tokenizer, "hermes").call_ids in (form, CallIdForm.LONG)
+    ids, messages = CallIds(form), [USER]
+    for turn in range(6):
+        new = ids.next("get_weather")
+        messages += [calling(id=new), result(new), {"role": "assistant", "content": str(turn)}, USER]
+    assert len({m["tool_call_id"] for m in messages if m["role"] == "tool"}) == 6
+    render_chat(tokenizer, messages, tools=[WEATHER])
+
+
+def ids_of(format: str, form: CallIdForm, text: str, used: tuple[str, ...] = ()) -> list[str]:
+    tools = {"get_weather": {}, "now": {}}
+    reader = AnswerReader(
+        AnswerFormat(None, True, lambda: FormatParser(FORMATS[format], tools), call_ids=form, used_ids=used)
+    )
+    return [delta.id for delta in reader.add(text, is_end=True) if isinstance(delta, CallDelta) and delta.name]
+
+
+def kimi(*heads: str) -> str:
+    calls = "".join(f"<|tool_call_begin|>{head}<|tool_call_argument_begin|>{{}}<|tool_call_end|>" for head in heads)
+    return f"<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|>"
+
+
+def test_the_models_own_ids_are_kept_and_others_go_on_counting() -> None:
+    counted = CallIdForm.COUNTED
+    assert ids_of("kimi_k2", counted, kimi("functions.get_weather:3")) == ["functions.get_weather:3"]
+    assert ids_of("kimi_k2", counted, kimi("functions.get_weather:0", "functions.now:1")) == [
+        "functions.get_weather:0",
+        "functions.now:1",
+    ]
+    # One that the conversation has already, and one that is missing.
+    used = ("functions.get_weather:0",)
+    assert ids_of("kimi_k2", counted, kimi("functions.get_weather:0", "now"), used) == [
+        "functions.get_weather:1",
+        "functions.now:2",
+    ]
+    short = CallIdForm.SHORT
+    assert ids_of("mistral", short, "[TOOL_CALLS]now[CALL_ID]aB3dE6gH9[ARGS]{}") == ["aB3dE6gH9"]
+    assert ids_of("mistral", short, '[TOOL_CALLS][{"name": "now", "arguments": {}, "id": "aB3dE6gH9"}]') == [
+        "aB3dE6gH9"
+    ]
+    for text in (
+        "[TOOL_CALLS]now[CALL_ID]short[ARGS]{}",
+        "[TOOL_CALLS]now[ARGS]{}",
+        "[TOOL_CALLS]now[CALL_ID]aB3dE6gH9[ARGS]{}",
+    ):
+        (new,) = ids_of("mistral", short, text, used=("aB3dE6gH9",))
+        assert len(new) == 9 and new.isalnum() and new != "aB3dE6gH9"
+    assert ids_of(
+        "hermes", CallIdForm.LONG, f"<tool_call>{json.dumps({'name': 'now', 'arguments': {}, 'id': 'x1'})}</tool_call>"
+    ) == ["x1"]
