@@ -304,6 +304,11 @@ class _Maker:
             schema = json.loads(schema)
         if not isinstance(schema, dict):
             raise ValueError(f"a schema is an object, not {json.dumps(schema)[:40]}")
+        if wanted.whitespace_pattern is not None and (
+            problem := _first_line(_validated(LLMatcher.grammar_from_regex(wanted.whitespace_pattern)))
+        ):
+            name = "structured_outputs.whitespace_pattern"
+            raise RequestError(f"{name} cannot be followed: {problem}", param=name)
         closes = wanted.disable_additional_properties
         closes = self._closes_objects if closes is None else closes
         return json.dumps({"grammars": [self._of_schema(schema, field, closes=closes, wanted=wanted)]})

@@ -322,5 +322,7 @@ def _new_pool(name: str, num_threads: int = 1) -> ThreadPoolExecutor:
 
 
 def _explain(matcher: LLMatcher) -> str:
-    lines = matcher.get_error().splitlines() or ["unknown reason"]
-    return f"the grammar of structured_outputs cannot be followed any further: {lines[0]}"
+    [reason, *_] = matcher.get_error().splitlines() or ["unknown reason"]
+    if "NoExtension" in reason:  # llguidance's word for it
+        reason = "nothing may follow what the answer has so far, and it is not complete."
+    return f"the grammar of structured_outputs cannot be followed any further: {reason}"

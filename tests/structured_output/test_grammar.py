@@ -283,6 +283,7 @@ def test_calls_are_written_as_they_are_spelled() -> None:
         ({"json": {"pattern": "(a)\\1"}}, "refers back to what a group has found"),
         ({"json": {"pattern": "["}}, "has a class that does not end"),
         ({"json": {"enum": 3}}, "enum is a list, not 3"),
+        ({"json": {}, "whitespace_pattern": "("}, "outputs.whitespace_pattern cannot be followed: "),
         ({"json": {"not": {}}}, "json cannot be followed: Unsatisfiable schema"),
         ({"json": {}, "final_check": "x"}, "structured_outputs.final_check must be one of report, error, refuse"),
         ({"regex": "("}, "structured_outputs.regex cannot be followed"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -130,18 +131,41 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> RequestError:
         return cause
     if not location:
         return RequestError("The body must be a JSON object.")
-    param = str(location[0])
-    for part in location[1:]:
-        param += f"[{part}]" if isinstance(part, int) else f".{part}"
+    param = _field_name(location)
     if error["type"] == "extra_forbidden":
         meant = f"; what is meant is perhaps {_SUGGESTED_FIELDS[param]}." if param in _SUGGESTED_FIELDS else ""
         return RequestError(f"Unrecognized request argument supplied: {param}{meant}", param=param)
     if error["type"] == "missing":
         return RequestError(f"{param} is required.", param=param)
+    message = _predicate(error)
+    if error["type"].endswith("_type"):
+        # Of a field that may be of several types there is an error for each.
+        others = [one for one in errors[1:] if _field_name(one["loc"]) == param and one["type"].endswith("_type")]
+        message = " or ".join([message, *(_predicate(one).removeprefix("should be ") for one in others)])
+    given = error.get("input")
+    shown = _JSON_NAMES[given] if given is None or isinstance(given, bool) else reprlib.repr(given)
+    return RequestError(f"{param} {message}, got {shown}.", param=param)
+
+
+_JSON_NAMES = {None: "null", True: "true", False: "false"}
+# What pydantic calls the types that a field may have, which stand in a location as if they were fields.
+_TYPE_LABEL = re.compile(r".*\[.*|(?:str|int|float|bool|list|dict|none|constrained-\w+)$")
+
+
+def _field_name(location: Sequence[int | str]) -> str:
+    name = str(location[0])
+    for i, part in enumerate(location[1:], 1):
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif not (_TYPE_LABEL.match(part) and i == len(location) - 1):
+            name += f".{part}"
+    return name
+
+
+def _predicate(error: Mapping[str, Any]) -> str:
+    """The message without its subject, as in "Input should be a valid integer": the field's name is the better one."""
     message = str(error["msg"]).removeprefix("Value error, ")
-    if " should " in message:  # as in "Input should be a valid integer": the field's name is the better subject
-        message = message[message.index(" should ") + 1 :]
-    return RequestError(f"{param} {message}, got {reprlib.repr(error.get('input'))}.", param=param)
+    return message[message.index(" should ") + 1 :] if " should " in message else message
 
 
 async def _on_octavo_error(request: Request, error: Exception) -> Response:

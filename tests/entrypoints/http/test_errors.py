@@ -38,6 +38,13 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ({"prompt": ["a", 1]}, "prompt", "prompt should be"),
         ({"prompt": "x" * 600}, "prompt", "the prompt has 600 tokens and the model takes 512"),
         ({"max_tokens": "5"}, "max_tokens", "max_tokens should be a valid integer, got '5'."),
+        (
+            {"structured_outputs": {"json": [1]}},
+            "structured_outputs.json",
+            "structured_outputs.json should be a valid string or a valid dictionary, got [1].",
+        ),
+        ({"guided_json": True}, "guided_json", "guided_json should be a valid string or a valid dictionary, got true."),
+        ({"guided_choice": [None]}, "guided_choice[0]", "guided_choice[0] should be a valid string, got null."),
         ({"max_tokens": -1}, "max_tokens", "max_tokens must be 1 or more, got -1."),
         ({"max_tokens": 1.5}, "max_tokens", "max_tokens should be a valid integer"),
         ({"temperature": "hot"}, "temperature", "temperature should be a valid number, got 'hot'."),
