@@ -6,6 +6,7 @@ at them. How they become bytes is `octavo.engine.wire`'s.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 import msgspec
@@ -27,6 +28,21 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
     grid: tuple[int, int, int] | None = None
     time_step: float = 1.0  # between positions in time
     num_rows: int = 0  # of another network's output, which layers attend to; such an item has no tokens
+
+    @property
+    def num_positions(self) -> int:
+        """How many positions its tokens take: a model with axes places a video by its times, which may lie apart."""
+        if self.grid is None:
+            return self.num_tokens
+        time, height, width = self.grid
+        # In float32, as `execution.media_table` counts. 1 << 40 is more than any model has, and less than overflows.
+        step = struct.unpack("f", struct.pack("f", min(self.time_step, float(1 << 20))))[0]
+        return max(min(int((time - 1) * step) + 1, 1 << 40), height, width)
+
+
+def num_positions(num_tokens: int, media: Sequence[MediaItem]) -> int:
+    """How many positions a prompt of `num_tokens` takes, at least one for each token."""
+    return max(num_tokens, num_tokens + sum(item.num_positions - item.num_tokens for item in media))
 
 
 def seen_together(media: Sequence[MediaItem]) -> list[list[MediaItem]]:

@@ -30,6 +30,23 @@ def greedy(max_tokens: int = 12, **more: object) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, **more)
 
 
+def test_a_prompt_that_is_only_scored_may_be_as_long_as_the_model_takes(llm: LLM) -> None:
+    ids = llm.inputs.encode("The capital of France is Paris. " * 100)[:512]
+    params = greedy(1, prompt_logprobs=0)
+    with pytest.raises(RequestError, match="has 512 tokens and the model takes 512"):
+        llm.inputs.process(ids, params)
+    request = llm.inputs.process(ids, params, scores_prompt=True, clamps_max_tokens=False)
+    assert request.max_tokens == 1
+    llm.llm_engine.add(request)
+    outputs = []
+    while llm.llm_engine.has_unfinished_requests():
+        outputs += llm.llm_engine.step()
+    [output] = outputs
+    assert len(output.prompt_logprobs) == 512 and all(output.prompt_logprobs[1:])
+    with pytest.raises(RequestError, match="has 513 tokens"):
+        llm.inputs.process([*ids, 1], params, scores_prompt=True)
+
+
 def test_prompts_may_be_text_tokens_or_lists_of_both(llm: LLM) -> None:
     text = "The capital of France is"
     tokens = llm.tokenizer(text).input_ids

@@ -16,7 +16,7 @@ from octavo.errors import LoadError, RequestError, naming_prompt
 from octavo.lora.files import source
 from octavo.lora.request import LoRARequest
 from octavo.media_kinds import KINDS, MediaKind, SentMedium
-from octavo.request import AdapterSource, EngineRequest, MediaInput, MediaItem, Prompt
+from octavo.request import AdapterSource, EngineRequest, MediaInput, MediaItem, Prompt, num_positions
 from octavo.sampling_params import SamplingParams, is_unicode
 from octavo.structured_output.grammar import WantedGrammar, make_checked_grammar
 
@@ -151,13 +151,15 @@ class InputProcessor:
         add_special_tokens: bool = True,
         grammar: WantedGrammar | None = None,
         clamps_max_tokens: bool = True,
+        scores_prompt: bool = False,
         adapter: AdapterSource | None = None,
         data_parallel_rank: int | None = None,
     ) -> EngineRequest:
         """Return the request for the core, with a unique id. Without `params` the model's defaults apply.
 
         `grammar` is what the answer must be, in the place of what `params` say of it. With `clamps_max_tokens` a
-        `max_tokens` that does not fit is as much as fits; without, it is refused. An `adapter` is what `find_adapter`
+        `max_tokens` that does not fit is as much as fits; without, it is refused. Where a request only `scores_prompt`,
+        the prompt may be as long as the model takes. An `adapter` is what `find_adapter`
         has found.
         """
         self.refuse_if_it_pools()
@@ -168,7 +170,16 @@ class InputProcessor:
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}.")
         self._check_scheduling(params, priority)
         counts = self._logprobs(params)
-        made, media, kinds = self._make_prompt(prompt, params, add_special_tokens)
+        room = 0 if scores_prompt else 1
+        made, media, kinds = self._make_prompt(prompt, params, add_special_tokens, room)
+        num_places = num_positions(len(made.token_ids), made.media)
+        if num_places + room > (limit := self.model.max_model_len):
+            raise RequestError(
+                f"the prompt's media take it to position {num_places}, and the model has {limit}: its videos are too "
+                "long, or their times too far apart.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
         if kinds and self._own_adapters:
             adapter = self._adapter_of(kinds)
         if adapter is not None:
@@ -187,7 +198,7 @@ class InputProcessor:
             prompt=made,
             params=params,
             eos_token_ids=self.eos_token_ids,
-            max_tokens=self._max_tokens(params, len(made.token_ids), clamps_max_tokens),
+            max_tokens=self._max_tokens(params, num_places - (1 - room), clamps_max_tokens),
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             priority=priority,
             prediction=self._prediction(prompt.get("prediction")) if isinstance(prompt, Mapping) else [],
@@ -257,7 +268,7 @@ class InputProcessor:
         return counts
 
     def _make_prompt(
-        self, prompt: PromptInput, params: SamplingParams, add_special_tokens: bool
+        self, prompt: PromptInput, params: SamplingParams, add_special_tokens: bool, room: int
     ) -> tuple[Prompt, list[MediaInput], Collection[str]]:
         """Return a caller's prompt, tokenized, truncated if asked for, and checked; the inputs of its media; and their
         kinds."""
@@ -311,7 +322,7 @@ class InputProcessor:
         if keep is not None:
             token_ids = token_ids[-(keep if keep > 0 else max(1, limit - (params.max_tokens or 1))) :]
         self.check_known(token_ids)
-        self._check_length(len(token_ids))
+        self._check_length(len(token_ids), room=room)
         return Prompt(token_ids, text, media=items, cache_salt=salt), media, kinds
 
     def _embedded(
@@ -356,9 +367,11 @@ class InputProcessor:
             self._check_length(len(token_ids), "shorten it")
         return Prompt(token_ids, None, media=tuple(items), cache_salt=salt, is_embedded=True), media, ()
 
-    def _check_length(self, num_tokens: int, advice: str = "shorten it, or set truncate_prompt_tokens") -> None:
+    def _check_length(
+        self, num_tokens: int, advice: str = "shorten it, or set truncate_prompt_tokens", *, room: int = 1
+    ) -> None:
         """Raise `RequestError` if a prompt leaves no room for an answer."""
-        if num_tokens >= (limit := self.model.max_model_len):
+        if num_tokens + room > (limit := self.model.max_model_len):
             raise RequestError(
                 f"the prompt has {num_tokens} tokens and the model takes {limit} of prompt and output together; "
                 f"{advice}.",

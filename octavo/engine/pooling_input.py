@@ -92,6 +92,12 @@ class PoolingInput:
         blocks. Errors name the `sources` of the texts, or the field that all of them are."""
         params = self.config.settle(PoolingParams() if params is None else params)
         self._inputs.check_priority(priority)
+        if (params.truncate_prompt_tokens or 0) > (limit := self._model.max_model_len):
+            raise RequestError(
+                f"truncate_prompt_tokens is {params.truncate_prompt_tokens}, and the model takes {limit}; -1 keeps as "
+                "many as it takes.",
+                param="truncate_prompt_tokens",
+            )
         now = time.monotonic() if arrival_time is None else arrival_time
         if isinstance(sources, str):
             sources = sources_of(sources, len(texts))
@@ -177,7 +183,9 @@ class PoolingInput:
                 longer.pop(0 if params.truncation_side == "left" else -1)
             kept = sorted([*places[0], *places[1], *(i for i, owner in enumerate(owners) if owner is None)])
             ids, types = [ids[i] for i in kept], [types[i] for i in kept]
-        return ids, types.index(1) if 1 in types else None
+        # A model with one type, whatever its tokenizer says, has no row for a second.
+        has_second = 1 in types and self._model.checkpoint.config.get("type_vocab_size") != 1
+        return ids, types.index(1) if has_second else None
 
     def _cut_ids(self, ids: list[int], params: PoolingParams) -> list[int]:
         limit = self._limit(params)

@@ -99,7 +99,9 @@ def test_texts_lists_and_tokens_in_numbers_and_bytes(embeddings: httpx.Client) -
 
 def test_bytes_are_of_the_type_and_order_that_is_asked_for(embeddings: httpx.Client) -> None:
     found = vectors(embeddings.post("/v1/embeddings", json={"input": TEXTS}))
-    for name, kind in (("float32", np.float32), ("float16", np.float16), ("bfloat16", ml_dtypes.bfloat16)):
+    kinds = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+    kinds |= {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
+    for name, kind in kinds.items():
         for order in ("little", "big"):
             asked = {"input": TEXTS, "embed_dtype": name, "endianness": order}
             answer = embeddings.post("/v1/embeddings", json={**asked, "encoding_format": "bytes"})
@@ -110,7 +112,7 @@ def test_bytes_are_of_the_type_and_order_that_is_asked_for(embeddings: httpx.Cli
             assert [answer.content[one["start"] : one["end"]] for one in about["data"]] == pieces
             words = np.frombuffer(b"".join(pieces), f"{'<' if order == 'little' else '>'}u{np.dtype(kind).itemsize}")
             numbers = words.astype(words.dtype.newbyteorder("=")).view(kind).reshape(found.shape)
-            assert np.array_equal(numbers, found.astype(kind))
+            assert np.array_equal(numbers.astype(np.float32), found.astype(kind).astype(np.float32))
             assert about["usage"]["prompt_tokens"] > 0 and about["data"][0]["shape"] == [48]
     only = embeddings.post("/pooling", json={"input": TEXTS, "encoding_format": "bytes_only", "task": "token_embed"})
     assert "metadata" not in only.headers and len(only.content) % (4 * 48) == 0
@@ -137,6 +139,7 @@ def test_coheres_route_has_the_vectors_of_the_others_in_every_form(embeddings: h
     def usual(text: str, **more: Any) -> list[float]:
         return vectors(embeddings.post("/v1/embeddings", json={"input": text, **more}))[0].tolist()
 
+    assert one(input_type=None) == one() == usual(TEXTS[0]), "without a purpose there is no prompt"
     assert one(input_type="search_query") == usual(f"query: {TEXTS[0]}")
     assert one(output_dimension=16) == usual(TEXTS[0], dimensions=16)
     assert one(max_tokens=4) == usual("the cat") and one(max_tokens=4, truncate="START") == usual("the mat")
@@ -186,7 +189,8 @@ def test_dimensions_prompts_and_cuts(embeddings: httpx.Client) -> None:
         ("/classify", {"input": "x"}, "its tasks are embed and token_embed"),
         ("/score", {"text_1": ["x", "y"], "text_2": ["x", "y", "z"]}, "2 queries for 3 documents"),
         ("/rerank", {"query": "x", "documents": []}, "1 to 2048 entries"),
-        ("/v2/embed", {"texts": ["x"]}, "input_type"),
+        ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": 9999}, "is 9999, and the model takes 1"),
+        ("/v2/embed", {"texts": ["x"], "input_type": 1}, "input_type"),
         ("/v2/embed", {"input_type": "clustering"}, "either texts or inputs"),
         ("/v2/embed", {"texts": ["x"], "input_type": "image"}, "input_type"),
         ("/v2/embed", {"texts": ["x"], "input_type": "clustering", "embedding_types": ["int8"]}, "embedding_types"),

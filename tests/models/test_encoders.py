@@ -4,6 +4,7 @@ the same bits alone and in company."""
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -247,3 +248,13 @@ def test_a_pooling_model_does_not_generate(small_bert: tuple[Any, Path], tiny_to
     with pytest.raises(RequestError, match=r"^data_2\[1\]: "):
         llm.score("a", ["b", "\ud800"], use_tqdm=False)
     assert len(llm.embed("a", use_tqdm=False)[0].outputs.embedding) == 48
+
+
+def test_a_second_text_has_the_only_type_of_a_model_with_one(tmp_path: Path) -> None:
+    """Whatever the tokenizer says: a row that the table lacks would end the engine."""
+    write_model(tmp_path, "BertForSequenceClassification", num_labels=1, type_vocab_size=1)
+    with LLM(str(tmp_path), dtype="float32", max_num_seqs=4) as llm:
+        assert 1 in llm.tokenizer.backend_tokenizer.encode("the cat", "a dog").type_ids
+        assert len(llm.score("the cat", ["a dog", "the hill"], use_tqdm=False)) == 2
+        [again] = llm.score("the cat", "a dog", use_tqdm=False)
+        assert math.isfinite(again.outputs.score)

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.audio.transcriber import Transcriber, TranscriptionOptions, WindowTranscript, segment_measures
 from octavo.entrypoints.http.body_fields import Int, RequestBody, ResponseModel, Text, described
+from octavo.entrypoints.http.pagination import read_boolean
 from octavo.entrypoints.http.router import Router, validate_body
 from octavo.entrypoints.http.server_state import ServerState, requested_rank, state_of
 from octavo.entrypoints.http.streaming import EventStream, encode_json, run_until_disconnect
@@ -174,9 +175,7 @@ def _body_of(form: FormData, task: str, state: ServerState) -> AudioRequest:
             except ValueError:
                 raise RequestError(f"{name} must be a number, got {fields[name]!r:.40}.", param=name) from None
     if (stream := fields.get("stream")) is not None:
-        if stream.lower() not in ("true", "false", "1", "0"):
-            raise RequestError(f"stream must be true or false, got {stream!r:.40}.", param="stream")
-        fields["stream"] = stream.lower() in ("true", "1")
+        fields["stream"] = read_boolean(stream, "stream")
     if not fields.get("language", "-"):
         del fields["language"]  # some clients send an empty field for none
     body = validate_body(fields, AudioRequest, state.args.unknown_fields)

@@ -19,6 +19,7 @@ from octavo.entrypoints.chat.answer_reader import (
     AnswerFormat,
     AnswerReader,
     Delta,
+    ReasoningDelta,
     answer_format,
     check_tool_choice,
     wanted_grammar,
@@ -78,22 +79,42 @@ class Conversation:
         self._refuses_unknown_effort = state.args.unknown_fields == "error" and not ignores_unknown_effort
         self._files: dict[str, bytes] = {}  # of the media that had to be fetched, by URL
         self._format = AnswerFormat()  # known when the prompt is
-        self._readers = defaultdict[int, AnswerReader](self.new_reader)  # by choice
+        self.num_reasoning_tokens = 0  # of what has been read
+        self._readers = defaultdict[int, AnswerReader](lambda: AnswerReader(self._format))  # by choice
 
     @property
     def is_plain(self) -> bool:
         """Whether the text of an answer is its content as it is. Known after `submit`."""
         return self._format.is_plain
 
-    def new_reader(self) -> AnswerReader:
-        """For one answer, whole or in pieces."""
-        return AnswerReader(self._format)
-
     def read(self, completion: CompletionOutput) -> tuple[list[Delta], str | None]:
         """What the next output of a choice adds, and the finish reason."""
         reader = self._readers[completion.index]
+        was_reasoning = reader.is_reasoning
         deltas = reader.add(completion.text, is_end=completion.finish_reason is not None)
+        if was_reasoning or reader.is_reasoning:
+            self.num_reasoning_tokens += len(completion.token_ids)
         return deltas, reader.finish_reason(completion.finish_reason)
+
+    def read_whole(self, completion: CompletionOutput) -> tuple[list[Delta], str | None]:
+        """What a whole choice is, and the finish reason."""
+        reader = AnswerReader(self._format)
+        deltas = reader.add(completion.text, is_end=True)
+        self.num_reasoning_tokens += self._num_reasoning(completion.token_ids, deltas)
+        return deltas, reader.finish_reason(completion.finish_reason)
+
+    def _num_reasoning(self, token_ids: list[int], deltas: list[Delta]) -> int:
+        """The tokens of a whole choice before its reasoning's end, and with that where it is a token."""
+        reasoning = self._format.reasoning
+        if reasoning is None:
+            return 0
+        ids = self._state.thinking_tokens
+        if ids is not None and ids[1] in token_ids:
+            return token_ids.index(ids[1]) + 1
+        thought = "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
+        if thought and all(isinstance(delta, ReasoningDelta) for delta in deltas):
+            return len(token_ids)
+        return len(self._state.engine.inputs.encode(thought, add_special_tokens=False)) if thought else 0
 
     async def submit(self, response_id: str) -> tuple[Prompt, AsyncGenerator[RequestOutput, None]]:
         """Check the request and make its generator. Raises `RequestError` for whatever is wrong with it."""
@@ -141,15 +162,12 @@ class Conversation:
         self, prompt: Prompt, outputs: AsyncGenerator[RequestOutput, None]
     ) -> AsyncGenerator[Progress, None]:
         """The one answer of a request without `n`, from what `submit` gave; closing this aborts it."""
-        reader, num_tokens, num_reasoning = self._readers[0], 0, 0
+        num_tokens = 0
         try:
             async for output in outputs:
                 for completion in output.outputs:
-                    was_reasoning = reader.is_reasoning
                     deltas, finish_reason = self.read(completion)
                     num_tokens += len(completion.token_ids)
-                    if was_reasoning or reader.is_reasoning:
-                        num_reasoning += len(completion.token_ids)
                     yield Progress(
                         deltas,
                         completion.token_ids,
@@ -159,7 +177,7 @@ class Conversation:
                         len(prompt.token_ids),
                         output.num_cached_tokens,
                         num_tokens,
-                        num_reasoning,
+                        self.num_reasoning_tokens,
                     )
         finally:
             await outputs.aclose()

@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from octavo.entrypoints.http.error_responses import error_response
+from octavo.entrypoints.http.pagination import read_boolean
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import state_of
 from octavo.errors import RequestError
@@ -43,10 +44,8 @@ async def is_sleeping(request: Request) -> dict[str, bool]:
 async def pause(request: Request) -> Response:
     """Let new requests wait until /resume. `mode` says what those under way do: abort, wait (for their end) or keep."""
     query = request.query_params
-    clears = query.get("clear_cache", "true")
-    if clears not in ("true", "false"):
-        raise RequestError(f"clear_cache must be true or false, got {clears!r}.", param="clear_cache")
-    await state_of(request).engine.pause_generation(query.get("mode", "abort"), clear_cache=clears == "true")
+    clears = read_boolean(query.get("clear_cache", "true"), "clear_cache")
+    await state_of(request).engine.pause_generation(query.get("mode", "abort"), clear_cache=clears)
     return JSONResponse({"status": "paused"})
 
 

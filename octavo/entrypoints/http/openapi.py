@@ -193,7 +193,9 @@ def _add_errors(operation: dict[str, Any], body: str) -> None:
 async def openapi(request: Request) -> dict[str, Any]:
     """The description."""
     description: Description = request.app.state.openapi
-    return await asyncio.to_thread(lambda: description.schema)
+    schema = await asyncio.to_thread(lambda: description.schema)
+    root = request.scope.get("root_path", "")
+    return {**schema, "servers": [{"url": root}]} if root else schema
 
 
 @router.get("/docs")

@@ -81,6 +81,20 @@ def page_query(raw: Request, *, limit: int = 20, order: str = "desc") -> PageQue
     return PageQuery(raw.query_params.get("after"), limit, order == "asc")
 
 
+_BOOLEANS = {
+    **dict.fromkeys(("true", "1", "yes", "on", "t", "y"), True),
+    **dict.fromkeys(("false", "0", "no", "off", "f", "n"), False),
+}
+
+
+def read_boolean(text: str, name: str) -> bool:
+    """A boolean of a query or a form, as HTTP clients write them. Raises `RequestError`."""
+    found = _BOOLEANS.get(text.strip().lower())
+    if found is None:
+        raise RequestError(f"{name} must be true or false, got {text!r:.40}.", param=name)
+    return found
+
+
 def read_integer(raw: Request, name: str, default: int, *, least: int, most: int = 2**31) -> int:
     """A parameter of a query. Raises `RequestError`."""
     text = raw.query_params.get(name)

@@ -320,6 +320,7 @@ class ServerState:
         length: int = 0,
         num_prompts: int = 1,
         clamps_max_tokens: bool = False,
+        scores_prompt: bool = False,
     ) -> tuple[Prompt, AsyncGenerator[RequestOutput, None]]:
         """Check one prompt of a request, and make its generator, which starts it when it is first asked for an output.
 
@@ -350,6 +351,7 @@ class ServerState:
                 add_special_tokens=prepared.add_special_tokens,
                 grammar=grammar,
                 clamps_max_tokens=clamps_max_tokens,
+                scores_prompt=scores_prompt,
                 adapter=adapter,
                 data_parallel_rank=rank,
             )

@@ -76,13 +76,13 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
 
     def _choice(self, prompt_index: int, completion: CompletionOutput) -> ChatChoice:
         self._num_completion += len(completion.token_ids)
-        reader = self._conversation.new_reader()
-        message = assistant_message(self._role, reader.add(completion.text, is_end=True))
+        deltas, finish_reason = self._conversation.read_whole(completion)
+        self._num_reasoning = self._conversation.num_reasoning_tokens
         return ChatChoice(
             index=completion.index,
-            message=message,
+            message=assistant_message(self._role, deltas),
             logprobs=self._logprobs(completion),
-            finish_reason=self._end(reader.finish_reason(completion.finish_reason)) or "abort",
+            finish_reason=self._end(finish_reason) or "abort",
             stop_reason=completion.stop_reason,
             token_ids=completion.token_ids if self._body.return_token_ids else None,
         )
@@ -132,6 +132,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         token_ids = b',"token_ids":' + encode_json(completion.token_ids) if self._body.return_token_ids else b""
         read, finish_reason = self._conversation.read(completion)
         finish_reason = self._end(finish_reason)
+        self._num_reasoning = self._conversation.num_reasoning_tokens
         if self._kept is not None:
             self._kept += read
             self._finish_reason, self._stop_reason = finish_reason or "abort", completion.stop_reason

@@ -80,6 +80,8 @@ class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
                     partial(PreparedPrompt, given, adds_special),
                     length=len(given["prompt_embeds"]) if isinstance(given, dict) else len(given),
                     num_prompts=len(body.prompts),
+                    clamps_max_tokens=body.max_tokens is None,
+                    scores_prompt=body.only_prompt,
                 )
             echo = None
             if body.echo:

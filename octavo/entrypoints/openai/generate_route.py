@@ -36,7 +36,9 @@ async def generate(body: GenerateRequest, raw: Request) -> Response:
     params = body.to_sampling_params(state.engine.config.model.default_sampling_params)
     response_id, headers = state.response_id("gen", body, raw)
     prepared = PreparedPrompt(body.prompt, body.add_special_tokens is not False)
-    prompt, outputs = await state.submit(response_id, body, params, lambda: prepared)
+    prompt, outputs = await state.submit(
+        response_id, body, params, lambda: prepared, clamps_max_tokens=body.max_tokens is None
+    )
     start = await prompt_text(state.engine.tokenizer, prompt, is_cut=body.truncate_prompt_tokens is not None)
     texts = [start] * body.num_choices
     if body.stream:

@@ -57,6 +57,7 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         self._num_prompt = 0  # tokens of all prompts
         self._num_cached: dict[int, int] = {}  # tokens, by prompt
         self._num_completion = 0
+        self._num_reasoning = 0  # those of them that are reasoning
         self._predictions: dict[int, tuple[int, int]] = {}  # accepted and rejected tokens, by prompt
 
     async def answer(self, raw: Request) -> Response:
@@ -150,6 +151,7 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
             if self._state.args.enable_prompt_tokens_details
             else None,
             completion_tokens_details=CompletionTokensDetails(
+                reasoning_tokens=self._num_reasoning,
                 accepted_prediction_tokens=sum(accepted for accepted, _ in self._predictions.values()),
                 rejected_prediction_tokens=sum(rejected for _, rejected in self._predictions.values()),
             ),

@@ -68,14 +68,13 @@ class LogprobsFormatter:
         num_top: int,
         text_offset: list[int],
     ) -> CompletionLogprobs:
-        """The completions shape, with the `num_top` most likely ones, or all (-1)."""
-        result = CompletionLogprobs(text_offset=text_offset, top_logprobs=[] if num_top else None)
+        """The completions shape, with the `num_top` most likely ones, or all (-1), after the chosen one."""
+        result = CompletionLogprobs(text_offset=text_offset, top_logprobs=[])
         for token_id, position in zip(token_ids, positions, strict=True):
             chosen = position.get(token_id) if position else None
             result.tokens.append(self._text(token_id, chosen))
             result.token_logprobs.append(_finite(chosen.logprob) if chosen else None)
-            if result.top_logprobs is not None:
-                result.top_logprobs.append(self._top_by_text(token_id, position, num_top) if position else None)
+            result.top_logprobs.append(self._top_by_text(token_id, position, num_top) if position else None)
         return result
 
     def chat(self, token_ids: Sequence[int], positions: Sequence[PositionLogprobs], num_top: int) -> ChatLogprobs:
@@ -100,9 +99,8 @@ class LogprobsFormatter:
         }
 
     def _top_by_text(self, token_id: int, position: PositionLogprobs, num_top: int) -> dict[str, float]:
-        best = _best_first(position)
-        count = _count(num_top, position)
-        shown = best[:count] + [item for item in best[count:] if item[0] == token_id]
+        chosen = [(token_id, position[token_id])] if token_id in position else []
+        shown = chosen + _best_first(position)[: _count(num_top, position)]
         result: dict[str, float] = {}
         for other_id, entry in shown:  # tokens may share a text, such as parts of characters: the best one stays
             result.setdefault(self._text(other_id, entry), _finite(entry.logprob))

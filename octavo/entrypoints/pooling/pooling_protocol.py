@@ -101,7 +101,7 @@ class EmbeddingRequest(TextsRequest):
         "object that says where in it each vector is, or without (bytes_only)."
     )
     dimensions: Int | None = described("Elements of each embedding, of models that were trained for it.", minimum=1)
-    embed_dtype: Literal["float32", "float16", "bfloat16"] | None = described(
+    embed_dtype: Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"] | None = described(
         "The type of the numbers in base64 and bytes; float32 if left out."
     )
     endianness: Literal["native", "little", "big"] | None = described("Their byte order; the server's if left out.")
@@ -133,8 +133,8 @@ class CohereEmbedRequest(PoolingFields):
     inputs: Annotated[list[CohereInput], Field(min_length=1, max_length=MAX_TEXTS)] | None = described(
         "The texts as lists of parts of type text, which are joined by line breaks."
     )
-    input_type: Literal["search_document", "search_query", "classification", "clustering"] = Field(
-        description="What the texts are for: the model's own prompt of that name comes before them, if it has one."
+    input_type: Literal["search_document", "search_query", "classification", "clustering"] | None = described(
+        "What the texts are for: the model's own prompt of that name comes before them, if it has one."
     )
     embedding_types: Annotated[list[EmbeddingType], Field(min_length=1)] | None = described(
         "Numbers, their bytes in base64, or a bit for each number, eight in a byte with a sign (binary) or without; "

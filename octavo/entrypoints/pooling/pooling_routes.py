@@ -74,7 +74,7 @@ async def pool(body: PoolingRequest, raw: Request) -> Response:
 async def create_cohere_embedding(body: CohereEmbedRequest, raw: Request) -> Response:
     """An embedding of each text, in the forms that are asked for: Cohere's route."""
     job = PoolingJob(body, raw, "embd")
-    texts, purpose = body.all_texts, prompt_for(job.inputs.config, body.input_type)
+    texts, purpose = body.all_texts, body.input_type and prompt_for(job.inputs.config, body.input_type)
     params = body.params(task="embed", dimensions=body.output_dimension, **body.cut)
     given = [InputText(text, None, purpose) for text in texts]
     requests = await job.named(given, params, "inputs" if body.texts is None else "texts")
@@ -292,11 +292,16 @@ def _num_tokens(outputs: Outputs) -> int:
 
 def _to_bytes(vectors: Vectors, body: EmbeddingRequest) -> bytes:
     """The numbers in the type and the order of bytes that the body asks for."""
-    kind = np.dtype(ml_dtypes.bfloat16 if body.embed_dtype == "bfloat16" else body.embed_dtype or "float32")
+    kind = np.dtype(_DTYPES.get(body.embed_dtype or "", body.embed_dtype or "float32"))
     order = sys.byteorder if body.endianness in (None, "native") else body.endianness
     with np.errstate(over="ignore"):  # float16 ends at 65504
         found = np.ascontiguousarray(vectors.astype(kind))
     return (found if order == sys.byteorder else found.view(f"u{kind.itemsize}").byteswap()).tobytes()
+
+
+_DTYPES: dict[str, Any] = {
+    "bfloat16": ml_dtypes.bfloat16, "fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2,
+}  # fmt: skip
 
 
 def _base64(data: bytes) -> str:

@@ -139,7 +139,7 @@ class ResponseBuilder:
                 {**shown, "content": [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]}
             )
         elif kind == "reasoning":
-            shown = {**item, "summary": [], "content": [], "encrypted_content": None}
+            shown = {**item, "summary": [], "content": []}
             text = {"type": "summary_text" if self._summarizes else "reasoning_text", "text": ""}
             output.append({**shown, "summary" if self._summarizes else "content": [text]})
         else:
@@ -219,6 +219,7 @@ def _empty_response(body: ResponsesRequest, response_id: str, model: str) -> dic
         "background": bool(body.background),
         "completed_at": None,
         "error": None,
+        "frequency_penalty": 0.0,
         "incomplete_details": None,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
@@ -227,6 +228,7 @@ def _empty_response(body: ResponsesRequest, response_id: str, model: str) -> dic
         "model": model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "presence_penalty": 0.0,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.chat.conversation import Conversation, Progress
 from octavo.entrypoints.http.body_fields import ResponseModel
-from octavo.entrypoints.http.pagination import Deleted, Page, page_query, read_integer
+from octavo.entrypoints.http.pagination import Deleted, Page, page_query, read_boolean, read_integer
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import ARRIVAL, ServerState, state_of
 from octavo.entrypoints.http.store import Stored
@@ -164,7 +164,7 @@ async def get_response(response_id: str, raw: Request) -> Response:
     """A stored response, or its events."""
     state = state_of(raw)
     run = state.background.get(response_id)
-    if raw.query_params.get("stream", "false").lower() != "true":
+    if not read_boolean(raw.query_params.get("stream", "false"), "stream"):
         if isinstance(run, BackgroundRun):
             return _json(run.response)
         found = await state.store.run(lambda database: stored_responses.find(database, response_id))

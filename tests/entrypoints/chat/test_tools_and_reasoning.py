@@ -100,6 +100,29 @@ def test_an_answer_with_reasoning_and_a_call(client: openai.OpenAI, chatty: Fake
     assert call.id.startswith("call_")
 
 
+@pytest.mark.parametrize("marks", [["<think>", "</think>"], []])
+def test_the_usage_counts_the_tokens_of_reasoning(tiny_tokenizer: Path, marks: list[str]) -> None:
+    """Alike in streams, where the marks are tokens; else by the text, without its marks."""
+    engine = FakeEngine(tiny_tokenizer)
+    engine.tokenizer.backend_tokenizer.add_tokens(marks)
+    with serving(engine, reasoning_parser="qwen3", disable_log_requests=True) as url:
+
+        def count(answer: str, **fields: Any) -> int:
+            engine.answer = answer
+            body = {"messages": [USER], "stream_options": {"include_usage": True}, **fields}
+            with httpx.Client(timeout=within(60)) as http:
+                whole = http.post(f"{url}/v1/chat/completions", json={"messages": [USER], **fields}).json()["usage"]
+                streamed = http.post(f"{url}/v1/chat/completions", json={**body, "stream": True}).text
+            usage = json.loads(streamed.split("data: ")[-2])["usage"]
+            if marks:
+                assert usage == whole
+            return int(whole["completion_tokens_details"]["reasoning_tokens"])
+
+        assert count("Four.") == 0
+        assert count("<think>abc</think>Four.") == (5 if marks else 3)
+        assert count("<think>abcdef", max_tokens=4 if marks else 9) == (4 if marks else 9), "it has not ended"
+
+
 def test_where_calls_are_not_to_be_parallel_the_first_is_the_only_one(
     client: openai.OpenAI, url: str, chatty: FakeEngine
 ) -> None:

@@ -126,7 +126,7 @@ def test_the_page_is_open_where_keys_are_asked_for_and_knows_its_prefix(shared_e
         assert page.status_code == 200
         assert 'src="/llm/docs/swagger-ui-bundle.js"' in page.text
         assert httpx.get(f"{url}/llm/docs/swagger-ui.css").status_code == 200
-        assert httpx.get(f"{url}/llm/openapi.json").status_code == 200
+        assert httpx.get(f"{url}/llm/openapi.json").json()["servers"] == [{"url": "/llm"}]
         assert httpx.get(f"{url}/llm/v1/models").status_code == 401
 
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from octavo.entrypoints.openai.logprobs_format import echo_offsets
-from tests.entrypoints.fake_engine import MODEL, FakeEngine
+from tests.entrypoints.fake_engine import MAX_MODEL_LEN, MODEL, FakeEngine
 
 
 def complete(client: openai.OpenAI, **fields: Any) -> Any:
@@ -179,6 +179,32 @@ def test_max_tokens_zero_scores_the_prompt_and_generates_nothing(client: openai.
     assert answer.usage.completion_tokens == 0
     texts, ends, _ = streamed(client, prompt="ab", echo=True, max_tokens=0)
     assert (texts, ends) == ({0: "ab"}, {0: "length"})
+
+
+def test_a_prompt_of_exactly_the_models_length_can_be_scored(http: httpx.Client) -> None:
+    body = {"prompt": [1] * MAX_MODEL_LEN, "echo": True, "max_tokens": 0, "logprobs": 0}
+    answer = http.post("/v1/completions", json=body)
+    assert len(answer.json()["choices"][0]["logprobs"]["tokens"]) == MAX_MODEL_LEN
+    for wrong in ({"max_tokens": 1}, {"prompt": [1] * (MAX_MODEL_LEN + 1)}):
+        assert http.post("/v1/completions", json={**body, **wrong}).json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+def test_without_max_tokens_an_answer_is_no_longer_than_what_fits(
+    http: httpx.Client, engine: FakeEngine, path: str
+) -> None:
+    body: dict[str, Any] = {"prompt": [1] * (MAX_MODEL_LEN - 2)}
+    assert http.post(path, json=body).status_code == 200
+    assert http.post(path, json={**body, "max_tokens": 3}).json()["error"]["param"] == "max_tokens"
+
+
+def test_the_chosen_token_is_the_first_of_the_top_ones_and_the_only_one_of_none(
+    client: openai.OpenAI, engine: FakeEngine
+) -> None:
+    engine.answer = "a"
+    for num_top, expected in ((0, [("a", -0.5)]), (1, [("a", -0.5), ("b", -0.25)]), (2, [("a", -0.5), ("b", -0.25)])):
+        [top] = complete(client, max_tokens=1, logprobs=num_top).choices[0].logprobs.top_logprobs
+        assert list(top.items()) == expected
 
 
 def test_prompt_logprobs_have_their_own_place(client: openai.OpenAI, engine: FakeEngine) -> None:

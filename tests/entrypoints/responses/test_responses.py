@@ -159,6 +159,8 @@ def test_events_come_in_the_order_of_the_api(http: httpx.Client, engine: FakeEng
         item = response["output"][place]
         assert text == (item["content"][0]["text"] if place == 1 else item["arguments"])
     assert response["usage"]["output_tokens_details"]["reasoning_tokens"] > 10
+    assert (response["presence_penalty"], response["frequency_penalty"]) == (0, 0)
+    assert not any("encrypted_content" in item for item in response["output"]), "nobody has asked for it"
     # A whole response is what the events add up to, but for ids and times.
     whole = post(http, tools=[WEATHER], reasoning={"summary": summary})
 
