@@ -19,8 +19,8 @@ def get_tokenizer(
     revision: str | None = None,
     download_dir: str | None = None,
 ) -> ModelTokenizer:
-    """The tokenizer of a folder, a .gguf file or a Hugging Face id. No code of a checkpoint is run for it, so that
-    `trust_remote_code` permits more than is needed. Raises `LoadError`, and `ConfigError` for what is not built."""
+    """The tokenizer of a folder, a .gguf file or a Hugging Face id. Python code of the folder runs only with
+    `trust_remote_code`. Raises `LoadError`, and `ConfigError` for what is not built."""
     if tokenizer_mode not in ("auto", "hf"):
         raise ConfigError(f"tokenizer_mode {tokenizer_mode} is not built; use auto.")
-    return read_tokenizer(find_tokenizer(str(tokenizer_name), revision, download_dir))
+    return read_tokenizer(find_tokenizer(str(tokenizer_name), revision, download_dir), trust_remote_code)

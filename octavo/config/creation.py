@@ -50,6 +50,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
         checkpoint,
         config=overridden(checkpoint.config, args.hf_overrides),
         generation_config=checkpoint.generation_config | (args.override_generation_config or {}),
+        trusts_code=args.trust_remote_code,
     )
     code_folder = _code_folder(args, checkpoint)
     description = describe(checkpoint.config, args.model_impl, code_folder)

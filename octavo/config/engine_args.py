@@ -140,7 +140,9 @@ class EngineArgs(Flags):
         "auto", "Who computes the model: Octavo itself, or its modules of transformers; auto is Octavo where it can."
     )
     trust_remote_code: bool = flag(
-        False, "Run Python code that comes with a model. Only models that transformers computes ever do."
+        False,
+        "Run Python code that comes with a model. Only models that transformers computes and tokenizers without "
+        "a tokenizer.json ever do.",
     )
     disable_additional_properties: bool = flag(
         False, "Structured outputs: an object whose JSON schema names properties and says nothing of others has no "

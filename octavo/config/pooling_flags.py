@@ -36,7 +36,7 @@ def pooling_of(
     if names and not checkpoint.config.get("classifier_matrix"):
         from octavo.loading.tokenizer import read_tokenizer
 
-        tokens = read_tokenizer(checkpoint.tokenizer_path).convert_tokens_to_ids(names)
+        tokens = read_tokenizer(checkpoint.tokenizer_path, checkpoint.trusts_code).convert_tokens_to_ids(names)
         checkpoint = replace(checkpoint, config=checkpoint.config | {"classifier_from_token": tokens})
     overrides = {**(args.override_pooler_config or {}), **(args.pooler_config or {})}
     flags = PoolingFlags(runner, convert, overrides, args.enable_chunked_prefill)

@@ -38,6 +38,7 @@ class Checkpoint:
     config: dict[str, Any]
     generation_config: dict[str, Any] = field(default_factory=dict)
     module_files: dict[str, str] = field(default_factory=dict)  # weights of modules behind the network, by prefix
+    trusts_code: bool = False  # whether Python code of the tokenizer's folder may run
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

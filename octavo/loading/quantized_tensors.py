@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import LoadError
+from octavo.loading.bounded_patterns import bounded_patterns
 from octavo.loading.file_tensor import FileTensor
 from octavo.loading.quantized_module import FLOATS, INT8, QuantizedFiles, QuantizedModule, Settings, Tensors
 from octavo.quantization import Layout, StoredWeight
@@ -58,10 +59,13 @@ def _gptq(files: QuantizedFiles) -> None:
         raise files.fail(
             f"GPTQ in the format {checkpoint_format!r} (Marlin's or another) is not built; gptq and gptq_v2 are"
         )
+    dynamic = settings.get("dynamic") or {}
+    expressions = [pattern.removeprefix("+:").removeprefix("-:") for pattern in dynamic]
+    compiled = bounded_patterns(f"{files.source}: quantization_config.dynamic", expressions)
     for module in files.modules("qweight"):
         own = dict(settings)
-        for pattern, changes in (settings.get("dynamic") or {}).items():
-            if re.match(pattern.removeprefix("+:").removeprefix("-:"), module.name):
+        for found, (pattern, changes) in zip(compiled, dynamic.items(), strict=True):
+            if found.match(module.name):
                 if pattern.startswith("-:"):
                     raise module.fail(f"the configuration's {pattern!r} leaves it out, but it is quantized")
                 own |= changes
@@ -106,8 +110,8 @@ def _groups_of_columns(module: QuantizedModule, g_idx: FileTensor, groups: int) 
     """Which of the groups each input belongs to [K]."""
     assert g_idx.array is not None
     found = g_idx.array()
-    sizes = np.bincount(found, minlength=groups) if found.min(initial=0) >= 0 else found
-    if len(sizes) != groups or (sizes != len(found) // groups).any():
+    is_group = ((found >= 0) & (found < groups)).all()  # numpy would count up to whatever number is there
+    if not is_group or (np.bincount(found, minlength=groups) != len(found) // groups).any():
         raise module.fail(f"g_idx does not divide {len(found)} inputs into {groups} groups of one size")
     return found
 
@@ -159,6 +163,9 @@ def _compressed_tensors(files: QuantizedFiles) -> None:
         raise files.fail("compressed-tensors with transforms (Hadamard's, SpinQuant's) are not built")
     for module in files.modules("weight_packed", "uint8"):
         _fp4(module, _group_of(module)["weights"], "weight_packed", "weight_global_scale", is_divisor=True)
+    groups = (files.settings.get("config_groups") or {}).values()
+    named = [*(files.settings.get("ignore") or ()), *(target for group in groups for target in group["targets"])]
+    bounded_patterns(f"{files.source}: quantization_config", [n[3:] for n in named if n.startswith("re:")])
     for module in files.modules("weight_packed"):
         _packed_integers(module, _group_of(module)["weights"])
     for module in files.modules("weight", "int8"):
@@ -187,7 +194,7 @@ def _group_of(module: QuantizedModule) -> Settings:
 
 def _is_target(target: str, name: str) -> bool:
     if target.startswith("re:"):
-        return re.match(target[3:], name) is not None
+        return re.match(target[3:], name) is not None  # all are `bounded_patterns`
     return name == target or name.endswith(f".{target}")
 
 

@@ -226,7 +226,7 @@ def load_tokenizer(checkpoint: Checkpoint, chat_template: str | None = None) -> 
 
     Raises `LoadError` if there is no tokenizer or it cannot be read.
     """
-    tokenizer = read_tokenizer(checkpoint.tokenizer_path)
+    tokenizer = read_tokenizer(checkpoint.tokenizer_path, checkpoint.trusts_code)
     if chat_template is not None:
         named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
         template = named.get(chat_template) or _read_template(chat_template, list(named))
@@ -235,14 +235,15 @@ def load_tokenizer(checkpoint: Checkpoint, chat_template: str | None = None) -> 
     return tokenizer
 
 
-def read_tokenizer(path: str) -> ModelTokenizer:
-    """The tokenizer in a folder or a .gguf file. Raises `LoadError`."""
-    return _from_gguf(path) if path.endswith(".gguf") else _from_folder(path)
+def read_tokenizer(path: str, trust_remote_code: bool = False) -> ModelTokenizer:
+    """The tokenizer in a folder or a .gguf file. Python code of the folder runs only if that is trusted. Raises
+    `LoadError`."""
+    return _from_gguf(path) if path.endswith(".gguf") else _from_folder(path, trust_remote_code)
 
 
 def read_tokenizer_json(checkpoint: Checkpoint) -> str:
     """The tokenizer as the `tokenizers` library writes it to a file; where it can be, without `transformers`."""
-    return read_tokenizer(checkpoint.tokenizer_path).backend_tokenizer.to_str()
+    return read_tokenizer(checkpoint.tokenizer_path, checkpoint.trusts_code).backend_tokenizer.to_str()
 
 
 def _from_gguf(path: str) -> ModelTokenizer:
@@ -258,18 +259,23 @@ def _of_parts(parts: TokenizerParts) -> ModelTokenizer:
     )  # fmt: skip
 
 
-def _from_folder(folder: str) -> ModelTokenizer:
+def _from_folder(folder: str, trust_remote_code: bool) -> ModelTokenizer:
     try:
         parts = read_tokenizer_folder(folder)
-        return _from_transformers(folder) if parts is None else _of_parts(parts)
+        return _from_transformers(folder, trust_remote_code) if parts is None else _of_parts(parts)
     except LoadError:
         raise
     except Exception as e:  # a damaged file fails in any of a dozen ways, some of them bare Exceptions from Rust
+        if "custom code" in str(e) and not trust_remote_code:
+            raise LoadError(
+                f"the tokenizer in {folder} is Python code of its own, which runs only with --trust-remote-code: read "
+                "it first, or pass another --tokenizer."
+            ) from None
         reason = str(e).strip().splitlines()[0].rstrip(".") if str(e).strip() else type(e).__name__
         raise LoadError(f"the tokenizer in {folder} cannot be read ({reason}); {WHAT_TO_DO}.") from None
 
 
-def _from_transformers(folder: str) -> ModelTokenizer:
+def _from_transformers(folder: str, trust_remote_code: bool) -> ModelTokenizer:
     try:
         import transformers  # which imports torch and takes seconds
     except ImportError:
@@ -279,7 +285,10 @@ def _from_transformers(folder: str) -> ModelTokenizer:
         ) from None
     has_json = os.path.exists(os.path.join(folder, "tokenizer.json"))
     reader = transformers.PreTrainedTokenizerFast if has_json else transformers.AutoTokenizer
-    tokenizer: ModelTokenizer = reader.from_pretrained(folder, local_files_only=True)
+    # Left unsaid, transformers would ask on a terminal.
+    tokenizer: ModelTokenizer = reader.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=trust_remote_code
+    )
     tokenizer.backend_tokenizer.no_padding()
     tokenizer.backend_tokenizer.no_truncation()
     return tokenizer

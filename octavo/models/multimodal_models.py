@@ -170,8 +170,13 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
         "phi4_multimodal", 200010, audio_token=200011, adapters={"image": "vision-lora", "audio": "speech-lora"}
     ),
 }  # fmt: skip
-# Checkpoints' own names of classes that transformers has by others.
-OTHER_NAMES = {"KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration"}
+# Checkpoints' own names of classes that transformers has by others: of a code of their own, or from before it had them.
+OTHER_NAMES = {
+    "KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
+    "LightOnOCRForConditionalGeneration": "LightOnOcrForConditionalGeneration",
+    "PhiMoEForCausalLM": "PhimoeForCausalLM", "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "MPTForCausalLM": "MptForCausalLM", "LLaMAForCausalLM": "LlamaForCausalLM",
+}  # fmt: skip
 # Prefixes of what is not the decoder's.
 _TOWERS = tuple(
     at + name

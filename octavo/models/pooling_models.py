@@ -17,6 +17,7 @@ from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.sentence_transformers import SentenceTransformer
 from octavo.models.description import ModelDescription
 from octavo.models.families import FAMILIES
+from octavo.models.multimodal_models import OTHER_NAMES
 from octavo.models.readers import num_labels
 from octavo.pooling_params import PoolingConfig
 
@@ -102,7 +103,8 @@ def pooling_config(
 ) -> PoolingConfig | None:
     """How the model pools, or None where it generates. Raises `ConfigError` for flags that ask for the other."""
     config = checkpoint.config
-    name = (config.get("architectures") or ["(none)"])[0]
+    name = str((config.get("architectures") or ["(none)"])[0])
+    name = OTHER_NAMES.get(name, name)
     is_pooler = description.pooling is not None or decoder_of(name) != name
     if flags.runner == "generate" and is_pooler:
         raise ConfigError(

@@ -20,7 +20,7 @@ from octavo.loading.checkpoint import Checkpoint, resolve
 from octavo.loading.gguf_file import read_gguf
 from octavo.loading.gguf_tokenizer import build_gguf_tokenizer
 from octavo.loading.pre_tokenizers import PRE_TOKENIZERS, byte_level_split
-from octavo.loading.tokenizer import load_tokenizer
+from octavo.loading.tokenizer import load_tokenizer, read_tokenizer
 
 Write = Callable[..., Path]
 EMBEDDINGS = {"token_embd.weight": np.ones((4, 64), np.float32)}
@@ -327,3 +327,43 @@ def test_a_folder_without_a_tokenizer_or_with_a_damaged_one_is_refused(hf_folder
         with pytest.raises(LoadError, match="cannot be read") as e:
             load_tokenizer(resolve(str(hf_folder)))
         assert "\n" not in str(e.value)
+
+
+CODE = """
+from pathlib import Path
+
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+Path(__file__ + ".ran").touch()
+Path({marker!r}).touch()
+
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    def __init__(self, **options):
+        super().__init__(tokenizer_object=Tokenizer(models.WordLevel({{"a": 0, "b": 1}}, unk_token="a")), **options)
+"""
+
+
+@pytest.mark.parametrize("is_trusted", [False, True])
+def test_a_tokenizers_python_code_runs_only_where_it_is_trusted_and_nobody_is_asked(
+    is_trusted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*_: object) -> str:
+        pytest.fail("transformers asks on the terminal")
+
+    monkeypatch.setattr("builtins.input", ask)
+    folder, marker = tmp_path / "model", tmp_path / "ran"
+    folder.mkdir()
+    (folder / "own.py").write_text(CODE.format(marker=str(marker)))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}})
+    )
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    (folder / "vocab.own").touch()  # which only its code can read
+    if is_trusted:
+        assert read_tokenizer(str(folder), trust_remote_code=True).get_vocab() == {"a": 0, "b": 1}
+    else:
+        with pytest.raises(LoadError, match="only with --trust-remote-code"):
+            read_tokenizer(str(folder))
+    assert marker.exists() == is_trusted

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -15,6 +16,7 @@ from octavo.errors import LoadError
 from octavo.models.description import ModelDescription
 from octavo.models.families import FAMILIES as ALL_FAMILIES
 from octavo.models.families.dense import FAMILIES
+from octavo.models.multimodal_models import OTHER_NAMES
 from octavo.models.readers import _HEADS, _OWN_DEFAULTS
 from octavo.models.registry import architectures, describe
 from tests.models.small_models import MODEL_TYPES
@@ -260,3 +262,14 @@ def test_weights_of_experts_are_normalized_as_the_configuration_says(name: str) 
 
     assert [normalizes(norm_topk_prob=value) for value in (True, False)] == [True, False]
     assert normalizes() == AutoConfig.for_model(MODEL_TYPES[f"{name}ForCausalLM"]).norm_topk_prob
+
+
+@pytest.mark.parametrize("published", OTHER_NAMES)
+def test_a_class_may_be_called_as_checkpoints_call_it(published: str) -> None:
+    known = OTHER_NAMES[published]
+    assert known in architectures() and hasattr(transformers, known)
+    config = getattr(transformers, known).config_class().to_dict()
+    if known == "Kimi_K25ForConditionalGeneration":
+        config["text_config"]["vocab_size"] = config["image_token_id"] + 1
+    given = [config | {"architectures": [name]} for name in (published, known)]
+    assert describe(given[0]) == describe(given[1])
