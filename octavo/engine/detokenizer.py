@@ -1,4 +1,4 @@
-"""Tokens to text as they come: UTF-8 boundaries, and stop strings wherever they cross tokens."""
+"""Incremental detokenization: UTF-8 boundaries, and stop strings that cross tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
-# Decoders look at a token's neighbours (spaces, byte pieces); this many tokens of context settle them.
+# Decoders look at a token's neighbours (spaces, byte pieces); so many tokens of context are enough.
 _CONTEXT_TOKENS = 5
 # UTF-8 writes a character in at most four bytes, and a token is at least one.
 _MAX_CHARACTER_TOKENS = 4
@@ -17,14 +17,14 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer(Protocol):
-    """The text of one sequence, grown token by token or by many at once."""
+    """The text of one sequence, made token by token or of many at once."""
 
     def add(self, token_ids: list[int]) -> str:
-        """The text that these tokens complete."""
+        """Add tokens. Returns the text that they complete."""
         ...
 
     def flush(self) -> str:
-        """What was held back, if the sequence ends within a character."""
+        """Return the text held back, if the sequence ends within a character."""
         ...
 
 
@@ -34,7 +34,7 @@ def make_detokenizer(
     skip_special_tokens: bool = True,
     spaces_between_special_tokens: bool = True,
 ) -> Detokenizer:
-    """The detokenizer for a sequence that follows a prompt."""
+    """Return the detokenizer of a sequence after its prompt."""
     table = _token_bytes(tokenizer, skip_special_tokens)
     if table is not None:
         return ByteDetokenizer(table, prompt_token_ids)
@@ -42,7 +42,7 @@ def make_detokenizer(
 
 
 class ByteDetokenizer:
-    """For byte-level vocabularies, where a token is the same bytes whatever its neighbours are."""
+    """For byte-level vocabularies: a token's bytes do not depend on its neighbours."""
 
     def __init__(self, table: _TokenBytes, prompt_token_ids: list[int]) -> None:
         self._table = table
@@ -58,7 +58,7 @@ class ByteDetokenizer:
 
 
 class _TokenBytes(dict[int, bytes]):
-    """The bytes of each token, worked out when it is first seen. Tokens that are not shown have none."""
+    """The bytes of each token, computed when it is first seen. Hidden tokens have none."""
 
     def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -68,7 +68,7 @@ class _TokenBytes(dict[int, bytes]):
         piece = None if token in self._hidden else self._tokenizer.id_to_token(token)
         try:
             found = bytes([GPT2_BYTES[char] for char in piece or ""])
-        except KeyError:  # an added token, which stands for itself
+        except KeyError:  # an added token: its text is its name
             found = str(piece).encode()
         self[token] = found
         return found
@@ -86,7 +86,7 @@ GPT2_BYTES = _gpt2_bytes()
 
 @lru_cache(maxsize=8)
 def _token_bytes(tokenizer: Tokenizer, skip_special_tokens: bool) -> _TokenBytes | None:
-    """None if the tokenizer is not byte-level."""
+    """Return the bytes of tokens, or None if the tokenizer is not byte-level."""
     from tokenizers import decoders
 
     if not isinstance(tokenizer.decoder, decoders.ByteLevel):
@@ -121,7 +121,7 @@ class WindowDetokenizer:
         if self._glues_added_tokens:
             return "".join([self._add_glued(token) for token in token_ids])
         if self._skip_special_tokens:
-            # They have no text and no effect on their neighbours' text: the window need not grow by them.
+            # They have no text and do not change their neighbours': the window need not grow.
             token_ids = [token for token in token_ids if token not in self._special]
         return self._add(token_ids) if token_ids else ""
 
@@ -165,22 +165,23 @@ class WindowDetokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
 
 
-@lru_cache(maxsize=4)  # they are copied out of the tokenizer at each call
+@lru_cache(maxsize=4)  # each call copies them out of the tokenizer
 def _added_tokens(tokenizer: Tokenizer) -> tuple[dict[int, AddedToken], frozenset[int]]:
-    """All of them, and which of them are special."""
+    """Return all added tokens, and the special ones."""
     added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
     return added, frozenset(token for token, its in added.items() if its.special)
 
 
 class StopStrings:
-    """Watches a growing text for stop strings and says how much of it may be shown."""
+    """Finds stop strings in a growing text, and says how much of it may be shown."""
 
     def __init__(self, stop: list[str], include_in_output: bool) -> None:
         self._stop = stop
         self._include_in_output = include_in_output
 
     def find(self, text: str, num_new: int) -> tuple[str, int] | None:
-        """The stop string that ends first in `text`, whose last `num_new` characters are new, and where to cut."""
+        """Return the stop string that ends first in `text`, whose last `num_new` characters are new, and where to cut
+        the text."""
         old = len(text) - num_new
         found = [(at + len(s), at, s) for s in self._stop if (at := text.find(s, max(0, old - len(s) + 1))) >= 0]
         if not found:
@@ -189,7 +190,7 @@ class StopStrings:
         return stop, end if self._include_in_output else at
 
     def num_held_back(self, text: str) -> int:
-        """Characters at the end of `text` that may turn out to begin a stop string, and so cannot be shown yet."""
+        """Return how many characters at the end of `text` may begin a stop string, and so cannot be shown yet."""
         if self._include_in_output:
             return 0
         held = 0

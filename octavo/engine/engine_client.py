@@ -1,4 +1,4 @@
-"""What servers ask of an engine, be it one or several behind one name."""
+"""The interface that servers use of an engine, be it one or several behind one name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Forecast(Protocol):
 
 
 class EngineClient(Protocol):
-    """`AsyncLLMEngine` says what each of these does."""
+    """See `AsyncLLMEngine` for the methods."""
 
     metrics: EngineMetrics | None
     inputs: InputProcessor
@@ -66,7 +66,7 @@ class EngineClient(Protocol):
 
 
 def make_engine(config: EngineConfig, *, core: CoreProcess | None = None, **options: Any) -> EngineClient:
-    """One engine, or as many as the configuration says. The `options` are those of `AsyncLLMEngine`."""
+    """Return an engine, or several behind one name, as configured. The `options` are those of `AsyncLLMEngine`."""
     ranks = config.served_ranks
     if len(ranks) == 1:
         from octavo.engine.async_engine import AsyncLLMEngine

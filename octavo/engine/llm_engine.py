@@ -1,5 +1,5 @@
-"""`LLMEngine`: the engine in the caller's process, a step at a time. `LLM` runs its lists of prompts with it. Adapters
-that are wanted before a request asks for them are loaded by steps too."""
+"""`LLMEngine`: an engine in the caller's process that the caller steps. `LLM` generates with it. `add_lora` steps it
+until the adapter is loaded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class LLMEngine(StepCalls):
-    """Requests are added, and each `step` brings what it has computed of them."""
+    """Requests are added; each `step` returns their new outputs."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.tokenizer = load_tokenizer(config.model.checkpoint, config.model.chat_template)
@@ -42,10 +42,10 @@ class LLMEngine(StepCalls):
         self.metrics = EngineMetrics(config.model.served_model_names[0], self.config.model.max_model_len)
         self._log_line = LogLine(self.metrics, time.monotonic())
         self._outputs = OutputProcessor(self.tokenizer, self.metrics)
-        self._failed: list[RequestFailed] = []  # whose errors are to be raised
-        self._ids: dict[str, str] = {}  # the core's, by the caller's
+        self._failed: list[RequestFailed] = []  # their errors are still to be raised
+        self._ids: dict[str, str] = {}  # the core's ids by the caller's
         self._lora_requests: dict[str, LoRARequest] = {}  # by the caller's ids
-        self._arrived: list[Output] = []  # what `step` has still to bring
+        self._arrived: list[Output] = []  # outputs for the next `step`
         self._adapters = NamedAdapters()
 
     @classmethod
@@ -57,7 +57,7 @@ class LLMEngine(StepCalls):
 
     @classmethod
     def from_vllm_config(cls, vllm_config: EngineConfig, usage_context: UsageContext | None = None) -> LLMEngine:
-        """The same of what `create_engine_config` has found."""
+        """As `from_engine_args`, with the result of `create_engine_config`."""
         config = vllm_config
         if len(config.served_ranks) == 1:
             return cls(config.replica(config.served_ranks.start))
@@ -105,8 +105,8 @@ class LLMEngine(StepCalls):
         return bool(self._outputs.requests or self._failed or self._arrived)
 
     def step(self) -> list[Output]:
-        """What one step has brought. A request that failed on its way raises its error, once nothing else is to be
-        returned."""
+        """Run a step and return its outputs. A failed request's error is raised once there is nothing else to
+        return."""
         if not self._arrived and not self._failed:
             self._advance()
         outputs, self._arrived = self._arrived, []
@@ -125,7 +125,7 @@ class LLMEngine(StepCalls):
 
     def remove_lora(self, lora_id: int) -> bool:
         was_named, identity = self._adapters.remove(lora_id)
-        if identity is not None and self._core is not None:  # which has it even while it sleeps
+        if identity is not None and self._core is not None:  # the core has it even while it sleeps
             self._core.unload_adapter(identity)
         return was_named
 
@@ -139,18 +139,18 @@ class LLMEngine(StepCalls):
         return True
 
     def _load(self, source: AdapterSource, pins: bool = False) -> None:
-        """Step until an adapter is on the host. What comes of requests meanwhile is the next `step`'s to bring."""
+        """Step until an adapter is on the host. The next `step` returns the outputs of these steps."""
         self.core.load_adapter(source, pins)
         while True:
             for one in self._advance():
-                if one.identity != source.identity:  # of a call that was interrupted
+                if one.identity != source.identity:  # left from an interrupted call
                     continue
                 if one.error is not None:
                     raise RequestError(one.error, param="lora_path")
                 return
 
     def _advance(self) -> list[AdapterLoaded]:
-        """A step of the core: notes what it has brought, and returns the adapters that came with it."""
+        """Run a step of the core and keep its outputs. Returns the adapters that it has loaded."""
         with uninterrupted():
             return self._advance_core()
 
@@ -190,7 +190,7 @@ class LLMEngine(StepCalls):
         self.metrics.sleep_level = self.metrics.sleep_level if self._asleep else 0
         if self._core is None:
             self._core = EngineCore(self.config)
-            for source in self._adapters.pinned:  # which this core does not have
+            for source in self._adapters.pinned:  # this core does not have them yet
                 self._core.load_adapter(source, pins=True)
 
     def is_sleeping(self) -> bool:
@@ -202,4 +202,4 @@ class LLMEngine(StepCalls):
 
     def close(self) -> None:
         self._core = None
-        gc.collect()  # the runner and what it records hold each other
+        gc.collect()  # the runner and its program refer to each other

@@ -1,4 +1,4 @@
-"""Tokens out: what the core reports becomes `RequestOutput`s, with text, stop strings and the best of `best_of`."""
+"""Makes `RequestOutput`s of the core's outputs: text, stop strings, the best of `best_of`."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 class _Completion:
-    """One sequence of a request on its way to text."""
+    """One sequence of a request: its tokens and text so far."""
 
     def __init__(self, request: EngineRequest, index: int, tokenizer: ModelTokenizer) -> None:
         params = request.params
         self.index = index
         self.token_ids: list[int] = []
-        self.text = ""  # all of it, what is held back included
+        self.text = ""  # all of it, with what is held back
         self.logprobs: list[PositionLogprobs] | None = None if params.logprobs is None else []
         self.cumulative_logprob: float | None = 0.0 if params.wants_logprobs else None
         self.finish_reason: str | None = None
@@ -43,8 +43,8 @@ class _Completion:
         self.num_held_back = 0
         self.num_sent_chars = 0
         self.num_sent_tokens = 0
-        self._num_readable = 0  # tokens that belong to the text
-        self._num_read = 0  # those of them that are in it
+        self._num_readable = 0  # tokens that are part of the text
+        self._num_read = 0  # tokens that the text has
         self.is_end_sent = False
         self.last_token_time: float | None = None
         self._final_check = request.final_check
@@ -60,11 +60,11 @@ class _Completion:
                 params.skip_special_tokens,
                 params.spaces_between_special_tokens,
             )
-        # A stop token is reported, but is no part of the answer's text unless the caller wants stops included.
+        # A stop token is in token_ids, but not in the text, unless include_stop_str_in_output.
         self._shows_stop_token = params.include_stop_str_in_output
 
     def add(self, output: SequenceOutput) -> bool:
-        """Take in new tokens. True if a stop string ended the sequence before the core did."""
+        """Add new tokens. Returns True if a stop string ends the sequence, which the core does not know yet."""
         num_before = len(self.token_ids)
         is_stopped = self._take(output)
         if output.logprobs is not None:
@@ -74,7 +74,7 @@ class _Completion:
 
     def _take(self, output: SequenceOutput) -> bool:
         num_hidden = int(output.finish_reason == "stop" and not self._shows_stop_token)
-        if self._stop is None:  # the text is read when it is asked for
+        if self._stop is None:  # the text is made when it is needed
             self.token_ids += output.token_ids
             self._num_readable = len(self.token_ids) - num_hidden
         else:
@@ -107,7 +107,7 @@ class _Completion:
                 self.error = f"the answer does not satisfy its schema: {problem}"
 
     def _read(self) -> int:
-        """Bring the text up to date. Returns how many characters are new."""
+        """Update the text. Returns how many characters are new."""
         if self._detokenizer is None or self._num_read == self._num_readable:
             return 0
         new = self._detokenizer.add(self.token_ids[self._num_read : self._num_readable])
@@ -127,7 +127,7 @@ class _Completion:
         return True
 
     def output(self, is_delta: bool) -> CompletionOutput:
-        """Everything that may be shown, or what is new of it."""
+        """Return the text that may be shown: all of it, or what is new."""
         self._read()
         shown = len(self.text) - self.num_held_back
         chars = self.num_sent_chars if is_delta else 0
@@ -146,7 +146,7 @@ class _Completion:
 
 
 class _Request:
-    """A request under way: its completions, and when things happened to it."""
+    """A running request: its completions and its times."""
 
     def __init__(self, request: EngineRequest, tokenizer: ModelTokenizer, external_id: str) -> None:
         self.request = request
@@ -159,10 +159,10 @@ class _Request:
         self.num_cached_tokens = 0
         self.error: str | None = None
         self.error_status = 400
-        self.pooling_end = "abort"  # why a request for pooling has ended, unless its vectors have come
+        self.pooling_end = "abort"  # why a pooling request has ended, until its vectors come
         params = request.params
         self.is_delta = params.output_kind is RequestOutputKind.DELTA
-        # Which completions are the best is known only at the end.
+        # The best completions are known only at the end.
         self.is_ranked = params.num_completions > params.n
         self.is_final_only = self.is_ranked or params.output_kind is RequestOutputKind.FINAL_ONLY
 
@@ -176,7 +176,7 @@ class _Request:
 
 
 class RequestFailed:
-    """In the place of a `RequestOutput`: the core refused the request or could not go on with it."""
+    """Instead of a `RequestOutput`: the core has refused the request or could not go on with it."""
 
     def __init__(self, request_id: str, message: str, status: int) -> None:
         self.request_id = request_id
@@ -187,7 +187,7 @@ Result = RequestOutput | PoolingRequestOutput[PoolingOutput] | RequestFailed
 
 
 class OutputProcessor:
-    """The requests under way, by id."""
+    """The running requests, by id."""
 
     def __init__(
         self, tokenizer: ModelTokenizer, metrics: EngineMetrics | None = None, *, makes_prompts_later: bool = False
@@ -203,7 +203,7 @@ class OutputProcessor:
         self.requests[request.request_id] = _Request(request, self.tokenizer, external_id or request.request_id)
 
     def abort(self, request_id: str, stop_reason: str | None = None) -> RequestOutput | None:
-        """Forget a request. Returns what it had, marked as aborted, or None if it is not under way."""
+        """Remove a request. Returns its output so far, marked as aborted, or None if it is not running."""
         state = self.requests.pop(request_id, None)
         if state is None:
             return None
@@ -216,7 +216,7 @@ class OutputProcessor:
         return self._output(state, is_finished=True)
 
     def drop(self, request_id: str) -> bool:
-        """Forget a request that the core has lost; it ends as an error. False if it is not under way."""
+        """Remove a request that the core has lost; it ends as an error. Returns False if it is not running."""
         state = self.requests.pop(request_id, None)
         if state is None:
             return False
@@ -226,8 +226,8 @@ class OutputProcessor:
         return True
 
     def process(self, outputs: list[SequenceOutput]) -> tuple[list[Result], list[Abort]]:
-        """Take in a step. Returns what callers should see, one entry a request at most, and the sequences that stop
-        strings ended, which the core must be told."""
+        """Process a step's outputs. Returns the results for callers, at most one a request, and aborts of sequences
+        that stop strings have ended, to be sent to the core."""
         touched: dict[str, _Request] = {}
         results: list[Result] = []
         aborts: list[Abort] = []
@@ -249,7 +249,7 @@ class OutputProcessor:
                 continue
             completion = state.completions[output.index]
             if completion.finish_reason is not None:
-                continue  # ended by a stop string; the core did not know yet
+                continue  # ended by a stop string; the core does not know yet
             touched[output.request_id] = state
             times = state.metrics
             if times.first_token_time is None:
@@ -267,7 +267,9 @@ class OutputProcessor:
             if completion.error is not None:
                 state.error, state.error_status = completion.error, 422
             if completion.logprobs is not None and output.logprobs is not None:
-                num_taken = len(completion.token_ids) - len(completion.logprobs)  # a stop string may end it midway
+                num_taken = len(completion.token_ids) - len(
+                    completion.logprobs
+                )  # a stop string may end it in the middle
                 completion.logprobs += [self._position(entry) for entry in output.logprobs[:num_taken]]
         if self.metrics is not None:
             self.metrics.ttft_s.observe_all(first_latencies_s)
@@ -286,7 +288,7 @@ class OutputProcessor:
         return results, aborts
 
     def _pooled(self, state: _Request, output: SequenceOutput, now: float) -> PoolingRequestOutput[PoolingOutput]:
-        """The end of a request whose vectors have come."""
+        """Return the result of a pooling request."""
         from octavo.pooling.vectors import finished  # with numpy, which servers of models that generate do without
 
         request = state.request
@@ -304,7 +306,7 @@ class OutputProcessor:
         )  # fmt: skip
 
     def _begin(self, state: _Request, output: SequenceOutput, now: float) -> None:
-        """Take in what comes with the first token of a request: times, and what is known of its prompt."""
+        """Record what comes with the first token of a request: times, and figures of its prompt."""
         state.metrics.first_token_time = now
         state.metrics.first_scheduled_time = output.first_scheduled_time
         state.num_cached_tokens = output.num_cached_tokens
@@ -358,7 +360,8 @@ class OutputProcessor:
         )
 
     def _position(self, entry: TokenLogprobs) -> PositionLogprobs:
-        """The chosen token first. Top tokens rank 1, 2, …; the chosen one brings its own rank."""
+        """Return a position's log-probabilities, the sampled token first. Top tokens rank 1, 2, …; the sampled one has
+        its own rank."""
         decode = self.tokenizer.backend_tokenizer.decode
         position: PositionLogprobs = {}
         for i, (token, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):

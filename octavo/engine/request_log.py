@@ -1,4 +1,4 @@
-"""The line of the log that a request gets when it comes, from the server and from `AsyncLLMEngine`."""
+"""The log line of a new request, for the server and `AsyncLLMEngine`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_ITEMS = 32
 def log_request(
     logger: logging.Logger, name: str, prompt: Prompt, params: SamplingParams, max_length: int | None
 ) -> None:
-    """`max_length` bounds what is shown of the prompt, in characters or token ids; 0 shows none of it."""
+    """Log a request. `max_length` limits the prompt's shown characters or token ids; 0 shows none."""
     said = prompt.token_ids if prompt.text is None else prompt.text
     shown = "" if max_length == 0 else f": {said[:max_length]!r}{'...' if len(said[:max_length]) < len(said) else ''}"
     options = brief(msgspec.to_builtins(params))

@@ -1,4 +1,4 @@
-"""Which of several replicas of the engine core a request goes to.
+"""Chooses the engine, of several, that a request goes to.
 
 Pure arithmetic over what was routed: no processes and no messages. The replica is the one where the tokens of the
 prompt that it is not known to have cached, and most of what it was lately given, are least. Load is counted over many
@@ -18,18 +18,18 @@ from octavo.request import EngineRequest, Prompt
 
 
 class PrefixIndex:
-    """The hashes of the blocks that a replica was given, the `max_blocks` most recently used of them."""
+    """The block hashes of a replica's prompts: the `max_blocks` most recently used."""
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
         self._hashes: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
 
     def num_found(self, hashes: list[bytes]) -> int:
-        """How many blocks from the first on are known."""
+        """Return how many leading blocks are known."""
         return next((i for i, one in enumerate(hashes) if one not in self._hashes), len(hashes))
 
     def add(self, hashes: list[bytes]) -> None:
-        for one in reversed(hashes):  # so that the end of a prefix, useless without its beginning, goes first
+        for one in reversed(hashes):  # the end of a prefix is evicted first: it is useless without its beginning
             self._hashes[one] = None
             self._hashes.move_to_end(one)
         while len(self._hashes) > self._max_blocks:
@@ -47,8 +47,8 @@ class _Replica:
     index: PrefixIndex
     load: dict[str, int] = field(default_factory=dict)  # tokens to compute, by request
     num_tokens: int = 0  # sum of `load`
-    num_recent_tokens: float = 0.0  # that it was given, where older ones count less
-    was_lost: bool = False  # and has been given nothing since
+    num_recent_tokens: float = 0.0  # tokens that it was given; older ones count less
+    was_lost: bool = False  # and was given nothing since
 
 
 @dataclass(slots=True)
@@ -56,27 +56,27 @@ class _Routed:
     request: EngineRequest
     replica: int
     hashes: list[bytes]
-    num_expected: int  # tokens of its answers
+    num_expected: int  # tokens of its answers, predicted
 
 
-_FIRST_ANSWER_TOKENS = 128  # taken for an answer's length before one has ended
-_ANSWER_MEMORY = 32  # answers: older ones count e times less
-_REQUEST_MEMORY = 64  # requests a replica, the same: some turns of each conversation
-# A conversation has mostly been given what is cached of it. So with a weight above 1/2 a replica that has two of them
-# more than another gives one away; from 1 on it would for one more, which goes to and fro.
+_FIRST_ANSWER_TOKENS = 128  # the prediction before an answer has ended
+_ANSWER_MEMORY = 32  # answers after which older ones count e times less
+_REQUEST_MEMORY = 64  # likewise, requests of a replica: some turns of each conversation
+# Most of a conversation's tokens were given to the replica that has it cached. With a weight above 1/2 a replica with
+# two conversations more than another gives one away; from 1 on it would with one more, which would go back and forth.
 _LOAD_WEIGHT = 0.85
 
 
 def block_hashes(prompt: Prompt, block_size: int) -> list[bytes]:
-    """Of a prompt's full blocks: for `Router.route`. A long prompt takes 0.1 ms for each 1,000 tokens or so, which is
-    better spent off an event loop."""
+    """Return the hashes of a prompt's full blocks, for `Router.route`. It takes about 0.1 ms for 1,000 tokens: run it
+    off the event loop for long prompts."""
     hashes: list[bytes] = []
     extend_hashes(hashes, prompt, prompt.token_ids, block_size)
     return hashes
 
 
 class Router:
-    """Over `num_replicas` of `max_blocks` cached blocks each. A request and its sequences stay on one."""
+    """Routes over `num_replicas` with `max_blocks` cached blocks each. A request and its sequences stay on one."""
 
     def __init__(self, num_replicas: int, block_size: int, max_blocks: int) -> None:
         self._answer_tokens = float(_FIRST_ANSWER_TOKENS)
@@ -85,8 +85,8 @@ class Router:
         self._routed: dict[str, _Routed] = {}
 
     def route(self, request: EngineRequest, hashes: list[bytes], available: Iterable[int]) -> int:
-        """The number of the replica, of those `available`, that is to serve `request`, which counts as its load until
-        `end`. `hashes` are the `block_hashes` of its prompt. Raises `ValueError` if none is available."""
+        """Return the index of the `available` replica that serves `request`, which counts as its load until `end`.
+        `hashes` are the `block_hashes` of its prompt. Raises `ValueError` if none is available."""
         num_tokens = len(request.prompt.token_ids)
         missing = {i: self._num_missing(i, num_tokens, hashes) for i in available}
         self._take_back(missing)
@@ -104,8 +104,7 @@ class Router:
         return chosen
 
     def end(self, request_id: str, output_ids: list[int]) -> None:
-        """A request has ended, with `output_ids` as its answer, which its replica now has cached. Unknown ids are
-        ignored."""
+        """End a request: its answer `output_ids` is cached by its replica now. Unknown ids are ignored."""
         routed = self._routed.pop(request_id, None)
         if routed is None:
             return
@@ -115,12 +114,12 @@ class Router:
         replica.num_recent_tokens += num_given - routed.num_expected
         if output_ids:
             self._answer_tokens += (len(output_ids) - self._answer_tokens) / _ANSWER_MEMORY
-        # The last token's keys and values have not been computed.
+        # The last token was not computed.
         extend_hashes(routed.hashes, prompt, [*prompt.token_ids, *output_ids[:-1]], self._block_size)
         replica.index.add(routed.hashes)
 
     def forget(self, number: int) -> None:
-        """A replica has died: what it had cached and was to do is lost."""
+        """Forget the cache and the load of a replica that has died."""
         replica = self._replicas[number]
         for request_id in replica.load:
             del self._routed[request_id]
@@ -130,26 +129,26 @@ class Router:
         replica.index.clear()
 
     def forget_caches(self) -> None:
-        """Nobody has anything cached any more; what is to do stays."""
+        """Forget all caches; loads stay."""
         for replica in self._replicas:
             replica.index.clear()
 
     def load(self, number: int) -> int:
-        """Tokens that a replica is expected to have still to compute."""
+        """Return the tokens that a replica still has to compute, as predicted."""
         return self._replicas[number].num_tokens
 
     def _take_back(self, available: Iterable[int]) -> None:
-        """Those that were lost count as given as much lately as the least of the others: with what they were given
-        before, or nothing, all new requests would be theirs until they had caught up."""
+        """Let a replica that was lost count as given as much lately as the least of the others: otherwise it would get
+        all new requests until it had caught up."""
         lost = [i for i in available if self._replicas[i].was_lost]
         least = min((self._load(i) for i in available if i not in lost), default=0.0)
         for replica in (self._replicas[i] for i in lost):
             replica.num_recent_tokens, replica.was_lost = least, False
 
     def _load(self, number: int) -> float:
-        """What it was lately given. More may be outstanding, where that goes back further."""
+        """Return the tokens that a replica was given lately, at least those outstanding."""
         return max(self._replicas[number].num_recent_tokens, self._replicas[number].num_tokens)
 
     def _num_missing(self, number: int, num_tokens: int, hashes: list[bytes]) -> int:
-        # One token at least is computed, as nothing else gives logits.
+        # At least one token is computed, for its logits.
         return max(1, num_tokens - self._replicas[number].index.num_found(hashes) * self._block_size)

@@ -15,17 +15,17 @@ from octavo.stats import EngineStats
 
 
 class CoreProcessArgs(msgspec.Struct):
-    """What a core process has to be told before it can start, on its standard input as JSON."""
+    """The arguments of a core process: JSON on its standard input."""
 
     config: EngineConfig
-    input_address: str  # the core receives here
-    output_address: str  # and sends here
-    end_path: str  # of a file for why it ends, where it can send no more
+    input_address: str  # where the core receives
+    output_address: str  # where it sends
+    end_path: str  # a file for the reason of its end, if it cannot send any more
     log_level: int
 
 
 class Abort(msgspec.Struct, tag="abort"):
-    """Ends one sequence of a request (`index`, which must have put out a token), or all of them (None). Unknown ids are
+    """Ends a request (`index` None), or one of its sequences, which must have an output token. Unknown ids are
     ignored."""
 
     request_id: str
@@ -37,32 +37,32 @@ class GetBlockMap(msgspec.Struct, tag="get_block_map"):
 
 
 class ResetCache(msgspec.Struct, tag="reset_cache"):
-    """Asks to forget all prefixes, and to give the cache's memory back. `CacheWasReset` says that it is done."""
+    """Empties the prefix cache, and gives the cache's memory back with `frees_memory`. Answered by `CacheWasReset`."""
 
     frees_memory: bool = False
 
 
 class SetPaused(msgspec.Struct, tag="set_paused"):
-    """No steps from now on, or again."""
+    """Halts the core's steps, or goes on with them."""
 
     is_paused: bool
 
 
 class LoadAdapter(msgspec.Struct, tag="load_adapter"):
-    """Have an adapter on the host, before a request asks for it; answered by an `AdapterLoaded`."""
+    """Reads an adapter into the host's memory; answered by `AdapterLoaded`."""
 
     source: AdapterSource
-    pins: bool = False  # it stays
+    pins: bool = False  # keep it
 
 
 class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
-    """No new request is going to ask for an adapter."""
+    """Removes an adapter: no new request uses it."""
 
     identity: str
 
 
 class AdapterLoaded(msgspec.Struct, array_like=True):
-    """An adapter is on the host, or why it cannot be."""
+    """An adapter is on the host, or has failed."""
 
     identity: str
     error: str | None = None
@@ -87,14 +87,14 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class Failed(msgspec.Struct, tag="failed"):
-    """The core cannot start or go on. `message` is one line; `expected` says that it is the user's to act on."""
+    """The core cannot start or go on. `message` is one line; `expected`: the user can act on it."""
 
     message: str
     expected: bool
 
 
 class BlockMap(msgspec.Struct, tag="block_map"):
-    """What each KV block is used for: a byte a block, the numbers of `kv_cache.block_pool.BlockState`."""
+    """What each KV block is used for: one byte a block, a `kv_cache.block_pool.BlockState`."""
 
     states: bytes
 
@@ -104,7 +104,7 @@ class CacheWasReset(msgspec.Struct, tag="cache_was_reset"):
 
 
 class Leaving(msgspec.Struct, tag="leaving"):
-    """From the host of a core elsewhere: it is to stop, and takes no more requests."""
+    """From the host of a remote core: it will stop, and takes no more requests."""
 
 
 FrontendMessage = EngineRequest | Abort | GetBlockMap | ResetCache | SetPaused | LoadAdapter | UnloadAdapter
@@ -116,5 +116,5 @@ decode_core_message = msgspec.msgpack.Decoder(CoreMessage).decode
 
 
 def is_readable(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message waits. A non-blocking receive would say so with an exception, which costs ten times as much."""
+    """Return whether a message waits. A non-blocking receive raises an exception otherwise, at ten times the cost."""
     return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
