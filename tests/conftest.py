@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from octavo.errors import LoadError
 from octavo.hardware import why_not_cuda
 from tests import watchdog
 from tests.seeds import seed_everything
@@ -137,6 +138,17 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if config.stash[DISTANCES] is not None:
         for place, count in sorted(config.stash[LEFT_OUT].items()):
             terminalreporter.write_line(f"left out, {place} ({count})")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Fetch the default model before any test's time counts: an index may be slow."""
+    if hasattr(session.config, "workerinput") or session.config.getoption("collectonly"):
+        return
+    with contextlib.suppress(ImportError, LoadError):  # those who need it will say so
+        from octavo.loading.default_model import fetch_default_model
+
+        fetch_default_model()
 
 
 @pytest.hookimpl(wrapper=True)

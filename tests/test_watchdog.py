@@ -30,29 +30,26 @@ def run(folder: Path, body: str, *flags: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=within(100))
 
 
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+WAITS = "threading.Event().wait()"  # which pytest-timeout ends without the process
 BODIES = [
-    "os.kill(os.getpid(), signal.SIGKILL)",
-    HANGS_IN_NATIVE_CODE,
-    *(
-        pytest.param(body, marks=pytest.mark.long)
-        for body in (
-            "os._exit(1)",
-            "os.kill(os.getpid(), signal.SIGSEGV)",
-            "os.kill(os.getpid(), signal.SIGSTOP)",
-            "threading.Event().wait()",
-        )
-    ),
+    KILLED, HANGS_IN_NATIVE_CODE, "os._exit(1)", "os.kill(os.getpid(), signal.SIGSTOP)",
+    "os.kill(os.getpid(), signal.SIGSEGV)", WAITS,
+]  # fmt: skip
+SHORT = {(KILLED, "1"), (HANGS_IN_NATIVE_CODE, "0")}
+CASES = [
+    pytest.param(body, num_workers, marks=() if (body, num_workers) in SHORT else pytest.mark.long)
+    for body in BODIES
+    for num_workers in ("0", "1")
 ]
 
 
-@pytest.mark.parametrize("num_workers", ["0", "1"])
-@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize(("body", "num_workers"), CASES)
 def test_who_crashes_hangs_or_is_killed_is_named(tmp_path: Path, body: str, num_workers: str) -> None:
     done = run(tmp_path, body, "-n", num_workers)
     assert done.returncode != 0
     assert "test_culprit" in done.stdout + done.stderr
-    goes_on = body == "threading.Event().wait()"  # which pytest-timeout ends without the process
-    assert ("1 failed, 1 passed" in done.stdout) == (num_workers == "1" and not goes_on)
+    assert ("1 failed, 1 passed" in done.stdout) == (num_workers == "1" and body != WAITS)
 
 
 def test_a_process_that_does_not_end_is_ended(tmp_path: Path) -> None:
@@ -62,7 +59,7 @@ def test_a_process_that_does_not_end_is_ended(tmp_path: Path) -> None:
     assert "wait" in done.stderr, "where its threads are"
 
 
-@pytest.mark.parametrize("flags", [("-n", "0"), ("-n", "2")], ids=["alone", "workers"])
+@pytest.mark.parametrize("flags", [("-n", "0"), pytest.param(("-n", "2"), marks=pytest.mark.long)])
 def test_a_run_in_which_nothing_happens_says_nothing(tmp_path: Path, flags: tuple[str, ...]) -> None:
     done = run(tmp_path, "pass", *flags)
     assert (done.returncode, done.stderr) == (0, "")

@@ -104,16 +104,18 @@ def watch(pid: int) -> None:
 
 def _end(pid: int) -> None:
     """First in a way that shows where its threads are. What it has started ends too."""
-    import psutil
+    pids = [pid]
+    with contextlib.suppress(ImportError):
+        import psutil
 
-    process = psutil.Process(pid)
-    children = [one for one in process.children(recursive=True) if one.pid != os.getpid()]
-    process.send_signal(signal.SIGABRT)
-    with contextlib.suppress(psutil.TimeoutExpired):
-        process.wait(5)
-    for one in (process, *children):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
+        pids += [child.pid for child in psutil.Process(pid).children(recursive=True) if child.pid != os.getpid()]
+    os.kill(pid, signal.SIGABRT)
+    for _ in range(10):
+        if os.getppid() == pid:
+            select.select([], [], [], ALIVE_S)
+    for one in pids if os.getppid() == pid else pids[1:]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(one, signal.SIGKILL)
 
 
 def _say(what: str) -> None:
