@@ -9,11 +9,14 @@ import asyncio
 from collections.abc import AsyncIterable, Awaitable, Callable
 from typing import Any
 
+from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message
 
+from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.batch.batch_lines import Line, LineError, answer_line, checksum, error_line, read_line
 from octavo.entrypoints.http.auth_and_limits import INTERNAL_BODY
+from octavo.entrypoints.http.json_worker import is_large
 
 MAX_TRIES = 20  # of a request while the engine is started again or its queue is full
 MAX_WAIT_S = 15.0  # between two
@@ -28,7 +31,7 @@ class BatchStopped(Exception):
 
 
 async def answer_lines(
-    app: ASGIApp, lines: AsyncIterable[tuple[int, bytes]], write: Write, *, at_once: int, endpoint: str | None = None
+    app: Starlette, lines: AsyncIterable[tuple[int, bytes]], write: Write, *, at_once: int, endpoint: str | None = None
 ) -> None:
     """Answer numbered lines, `at_once` at a time, and `write` each answer when it is there. A line that is too long is
     given as it begins, without its line break. Raises `BatchStopped`, and what `write` raises."""
@@ -62,12 +65,16 @@ async def answer_lines(
             await asyncio.wait(tasks)
 
 
-async def _answer(app: ASGIApp, number: int, text: bytes, write: Write, endpoint: str | None) -> None:
+async def _answer(app: Starlette, number: int, text: bytes, write: Write, endpoint: str | None) -> None:
     sum = checksum(text)
     try:
         if not text.endswith(b"\n"):
             raise LineError("The line is too long.")
-        line = read_line(text, endpoint)
+        if is_large(text):  # it is read as the body of a request is
+            decode = app.state.octavo.json_worker.parse
+            line = await run_off_loop(lambda: read_line(text, endpoint, decode), length=len(text), is_json=True)
+        else:
+            line = read_line(text, endpoint)
     except LineError as error:
         await write(number, False, error_line(number, sum, error))
         return

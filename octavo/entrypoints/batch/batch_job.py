@@ -11,7 +11,7 @@ import logging
 import time
 from typing import Any
 
-from starlette.types import ASGIApp
+from starlette.applications import Starlette
 
 from octavo.entrypoints.batch import stored_files
 from octavo.entrypoints.batch.answer_lines import BatchStopped, answer_lines
@@ -30,7 +30,7 @@ ACTIVE_STATUSES = ("validating", "in_progress", "finalizing", "cancelling")
 class BatchJob:
     """The work on one batch. `batch` is its object, and this server its owner."""
 
-    def __init__(self, app: ASGIApp, state: ServerState, batch: dict[str, Any]) -> None:
+    def __init__(self, app: Starlette, state: ServerState, batch: dict[str, Any]) -> None:
         self._app = app
         self._state = state
         self._store = state.store
@@ -159,7 +159,7 @@ class BatchJob:
             logger.error("the end of batch %s is not noted: %s", batch["id"], error)
 
 
-async def take_over(app: ASGIApp, state: ServerState) -> None:
+async def take_over(app: Starlette, state: ServerState) -> None:
     """Go on with the batches of servers that have ended, as long as this one lives."""
 
     def take(database: Database) -> list[dict[str, Any]]:

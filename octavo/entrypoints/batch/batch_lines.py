@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from octavo.entrypoints.http.piecewise_json import encode_in_pieces, is_large
 from octavo.entrypoints.http.streaming import encode_json
+from octavo.errors import RequestError
 
 # What a line may ask for. Which of them are there is the application's to say.
 URLS = frozenset(
@@ -48,10 +51,13 @@ def checksum(line: bytes) -> int:
     return zlib.crc32(line.strip())
 
 
-def read_line(line: bytes, endpoint: str | None = None) -> Line:
-    """The request of a line, which has to be for `endpoint` if there is one. Raises `LineError`."""
+def read_line(line: bytes, endpoint: str | None = None, decode: Callable[[bytes], Any] = _decode) -> Line:
+    """The request of a line, which has to be for `endpoint` if there is one. `decode` reads its JSON. Raises
+    `LineError`."""
     try:
-        value: Any = _decode(line)
+        value = decode(line)
+    except RequestError as error:
+        raise LineError(str(error)) from None
     except (ValueError, RecursionError) as error:
         raise LineError(f"The line is not valid JSON: {error}.") from None
     if not isinstance(value, dict):
@@ -70,7 +76,7 @@ def read_line(line: bytes, endpoint: str | None = None) -> Line:
         raise LineError("body should be a JSON object.", custom_id)
     if body.get("stream") or body.get("background"):
         raise LineError("A request of a batch has neither stream nor background.", custom_id)
-    return Line(custom_id, url, encode_json(body))
+    return Line(custom_id, url, encode_in_pieces(body) if is_large(body) else encode_json(body))
 
 
 def answer_line(number: int, sum: int, custom_id: str, status: int, body: bytes) -> bytes:

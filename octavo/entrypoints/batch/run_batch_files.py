@@ -20,7 +20,7 @@ from octavo.entrypoints.batch.batch_lines import checksum, read_answered
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp
+    from starlette.applications import Starlette
     from tqdm import tqdm
 
 _LINES_AT_ONCE = 64  # that are read before others may go on
@@ -62,7 +62,7 @@ class BatchFiles:
         """Lines that have an answer already."""
         return sum(1 for one in self._sums if one)
 
-    async def run(self, app: ASGIApp, *, at_once: int, progress: tqdm[Any]) -> None:
+    async def run(self, app: Starlette, *, at_once: int, progress: tqdm[Any]) -> None:
         """Answer what has no answer yet. Raises `OSError` when the disk is full: what is there stands."""
 
         async def write(number: int, is_good: bool, line: bytes) -> None:

@@ -102,6 +102,40 @@ def test_a_batch_is_cancelled_and_its_answers_are_kept(client: openai.OpenAI, en
     wait_until(lambda: not engine.active)
 
 
+def test_large_lines_are_read_as_large_bodies_are(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another process, and no further than the server's limits."""
+    here = list[int]()
+    read = answer_lines.read_line
+
+    def note(text: bytes, endpoint: str | None = None, *decode: Any) -> Any:
+        if not decode:
+            here.append(len(text))
+        return read(text, endpoint, *decode)
+
+    monkeypatch.setattr(answer_lines, "read_line", note)
+    lines = [
+        line("few"),
+        line("many", messages=HELLO, metadata={"x": [[1]] * 6000}),
+        line("long", messages=HELLO, user="x" * (1 << 20)),
+    ]
+    lines.append(line("beyond", messages=HELLO, metadata={"x": [[1]] * 9000}))
+    with (
+        serving(engine, disable_log_requests=True, max_json_nodes=80_000) as url,
+        openai.OpenAI(base_url=url + "/v1", api_key="x", timeout=within(60)) as client,
+    ):
+        file = client.files.create(file=("in.jsonl", b"".join(lines)), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
+        ended = client.batches.retrieve(batch.id)
+        assert ended.output_file_id and ended.error_file_id
+        answers = [json.loads(one) for one in client.files.content(ended.output_file_id).text.splitlines()]
+        assert [(one["custom_id"], one["response"]["status_code"]) for one in answers] == [
+            ("few", 200), ("many", 200), ("long", 200),
+        ]  # fmt: skip
+        assert "--max-json-nodes" in client.files.content(ended.error_file_id).text
+    assert here == [len(lines[0])]
+
+
 def test_files_of_a_batch_under_way_cannot_be_deleted(client: openai.OpenAI, engine: FakeEngine) -> None:
     file = client.files.create(file=("in.jsonl", b"".join(line(str(i)) for i in range(50))), purpose="batch")
     let_through(engine, 5)
@@ -152,20 +186,18 @@ def test_a_batch_that_the_engine_refuses_goes_on_later_and_can_be_cancelled(
         if is_cancelled:
             await asyncio.Event().wait()
         elif len(waits) == 2:
-            engine.failure = None
+            engine.fails_after = None
 
     monkeypatch.setattr(answer_lines, "MAX_WAIT_S", 0.0)
     monkeypatch.setattr(answer_lines, "MAX_TRIES", 2)
     monkeypatch.setattr(batch_job.BatchJob, "_wait", wait)
     file = client.files.create(file=("in.jsonl", line("a") + line("b")), purpose="batch")
+    engine.fails_after = (0, EngineRestartingError("again"))
     batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
-    engine.failure = EngineRestartingError("again")
     wait_until(lambda: waits)
     if is_cancelled:
-        engine.failure = None
         assert client.batches.cancel(batch.id).status == "cancelled"
     else:
-        wait_until(lambda: engine.failure is None)
         wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
         assert engine.seen and waits == [batch_job.RETRY_S] * 2
 
