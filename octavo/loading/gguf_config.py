@@ -13,7 +13,16 @@ from octavo.loading.gguf_file import GGUFFile
 from octavo.loading.gguf_layout import RANK, Architecture
 from octavo.loading.gguf_metadata import Metadata
 from octavo.loading.gguf_settings import EXPERTS
+from octavo.loading.jinja_template import text_after_answer
 
+# What ends a turn, by its text: many files name the end of documents only (llama.cpp, llama-vocab.cpp).
+_TURN_ENDS = (
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<end_of_turn>", "<turn|>", "<end_of_utterance>",
+    "<|end|>", "<|return|>", "<|call|>", "[e~[",
+)  # fmt: skip
+# Harmony's messages end with <|end|>, and its turns with others.
+_HARMONY_ENDS = {"<|return|>", "<|call|>"}
+_CONTROL = 3  # type of a token
 _POOLING_TYPES = {0: None, 1: "MEAN", 2: "CLS", 3: "LAST"}
 
 
@@ -127,13 +136,34 @@ def _token_ids(file: GGUFFile) -> dict[str, Any]:
         name: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom", "padding")
     }
     # A chat model ends its turn with eot or eom (Llama 3's <|eot_id|>, <|eom_id|>) where eos ends a document.
-    eos = list(dict.fromkeys(read[name] for name in ("eos", "eot", "eom") if read[name] is not None))
+    named = [read[name] for name in ("eos", "eot", "eom") if read[name] is not None]
+    eos = list(dict.fromkeys([*named, *_turn_ends(file)]))
     ids = {
         "bos_token_id": read["bos"],
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "pad_token_id": read["padding"],
     }
     return {key: value for key, value in ids.items() if value is not None}
+
+
+def _turn_ends(file: GGUFFile) -> list[int]:
+    """The ids of tokens that end a turn: those with a known text, else the one that the chat template writes after an
+    answer."""
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list):
+        return []
+    ids = {token: index for index, token in enumerate(tokens)}
+    known = [text for text in _TURN_ENDS if text in ids]
+    if ids.keys() >= _HARMONY_ENDS:
+        known = [text for text in known if text != "<|end|>"]
+    template = file.metadata.get("tokenizer.chat_template")
+    if not known and isinstance(template, str):
+        types = file.metadata.get("tokenizer.ggml.token_type")
+        after = text_after_answer(template)
+        # One control token and nothing else: what begins the next turn is no end of this one.
+        if after in ids and isinstance(types, list) and types[ids[after] : ids[after] + 1] == [_CONTROL]:
+            known.append(after)
+    return [ids[text] for text in known]
 
 
 def architectures() -> set[str]:

@@ -137,6 +137,7 @@ def _sentencepiece(file: GGUFFile, kind: str, tokens: list[str], types: list[int
             unk_id=file.metadata.get("tokenizer.ggml.unknown_token_id", 2 if kind == "t5" else 0),
             charsmap=bytes(value & 0xFF for value in charsmap),
             adds_prefix=bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True)),
+            prefixes_every_part=True,  # as llama.cpp has it (llama-vocab.cpp): after each special token, too
             collapses_blanks=bool(file.metadata.get("tokenizer.ggml.remove_extra_whitespaces", False)),
         ),
     )  # fmt: skip

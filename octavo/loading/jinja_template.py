@@ -133,6 +133,16 @@ def render_template(
     return text[:end] if text.startswith(_END_MARK, end) else text[:end].rstrip()
 
 
+def text_after_answer(template: str) -> str:
+    """What the template writes after an answer, blanks aside; nothing if it writes none of a conversation."""
+    question, answer = {"role": "user", "content": "Qz7question"}, {"role": "assistant", "content": "Az7answer"}
+    try:
+        text = render_template(template, [question, answer], add_generation_prompt=False, tools=None)
+    except Exception:  # the template is the model's program
+        return ""
+    return text.rpartition(answer["content"])[2].strip()
+
+
 def _mark_end(template: str, message: dict[str, Any], field: str) -> str:
     """The text of `message` that is to be continued, to which the mark of its end is appended in place."""
     content = message.get(field)

@@ -47,6 +47,9 @@ def _with_special_tokens(folder: str, backend: Backend, config: dict[str, Any]) 
     """The rules are those of `PreTrainedTokenizerFast.from_pretrained`: tokenizer.json says what is added to a text
     (add_bos_token and its like are not read), and the other files which tokens are special, in which role."""
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    by_role: dict[str, Any] = {}
+    if isinstance(extra, dict):  # tokens with roles of their own, such as "image_token"; the list stands beside them
+        by_role, extra = extra, config.get("additional_special_tokens")
     added: dict[int, AddedToken] = {}
     if "added_tokens_decoder" in config:
         added = {int(index): AddedToken(**token) for index, token in config["added_tokens_decoder"].items()}
@@ -72,9 +75,7 @@ def _with_special_tokens(folder: str, backend: Backend, config: dict[str, Any]) 
         for key, value in config.items()
         if (key in ROLES and value is not None) or (key.endswith("_token") and isinstance(value, str | dict))
     }
-    if isinstance(extra, dict):  # tokens with roles of their own, such as "image_token"
-        special |= {key: _token(key, value) for key, value in extra.items()}
-        extra = None
+    special |= {key: _token(key, value) for key, value in by_role.items()}
     return TokenizerParts(
         backend,
         special,

@@ -40,6 +40,18 @@ _LLAMA3_SPECIAL = [
     "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>",
     "<|python_tag|>", *(f"<|reserved_special_token_{i}|>" for i in range(2, 247)),
 ]  # fmt: skip
+# Llama 4's (github.com/meta-llama/llama-models, models/llama4/tokenizer.py).
+_LLAMA4_SPECIAL = [
+    "<|begin_of_text|>", "<|end_of_text|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|header_start|>",
+    "<|header_end|>", "<|eom|>", "<|eot|>", "<|step|>",
+    *(f"<|text_post_train_reserved_special_token_{i}|>" for i in range(6)), "<|python_start|>", "<|python_end|>",
+    "<|finetune_right_pad|>", *(f"<|text_post_train_reserved_special_token_{i}|>" for i in range(6, 67)),
+    "<|image_start|>", "<|image_end|>", *(f"<|vision_reserved_special_token_{i}|>" for i in range(2)),
+    "<|tile_x_separator|>", "<|tile_y_separator|>", *(f"<|vision_reserved_special_token_{i}|>" for i in range(2, 6)),
+    "<|image|>", "<|vision_reserved_special_token_6|>", "<|patch|>",
+    *(f"<|vision_reserved_special_token_{i}|>" for i in range(7, 1048)),
+]  # fmt: skip
+_MIN_LLAMA4_RANKS = 200_000  # of its tokenizer.model; Llama 3's has 128,000
 # Qwen's first version (huggingface.co/Qwen/Qwen-7B, tokenization_qwen.py).
 _QWEN_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))]
 
@@ -60,7 +72,11 @@ _LLAMA3_FILE = _Tiktoken(
 _QWEN_FILE = _Tiktoken(
     PreTokenizer((QWEN2,), ignores_merges=True, normalizes=True), _QWEN_SPECIAL, {"eos_token": "<|endoftext|>"}
 )
-# By the class of tokenizer_config.json, else by the name of the file, else Llama 3's: its file is a tokenizer.model.
+_LLAMA4_FILE = _Tiktoken(
+    PreTokenizer((GPT4O,), ignores_merges=True, adds_bos=True), _LLAMA4_SPECIAL,
+    {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},
+)  # fmt: skip
+# By the class of tokenizer_config.json, else by the name of the file, else Llama 3's or 4's: a tokenizer.model.
 _TIKTOKEN_FILES = {
     "QWenTokenizer": _QWEN_FILE,
     "qwen.tiktoken": _QWEN_FILE,
@@ -129,13 +145,14 @@ def _sentencepiece(path: str, config: Mapping[str, Any]) -> Vocabulary:
 
 
 def _tiktoken(path: str, class_name: str, config: Mapping[str, Any]) -> Vocabulary:
-    kind = _TIKTOKEN_FILES.get(class_name) or _TIKTOKEN_FILES.get(os.path.basename(path)) or _LLAMA3_FILE
     with open(path, "rb") as file:
         lines = [line.split() for line in file.read().splitlines() if line]
     try:
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
     except (ValueError, binascii.Error) as e:
         raise LoadError(f"{path} is damaged: not every line is a token and its rank ({e}); fetch it again.") from None
+    llama = _LLAMA4_FILE if len(ranks) >= _MIN_LLAMA4_RANKS else _LLAMA3_FILE
+    kind = _TIKTOKEN_FILES.get(class_name) or _TIKTOKEN_FILES.get(os.path.basename(path)) or llama
     backend = _ranked(path, ranks, 0, kind.pre)
     named = {int(index): token["content"] for index, token in (config.get("added_tokens_decoder") or {}).items()}
     special = [named[index] for index in sorted(named)] or list(kind.special)

@@ -75,6 +75,33 @@ def test_end_of_turn_tokens_end_an_answer_too(tmp_path: Path, write_gguf: Write)
     assert checkpoint.eos_token_ids == (2, 9)
 
 
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+ENDED = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|done|>\n{% endfor %}"
+OPEN = "{% for m in messages %}<|user|>{{ m.content }}{{ eos_token }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "template", "eos"),
+    [
+        (["a", "b", "</s>", "<|im_end|>", "<|im_start|>"], CHATML, (2, 3)),
+        (["a", "b", "</s>", "<|eot_id|>", "<end_of_turn>"], None, (2, 3, 4)),
+        (["a", "b", "</s>", "<|done|>", "<|user|>"], ENDED, (2, 3)),
+        (["a", "b", "</s>", "<|done|>", "<|user|>"], OPEN, (2,)),
+        (["a", "b", "</s>", "<|done|>", "<|user|>"], "{{ raise_exception('no') }}", (2,)),
+        # Harmony's messages end with <|end|>, and its turns do not.
+        (["a", "b", "<|return|>", "<|call|>", "<|end|>"], None, (2, 3)),
+        (["a", "b", "</s>", "<|end|>", "c"], None, (2, 3)),
+    ],
+)
+def test_ends_of_turns_that_a_file_does_not_name_are_known_by_their_text_or_by_the_template(
+    tokens: list[str], template: str | None, eos: tuple[int, ...], tmp_path: Path, write_gguf: Write
+) -> None:
+    metadata: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1, 1, 3, 3, 3]}
+    metadata |= {"tokenizer.ggml.eos_token_id": 2} | ({"tokenizer.chat_template": template} if template else {})
+    path = write_gguf(tmp_path / "m.gguf", {"token_embd.weight": np.ones((5, 64), np.float32)}, metadata)
+    assert resolve(str(path)).eos_token_ids == eos
+
+
 @pytest.mark.parametrize(("array", "dtype"), [(np.float32, "float32"), (np.float16, "bfloat16")])
 def test_only_a_file_of_float32_asks_for_float32(array: type, dtype: str, tmp_path: Path, write_gguf: Write) -> None:
     path = write_gguf(tmp_path / "m.gguf", {"token_embd.weight": np.ones((4, 64), array)})

@@ -112,6 +112,13 @@ CASES: dict[str, tuple[Callable[[], Tokenizer], Files]] = {
             "chat_template": [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "tools"}],
         }},
     ),
+    "roles of their own beside a list": (
+        byte_level,
+        {"tokenizer_config.json": {
+            "eos_token": "</s>", "extra_special_tokens": {"image_token": "<img>"},
+            "additional_special_tokens": ["<x>", "<y>"],
+        }},
+    ),
     "special tokens as text": (
         byte_level, {"tokenizer_config.json": {"eos_token": "</s>", "split_special_tokens": True}}
     ),

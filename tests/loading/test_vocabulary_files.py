@@ -15,6 +15,7 @@ import sentencepiece
 import tiktoken
 
 from octavo.errors import LoadError
+from octavo.loading import vocabulary_files
 from octavo.loading.checkpoint import Checkpoint, resolve
 from octavo.loading.gguf_file import read_gguf
 from octavo.loading.pre_tokenizers import GPT4O, LLAMA3, QWEN2, TEKKEN
@@ -172,6 +173,26 @@ def test_tiktoken_files_are_read_as_the_library_does(
     assert len(tokenizer.encode(special, add_special_tokens=False)) == 1
     assert (tokenizer.bos_token, tokenizer.eos_token) == roles
     assert (tokenizer.encode("a")[0] == tokenizer.bos_token_id) == (roles[0] is not None)
+
+
+def test_the_tokenizer_of_llama_4_is_told_from_that_of_llama_3_by_its_size(
+    tmp_path: Path, ranks: dict[bytes, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vocabulary_files, "_MIN_LLAMA4_RANKS", len(ranks))
+    _write_ranks(tmp_path / "tokenizer.model", ranks)
+    tokenizer = read_tokenizer(str(tmp_path))
+    oracle = tiktoken.Encoding("llama4", pat_str=GPT4O, mergeable_ranks=ranks, special_tokens={})
+    for text in PLAIN:
+        assert tokenizer.encode(text, add_special_tokens=False) == oracle.encode(text), text
+    # 200,000 ranks come first in Meta's own file, where these are 200,005, 200,008, 200,080 and 201,133.
+    expected = {
+        "<|header_start|>": 5,
+        "<|eot|>": 8,
+        "<|image_start|>": 80,
+        "<|vision_reserved_special_token_1047|>": 1133,
+    }
+    assert {token: tokenizer.convert_tokens_to_ids(token) - len(ranks) for token in expected} == expected
+    assert tokenizer.convert_tokens_to_ids("<|eot_id|>") is None
 
 
 def test_special_tokens_of_tiktoken_files_have_the_ids_that_the_configuration_gives_them(

@@ -1,5 +1,7 @@
 """Where reasoning ends, in texts that are cut anywhere."""
 
+# ruff: noqa: E501 - answers are easier to read in one line
+
 from __future__ import annotations
 
 import itertools
@@ -7,7 +9,10 @@ import random
 
 import pytest
 
+from octavo.entrypoints.chat.answer_reader import AnswerFormat, AnswerReader, CallDelta, ReasoningDelta, TextDelta
 from octavo.entrypoints.chat.reasoning import STYLES, Reasoning, ReasoningSplitter, new_splitter
+from octavo.entrypoints.chat.tools.format_parser import FormatParser, trigger_marks
+from octavo.entrypoints.chat.tools.tool_formats import FORMATS
 
 
 def split(style: str, prompt: str, text: str, cuts: list[int] | None = None) -> tuple[str, str]:
@@ -82,3 +87,61 @@ def test_marks_of_the_content_are_left_out() -> None:
         splitter = new_splitter(reasoning)
         parts = [splitter.add(text[i : i + size]) for i in range(0, len(text), size)] + [splitter.finish()]
         assert ("".join(p[0] for p in parts), "".join(p[1] for p in parts)) == ("Hm.", "Four <b>.")
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (" to=functions.now<|channel|>commentary json<|message|>{}<|call|>", "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>"),
+        ("to=functions.now <|constrain|>json<|message|>{}<|call|>", "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>"),
+        (" to be or not", " to be or not"),
+        ("to", "to"),
+        ("to=you, with love, and more than fits into a header of any message that a model would write <b>", "to=you, with love, and more than fits into a header of any message that a model would write <b>"),
+        ("tomorrow <|end|><|start|>assistant to=functions.now<|channel|>commentary<|message|>{}", "tomorrow <|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"),
+    ],
+)  # fmt: skip
+def test_a_recipient_in_the_role_is_read_however_the_text_is_cut(text: str, content: str) -> None:
+    reasoning = Reasoning.after("<|start|>assistant", STYLES["openai_gptoss"])
+    assert reasoning is not None
+    for begin in range(len(text) + 1):
+        for end in {begin, begin + 1, begin + 3, begin + 9, len(text)}:
+            splitter = new_splitter(reasoning)
+            parts = [splitter.add(part) for part in (text[:begin], text[begin:end], text[end:])] + [splitter.finish()]
+            assert ("".join(part[0] for part in parts), "".join(part[1] for part in parts)) == ("", content)
+
+
+PYTHON_CALL = "<|tool_call_start|>[now()]<|tool_call_end|>"
+ENDED = [
+    ("hermes", "Plan.\n\n<tool_call>\n{\"name\": \"now\", \"arguments\": {}}\n</tool_call>", "Plan.", "", 1),
+    ("hermes", "<tool_call>{\"name\": \"now\", \"arguments\": {}}</tool_call>", "", "", 1),
+    ("hermes", "I write <tool_call> and\n<tool_call>{\"name\": \"now\", \"arguments\": {}}</tool_call> Well.", "I write <tool_call> and", " Well.", 1),
+    ("hermes", "I could use <tool_call> here.\n</think>\nNo.", "I could use <tool_call> here.", "No.", 0),
+    ("hermes", "I could use <tool_call>", "I could use <tool_call>", "", 0),
+    ("hermes", "I could use \n<tool_call>{\"name\": \"now\", \"argu", "I could use \n<tool_call>{\"name\": \"now\", \"argu", "", 0),
+    ("hermes", "Plan.\n</think>\n\n<tool_call>{\"name\": \"now\", \"arguments\": {}}</tool_call>", "Plan.", "", 1),
+    ("qwen3_coder", "Plan.\n<tool_call>\n<function=now>\n</function>\n</tool_call>", "Plan.", "", 1),
+    ("qwen3_coder", "Plan.\n<function=now>\n</function>\n</tool_call>", "Plan.", "", 1),
+    ("deepseek_v31", "Plan.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "Plan.", "", 1),
+    ("kimi_k2", "Plan.<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>", "Plan.", "", 1),
+    ("minimax_m2", 'Plan.\n<minimax:tool_call>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>', "Plan.", "", 1),
+    ("glm45", "Plan.\n<tool_call>now\n</tool_call>", "Plan.", "", 1),
+    ("lfm2", f"Plan. {PYTHON_CALL}", "Plan. ", "", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "text", "thought", "content", "num_calls"), ENDED)
+def test_a_call_ends_reasoning_that_was_not_ended(
+    format: str, text: str, thought: str, content: str, num_calls: int
+) -> None:
+    reasoning = Reasoning.after("<|im_start|>assistant\n<think>\n", STYLES["qwen3"])
+    form = FORMATS[format]
+    answer = AnswerFormat(reasoning, True, lambda: FormatParser(form, {"now": {}}), call_marks=trigger_marks(form))
+    rng = random.Random(2)
+    for size in (1, 2, 5, 10_000, 0, 0, 0):
+        cuts = list(range(size, len(text), size)) if size else sorted(rng.sample(range(len(text)), 4))
+        reader = AnswerReader(answer)
+        edges = [0, *cuts, len(text)]
+        deltas = [d for a, b in itertools.pairwise(edges) for d in reader.add(text[a:b], is_end=b == len(text))]
+        assert "".join(d.text for d in deltas if isinstance(d, ReasoningDelta)) == thought
+        assert "".join(d.text for d in deltas if isinstance(d, TextDelta)) == content
+        assert [d.name for d in deltas if isinstance(d, CallDelta) and d.name] == ["now"] * num_calls

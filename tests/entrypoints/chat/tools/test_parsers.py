@@ -1,5 +1,7 @@
 """Each format of tool calls over answers as models write them, whole, cut anywhere, and broken."""
 
+# ruff: noqa: E501 - answers are easier to read in one line
+
 from __future__ import annotations
 
 import itertools
@@ -106,6 +108,90 @@ GOOD: list[tuple[str, str, str | None, list[Any]]] = [
     ("pythonic", "[1, 2, 3] is a list.", "[1, 2, 3] is a list.", []),
     ("pythonic", "Text first [now()]", "Text first", [("now", {})]),
     ("pythonic", "Text [first()] of it", "Text [first()] of it", []),
+    ("pythonic", 'Let me see: [get_weather(city="Paris"), now()] Wait.', "Let me see: Wait.", [PARIS, NOW]),
+    ("pythonic", '[get_weather(city="Paris")] Wait.', " Wait.", [PARIS]),
+    # What models leave as it is in texts, and zeros before numbers.
+    (
+        "pythonic",
+        "[get_weather(city='It's\nhere', days=07)]",
+        None,
+        [("get_weather", {"city": "It's\nhere", "days": 7})],
+    ),
+    (
+        "lfm2",
+        '<|tool_call_start|>[get_weather(city="a\nb \\"c\\"", days=0)]<|tool_call_end|>',
+        None,
+        [("get_weather", {"city": 'a\nb "c"', "days": 0})],
+    ),
+    (
+        "gemma3",
+        "```tool_code\nget_weather(city='the dog's', days=007)\n```",
+        None,
+        [("get_weather", {"city": "the dog's", "days": 7})],
+    ),
+    # Calls without arguments, and sections without calls.
+    ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="now"/>\n</｜DSML｜function_calls>', None, [NOW]),
+    (
+        "deepseek_v4",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="now" />\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+        None,
+        [NOW, NOW],
+    ),
+    ("minimax_m2", '<minimax:tool_call><invoke name="now"/></minimax:tool_call>', None, [NOW]),
+    ("qwen", "<tool_call>\n<function=now/>\n</tool_call>", None, [NOW]),
+    ("deepseek_v4", "Well.<｜DSML｜tool_calls>\n</｜DSML｜tool_calls>", "Well.", []),
+    ("kimi_k2", "Well.<|tool_calls_section_begin|><|tool_calls_section_end|>", "Well.", []),
+    ("hermes", "Well.<tool_call>\n</tool_call>", "Well.", []),
+    ("jamba", "Well.<tool_calls>[]</tool_calls>", "Well.", []),
+    # Argument marks that were forgotten.
+    (
+        "qwen",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+        None,
+        [("get_weather", {"city": "Paris", "days": 3})],
+    ),
+    (
+        "glm45",
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+        None,
+        [("get_weather", {"city": "Paris", "days": 3})],
+    ),
+    (
+        "qwen",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</function>\n</tool_call>\n<tool_call>\n<function=get_weather>\n"
+        "<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>",
+        None,
+        [PARIS, ("get_weather", {"city": "Rome"})],
+    ),
+    # Texts in which marks stand, and lines.
+    (
+        "qwen",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\na\n</function> <parameter=x> b\n\n</parameter>\n</function>\n</tool_call>",
+        None,
+        [("get_weather", {"city": "a\n</function> <parameter=x> b\n"})],
+    ),
+    # The schema decides what a text is, whatever the call says.
+    (
+        "deepseek_v32",
+        '<｜DSML｜function_calls><｜DSML｜invoke name="get_weather"><｜DSML｜parameter name="days" string="true">1</｜DSML｜parameter>'
+        '<｜DSML｜parameter name="city" string="false">12</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>',
+        None,
+        [("get_weather", {"days": 1, "city": "12"})],
+    ),
+    # A counter in the place of a name.
+    (
+        "kimi_k2",
+        '<|tool_calls_section_begin|><|tool_call_begin|>0<|tool_call_argument_begin|>{"city": "Paris"}<|tool_call_end|><|tool_calls_section_end|>',
+        None,
+        [PARIS],
+    ),
+    (
+        "minimax_m3",
+        ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="get_weather">]<]minimax[>[<city>Paris]<]minimax[>[</city>'
+        "]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>",
+        None,
+        [PARIS],
+    ),
     # The next mark ends an argument whose own was forgotten.
     (
         "qwen",
@@ -125,6 +211,7 @@ BROKEN = [
     ("hermes", "</tool_call>"),
     ("hermes", '<tool_call>{"name": "f", "arguments": ' + '{"a":' * 3000 + "1" + "}" * 3000 + "}</tool_call>"),
     ("qwen", "<tool_call>\n<function=>\n</function>\n</tool_call>"),
+    ("kimi_k2", '<|tool_call_begin|>7<|tool_call_argument_begin|>{"odd": 1}<|tool_call_end|>'),
     ("qwen", "<tool_call>\n<function=get_weather>\n<parameter=city>\nPar"),
     ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {}'),
     ("mistral", '[TOOL_CALLS][{"nom": "now"}]'),

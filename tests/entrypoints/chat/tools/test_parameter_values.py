@@ -1,0 +1,75 @@
+"""What a text between marks is, by the parameter's schema."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from octavo.entrypoints.chat.tools.format_parser import FormatParser
+from octavo.entrypoints.chat.tools.tool_formats import FORMATS
+from octavo.entrypoints.chat.tools.tool_parser import Call
+
+DEFINITIONS = {"Text": {"type": "string"}, "Count": {"allOf": [{"type": "integer"}, {"minimum": 0}]}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "12", "12"),
+        ({"allOf": [{"type": "string"}]}, "12", "12"),
+        ({"allOf": [{"$ref": "#/$defs/Text"}, {"minLength": 1}]}, "12", "12"),
+        ({"allOf": [{"type": ["string", "integer"]}, {"type": "string"}]}, "12", "12"),
+        ({"anyOf": [{"allOf": [{"type": "string"}]}]}, "true", "true"),
+        ({"$ref": "#/$defs/Count"}, "12", 12),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": [1, 2]}, "1", 1),
+        ({"const": "1"}, "1", "1"),
+        ({"type": "array"}, "['a', 'b']", ["a", "b"]),
+        ({"type": "array"}, '["a"]', ["a"]),
+        ({"type": "array"}, "('a', 1, None)", ["a", 1, None]),
+        ({"type": "object"}, "{'a': True, 'b': [None]}", {"a": True, "b": [None]}),
+        ({"type": "null"}, "None", None),
+        ({"type": ["array", "null"]}, "None", None),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "None", None),
+        ({"type": ["string", "null"]}, "12", "12"),
+        ({"type": "string"}, "None", "None"),
+        ({"type": "string"}, "['a']", "['a']"),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "integer"}, '"12"', 12),
+        ({"type": "integer"}, "twelve", "twelve"),
+        ({"type": "array"}, "['a", "['a"),
+        ({"type": "array"}, "[open('x')]", "[open('x')]"),
+        ({"type": "object"}, "{1: 2}", "{1: 2}"),
+        ({"type": ["string", "integer"]}, "12", 12),
+        ({"type": ["string", "integer"]}, "true", "true"),
+        ({}, "12", 12),
+        ({}, "a b", "a b"),
+    ],
+)
+def test_the_schema_says_what_a_text_is(schema: dict[str, Any], text: str, value: Any) -> None:
+    tools = {"f": {"type": "object", "properties": {"a": schema}, "$defs": DEFINITIONS}}
+    parser = FormatParser(FORMATS["qwen3_coder"], tools)
+    answer = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    (call,) = [piece for letter in answer for piece in parser.add(letter)] + parser.finish()
+    assert isinstance(call, Call) and json.loads(call.arguments) == {"a": value}
+
+
+def test_objects_and_lists_may_be_tags_in_tags() -> None:
+    ns = "]<]minimax[>["
+    item = {"type": "object", "properties": {"sku": {"type": "string"}, "qty": {"type": "integer"}}}
+    properties = {
+        "to": {"type": "object", "properties": {"zip": {"type": "string"}}},
+        "items": {"type": "array", "items": item},
+    }
+    parser = FormatParser(FORMATS["minimax_m3"], {"f": {"type": "object", "properties": properties}})
+    answer = (
+        f'{ns}<tool_call>\n{ns}<invoke name="f">{ns}<to>{ns}<zip>018{ns}</zip>{ns}</to>{ns}<items>'
+        f"{ns}<item>{ns}<sku>7{ns}</sku>{ns}<qty>2{ns}</qty>{ns}</item>{ns}<item>{ns}<sku>x{ns}</sku>{ns}</item>"
+        f"{ns}</items>{ns}</invoke>\n{ns}</tool_call>"
+    )
+    (call,) = [piece for letter in answer for piece in parser.add(letter)] + parser.finish()
+    assert isinstance(call, Call)
+    assert json.loads(call.arguments) == {"to": {"zip": "018"}, "items": [{"sku": "7", "qty": 2}, {"sku": "x"}]}
