@@ -490,3 +490,15 @@ def test_scores_are_of_texts_in_every_form_that_holds_one() -> None:
         for tokens in ([504, 260], [[504, 260]], {"prompt_token_ids": [504, 260]}):
             with pytest.raises(RequestError, match="data_2 must be a text or a list of them"):
                 llm.score("a cat", tokens, use_tqdm=False)
+
+
+def test_the_end_of_a_request_costs_nothing_for_the_others(llm: LLM) -> None:
+    """Ids that are known are taken out one by one, and not written anew."""
+    engine = llm.llm_engine
+    known = engine._ids
+    for i in range(4):
+        engine.add_request(f"own {i}", "The sea", SamplingParams(max_tokens=1 + 2 * i, temperature=0, ignore_eos=True))
+    while engine.has_unfinished_requests():
+        ended = {output.request_id for output in engine.step() if output.finished}
+        assert engine._ids is known and not ended & known.keys()
+    assert not known

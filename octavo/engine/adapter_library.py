@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Set
+from collections.abc import Callable, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -40,9 +40,10 @@ class AdapterLibrary:
     _entries: OrderedDict[str, _Entry] = field(default_factory=OrderedDict)  # least recently used first
     _pinned: set[str] = field(default_factory=set)
 
-    def want(self, source: AdapterSource, in_use: Set[str]) -> Future[int] | None:
+    def want(self, source: AdapterSource, in_use: Callable[[], Set[str]]) -> Future[int] | None:
         """Start to read an adapter. Returns a future that is ready when it is on the host; None if there is no room
-        now: call again. Raises `RequestError` if all room is pinned."""
+        now: call again. Raises `RequestError` if all room is pinned. `in_use` says which adapters must stay, and is
+        asked only where room is short: it looks at every live sequence."""
         entry = self._entries.get(source.identity)
         if entry is not None and entry.ready.done() and entry.ready.exception() is not None:
             self._drop(source.identity)  # read it again: its file may be repaired
@@ -62,7 +63,8 @@ class AdapterLibrary:
             self._entries[source.identity] = entry
         self.names[source.identity] = source.name
         self._entries.move_to_end(source.identity)
-        self._make_room(0, 0, in_use | {source.identity})  # if adapters turned out larger than their files
+        # If adapters turned out larger than their files.
+        self._make_room(0, 0, lambda: in_use() | {source.identity})
         return entry.ready
 
     def take_in(self, identity: str) -> None:
@@ -112,11 +114,13 @@ class AdapterLibrary:
         self.num_reads, self.read_s = 0, 0.0
         return taken
 
-    def _make_room(self, num_adapters: int, num_pages: int, in_use: Set[str]) -> bool:
+    def _make_room(self, num_adapters: int, num_pages: int, in_use: Callable[[], Set[str]]) -> bool:
         """Evict adapters until `num_adapters` more with `num_pages` fit. An adapter that is too large may come if it is
         the only one: its size is known only when it is read."""
+        kept: Set[str] | None = None
         while self._entries and not self._has_room(num_adapters, num_pages):
-            free = next((identity for identity in self._entries if self._may_go(identity, in_use)), None)
+            kept = in_use() if kept is None else kept
+            free = next((identity for identity in self._entries if self._may_go(identity, kept)), None)
             if free is None:
                 return False
             self._drop(free)

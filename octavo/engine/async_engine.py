@@ -26,6 +26,7 @@ from octavo.engine.input_processor import InputProcessor
 from octavo.engine.off_loop import run_off_loop
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
 from octavo.engine.request_log import log_request
+from octavo.engine.request_stream import RequestStream
 from octavo.engine.supervisor import Supervisor
 from octavo.engine.vllm_names import refuse_kwargs
 from octavo.engine.wire import Abort, BlockMap, CacheWasReset, CoreMessage, Ready, StepOutputs
@@ -54,16 +55,6 @@ def _kinds_of(prompt: object) -> Collection[str]:
     """Return the kinds of a prompt's media, which `InputProcessor` checks later."""
     found = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
     return found if isinstance(found, Mapping) else ("image",) if found is not None else ()
-
-
-class _Stream(asyncio.Queue[Output | OctavoError]):
-    """The outputs of one request that its caller has not read yet, or its error."""
-
-    def __init__(self, request: EngineRequest, external_id: str) -> None:
-        super().__init__()
-        self.request, self.external_id = request, external_id
-        self.opening: asyncio.Future[None] | None = None  # set while it waits for the engine to take requests
-        self.has_ended_early = False  # ended while it waited
 
 
 class AsyncLLMEngine(EngineCalls):
@@ -113,7 +104,7 @@ class AsyncLLMEngine(EngineCalls):
             inputs = InputProcessor(config, tokenizer)
         self.inputs, self.tokenizer = inputs, inputs.tokenizer
         self._outputs = OutputProcessor(self.tokenizer, metrics, makes_prompts_later=True)
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, RequestStream] = {}
         self._control = EngineControl(self._supervisor, lambda: not self._outputs.requests, self._abort_running)
         self._adapters = AdapterRequests(self._supervisor, self.inputs)
 
@@ -266,7 +257,7 @@ class AsyncLLMEngine(EngineCalls):
             )
         if external_id in self._streams:
             raise RequestError(f"request id {external_id!r} is in use.", param="request_id")
-        stream = self._streams[external_id] = _Stream(request, external_id)
+        stream = self._streams[external_id] = RequestStream(request, external_id)
         timer: asyncio.TimerHandle | None = None
         try:
             if request.deadline is not None:
@@ -279,8 +270,6 @@ class AsyncLLMEngine(EngineCalls):
                 self.forecast.add(request.request_id, len(prompt.token_ids))
             while True:
                 output = await stream.get()
-                if isinstance(output, OctavoError):
-                    raise output
                 yield output
                 if output.finished:
                     return
@@ -291,7 +280,7 @@ class AsyncLLMEngine(EngineCalls):
             del self._streams[external_id]
             self._abort_in_core(stream)
 
-    async def _wait_until_accepted(self, stream: _Stream) -> bool:
+    async def _wait_until_accepted(self, stream: RequestStream) -> bool:
         """Wait until the engine takes requests. Returns False if this request ends before."""
         self._supervisor.listen()
         if self.is_ready and not self._control.is_paused:
@@ -320,7 +309,7 @@ class AsyncLLMEngine(EngineCalls):
             output = self._abort_in_core(stream)
             if output is not None:
                 has_begun = output.metrics is not None and output.metrics.first_token_time is not None
-                stream.put_nowait(output if has_begun else EngineStoppingError("the server is stopping."))
+                stream.put(output if has_begun else EngineStoppingError("the server is stopping."))
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Read an adapter into the host's memory and check it, before a request needs it. Raises `RequestError` if it
@@ -420,12 +409,12 @@ class AsyncLLMEngine(EngineCalls):
             if stream.opening is None:
                 self._abort_and_notify(stream)
 
-    def _abort_and_notify(self, stream: _Stream, stop_reason: str | None = None) -> None:
+    def _abort_and_notify(self, stream: RequestStream, stop_reason: str | None = None) -> None:
         """Abort a request in the core and give its caller the last output."""
         if (output := self._abort_in_core(stream, stop_reason)) is not None:
-            stream.put_nowait(output)
+            stream.put(output)
 
-    def _abort_in_core(self, stream: _Stream, stop_reason: str | None = None) -> RequestOutput | None:
+    def _abort_in_core(self, stream: RequestStream, stop_reason: str | None = None) -> RequestOutput | None:
         """Abort a request in the core. Returns its last output, or None if it has ended already."""
         request_id = stream.request.request_id
         if stream.opening is not None and not stream.has_ended_early:
@@ -450,7 +439,7 @@ class AsyncLLMEngine(EngineCalls):
                     self._supervisor.tell(abort)
                 for result in results:
                     if (stream := self._streams.get(result.request_id)) is not None:
-                        stream.put_nowait(result.error if isinstance(result, RequestFailed) else result)
+                        stream.put(result.error if isinstance(result, RequestFailed) else result)
                 if self.metrics is not None:
                     self.metrics.record_step(stats)
             case BlockMap():
@@ -482,4 +471,4 @@ class AsyncLLMEngine(EngineCalls):
             self.metrics.record_step(self.stats)
         for stream in self._streams.values():
             if self._outputs.drop(stream.request.request_id):
-                stream.put_nowait(error)
+                stream.put(error)

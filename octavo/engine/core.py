@@ -89,6 +89,7 @@ class EngineCore:
         self._last_end = 0.0  # time.monotonic, of the last step
         self._refused: list[SequenceOutput] = []
         self._pending: dict[str, PendingRequest] = {}  # in order of arrival
+        self._has_adapter_room = self._has_media_room = True  # for whoever comes, as far as is known
         self._loading: list[LoadingAdapter] = []  # adapters that no request waits for
 
     @property
@@ -106,7 +107,7 @@ class EngineCore:
         if request.params.grammar is not None:
             preparing.grammar = self.executor.prepare_grammar(request.params.grammar, request.eos_token_ids, request)
         self._pending[request.request_id] = preparing
-        self._queue_prepared()
+        self._prepare([preparing])
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         if index is None:
@@ -125,7 +126,7 @@ class EngineCore:
         self._loading.append(one := LoadingAdapter(source, pins))
         if self.adapters is not None:
             with contextlib.suppress(RequestError):  # the next step reports it
-                one.ready = self.adapters.want(source, self._adapters_in_use())  # before later requests want others
+                one.ready = self.adapters.want(source, self._adapters_in_use)  # before later requests want others
 
     def unload_adapter(self, identity: str) -> None:
         """Free an adapter's memory, now or when the requests that use it have ended."""
@@ -216,11 +217,17 @@ class EngineCore:
 
     def _queue_prepared(self) -> None:
         """Queue the pending requests that are ready, and refuse those whose preparation has failed."""
-        if self.adapters is not None and any(one.waits_for_room for one in self._pending.values()):
-            self._find_room(self.adapters)
-        self._look_at_media()
-        for request_id, one in list(self._pending.items()):
-            if not one.is_ready:
+        self._has_adapter_room = self._has_media_room = True
+        self._prepare(list(self._pending.values()))
+
+    def _prepare(self, several: list[PendingRequest]) -> None:
+        """Start what is missing of pending requests, in order, and queue or refuse those that wait for nothing."""
+        if self.adapters is not None:
+            self._find_room(self.adapters, several)
+        self._look_at_media(several)
+        for one in several:
+            request_id = one.request.request_id
+            if self._pending.get(request_id) is not one or not one.is_ready:
                 continue
             del self._pending[request_id]
             error = one.error
@@ -238,13 +245,12 @@ class EngineCore:
                     what = "structured_outputs"
                 self._refuse(one.request, RequestError(f"{what} failed: {type(error).__name__}."))
 
-    def _look_at_media(self) -> None:
+    def _look_at_media(self, several: list[PendingRequest]) -> None:
         """Start the tower on the media of pending requests, in order, as far as there is room for their rows."""
-        for one in self._pending.values():
-            if one.waits_for_media:
+        for one in several:
+            if one.waits_for_media and self._has_media_room:
                 one.media = self.executor.prepare_media(one.request.media, self._media_in_use())
-                if one.media is None:
-                    return
+                self._has_media_room = one.media is not None
 
     def _media_in_use(self) -> set[bytes]:
         """Return the content hashes of media of queued requests, and of those that the tower computes."""
@@ -252,24 +258,23 @@ class EngineCore:
         prompts += [one.request.prompt for one in self._pending.values() if one.media is not None]
         return {item.content_hash for prompt in prompts for item in prompt.media}
 
-    def _find_room(self, adapters: AdapterLibrary) -> None:
+    def _find_room(self, adapters: AdapterLibrary, several: list[PendingRequest]) -> None:
         """Start to read the adapters of pending requests, in order. If there is no room for one, later requests get no
         room either, unless their adapter is already there."""
-        in_use, has_room = self._adapters_in_use(), True
-        for one in list(self._pending.values()):
+        for one in several:
             source = one.request.adapter
-            if source is None or not one.waits_for_room or not (has_room or adapters.has(source.identity)):
+            if source is None or not one.waits_for_room:
+                continue
+            if not (self._has_adapter_room or adapters.has(source.identity)):
                 continue
             try:
-                one.adapter = adapters.want(source, in_use)
+                one.adapter = adapters.want(source, self._adapters_in_use)
             except RequestError as e:
                 del self._pending[one.request.request_id]
                 self._refuse(one.request, e)
                 continue
             if one.adapter is None:
-                has_room = False
-            else:
-                in_use.add(source.identity)
+                self._has_adapter_room = False
 
     def _adapters_in_use(self) -> set[str]:
         """Return the identities of adapters that must stay on the host: those of queued requests, and those that
@@ -301,7 +306,7 @@ class EngineCore:
         if self.adapters is None:
             raise RequestError("adapters need --enable-lora.")
         if one.ready is None:
-            one.ready = self.adapters.want(one.source, self._adapters_in_use())
+            one.ready = self.adapters.want(one.source, self._adapters_in_use)
         if one.ready is None or not one.ready.done():
             return False
         one.ready.result()

@@ -34,6 +34,7 @@ from octavo.processes import child_command
 logger = logging.getLogger(__name__)
 
 _EXIT_GRACE_S = 5.0
+_MESSAGES_PER_TURN = 8  # of the event loop; a step of 256 streams takes it some milliseconds
 _MAX_PATH_BYTES = 98  # of the sockets' folder; a socket's path, with "/out", has at most 103 bytes (macOS)
 
 
@@ -127,7 +128,8 @@ class CoreClient:
         """Call `handle` with every message, until cancelled or until the process has ended and its last message is
         read.
 
-        All messages that are there are handled at one wakeup. What `handle` raises ends this.
+        A few messages are handled at a time; then the event loop serves everything else that waits for it. What
+        `handle` raises ends this.
         """
         await self.receive_data(lambda data: handle(decode_core_message(data)))
 
@@ -138,10 +140,14 @@ class CoreClient:
 
         def read() -> None:
             try:
-                while not failed.done() and is_readable(self._receiver):
+                for _ in range(_MESSAGES_PER_TURN):
+                    if failed.done() or not is_readable(self._receiver):
+                        return
                     handle(self._receiver.recv())
             except Exception as e:
                 failed.set_exception(e)
+                return
+            loop.call_soon(read)
 
         ended = asyncio.ensure_future(_wait_for_exit(self.process))
         self._reading_loop = loop
@@ -151,10 +157,14 @@ class CoreClient:
             await asyncio.wait((failed, ended), return_when=asyncio.FIRST_COMPLETED)
             if not failed.done():
                 await asyncio.wait((failed,), timeout=0.1)  # for its last message
+            while not failed.done() and is_readable(self._receiver):
+                read()
+                await asyncio.sleep(0)
             if failed.done():
                 failed.result()
         finally:
             self._stop_reading()
+            failed.cancel()  # `read` may be waiting for its turn
             ended.cancel()
 
     def end(self) -> None:

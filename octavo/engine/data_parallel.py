@@ -197,13 +197,15 @@ class DataParallelEngine(EngineCalls):
         self, request: EngineRequest, external_id: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         answer: list[int] = []  # of the first sequence: cached by its engine
+        is_delta = request.params.output_kind is RequestOutputKind.DELTA
         async with (
             self._routed(request, external_id, answer) as engine,
             contextlib.aclosing(engine.generate_from(request, external_id)) as outputs,
         ):
             async for output in outputs:
-                tokens = list(output.outputs[0].token_ids) if output.outputs else []
-                answer[:] = answer + tokens if request.params.output_kind is RequestOutputKind.DELTA else tokens
+                if output.outputs and output.outputs[0].index == 0:
+                    tokens = output.outputs[0].token_ids
+                    answer += tokens if is_delta else tokens[len(answer) :]
                 yield output
 
     async def pool(self, request: EngineRequest, external_id: str | None = None) -> PoolingRequestOutput[PoolingOutput]:

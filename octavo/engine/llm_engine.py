@@ -165,9 +165,10 @@ class LLMEngine(StepCalls):
         for output in outputs if self._lora_requests else ():
             if isinstance(output, RequestOutput):
                 output.lora_request = self._lora_requests.get(output.request_id)
-        if len(self._ids) > len(self._outputs.requests):
-            self._ids = {shown: own for shown, own in self._ids.items() if own in self._outputs.requests}
-            self._lora_requests = {name: lora for name, lora in self._lora_requests.items() if name in self._ids}
+        for result in results:
+            if isinstance(result, RequestFailed) or result.finished:
+                self._ids.pop(result.request_id, None)
+                self._lora_requests.pop(result.request_id, None)
         for one in step.adapters:
             self._adapters.loaded(one)
         self._arrived += outputs

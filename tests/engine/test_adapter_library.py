@@ -386,3 +386,28 @@ def test_an_idle_core_waits_for_what_is_not_ready(monkeypatch: pytest.MonkeyPatc
     device.read("1")
     assert run(core) == ["r"]
     assert len(waited) == 1, "all is ready"
+
+
+def test_what_is_added_looks_at_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither at those that live, unless room is short, nor at those that wait for an adapter."""
+    core, device = make_core()
+    core.add(request("first", 1))
+    device.read("1")
+    core.step()
+    prepare, prepared = core._prepare, list[int]()
+
+    def look() -> set[str]:
+        pytest.fail("it looks at all that live")
+
+    def note(several: list[Any]) -> None:
+        prepared.append(len(several))
+        prepare(several)
+
+    monkeypatch.setattr(core, "_adapters_in_use", look)
+    monkeypatch.setattr(core, "_prepare", note)
+    for i in range(50):
+        core.add(request(f"resident {i}", 1))
+        core.add(request(f"read {i}", 2))
+    assert prepared == [1] * 100
+    device.read("2")
+    assert len(run(core, 200)) == 101

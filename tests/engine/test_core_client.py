@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -77,3 +79,52 @@ def test_a_client_that_nobody_has_closed_can_be_collected(stub_config: EngineCon
     assert context.closed
     process.kill()
     process.wait()
+
+
+class _Waiting:
+    """A socket with messages that all wait to be read."""
+
+    def __init__(self, num_messages: int) -> None:
+        self.messages = [b"%d" % i for i in range(num_messages)]
+        self.descriptor, self._other = os.pipe()
+
+    def recv(self) -> bytes:
+        return self.messages.pop(0)
+
+    def fileno(self) -> int:
+        return self.descriptor
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+        os.close(self._other)
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_whatever_waits_for_the_loop_runs_between_messages_and_none_is_lost(
+    has_ended: bool, stub_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting, handled, turns = _Waiting(1000), list[bytes](), list[int]()
+    client = CoreClient(stub_config)
+    monkeypatch.setattr(client, "_receiver", waiting)
+    monkeypatch.setattr(core_client, "is_readable", lambda socket: bool(socket.messages))
+    if has_ended:  # its last messages are read all the same
+        client.process.kill()
+        client.process.wait()
+
+    async def use() -> None:
+        reading = asyncio.ensure_future(client.receive_data(handled.append))
+        while len(handled) < 1000:
+            turns.append(len(handled))
+            await asyncio.sleep(0)
+        if has_ended:
+            await reading
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+    asyncio.run(use())
+    assert handled == [b"%d" % i for i in range(1000)]
+    most = 3 * core_client._MESSAGES_PER_TURN  # of `receive_data` itself, of the reader, of what the end has left
+    assert max(after - before for before, after in itertools.pairwise(turns)) <= most
+    client.process.kill()
+    client.close()
+    waiting.close()
