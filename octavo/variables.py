@@ -39,6 +39,7 @@ HARMLESS = {
 # What to use in the place of others.
 COUNTERPARTS = {
     "VLLM_SERVER_DEV_MODE": "--enable-server-dev-mode or OCTAVO_SERVER_DEV_MODE=1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "OCTAVO_ALLOW_RUNTIME_LORA_UPDATING=1, with --enable-lora and --lora-root",
     "VLLM_CPU_KVCACHE_SPACE": "--cpu-memory-utilization",
     "VLLM_CPU_OMP_THREADS_BIND": "--cpu-threads-bind",
     "VLLM_ATTENTION_BACKEND": "--attention-backend",

@@ -32,6 +32,9 @@ _NOT_BUILT: dict[str, tuple[object, ...]] = {
     "use_bdlora": (None, False),
     "arrow_config": (None,),
 }
+# Ways to begin a training that leave the model's weights as they were. Others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA)
+# train beside other weights than the model's, and their adapters are wrong on top of these.
+_INITIAL_WEIGHTS = (None, True, False, "gaussian", "eva", "orthogonal")
 _ROWS_AT_ONCE = 4096
 _EMBEDDING_SUFFIXES = {"lora_embedding_A": "b", "lora_embedding_B": "a"}
 _SUFFIXES = {
@@ -92,6 +95,10 @@ def read_peft(
             setattr(found, part, values.reshape(-1) if part == "magnitude" else values)
     if not modules:
         raise LoadError(f"{path} has no tensors.")
+    saved = config.get("modules_to_save") or ()
+    for name in saved if isinstance(saved, list | tuple) else ():
+        if not any(f".{module}".endswith(f".{name}") and found.whole is not None for module, found in modules.items()):
+            raise LoadError(f"{path} has no weight of {str(name)[:60]}, which modules_to_save says was trained.")
     patterns = {
         name: ModulePatterns(f"{contents.config.path}: {name}", config.get(name) or {})
         for name in ("rank_pattern", "alpha_pattern")
@@ -154,6 +161,11 @@ def _check_config(path: str, config: Mapping[str, Any]) -> None:
     for name, neutral in _NOT_BUILT.items():
         if config.get(name) not in neutral:
             raise LoadError(f"{path}: {name} is not built for adapters; {str(config[name])[:60]} was asked for.")
+    if (initial := config.get("init_lora_weights")) not in _INITIAL_WEIGHTS:
+        raise LoadError(
+            f"{path}: init_lora_weights {str(initial)[:40]!r} changes the model's own weights, which the adapter does "
+            "not have. Save it again with path_initial_model_for_weight_conversion, which makes it a plain one."
+        )
     for name, default in (("r", 8), ("lora_alpha", 8)):
         value = config.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:

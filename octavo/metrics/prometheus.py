@@ -157,7 +157,11 @@ class EngineMetrics:
         )
         self.params_n = Histogram(PARAMS_N_BOUNDS, "request_params_n", "n of a request.")
         self.params_max_tokens = Histogram(lengths, "request_params_max_tokens", "max_tokens of a request.")
-        self.step_tokens = Histogram(STEP_TOKEN_BOUNDS, "iteration_tokens_total", "Tokens computed in a step.")
+        self.step_tokens = Histogram(
+            STEP_TOKEN_BOUNDS,
+            "iteration_tokens_total",
+            "Tokens of prompts that a step started, and tokens that it generated.",
+        )
 
         self.step_times = {  # vLLM has none of these
             "taken": Histogram(STEP_BOUNDS_S, "step_time", "Seconds that a step took."),
@@ -186,7 +190,7 @@ class EngineMetrics:
             for position, number in enumerate(by_position):
                 accepted[position] += number
         if stats.num_computed_tokens:
-            self.step_tokens.observe(stats.num_computed_tokens)
+            self.step_tokens.observe(stats.num_prompt_tokens + stats.num_generation_tokens)
         if stats.step_s > 0:
             self.step_times["taken"].observe(stats.step_s)
             self.step_times["predicted"].observe(stats.predicted_step_s)

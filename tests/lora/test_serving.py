@@ -230,6 +230,11 @@ def broken(folder: Path, **changes: object) -> Path:
         ({"tensors": {"self_attn.q_proj.lora_C.bogus": (4, 4)}}, "is not one that LoRA adapters have"),
         ({"rank_pattern": {"q_proj": 8}}, "q_proj.lora_A.weight has rank 4, and the configuration says 8"),
         ({"peft_type": "IA3"}, "peft_type 'IA3' is not built"),
+        *(
+            ({"init_lora_weights": name}, f"init_lora_weights '{name}' changes the model's own weights")
+            for name in ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga")
+        ),
+        ({"modules_to_save": ["lm_head"]}, "has no weight of lm_head, which modules_to_save says was trained"),
         ({"use_dora": True}, "lacks a lora_magnitude_vector"),
         ({"lora_alpha": "x"}, "lora_alpha must be a positive number"),
         ({"alpha_pattern": {"q_proj": 0}}, "the alpha of .*q_proj must be a positive number, got '0'"),

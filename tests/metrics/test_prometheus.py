@@ -151,7 +151,9 @@ def test_gauges_are_of_the_last_step_and_counters_of_all() -> None:
     ]
     assert (sources, values["prompt_tokens_cached_total"]) == ([14, 16], 16)
     assert values["num_preemptions_total"] == 1
-    assert (values["iteration_tokens_total_count"], values["iteration_tokens_total_sum"]) == (2, 27)
+    assert (values["iteration_tokens_total_count"], values["iteration_tokens_total_sum"]) == (2, 35), (
+        "prompts and answers"
+    )
 
 
 def test_a_finished_request_is_cut_into_its_phases() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,7 @@ class TranscriptionOptions:
     has_times: bool = False  # whether segments' times are wanted
     is_measured: bool = False  # whether log-probabilities are
     has_words: bool = False  # whether words' times are; so are segments' then
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # more that `SamplingParams` are told
 
 
 @dataclass(slots=True)
@@ -141,8 +142,8 @@ class Transcriber:
         """What is said, as it comes: window by window, or where no times are wanted of a short sound token by token."""
         prompt = self._prompt(options, language, with_times := options.has_times or spectrum.num_frames > self._frames)
         params = SamplingParams(
-            temperature=options.temperature, seed=options.seed, max_tokens=None, detokenize=False,
-            logprobs=0 if options.is_measured else None, speech=self.tokens.rules(with_times),
+            **{"max_tokens": None, **options.sampling}, temperature=options.temperature, seed=options.seed,
+            detokenize=False, logprobs=0 if options.is_measured else None, speech=self.tokens.rules(with_times),
             output_kind=RequestOutputKind.FINAL_ONLY if with_times else RequestOutputKind.DELTA,
         )  # fmt: skip
         if not with_times:

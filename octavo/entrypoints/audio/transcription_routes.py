@@ -5,8 +5,8 @@ or subtitles, at once or as it is heard.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Mapping
-from typing import Any, Literal
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.datastructures import FormData, UploadFile
@@ -35,6 +35,13 @@ _NOT_BUILT = (
     "known_speaker_references",
     "languages",
 )
+_NUMBERS: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("seed", "top_k", "max_completion_tokens"), int),
+    **dict.fromkeys(
+        ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), float
+    ),
+}
+_IDLE_IF_FALSE = {"use_beam_search", "stream_include_usage", "stream_continuous_usage_stats"}
 _Format = Literal["json", "text", "srt", "vtt", "verbose_json"]
 
 
@@ -50,6 +57,23 @@ class AudioRequest(RequestBody):
     language: Text | None = described("Of the sound, such as en; left out, it is detected.")
     timestamp_granularities: list[Literal["segment", "word"]] | None = described("segment, word, or both.")
     request_id: Text | None = described("Names the request in the log.")
+    # vLLM's.
+    max_completion_tokens: Annotated[Int, Field(ge=1)] | None = described("Tokens of each half minute at most.")
+    top_p: float | None = described("Choose among the likeliest tokens that make up this share.", maximum=1)
+    top_k: Int | None = described("Choose among this many likeliest tokens; 0 or -1 is all.", minimum=-1)
+    min_p: float | None = described("Least probability, relative to the likeliest token.", minimum=0, maximum=1)
+    repetition_penalty: float | None = described("Above 1 against tokens of the text.", minimum=0)
+    presence_penalty: float | None = described("Against tokens that have come already.", minimum=-2, maximum=2)
+    frequency_penalty: float | None = described("Against tokens, by how often they have come.", minimum=-2, maximum=2)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """What is said of how tokens are chosen, as `SamplingParams` has it."""
+        names = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        found = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.max_completion_tokens is not None:
+            found["max_tokens"] = self.max_completion_tokens
+        return found
 
 
 class AudioUsage(ResponseModel):
@@ -102,7 +126,7 @@ def _form(*names: str) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
 
 
-_COMMON = ("model", "prompt", "response_format", "temperature", "seed", "stream")
+_COMMON = ("model", "prompt", "response_format", *_NUMBERS, "stream")
 
 
 @router.post(
@@ -114,7 +138,7 @@ async def create_transcription(raw: Request) -> Response:
     return await _answer(raw, "transcribe")
 
 
-@router.post("/v1/audio/translations", openapi_extra=_form(*_COMMON), response_model=Transcription)
+@router.post("/v1/audio/translations", openapi_extra=_form(*_COMMON, "language"), response_model=Transcription)
 async def create_translation(raw: Request) -> Response:
     """Write down in English what is said in a file of sound."""
     return await _answer(raw, "translate")
@@ -161,19 +185,22 @@ def _body_of(form: FormData, task: str, state: ServerState) -> AudioRequest:
     for name in dict.fromkeys(form):
         values = [value for value in form.getlist(name) if isinstance(value, str)]
         plain = name.removesuffix("[]")
-        if plain in _NOT_BUILT or (task == "translate" and plain in ("language", "timestamp_granularities")):
+        if plain in _NOT_BUILT or (task == "translate" and plain == "timestamp_granularities"):
             if any(values):
                 raise RequestError(f"{plain} is not built here; leave it out.", param=plain)
         elif plain == "timestamp_granularities":
             fields[plain] = fields.get(plain, []) + values
         elif name != "file":
             fields[name] = values[-1] if values else ""
-    for name, read in (("temperature", float), ("seed", int)):
+    for name, read in _NUMBERS.items():
         if name in fields:
             try:
                 fields[name] = read(fields[name])
             except ValueError:
                 raise RequestError(f"{name} must be a number, got {fields[name]!r:.40}.", param=name) from None
+    for name in _IDLE_IF_FALSE & fields.keys():  # streams have their usage in any case
+        if read_boolean(fields.pop(name), name) and name == "use_beam_search":
+            raise RequestError("use_beam_search is not built here; leave it out.", param=name)
     if (stream := fields.get("stream")) is not None:
         fields["stream"] = read_boolean(stream, "stream")
     if not fields.get("language", "-"):
@@ -203,7 +230,7 @@ class TranscriptionJob:
         granularities = body.timestamp_granularities or ["segment"]
         self._has_segments, has_words = "segment" in granularities, "word" in granularities
         self._options = TranscriptionOptions(
-            task, language, body.prompt, body.temperature, body.seed, has_times, is_verbose, has_words
+            task, language, body.prompt, body.temperature, body.seed, has_times, is_verbose, has_words, body.sampling
         )
         self._transcriber.check(self._options)
 

@@ -51,7 +51,9 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
             "model": model,
             "system_fingerprint": state.fingerprint,
         }
-        self._formatter = LogprobsFormatter(state.engine.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
+        as_ids = body.return_tokens_as_token_ids
+        as_ids = state.args.return_tokens_as_token_ids if as_ids is None else as_ids
+        self._formatter = LogprobsFormatter(state.engine.tokenizer, as_token_ids=as_ids)
         self._generators: list[AsyncGenerator[RequestOutput, None]] = []  # one a prompt
         self._prompt_logprobs: dict[int, Sequence[PositionLogprobs | None]] = {}  # by prompt
         self._num_prompt = 0  # tokens of all prompts
@@ -104,7 +106,7 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         return [self._choice(prompt_index, completion) for completion in output.outputs]
 
     async def _stream(self) -> AsyncGenerator[bytes, None]:
-        wants_usage = self._body.wants_usage
+        wants_usage = self._body.wants_usage or self._state.args.enable_force_include_usage
         writer = ChunkWriter(self.chunk_kind, self._about, wants_usage=wants_usage)
         is_plain = self._is_plain()
         outputs = merge(self._generators)

@@ -255,3 +255,15 @@ allow_files()
 event_loop_factory()().close()
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_flags_of_vllm_say_what_requests_leave_out(engine: FakeEngine) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}], "logprobs": True}
+    flags = {"enable_force_include_usage": True, "return_tokens_as_token_ids": True}
+    with serving(engine, disable_log_requests=True, **flags) as url:
+        streamed = httpx.post(f"{url}/v1/chat/completions", json={**chat, "stream": True}).text
+        assert '"usage":{"prompt_tokens"' in streamed.split("data: ")[-2]
+        for asked, is_id in ((None, True), (True, True), (False, False)):
+            answer = httpx.post(f"{url}/v1/chat/completions", json={**chat, "return_tokens_as_token_ids": asked})
+            token = answer.json()["choices"][0]["logprobs"]["content"][0]["token"]
+            assert token.startswith("token_id:") == is_id
