@@ -13,7 +13,7 @@ from typing import Any
 from octavo.structured_output.validation import Validator, bounds_of, is_type, same, types_in
 from octavo.structured_output.vocabulary import TYPES, Document, Schema, children
 
-_BUDGET = 5_000  # schemas looked at
+_BUDGET = 20_000  # schemas looked at
 _MAX_DEPTH = 4
 _MAX_NUMBERS = 4  # that a number is not to be
 _ANNOTATIONS = frozenset(

@@ -19,7 +19,17 @@ from typing import Any
 from octavo.structured_output.logic import Logic
 from octavo.structured_output.patterns import read_pattern
 from octavo.structured_output.validation import array_parts, bounds_of, names_in, types_in
-from octavo.structured_output.vocabulary import TYPES, Document, Schema, SchemaError, as_list, as_map, children, shown
+from octavo.structured_output.vocabulary import (
+    TYPES,
+    Document,
+    Schema,
+    SchemaError,
+    as_list,
+    as_map,
+    check_kinds,
+    children,
+    shown,
+)
 
 # What llguidance has an expression for. Others say something to readers, as the specification has it.
 _FORMATS = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"))
@@ -55,7 +65,10 @@ def lower(root: Schema, *, start: Schema = None, closes: bool = False, is_coarse
     """
     document = Document(root)
     writer = _Writer(document, closes=closes, is_coarse=is_coarse)
-    whole = writer.whole(root if start is None else start)
+    try:
+        whole = writer.whole(root if start is None else start)
+    except (AttributeError, KeyError, OverflowError, TypeError) as e:  # deep within what is written by other keywords
+        raise SchemaError(f"a keyword of it has a value of another kind than it takes: {e}") from None
     if writer.unheld:
         writer.check_references()
     is_simple = (
@@ -134,6 +147,7 @@ class _Writer:
             return schema
         if not isinstance(schema, dict):
             raise SchemaError(f"a schema is an object, true or false, not {shown(schema)}")
+        check_kinds(schema)
         base = self._document.base_within(schema, base)
         if "$ref" in schema and not self._document.has_plain_refs:
             return self._ref(_text("$ref", schema), base, is_alone=is_alone)
@@ -335,7 +349,7 @@ class _Writer:
             needed = schema.get("minContains", 1) if self._draft >= 2019 else 1
             if needed or schema.get("maxContains") is not None:
                 self.unheld.add("contains")
-                least = max(least or 0, needed if isinstance(needed, int) else 0)
+                least = max(least or 0, int(needed))
         if schema.get("uniqueItems") is True and not (most is not None and most <= 1):
             self.unheld.add("uniqueItems")
             if not first and isinstance(items, dict) and items.keys() == {"enum"}:
@@ -455,6 +469,10 @@ class _Writer:
             least = 0
         if not least and most is None:
             return False
+        if self._is_coarse:
+            self.unheld |= {"minProperties"} if least else set()
+            self.unheld |= {"maxProperties"} if most is not None else set()
+            return False
         optional = [name for name in possible if name not in needed]
         if not optional:
             if least:
@@ -464,14 +482,14 @@ class _Writer:
             if most is not None:
                 out["maxProperties"] = most
             return False
-        if is_closed and least == len(needed) + 1 and len(optional) <= _MAX_LISTED and not self._is_coarse:
+        if is_closed and least == len(needed) + 1 and len(optional) <= _MAX_LISTED:
             both.append({"anyOf": [{"required": [name]} for name in optional]})
             least = 0
-        if is_closed and most is not None and most == len(needed) and not self._is_coarse:
+        if is_closed and most is not None and most == len(needed):
             for name in optional:
                 properties[name] = False
             most = None
-        if is_closed and most == len(needed) + 1 and len(optional) <= _MAX_LISTED and not self._is_coarse:
+        if is_closed and most == len(needed) + 1 and len(optional) <= _MAX_LISTED:
             both.append({"anyOf": [
                 {"properties": {name: False for name in optional if name != one}} for one in optional
             ]})  # fmt: skip

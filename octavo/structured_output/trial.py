@@ -141,10 +141,10 @@ class GrammarTrial:
     def close(self) -> None:
         """End the process, if there is one, and the trials under way. The next grammar starts another."""
         with self._lock:
-            for connection in self._running:
+            running, self._running = self._running, set()  # before they hear of it
+            for connection in running:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
-            self._running.clear()
             self._end()
 
     def _end(self) -> None:

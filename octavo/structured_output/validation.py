@@ -7,6 +7,7 @@ work is bounded by `_MAX_STEPS`, since schemas come from requests; regular expre
 from __future__ import annotations
 
 import json
+import math
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -34,7 +35,7 @@ class Validator:
         """Why a text is not JSON that satisfies the schema, or None if it is."""
         try:
             value = json.loads(text)
-        except ValueError as e:
+        except (RecursionError, ValueError) as e:
             return f"it is no JSON: {e}"
         return self.check(value)
 
@@ -45,7 +46,7 @@ class Validator:
             self._apply(self._document.root, "", value, "$", 0)
         except Invalid as e:
             return str(e)
-        except (RecursionError, SchemaError, ValueError) as e:
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as e:
             return f"it could not be checked: {str(e)[:200] or type(e).__name__}"
         return None
 
@@ -303,5 +304,5 @@ def _check_number(schema: dict[str, Any], value: float, at: str) -> None:
             raise Invalid(f"{at}: {shown(value)} is beyond the {name} {shown(bound)}")
     for keyword in ("multipleOf", "divisibleBy"):
         divisor = schema.get(keyword)
-        if divisor and value != float("inf") and exact(value) % exact(divisor) != 0:
+        if divisor and math.isfinite(value) and exact(value) % exact(divisor) != 0:
             raise Invalid(f"{at}: {shown(value)} is not a multiple of {shown(divisor)}")

@@ -23,6 +23,23 @@ TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _DRAFTS = {"draft-03": 3, "draft-04": 4, "draft-06": 6, "draft-07": 7, "2019-09": 2019, "2020-12": 2020}
 
 
+# What stands behind other keywords, and what that is called.
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "$anchor": (str, "a text"),
+    "$id": (str, "a text"),
+    "$ref": (str, "a text"),
+    "dependentRequired": (dict, "an object of lists of names"),
+    "enum": (list, "a list"),
+    "format": (str, "a text"),
+    "maxContains": ((int, float), "a whole number"),
+    "minContains": ((int, float), "a whole number"),
+    "pattern": (str, "a text"),
+    "required": ((list, bool), "a list of names"),
+    "type": ((str, list), "the name of a type or a list of them"),
+    "uniqueItems": (bool, "true or false"),
+}
+
+
 class SchemaError(ValueError):
     """A schema that is none. The message has the keyword, what was found and what may stand there."""
 
@@ -48,6 +65,13 @@ def children(schema: Mapping[str, Any]) -> Iterator[tuple[str, str | int | None,
             for name, one in as_map(keyword, value).items():
                 if not isinstance(one, list | str):
                     yield keyword, name, one
+
+
+def check_kinds(schema: Mapping[str, Any]) -> None:
+    """Raise `SchemaError` for a keyword whose value is of another kind than it has."""
+    for keyword, value in schema.items():
+        if (kind := _KINDS.get(keyword)) is not None and not isinstance(value, kind[0]):
+            raise SchemaError(f"{keyword} is {kind[1]}, not {shown(value)}")
 
 
 def as_map(keyword: str, value: Any) -> dict[str, Any]:

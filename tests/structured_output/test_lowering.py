@@ -285,6 +285,38 @@ def test_closing_never_makes_a_value_valid() -> None:
             assert oracle.is_valid(json.loads(answer)), (schema, answer)
 
 
+_ODD = [None, True, -1, 2.5, "", "(", "^a", "#", "object", [], {}, ["a"], [{}], {"a": []}, {"$ref": "#"}, 10**30, 1e400]
+
+
+def with_odd_value(schema: Any, rng: random.Random) -> Any:
+    """The schema with one value in it, anywhere, that is of another kind."""
+    if isinstance(schema, dict) and schema and rng.random() < 0.8:
+        name = rng.choice(list(schema))
+        return {**schema, name: with_odd_value(schema[name], rng)}
+    if isinstance(schema, list) and schema and rng.random() < 0.8:
+        i = rng.randrange(len(schema))
+        return [*schema[:i], with_odd_value(schema[i], rng), *schema[i + 1 :]]
+    return rng.choice(_ODD)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_odd_schemas_are_taken_or_refused_with_the_field(seed: int) -> None:
+    rng, refusals = random.Random(seed), list[tuple[str | None, str]]()
+    for _ in range(60):
+        schema = with_odd_value(published_schema(rng.randrange(10**6)), rng)
+        if not isinstance(schema, dict):
+            continue
+        try:
+            made = make_checked_grammar(StructuredOutputsParams(json=schema))
+        except RequestError as e:
+            refusals.append((e.param, str(e)))
+            continue
+        if made.check is not None:
+            made.check.problem('{"a": [1, {"b": null}], "name": "x"}')
+    assert {param for param, _ in refusals} <= {"structured_outputs.json"}
+    assert [text for _, text in refusals if not text.startswith("structured_outputs.json cannot be ")] == []
+
+
 def in_some_order(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         for names in islice(permutations(value), 24):
