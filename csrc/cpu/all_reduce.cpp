@@ -1,4 +1,4 @@
-#include "collective.h"
+#include "all_reduce.h"
 
 #include <poll.h>
 
@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "spin.h"
-#include "tree.h"
+#include "summation_tree.h"
 
 namespace octavo {
 
@@ -30,7 +30,7 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free);
 constexpr int64_t kSumFloats = 256;
 constexpr int kMaxWaiting = 16;
 
-// out[0 .. width) = the sum of `count` summands that lie `stride` apart, in the order of tree.h.
+// out[0 .. width) = the sum of `count` summands that lie `stride` apart, in the order of summation_tree.h.
 void sum_in_tree(const float* from, int64_t stride, int count, int64_t width, float* out) {
     float sums[kMaxWaiting][kSumFloats];
     const float* waiting[kMaxWaiting];  // summands, or sums of some

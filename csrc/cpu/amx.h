@@ -2,7 +2,7 @@
 // products and attention use. Inline assembly rather than intrinsics, because these take no template arguments in GCC
 // and do not say that they read memory. With OCTAVO_EMULATE_TILES the same functions are plain code with the semantics
 // of Intel's manual, faults included, so that the products can be tested on a machine without AMX. Included by
-// linear_tiles.h, linear_int_tiles.h, expand.h and attention_amx.h only.
+// linear_amx.h, int_dot_amx.h, lora_b.h and attention_amx.h only.
 #pragma once
 
 #include "simd.h"

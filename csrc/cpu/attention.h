@@ -5,7 +5,7 @@
 // kernels.cpp only.
 #pragma once
 
-#include "attention_bytes.h"
+#include "attention_8bit.h"
 #ifdef OCTAVO_TILES
 #include "attention_amx.h"
 #endif

@@ -5,7 +5,7 @@
 // alone, so a key that a row may not see is hidden by a weight of zero. Included by attention.h only.
 #pragma once
 
-#include "attention_tile.h"
+#include "attention_keys.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {

@@ -4,8 +4,8 @@
 // Included by attention.h only.
 #pragma once
 
-#include "attention_bytes.h"
-#include "tiles.h"
+#include "amx.h"
+#include "attention_8bit.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {

@@ -1,5 +1,5 @@
 // Attention of the rows of a task over one tile of keys: scores, weights, and weighted values. In bf16, weights are
-// rounded to bf16 to meet the values in pairs of keys; their sum is not rounded. Included by attention_bytes.h only.
+// rounded to bf16 to meet the values in pairs of keys; their sum is not rounded. Included by attention_8bit.h only.
 #pragma once
 
 #include "kv_cache.h"

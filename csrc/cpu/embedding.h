@@ -1,7 +1,7 @@
 // Rows of packed matrices, floats or integers, as they were before packing. Included by kernels.cpp only.
 #pragma once
 
-#include "linear_int.h"
+#include "int_dot.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {

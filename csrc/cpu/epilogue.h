@@ -2,9 +2,9 @@
 // here they get their bias and are stored, added to what is there, or gated. Included by linear.h only.
 #pragma once
 
-#include "expand.h"
+#include "lora_b.h"
 #include "quantize.h"
-#include "tree.h"
+#include "summation_tree.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "adapter_args.h"
 #include "kernel_types.h"
+#include "lora_args.h"
 
 namespace octavo {
 

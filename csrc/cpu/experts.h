@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "adapters.h"
+#include "lora_a.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {

@@ -42,7 +42,7 @@ void store_unit(const uint8_t* from, uint8_t* to) {
     std::memcpy(to, &stored, 2);
 }
 
-// Sixteen numbers of six bits in three words, as SixBits (super_formats.h) has them.
+// Sixteen numbers of six bits in three words, as SixBits (k_quants.h) has them.
 void store_six_bits(const int* numbers, uint32_t* words, int step) {
     for (int i = 0; i < 3; ++i) {
         uint32_t word = static_cast<uint32_t>(numbers[15] >> (2 * i) & 3) << 30;
@@ -132,7 +132,7 @@ struct BlocksK {
         }
     }
 
-    // Of FormatQ4K and FormatQ5K (super_formats.h): of each block eight words of nibbles, perhaps two of fifth bits,
+    // Of FormatQ4K and FormatQ5K (k_quants.h): of each block eight words of nibbles, perhaps two of fifth bits,
     // and one of numbers; where that of the first would be are the units.
     static constexpr int kWordsOfBlock = kBits == 5 ? 11 : 9;
     static constexpr int kScalesAt = 0, kWordsAt = 0, kWords = 4 * kWordsOfBlock, kGap = kWordsOfBlock - 1;
@@ -233,7 +233,7 @@ struct Q6_K {
         }
     }
 
-    // Of FormatQ6K (super_formats.h): codes of which sixteen are three words.
+    // Of FormatQ6K (k_quants.h): codes of which sixteen are three words.
     static constexpr int kScalesAt = 192, kWordsAt = kQ6KHeader, kWords = kSuperblock / 16 * 3, kGap = -1;
     static void gather(const uint8_t* from, uint32_t* words) {
         for (int block = 0; block < kBlocksOfSuper; ++block) {
@@ -295,7 +295,7 @@ struct Q3_K {
         }
     }
 
-    // Of FormatQ3K (super_formats.h): numbers, then of each block four words of low bits and two of high ones.
+    // Of FormatQ3K (k_quants.h): numbers, then of each block four words of low bits and two of high ones.
     static constexpr int kScalesAt = 96, kWordsAt = kQ3KWordsAt, kWords = 27, kGap = -1;
     static void gather(const uint8_t* from, uint32_t* words) {
         int numbers[16];
@@ -378,7 +378,7 @@ struct Q2_K {
         }
     }
 
-    // Of FormatQ2K (super_formats.h): the bytes of scales and minima, then a word of codes for each 16 elements.
+    // Of FormatQ2K (k_quants.h): the bytes of scales and minima, then a word of codes for each 16 elements.
     static constexpr int kScalesAt = 0, kWordsAt = kQ2KWordsAt, kWords = 20, kGap = -1;
     static void gather(const uint8_t* from, uint32_t* words) {
         std::memcpy(words, from, 16);

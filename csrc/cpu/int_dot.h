@@ -5,7 +5,7 @@
 #pragma once
 
 #include "epilogue.h"
-#include "linear_int_tiles.h"
+#include "int_dot_amx.h"
 #include "outliers.h"
 
 namespace octavo::OCTAVO_ISA {

@@ -1,17 +1,17 @@
-// The products of linear_int.h by the tile instructions of AMX: sixteen rows by a vector of outputs, group by group.
+// The products of int_dot.h by the tile instructions of AMX: sixteen rows by a vector of outputs, group by group.
 // Sums of a group are the same integers, and what is left of it are the same float operations in the same order, so a
 // row has the bits that vectors give it, and these take what fills no tile. A tile instruction takes as long for a
 // group as for 64 elements, and the vectors' operations cannot begin before it and a store are done: they work on one
-// group while the tiles make the next. Included by linear_int.h only.
+// group while the tiles make the next. Included by int_dot.h only.
 #pragma once
 
 #include <optional>
 #include <vector>
 
+#include "k_quants.h"
 #include "launch_number.h"
-#include "super_formats.h"
 #ifdef OCTAVO_TILES
-#include "tiles.h"
+#include "amx.h"
 #endif
 
 namespace octavo::OCTAVO_ISA {

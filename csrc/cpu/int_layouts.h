@@ -1,9 +1,45 @@
 // The packed layouts of integer weights (docs/kernels.md), and how products see them: as blocks of codes, scales and
-// minima. Layouts that keep the scales of a file's superblocks (super_formats.h) are opened, some blocks at a time,
-// into a buffer that stays in the cache; others are seen as they lie. Included by super_formats.h only.
+// minima. Layouts that keep the scales of a file's superblocks (k_quants.h) are opened, some blocks at a time,
+// into a buffer that stays in the cache; others are seen as they lie. Included by k_quants.h only.
+//
+// A panel is 32 output channels, in the lanes of vectors. Its blocks of 64 elements of k follow each other in memory:
+//
+//     matrix [N, K]        panel: outputs 0 .. 31                block, codes of 4 bits: 1152 bytes
+//     k ->                 k ->                                  +----------------------------------------------+
+//   n +---------+          +---------+---------+-- ...           | codes  [8][32][4]  byte (j, output, i):      |
+//   | | panel 0 |  32      | block 0 | block 1 |                 |        low half k = 8j + i, high 8j + 4 + i |
+//   v +---------+          | 64 of k | 64 of k |                 +----------------------------------------------+
+//     | panel 1 |          +---------+---------+-- ...           | scales [2][32]     float16, of 32 k each     |
+//     +---------+                                                +----------------------------------------------+
+//                                                                | minima [32][2]     bfloat16, if there are any|
+//                                                                +----------------------------------------------+
+//
+// A vector of 16 lanes loads four neighbouring k of 16 outputs, which is the operand of a dot product of bytes:
+//
+//     lane:      output 0      output 1          output 15
+//     bytes:   k k+1 k+2 k+3 | k k+1 k+2 k+3 | ... k+3         times the same four bytes of the row, in every lane
+//
+// A superblock is 256 elements of k (four blocks) whose scales share a unit, as GGUF's K-quants have them (k_quants.h):
+//
+//     Q4_K:  | codes 64 | codes 64 | codes 64 | codes 64 |   each 1024 bytes, with 128 bytes of scales between them:
+//            | d, dmin: float16 [2][32] | word 0 [32] | word 1 [32] | word 2 [32] |
+//         three words of an output are its eight scales and eight minima of six bits
+//
+// Words of these files:
+//   row      one token's inputs (or outputs) of a product       block      64 elements of k of a panel or of a row
+//   panel    32 output channels of a packed matrix               superblock 256 elements of k: four blocks, one unit
+//   code     the integer that stands for a weight                group      elements that share a scale: 16 or 32
+//   scale    what a group's codes are multiplied by              minimum    what is added to a group's weights
+//   unit     what a superblock's scales are multiplied by        factor     a power of two for the whole matrix
+//   lane     one number of a vector register                     vector     a register: kLanes floats
+//   QBlock   a block of a row: bytes, scales, sums               outlier    an element of a row kept as a float
+//   start    -z times the sum of a block's elements: where an integer sum begins, as codes are stored as code + z
+//   open     unpack a superblock into blocks with scales of their own, in the first-level cache
+//   task     a piece of a call that one thread does              epilogue   what becomes of a product's outputs
+//   segment  an equal part of k with a sum of its own            tile       rows by a panel in registers
 #pragma once
 
-#include "functions.h"
+#include "vector_math.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {

@@ -1,8 +1,8 @@
 // Layouts that keep the scales of a file's superblocks, 256 elements (docs/kernels.md), and which layout a matrix has.
-// Included by linear_int.h only.
+// Included by int_dot.h only.
 #pragma once
 
-#include "int_formats.h"
+#include "int_layouts.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {

@@ -57,8 +57,8 @@ constexpr float kOutlierRatio = 3.0f;
 // A packed matrix [n, k]. Integer weights are factor * (scale * (code - z) + minimum), with a scale for every `group`
 // (16 or 32) elements of k and a minimum, if there are any, for every 32. Gate and up projections that are `gated`
 // alternate panel by panel; n counts both. Products with it are the sums of those of `segments` equal parts of k, each
-// from zero, in the order of tree.h: what a process with some of them adds up does not depend on who has the others. A
-// segment ends where a block does (kQBlock, kSuperblock, two elements of bf16).
+// from zero, in the order of summation_tree.h: what a process with some of them adds up does not depend on who has the
+// others. A segment ends where a block does (kQBlock, kSuperblock, two elements of bf16).
 struct Matrix {
     const void* data;
     const float* bias;  // padded to whole panels, or null

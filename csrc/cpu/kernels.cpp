@@ -1,16 +1,16 @@
 // Every kernel, for one instruction set. The build compiles this file once per set with that set's flags and
 // OCTAVO_ISA (its namespace and the suffix of its table) defined.
 #include "activation.h"
-#include "adapters.h"
 #include "attention.h"
-#include "chosen.h"
 #include "elementwise.h"
 #include "embedding.h"
+#include "expert_routing.h"
 #include "experts.h"
 #include "logprobs.h"
+#include "lora_a.h"
 #include "recurrent.h"
-#include "route.h"
 #include "sampling.h"
+#include "sparse_attention.h"
 
 namespace octavo {
 

@@ -7,11 +7,11 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "adapter_args.h"
 #include "attention_args.h"
 #include "expert_args.h"
 #include "kernel_types.h"
 #include "logit_args.h"
+#include "lora_args.h"
 #include "state_args.h"
 
 namespace octavo {
@@ -150,11 +150,11 @@ struct MultiplyArgs : RowWiseArgs {
     int32_t dtype, out_dtype, kind;
 };
 
-class Group;  // of processes; collective.h
+class Group;  // of processes; all_reduce.h
 
 // What all processes of a group have of rows [rows, x_width] of float32: with `sums` their sum, in the order of
-// tree.h, plus the bias [width] unless it is null; else their columns side by side, this process's from `begin`
-// on. `out` is dense, [rows, width], and may be x where that is dense.
+// summation_tree.h, plus the bias [width] unless it is null; else their columns side by side, this process's from
+// `begin` on. `out` is dense, [rows, width], and may be x where that is dense.
 struct ExchangeArgs : RowWiseArgs {
     const float* x;
     float* out;

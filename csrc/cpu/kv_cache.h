@@ -2,10 +2,10 @@
 // head. A row's bytes are a function of that row alone. Layouts, of which the last dimension is a lane:
 // keys [block][kv_head][D / step][block_size][step], values [block][kv_head][block_size / step][padded D][step].
 // Caches of bytes have one more step of keys: the token's two scales, those of its key and its value, as a pair of
-// bf16. Included by elementwise.h and attention_tile.h only.
+// bf16. Included by elementwise.h and attention_keys.h only.
 #pragma once
 
-#include "functions.h"
+#include "vector_math.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {

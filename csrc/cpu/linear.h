@@ -1,12 +1,12 @@
 // Products with packed matrices. One micro-kernel computes R rows by V vectors of outputs, each output in one
 // accumulator that runs over a segment of k in order, so a row's bits depend neither on R and V nor on how the work was
-// cut. Those with integer matrices are in linear_int.h, those by the tile instructions in linear_tiles.h. Included by
+// cut. Those with integer matrices are in int_dot.h, those by the tile instructions in linear_amx.h. Included by
 // kernels.cpp and products.cpp only.
 #pragma once
 
-#include "linear_int.h"
+#include "int_dot.h"
 #ifdef OCTAVO_TILES
-#include "linear_tiles.h"
+#include "linear_amx.h"
 #endif
 
 namespace octavo::OCTAVO_ISA {

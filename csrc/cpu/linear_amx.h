@@ -4,8 +4,8 @@
 // made by tiles for any number of rows, a single one too. Included by linear.h only.
 #pragma once
 
+#include "amx.h"
 #include "epilogue.h"
-#include "tiles.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {

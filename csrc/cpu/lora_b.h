@@ -1,10 +1,10 @@
-// What adapters add to the outputs of a product while these are in their buffer, the second half of adapters.h: shrunk
+// What adapters add to the outputs of a product while these are in their buffer, the second half of lora_a.h: shrunk
 // rows meet B. Included by epilogue.h only.
 #pragma once
 
-#include "factors.h"
+#include "lora_factors.h"
 #ifdef OCTAVO_TILES
-#include "tiles.h"
+#include "amx.h"
 #endif
 
 namespace octavo::OCTAVO_ISA {

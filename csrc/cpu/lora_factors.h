@@ -1,6 +1,6 @@
 // Which factors of adapters are read soon. They are small pieces far apart, which a processor does not see coming, so
 // they are fetched by name: a few lines at a time between the products of the base, or all at once where these have no
-// place for it. Included by expand.h only.
+// place for it. Included by lora_b.h only.
 #pragma once
 
 #include "simd.h"

@@ -15,14 +15,14 @@
 #include <sys/mman.h>
 #endif
 
-#include "collective.h"
+#include "all_reduce.h"
 #include "dispatch.h"
 #include "launch.h"
-#include "pack_factors.h"
 #include "pack_int.h"
+#include "pack_lora.h"
 #include "program.h"
+#include "summation_tree.h"
 #include "thread_pool.h"
-#include "tree.h"
 
 namespace nb = nanobind;
 

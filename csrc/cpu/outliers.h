@@ -1,5 +1,5 @@
 // What quantized rows keep apart (QBlock), listed once for all the panels that rows meet. Rows of a model often have
-// their outliers in the same places, and share what is made of a column of weights. Included by linear_int.h only.
+// their outliers in the same places, and share what is made of a column of weights. Included by int_dot.h only.
 #pragma once
 
 #include <vector>
@@ -12,7 +12,7 @@ namespace {
 
 // Rows that share columns, whose outputs wait for them meanwhile: these fit a first-level cache.
 constexpr int kOutlierRows = 64;
-// As many as share opened blocks (super_formats.h).
+// As many as share opened blocks (k_quants.h).
 constexpr int kOpenedRows = 96;
 
 struct Outlier {

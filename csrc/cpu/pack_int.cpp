@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "int_sources.h"
-#include "int_words.h"
+#include "gguf_blocks.h"
 #include "pack.h"
+#include "packed_words.h"
 
 namespace octavo {
 

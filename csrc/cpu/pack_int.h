@@ -25,9 +25,9 @@ struct PackPartArgs {
 // Throws std::invalid_argument where the matrix has no room for what the source holds (5 bits in 4, minima in none).
 Launch plan(PackPartArgs& args, const KernelTable&, int);
 
-// Packs a matrix [rows, k] whose codes are in words of 32 bits (octavo/quantization/packed_words.py) likewise, into a layout
-// of as many bits, or of four where they are fewer. Words are anywhere: `output_stride` and `word_stride` bytes lie
-// from one output to the next, and from one word of an output. With `by_outputs` a word has AWQ's nibbles of eight
+// Packs a matrix [rows, k] whose codes are in words of 32 bits (octavo/quantization/packed_words.py) likewise, into a
+// layout of as many bits, or of four where they are fewer. Words are anywhere: `output_stride` and `word_stride` bytes
+// lie from one output to the next, and from one word of an output. With `by_outputs` a word has AWQ's nibbles of eight
 // outputs: strides are those to the next eight and to the next element of k. `scales`, and `minima` and `shifts` where
 // they are given, are [k / group, rows], rounded up; a shift is added to codes of less than four bits. With `order`
 // element i of k is what order[i] is in the words. A task packs some neighbouring panels.

@@ -1,6 +1,6 @@
 // Packing an adapter's factors, while it is read: rows of floats are rounded and dealt out to the lanes of panels. It
 // is bound by memory, so one version serves every instruction set.
-#include "pack_factors.h"
+#include "pack_lora.h"
 
 #include <algorithm>
 #include <cstring>

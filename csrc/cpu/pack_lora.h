@@ -1,4 +1,4 @@
-// Rows of adapters' factors on their way into panels (docs: AdapterFactors in adapter_args.h).
+// Rows of adapters' factors on their way into panels (docs: AdapterFactors in lora_args.h).
 #pragma once
 
 #include <cstdint>

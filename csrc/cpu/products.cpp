@@ -1,8 +1,8 @@
 // Products alone, with tiles attention too, those with adapters' factors among them, for instruction sets that bring
 // nothing to the other kernels: those are taken from a narrower set's table (dispatch.cpp). Compiled once per set, as
 // kernels.cpp is.
-#include "adapters.h"
 #include "experts.h"
+#include "lora_a.h"
 #ifdef OCTAVO_TILES
 #include "attention.h"
 #endif

@@ -7,7 +7,7 @@
 #include <string>
 #include <type_traits>
 
-#include "collective.h"
+#include "all_reduce.h"
 #include "dispatch.h"
 #include "thread_pool.h"
 

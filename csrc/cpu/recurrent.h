@@ -5,7 +5,7 @@
 #pragma once
 
 #include "elementwise.h"
-#include "functions.h"
+#include "vector_math.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {

@@ -48,7 +48,7 @@ class PackedFactors:
 
 
 class CpuAdapterTable:
-    """`AdapterTable` in memory that the kernels read: csrc/cpu/adapter_args.h's AdapterFactors, by slot."""
+    """`AdapterTable` in memory that the kernels read: csrc/cpu/lora_args.h's AdapterFactors, by slot."""
 
     def __init__(self, shape: FactorShape, num_slots: int, dtype: str) -> None:
         self.shape, self.num_slots = shape, num_slots

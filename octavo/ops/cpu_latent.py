@@ -1,5 +1,5 @@
 """Latent attention in the native backend: products by head, attention over the compressed cache that heads share
-(csrc/cpu/latent.h), and the index that may choose its keys (csrc/cpu/chosen.h)."""
+(csrc/cpu/latent.h), and the index that may choose its keys (csrc/cpu/sparse_attention.h)."""
 
 from __future__ import annotations
 
