@@ -6,9 +6,9 @@ carries to the device. What differs by kind of group is in `attention_blocks`, `
 
 from __future__ import annotations
 
+import collections.abc
 from bisect import bisect
 from collections.abc import Iterable
-from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 from octavo.kv_cache.attention_blocks import AttentionBlocks
@@ -43,7 +43,7 @@ class KVCacheManager:
 
     def __init__(
         self,
-        groups: Several[CacheGroup],
+        groups: collections.abc.Sequence[CacheGroup],
         num_blocks: list[int],
         block_size: int,
         num_host_blocks: list[int],

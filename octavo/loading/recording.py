@@ -25,13 +25,13 @@ class RecordedTensor:
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
-    share: StoredWeight | None  # of a matrix that is going to be packed; None for an array
+    shard: StoredWeight | None  # of a matrix that is going to be packed; None for an array
     layout: Layout | None = None  # of the matrix, where its format does not say so
     num_own: int | None = None  # entries of an array's first dimension that were taken; None: all
 
     @property
     def is_matrix(self) -> bool:
-        return self.share is not None
+        return self.shard is not None
 
 
 class RecordingWeights(Weights):
@@ -88,7 +88,7 @@ class RecordingWeights(Weights):
         stored = StoredWeight(stored_format, {"data": data}, (num_rows, num_columns))
         if is_transposed:
             stored = StoredWeight(stored_format, {"data": data.T}, (num_columns, num_rows))
-        stored = stored.share(rows, columns)
+        stored = stored.shard(rows, columns)
         self.tensors.append(RecordedTensor(name, shape, stored))
         return stored
 
@@ -100,7 +100,7 @@ class RecordingWeights(Weights):
         size = (math.prod(shape[:-1]), shape[-1])
         if is_transposed and not self.is_untransposed(name):
             size = size[::-1]
-        stored = StoredWeight(stored_format, {}, size).share(rows, columns)
+        stored = StoredWeight(stored_format, {}, size).shard(rows, columns)
         self.tensors.append(RecordedTensor(name, shape, stored, self._weights.matrix_layout(name)))
         return stored
 
@@ -121,10 +121,10 @@ class RecordingWeights(Weights):
         `num_positions`; norms and biases are noise. `with_repeated` they are the bytes that a step reads."""
         num_bytes, kinds = num_positions * self.position_bytes, dict[str, None]()
         for tensor in self.tensors + self.repeated if with_repeated else self.tensors:
-            if tensor.share is not None:
-                share = tensor.share
-                num_bytes += packed_bytes(share.format, share.shape, tensor.layout, keeps_superblocks)
-                kinds[_KINDS.get(tensor.share.format, tensor.share.format)] = None
+            if tensor.shard is not None:
+                shard = tensor.shard
+                num_bytes += packed_bytes(shard.format, shard.shape, tensor.layout, keeps_superblocks)
+                kinds[_KINDS.get(tensor.shard.format, tensor.shard.format)] = None
             elif len(tensor.shape) > 1:
                 count = tensor.shape[0] if tensor.num_own is None else tensor.num_own
                 num_bytes += count * math.prod(tensor.shape[1:]) * FLOATS[self._dtype].itemsize

@@ -91,7 +91,7 @@ class Weights:
         target = self._matrix_format(stored.format)
         if target in QUANTIZED_AT_LOAD.values():  # nothing is computed here: the packer quantizes as it reads
             stored = StoredWeight(target, stored.tensors, stored.shape)
-        stored = stored.share(rows, columns)
+        stored = stored.shard(rows, columns)
         stored = stored if stored.format == target else floats(dequantize(stored, self._dtype))
         return stored if order is None else take_rows(stored, order)
 

@@ -325,20 +325,20 @@ class Decoder:
         self._projection_head: ProjectionHead | None = None
         if description.projection_head is not None and has_output:
             self._projection_head = ProjectionHead(description.projection_head, self.hidden_size, parameters)
-        self._output = self._embedding.weight if is_last and self._embedding is not None else None
+        self._lm_head = self._embedding.weight if is_last and self._embedding is not None else None
         if description.num_input_only_tokens and has_output:
-            self._output = self._padded_output(parameters)
+            self._lm_head = self._padded_output(parameters)
         elif has_output and not (self._is_tied and description.shard.is_whole):
             # With several workers a tied matrix is read again: the embedding is cut by columns, the output by rows.
             name = description.embedding_name if self._is_tied else description.output_name
             size = self.hidden_size if description.projection_head is None else description.projection_head.size
-            self._output = parameters.linear([name], [self.vocab_size], size, self._output_bias, own=self._own_vocab)
+            self._lm_head = parameters.linear([name], [self.vocab_size], size, self._output_bias, own=self._own_vocab)
 
     def _choose_stream_dtype(self) -> str:
         """Return the type of the residual stream: float32 if all its readers quantize it, as sums of many layers in
         bfloat16 are less exact than quantized products (docs/performance.md); otherwise the model's type."""
         # A pooler reads either type from the last norm.
-        ends_float32 = self._norm is not None if self._pooler is not None else _quantizes(self._norm, self._output)
+        ends_float32 = self._norm is not None if self._pooler is not None else _quantizes(self._norm, self._lm_head)
         has_other_readers = self._projection_head is not None or self._token_inputs is not None
         blocks_read_float32 = all(block.reads_float32 for block in self._blocks.values())
         if not has_other_readers and (ends_float32 or not self.description.is_last_stage) and blocks_read_float32:
@@ -383,7 +383,7 @@ class Decoder:
         for matrix in self._matrices:
             if matrix.weight is embedding and self.description.is_first_stage:
                 yield replace(matrix, replaceable=True, looked_up=True)
-            if matrix.weight is self._output:
+            if matrix.weight is self._lm_head:
                 [module] = matrix.modules
                 modules = (replace(module, name=output_name),) if is_tied else matrix.modules
                 yield replace(matrix, modules=modules, replaceable=True)
@@ -407,7 +407,7 @@ class Decoder:
     @property
     def makes_logits_alone(self) -> bool:
         """Whether `output` needs no other worker."""
-        return self._output is not None and self.description.shard.is_whole
+        return self._lm_head is not None and self.description.shard.is_whole
 
     def forward(self, batch: StepBatch, caches: Sequence[LayerKVCache]) -> Array:
         """-> hidden [T, H] before the final norm; after it in a model that pools; or, in a stage that is not the last,
@@ -489,7 +489,7 @@ class Decoder:
     def logits(self, hidden: Array) -> Array:
         """hidden [N, H] -> [N, vocab_size] float32."""
         head = self._projection_head
-        return self.output(_normed(self._norm, hidden, self._output if head is None else head.consumer))
+        return self.output(_normed(self._norm, hidden, self._lm_head if head is None else head.consumer))
 
     def embed(self, token_ids: Array, dtype: str | None = None) -> Array:
         """token_ids [T] int32 -> [T, H], without positions. The default `dtype` is the model's."""
@@ -509,10 +509,10 @@ class Decoder:
     def output(self, hidden: Array) -> Array:
         """hidden [N, H] after the final norm -> [N, vocab_size] float32."""
         ops = self._ops
-        assert self._output is not None, "the last stage makes logits"
+        assert self._lm_head is not None, "the last stage makes logits"
         if self._projection_head is not None:
-            hidden = self._projection_head.forward(hidden, self._output)
-        logits = ops.linear(hidden, self._output, "float32")
+            hidden = self._projection_head.forward(hidden, self._lm_head)
+        logits = ops.linear(hidden, self._lm_head, "float32")
         if not self.description.shard.is_whole:
             logits = cast(ParallelOps, ops).all_gather(logits, self._own_vocab.start, self.vocab_size)
         cap = self.description.logits_softcap

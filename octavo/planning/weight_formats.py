@@ -96,8 +96,8 @@ def _random_bytes() -> NDArray[Any]:
 
 
 def _stand_in(tensor: RecordedTensor) -> str:
-    assert tensor.share is not None
-    stored_format = tensor.share.format
+    assert tensor.shard is not None
+    stored_format = tensor.shard.format
     if stored_format not in AXES:
         return stored_format
     layout = tensor.layout

@@ -50,14 +50,14 @@ class StoredWeight:
     def rows(self, begin: int, end: int) -> StoredWeight:
         """Rows begin .. end - 1 as a matrix of their own, over the same memory. Raises `ConfigError` if words of
         several outputs would have to be divided."""
-        return self._share(0, begin, end)
+        return self._shard(0, begin, end)
 
     def columns(self, begin: int, end: int) -> StoredWeight:
         """Columns begin .. end - 1 likewise. Raises `ConfigError` if blocks or groups would have to be divided.
 
         "FP8" quantizes whole rows: a share of columns gets scales of its own.
         """
-        return self._share(1, begin, end)
+        return self._shard(1, begin, end)
 
     def take_rows(self, order: Any) -> StoredWeight:
         """A copy of rows `order`. Raises `ConfigError` if words of several outputs would have to be divided."""
@@ -94,12 +94,12 @@ class StoredWeight:
             raise ConfigError(f"{self.format} matrices cannot be transposed.")
         return StoredWeight(self.format, {"data": self.data.T}, self.shape[::-1])
 
-    def share(self, rows: tuple[int, int] | None, columns: tuple[int, int] | None) -> StoredWeight:
+    def shard(self, rows: tuple[int, int] | None, columns: tuple[int, int] | None) -> StoredWeight:
         """Both, where bounds are given."""
         found = self if rows is None else self.rows(*rows)
         return found if columns is None else found.columns(*columns)
 
-    def _share(self, side: int, begin: int, end: int) -> StoredWeight:
+    def _shard(self, side: int, begin: int, end: int) -> StoredWeight:
         size = self.shape[side]
         assert 0 <= begin <= end <= size, f"{begin} to {end} of {size}"
         unit = self._unit(side)

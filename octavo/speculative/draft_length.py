@@ -6,7 +6,7 @@ same step does not count: it is spent anyway, and a draft token must be as good 
 
 from __future__ import annotations
 
-from collections.abc import Sequence as List
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ class Candidate(NamedTuple):
 
 
 def choose_counts(
-    cost: StepCost, work: StepWork, prompts: StepWork, candidates: List[Candidate], gain: float
+    cost: StepCost, work: StepWork, prompts: StepWork, candidates: Sequence[Candidate], gain: float
 ) -> list[int]:
     """Return, for each candidate, how many draft tokens the step of `work` verifies. `work` includes the candidates'
     single tokens and `prompts`. There are none unless tokens a second grow by a factor of `gain`."""
@@ -54,7 +54,7 @@ def choose_counts(
 
 
 def choose_draft_count(
-    cost: StepCost, work: StepWork, prompts: StepWork, candidates: List[Candidate], draft_s: float, gain: float
+    cost: StepCost, work: StepWork, prompts: StepWork, candidates: Sequence[Candidate], draft_s: float, gain: float
 ) -> int:
     """Return how many tokens a drafter makes for each of the `candidates`. `work`, `prompts` and `gain` are as in
     `choose_counts`; one more token for all of them takes the drafter `draft_s`."""

@@ -6,7 +6,6 @@ method. It is made when a step's tokens are known, and compared with the next to
 
 from __future__ import annotations
 
-from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,7 +93,7 @@ class Speculation:
         if not about.proposal.tokens:
             about.acceptance.forget()
 
-    def choose(self, candidates: List[tuple[Sequence, int]], rows: List[PlannedRow]) -> list[tuple[int, ...]]:
+    def choose(self, candidates: list[tuple[Sequence, int]], rows: list[PlannedRow]) -> list[tuple[int, ...]]:
         """Return, for each of the sequences, all of which lack one token, the draft tokens that the step of `rows`
         verifies, at most as many as given with it."""
         draft_tokens: list[tuple[int, ...]] = [
@@ -124,7 +123,7 @@ class Speculation:
         return chosen
 
     def _draft_counts(
-        self, cost: StepCost, work: StepWork, prompts: StepWork, candidates: List[Candidate], gain: float
+        self, cost: StepCost, work: StepWork, prompts: StepWork, candidates: list[Candidate], gain: float
     ) -> list[int]:
         """Return how many tokens a drafter makes for each: its cost is the same for one sequence as for all. How good
         they are is known only if it makes them; so if they were not worth it, one sequence tries some now and then."""
@@ -135,7 +134,7 @@ class Speculation:
             counts[-1] = min(_TRIAL_DRAFT_TOKENS, candidates[-1].num_draft_tokens)
         return counts
 
-    def planned(self, rows: List[PlannedRow]) -> None:
+    def planned(self, rows: list[PlannedRow]) -> None:
         """Note that a step of `rows` was planned."""
         was_asked, self._was_asked = self._was_asked, False
         has_drafts = any(row.draft_tokens and row.draft_tokens[0] == DRAFT_PLACEHOLDER for row in rows)
@@ -146,7 +145,7 @@ class Speculation:
             if has_drafts:
                 self._next_trial = self._num_idle_steps + min(self._num_idle_steps, _TRIAL_STEPS)
 
-    def must_wait(self, seqs: List[Sequence], rows: List[PlannedRow]) -> bool:
+    def must_wait(self, seqs: list[Sequence], rows: list[PlannedRow]) -> bool:
         """Return whether the next step should wait for the tokens of this one, of `rows`: because it verifies draft
         tokens, or because a drafter reads what this one computes of prompts."""
         if any(row.draft_tokens for row in rows):
@@ -165,7 +164,7 @@ class Speculation:
         return self._num_idle_steps == 0
 
     def drafted(
-        self, rows: List[PlannedRow], draft_tokens: dict[int, tuple[int, ...]], seconds: float, caught_up: bool = False
+        self, rows: list[PlannedRow], draft_tokens: dict[int, tuple[int, ...]], seconds: float, caught_up: bool = False
     ) -> None:
         """Record that the worker drafted `draft_tokens` for a step of `rows` in `seconds`. With `caught_up` that time
         includes older tokens that the drafter had not computed yet."""

@@ -47,7 +47,7 @@ class ArrayWeights:
     ) -> StoredWeight:  # fmt: skip
         data = self.take(name, shape).reshape(-1, shape[-1])
         stored = floats(data.T if is_transposed else data)
-        stored = stored if rows is None and columns is None else stored.share(rows, columns)
+        stored = stored if rows is None and columns is None else stored.shard(rows, columns)
         return stored if order is None else stored.take_rows(order)
 
     def take_integers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.int64]:

@@ -138,7 +138,7 @@ def test_shares_of_rows_and_columns(format: str, monkeypatch: pytest.MonkeyPatch
     if format != "AWQ_GEMV":
         for begin, end in [(0, 512), (512, 1024), (256, 768)]:
             _check([whole.columns(begin, end)], monkeypatch)
-            _check([whole.share((96, 192), (begin, end))] * 2, monkeypatch, gated=True)
+            _check([whole.shard((96, 192), (begin, end))] * 2, monkeypatch, gated=True)
     if format in ("AWQ_GEMV", "INT_PACKED") and whole.has_single_rows:
         _check([whole.every_second_row(1)], monkeypatch)
 
