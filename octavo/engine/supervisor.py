@@ -179,7 +179,7 @@ class Supervisor:
         finally:
             if self._start_timer is not None:
                 self._start_timer.cancel()
-        self.core.wait()
+        await asyncio.to_thread(self.core.wait)  # one that was killed may take its time
         return self._end_reason or self.core.end_reason()
 
     def _check_start(self, timeout_s: float, begin: float) -> None:

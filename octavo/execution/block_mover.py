@@ -7,7 +7,7 @@ steps compute. A step that reads swapped blocks waits for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,11 +62,29 @@ class _PoolMover:
 
     def move(self, moves: BlockMoves) -> None:
         for pairs in self._staged(moves.swap_out):
-            self._swap_out(pairs)
+            self._in_parts(self._swap_out, pairs)
         if moves.copy and self._caches:
-            self._device.compute.run(lambda: self._ops.copy_blocks(moves.copy, self._caches))
+            self._in_parts(self._copy, moves.copy)
         for pairs in self._staged(moves.swap_in):
-            self._swap_in(pairs)
+            self._in_parts(self._swap_in, pairs)
+
+    def _in_parts(self, move: Callable[[Pairs], None], pairs: Pairs) -> None:
+        """Move blocks, in smaller parts where the device lacks memory for what is on its way. A step whose moves have
+        failed cannot be withdrawn: other steps count on them."""
+        try:
+            move(pairs)
+            return
+        except self._device.memory_errors:
+            self._device.release_memory()
+        half = len(pairs) // 2
+        if half == 0:
+            move(pairs)
+            return
+        self._in_parts(move, pairs[:half])
+        self._in_parts(move, pairs[half:])
+
+    def _copy(self, pairs: Pairs) -> None:
+        self._device.compute.run(lambda: self._ops.copy_blocks(pairs, self._caches))
 
     def _staged(self, pairs: Pairs) -> Iterator[Pairs]:
         """Yield the pairs in parts that fit in a staging buffer."""

@@ -9,9 +9,9 @@ token is right.
 from __future__ import annotations
 
 from octavo.sequence import Sequence
-from octavo.speculative.proposer import NO_PROPOSAL, Proposal
+from octavo.speculative.proposer import NO_PROPOSAL, Proposal, ReadingShare
 
-# Tokens of a long prompt that are indexed at once, in about a millisecond; the others in later steps.
+# Tokens of long prompts that are indexed at once, in about a millisecond; the others in later steps.
 _MOST_READ = 4096
 _PREDICTION_LEVELS = 8  # the first level of proposals from a predicted output
 # N-grams that bring a text back to its prediction, after it has left it; and back to the place that it was quoting, if
@@ -29,9 +29,9 @@ class NgramIndex:
         self.num_read = 0
         self._ends: list[dict[int, int]] = [{} for _ in self.lengths]  # hash of an n-gram -> the place behind it
 
-    def read(self, tokens: list[int], end: int) -> None:
-        """Index the n-grams that end before `end`, up to a limit at once."""
-        begin, self.num_read = self.num_read, min(end, self.num_read + _MOST_READ)
+    def read(self, tokens: list[int], end: int, most: int) -> None:
+        """Index the n-grams that end before `end`, at `most` more places."""
+        begin, self.num_read = self.num_read, min(end, self.num_read + most)
         for n, ends in zip(self.lengths, self._ends, strict=True):
             for i in range(max(begin + 1, n), self.num_read + 1):
                 ends[hash(tuple(tokens[i - n : i]))] = i
@@ -79,15 +79,17 @@ class NgramProposer:
 
     def __init__(self, least: int, most: int) -> None:
         self._least, self._most = least, most
+        self._share = ReadingShare(_MOST_READ)
 
     def start(self, seq: Sequence) -> LookupState:
+        self._share.start()
         return LookupState(NgramIndex(self._least, self._most))
 
     def propose(self, seq: Sequence, state: LookupState, most: int) -> Proposal:
         tokens, index = seq.token_ids, state.index
         assert index is not None
         # The n-gram at the end is followed by nothing yet: it is taken in with the next token.
-        index.read(tokens, len(tokens) - 1)
+        index.read(tokens, len(tokens) - 1, self._share.num_tokens)
         if not state.follow(tokens, tokens):
             if state.length >= self._least:
                 state.left = state.place, len(tokens)
@@ -107,7 +109,7 @@ class NgramProposer:
         return None if found is None else (place + found[0], found[1])
 
     def end(self, seq: Sequence, state: LookupState) -> None:
-        """Nothing outlasts the sequence."""
+        self._share.end()
 
 
 class PredictionProposer:

@@ -11,6 +11,7 @@ from octavo.plan import DRAFT_PLACEHOLDER
 from octavo.sequence import Sequence
 
 NUM_LEVELS = 16
+_LEAST_READ = 32
 
 
 class Proposal(NamedTuple):
@@ -22,6 +23,24 @@ class Proposal(NamedTuple):
 
 
 NO_PROPOSAL = Proposal(())
+
+
+class ReadingShare:
+    """Shares out what proposers read of long prompts between two steps: the more sequences live, the less of each."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._num_sequences = most, 0
+
+    def start(self) -> None:
+        self._num_sequences += 1
+
+    def end(self) -> None:
+        self._num_sequences -= 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are read of a sequence at once, more than an answer brings in a step."""
+        return max(_LEAST_READ, self._most // max(1, self._num_sequences))
 
 
 class Proposer(Protocol):

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.sequence import Sequence
-from octavo.speculative.proposer import NO_PROPOSAL, Proposal
+from octavo.speculative.proposer import NO_PROPOSAL, Proposal, ReadingShare
 
-# Tokens of a long prompt that are read at once, in some milliseconds; the others in later steps.
+# Tokens of long prompts that are read at once, in some milliseconds; the others in later steps.
 _MOST_READ = 1024
 _MOST_REMEMBERED = 4096  # of an answer
 # Recent answers are kept in two halves; when one is full the older is forgotten. A token takes about 0.8 KB.
@@ -127,13 +127,15 @@ class SuffixProposer:
         self._recent, self._older = SuffixAutomaton(max_depth), SuffixAutomaton(max_depth)
         self._num_recent = 0  # answers in the younger half
         self._half = 0
+        self._share = ReadingShare(_MOST_READ)
 
     def start(self, seq: Sequence) -> _State:
+        self._share.start()
         return _State(SuffixAutomaton(self._max_depth), num_matched=max(0, seq.num_tokens - self._max_depth))
 
     def propose(self, seq: Sequence, state: _State, most: int) -> Proposal:
         tokens, own = seq.token_ids, state.own
-        end = min(len(tokens), state.num_read + _MOST_READ)
+        end = min(len(tokens), state.num_read + self._share.num_tokens)
         for token in tokens[state.num_read : end]:
             own.read(token)
         state.num_read = end
@@ -168,6 +170,7 @@ class SuffixProposer:
 
     def end(self, seq: Sequence, state: _State) -> None:
         """Add its answer to the recent ones."""
+        self._share.end()
         if not self._max_requests or not seq.num_output_tokens:
             return
         recent = self._recent

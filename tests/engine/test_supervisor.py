@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from octavo.engine import restart_policy
 from octavo.engine.async_engine import AsyncLLMEngine
+from octavo.engine.core_client import CoreClient
 from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError
 from octavo.metrics.prometheus import EngineMetrics
 from tests.engine.stub_engine import ANSWER, EXIT, FAIL, HANG, ask, until_ready
@@ -154,3 +156,24 @@ def test_ending_all_gives_those_that_have_not_begun_an_error(with_engine: Callab
             await waiting
 
     with_engine(use)
+
+
+@pytest.mark.parametrize("what", [EXIT, FAIL])
+def test_nothing_waits_for_a_process_on_the_event_loop(
+    what: list[int], with_engine: Callable[..., EngineMetrics], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait, is_on_loop = CoreClient.wait, list[bool]()
+
+    def note(core: CoreClient) -> None:
+        is_on_loop.append(threading.current_thread() is threading.main_thread())
+        wait(core)
+
+    monkeypatch.setattr(CoreClient, "wait", note)
+
+    async def use(engine: AsyncLLMEngine) -> None:
+        with pytest.raises(EngineDeadError):
+            await ask(engine, what)
+        await until_ready(engine)
+
+    with_engine(use, max_restarts=1)
+    assert is_on_loop == [False]

@@ -137,3 +137,24 @@ def test_a_suffix_that_went_on_in_many_ways_is_not_guessed() -> None:
 def test_no_more_is_guessed_than_asked_for(proposer: Any) -> None:
     for most in (0, 1, 3):
         assert all(len(guess) <= most for guess in draft_tokens(proposer, sequence([5] * 20), [5] * 10, most))
+
+
+@pytest.mark.parametrize("proposer", [NgramProposer(2, 3), SuffixProposer(8, 0, 2.0, 0.0)])
+def test_long_prompts_share_what_is_read_between_two_steps(proposer: NgramProposer | SuffixProposer) -> None:
+    def num_read(state: Any) -> int:
+        return int(state.num_read if isinstance(proposer, SuffixProposer) else state.index.num_read)
+
+    num_first: dict[int, int] = {}
+    for count in (1, 16, 64):
+        seqs = [sequence(text(i, 6000)) for i in range(count)]
+        states = [proposer.start(seq) for seq in seqs]
+        for seq, state in zip(seqs, states, strict=True):
+            proposer.propose(seq, state, 4)
+        num_first[count] = sum(map(num_read, states))
+        for seq, state in zip(seqs, states, strict=True):
+            proposer.end(seq, state)
+    assert num_first[16] <= num_first[1]
+    assert num_first[64] <= 64 * 64, "a sequence takes in more than it brings, and not much more"
+    last = proposer.start(seq)
+    proposer.propose(seq, last, 4)
+    assert num_read(last) == num_first[1], "those that have ended have no share"

@@ -1,0 +1,20 @@
+"""The benchmark that docs cite for what a step costs around the model runs with today's engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_it_prints_a_figure_for_each_part_and_number_of_streams() -> None:
+    script = [sys.executable, "benchmarks/step_overhead.py", "--streams", "1,3", "--steps", "4", "--weights-mb", "1"]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=240, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    header, *lines = [line.split() for line in done.stdout.splitlines() if line.strip()]
+    parts = header[: header.index("(microseconds")]
+    assert {"streams", "schedule", "submit", "update", "core", "LLM", "front_end"} <= {*parts}
+    assert [line[0] for line in lines] == ["1", "3"]
+    assert all(float(figure) > 0 for line in lines for figure in line)

@@ -1,0 +1,74 @@
+"""Moves of blocks on a device that is short of memory."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from octavo.execution.block_mover import BlockMover
+from octavo.execution.cpu_device import CpuDevice
+from octavo.ops import LayerKVCache, Ops, cpu_cache
+from octavo.plan import BlockMoves
+
+NUM_BLOCKS = 16
+
+
+class ShortDevice(CpuDevice):
+    """Has memory for `room` blocks on their way at a time, and for one only after `release_memory`."""
+
+    memory_errors = (MemoryError,)
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room, self.is_released = room, False
+
+    def release_memory(self) -> None:
+        self.is_released = True
+
+    def take(self, num_blocks: int) -> None:
+        if num_blocks > (self.room or self.is_released):
+            raise MemoryError
+        self.is_released = False
+
+
+def moved(device: ShortDevice) -> list[list[int]]:
+    """What two layers and the host hold after moves of all kinds."""
+    caches = [
+        LayerKVCache(
+            np.arange(NUM_BLOCKS * 8, dtype=np.uint8).reshape(NUM_BLOCKS, 8) + layer, np.zeros((NUM_BLOCKS, 4))
+        )
+        for layer in range(2)
+    ]
+
+    def gather(blocks: Any, caches: Any) -> Any:
+        device.take(len(blocks))
+        return cpu_cache.gather_blocks(blocks, caches)
+
+    def scatter(staged: Any, blocks: Any, caches: Any) -> None:
+        device.take(len(blocks))
+        cpu_cache.scatter_blocks(staged, blocks, caches)
+
+    def copy(pairs: Any, caches: Any) -> None:
+        device.take(len(pairs))
+        cpu_cache.copy_blocks(pairs, caches)
+
+    ops = SimpleNamespace(gather_blocks=gather, scatter_blocks=scatter, copy_blocks=copy)
+    mover = BlockMover(cast(Ops, ops), device, [caches], [NUM_BLOCKS])
+    mover.move([BlockMoves(swap_out=[(i, i + 3) for i in range(7)], copy=[(8, 1), (9, 2), (10, 0)])])
+    mover.move([BlockMoves(swap_in=[(i + 3, 15 - i) for i in range(7)])])
+    return [array.tolist() for cache in caches for array in cache.arrays] + [mover.host_arrays[0].tolist()]
+
+
+@pytest.mark.parametrize("room", [0, 1, 2, 5])
+def test_what_there_is_no_memory_for_at_once_is_moved_in_parts(room: int) -> None:
+    assert moved(ShortDevice(room)) == moved(ShortDevice(NUM_BLOCKS))
+
+
+def test_a_device_that_has_none_at_all_fails() -> None:
+    device = ShortDevice(0)
+    device.release_memory = lambda: None  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        moved(device)
