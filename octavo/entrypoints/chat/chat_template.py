@@ -36,9 +36,9 @@ _HERMES_INSTRUCTIONS = """For each function call return a JSON object with the f
 
 
 def compile_chat_template(tokenizer: ModelTokenizer) -> None:
-    """Import Jinja and compile the model's own template, so that the first chat waits for neither."""
+    """Import Jinja, compile the model's own template and find out its traits, so that the first chat waits for none."""
     with suppress(Exception):  # a wrong template is the chats' error, not the server's
-        compile_template(tokenizer.get_chat_template())
+        template_traits(tokenizer, tokenizer.get_chat_template())
 
 
 def render_chat(

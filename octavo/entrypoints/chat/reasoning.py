@@ -50,6 +50,7 @@ STYLES = {
     "gemma4": ReasoningStyle("<|channel>thought\n", "<channel|>"),
     "glm45": _THINK,
     "granite": ReasoningStyle("Here is my thought process:", "Here is my response:"),
+    "hy_v3": ReasoningStyle("<think:opensource>", "</think:opensource>"),
     "hunyuan_a13b": ReasoningStyle("<think>", "</think>", answer_start="<answer>", answer_end="</answer>"),
     "kimi_k2": _THINK,
     "minimax_m2": _IMPLIED,
@@ -63,6 +64,12 @@ STYLES = {
     "seed_oss": ReasoningStyle("<seed:think>", "</seed:think>"),
     "step3": _IMPLIED,
 }  # fmt: skip
+# Other names of the same styles.
+_ALIASES = {
+    "cohere_command3": "cohere", "cohere_command4": "cohere", "deepseek_v4": "deepseek_v3", "glm47": "glm45",
+    "holo2": "deepseek_v3", "mimo": "qwen3", "nemotron_v3": "qwen3", "poolside_v1": "qwen3", "step3p5": "qwen3",
+}  # fmt: skip
+STYLES |= {alias: STYLES[name] for alias, name in _ALIASES.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,7 +156,7 @@ def _recognised_tools(tokenizer: ModelTokenizer, template: str, model_type: str 
         return HERMES  # in which `render_chat` describes them
     marked = [form for form in _known() if (marks := trigger_marks(form)) and all(mark in template for mark in marks)]
     if marked:
-        return max(marked, key=lambda form: sum(mark.strip() in template for mark in form.marks))
+        return max(marked, key=lambda form: sum(1 if mark.strip() in template else -1 for mark in form.marks))
     if model_type in _OF_MODEL_TYPES:
         return FORMATS[_OF_MODEL_TYPES[model_type]]
     # Tokens that only calls have use for.
@@ -231,13 +231,14 @@ def _reads(form: ToolFormat, rendered: Sequence[Rendered]) -> bool:
     for one in rendered:
         if one.says and form.is_whole_answer:
             continue
-        expected = (one.says, [(call.name, call.arguments) for call in one.calls])
+        expected = [(call.name, call.arguments) for call in one.calls]
         pieces = random.Random(one.text)
         cuts = sorted(pieces.sample(range(len(one.text)), min(7, len(one.text))))
         parts = [one.text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(one.text)], strict=True)]
         for texts in ([one.text], parts):
             content, calls = _read(form, texts)
-            if (content.strip(), calls) != expected:
+            # Text before calls may be a turn of its own, whose end is not cut off.
+            if calls != expected or not content.strip().startswith(one.says) or bool(content.strip()) != bool(one.says):
                 return False
     return True
 

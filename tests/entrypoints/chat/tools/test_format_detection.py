@@ -192,6 +192,23 @@ def test_formats_that_only_history_shows_count() -> None:
     assert model_formats(Templated(template)).tools == FORMATS["deepseek_v3"]  # type: ignore[arg-type]
 
 
+def test_text_before_calls_may_be_a_turn_of_its_own() -> None:
+    """As Nemotron Nano v2's template has it at the end of a conversation, with reasoning before plain answers only."""
+    template = (
+        "{{ tools | tojson if tools }}{% for m in messages %}{% if m.role == 'user' %}<SPECIAL_11>User\n{{ m.content }}\n{% else %}"
+        "{% if m.content %}<SPECIAL_11>Assistant\n<think>\n\n{{ m.content }}\n<SPECIAL_12>\n\n{% endif %}{% if m.tool_calls %}<SPECIAL_11>Assistant\n<TOOLCALL>["
+        + each(OBJECT, ", ")
+        + "]</TOOLCALL>\n<SPECIAL_12>\n\n{% endif %}{% endif %}{% endfor %}"
+    )
+    assert model_formats(Templated(template)).tools == FORMATS["nemotron_nano_v2"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("mark", "name"), [("", "mistral_list"), ("[ARGS] [CALL_ID]", "mistral")])
+def test_of_formats_with_one_mark_the_one_is_taken_whose_other_marks_a_template_has(mark: str, name: str) -> None:
+    template = "{{ tools | tojson if tools }}{% for m in messages %}{{ '[TOOL_CALLS]' if m.tool_calls }}{{ m.content }}{% endfor %}"
+    assert model_formats(Templated(f"{template}{{# {mark} #}}")).tools == FORMATS[name]  # type: ignore[arg-type]
+
+
 def test_objects_without_marks_after_a_header_are_the_whole_answer() -> None:
     """As Llama 4's: calls follow each other without anything between them."""
     template = (
