@@ -75,7 +75,12 @@ class SentencePieces:
     collapses_blanks: bool = False
     ids: dict[str, int] = field(default_factory=dict)  # of special tokens by role
 
+    def is_blank_run(self, piece: str) -> bool:
+        """Whether a user-defined piece is nothing but blanks, and looked for in the text when ▁ has become one."""
+        return not self.adds_prefix and piece.isspace() and " " in piece
 
+
+_MAX_BLANKS = 1 << 20  # that a decoded text loses at its begin
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
@@ -98,8 +103,11 @@ def sentencepiece(source: str, model: SentencePieces) -> Tokenizer:
         options = {"fuse_unk": True, "byte_fallback": True}
         backend = Tokenizer(_bpe(source, vocab, merges, unk_token=unk_token, **options))
     steps: list[normalizers.Normalizer] = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
+    if any(map(model.is_blank_run, pieces)):
+        steps.append(normalizers.Replace("▁", " "))  # runs of blanks are looked for, whichever way they are written
     if model.collapses_blanks:
-        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+        # At the end the library takes off what blanks become, too, wherever it comes from.
+        steps += [normalizers.Replace(Regex(r"\A +|[ ▁]+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     # Metaspace knows the first part by its place in the text, which stripping changes.
     if model.adds_prefix and (model.prefixes_every_part or model.collapses_blanks):
         steps += [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -108,7 +116,8 @@ def sentencepiece(source: str, model: SentencePieces) -> Tokenizer:
         backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
     if steps:
         backend.normalizer = normalizers.Sequence(steps)
-    strip = [decoders.Strip(content=" ", left=1)] if model.adds_prefix else []
+    most = _MAX_BLANKS if model.collapses_blanks else 1
+    strip = [decoders.Strip(content=" ", left=most)] if model.adds_prefix else []
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
     return backend
 

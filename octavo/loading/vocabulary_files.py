@@ -140,7 +140,8 @@ def _sentencepiece(path: str, config: Mapping[str, Any]) -> Vocabulary:
     special = [p for p, t in zip(model.pieces, model.types, strict=True) if t == CONTROL or p == roles.get("unk_token")]
     backend.add_special_tokens([AddedToken(piece, normalized=False) for piece in special])
     shown = [p.replace("▁", " ") for p, t in zip(model.pieces, model.types, strict=True) if t == USER_DEFINED]
-    backend.add_tokens([AddedToken(piece, normalized=False, special=False) for piece in shown])
+    added = [AddedToken(piece, normalized=model.is_blank_run(piece), special=False) for piece in shown]
+    backend.add_tokens(added)
     return _framed(backend, roles, config, adds_bos=True)
 
 

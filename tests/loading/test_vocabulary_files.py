@@ -27,6 +27,7 @@ from tests.loading.test_load_tokenizer import CORPUS
 # Texts with special tokens in them mean something else to sentencepiece, which knows of none.
 PLAIN = [text for text in CORPUS if "<|" not in text]
 TEXTS = [*PLAIN, "hello world", "  the   hello", " x ", "\u3000ＦＵＬＬ ﬁ ①", "naïve <think>  tabs\t<think>x"]
+TEXTS += ["▁", " ▁", "▁ ", "a ▁ ", " ▁ x", "▁▁ a▁▁", "a  ▁  a"]  # blanks around what stands for one
 
 Trained = Callable[..., Path]
 
@@ -65,11 +66,12 @@ LLAMA = {"normalization_rule_name": "identity", "remove_extra_whitespaces": Fals
         BPE | LLAMA,
         BPE | LLAMA | {"add_dummy_prefix": False, "user_defined_symbols": ["<think>", "▁▁"]},
         BPE | LLAMA | {"byte_fallback": False, "character_coverage": 0.98},
+        BPE | {"normalization_rule_name": "identity"},
         UNIGRAM,
         UNIGRAM | LLAMA | {"split_by_whitespace": False},
         UNIGRAM | {"byte_fallback": False},
     ],
-    ids=["Llama's", "Gemma's", "without bytes", "unigram", "unigram over words", "unigram without bytes"],
+    ids=["Llama's", "Gemma's", "without bytes", "one blank", "unigram", "unigram over words", "unigram without bytes"],
 )
 def test_sentencepiece_models_are_read_as_the_library_does(options: dict[str, Any], trained: Trained) -> None:
     folder = trained(**options)
