@@ -55,6 +55,7 @@ def sources_of(field: str, count: int) -> list[Source]:
     return [(field, index, count) for index in range(count)]
 
 
+_LONG_TOKEN_CHARACTERS = 16  # more than a token has in most texts
 _MAX_CHARACTERS_PER_TOKEN = 1024  # more than the longest token of any vocabulary we know
 
 
@@ -318,6 +319,8 @@ class InputProcessor:
                 asked, given_media, prompt.get("multi_modal_uuids"), salt, add_special_tokens
             )
         else:
+            if isinstance(asked, str) and keep is None:
+                self._refuse_long(asked)
             token_ids = self.encode(asked, add_special_tokens) if isinstance(asked, str) else asked
         if keep is not None:
             token_ids = token_ids[-(keep if keep > 0 else max(1, limit - (params.max_tokens or 1))) :]
@@ -377,6 +380,16 @@ class InputProcessor:
                 f"{advice}.",
                 param="prompt",
                 code="context_length_exceeded",
+            )
+
+    def _refuse_long(self, text: str) -> None:
+        """Raise `RequestError` for a text whose beginning has too many tokens already, before all of it is tokenized,
+        which takes seconds for the longest that a body may hold."""
+        limit = self.model.max_model_len
+        most = max(_LONG_TOKEN_CHARACTERS * limit, MAX_INLINE_LENGTH)
+        if len(text) > most and (num_tokens := len(self.encode(text[:most], add_special_tokens=False))) > 2 * limit:
+            self._check_length(
+                num_tokens, "these are of its beginning alone; shorten it, or set truncate_prompt_tokens"
             )
 
     def count(self, text: str, media: Mapping[str, Any] | None, add_special_tokens: bool) -> int:

@@ -89,13 +89,15 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
 
     def _response(self, choices: list[ChatChoice]) -> ChatCompletionResponse:
         wants_logprobs = self._body.prompt_logprobs is not None and 0 in self._prompt_logprobs
-        return ChatCompletionResponse(
+        response = ChatCompletionResponse(
             **self._about,
             choices=choices,
             usage=self._usage(),
-            prompt_logprobs=self._formatter.prompt(self._prompt_logprobs[0]) if wants_logprobs else None,
             prompt_token_ids=self._prompt_token_ids if self._body.return_token_ids else None,
         )
+        if wants_logprobs:  # set here, where pydantic does not check each of them
+            response.prompt_logprobs = self._formatter.prompt(self._prompt_logprobs[0])
+        return response
 
     def _is_plain(self) -> bool:
         body = self._body

@@ -6,6 +6,8 @@ Choice `i * n + j` is the `j`-th completion of prompt `i`.
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -165,12 +167,13 @@ class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
         if self._body.only_prompt:
             text, token_ids, positions = "", [], []
         self._num_completion += len(token_ids)
-        shown: list[PositionLogprobs | None] = [*positions]
+        shown: Iterable[PositionLogprobs | None] = positions
         echoed: list[int] = []
         if prompt.echo is not None and completion.index not in prompt.begun:
             text = prompt.echo + text
             echoed = prompt.token_ids
-            shown = [*self._prompt_logprobs.get(prompt_index, [None] * len(echoed)), *positions]
+            # One after the other: those of a long prompt are not to be there all at once.
+            shown = itertools.chain(self._prompt_logprobs.get(prompt_index, [None] * len(echoed)), positions)
         prompt.begun.add(completion.index)
         if self._body.logprobs is None:
             return text, None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from octavo.engine.detokenizer import GPT2_BYTES, Detokenizer, make_detokenizer
@@ -64,7 +64,7 @@ class LogprobsFormatter:
     def completion(
         self,
         token_ids: Sequence[int],
-        positions: Sequence[PositionLogprobs | None],
+        positions: Iterable[PositionLogprobs | None],
         num_top: int,
         text_offset: list[int],
     ) -> CompletionLogprobs:

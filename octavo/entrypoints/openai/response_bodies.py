@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from typing_extensions import TypedDict
 
 from octavo.entrypoints.http.body_fields import ResponseModel
 
@@ -45,7 +46,9 @@ class Usage(ResponseModel):
     completion_tokens_details: CompletionTokensDetails = Field(default_factory=CompletionTokensDetails)
 
 
-class PromptLogprob(ResponseModel):
+class PromptLogprob(TypedDict):
+    """A dictionary: the collector passes over those that hold no others, and of these a long prompt has 100,000."""
+
     logprob: float
     rank: int | None
     decoded_token: str | None

@@ -197,3 +197,23 @@ def test_others_go_on_while_a_long_body_is_checked(
     monkeypatch.setattr(router, "validate_body", hold.around(router.validate_body))
     body = {**SHORT, "user": LONG * 8}
     assert meanwhile(http, hold, "/v1/completions", body).status_code == 200
+
+
+def test_a_text_that_is_far_too_long_is_refused_by_its_beginning(
+    http: httpx.Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = list[int]()
+    encode = engine.inputs.encode
+
+    def note(text: str, add_special_tokens: bool = True) -> list[int]:
+        lengths.append(len(text))
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(engine.inputs, "encode", note)
+    text = "x" * 300_000
+    for route, body in (("/v1/completions", {"prompt": text}), ("/v1/chat/completions", talk(text))):
+        answer = http.post(route, json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert max(lengths) < 20_000, "all of it is tokenized"
+    answer = http.post("/v1/completions", json={"prompt": text, "truncate_prompt_tokens": 9})
+    assert answer.status_code == 200 and max(lengths) == 300_000, "its end is wanted"
