@@ -29,6 +29,14 @@ def child_command(module: str, *args: str) -> list[str]:
     return _command(first, module, args)
 
 
+def server_command(module: str, *args: str) -> list[str]:
+    """The same for a program that is told to stop by SIGTERM: on Linux it gets that when its parent ends, too."""
+    first = "import signal; "
+    if sys.platform == "linux":
+        first += f"import ctypes; ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGTERM); "
+    return _command(first, module, args)
+
+
 def _command(first: str, module: str, args: Sequence[str]) -> list[str]:
     flags = [flag for name, flag in _FLAGS.items() if getattr(sys.flags, name)]
     # Until the path is replaced the child has that of its own start, without its working directory (-P). `site` has run

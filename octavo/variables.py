@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 VARIABLES = {
-    "OCTAVO_API_KEY": "A key that clients must send, beside those of `--api-key`; what `octavo chat`, `complete` and "
-    "`bench serve` send.",
+    "OCTAVO_API_KEY": "A key that clients of a server or gateway must send, beside those of `--api-key`; what "
+    "`octavo chat`, `complete` and `bench serve` send.",
     "VLLM_API_KEY": "The same for servers, under vLLM's name.",
     "OPENAI_API_KEY": "What `octavo bench serve` sends without `--api-key` and `OCTAVO_API_KEY`.",
     "OCTAVO_CACHE": "Folder of the default model. Without it a folder `octavo` in `XDG_CACHE_HOME`, or in `~/.cache`.",

@@ -95,6 +95,11 @@ def test_an_api_imports_no_other_api_but_openais() -> None:
             assert found <= may | {folder}, file
 
 
+def test_the_gateway_imports_nothing_of_the_engine() -> None:
+    found = {imported for importer, imported in imports() if importer == "gateway"}
+    assert found <= {"api_keys", "errors", "flags", "logs", "processes", "version"}
+
+
 def test_two_modules_of_the_doors_have_two_names() -> None:
     names = [file.name for file in (ROOT / "entrypoints").rglob("*.py") if file.name != "__init__.py"]
     twice = {name for name in names if names.count(name) > 1}

@@ -25,6 +25,7 @@ class Command(NamedTuple):
 Commands = Mapping[str, Command]
 COMMANDS: Commands = {
     "serve": Command("octavo.entrypoints.cli.serve", "main", "serve a model over the OpenAI API"),
+    "gateway": Command("octavo.entrypoints.cli.gateway", "main", "serve many models behind one address"),
     "chat": Command("octavo.entrypoints.cli.terminal", "chat", "talk to a running server", "make_chat_parser"),
     "complete": Command(
         "octavo.entrypoints.cli.terminal", "complete", "continue a text with a running server", "make_complete_parser"

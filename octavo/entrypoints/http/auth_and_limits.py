@@ -9,8 +9,6 @@ its connection.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import time
 from collections.abc import Sequence
 
@@ -19,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from octavo.api_keys import ApiKeys
 from octavo.entrypoints import ui
 from octavo.entrypoints.anthropic.anthropic_errors import PREFIX as ANTHROPIC_PREFIX
 from octavo.entrypoints.anthropic.anthropic_errors import anthropic_error
@@ -66,7 +65,7 @@ class AuthAndLimits:
         sound = state.engine.config.sound
         max_sound = state.args.max_body_bytes if sound is None else sound.max_bytes + _FORM_BYTES
         self._sounds = BodyReader(max_sound, state.args.body_timeout, "--max-audio-bytes")
-        self._key_digests = [_digest(key.encode()) for key in state.args.api_keys]
+        self._keys = ApiKeys(state.args.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -132,7 +131,7 @@ class AuthAndLimits:
             self._state.num_in_flight -= 1
 
     async def _refuse(self, headers: Headers, method: str, path: str, uses_engine: bool) -> Response | None:
-        if self._key_digests and not self._is_authorized(headers):
+        if self._keys and not self._keys.admit(headers.get("authorization"), headers.get("x-api-key")):
             return error_response(
                 "Incorrect or missing API key; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
                 401,
@@ -185,24 +184,10 @@ class AuthAndLimits:
             headers={"Retry-After": str(retry_after_s)},
         )
 
-    def _is_authorized(self, headers: Headers) -> bool:
-        scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        sent = [bearer.strip()] if scheme.lower() == "bearer" else []
-        if (own := headers.get("x-api-key")) is not None:  # Anthropic's
-            sent.append(own.strip())
-        digests = [_digest(key.encode("latin-1")) for key in sent]  # headers are latin-1 to ASGI
-        # Digests have one length and every key is compared, so time tells nothing about the keys.
-        matches = [hmac.compare_digest(one, expected) for one in digests for expected in self._key_digests]
-        return any(matches)
-
 
 def _is_unqueued(path: str) -> bool:
     """Whether a POST gives the engine nothing to do."""
     return path in UNQUEUED_PATHS or path.endswith("/cancel") or path.startswith(_UNQUEUED_PREFIXES)
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 class ClientGoneError(Exception):

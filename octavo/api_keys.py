@@ -1,0 +1,35 @@
+"""API keys, as the server and the gateway check them."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+
+class ApiKeys:
+    """The keys of which a client must send one. Without keys nobody has to."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def admit(self, authorization: str | None, x_api_key: str | None) -> bool:
+        """Return whether one of these headers' values has a key: `Authorization: Bearer KEY`, or Anthropic's
+        `x-api-key: KEY`."""
+        if not self._digests:
+            return True
+        scheme, _, bearer = (authorization or "").partition(" ")
+        sent = [bearer.strip()] if scheme.lower() == "bearer" else []
+        if x_api_key is not None:
+            sent.append(x_api_key.strip())
+        digests = [_digest(key.encode("latin-1")) for key in sent]  # headers are latin-1 to ASGI
+        # Digests have one length and every key is compared, so time tells nothing about the keys.
+        matches = [hmac.compare_digest(one, expected) for one in digests for expected in self._digests]
+        return any(matches)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,6 @@
+"""Many models and replicas behind one address: `octavo gateway`.
+
+A request names a model (`request_body`); the `catalogue` says where the model runs; its `deployment` starts it if it
+has to, within the `memory_budget`; the `router` chooses a replica; the `proxy` passes bytes both ways. Nothing
+of the engine is imported: replicas are servers that speak HTTP.
+"""

@@ -1,0 +1,175 @@
+"""The gateway's ASGI application: keys, limits of bodies, its own routes, and all others through the proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from octavo.api_keys import ApiKeys
+from octavo.errors import RequestError
+from octavo.gateway.client import BrokenAnswerError, Client
+from octavo.gateway.gateway_metrics import GatewayMetrics
+from octavo.gateway.models import Models
+from octavo.gateway.proxy import Proxy, ProxyRequest, WaitLimits
+from octavo.gateway.request_body import read_body
+from octavo.version import __version__
+
+logger = logging.getLogger("octavo.gateway")
+
+OPEN_PATHS = ("/health", "/ping", "/metrics", "/version")
+BODY_TIMEOUT_S = 60.0
+_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+
+
+class _ClientGoneError(Exception):
+    """The client hung up before its request was whole."""
+
+
+class GatewayApp:
+    """Call it as an ASGI application. `num_in_flight` counts requests that are not answered to their end."""
+
+    def __init__(self, models: Models, keys: ApiKeys, limits: WaitLimits, *, max_body_bytes: int) -> None:
+        self.models, self._keys = models, keys
+        self.metrics = GatewayMetrics(models)
+        self._proxy = Proxy(models, self.metrics, limits, keeps_keys=bool(keys))
+        self._max_body_bytes = max_body_bytes
+        self._created = int(time.time())
+        self.num_in_flight = 0
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._proxy.is_stopping
+
+    def begin_stop(self) -> None:
+        """Refuse new requests."""
+        self._proxy.is_stopping = True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"{scope['type']} is not served")
+        path: str = scope["path"]
+        client = Client(send, path, streams=False)
+        if path in OPEN_PATHS:
+            await self._own(path, client)
+            return
+        self.num_in_flight += 1
+        try:
+            await self._answer(scope, receive, send, path)
+        except (_ClientGoneError, BrokenAnswerError):
+            pass  # of the second uvicorn cuts the connection, as the answer was not ended
+        finally:
+            self.num_in_flight -= 1
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, path: str) -> None:
+        arrival = time.monotonic()
+        client = Client(send, path, streams=False)
+        try:
+            self._check(scope, path)
+            if path == "/v1/models" or path.startswith("/v1/models/"):
+                await self._list_models(scope["method"], path.removeprefix("/v1/models").removeprefix("/"), client)
+                return
+            headers = [(name, value) for name, value in scope["headers"]]
+            types = [value for name, value in headers if name == b"content-type"]
+            body = read_body(await self._read(receive), types[0].decode("latin-1") if types else "")
+            client = Client(send, path, streams=body.streams)
+            query = scope["query_string"]
+            target = scope["raw_path"] + (b"?" + query if query else b"")
+            request = ProxyRequest(scope["method"], path, target, headers, body, arrival)
+            await self._unless_gone(request, client, receive)
+        except RequestError as error:
+            self.metrics.requests.labels("none", "none", error.status).inc()
+            await client.fail(error)
+        except (_ClientGoneError, BrokenAnswerError):
+            raise
+        except Exception:  # a fault of the gateway's own
+            logger.exception("Unexpected error while answering a request")
+            await client.fail(RequestError("Internal error.", status=500, code="internal_error"))
+
+    def _check(self, scope: Scope, path: str) -> None:
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        if not self._keys.admit(headers.get(b"authorization"), headers.get(b"x-api-key")):
+            raise RequestError(
+                "Incorrect or missing API key; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
+                status=401, code="invalid_api_key",
+            )  # fmt: skip
+        if scope["method"] not in _METHODS:
+            raise RequestError(f"Not allowed to {scope['method']} on {path:.200}", status=405)
+        if headers.get(b"content-encoding", "identity").strip().lower() not in ("", "identity"):
+            raise RequestError("The body must be sent as it is, without a Content-Encoding.", status=415)
+        if self.is_stopping:
+            raise RequestError("The gateway is stopping.", status=503, code="stopping")
+
+    async def _unless_gone(self, request: ProxyRequest, client: Client, receive: Receive) -> None:
+        """Answer; a client that hangs up ends the work at once, its replica's too."""
+        answering = asyncio.current_task()
+        assert answering is not None
+        is_gone = False
+
+        async def watch() -> None:
+            nonlocal is_gone
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            is_gone = True
+            answering.cancel()
+
+        watching = asyncio.ensure_future(watch())
+        try:
+            await self._proxy.answer(request, client)
+        except asyncio.CancelledError:
+            if not is_gone:
+                raise
+            answering.uncancel()
+            self.metrics.disconnects.inc()
+            raise _ClientGoneError from None
+        finally:
+            watching.cancel()
+
+    async def _read(self, receive: Receive) -> bytes:
+        parts: list[bytes] = []
+        num_bytes = 0
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _ClientGoneError
+                    parts.append(message.get("body", b""))
+                    num_bytes += len(parts[-1])
+                    if num_bytes > self._max_body_bytes:
+                        raise RequestError(
+                            f"The body has more than {self._max_body_bytes} bytes (--max-body-bytes).", status=413
+                        )
+                    if not message.get("more_body", False):
+                        return parts[0] if len(parts) == 1 else b"".join(parts)
+        except TimeoutError:
+            raise RequestError(f"The body did not arrive within {BODY_TIMEOUT_S:g} s.", status=408) from None
+
+    async def _own(self, path: str, client: Client) -> None:
+        if path == "/metrics":
+            await client.reply(200, b"text/plain; version=0.0.4; charset=utf-8", self.metrics.render())
+        elif path == "/version":
+            await client.reply(200, b"application/json", msgspec.json.encode({"version": __version__}))
+        elif self.is_stopping:
+            await client.fail(RequestError("The gateway is stopping.", status=503, code="stopping"))
+        else:
+            await client.reply(200, b"application/json", b'{"status":"ok"}')
+
+    async def _list_models(self, method: str, name: str, client: Client) -> None:
+        if method != "GET":
+            raise RequestError(f"Not allowed to {method} on /v1/models", status=405)
+        if name:
+            self.models.find(name)  # or it is refused
+        listed = [
+            {"id": one, "object": "model", "created": self._created, "owned_by": "octavo", "root": deployment.name,
+             "state": deployment.state}
+            for one, deployment in self.models.names().items()
+        ]  # fmt: skip
+        found: Any = {"object": "list", "data": listed}
+        if name:
+            found = next(one for one in listed if one["id"] == name)
+        await client.reply(200, b"application/json", msgspec.json.encode(found))

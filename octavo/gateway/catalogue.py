@@ -1,0 +1,165 @@
+"""Which models there are and where they run: a YAML file, checked, or models named on the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
+
+from octavo.errors import ConfigError
+
+# Flags of `octavo serve` that the gateway sets, or whose meaning ends at the gateway.
+RESERVED_FLAGS = frozenset(
+    {"model", "config", "host", "port", "uds", "api-key", "served-model-name", "root-path", "log-format", "headless",
+     "ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "lora-modules"}
+)  # fmt: skip
+_Positive = Annotated[float, Meta(gt=0)]
+
+
+class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A model of the catalogue. It runs here, as `octavo serve` with `flags`, or at `addresses`."""
+
+    model: str | None = None  # what `octavo serve` is given; the entry's name by default
+    flags: dict[str, Any] = {}
+    replicas: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    memory_gib: _Positive | None = None  # of one replica
+    keep_alive: Annotated[float, Meta(ge=0)] | None = 300.0  # seconds without a request; None: for ever
+    preload: bool = False
+    addresses: list[str] = []
+    served_model_name: str | None = None  # at the addresses; the entry's name by default
+    api_key_env: str | None = None  # the variable with the key that the addresses want
+    health: str = "/health"
+    aliases: list[str] = []
+    fallbacks: list[str] = []
+
+    @property
+    def is_local(self) -> bool:
+        return not self.addresses
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.addresses) or self.replicas or 1
+
+    @property
+    def total_gib(self) -> float:
+        """Memory of all replicas."""
+        return (self.memory_gib or 0.0) * self.num_replicas
+
+    def flag_words(self) -> list[str]:
+        """The flags as words of a command line."""
+        words = []
+        for key, value in self.flags.items():
+            name = key.replace("_", "-")
+            if isinstance(value, bool):
+                words.append(f"--{name}" if value else f"--no-{name}")
+            elif isinstance(value, list):
+                words += [f"--{name}={item}" for item in value]
+            else:
+                words.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
+        return words
+
+
+class Catalogue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Models by name."""
+
+    models: dict[str, ModelEntry]
+
+
+def named_models(models: Sequence[str]) -> Catalogue:
+    """Return a catalogue of models that are named on the command line. Raises `ConfigError`."""
+    if len(set(models)) < len(models):
+        raise ConfigError("a model is named twice; name each once, or write a --catalogue with replicas.")
+    return Catalogue({name: ModelEntry() for name in models})
+
+
+def read_catalogue(path: str) -> Catalogue:
+    """Read and check a file. Raises `ConfigError`, which names the file and the key."""
+    import yaml
+
+    where = f"--catalogue {path}"
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where} cannot be read: {error}.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}.") from None
+    try:
+        catalogue = msgspec.convert(content, Catalogue)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}.") from None
+    _check(catalogue, where)
+    return catalogue
+
+
+def check_memory(catalogue: Catalogue, budget_gib: float | None) -> None:
+    """Raise `ConfigError` if a model can never fit, or does not say what it needs."""
+    if budget_gib is None:
+        return
+    for name, entry in catalogue.models.items():
+        if not entry.is_local:
+            continue
+        if entry.memory_gib is None:
+            raise ConfigError(
+                f"--memory-gib {budget_gib:g} needs the memory_gib of each model that runs here, and {name} has none: "
+                "write it into the --catalogue (`octavo plan` says what a model takes)."
+            )
+        if entry.total_gib > budget_gib:
+            raise ConfigError(f"{name} needs {entry.total_gib:g} GiB and --memory-gib is {budget_gib:g}: raise it.")
+
+
+def _check(catalogue: Catalogue, where: str) -> None:
+    if not catalogue.models:
+        raise ConfigError(f"{where} has no models.")
+    names = set(catalogue.models)
+    for name, entry in catalogue.models.items():
+        at = f"{where}: models.{name}"
+        for alias in entry.aliases:
+            if alias in names:
+                raise ConfigError(f"{at}: {alias} names two models; aliases and names must differ.")
+            names.add(alias)
+        for other in entry.fallbacks:
+            if other not in catalogue.models or other == name:
+                raise ConfigError(f"{at}.fallbacks: {other} is not another model of the catalogue.")
+        if entry.is_local:
+            _check_local(entry, at)
+        else:
+            _check_addresses(entry, at)
+
+
+def _check_local(entry: ModelEntry, at: str) -> None:
+    for key in ("served_model_name", "api_key_env"):
+        if getattr(entry, key) is not None:
+            raise ConfigError(f"{at}.{key} is for models with addresses; leave it out.")
+    if entry.health != "/health":
+        raise ConfigError(f"{at}.health is for models with addresses; leave it out.")
+    for key, value in entry.flags.items():
+        if key.replace("_", "-") in RESERVED_FLAGS:
+            raise ConfigError(f"{at}.flags: the gateway sets --{key.replace('_', '-')}; leave it out.")
+        items = value if isinstance(value, list) else [value]
+        if not all(isinstance(item, str | int | float | dict) for item in items):
+            raise ConfigError(f"{at}.flags.{key} must be a text, a number, a list of them or an object, got {value!r}.")
+
+
+def _check_addresses(entry: ModelEntry, at: str) -> None:
+    unset = ModelEntry()
+    for key in ("model", "flags", "replicas", "memory_gib", "preload", "keep_alive"):
+        if getattr(entry, key) != getattr(unset, key):
+            raise ConfigError(f"{at}.{key} is for models that the gateway starts; this one has addresses.")
+    if entry.api_key_env is not None and not os.environ.get(entry.api_key_env):
+        raise ConfigError(f"{at}.api_key_env: the variable {entry.api_key_env} is not set.")
+    if not entry.health.startswith("/"):
+        raise ConfigError(f"{at}.health must be a path such as /health, got {entry.health}.")
+    if len(set(entry.addresses)) < len(entry.addresses):
+        raise ConfigError(f"{at}.addresses has an address twice.")
+    for address in entry.addresses:
+        parts = urlsplit(address)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ConfigError(f"{at}.addresses: {address} is no HTTP address, such as http://127.0.0.1:8000.")
+        if parts.path.rstrip("/").endswith("/v1"):
+            raise ConfigError(f"{at}.addresses: leave /v1 out of {address}; requests bring it.")

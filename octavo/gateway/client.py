@@ -1,0 +1,116 @@
+"""The client's side of a request: what it is sent, over ASGI. Knows whether an error can still be a status, or has to
+be an event of a stream."""
+
+from __future__ import annotations
+
+from starlette.types import Send
+
+from octavo.errors import RequestError
+from octavo.gateway.error_bodies import error_body, error_event
+from octavo.gateway.upstream import HOP_BY_HOP, Answer
+
+_NOT_PASSED_ON = HOP_BY_HOP | {b"date"}
+_EVENTS = b"text/event-stream"
+_MAX_EVENT_BYTES = 1 << 20  # of an event that is held back until it is whole
+
+
+class BrokenAnswerError(Exception):
+    """An answer that cannot be ended as it was begun: its connection has to be cut."""
+
+
+class Client:
+    """One request's client. `streams` is whether it asked for events."""
+
+    def __init__(self, send: Send, path: str, *, streams: bool) -> None:
+        self._send, self._path = send, path
+        self._streams = streams
+        self._has_head = False
+        self._is_events = False
+        self._rest = b""  # of an event that is not whole
+        self._failed_status = 0  # of an answer to a client that has had comments, and so a status
+        self.has_answer = False  # it has a byte of an answer, or its status
+
+    @property
+    def takes_comments(self) -> bool:
+        return self._streams and not self.has_answer
+
+    async def comment(self, text: str) -> None:
+        """Send a comment of a stream, which begins the stream."""
+        if not self._has_head:
+            await self._begin(200, [(b"content-type", _EVENTS), (b"cache-control", b"no-cache")])
+            self._is_events = True
+        await self._write(f": {text}\n\n".encode())
+
+    async def begin(self, answer: Answer) -> None:
+        """Send an answer's status and headers."""
+        self.has_answer = True
+        is_events = answer.header(b"content-type").startswith(_EVENTS) and not answer.header(b"content-encoding")
+        if self._has_head:
+            self._failed_status = 0 if is_events else answer.status
+            return
+        self._is_events = is_events
+        # A stream may get an event more than it was to have: the one that says that it broke.
+        dropped = _NOT_PASSED_ON | {b"content-length"} if is_events else _NOT_PASSED_ON
+        await self._begin(answer.status, [one for one in answer.headers if one[0] not in dropped])
+
+    async def write(self, data: bytes) -> None:
+        """Pass bytes on. Of a stream only whole events: one that breaks off would be no JSON."""
+        if not self._is_events:
+            await self._write(data)
+            return
+        data = self._rest + data if self._rest else data
+        if self._failed_status:
+            self._rest = data
+            return
+        end = len(data) if data.endswith(b"\n\n") else max(_after(data, b"\n\n"), _after(data, b"\r\n\r\n"))
+        if len(data) - end > _MAX_EVENT_BYTES:
+            end = len(data)
+        self._rest = data[end:]
+        if end:
+            await self._write(data[:end])
+
+    async def end(self) -> None:
+        """The answer is whole."""
+        if self._failed_status:  # the replica's error, where a status has been sent
+            body = b" ".join(self._rest.split())
+            await self._finish(error_event(body, self._path))
+        else:
+            await self._finish(self._rest)
+
+    async def fail(self, error: RequestError) -> None:
+        """Answer with an error. Raises `BrokenAnswerError` if part of another answer has been sent."""
+        body = error_body(error, self._path)
+        if not self._has_head:
+            headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+            if error.status in (429, 503):
+                headers.append((b"retry-after", b"%d" % (error.retry_after_s or 1)))
+            if error.code == "stopping":
+                headers.append((b"connection", b"close"))
+            if error.status == 401:
+                headers.append((b"www-authenticate", b"Bearer"))
+            await self._begin(error.status, headers)
+            await self._finish(body)
+        elif self._is_events:
+            await self._finish(error_event(body, self._path))
+        else:
+            raise BrokenAnswerError
+
+    async def reply(self, status: int, content_type: bytes, body: bytes) -> None:
+        """Send an answer of the gateway's own."""
+        await self._begin(status, [(b"content-type", content_type), (b"content-length", b"%d" % len(body))])
+        await self._finish(body)
+
+    async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self._has_head = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _write(self, data: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _finish(self, data: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+
+
+def _after(data: bytes, end: bytes) -> int:
+    at = data.rfind(end)
+    return 0 if at < 0 else at + len(end)

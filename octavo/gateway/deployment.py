@@ -1,0 +1,262 @@
+"""A model that runs: its replicas, from the first request to the end of its idle time.
+
+States of a model that the gateway starts: stopped -> waiting (for memory) -> starting -> ready -> stopping -> stopped.
+A model at addresses is ready always.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import Literal
+
+from octavo.errors import RequestError
+from octavo.gateway.catalogue import ModelEntry
+from octavo.gateway.memory_budget import MemoryBudget
+from octavo.gateway.replica import Replica
+from octavo.gateway.router import Router
+from octavo.gateway.serve_process import RunningServer, StartError
+from octavo.gateway.upstream import Upstream
+
+logger = logging.getLogger("octavo.gateway")
+
+Launch = Callable[[str, ModelEntry], Awaitable[RunningServer]]
+State = Literal["stopped", "waiting", "starting", "ready", "stopping"]
+SETTLE_S = 1.0  # a process that was killed hangs up before the system says that it has ended
+MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0  # between starts that fail
+
+
+class Deployment:
+    """One entry of the catalogue. `launch` starts a server of it."""
+
+    def __init__(
+        self, name: str, entry: ModelEntry, budget: MemoryBudget, launch: Launch, *, replica_timeout_s: float
+    ) -> None:
+        self.name, self.entry = name, entry
+        self.router = Router()
+        self.replicas: list[Replica] = []
+        self.state: State = "stopped"
+        self.last_used = time.monotonic()
+        self.start_s = 5.0  # what the last start took
+        self.num_starts, self.num_failed_starts = 0, 0
+        self.num_held = 0  # requests that wait for the model or are answered by it
+        self._budget, self._launch, self._timeout_s = budget, launch, replica_timeout_s
+        self._servers: dict[Replica, RunningServer] = {}
+        self._starting: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Task[None] | None = None
+        self._restarts: set[asyncio.Task[None]] = set()
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._is_retired = self._is_closed = False
+        self._closing: asyncio.Future[None] | None = None
+        self._failure: StartError | None = None
+        self._backoff_s, self._retry_at = MIN_BACKOFF_S, 0.0
+        if not entry.is_local:
+            key = None if entry.api_key_env is None else os.environ.get(entry.api_key_env)
+            served = entry.served_model_name or name
+            self.replicas = [
+                Replica(address, Upstream(address, timeout_s=replica_timeout_s), served, key, entry.health)
+                for address in entry.addresses
+            ]
+            self.state = "ready"
+
+    @property
+    def is_idle(self) -> bool:
+        return self.state == "ready" and not self.num_held
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep the model from being stopped while a request needs it."""
+        self.num_held += 1
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
+        try:
+            yield
+        finally:
+            self.num_held -= 1
+            self.last_used = time.monotonic()
+            if not self.num_held:
+                self._on_idle()
+
+    async def ready(self) -> None:
+        """Return when the model has replicas; start it if nobody has. Raises `RequestError` if it does not start."""
+        while self.state != "ready":
+            if self._is_closed:
+                raise RequestError(f"The model {self.name} is being stopped.", status=503, code="stopping")
+            if self._starting is None or self._starting.done():
+                if self._failure is not None and time.monotonic() < self._retry_at:
+                    raise self._refusal(self._failure, self._retry_at - time.monotonic())
+                self._starting = asyncio.ensure_future(self._start())
+                self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
+            starting = self._starting
+            try:
+                await asyncio.shield(starting)
+            except StartError as error:
+                raise self._refusal(error, self._backoff_s) from None
+            except asyncio.CancelledError:
+                if starting.cancelled() and not self._is_cancelled():
+                    continue  # whoever had begun it left; this request begins it again
+                raise
+
+    async def settle(self, replicas: Iterable[Replica]) -> None:
+        """Return when the processes of replicas that hung up have ended, or do not seem to."""
+        ends = {self._servers[one].exited for one in replicas if one in self._servers and one.breaker.num_failures}
+        if ends:
+            await asyncio.wait(ends, timeout=SETTLE_S)
+
+    def begin_stop(self) -> None:
+        """Stop the replicas; the memory is released when their processes have ended."""
+        if self._stopping is None and self.state == "ready" and self.entry.is_local:
+            self.state = "stopping"
+            self._stopping = asyncio.ensure_future(self._stop())
+
+    async def retire(self) -> None:
+        """Stop for good, once the requests under way have ended."""
+        self._is_retired = True
+        if not self.num_held:
+            await self.close()
+
+    async def close(self) -> None:
+        """Stop now, in whatever state."""
+        self._is_closed = True
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        tasks = [*self._restarts, *([self._starting] if self._starting is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.begin_stop()
+        if self._stopping is not None:
+            await asyncio.shield(self._stopping)
+        for replica in self.replicas:
+            replica.upstream.close()
+
+    @staticmethod
+    def _is_cancelled() -> bool:
+        task = asyncio.current_task()
+        return task is not None and bool(task.cancelling())
+
+    def _refusal(self, error: StartError, wait_s: float) -> RequestError:
+        message = f"The model {self.name} did not start: {error}"
+        return RequestError(message, status=503, code="start_failed", retry_after_s=max(1, round(wait_s)))
+
+    async def _start(self) -> None:
+        begin = time.monotonic()
+        try:
+            if self._stopping is not None:
+                await asyncio.shield(self._stopping)
+            self.state = "waiting"
+            await self._budget.reserve(self, self.entry.total_gib)
+            try:
+                self.state = "starting"
+                self.num_starts += 1
+                logger.info("%s: starts", self.name)
+                await self._start_servers()
+            except BaseException:
+                self._budget.release(self)
+                raise
+        except StartError as error:
+            self.num_failed_starts += 1
+            self._failure, self._retry_at = error, time.monotonic() + self._backoff_s
+            self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+            logger.error("%s: did not start: %s", self.name, error)
+            raise
+        else:
+            self._failure, self._backoff_s = None, MIN_BACKOFF_S
+            self.start_s = time.monotonic() - begin
+            self.state = "ready"
+            if not self.num_held:
+                self._on_idle()
+        finally:
+            if self.state != "ready":
+                self.state = "stopped"
+            self._starting = None
+
+    async def _start_servers(self) -> None:
+        """Start all replicas beside each other. If one does not start, none is left."""
+        launches = [asyncio.ensure_future(self._launch_one(str(i))) for i in range(self.entry.num_replicas)]
+        try:
+            self.replicas = list(await asyncio.gather(*launches))
+            if not all(replica in self._servers for replica in self.replicas):
+                raise StartError("a replica ended right after its start")
+        except BaseException:
+            for launch in launches:
+                launch.cancel()
+            await asyncio.gather(*launches, return_exceptions=True)
+            self.replicas = []
+            await self._stop_servers()
+            raise
+
+    async def _launch_one(self, name: str) -> Replica:
+        server = await self._launch(self.name, self.entry)
+        upstream = Upstream(server.address, timeout_s=self._timeout_s)
+        replica = Replica(name, upstream, self.name, server.api_key)
+        self._servers[replica] = server
+        server.exited.add_done_callback(lambda _: self._on_exit(replica))
+        return replica
+
+    def _on_exit(self, replica: Replica) -> None:
+        """A process has ended; if nobody told it to, another takes its place."""
+        self._servers.pop(replica, None)
+        replica.upstream.close()
+        if replica not in self.replicas:
+            return
+        self.replicas.remove(replica)
+        self.router.forget(replica)
+        if self.state != "ready":
+            return
+        logger.error("%s: replica %s has ended by itself", self.name, replica.name)
+        if not self.replicas:  # the next request starts the model again
+            self.begin_stop()
+            return
+        restart = asyncio.ensure_future(self._restart(replica.name))
+        self._restarts.add(restart)
+        restart.add_done_callback(self._restarts.discard)
+
+    async def _restart(self, name: str) -> None:
+        pause_s = MIN_BACKOFF_S
+        while True:
+            try:
+                self.replicas.append(await self._launch_one(name))
+                return
+            except StartError as error:
+                logger.error("%s: replica %s did not start: %s; next try in %g s", self.name, name, error, pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_BACKOFF_S)
+
+    def _on_idle(self) -> None:
+        if self._starting is not None and self.state == "waiting":
+            self._starting.cancel()  # nobody waits for it any more
+        elif self._is_retired:
+            self._closing = asyncio.ensure_future(self.close())
+        elif self.state == "ready" and self.entry.is_local:
+            if self.entry.keep_alive is not None:
+                loop = asyncio.get_running_loop()
+                self._idle_timer = loop.call_later(self.entry.keep_alive, self._on_idle_end)
+            self._budget.look()
+
+    def _on_idle_end(self) -> None:
+        if self.is_idle:
+            logger.info("%s: stops, as nobody has asked for it in %g s", self.name, self.entry.keep_alive)
+            self.begin_stop()
+
+    async def _stop(self) -> None:
+        restarts = list(self._restarts)
+        for restart in restarts:
+            restart.cancel()
+        await asyncio.gather(*restarts, return_exceptions=True)
+        for replica in self.replicas:
+            self.router.forget(replica)
+            replica.upstream.close()
+        self.replicas = []
+        await self._stop_servers()
+        self.state, self._stopping = "stopped", None
+        self._budget.release(self)
+
+    async def _stop_servers(self) -> None:
+        await asyncio.gather(*(server.stop() for server in list(self._servers.values())))
+        self._servers.clear()

@@ -1,0 +1,26 @@
+"""What clients get when the gateway itself refuses: OpenAI's error body, or Anthropic's below /v1/messages."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+import msgspec
+
+from octavo.errors import RequestError
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def error_body(error: RequestError, path: str) -> bytes:
+    """Return the JSON body of an error, in the form of the API that `path` belongs to."""
+    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    if path.startswith("/v1/messages"):
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": str(error)}})
+    code = error.code or HTTPStatus(error.status).phrase.lower().replace(" ", "_")
+    fields = {"message": str(error), "type": kind, "param": error.param, "code": code}
+    return msgspec.json.encode({"error": fields})
+
+
+def error_event(body: bytes, path: str) -> bytes:
+    """Return the server-sent event that ends a stream with an error."""
+    return (b"event: error\n" if path.startswith("/v1/messages") else b"") + b"data: " + body + b"\n\n"

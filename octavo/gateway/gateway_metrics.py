@@ -1,0 +1,82 @@
+"""What the gateway counts, by model and replica, for Prometheus. Models are labelled by their names of the catalogue,
+never by what a client wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from octavo.gateway.models import Models
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class GatewayMetrics:
+    """Counters are incremented where things happen; gauges are read from `models` when Prometheus asks."""
+
+    def __init__(self, models: Models) -> None:
+        self._registry = CollectorRegistry()
+        self._models = models
+        on = self._registry
+        labels = ["model", "replica"]
+        self.requests = Counter(
+            "octavo_gateway_requests", "Answers by model, replica (none: the gateway's own) and status.",
+            [*labels, "status"], registry=on,
+        )  # fmt: skip
+        self.first_byte = Histogram(
+            "octavo_gateway_first_byte_seconds", "Seconds from a request's arrival to the first byte of its answer.",
+            ["model"], buckets=_SECONDS, registry=on,
+        )  # fmt: skip
+        self.retries = Counter(
+            "octavo_gateway_retries",
+            "Requests that a replica did not answer and that went elsewhere.",
+            labels,
+            registry=on,
+        )
+        self.broken_streams = Counter(
+            "octavo_gateway_broken_answers", "Answers that ended amid their bytes, as the replica was lost.",
+            labels, registry=on,
+        )  # fmt: skip
+        self.disconnects = Counter(
+            "octavo_gateway_disconnects", "Requests whose client hung up before the end of the answer.", registry=on
+        )
+        self._registry.register(self)
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Prometheus's collector protocol."""
+        prefix = "octavo_gateway_"
+        in_flight = GaugeMetricFamily(
+            prefix + "requests_in_flight", "Requests that a replica is answering.", labels=["model", "replica"]
+        )
+        up = GaugeMetricFamily(prefix + "replica_up", "1 if the replica takes requests.", labels=["model", "replica"])
+        ready = GaugeMetricFamily(prefix + "model_ready", "1 if the model has been started.", labels=["model"])
+        held = GaugeMetricFamily(
+            prefix + "model_requests", "Requests that wait for the model or are answered by it.", labels=["model"]
+        )
+        starts = CounterMetricFamily(prefix + "starts", "Starts of a model.", labels=["model"])
+        failed = CounterMetricFamily(prefix + "failed_starts", "Starts that failed.", labels=["model"])
+        affine = CounterMetricFamily(
+            prefix + "affine_requests", "Requests that went to a replica that knows a prefix of theirs.",
+            labels=["model"],
+        )  # fmt: skip
+        for deployment in self._models:
+            name = [deployment.name]
+            ready.add_metric(name, deployment.state == "ready")
+            held.add_metric(name, deployment.num_held)
+            starts.add_metric(name, deployment.num_starts)
+            failed.add_metric(name, deployment.num_failed_starts)
+            affine.add_metric(name, deployment.router.num_affine)
+            for replica in deployment.replicas:
+                in_flight.add_metric([*name, replica.name], replica.num_in_flight)
+                up.add_metric([*name, replica.name], replica.takes_requests())
+        yield from (in_flight, up, ready, held, starts, failed, affine)
+        budget = self._models.budget
+        yield GaugeMetricFamily(prefix + "memory_held_gib", "Memory of the models that run here.", budget.held_gib)
+        yield CounterMetricFamily(
+            prefix + "evictions", "Models that stopped because another needed the memory.", budget.num_evictions
+        )

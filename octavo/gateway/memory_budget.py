@@ -1,0 +1,87 @@
+"""How much memory the models that run here may take together. Who wants some waits in line; idle models make room, the
+least recently used first, and memory is free only when their processes have ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Protocol
+
+
+class Tenant(Protocol):
+    """What holds memory."""
+
+    last_used: float
+
+    @property
+    def is_idle(self) -> bool: ...
+
+    def begin_stop(self) -> None: ...  # which ends with `release`
+
+
+class MemoryBudget:
+    """`total_gib` is never exceeded; None is any amount."""
+
+    def __init__(self, total_gib: float | None) -> None:
+        self.total_gib = total_gib
+        self.num_evictions = 0
+        self._held: dict[Tenant, float] = {}
+        self._stopping: set[Tenant] = set()
+        self._line: deque[tuple[Tenant, float, asyncio.Future[None]]] = deque()
+
+    @property
+    def held_gib(self) -> float:
+        return sum(self._held.values())
+
+    async def reserve(self, tenant: Tenant, gib: float) -> None:
+        """Return when the memory is the tenant's. Whoever is cancelled leaves the line."""
+        turn = asyncio.get_running_loop().create_future()
+        self._line.append((tenant, gib, turn))
+        self.look()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.release(tenant)
+            raise
+        finally:
+            self._line = deque(entry for entry in self._line if entry[2] is not turn)
+            self.look()
+
+    def release(self, tenant: Tenant) -> None:
+        """The tenant's processes have ended."""
+        self._held.pop(tenant, None)
+        self._stopping.discard(tenant)
+        self.look()
+
+    def look(self) -> None:
+        """Serve the line as far as there is memory, and have idle tenants stop for its first. To be called when one
+        has become idle."""
+        while self._line:
+            tenant, gib, turn = self._line[0]
+            if turn.done() or self._fits(self.held_gib + gib):
+                self._line.popleft()
+                if not turn.done():
+                    self._held[tenant] = gib
+                    turn.set_result(None)
+                continue
+            self._make_room(gib)
+            return
+
+    def _fits(self, gib: float) -> bool:
+        return self.total_gib is None or gib <= self.total_gib + 1e-9
+
+    def _make_room(self, gib: float) -> None:
+        """Stop idle tenants, if that is enough: otherwise they would stop for nothing yet."""
+        staying = self.held_gib - sum(self._held[one] for one in self._stopping)
+        leaving = []
+        for tenant in sorted((one for one in self._held if one.is_idle), key=lambda one: one.last_used):
+            if self._fits(staying + gib):
+                break
+            staying -= self._held[tenant]
+            leaving.append(tenant)
+        if self._fits(staying + gib):
+            for tenant in leaving:
+                self._stopping.add(tenant)
+                self.num_evictions += 1
+                tenant.begin_stop()

@@ -1,0 +1,119 @@
+"""The deployments of a catalogue, and what a new catalogue changes about them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+
+import msgspec
+
+from octavo.errors import RequestError
+from octavo.gateway.catalogue import Catalogue, ModelEntry, check_memory
+from octavo.gateway.deployment import Deployment, Launch
+from octavo.gateway.memory_budget import MemoryBudget
+from octavo.gateway.replica import Replica
+
+logger = logging.getLogger("octavo.gateway")
+
+
+class Models:
+    """All models that can be asked for."""
+
+    def __init__(self, catalogue: Catalogue, budget: MemoryBudget, launch: Launch, *, replica_timeout_s: float) -> None:
+        self.budget = budget
+        self._launch, self._replica_timeout_s = launch, replica_timeout_s
+        self._deployments: dict[str, Deployment] = {}
+        self._aliases: dict[str, str] = {}
+        self._retired: list[Deployment] = []  # what has left the catalogue and may still answer
+        self._tasks: set[asyncio.Future[None]] = set()
+        self.apply(catalogue)
+
+    def __iter__(self) -> Iterator[Deployment]:
+        return iter(self._deployments.values())
+
+    def __len__(self) -> int:
+        return len(self._deployments)
+
+    def names(self) -> dict[str, Deployment]:
+        """Names and aliases."""
+        return self._deployments | {alias: self._deployments[name] for alias, name in self._aliases.items()}
+
+    def find(self, name: str) -> Deployment:
+        """Raises `RequestError`."""
+        deployment = self._deployments.get(self._aliases.get(name, name))
+        if deployment is None:
+            raise RequestError(
+                f"The model {name:.200} does not exist; GET /v1/models lists those that do.",
+                param="model", status=404, code="model_not_found",
+            )  # fmt: skip
+        return deployment
+
+    def apply(self, catalogue: Catalogue) -> None:
+        """Have these models from now on. What changed stops once its requests have ended; what did not goes on.
+        Raises `ConfigError`, and then nothing has changed."""
+        check_memory(catalogue, self.budget.total_gib)
+        before, self._deployments = self._deployments, {}
+        for name, entry in catalogue.models.items():
+            kept = before.get(name)
+            if kept is not None and _what_runs(kept.entry) == _what_runs(entry):
+                kept.entry = entry
+                self._deployments[name] = before.pop(name)
+            else:
+                self._deployments[name] = Deployment(
+                    name, entry, self.budget, self._launch, replica_timeout_s=self._replica_timeout_s
+                )
+        self._aliases = {alias: name for name, entry in catalogue.models.items() for alias in entry.aliases}
+        self._retired = [one for one in self._retired if one.num_held or one.state != "stopped"]
+        for gone in before.values():
+            self._retired.append(gone)
+            self._spawn(gone.retire())
+
+    def preload(self) -> None:
+        """Start the models that are to be there before anyone asks."""
+        for deployment in self:
+            if deployment.entry.preload and deployment.state == "stopped":
+                self._spawn(self._preload_one(deployment))
+
+    async def check_health(self, timeout_s: float) -> None:
+        """Ask all replicas."""
+        await asyncio.gather(*(self._check(one, timeout_s) for deployment in self for one in deployment.replicas))
+
+    async def close(self) -> None:
+        """Stop everything."""
+        every = [*self, *self._retired]
+        await asyncio.gather(*(deployment.close() for deployment in every), *self._tasks, return_exceptions=True)
+
+    def cut(self) -> None:
+        """Cut the requests under way."""
+        for deployment in [*self, *self._retired]:
+            for replica in deployment.replicas:
+                replica.upstream.close()
+
+    def _spawn(self, work: object) -> None:
+        task: asyncio.Future[None] = asyncio.ensure_future(work)  # type: ignore[call-overload]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _preload_one(self, deployment: Deployment) -> None:
+        try:
+            with deployment.hold():
+                await deployment.ready()
+        except RequestError as error:
+            logger.error("%s", error)
+
+    async def _check(self, replica: Replica, timeout_s: float) -> None:
+        was_healthy = replica.is_healthy
+        try:
+            async with asyncio.timeout(timeout_s):
+                await replica.check_health()
+        except TimeoutError:
+            replica.is_healthy = False
+        if replica.is_healthy != was_healthy:
+            state = "is healthy again" if replica.is_healthy else "is not healthy and gets no requests"
+            logger.warning("%s at %s %s", replica.served_name, replica.upstream.address, state)
+
+
+def _what_runs(entry: ModelEntry) -> ModelEntry:
+    """An entry without what can change while its replicas run."""
+    return msgspec.structs.replace(entry, aliases=[], fallbacks=[], keep_alive=None, preload=False)

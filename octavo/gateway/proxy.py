@@ -1,0 +1,254 @@
+"""One request's way through the gateway: which model, which replica, and its bytes both ways.
+
+A replica that is lost before the client has a byte costs the client nothing: another one is asked. Afterwards a stream
+ends with an error event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass
+
+from octavo.errors import RequestError
+from octavo.gateway.client import Client
+from octavo.gateway.deployment import Deployment
+from octavo.gateway.gateway_metrics import GatewayMetrics
+from octavo.gateway.models import Models
+from octavo.gateway.replica import Replica
+from octavo.gateway.request_body import RequestBody
+from octavo.gateway.router import CreatedIds
+from octavo.gateway.upstream import HOP_BY_HOP, Answer, Headers, UpstreamError
+
+logger = logging.getLogger("octavo.gateway")
+
+MODEL_HEADER = b"x-octavo-model"  # names the model of a request without one in its body
+_KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
+_NOT_PASSED_ON = HOP_BY_HOP | {b"host", b"content-length", b"expect", MODEL_HEADER}
+_LISTS = {"/v1/files", "/v1/batches", "/v1/chat/completions"}
+_KEEPS = re.compile(r"/v1/(?:responses|chat/completions|files|batches)(?:/(?!input_tokens$)([^/]+))?")
+_CREATED = re.compile(rb'"(?:id|output_file_id|error_file_id)"\s*:\s*"((?:resp|chatcmpl|file|batch)[-_][\w-]{1,100})"')
+_BUSY = (429, 503)
+
+
+@dataclass(frozen=True)
+class ProxyRequest:
+    """A request whose body has come. `target` is the path and query as the client wrote them."""
+
+    method: str
+    path: str
+    target: bytes
+    headers: Headers
+    body: RequestBody
+    arrival: float  # time.monotonic
+
+    def header(self, name: bytes) -> bytes | None:
+        return next((value for own, value in self.headers if own == name), None)
+
+
+@dataclass(frozen=True)
+class WaitLimits:
+    """How many requests may wait for models that are not there, and for how long; how often a stream that waits gets a
+    comment."""
+
+    max_waiting: int = 256
+    max_wait_s: float = 300.0
+    stream_keep_alive_s: float = 5.0
+
+
+class Proxy:
+    """Passes requests on."""
+
+    def __init__(self, models: Models, metrics: GatewayMetrics, limits: WaitLimits, *, keeps_keys: bool) -> None:
+        """With `keeps_keys` clients' keys are the gateway's own business, and no replica sees them."""
+        self._models, self._metrics, self._limits = models, metrics, limits
+        self._keeps_keys = keeps_keys
+        self._created = CreatedIds()
+        self._num_waiting = 0
+        self.is_stopping = False
+
+    async def answer(self, request: ProxyRequest, client: Client) -> None:
+        """Answer a request. Raises `RequestError` where the gateway itself has to refuse."""
+        deployment, keeper = self._place(request)
+        others = [] if keeper is not None else [self._models.find(name) for name in deployment.entry.fallbacks]
+        first_error: RequestError | None = None
+        for one in (deployment, *others):
+            try:
+                with one.hold():
+                    if await self._answer_with(one, keeper, request, client):
+                        return
+            except RequestError as error:
+                if error.status not in _BUSY or client.has_answer:
+                    raise
+                first_error = first_error or error
+        assert first_error is not None
+        raise first_error
+
+    def _place(self, request: ProxyRequest) -> tuple[Deployment, Replica | None]:
+        """The model, and the replica if only one can answer, as it keeps what the request is about. Raises
+        `RequestError`."""
+        path = _KEEPS.match(request.path)
+        path_id = path[1] if path is not None else None
+        named = request.body.model
+        if named is None and (header := request.header(MODEL_HEADER)) is not None:
+            named = header.decode("latin-1")
+        home = self._created.find(path_id or request.body.refers_to or "")
+        if home is not None and (named is None or self._models.find(named).name == home[0]):
+            deployment = self._models.find(home[0])
+            if home[1] not in deployment.replicas:
+                raise RequestError(
+                    f"{path_id or request.body.refers_to} was kept by a replica of {home[0]} that has stopped.",
+                    status=404, code="not_found",
+                )  # fmt: skip
+            return deployment, home[1]
+        if named is not None:
+            deployment = self._models.find(named)
+        elif len(self._models) == 1:
+            deployment = next(iter(self._models))
+        elif path_id is not None:
+            raise RequestError(
+                f"{path_id:.200} is not known here: the gateway remembers what was made through it since it started. "
+                f"Name the model that keeps it in the header {MODEL_HEADER.decode()}.",
+                status=404, code="not_found",
+            )  # fmt: skip
+        else:
+            raise RequestError(
+                f"{request.path:.200} names no model, and there are {len(self._models)}: give it as `model` in the "
+                f"body, or in the header {MODEL_HEADER.decode()}.",
+                param="model",
+            )
+        if request.method == "GET" and request.path in _LISTS and deployment.entry.num_replicas > 1:
+            raise RequestError(
+                f"{request.path} lists what one server keeps, and {deployment.name} has several replicas: ask for one "
+                "thing by its id."
+            )
+        return deployment, None
+
+    async def _answer_with(
+        self, deployment: Deployment, keeper: Replica | None, request: ProxyRequest, client: Client
+    ) -> bool:
+        """Answer with a model. Raises `RequestError` if no replica does."""
+        tried: set[Replica] = set()
+        why = "no replica takes requests"
+        for _ in range(2):  # a model whose last replica died meanwhile is started once more
+            if deployment.state != "ready":
+                await self._until_ready(deployment, client)
+            # Every try excludes one replica, so this ends.
+            while (replica := keeper or self._choose(deployment, request, tried)) not in tried and replica is not None:
+                tried.add(replica)
+                error = await self._try(deployment, replica, request, client, tried, keeper is not None)
+                if error is None:
+                    return True
+                if self.is_stopping:
+                    raise RequestError("The gateway is stopping.", status=503, code="stopping")
+                why = error
+            await deployment.settle(tried)
+            if keeper is not None or deployment.state == "ready":
+                break
+        waits = [one.breaker.wait_s() for one in deployment.replicas]
+        raise RequestError(
+            f"The model {deployment.name} cannot answer: {why}.", status=503, code="no_replica",
+            retry_after_s=max(1, round(min(waits, default=1.0))),
+        )  # fmt: skip
+
+    def _choose(self, deployment: Deployment, request: ProxyRequest, tried: set[Replica]) -> Replica | None:
+        hashes = request.body.prefix_hashes() if deployment.entry.num_replicas > 1 else []
+        replica = deployment.router.choose(deployment.replicas, hashes, tried)
+        if replica is not None and hashes:
+            deployment.router.remember(replica, hashes)
+        return replica
+
+    async def _try(
+        self, deployment: Deployment, replica: Replica, request: ProxyRequest, client: Client, tried: set[Replica],
+        is_only: bool,
+    ) -> str | None:  # fmt: skip
+        """Have a replica answer. Returns why it did not, before the client has a byte of an answer."""
+        body = request.body.naming(replica.served_name)
+        replica.num_in_flight += 1
+        answer: Answer | None = None
+        try:
+            try:
+                headers = self._headers_for(replica, request)
+                answer = await replica.upstream.send(request.method, request.target, headers, body)
+                data = await answer.read()
+            except UpstreamError as error:
+                replica.breaker.fail()
+                self._metrics.retries.labels(deployment.name, replica.name).inc()
+                logger.warning("%s: replica %s gave no answer: %s", deployment.name, replica.name, error)
+                return f"replica {replica.name}: {error}"
+            others = [one for one in deployment.replicas if one not in tried and one.takes_requests()]
+            if answer.status in _BUSY and others and not is_only:
+                self._metrics.retries.labels(deployment.name, replica.name).inc()
+                return f"replica {replica.name} answered {answer.status}"
+            if answer.status in (502, 503, 504):
+                replica.breaker.fail()
+            else:
+                replica.breaker.succeed()
+            self._metrics.requests.labels(deployment.name, replica.name, answer.status).inc()
+            self._metrics.first_byte.labels(deployment.name).observe(time.monotonic() - request.arrival)
+            if answer.status < 300 and _KEEPS.match(request.path):
+                for created in _CREATED.findall(data[:8192]):
+                    self._created.add(created.decode(), deployment.name, replica)
+            await self._pass_on(deployment, replica, answer, data, client)
+            return None
+        finally:
+            replica.num_in_flight -= 1
+            if answer is not None:
+                answer.close()
+
+    async def _pass_on(
+        self, deployment: Deployment, replica: Replica, answer: Answer, data: bytes, client: Client
+    ) -> None:
+        try:
+            await client.begin(answer)
+            while data:
+                await client.write(data)
+                data = await answer.read()
+            await client.end()
+        except UpstreamError as error:
+            replica.breaker.fail()
+            self._metrics.broken_streams.labels(deployment.name, replica.name).inc()
+            logger.warning("%s: replica %s was lost amid an answer: %s", deployment.name, replica.name, error)
+            reason = "the gateway is stopping" if self.is_stopping else "its replica was lost amid the answer"
+            raise RequestError(
+                f"The model {deployment.name} did not end its answer: {reason}.", status=503, code="replica_lost"
+            ) from None
+
+    def _headers_for(self, replica: Replica, request: ProxyRequest) -> list[tuple[bytes, bytes]]:
+        own = replica.auth_headers()
+        dropped = _NOT_PASSED_ON | _KEY_HEADERS if own or self._keeps_keys else _NOT_PASSED_ON
+        return [header for header in request.headers if header[0] not in dropped] + own
+
+    async def _until_ready(self, deployment: Deployment, client: Client) -> None:
+        """Wait for a model, with comments for a client that streams. Raises `RequestError`."""
+        retry_after_s = max(1, round(deployment.start_s))
+        if self._num_waiting >= self._limits.max_waiting:
+            raise RequestError(
+                f"{self._num_waiting} requests wait for models that are not loaded (--max-waiting); try again in "
+                f"about {retry_after_s} s.", status=429, code="queue_full", retry_after_s=retry_after_s,
+            )  # fmt: skip
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout(self._limits.max_wait_s):
+                await self._with_comments(deployment.ready(), deployment.name, client)
+        except TimeoutError:
+            what = "memory, which other models are using" if deployment.state == "waiting" else "its start"
+            raise RequestError(
+                f"The model {deployment.name} was not there within {self._limits.max_wait_s:g} s (--max-wait): it "
+                f"waits for {what}.", status=503, code="model_not_ready", retry_after_s=retry_after_s,
+            ) from None  # fmt: skip
+        finally:
+            self._num_waiting -= 1
+
+    async def _with_comments(self, work: Awaitable[None], model: str, client: Client) -> None:
+        interval_s = self._limits.stream_keep_alive_s
+        task = asyncio.ensure_future(work)
+        try:
+            while client.takes_comments and interval_s and not (await asyncio.wait({task}, timeout=interval_s))[0]:
+                await client.comment(f"{model} is being loaded")
+            await task
+        finally:
+            task.cancel()

@@ -1,0 +1,138 @@
+"""What the gateway reads of a request's body: the model's name, ids of what earlier requests created, and the hashes of
+the conversation's prefixes. It changes nothing but the model's name, in place."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from octavo.errors import RequestError
+
+_MAX_CANDIDATES = 16  # places of a body that look like the model's name, of which each is tried by parsing
+_CHUNK_CHARS = 1024  # of a prompt that is one text
+_MAX_PREFIXES = 1024  # of a conversation; what comes later does not change where it belongs
+_FORM_FIELD = re.compile(rb'content-disposition:[^\r\n]*;\s*name="?(model|stream)"?\s*[;\r]', re.IGNORECASE)
+_MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.)*")')
+
+
+class _Fields(msgspec.Struct):
+    model: Any = None
+    stream: Any = False
+    previous_response_id: Any = None
+    input_file_id: Any = None
+
+
+class _Conversation(msgspec.Struct):
+    """What a prompt is made of, in the words of every API: OpenAI's, Responses, Anthropic's."""
+
+    tools: msgspec.Raw = msgspec.Raw()
+    system: msgspec.Raw = msgspec.Raw()
+    instructions: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+
+
+_decode_fields = msgspec.json.Decoder(_Fields).decode
+_decode_conversation = msgspec.json.Decoder(_Conversation).decode
+_decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+@dataclass(frozen=True)
+class RequestBody:
+    """A body and what it says about where it belongs."""
+
+    data: bytes
+    model: str | None = None
+    streams: bool = False
+    refers_to: str | None = None  # the id of something that a replica keeps
+    model_span: tuple[int, int] | None = None  # of the name in a multipart form
+    is_json: bool = False
+
+    def naming(self, model: str) -> bytes:
+        """Return the bytes with another model's name, all others as they are. Raises `RequestError`."""
+        if model == self.model or self.model is None:
+            return self.data
+        if self.model_span is not None:
+            begin, end = self.model_span
+            return self.data[:begin] + model.encode() + self.data[end:]
+        name = msgspec.json.encode(model)
+        # A body may have other keys called "model", deeper: the one that changes what is parsed is the right one.
+        for number, found in enumerate(_MODEL.finditer(self.data)):
+            if number == _MAX_CANDIDATES:
+                break
+            changed = self.data[: found.start(1)] + name + self.data[found.end(1) :]
+            if _decode_fields(changed).model == model:
+                return changed
+        raise RequestError(
+            f"The alias {self.model} stands for {model}, and its place in the body was not found: put the key "
+            '"model" first.', param="model",
+        )  # fmt: skip
+
+    def prefix_hashes(self) -> list[bytes]:
+        """Return a hash of each prefix of the conversation, the shortest first: one a message, or one for each
+        kilobyte of a text. The instructions and tools are part of all of them."""
+        if not self.is_json:
+            return []
+        try:
+            said = _decode_conversation(self.data)
+        except msgspec.DecodeError:
+            return []
+        items = next((raw for raw in (said.messages, said.input, said.prompt) if bytes(raw)), msgspec.Raw())
+        chain = hashlib.blake2b(digest_size=16)
+        for raw in (said.tools, said.system, said.instructions):
+            chain.update(bytes(raw) + b"\0")
+        hashes = []
+        for item in _split(bytes(items)):
+            chain.update(item + b"\0")
+            hashes.append(chain.digest())
+        return hashes
+
+
+def _split(data: bytes) -> list[bytes]:
+    if data.startswith(b"["):
+        with contextlib.suppress(msgspec.DecodeError):
+            return [bytes(item) for item in _decode_items(data)[:_MAX_PREFIXES]]
+    # The last piece is not whole: a longer text has another.
+    return [data[at : at + _CHUNK_CHARS] for at in range(0, len(data), _CHUNK_CHARS)[:_MAX_PREFIXES]]
+
+
+def read_body(data: bytes, content_type: str) -> RequestBody:
+    """Read a body once. Raises `RequestError` for one that is neither a JSON object nor a form."""
+    kind, _, options = content_type.partition(";")
+    if kind.strip().lower() == "multipart/form-data":
+        return _read_form(data, options)
+    if not data:
+        return RequestBody(data)
+    try:
+        fields = _decode_fields(data)
+    except msgspec.DecodeError as error:
+        raise RequestError(f"The body must be a JSON object: {error}.") from None
+    if fields.model is not None and not isinstance(fields.model, str):
+        raise RequestError(f"model must be a string, got {type(fields.model).__name__}.", param="model")
+    ids = (fields.previous_response_id, fields.input_file_id)
+    refers_to = next((one for one in ids if isinstance(one, str)), None)
+    return RequestBody(data, fields.model, fields.stream is True, refers_to, is_json=True)
+
+
+def _read_form(data: bytes, options: str) -> RequestBody:
+    found = re.search(r'boundary="?([^";,\s]{1,70})"?', options)
+    if found is None:
+        raise RequestError("A multipart body must name its boundary in the Content-Type.")
+    boundary = b"--" + found[1].encode("latin-1")
+    fields: dict[str, tuple[int, int]] = {}
+    for part in re.finditer(re.escape(boundary) + rb"\r\n((?:[^\r\n]{1,8192}\r\n){1,32})\r\n", data):
+        name = _FORM_FIELD.search(part[1])
+        if name is not None and (end := data.find(b"\r\n" + boundary, part.end())) >= 0:
+            fields[name[1].decode()] = (part.end(), end)
+
+    def text(field: str) -> str | None:
+        begin, end = fields.get(field, (0, 0))
+        return data[begin:end].decode("utf-8", "replace") if field in fields else None
+
+    return RequestBody(data, text("model"), text("stream") in ("true", "True", "1"), model_span=fields.get("model"))

@@ -1,0 +1,97 @@
+"""Which replica answers a request: the one with the longest prefix of its conversation, corrected by load; else the
+better of two drawn at random. And which replica keeps something by an id."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+
+from octavo.gateway.replica import Replica
+
+MAX_HASHES = 65_536  # a model's prefixes that are remembered
+MAX_IDS = 65_536
+# A replica may have so many times the mean of requests in flight before affinity gives way: the constant of consistent
+# hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2016).
+LOAD_FACTOR = 1.25
+_NUM_DRAWS = 4
+
+
+class Router:
+    """Of one model. `random_source` draws the candidates."""
+
+    def __init__(self, random_source: random.Random | None = None) -> None:
+        self._random = random_source or random.Random()
+        self._holders: OrderedDict[bytes, list[Replica]] = OrderedDict()  # by the hash of a prefix
+        self.num_affine = 0  # requests that went where their prefix is
+
+    def choose(
+        self, replicas: Sequence[Replica], hashes: Sequence[bytes], excluded: Collection[Replica] = ()
+    ) -> Replica | None:
+        """Return the replica for a request with these prefixes, the longest last; None if no one takes requests."""
+        chosen = self._less_loaded(replicas, excluded)
+        if chosen is None:
+            return None
+        holder = self._holder(replicas, hashes, excluded)
+        if holder is not None and self._may_take(holder, replicas):
+            self.num_affine += 1
+            chosen = holder
+        return chosen
+
+    def remember(self, replica: Replica, hashes: Sequence[bytes]) -> None:
+        """Note that a replica was given these prefixes."""
+        for one in hashes:
+            holders = self._holders.setdefault(one, [])
+            self._holders.move_to_end(one)
+            if replica not in holders:
+                holders.append(replica)
+        while len(self._holders) > MAX_HASHES:
+            self._holders.popitem(last=False)
+
+    def forget(self, replica: Replica) -> None:
+        """Forget a replica that has ended, and all that it held."""
+        for one in [one for one, holders in self._holders.items() if replica in holders]:
+            self._holders[one].remove(replica)
+            if not self._holders[one]:
+                del self._holders[one]
+
+    def _less_loaded(self, replicas: Sequence[Replica], excluded: Collection[Replica]) -> Replica | None:
+        if len(replicas) > 2:
+            for _ in range(_NUM_DRAWS):
+                pair = [one for one in self._random.sample(replicas, 2) if one.takes_requests() and one not in excluded]
+                if len(pair) == 2:
+                    return min(pair, key=lambda one: one.num_in_flight)
+        able = [one for one in replicas if one.takes_requests() and one not in excluded]
+        if not able:
+            return None
+        least = min(one.num_in_flight for one in able)
+        return self._random.choice([one for one in able if one.num_in_flight == least])
+
+    def _holder(
+        self, replicas: Sequence[Replica], hashes: Sequence[bytes], excluded: Collection[Replica]
+    ) -> Replica | None:
+        for one in reversed(hashes):
+            able = [held for held in self._holders.get(one, ()) if held.takes_requests() and held not in excluded]
+            if able:
+                return min(able, key=lambda held: held.num_in_flight)
+        return None
+
+    def _may_take(self, replica: Replica, replicas: Sequence[Replica]) -> bool:
+        total = 1 + sum(one.num_in_flight for one in replicas)
+        return replica.num_in_flight + 1 <= 1 + LOAD_FACTOR * total / len(replicas)
+
+
+class CreatedIds:
+    """Which model's replica keeps a response, a stored chat, a file or a batch. The oldest are forgotten first."""
+
+    def __init__(self) -> None:
+        self._homes: OrderedDict[str, tuple[str, Replica]] = OrderedDict()
+
+    def add(self, created: str, model: str, replica: Replica) -> None:
+        self._homes[created] = model, replica
+        self._homes.move_to_end(created)
+        if len(self._homes) > MAX_IDS:
+            self._homes.popitem(last=False)
+
+    def find(self, created: str) -> tuple[str, Replica] | None:
+        return self._homes.get(created)

@@ -1,0 +1,123 @@
+"""`octavo serve` as a child of the gateway: on a port that the kernel gives, with a key that only the gateway knows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import secrets
+import signal
+from typing import Any, Protocol, Self
+
+import msgspec
+
+from octavo.errors import OctavoError
+from octavo.gateway.catalogue import ModelEntry
+from octavo.processes import server_command
+
+logger = logging.getLogger("octavo.gateway")
+
+STOP_TIMEOUT_S = 30.0  # from SIGTERM to SIGKILL: more than a server has to drain
+_MAX_LINE_BYTES = 1 << 20
+
+
+class StartError(OctavoError):
+    """A model that did not start; the message is the child's own error line."""
+
+
+class RunningServer(Protocol):
+    """A server that was started. `exited` is done when its process has ended."""
+
+    address: str
+    api_key: str | None
+    exited: asyncio.Future[None]
+
+    async def stop(self) -> None: ...
+
+
+class ServeProcess:
+    """One `octavo serve`, ready to answer."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, api_key: str) -> None:
+        self.address = ""
+        self.api_key: str | None = api_key
+        self.exited: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._name, self._process = name, process
+        self._ready = asyncio.Event()
+        self._error_line = ""
+        self._reading = asyncio.ensure_future(self._read_log())
+
+    @classmethod
+    async def start(cls, name: str, entry: ModelEntry) -> Self:
+        """Return when the server is ready. Raises `StartError`; cancelled, it ends the process first."""
+        api_key = secrets.token_urlsafe(32)
+        words = ["serve", entry.model or name, "--served-model-name", name, "--host", "127.0.0.1", "--port", "0"]
+        words += ["--log-format", "json", *entry.flag_words()]
+        environment = {key: value for key, value in os.environ.items() if key not in ("OCTAVO_API_KEY", "VLLM_API_KEY")}
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *server_command("octavo.entrypoints.cli.main", *words),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                limit=_MAX_LINE_BYTES,
+                start_new_session=True,  # the gateway decides when its servers stop, not a Ctrl-C of the terminal
+                env={**environment, "OCTAVO_API_KEY": api_key},
+            )
+        except OSError as error:
+            raise StartError(f"octavo serve cannot be run: {error}") from None
+        server = cls(name, process, api_key)
+        is_ready = asyncio.ensure_future(server._ready.wait())
+        try:
+            events: set[asyncio.Future[Any]] = {is_ready, server.exited}
+            await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            await server.stop()
+            raise
+        finally:
+            is_ready.cancel()
+        if not server.address:
+            raise StartError(server._error_line or f"octavo serve ended with exit code {process.returncode}")
+        return server
+
+    async def stop(self) -> None:
+        """Have the server drain, and return when its process has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+        done, _ = await asyncio.wait({self.exited}, timeout=STOP_TIMEOUT_S)
+        if not done:
+            logger.warning("%s did not stop within %g s and is killed", self._name, STOP_TIMEOUT_S)
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await asyncio.wait({self.exited})
+
+    async def _read_log(self) -> None:
+        assert self._process.stdout is not None
+        while True:
+            try:
+                line = await self._process.stdout.readline()
+            except ValueError:  # longer than the limit; what is left of it comes as another line
+                continue
+            if not line:
+                break
+            self._note(line.decode("utf-8", "replace").rstrip())
+        await self._process.wait()
+        self.exited.set_result(None)
+
+    def _note(self, line: str) -> None:
+        """Log a line of the child's, and look for what it says: that it is ready, or why it is not."""
+        try:
+            record: Any = msgspec.json.decode(line)
+            message, level = str(record["message"]), logging.getLevelNamesMapping().get(record["level"], logging.INFO)
+        except (msgspec.DecodeError, KeyError, TypeError):  # before its logging is set up: argparse's errors
+            message, level, record = line, logging.INFO, {}
+        if level >= logging.CRITICAL or re.match(r"octavo.*: error: ", message):
+            self._error_line = message
+        elif not self.address and not record and message.strip():
+            self._error_line = message  # the last line of a traceback
+        logger.log(level, "%s: %s", self._name, message)
+        if "ready" in record:
+            self.address = str(record["ready"]["API"]).removesuffix("/v1")
+            self._ready.set()

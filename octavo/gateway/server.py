@@ -1,0 +1,222 @@
+"""The gateway's process: the socket, signals, the watch over the catalogue's file, and the end.
+
+SIGTERM drains: new requests are refused while those under way go on; then the models stop. A second signal ends it at
+once. SIGHUP reads the catalogue again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import uvicorn
+
+from octavo.api_keys import ApiKeys
+from octavo.errors import ConfigError
+from octavo.flags import Flags, flag
+from octavo.gateway.app import GatewayApp
+from octavo.gateway.catalogue import Catalogue, named_models, read_catalogue
+from octavo.gateway.deployment import Launch
+from octavo.gateway.memory_budget import MemoryBudget
+from octavo.gateway.models import Models
+from octavo.gateway.proxy import WaitLimits
+from octavo.gateway.serve_process import ServeProcess
+from octavo.logs import configure_logging
+from octavo.processes import allow_files, event_loop_factory
+
+logger = logging.getLogger("octavo.gateway")
+
+LOOK_INTERVAL_S = 1.0  # at the catalogue's file
+_DRAIN_POLL_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayArgs(Flags):
+    """What a user can set about the gateway."""
+
+    catalogue: str | None = flag(
+        None, "YAML file of the models, docs/gateway.md; read again when it changes, and on SIGHUP."
+    )
+    host: str = flag("0.0.0.0", "Address to listen at.")
+    port: int = flag(8000, "Port to listen at; 0 is any free one.")
+    api_key: list[str] = flag(
+        [], "Keys of which clients must send one as bearer token. Also OCTAVO_API_KEY or VLLM_API_KEY."
+    )
+    memory_gib: float | None = flag(
+        None, "GiB that the models that run here may take together, by the memory_gib of the catalogue. Default: any.",
+        positive=True,
+    )  # fmt: skip
+    max_wait: float = flag(
+        300.0, "Seconds that a request may wait for its model to be started; then it is answered with 503.",
+        positive=True,
+    )  # fmt: skip
+    max_waiting: int = flag(
+        256, "Requests that may wait for models to be started; more are answered with 429.", positive=True
+    )
+    stream_keep_alive: float = flag(
+        5.0, "Seconds after which a stream whose model is being started gets a comment, again and again; 0: never."
+    )
+    health_interval: float = flag(
+        5.0, "Seconds between two health checks of a replica, and for one to be answered.", positive=True
+    )
+    replica_timeout: float = flag(
+        600.0, "Seconds without a byte after which a replica that answers a request counts as lost.", positive=True
+    )
+    max_body_bytes: int = flag(100 << 20, "Bytes of a request's body at most.", positive=True)
+    shutdown_timeout: float = flag(20.0, "Seconds that requests under way may go on after SIGTERM.")
+    log_format: Literal["text", "json"] = flag("text", "Form of the log: text, or JSON objects, one a line.")
+
+    def check(self) -> None:
+        """Raise `ConfigError` for what cannot be honoured."""
+        self.check_flags()
+        for name in ("stream_keep_alive", "shutdown_timeout"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name.replace('_', '-')} must be 0 or more, got {getattr(self, name):g}.")
+
+    @property
+    def api_keys(self) -> list[str]:
+        """The keys of the flag and of the environment."""
+        from_env = [os.environ.get(name) for name in ("OCTAVO_API_KEY", "VLLM_API_KEY")]
+        return [*self.api_key, *filter(None, from_env)]
+
+
+def run_gateway(args: GatewayArgs, models: list[str]) -> None:
+    """Serve until SIGINT or SIGTERM. Raises `ConfigError`."""
+    args.check()
+    if (args.catalogue is None) == (not models):
+        raise ConfigError("octavo gateway takes either models, MODEL_A MODEL_B, or --catalogue FILE.")
+    catalogue = named_models(models) if args.catalogue is None else read_catalogue(args.catalogue)
+    configure_logging("gateway", names=("octavo", "uvicorn", "asyncio"), log_format=args.log_format)
+    allow_files()
+    with bind(args.host, args.port) as sock, asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+        runner.run(_serve(args, catalogue, sock))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that listens. Raises `ConfigError`."""
+    # asyncio turns Nagle's algorithm off only for sockets that name their protocol.
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(2048)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen at {host}:{port}: {error.strerror or error}. Choose another --port or --host."
+        ) from None
+    return sock
+
+
+async def _serve(args: GatewayArgs, catalogue: Catalogue, sock: socket.socket) -> None:
+    server = GatewayServer(args, catalogue)
+    logger.info("the gateway listens at port %d, for %s", sock.getsockname()[1], ", ".join(catalogue.models))
+    await server.serve([sock])
+
+
+class GatewayServer(uvicorn.Server):
+    """`serve` returns when the gateway has been stopped, and every server that it had started."""
+
+    def __init__(self, args: GatewayArgs, catalogue: Catalogue, launch: Launch = ServeProcess.start) -> None:
+        budget = MemoryBudget(args.memory_gib)
+        self.models = Models(catalogue, budget, launch, replica_timeout_s=args.replica_timeout)
+        limits = WaitLimits(args.max_waiting, args.max_wait, args.stream_keep_alive)
+        self.app = GatewayApp(self.models, ApiKeys(args.api_keys), limits, max_body_bytes=args.max_body_bytes)
+        self._args = args
+        self._draining: asyncio.Task[None] | None = None
+        self._seen = self._file_stamp()
+        options: dict[str, Any] = {
+            "loop": "none", "http": "httptools", "ws": "none", "lifespan": "off", "interface": "asgi3",
+            "log_config": None, "server_header": False, "proxy_headers": False,
+        }  # fmt: skip
+        super().__init__(
+            uvicorn.Config(
+                self.app, log_level="warning", access_log=False, timeout_keep_alive=30, timeout_graceful_shutdown=2,
+                **options,
+            )
+        )  # fmt: skip
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self.models.preload()
+        tasks = [asyncio.ensure_future(self._check_health()), asyncio.ensure_future(self._watch_file())]
+        try:
+            await super().serve(sockets)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await self.models.close()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # uvicorn's own would raise the signal again after a clean stop, which makes the exit code -15.
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.stop)
+        loop.add_signal_handler(signal.SIGHUP, self.reload)
+        yield
+
+    def stop(self) -> None:
+        """Begin to drain; called again, end now."""
+        if self._draining is None:
+            self._draining = asyncio.ensure_future(self._drain())
+        else:
+            self.force_exit = self.should_exit = True
+
+    def reload(self) -> None:
+        """Read the catalogue again. An error keeps the one that holds, and is logged."""
+        if self._args.catalogue is None:
+            logger.warning("there is no --catalogue to read again; the models stay")
+            return
+        self._seen = self._file_stamp()
+        try:
+            self.models.apply(read_catalogue(self._args.catalogue))
+        except ConfigError as error:
+            logger.error("the catalogue that was read before still holds: %s", error)
+            return
+        logger.info("the catalogue was read again: %s", ", ".join(one.name for one in self.models))
+        self.models.preload()
+
+    async def _drain(self) -> None:
+        self.app.begin_stop()
+        timeout_s = self._args.shutdown_timeout
+        if self.app.num_in_flight:
+            logger.info("stopping: %d requests have %g s to end", self.app.num_in_flight, timeout_s)
+        if not await self._is_idle_within(timeout_s):
+            logger.warning("stopping: %d requests are cut off", self.app.num_in_flight)
+            self.models.cut()
+            await self._is_idle_within(1.0)
+        self.should_exit = True
+
+    async def _is_idle_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        # Polled, so that a request costs no more than the count.
+        while self.app.num_in_flight and time.monotonic() < deadline and not self.should_exit:  # noqa: ASYNC110
+            await asyncio.sleep(_DRAIN_POLL_S)
+        return not self.app.num_in_flight
+
+    async def _check_health(self) -> None:
+        while True:
+            await asyncio.sleep(self._args.health_interval)
+            await self.models.check_health(self._args.health_interval)
+
+    async def _watch_file(self) -> None:
+        while self._args.catalogue is not None:
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            if self._file_stamp() not in (None, self._seen):
+                self.reload()
+
+    def _file_stamp(self) -> tuple[int, int, int] | None:
+        """What changes when the file does; None while there is none, as when an editor replaces it."""
+        try:
+            found = os.stat(self._args.catalogue or "")
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino

@@ -1,0 +1,278 @@
+"""HTTP/1.1 to one address: requests out, answers in as they come, over connections that are kept.
+
+asyncio's own protocol over llhttp (`httptools`, as the server below): a piece of a stream costs one callback and one
+wake-up. What comes is passed on as it came, less the framing of chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Iterable, Sequence
+from typing import cast
+from urllib.parse import urlsplit
+
+import httptools
+
+Headers = Sequence[tuple[bytes, bytes]]
+CONNECT_TIMEOUT_S = 10.0
+IDLE_S = 4.0  # less than uvicorn's 5 s: servers close their idle connections later than we do
+MAX_HELD_BYTES = 256 * 1024  # of an answer, read and not yet passed on; then the replica waits
+# Of one hop: RFC 9110, section 7.6.1.
+HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding",
+                        b"upgrade", b"proxy-authorization", b"proxy-authenticate"})  # fmt: skip
+
+
+class UpstreamError(Exception):
+    """A replica that could not be reached, hung up, was silent for too long, or spoke no HTTP."""
+
+
+class Upstream:
+    """Connections to one address."""
+
+    def __init__(self, address: str, *, timeout_s: float) -> None:
+        parts = urlsplit(address)
+        self.address = address
+        self._host = parts.hostname or ""
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self._host_header = parts.netloc.rpartition("@")[2].encode()
+        self._prefix = parts.path.rstrip("/").encode()
+        self._timeout_s = timeout_s
+        self._idle: list[_Connection] = []
+        self._open: set[_Connection] = set()
+
+    async def send(self, method: str, target: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> Answer:
+        """Send a request and return its answer once the status and headers are here. Raises `UpstreamError`."""
+        lines = [b"%s %s HTTP/1.1" % (method.encode(), self._prefix + target), b"host: " + self._host_header]
+        lines += [b"%s: %s" % header for header in headers]
+        if body or method in ("POST", "PUT", "PATCH"):
+            lines.append(b"content-length: %d" % len(body))
+        message = b"\r\n".join(lines) + b"\r\n\r\n" + body
+        while (connection := self._take_idle()) is not None:
+            try:
+                return await connection.ask(message, self._timeout_s)
+            except _StaleError:  # it was closed while it was idle, and the replica has not seen the request
+                continue
+        return await (await self._connect()).ask(message, self._timeout_s)
+
+    def close(self) -> None:
+        """Cut all connections; requests under way end with `UpstreamError`."""
+        for connection in list(self._open):
+            connection.abort()
+
+    def _take_idle(self) -> _Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.is_closing and time.monotonic() - connection.idle_since < IDLE_S:
+                return connection
+            connection.abort()
+        return None
+
+    async def _connect(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(self._idle, self._open), self._host, self._port, ssl=self._ssl
+                )
+        except TimeoutError:
+            raise UpstreamError(f"{self.address} took longer than {CONNECT_TIMEOUT_S:g} s to connect") from None
+        except OSError as error:
+            raise UpstreamError(f"{self.address} cannot be reached: {error.strerror or error}") from None
+        return connection
+
+
+class Answer:
+    """The answer to one request. `close` it when it is done with, read to its end or not."""
+
+    def __init__(self, connection: _Connection, timeout_s: float) -> None:
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.is_whole = False
+        self._connection = connection
+        self._timeout_s = timeout_s
+        self._pieces: list[bytes] = []
+        self._num_held_bytes = 0
+        self._failure: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def header(self, name: bytes) -> bytes:
+        """Return the value of a header, in small letters; empty if there is none."""
+        return next((value for own, value in self.headers if own == name), b"")
+
+    async def read(self) -> bytes:
+        """Return all bytes that have come and were not read, at least one; none at the end. Raises
+        `UpstreamError`, after what had come before."""
+        while not self._pieces:
+            if self.is_whole:
+                return b""
+            await self.wait()
+        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces.clear()
+        if self._num_held_bytes > MAX_HELD_BYTES:
+            self._connection.resume()
+        self._num_held_bytes = 0
+        return data
+
+    async def read_all(self, max_bytes: int) -> bytes:
+        """Return the whole body, or its beginning."""
+        parts, num_bytes = [], 0
+        while num_bytes < max_bytes and (data := await self.read()):
+            parts.append(data)
+            num_bytes += len(data)
+        return b"".join(parts)[:max_bytes]
+
+    def close(self) -> None:
+        """Give the connection back, or cut it if the answer is not whole: the replica then stops its work."""
+        self._connection.end(self)
+
+    async def wait(self) -> None:
+        """Wait until something has happened."""
+        if self._failure is not None:
+            raise self._failure
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._waiter
+        except TimeoutError:
+            raise UpstreamError(f"nothing came for {self._timeout_s:g} s") from None
+        finally:
+            self._waiter = None
+        if self._failure is not None and not self._pieces:
+            raise self._failure
+
+    def add(self, data: bytes) -> None:
+        self._pieces.append(data)
+        self._num_held_bytes += len(data)
+        if self._num_held_bytes > MAX_HELD_BYTES:
+            self._connection.pause()
+        self.wake()
+
+    def fail(self, failure: Exception) -> None:
+        if not self.is_whole and self._failure is None:
+            self._failure = failure
+            self.wake()
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _StaleError(UpstreamError):
+    """A kept connection that the other side had closed."""
+
+
+class _Connection(asyncio.Protocol):
+    """One connection, which answers one request at a time. Its methods `on_…` are httptools' callbacks."""
+
+    def __init__(self, idle: list[_Connection], others: set[_Connection]) -> None:
+        self._idle, self._others = idle, others
+        self._answer: Answer | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+        self._has_begun = False  # a byte of the answer is here
+        self._has_head = False
+        self._ends_with_connection = self._keeps_alive = False
+        self._num_requests = 0
+        self.idle_since = 0.0
+
+    @property
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's derive from no class of asyncio's
+        self._others.add(self)
+
+    async def ask(self, message: bytes, timeout_s: float) -> Answer:
+        """Raises `UpstreamError`."""
+        answer = self._answer = Answer(self, timeout_s)
+        self._parser = httptools.HttpResponseParser(self)
+        self._has_begun = self._has_head = self._ends_with_connection = self._keeps_alive = False
+        self._num_requests += 1
+        self._transport.write(message)
+        try:
+            while not self._has_head:
+                await answer.wait()
+        except BaseException:
+            self.end(answer)
+            raise
+        return answer
+
+    def end(self, answer: Answer) -> None:
+        if self._answer is not answer:
+            return
+        self._answer = None
+        if answer.is_whole and self._keeps_alive and not self._transport.is_closing():
+            self.idle_since = time.monotonic()
+            self._transport.resume_reading()
+            self._idle.append(self)
+        else:
+            self.abort()
+
+    def abort(self) -> None:
+        self._transport.abort()
+        if self._answer is not None:
+            self._answer.fail(UpstreamError("the connection was cut"))
+
+    def pause(self) -> None:
+        self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        if self._answer is None or self._answer.is_whole or self._parser is None:
+            self.abort()  # an answer that nobody has asked for
+            return
+        self._has_begun = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._answer.fail(UpstreamError(f"the replica spoke no HTTP: {error}"))
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._others.discard(self)
+        if self in self._idle:
+            self._idle.remove(self)
+        if (answer := self._answer) is None:
+            return
+        if self._ends_with_connection and exc is None:
+            answer.is_whole = True
+            answer.wake()
+        elif self._num_requests > 1 and not self._has_begun:
+            answer.fail(_StaleError("the connection had been closed"))
+        else:
+            answer.fail(UpstreamError("the replica hung up"))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._answer is not None and not self._has_head:  # others are trailers
+            self._answer.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        assert self._parser is not None
+        status = self._parser.get_status_code()
+        if self._answer is None:
+            return
+        if status < 200:  # interim
+            self._answer.headers.clear()
+            return
+        self._answer.status = status
+        self._has_head = True
+        names = {name for name, _ in self._answer.headers}
+        self._ends_with_connection = not names & {b"content-length", b"transfer-encoding"}
+        self._answer.wake()
+
+    def on_body(self, data: bytes) -> None:
+        if self._answer is not None:
+            self._answer.add(data)
+
+    def on_message_complete(self) -> None:
+        if self._answer is not None and self._has_head:
+            assert self._parser is not None
+            self._keeps_alive = self._parser.should_keep_alive()
+            self._answer.is_whole = True
+            self._answer.wake()

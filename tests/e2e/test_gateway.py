@@ -1,0 +1,72 @@
+"""`octavo gateway` in front of real servers: the default model under two names, in the memory of one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+
+from tests.e2e.server import MODEL, Server, openai_client, running_server
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the gateway needs SIGHUP and process groups")
+COMMAND = [sys.executable, "-m", "octavo.entrypoints.cli.main", "gateway"]
+CATALOGUE = f"""
+models:
+  first: {{model: {MODEL}, memory_gib: 1, flags: &small {{max-model-len: 512, kv-cache-memory-bytes: 64M}}}}
+  second: {{model: {MODEL}, memory_gib: 1, aliases: [gpt-4o], flags: *small}}
+  broken: {{model: {MODEL}, memory_gib: 1, flags: {{max-model-len: 99999999}}}}
+"""
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[Server]:
+    file = tmp_path / "models.yaml"
+    file.write_text(CATALOGUE)
+    with running_server(tmp_path, "--catalogue", str(file), "--memory-gib", "1", command=COMMAND) as server:
+        yield server
+
+
+def children(server: Server) -> list[psutil.Process]:
+    """The servers that the gateway has started."""
+    return psutil.Process(server.process.pid).children()
+
+
+def say(client: openai.OpenAI, model: str) -> str:
+    stream = client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": "Count to five."}], max_tokens=12, temperature=0, stream=True
+    )
+    return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+
+
+def test_models_start_when_asked_for_and_share_the_memory_of_one(gateway: Server) -> None:
+    assert children(gateway) == []
+    with openai_client(gateway) as client:
+        assert {model.id for model in client.models.list()} == {"first", "second", "gpt-4o", "broken"}
+        answer = say(client, "first")
+        (first,) = children(gateway)
+        assert answer and say(client, "gpt-4o") == answer
+        (second,) = children(gateway)
+        assert second.pid != first.pid and not first.is_running()
+        second.kill()
+        assert say(client, "second") == answer, "a server that was killed is started again"
+        with pytest.raises(openai.InternalServerError, match="max-model-len") as caught:
+            client.chat.completions.create(model="broken", messages=[{"role": "user", "content": "x"}])
+        assert caught.value.code == "start_failed"
+    assert gateway.count('octavo_gateway_starts_total{model="second"}') == 2
+    assert gateway.stop() == 0 and "Traceback" not in gateway.log.read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a child is not told that its parent has ended")
+def test_no_server_outlives_a_gateway_that_is_killed(gateway: Server) -> None:
+    with openai_client(gateway) as client:
+        say(client, "first")
+    (first,) = children(gateway)
+    os.kill(gateway.process.pid, signal.SIGKILL)
+    wait_until(lambda: not first.is_running() or first.status() == psutil.STATUS_ZOMBIE)

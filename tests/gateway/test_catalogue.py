@@ -1,0 +1,79 @@
+"""Each mistake of a catalogue is named with its key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.gateway.catalogue import ModelEntry, check_memory, named_models, read_catalogue
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "object"),
+        ("models: {}", "no models"),
+        ("models: [a]", "models"),
+        ("models: {a: {colour: red}}", "colour"),
+        ("models: {a: {replicas: 0}}", "replicas"),
+        ("models: {a: {replicas: two}}", "replicas"),
+        ("models: {a: {keep_alive: -1}}", "keep_alive"),
+        ("models: {a: {memory_gib: 0}}", "memory_gib"),
+        ("models: {a: {aliases: [b]}, b: {}}", "b names two models"),
+        ("models: {a: {aliases: [x]}, b: {aliases: [x]}}", "x names two models"),
+        ("models: {a: {fallbacks: [a]}}", "fallbacks"),
+        ("models: {a: {fallbacks: [c]}}", "c is not another model"),
+        ("models: {a: {flags: {port: 1}}}", "--port"),
+        ("models: {a: {flags: {api_key: x}}}", "--api-key"),
+        ("models: {a: {flags: {dtype: null}}}", "flags.dtype"),
+        ("models: {a: {served_model_name: x}}", "served_model_name"),
+        ("models: {a: {health: /v1/models}}", "health"),
+        ("models: {a: {addresses: [localhost]}}", "HTTP address"),
+        ("models: {a: {addresses: ['http://h/v1']}}", "leave /v1 out"),
+        ("models: {a: {addresses: ['http://h', 'http://h']}}", "twice"),
+        ("models: {a: {addresses: ['http://h'], replicas: 2}}", "replicas"),
+        ("models: {a: {addresses: ['http://h'], preload: true}}", "preload"),
+        ("models: {a: {addresses: ['http://h'], health: x}}", "path"),
+        ("models: {a: {addresses: ['http://h'], keep_alive: 5}}", "keep_alive"),
+        ("models: {a: {addresses: ['http://h'], api_key_env: NOT_SET_ANYWHERE}}", "NOT_SET_ANYWHERE"),
+        ("a: b: c", "YAML"),
+    ],
+)
+def test_a_mistake_is_named(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="--catalogue") as caught:
+        read_catalogue(str(file))
+    assert says in str(caught.value)
+
+
+def test_names_and_aliases_are_found(tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text("models: {a: {model: org/a, aliases: [x], keep_alive: null}, b: {addresses: ['http://h:1']}}")
+    models = read_catalogue(str(file)).models
+    assert models["a"] == ModelEntry(model="org/a", aliases=["x"], keep_alive=None)
+    assert models["a"].is_local and not models["b"].is_local
+
+
+def test_flags_are_words_as_octavo_serve_reads_them() -> None:
+    flags = {"max_model_len": 64, "enable-prefix-caching": False, "enforce_eager": True, "speculative-config": {"a": 1},
+             "allowed-origins": ["x", "y"]}  # fmt: skip
+    assert ModelEntry(flags=flags).flag_words() == [
+        "--max-model-len=64", "--no-enable-prefix-caching", "--enforce-eager", '--speculative-config={"a": 1}',
+        "--allowed-origins=x", "--allowed-origins=y",
+    ]  # fmt: skip
+
+
+def test_a_budget_wants_to_know_what_each_model_takes() -> None:
+    with pytest.raises(ConfigError, match="a has none"):
+        check_memory(named_models(["a"]), 4)
+    catalogue = named_models(["a"])
+    catalogue.models["a"] = ModelEntry(memory_gib=3, replicas=2)
+    with pytest.raises(ConfigError, match="needs 6 GiB"):
+        check_memory(catalogue, 4)
+    check_memory(catalogue, 6)
+    check_memory(catalogue, None)
+    with pytest.raises(ConfigError, match="named twice"):
+        named_models(["a", "a"])

@@ -1,0 +1,274 @@
+"""Replicas that die, refuse or talk nonsense; clients that leave; catalogues that change; the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gateway.fakes import Asked, Behave, FakeLaunch, FakeServer, answer_plainly, fake_servers, gateway
+from tests.waiting import Clock, until
+
+
+def at(servers: list[FakeServer]) -> dict[str, Any]:
+    """A model at the addresses of these."""
+    return {"a": {"addresses": [one.address for one in servers]}}
+
+
+async def die(asked: Asked) -> None:
+    asked.die()
+
+
+async def die_after_the_head(asked: Asked) -> None:
+    asked.begin_stream()
+    await asked.writer.drain()
+    asked.die()
+
+
+async def talk_nonsense(asked: Asked) -> None:
+    asked.writer.write(b"220 smtp ready\r\n\r\n")
+
+
+async def be_silent(asked: Asked) -> None:
+    await asked.reader.read()
+
+
+async def be_busy(asked: Asked) -> None:
+    asked.reply(b"{}", 429, retry_after="7")
+
+
+async def be_starting(asked: Asked) -> None:
+    asked.reply(b"{}", 503)
+
+
+@pytest.mark.parametrize("bad", [die, die_after_the_head, talk_nonsense, be_silent, be_busy, be_starting])
+def test_a_replica_that_fails_before_the_first_byte_costs_the_client_nothing(clock: Clock, bad: Behave) -> None:
+    async def run() -> None:
+        async with fake_servers(bad, answer_plainly) as servers, gateway(at(servers), replica_timeout=30.0) as gate:
+            for number in range(12):
+                response = await gate.ask(messages=[number])
+                assert response.status_code == 200, response.text
+            assert len(servers[1].asked) == 12 and servers[0].asked
+
+    clock.run(run())
+
+
+def test_a_stream_that_breaks_ends_with_an_error_event(clock: Clock) -> None:
+    async def behave(asked: Asked) -> None:
+        asked.begin_stream()
+        asked.piece(b'data: {"x": 1}\n\ndata: {"half')
+        await asked.writer.drain()
+        await go_on.wait()
+        asked.die()
+
+    go_on = asyncio.Event()
+
+    async def run() -> None:
+        async with fake_servers(behave, behave) as servers, gateway(at(servers)) as gate:
+            fields = {"model": "a", "stream": True}
+            async with gate.http.stream("POST", "/v1/messages", json=fields) as response:
+                found = b""
+                async for piece in response.aiter_raw():
+                    found += piece
+                    go_on.set()
+            assert found.startswith(b'data: {"x": 1}\n\nevent: error\ndata: {"type":"error"')
+            assert b"half" not in found and found.endswith(b"\n\n")
+            assert sum(len(server.asked) for server in servers) == 1, "it is not tried again"
+            metrics = (await gate.http.get("/metrics")).text
+            assert "octavo_gateway_broken_answers_total{" in metrics
+
+    clock.run(run())
+
+
+def test_a_breaker_opens_and_a_replica_that_is_well_again_is_asked_again(clock: Clock) -> None:
+    async def behave(asked: Asked) -> None:
+        await (die if broken else answer_plainly)(asked)
+
+    broken = True
+
+    async def run() -> None:
+        nonlocal broken
+        async with fake_servers(behave) as (server,), gateway({"a": {"addresses": [server.address]}}) as gate:
+            answers = [await gate.ask() for _ in range(6)]
+            assert [one.status_code for one in answers] == [503] * 6
+            assert len(server.asked) == 3, "the breaker is open"
+            assert int(answers[-1].headers["retry-after"]) >= 1
+            broken = False
+            clock.advance(2)
+            assert (await gate.ask()).status_code == 200
+
+    clock.run(run())
+
+
+def test_a_replica_that_is_not_healthy_gets_no_requests(clock: Clock) -> None:
+    async def run() -> None:
+        async with fake_servers(answer_plainly, answer_plainly) as servers, gateway(at(servers)) as gate:
+            servers[0].health = 500
+            sick, well = gate.deployment("a").replicas
+            await until(lambda: not sick.is_healthy)
+            for _ in range(8):
+                assert (await gate.ask()).status_code == 200
+            assert not servers[0].asked and len(servers[1].asked) == 8 and well.is_healthy
+            servers[0].health = 404
+            await until(lambda: sick.is_healthy)
+
+    clock.run(run())
+
+
+def test_a_fallback_answers_where_the_model_cannot(clock: Clock) -> None:
+    async def run() -> None:
+        async with fake_servers(answer_plainly) as (server,):
+            models: dict[str, Any] = {"a": {"fallbacks": ["b"]}, "b": {"addresses": [server.address]}}
+            launch = FakeLaunch()
+            launch.error = "octavo: error: no memory"
+            async with gateway(models, launch) as gate:
+                assert (await gate.ask("a")).status_code == 200
+                assert server.asked[0].json["model"] == "b"
+                server.die()
+                response = await gate.ask("a")
+                assert response.status_code == 503 and "no memory" in response.text, "the model's own error"
+
+    clock.run(run())
+
+
+def test_a_client_that_hangs_up_ends_the_work_of_its_replica(clock: Clock) -> None:
+    async def run() -> None:
+        async with gateway({"a": {}}, FakeLaunch(be_silent)) as gate:
+            asking = asyncio.ensure_future(gate.ask())
+            await until(lambda: gate.launch.servers and gate.launch.last("a").asked)
+            asking.cancel()
+            await until(lambda: gate.launch.last("a").num_hung_up)
+            await until(lambda: gate.server.app.num_in_flight == 0)
+            assert gate.deployment("a").replicas[0].num_in_flight == 0
+            assert await gate.metric("octavo_gateway_disconnects_total") == 1
+
+    clock.run(run())
+
+
+def test_a_client_that_leaves_the_line_is_not_started_for(clock: Clock) -> None:
+    async def run() -> None:
+        models: dict[str, Any] = {"a": {"memory_gib": 1}, "b": {"memory_gib": 1}}
+        async with gateway(models, FakeLaunch(be_silent), memory_gib=1) as gate:
+            first = asyncio.ensure_future(gate.ask("a"))
+            await until(lambda: gate.launch.servers)
+            second = asyncio.ensure_future(gate.ask("b"))
+            await until(lambda: gate.deployment("b").state == "waiting")
+            second.cancel()
+            await until(lambda: gate.deployment("b").state == "stopped")
+            first.cancel()
+            await until(lambda: gate.deployment("a").is_idle)
+            assert gate.launch.begun == ["a"] and gate.launch.running("a") == 1
+
+    clock.run(run())
+
+
+def test_draining_lets_requests_end_and_refuses_new_ones(clock: Clock) -> None:
+    go_on = asyncio.Event()
+
+    async def behave(asked: Asked) -> None:
+        await go_on.wait()
+        asked.reply(b'{"done": 1}')
+
+    async def run() -> None:
+        launch = FakeLaunch(behave)
+        async with gateway({"a": {}}, launch) as gate:
+            asking = asyncio.ensure_future(gate.ask())
+            await until(lambda: launch.servers and launch.last("a").asked)
+            gate.server.stop()
+            await until(lambda: gate.server.app.is_stopping)
+            late = await gate.ask()
+            assert late.status_code == 503 and late.headers["retry-after"] and "stopping" in late.text
+            assert (await gate.http.get("/health")).status_code == 503
+            go_on.set()
+            assert (await asking).json() == {"done": 1}
+            await until(lambda: launch.last("a").is_stopped)
+
+    clock.run(run())
+
+
+def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event(clock: Clock) -> None:
+    async def behave(asked: Asked) -> None:
+        asked.begin_stream()
+        asked.piece(b"data: 1\n\n")
+        await be_silent(asked)
+
+    async def run() -> None:
+        async with gateway({"a": {}}, FakeLaunch(behave), shutdown_timeout=3.0) as gate:
+            fields = {"model": "a", "stream": True}
+            async with gate.http.stream("POST", "/v1/completions", json=fields) as response:
+                found = b""
+                async for piece in response.aiter_raw():
+                    if not found:
+                        gate.server.stop()
+                    found += piece
+            assert b"the gateway is stopping" in found and found.endswith(b"\n\n")
+
+    clock.run(run())
+
+
+def test_a_catalogue_that_changes_is_read_again_and_a_broken_one_is_not_taken(
+    clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text("models: {a: {}, b: {}}")
+
+    async def run() -> None:
+        async with gateway(str(file)) as gate:
+            await gate.ask("a")
+            await gate.ask("b")
+            file.write_text("models: {a: {aliases: [x], keep_alive: 7}, b: {flags: {max-model-len: 64}}, c: {}}")
+            await until(lambda: "c" in gate.server.models.names())
+            assert (await gate.ask("x")).status_code == 200
+            await until(lambda: gate.launch.running("b") == 0)
+            assert gate.launch.begun == ["a", "b"], "a goes on, as nothing of it changed"
+            assert (await gate.ask("b")).status_code == 200
+            file.write_text("models: {a: {colour: red}}")
+            gate.server.reload()
+            assert "still holds" in caplog.text and "colour" in caplog.text
+            assert (await gate.ask("a")).status_code == 200
+            file.write_text("models: {b: {flags: {max-model-len: 64}}}")
+            gate.server.reload()
+            assert (await gate.ask("a")).status_code == 404
+            await until(lambda: gate.launch.running("a") == 0)
+
+    with caplog.at_level(logging.INFO):
+        clock.run(run())
+
+
+def test_a_model_that_leaves_the_catalogue_ends_its_answers_first(clock: Clock, tmp_path: Path) -> None:
+    go_on = asyncio.Event()
+
+    async def behave(asked: Asked) -> None:
+        await go_on.wait()
+        asked.reply(b"{}")
+
+    async def run() -> None:
+        file = tmp_path / "models.yaml"
+        file.write_text("models: {a: {}}")
+        async with gateway(str(file), FakeLaunch(behave)) as gate:
+            asking = asyncio.ensure_future(gate.ask("a"))
+            await until(lambda: gate.launch.servers and gate.launch.last("a").asked)
+            file.write_text("models: {b: {}}")
+            gate.server.reload()
+            assert (await gate.ask("a")).status_code == 404 and gate.launch.running("a") == 1
+            go_on.set()
+            assert (await asking).status_code == 200
+            await until(lambda: gate.launch.running("a") == 0)
+
+    clock.run(run())
+
+
+def test_a_fault_of_the_gateways_own_is_an_answer_too(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        async with gateway({"a": {}}) as gate:
+            monkeypatch.setattr(gate.server.app._proxy, "_choose", None)
+            response = await gate.ask()
+            assert response.status_code == 500 and response.json()["error"]["message"] == "Internal error."
+            assert "TypeError" in caplog.text and gate.deployment("a").is_idle
+
+    clock.run(run())

@@ -1,0 +1,207 @@
+"""Models start when they are asked for, and stop when their time is up or others need the memory."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from tests.gateway.fakes import Asked, FakeLaunch, gateway
+from tests.waiting import Clock, until
+
+
+def test_one_start_however_many_ask(clock: Clock) -> None:
+    async def run() -> None:
+        launch = FakeLaunch()
+        launch.may_start.clear()
+        async with gateway({"a": {}}, launch) as gate:
+            assert launch.begun == []
+            asking = [asyncio.ensure_future(gate.ask()) for _ in range(8)]
+            await until(lambda: gate.deployment("a").num_held == 8)
+            launch.may_start.set()
+            assert [(await one).status_code for one in asking] == [200] * 8
+            assert launch.begun == ["a"]
+
+    clock.run(run())
+
+
+def test_a_stream_gets_comments_while_its_model_starts(clock: Clock) -> None:
+    async def behave(asked: Asked) -> None:
+        asked.begin_stream()
+        asked.piece(b"data: {}\n\n")
+        asked.piece(b"")
+
+    async def run() -> None:
+        launch = FakeLaunch(behave)
+        launch.may_start.clear()
+        async with gateway({"a": {}}, launch) as gate:
+            fields = {"model": "a", "stream": True}
+            async with gate.http.stream("POST", "/v1/chat/completions", json=fields) as response:
+                assert response.headers["content-type"] == "text/event-stream"
+                found = b""
+                async for piece in response.aiter_raw():
+                    found += piece
+                    if found.count(b": a is being loaded\n\n") == 2:
+                        launch.may_start.set()
+            assert found.endswith(b"loaded\n\ndata: {}\n\n")
+
+    clock.run(run())
+
+
+def test_a_start_that_fails_answers_with_its_error_line_and_is_not_tried_at_once(clock: Clock) -> None:
+    async def run() -> None:
+        launch = FakeLaunch()
+        launch.error = "octavo: error: no weights"
+        async with gateway({"a": {}}, launch) as gate:
+            response = await gate.ask()
+            assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
+            assert "octavo: error: no weights" in response.json()["error"]["message"]
+            assert response.json()["error"]["code"] == "start_failed"
+            deployment = gate.deployment("a")
+            clock.advance(-clock.now() + deployment._retry_at - 0.9)
+            assert (await gate.ask()).status_code == 503 and launch.begun == ["a"]
+            launch.error = None
+            clock.advance(2)
+            assert (await gate.ask()).status_code == 200
+
+    clock.run(run())
+
+
+def test_a_stream_that_has_had_comments_gets_the_error_as_an_event(clock: Clock) -> None:
+    async def run() -> None:
+        launch = FakeLaunch()
+        launch.may_start.clear()
+        launch.error = "octavo: error: no weights"
+        async with gateway({"a": {}}, launch) as gate:
+            fields = {"model": "a", "stream": True}
+            async with gate.http.stream("POST", "/v1/chat/completions", json=fields) as response:
+                found = b""
+                async for piece in response.aiter_raw():
+                    found += piece
+                    launch.may_start.set()
+            assert found.startswith(b": a is being loaded\n\n")
+            assert b'data: {"error":{' in found and b"no weights" in found and found.endswith(b"\n\n")
+
+    clock.run(run())
+
+
+def test_an_idle_model_stops_when_its_time_is_up_and_starts_again(clock: Clock) -> None:
+    async def run() -> None:
+        async with gateway({"a": {"keep_alive": 60}, "b": {"keep_alive": None}}) as gate:
+            await gate.ask("a")
+            await gate.ask("b")
+            begin = clock.now()
+            await until(lambda: gate.deployment("a").state == "stopped")
+            assert clock.now() - begin > 55
+            assert gate.launch.last("a").is_stopped and gate.deployment("b").state == "ready"
+            assert (await gate.ask("a")).status_code == 200
+            assert gate.launch.begun == ["a", "b", "a"]
+
+    clock.run(run())
+
+
+def test_a_model_under_way_does_not_stop(clock: Clock) -> None:
+    go_on = asyncio.Event()
+
+    async def behave(asked: Asked) -> None:
+        await go_on.wait()
+        asked.reply(b"{}")
+
+    async def run() -> None:
+        async with gateway({"a": {"keep_alive": 10}}, FakeLaunch(behave)) as gate:
+            asking = asyncio.ensure_future(gate.ask("a"))
+            await until(lambda: gate.launch.servers and gate.launch.last("a").asked)
+            clock.advance(50)
+            await clock.pass_time(50)
+            assert gate.launch.running("a") == 1
+            go_on.set()
+            assert (await asking).status_code == 200
+
+    clock.run(run())
+
+
+def test_the_least_recently_used_idle_model_makes_room(clock: Clock) -> None:
+    async def run() -> None:
+        models = {name: {"memory_gib": 2, "keep_alive": None} for name in "abc"}
+        async with gateway(models, memory_gib=4) as gate:
+            for name in "abac":
+                assert (await gate.ask(name)).status_code == 200
+                assert gate.server.models.budget.held_gib <= 4
+            assert [gate.launch.running(name) for name in "abc"] == [1, 0, 1]
+            assert await gate.metric("octavo_gateway_evictions_total") == 1
+
+    clock.run(run())
+
+
+def test_a_request_waits_for_memory_that_is_in_use_and_not_for_ever(clock: Clock) -> None:
+    go_on = asyncio.Event()
+
+    async def behave(asked: Asked) -> None:
+        if asked.json["model"] == "a":
+            await go_on.wait()
+        asked.reply(b"{}")
+
+    async def run() -> None:
+        models = {name: {"memory_gib": 3} for name in "ab"}
+        async with gateway(models, FakeLaunch(behave), memory_gib=4, max_wait=20.0, max_waiting=1) as gate:
+            first = asyncio.ensure_future(gate.ask("a"))
+            await until(lambda: gate.launch.servers and gate.launch.last("a").asked)
+            late = asyncio.ensure_future(gate.ask("b"))
+            await until(lambda: gate.deployment("b").state == "waiting")
+            full = await gate.ask("b")
+            assert full.status_code == 429 and "--max-waiting" in full.text and full.headers["retry-after"]
+            response = await late
+            assert response.status_code == 503 and "memory" in response.text and response.headers["retry-after"]
+            assert gate.launch.begun == ["a"] and gate.deployment("b").state == "stopped"
+            late = asyncio.ensure_future(gate.ask("b"))
+            await until(lambda: gate.deployment("b").state == "waiting")
+            go_on.set()
+            assert (await first).status_code == 200 and (await late).status_code == 200
+            assert gate.launch.running("a") == 0 and gate.launch.last("a").is_stopped
+
+    clock.run(run())
+
+
+def test_a_model_that_is_preloaded_is_there_before_anyone_asks(clock: Clock) -> None:
+    async def run() -> None:
+        async with gateway({"a": {"preload": True, "replicas": 2}, "b": {}}) as gate:
+            await until(lambda: gate.deployment("a").state == "ready")
+            assert gate.launch.begun == ["a", "a"]
+
+    clock.run(run())
+
+
+def test_a_dead_replica_is_started_again(clock: Clock) -> None:
+    async def run() -> None:
+        async with gateway({"a": {"replicas": 2}}) as gate:
+            await gate.ask()
+            gate.launch.servers["a"][0].die()
+            await until(lambda: gate.launch.running("a") == 2 and len(gate.deployment("a").replicas) == 2)
+            for server in gate.launch.servers["a"]:
+                server.die()
+            assert (await gate.ask()).status_code == 200, "all are dead: the model is started again"
+
+    clock.run(run())
+
+
+def test_a_start_that_the_end_interrupts_is_not_begun_again(clock: Clock) -> None:
+    async def run() -> None:
+        launch = FakeLaunch()
+        launch.may_start.clear()
+        async with gateway({"a": {"preload": True}}, launch):
+            await until(lambda: launch.begun)
+        assert launch.begun == ["a"] and not launch.servers
+
+    clock.run(run())
+
+
+def test_no_server_is_left_when_the_gateway_has_ended(clock: Clock) -> None:
+    async def run() -> None:
+        launch = FakeLaunch()
+        models: dict[str, Any] = {"a": {"replicas": 2}, "b": {}}
+        async with gateway(models, launch) as gate:
+            await gate.ask("a")
+            await gate.ask("b")
+            launch.may_start.clear()
+        assert launch.running("a") == launch.running("b") == 0
+
+    clock.run(run())

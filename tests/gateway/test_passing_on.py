@@ -1,0 +1,205 @@
+"""What passes through: bodies, streams, names, ids, keys, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from tests.gateway.fakes import Asked, FakeLaunch, fake_servers, gateway
+from tests.waiting import Clock, until
+
+
+def test_bytes_pass_unchanged_both_ways_but_for_the_name_of_an_alias(clock: Clock) -> None:
+    async def behave(asked: Asked) -> None:
+        asked.reply(b' {"odd":  "spacing" }\n', 201, x_own="kept")
+
+    async def run() -> None:
+        async with gateway({"a": {"aliases": ["gpt-4o"]}}, FakeLaunch(behave)) as gate:
+            body = b'{ "messages" : [{"role":"user","model":"gpt-4o","content":"\\u00e9 1.0e2"}], "model" :"gpt-4o" }'
+            response = await gate.http.post("/v1/chat/completions?x=%2F1", content=body, headers={"x-request-id": "r"})
+            assert (response.status_code, response.content) == (201, b' {"odd":  "spacing" }\n')
+            assert response.headers["x-own"] == "kept"
+            asked = gate.launch.last("a").asked[0]
+            assert asked.body == body.replace(b'"model" :"gpt-4o"', b'"model" :"a"')
+            assert asked.target == "/v1/chat/completions?x=%2F1" and asked.headers["x-request-id"] == "r"
+
+    clock.run(run())
+
+
+def test_a_stream_comes_as_it_is_made(clock: Clock) -> None:
+    go_on = asyncio.Event()
+
+    async def behave(asked: Asked) -> None:
+        asked.begin_stream()
+        asked.piece(b'data: {"x": 1}\n\nda')
+        await go_on.wait()
+        asked.piece(b"ta: [DONE]\n\n")
+        asked.piece(b"")
+
+    async def run() -> None:
+        async with (
+            gateway({"a": {}}, FakeLaunch(behave)) as gate,
+            gate.http.stream("POST", "/v1/completions", json={"model": "a", "stream": True}) as response,
+        ):
+            pieces = response.aiter_raw()
+            assert await anext(pieces) == b'data: {"x": 1}\n\n'
+            go_on.set()
+            assert b"".join([piece async for piece in pieces]) == b"data: [DONE]\n\n"
+
+    clock.run(run())
+
+
+def test_a_form_names_its_model_too(clock: Clock) -> None:
+    async def run() -> None:
+        async with gateway({"a": {"aliases": ["whisper-1"]}, "b": {}}) as gate:
+            files = {"file": ("a.wav", b"\r\n--x\r\n\0\xff" * 99)}
+            response = await gate.http.post("/v1/audio/transcriptions", data={"model": "whisper-1"}, files=files)
+            assert response.status_code == 200
+            body = gate.launch.last("a").asked[0].body
+            assert b'name="model"\r\n\r\na\r\n' in body and b"\r\n--x\r\n\0\xff" * 99 in body
+
+    clock.run(run())
+
+
+def test_addresses_are_asked_by_their_own_name_with_their_own_key(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OCTAVO_TEST_KEY", "upstream-secret")
+
+    async def plain(asked: Asked) -> None:
+        asked.reply(b"{}")
+
+    async def run() -> None:
+        async with fake_servers(plain) as (server,):
+            entry = {"addresses": [server.address + "/base"], "served_model_name": "org/b",
+                     "api_key_env": "OCTAVO_TEST_KEY"}  # fmt: skip
+            async with gateway({"b": entry}, api_key=["client-key", "other-key"]) as gate:
+                assert (await gate.ask("b")).status_code == 401
+                assert (await gate.http.post("/v1/messages", json={})).json()["type"] == "error"
+                for headers in ({"authorization": "Bearer other-key"}, {"x-api-key": "client-key"}):
+                    gate.http.headers = headers  # type: ignore[assignment]
+                    assert (await gate.ask("b")).status_code == 200
+                for asked in server.asked:
+                    assert asked.target == "/base/v1/chat/completions" and asked.json["model"] == "org/b"
+                    assert asked.headers["authorization"] == "Bearer upstream-secret"
+                    assert "x-api-key" not in asked.headers
+                gate.http.headers = {"authorization": "Bearer wrong"}  # type: ignore[assignment]
+                assert (await gate.ask("b")).status_code == 401
+                assert (await gate.http.get("/v1/models")).status_code == 401
+                assert (await gate.http.get("/health")).status_code == 200
+
+    clock.run(run())
+
+
+def test_models_are_listed_with_their_aliases(clock: Clock) -> None:
+    async def run() -> None:
+        async with gateway({"a": {"aliases": ["x"]}, "b": {}}) as gate:
+            listed = (await gate.http.get("/v1/models")).json()["data"]
+            assert {one["id"]: one["root"] for one in listed} == {"a": "a", "b": "b", "x": "a"}
+            assert (await gate.http.get("/v1/models/x")).json()["id"] == "x"
+            response = await gate.http.get("/v1/models/nothing")
+            assert response.status_code == 404 and response.json()["error"]["code"] == "model_not_found"
+            assert gate.launch.begun == []
+
+    clock.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "status", "says"),
+    [
+        ("/v1/chat/completions", b'{"model": "nothing"}', 404, "/v1/models"),
+        ("/v1/chat/completions", b'{"model": 3}', 400, "model must be a string"),
+        ("/v1/chat/completions", b"[1", 400, "JSON"),
+        ("/v1/chat/completions", b"{}", 400, "x-octavo-model"),
+        ("/v1/responses/resp_1/cancel", b"", 404, "resp_1 is not known"),
+        ("/v1/chat/completions", b'{"model": "' + b"a" * 200 + b'"}', 413, "--max-body-bytes"),
+    ],
+)
+def test_what_cannot_be_placed_is_refused_with_a_reason(
+    clock: Clock, path: str, content: bytes, status: int, says: str
+) -> None:
+    async def run() -> None:
+        async with gateway({"a": {}, "b": {}}, max_body_bytes=200) as gate:
+            response = await gate.http.post(path, content=content)
+            assert response.status_code == status and says in response.json()["error"]["message"]
+            assert gate.launch.begun == []
+
+    clock.run(run())
+
+
+def test_what_a_replica_keeps_is_asked_of_that_replica(clock: Clock) -> None:
+    def keeper(number: int) -> Any:
+        async def behave(asked: Asked) -> None:
+            asked.reply(json.dumps({"id": f"resp_{number}x{len(asked.body)}"}).encode())
+
+        return behave
+
+    async def run() -> None:
+        async with fake_servers(keeper(0), keeper(1)) as servers:
+            models: dict[str, Any] = {"a": {"addresses": [one.address for one in servers]}, "b": {}}
+            async with gateway(models) as gate:
+                made: set[str] = set()
+                number = 0
+                while len({one[:6] for one in made}) < 2:
+                    number += 1
+                    made.add((await gate.ask("a", "/v1/responses", input="x" * number)).json()["id"])
+                for one in made:
+                    server = servers[int(one[5])]
+                    for path in (f"/v1/responses/{one}", f"/v1/responses/{one}/input_items?limit=1"):
+                        assert (await gate.http.get(path)).status_code == 200
+                        assert server.asked[-1].target == path
+                    await gate.ask("a", "/v1/responses", previous_response_id=one, input=one)
+                    assert server.asked[-1].json["previous_response_id"] == one
+                headers = {"x-octavo-model": "a"}
+                assert "several replicas" in (await gate.http.get("/v1/files", headers=headers)).text
+                assert (await gate.http.get("/v1/files/file-1", headers=headers)).status_code == 200
+
+    clock.run(run())
+
+
+def test_what_a_stopped_replica_kept_is_not_asked_of_another(clock: Clock) -> None:
+    async def behave(asked: Asked) -> None:
+        asked.reply(b'{"id": "resp_1"}')
+
+    async def run() -> None:
+        async with gateway({"a": {"keep_alive": 1}, "b": {}}, FakeLaunch(behave)) as gate:
+            await gate.ask("a", "/v1/responses", input="x")
+            await until(lambda: gate.launch.running("a") == 0)
+            response = await gate.http.get("/v1/responses/resp_1")
+            assert response.status_code == 404 and "stopped" in response.text
+
+    clock.run(run())
+
+
+def test_a_conversation_stays_with_its_replica(clock: Clock) -> None:
+    async def run() -> None:
+        async with gateway({"a": {"replicas": 4}}) as gate:
+            for talk in range(6):
+                messages = [{"role": "user", "content": f"talk {talk}"}]
+                for _ in range(5):
+                    await gate.ask("a", messages=messages)
+                    messages += [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "and"}]
+            homes: dict[str, set[int]] = {}
+            for number, server in enumerate(gate.launch.servers["a"]):
+                for asked in server.asked:
+                    homes.setdefault(asked.json["messages"][0]["content"], set()).add(number)
+            assert [len(found) for found in homes.values()] == [1] * 6
+            assert await gate.metric('octavo_gateway_affine_requests_total{model="a"}') == 24
+
+    clock.run(run())
+
+
+def test_metrics_name_models_and_replicas_of_the_catalogue_alone(clock: Clock) -> None:
+    async def run() -> None:
+        async with gateway({"a": {"aliases": ["x"]}}) as gate:
+            await gate.ask("x")
+            await gate.ask("made up")
+            assert await gate.metric('octavo_gateway_requests_total{model="a",replica="0",status="200"}') == 1
+            assert await gate.metric('octavo_gateway_requests_total{model="none",replica="none",status="404"}') == 1
+            assert await gate.metric('octavo_gateway_first_byte_seconds_count{model="a"}') == 1
+            assert "made up" not in (await gate.http.get("/metrics")).text
+
+    clock.run(run())

@@ -1,0 +1,78 @@
+"""What the gateway reads of a body, and the one thing that it changes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.errors import RequestError
+from octavo.gateway.request_body import read_body
+
+JSON = "application/json"
+_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda below: (
+        st.lists(below, max_size=3) | st.dictionaries(st.sampled_from(["model", "a", 'q"']), below, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(max_size=3), _values, max_size=4), st.text(max_size=5), st.text(max_size=5))
+def test_nothing_but_the_models_name_changes(fields: dict[str, object], name: str, other: str) -> None:
+    body = {**fields, "model": name}
+    data = json.dumps(body, indent=1).encode()
+    read = read_body(data, JSON)
+    assert read.model == name
+    assert json.loads(read.naming(other)) == {**body, "model": other}
+    assert read.naming(name) is data
+
+
+def test_the_outermost_name_is_the_one_that_changes() -> None:
+    data = rb'{"messages": [{"model": "m"}, "{\"model\": \"m\"}"], "model": "m", "x": {"model": "m"}}'
+    assert read_body(data, JSON).naming("n") == data.replace(b'], "model": "m"', b'], "model":"n"'.replace(b":", b": "))
+
+
+def test_a_name_that_cannot_be_found_is_refused_and_not_searched_for_ever() -> None:
+    data = b'{"x": [' + b'{"model": "m"},' * 1000 + b'1], "model": "m"}'
+    with pytest.raises(RequestError, match="put the key"):
+        read_body(data, JSON).naming("n")
+
+
+@pytest.mark.parametrize("data", [b"[]", b"1", b'"model"', b"{", b'{"model": ["a"]}', b"\xff"])
+def test_what_is_no_object_is_refused(data: bytes) -> None:
+    with pytest.raises(RequestError):
+        read_body(data, JSON)
+
+
+def test_a_form_is_read_by_its_own_boundary() -> None:
+    def part(name: str, value: bytes) -> bytes:
+        return f'--b+1\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n'.encode() + value + b"\r\n"
+
+    data = part("file", b'--b\r\nname="model"') + part("model", b"m\xc3\xa9") + part("stream", b"true") + b"--b+1--\r\n"
+    read = read_body(data, 'multipart/form-data; boundary="b+1"')
+    assert (read.model, read.streams) == ("mé", True)
+    assert read.naming("longer") == data.replace(b"m\xc3\xa9", b"longer")
+    assert read_body(part("file", b"x"), "multipart/form-data; boundary=b+1").model is None
+    with pytest.raises(RequestError, match="boundary"):
+        read_body(data, "multipart/form-data")
+
+
+def _hashes(**fields: object) -> list[bytes]:
+    return read_body(json.dumps(fields).encode(), JSON).prefix_hashes()
+
+
+def test_a_longer_conversation_has_the_hashes_of_a_shorter_one() -> None:
+    talk = [{"role": "user", "content": str(number)} for number in range(4)]
+    for key in ("messages", "input"):
+        assert _hashes(**{key: talk})[:2] == _hashes(**{key: talk[:2]})
+        assert len(set(_hashes(**{key: talk}))) == 4
+    assert _hashes(messages=talk, system="other")[0] != _hashes(messages=talk)[0]
+    assert _hashes(messages=talk, tools=[{}])[0] != _hashes(messages=talk)[0]
+    text = "x" * 5000
+    assert _hashes(prompt=text + "more")[:4] == _hashes(prompt=text)[:4]
+    assert _hashes(prompt=text)[0] != _hashes(prompt="y" * 5000)[0]
+    assert _hashes() == [] and read_body(b"", JSON).prefix_hashes() == []

@@ -1,0 +1,84 @@
+"""Which replica is chosen."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.gateway import router as router_module
+from octavo.gateway.replica import FAILURES_TO_OPEN, Replica
+from octavo.gateway.router import CreatedIds, Router
+from octavo.gateway.upstream import Upstream
+
+
+def replicas(count: int) -> list[Replica]:
+    return [Replica(str(i), Upstream(f"http://127.0.0.1:{i + 1}", timeout_s=1), "m") for i in range(count)]
+
+
+def test_without_a_prefix_load_is_even() -> None:
+    router, fleet = Router(random.Random(1)), replicas(8)
+    for _ in range(800):
+        chosen = router.choose(fleet, [])
+        assert chosen is not None
+        chosen.num_in_flight += 1
+    loads = [one.num_in_flight for one in fleet]
+    assert max(loads) <= 1.1 * 100 and min(loads) >= 0.9 * 100
+
+
+def test_the_longest_prefix_wins() -> None:
+    router, fleet = Router(random.Random(1)), replicas(8)
+    router.remember(fleet[2], [b"1"])
+    router.remember(fleet[5], [b"1", b"2"])
+    assert router.choose(fleet, [b"1", b"2", b"3"]) is fleet[5]
+    assert router.choose(fleet, [b"1", b"x"]) in (fleet[2], fleet[5])
+    assert router.num_affine == 2
+
+
+def test_load_corrects_affinity() -> None:
+    router, fleet = Router(random.Random(1)), replicas(4)
+    router.remember(fleet[0], [b"1"])
+    for _ in range(400):
+        chosen = router.choose(fleet, [b"1"])
+        assert chosen is not None
+        router.remember(chosen, [b"1"])
+        chosen.num_in_flight += 1
+    assert max(one.num_in_flight for one in fleet) <= 1.3 * 100
+
+
+@given(st.lists(st.sampled_from(["fine", "sick", "broken", "tried"]), min_size=1, max_size=9), st.integers(0, 99))
+def test_only_those_are_chosen_that_take_requests(states: list[str], seed: int) -> None:
+    router, fleet = Router(random.Random(seed)), replicas(len(states))
+    for one, state in zip(fleet, states, strict=True):
+        one.is_healthy = state != "sick"
+        for _ in range(FAILURES_TO_OPEN if state == "broken" else 0):
+            one.breaker.fail()
+        router.remember(one, [b"1"])
+    tried = {one for one, state in zip(fleet, states, strict=True) if state == "tried"}
+    for hashes in ([], [b"1"]):
+        chosen = router.choose(fleet, hashes, tried)
+        assert (chosen is None) == ("fine" not in states)
+        assert chosen is None or states[fleet.index(chosen)] == "fine"
+
+
+def test_a_replica_that_has_ended_is_forgotten() -> None:
+    router, fleet = Router(random.Random(1)), replicas(3)
+    router.remember(fleet[0], [b"1", b"2"])
+    router.remember(fleet[1], [b"1"])
+    router.forget(fleet[0])
+    assert router.choose(fleet[1:], [b"1", b"2"]) is fleet[1]
+    assert router._holders == {b"1": [fleet[1]]}
+
+
+def test_memory_is_bounded(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(router_module, "MAX_HASHES", 10)
+    monkeypatch.setattr(router_module, "MAX_IDS", 10)
+    router, (one,), ids = Router(), replicas(1), CreatedIds()
+    for number in range(100):
+        router.remember(one, [b"%d" % number])
+        ids.add(str(number), "m", one)
+    assert len(router._holders) == 10
+    assert Counter(ids.find(str(number)) is not None for number in range(100)) == {True: 10, False: 90}
+    assert ids.find("99") == ("m", one)
