@@ -18,6 +18,7 @@ from octavo.entrypoints.batch.batch_job import ACTIVE_STATUSES, LIFETIME_S, Batc
 from octavo.entrypoints.batch.batch_lines import URLS
 from octavo.entrypoints.batch.stored_files import BATCH, FILE, PIECE_BYTES, UPLOAD
 from octavo.entrypoints.http.body_fields import MAX_METADATA, Int, RequestBody, ResponseModel, Text, described
+from octavo.entrypoints.http.error_responses import ErrorResponse
 from octavo.entrypoints.http.pagination import Deleted, Page, page_query
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import state_of
@@ -157,7 +158,9 @@ async def get_content(file_id: str, raw: Request) -> Response:
     return FileStream(content(), {})
 
 
-@router.delete("/v1/files/{file_id}")
+@router.delete(
+    "/v1/files/{file_id}", responses={409: {"model": ErrorResponse, "description": "A batch under way needs the file."}}
+)
 async def delete_file(file_id: str, raw: Request) -> Deleted:
     """Forget a file."""
     await state_of(raw).store.run(lambda database: stored_files.delete(database, file_id))

@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.chat.conversation import render_messages
+from octavo.entrypoints.http.error_responses import ErrorResponse
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import ARRIVAL, ServerState, state_of
 from octavo.entrypoints.openai.request_bodies import DetokenizeRequest, TokenizeRequest
@@ -53,7 +54,10 @@ async def detokenize(body: DetokenizeRequest, raw: Request) -> DetokenizeRespons
     return DetokenizeResponse(prompt=text)
 
 
-@router.get("/tokenizer_info")
+@router.get(
+    "/tokenizer_info",
+    responses={404: {"model": ErrorResponse, "description": "The server lacks --enable-tokenizer-info-endpoint."}},
+)
 async def tokenizer_info(raw: Request) -> dict[str, Any]:
     """The tokenizer's configuration (tokenizer_config.json where it is a folder's), with the chat template in use."""
     state = state_of(raw)

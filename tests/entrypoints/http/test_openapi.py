@@ -174,3 +174,11 @@ def test_whatever_the_description_allows_or_forbids_is_answered_as_described(
         case.call_and_validate(checks=expected)
 
     answer()
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "status"), [("/tokenizer_info", "get", "404"), ("/v1/files/{file_id}", "delete", "409")]
+)
+def test_errors_of_single_routes_are_described(http: httpx.Client, path: str, method: str, status: str) -> None:
+    described = http.get("/openapi.json").json()["paths"][path][method]["responses"][status]
+    assert described["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorResponse"}
