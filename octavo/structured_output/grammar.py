@@ -36,6 +36,7 @@ MAX_PIECE_CHARACTERS = 1 << 14
 DEFAULT_WHITESPACE = r"\r?\n(?: {0,24}|\t{0,6})| {1,2}"
 MAX_CALLS = 32  # in one answer
 _MAX_DEPTH = 100  # of a schema
+_MAX_SIMPLE_CHARACTERS = 1 << 16  # of a grammar that is not tried in a process of its own
 _COMMENTS = ("$comment", "title", "description", "examples")  # of a schema, which make no work
 _PIECES = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/')  # of Lark: strings and regular expressions
 
@@ -205,8 +206,8 @@ def make_checked_grammar(
         if reasoning is not None:
             maker.is_certain = False
             grammar = _after_reasoning(grammar, reasoning, special_tokens or {}, budget, is_call=is_call)
-        is_certain = maker.is_certain and maker.is_simple and len(grammar) <= MAX_CHARACTERS
-        problem = "" if is_certain else _problem(grammar, field, is_simple=maker.is_simple)
+        is_simple = maker.is_simple and len(grammar) <= _MAX_SIMPLE_CHARACTERS
+        problem = "" if is_simple and maker.is_certain else _problem(grammar, field, is_simple=is_simple)
         if not problem:
             check = None
             if isinstance(content, StructuredOutputsParams) and content.json is not None and maker.unheld:

@@ -95,7 +95,8 @@ class Logic:
         for one, other, base, other_base in ((a, b, base_a, base_b), (b, a, base_b, base_a)):
             values = _listed(one)
             if values is not None:
-                return not any(self.satisfies(other, other_base, value) for value in values)
+                self._budget -= len(values)
+                return self._budget >= 0 and not any(self.satisfies(other, other_base, value) for value in values)
             for keyword in ("anyOf", "oneOf"):
                 if isinstance(parts := one.get(keyword), list) and all(
                     self._have_none_in_common(part, other, base, other_base, depth + 1, types) for part in parts
@@ -185,7 +186,8 @@ class Logic:
             if one is not True and one != {}:
                 around = self.resolved(within.get("properties", {}).get(name), its_base)[0]
                 around = around if isinstance(around, dict) else {}
-                if (known := _listed(around)) is not None:
+                if (known := _listed(around)) is not None and len(known) <= self._budget:
+                    self._budget -= len(known)
                     rest = [value for value in known if not self.satisfies(one, its_base, value)]
                     opposite: Schema | None = {"enum": rest} if rest else False
                 else:

@@ -209,7 +209,8 @@ class _Writer:
             raise SchemaError(f"enum is a list, not {shown(values)}")
         if not schema.keys() <= {"enum", "const", *_SILENT} or len(schema.keys() & {"enum", "const"}) > 1:
             self._types(schema)
-            values = [one for one in values if self._logic.satisfies(schema, base, one)]
+            rest = {keyword: one for keyword, one in schema.items() if keyword != "enum"}
+            values = [one for one in values if self._logic.satisfies(rest, base, one)]
         self.may_be_empty |= not values
         return {"enum": values} if values else False
 

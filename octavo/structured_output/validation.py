@@ -30,6 +30,7 @@ class Validator:
         self._document = Document(schema)
         self._draft = self._document.draft
         self._num_steps = 0
+        self._enums: dict[int, tuple[list[Any], frozenset[Any]]] = {}  # by the identity of the lists, which stay
 
     def check_text(self, text: str) -> str | None:
         """Why a text is not JSON that satisfies the schema, or None if it is."""
@@ -80,11 +81,18 @@ class Validator:
                 if keyword == "$ref" and not self._document.has_plain_refs:
                     return
         _check_value(schema, value, at, self._draft)
+        if "enum" in schema and same(value) not in self._enum(schema["enum"]):
+            raise Invalid(f"{at}: {shown(value)} is not in enum")
         self._apply_within(schema, base, value, at, depth + 1)
         if isinstance(value, dict):
             self._apply_to_object(schema, base, value, at, depth + 1)
         elif isinstance(value, list):
             self._apply_to_array(schema, base, value, at, depth + 1)
+
+    def _enum(self, values: list[Any]) -> frozenset[Any]:
+        if id(values) not in self._enums:
+            self._enums[id(values)] = values, frozenset(map(same, values))
+        return self._enums[id(values)][1]
 
     def _apply_within(self, schema: dict[str, Any], base: str, value: Any, at: str, depth: int) -> None:
         """The keywords that apply schemas to the value itself."""
@@ -109,6 +117,7 @@ class Validator:
             raise Invalid(f"{at}: {missing[0]!r:.60} is required")
         properties = schema.get("properties", {})
         patterns = {name: read_pattern(name) for name in schema.get("patternProperties", ())}
+        self._num_steps += len(patterns) * len(value)
         for name, one in value.items():
             here = f"{at}.{name:.60}"
             if name in properties:
@@ -275,8 +284,6 @@ def _check_value(schema: dict[str, Any], value: Any, at: str, draft: int) -> Non
         raise Invalid(f"{at}: {shown(value)} is not of type {' or '.join(map(str, types))}")
     if "const" in schema and draft >= 6 and same(value) != same(schema["const"]):
         raise Invalid(f"{at}: {shown(value)} is not {shown(schema['const'])}")
-    if "enum" in schema and same(value) not in list(map(same, schema["enum"])):
-        raise Invalid(f"{at}: {shown(value)} is not in enum")
     if isinstance(value, str):
         _check_size(schema, "Length", len(value), at)
         if "pattern" in schema and not read_pattern(schema["pattern"]).matches(value):

@@ -273,6 +273,30 @@ def test_the_work_on_a_schema_grows_with_its_size(shape: str) -> None:
         assert num_calls(24) <= 4 * num_calls(12)
 
 
+def test_long_lists_of_values_are_read_once() -> None:
+    """Counted in calls: 4,000 values of which each is compared with the others' keywords and not with the others."""
+    num = 0
+
+    def count(frame: Any, event: str, arg: Any) -> None:
+        nonlocal num
+        num += event == "call"
+
+    schema = {
+        "enum": [f"value {i}" for i in range(4000)],
+        "type": "string",
+        "minLength": 1,
+        "not": {"const": "value 7"},
+    }
+    sys.setprofile(count)
+    try:
+        lowered = lower(schema)
+        assert Validator({"items": schema}).check(["value 1"] * 100) is None
+    finally:
+        sys.setprofile(None)
+    assert len(lowered.schema["enum"]) == 3999
+    assert num < 40 * 4000
+
+
 def test_closing_never_makes_a_value_valid() -> None:
     for seed in range(60, 100):
         schema, rng = published_schema(seed), random.Random(seed)
