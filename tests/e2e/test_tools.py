@@ -180,3 +180,27 @@ def test_bad_schemas_are_refused_and_hurt_nobody(server: Server, client: openai.
     text += "".join(chunk.choices[0].text for chunk in pieces)
     assert text == client.completions.create(**asked).choices[0].text
     server.wait_until_idle()
+
+
+def test_what_no_grammar_holds_is_checked_when_the_answer_ends(server: Server, client: openai.OpenAI) -> None:
+    """All that this grammar leaves is ["a","a"], and the schema wants another item among them."""
+    same: Any = {"type": "array", "items": {"const": "a"}, "minItems": 2, "maxItems": 2, "contains": {"const": "b"}}
+
+    def ask(final_check: str, **fields: Any) -> Any:
+        wanted = {"json": same, "final_check": final_check, "disable_any_whitespace": True}
+        return client.chat.completions.create(
+            model=MODEL, messages=QUESTION, max_tokens=50, extra_body={"structured_outputs": wanted}, **fields
+        )
+
+    choice = ask("report").choices[0]
+    assert (choice.message.content, choice.finish_reason) == ('["a","a"]', "stop")
+    assert choice.stop_reason == "schema_mismatch"
+    *_, last = ask("report", stream=True)
+    assert last.choices[0].stop_reason == "schema_mismatch"
+    with pytest.raises(openai.UnprocessableEntityError, match="does not satisfy its schema"):
+        ask("error")
+    with pytest.raises(openai.APIError, match="does not satisfy its schema"):
+        list(ask("error", stream=True))
+    with pytest.raises(openai.BadRequestError, match=r"structured_outputs\.json has contains, which a grammar cannot"):
+        ask("refuse")
+    server.wait_until_idle()
