@@ -258,7 +258,7 @@ def test_an_answer_with_calls_can_be_sent_back(client: openai.OpenAI, chatty: Fa
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"tool_call_parser": "x"}, "--tool-call-parser must be one of auto, none, cohere, command_r"),
+        ({"tool_call_parser": "x"}, "--tool-call-parser must be one of auto, none, apertus, cohere"),
         ({"reasoning_parser": "x"}, "--reasoning-parser must be one of auto, none, cohere, deepseek_r1"),
     ],
 )

@@ -36,8 +36,7 @@ def spelling(form: ToolFormat, tools: ToolSchemas, num_earlier_calls: int = 0) -
     opened, separator, start, end = form.open, form.separator, form.start, form.end
     closed = "" if form.is_whole_answer else form.close  # which models write after a start that is skipped
     if isinstance(body, JsonCalls):
-        calls = {name: CallText(f"{{{body.first}{_pair(body.name, name)}, {json.dumps(body.arguments)}: ", "}")
-                 for name in tools}  # fmt: skip
+        calls = {name: CallText(f"{{{_head_of_json(body, name)}: ", "}") for name in tools}
         if body.is_list:
             return Spelling(f"{opened}{start}[", f"]{end}{closed}", ", ", calls)
     elif isinstance(body, NamedJson):
@@ -113,6 +112,12 @@ def _keyed(value: Any, quote: str) -> str:
     if isinstance(value, list):
         return "[" + ",".join(_keyed(item, quote) for item in value) + "]"
     return f"{quote}{value}{quote}" if isinstance(value, str) else json.dumps(value)
+
+
+def _head_of_json(body: JsonCalls, name: str) -> str:
+    if not body.name:
+        return json.dumps(name, ensure_ascii=False)
+    return f"{body.first}{_pair(body.name, name)}, {json.dumps(body.arguments)}"
 
 
 def _pair(key: str, value: str) -> str:

@@ -172,6 +172,13 @@ class FormatParser(TextParser):
         if value == [] and not self._form.is_whole_answer:
             return []
         items = value if isinstance(value, list) else [value]
+        if not body.name:
+            items = [
+                {"name": next(iter(item)), "arguments": next(iter(item.values()))}
+                if isinstance(item, dict) and len(item) == 1
+                else item
+                for item in items
+            ]
         names = (body.arguments, "arguments", "parameters")
         calls = [
             json_call(item, names, body.name) or (json_call(item, names) if body.name != "name" else None)

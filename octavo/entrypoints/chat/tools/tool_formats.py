@@ -16,7 +16,7 @@ AUTO, NONE = "auto", "none"  # in the place of a name: recognise it, read no cal
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls:
-    """`{"name": "f", "arguments": {…}}`; with `is_list`, a list of all calls."""
+    """`{"name": "f", "arguments": {…}}`; with `is_list`, a list of all calls. Without a `name` it is `{"f": {…}}`."""
 
     name: str = "name"
     arguments: str = "arguments"
@@ -165,6 +165,7 @@ def _dsml(section: str) -> ToolFormat:
 
 
 FORMATS: dict[str, ToolFormat] = {
+    "apertus": ToolFormat(JsonCalls("", is_list=True), start="<|tools_prefix|>", end="<|tools_suffix|>"),
     "cohere": _COHERE,
     "command_r": ToolFormat(
         JsonCalls("tool_name", "parameters", is_list=True), start="Action: ```json\n", end="\n```"
@@ -204,6 +205,9 @@ FORMATS: dict[str, ToolFormat] = {
     "llama4_pythonic": _PYTHONIC,
     "longcat": ToolFormat(_JSON, start="<longcat_tool_call>\n", end="\n</longcat_tool_call>"),
     "mimo": _QWEN,
+    "minicpm5": ToolFormat(
+        Tags("", '">\n', '<param name="', '"', ">", "</param>\n"), start='<function name="', end="</function>"
+    ),
     "minimax": ToolFormat(_JSON, open="<tool_calls>\n", close="\n</tool_calls>"),
     "minimax_m2": ToolFormat(
         _invoke(""), open="<minimax:tool_call>\n", close="</minimax:tool_call>", separator=""

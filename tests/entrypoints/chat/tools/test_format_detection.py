@@ -144,6 +144,8 @@ TOOL_TEMPLATES: dict[str, str] = {
         "[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]{% else %}{{ ' ' + m.content }}</s>{% endif %}{% endfor %}"
     ),
     "phi4_mini_json": chat(each(OBJECT, ","), begin="<|", end="<|end|>") + "{# generate calls as functools[{...}] #}",
+    "apertus": chat('<|tools_prefix|>[' + each('{"{{ f.name }}": {{ f.arguments | tojson }}}', ", ") + ']<|tools_suffix|>'),
+    "minicpm5": chat(each(f'<function name="{{{{ f.name }}}}">\n{ITEMS}<param name="{{{{ k }}}}">{VALUE}</param>\n{{% endfor %}}</function>', "\n")),
     "solar_open2": chat(each(
         f"<|tool_call:start|>{{{{ f.name }}}}\n{ITEMS}<|tool_arg:start|>{{{{ k }}}}<|tool_arg:value|>{VALUE}<|tool_arg:end|>\n{{% endfor %}}<|tool_call:end|>"
     )),

@@ -108,6 +108,18 @@ GOOD: list[tuple[str, str, str | None, list[Any]]] = [
     ("pythonic", "[1, 2, 3] is a list.", "[1, 2, 3] is a list.", []),
     ("pythonic", "Text first [now()]", "Text first", [("now", {})]),
     ("pythonic", "Text [first()] of it", "Text [first()] of it", []),
+    (
+        "apertus",
+        '<|tools_prefix|>[{"get_weather": {"city": "Paris"}}, {"now": {}}]<|tools_suffix|>',
+        None,
+        [PARIS, NOW],
+    ),
+    (
+        "minicpm5",
+        'Well.\n<function name="get_weather">\n  <param name="city">Paris</param>\n</function>',
+        "Well.",
+        [PARIS],
+    ),
     ("pythonic", 'Let me see: [get_weather(city="Paris"), now()] Wait.', "Let me see: Wait.", [PARIS, NOW]),
     ("pythonic", '[get_weather(city="Paris")] Wait.', " Wait.", [PARIS]),
     # What models leave as it is in texts, and zeros before numbers.

@@ -33,6 +33,8 @@ def write(form: ToolFormat, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> s
 
 def one(body: Any, name: str, arguments: Mapping[str, Any]) -> str:
     written = json.dumps(arguments, ensure_ascii=False)
+    if isinstance(body, JsonCalls) and not body.name:
+        return f'{{"{name}": {written}}}'
     if isinstance(body, JsonCalls):
         return f'{{{body.first}"{body.name}": "{name}", "{body.arguments}": {written}}}'
     if isinstance(body, NamedJson):
