@@ -70,9 +70,12 @@ class QuantizedModule:
             raise self.fail("some of its scales are not finite")
         return scales if scales.dtype == np.float16 else wide
 
-    def make(self, format: str, shape: tuple[int, ...], layout: Layout, read: Callable[[], dict[str, Any]]) -> None:
+    def make(
+        self, format: str, shape: tuple[int, ...], layout: Layout, read: Callable[[], dict[str, Any]],
+        part: str = "weight",
+    ) -> None:  # fmt: skip
         rows = (int(np.prod(shape[:-1])), shape[-1])
-        self.files.made[f"{self.name}.weight"] = FileTensor(
+        self.files.made[f"{self.name}.{part}"] = FileTensor(
             format, shape, lambda: StoredWeight(format, read(), rows), is_untransposed=True, layout=layout
         )
 

@@ -280,30 +280,37 @@ def _scaled_integers(module: QuantizedModule, bits: int, strategy: str | None, g
     assert groups
 
 
-def _fp8_matrix(module: QuantizedModule, scale_name: str, block: Sequence[int] | None) -> None:
-    codes = module.tensor("weight", ("float8_e4m3fn",))
+def _fp8_matrix(
+    module: QuantizedModule, scale_name: str, block: Sequence[int] | None, part: str = "weight"
+) -> None:
+    """A matrix, or those of all experts [experts, outputs, inputs], each with scales of its own."""
+    codes = module.tensor(part, ("float8_e4m3fn",))
     scales = module.tensor(scale_name, (*FLOATS, "float8_e8m0fnu"))
-    if len(codes.shape) != 2:
-        raise module.fail(f"weight has the shape {list(codes.shape)}, which is no matrix")
-    num_out, num_in = codes.shape
+    if len(codes.shape) not in (2, 3):
+        raise module.fail(f"{part} has the shape {list(codes.shape)}, which is no matrix and none for each expert")
+    *several, num_out, num_in = codes.shape
+    experts = tuple(several)
     if block is None:
-        module.expect(scale_name, scales.shape, (num_out, 1), (num_out,), (1,), (1, 1), ())
+        of_one: list[tuple[int, ...]] = [(num_out, 1), (num_out,), (1,), (1, 1), ()]
+        module.expect(scale_name, scales.shape, *((*experts, *shape) for shape in of_one))
     else:
         rows, columns = block
         if type(rows) is not int or type(columns) is not int or rows <= 0 or columns <= 0:
             raise module.fail(f"blocks of {list(block)} are none")
-        module.expect(scale_name, scales.shape, (-(-num_out // rows), -(-num_in // columns)))
+        module.expect(scale_name, scales.shape, (*experts, -(-num_out // rows), -(-num_in // columns)))
 
     def read() -> dict[str, Any]:
         assert codes.array is not None
-        found, factors = codes.array(), module.scales(scales).astype(np.float32)
+        found, factors = codes.array().reshape(-1, num_in), module.scales(scales).astype(np.float32)
         if ((found.view(np.uint8) & 127) == 127).any():
             raise module.fail("some of its elements are not finite")
         if block is None:
-            return {"codes": found, "scales": _by_output(factors, num_out)}
-        return {"codes": found, "scales": factors.repeat(block[0], 0)[:num_out], "group": np.array([block[1]])}
+            of_experts = factors.reshape(*experts, -1) if experts else [factors]
+            return {"codes": found, "scales": np.concatenate([_by_output(one, num_out) for one in of_experts])}
+        wide = factors.repeat(block[0], -2)[..., :num_out, :].reshape(len(found), -1)
+        return {"codes": found, "scales": wide, "group": np.array([block[1]])}
 
-    module.make("FP8_SCALED", (num_out, num_in), INT8, read)
+    module.make("FP8_SCALED", codes.shape, INT8, read, part)
 
 
 def _fp4(module: QuantizedModule, weights: Settings, part: str, factor_name: str, *, is_divisor: bool) -> None:
@@ -339,6 +346,10 @@ def _fp8(files: QuantizedFiles) -> None:
     for module in files.modules("weight", "float8_e4m3fn"):
         name = "weight_scale_inv" if "weight_scale_inv" in module else "weight_scale"
         _fp8_matrix(module, name, block)
+    for name, tensor in list(files.left.items()):  # transformers 5 has those of all experts in one parameter
+        if tensor.format == "float8_e4m3fn" and f"{name}_scale_inv" in files.left:
+            experts, _, part = name.rpartition(".")
+            _fp8_matrix(QuantizedModule(experts, files), f"{part}_scale_inv", block, part)
 
 
 def _modelopt(files: QuantizedFiles) -> None:

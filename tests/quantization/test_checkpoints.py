@@ -26,7 +26,7 @@ from octavo.quantization.array_functions import FLOATS
 from tests.models.small_experts import EXPERT_MODELS
 from tests.models.test_parity import logits_of
 from tests.quantization.blocks import read_packed
-from tests.quantization.checkpoints import CONFIG, FORMATS, SHAPES, VOCAB, fp4, tensors_of, write
+from tests.quantization.checkpoints import CONFIG, FORMATS, SHAPES, VOCAB, fp4, fp8, tensors_of, write
 
 
 def _open(folder: Path, dtype: str = "bfloat16", quantization: str | None = None) -> Weights:
@@ -318,3 +318,26 @@ def test_experts_of_gpt_oss(tmp_path: Path, tiny_tokenizer: Path, prompts: Any) 
         with torch.no_grad():
             expected = reference(torch.tensor([tokens])).logits[0, -len(found) - 1 : -1]
         assert (found - expected).abs().max() < tolerance * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("block", [None, [128, 128]])
+@pytest.mark.parametrize("name", ["mlp.experts.gate_up_proj", "moe.gate_proj.weight"])
+def test_fp8_matrices_of_all_experts_in_one_tensor(name: str, block: list[int] | None, tmp_path: Path) -> None:
+    """As transformers 5 writes them, and Step 3.7; blocks do not reach from one expert into the next."""
+    form, rng, num_out, num_in = FORMATS["fp8 blocks"], np.random.default_rng(0), 160, 288
+    stored, _ = tensors_of(form)
+    per, scale = ("block", "s") if block else ("tensor", "s")
+    experts = [fp8(rng, num_out, num_in, per=per, name=scale) for _ in range(3)]
+    whole = f"model.layers.0.{name}"
+    more = {
+        whole: np.stack([tensors["weight"] for tensors, _ in experts]),
+        f"{whole}_scale_inv": np.stack([tensors[scale] for tensors, _ in experts]),
+    }
+    settings = {"quant_method": "fp8", "weight_block_size": block}
+    kept = {key: x for key, x in stored.items() if block or "_scale_inv" not in key}
+    if block is None:  # the others' scales are of matrices
+        kept |= {key: np.ones((), np.float32) for key in stored if "_scale_inv" in key}
+    weights = _open(write(tmp_path / "m", kept | more, settings))
+    for i, (_, values) in enumerate(experts):
+        found = weights.take_matrix(whole, (3, num_out, num_in), (i * num_out, (i + 1) * num_out))
+        np.testing.assert_allclose(dequantize(found), values, rtol=1e-6)
