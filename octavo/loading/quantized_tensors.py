@@ -280,9 +280,7 @@ def _scaled_integers(module: QuantizedModule, bits: int, strategy: str | None, g
     assert groups
 
 
-def _fp8_matrix(
-    module: QuantizedModule, scale_name: str, block: Sequence[int] | None, part: str = "weight"
-) -> None:
+def _fp8_matrix(module: QuantizedModule, scale_name: str, block: Sequence[int] | None, part: str = "weight") -> None:
     """A matrix, or those of all experts [experts, outputs, inputs], each with scales of its own."""
     codes = module.tensor(part, ("float8_e4m3fn",))
     scales = module.tensor(scale_name, (*FLOATS, "float8_e8m0fnu"))
