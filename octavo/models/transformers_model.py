@@ -10,6 +10,7 @@ are not captured. `octavo.models.registry` imports this module when one is named
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,7 +22,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -118,6 +119,33 @@ def _run_by(attend: Callable[[_Call], Tensor]) -> Iterator[None]:
         _running.reset(token)
 
 
+# What the functions of `masking_utils` are asked to add to the causal mask, or to leave out of it.
+_MASK_CHANGES = ("or_mask_function", "and_mask_function", "block_sequence_ids")
+
+
+@contextmanager
+def _refusing_masks() -> Iterator[None]:
+    """Raise `LoadError` where a network asks for another mask than the causal one, with a window or without.
+
+    transformers makes no mask for an attention whose masks it does not know, and says nothing. All functions that make
+    masks begin with one, in which their own arguments can be seen."""
+    original = masking_utils._preprocess_mask_arguments
+
+    def look(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1)
+        changes = [name for name in _MASK_CHANGES if caller.f_locals.get(name) is not None]
+        if changes or "chunked" in caller.f_code.co_name:
+            what = ", ".join(changes) or caller.f_code.co_name
+            raise LoadError(f"it brings a mask of its own ({what}).")
+        return original(*args, **kwargs)
+
+    masking_utils._preprocess_mask_arguments = look
+    try:
+        yield
+    finally:
+        masking_utils._preprocess_mask_arguments = original
+
+
 @dataclass(frozen=True, slots=True)
 class TransformersDescription(ModelDescription):
     """A network of transformers'. Of its layers only the attention is known."""
@@ -185,7 +213,7 @@ def describe(config: Mapping[str, Any], code_folder: str | None = None) -> Trans
         return call.query.new_empty(1, call.query.shape[2], call.query.shape[1], call.value.shape[3])
 
     try:
-        with torch.device("meta"), _run_by(note), noting_inputs(network) as inputs:
+        with torch.device("meta"), _run_by(note), _refusing_masks(), noting_inputs(network) as inputs:
             hidden = _hidden(network, torch.zeros(1, 3, dtype=torch.long), torch.arange(3)[None])
     except LoadError:
         raise

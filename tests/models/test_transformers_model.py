@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, masking_utils
+from transformers.models.llama import modeling_llama
 
 from octavo import LLM, SamplingParams
 from octavo.config import EngineArgs
@@ -202,3 +204,29 @@ def test_nothing_of_a_checkpoint_runs_where_octavo_itself_computes_the_model(
     args = EngineArgs(model=str(tmp_path), tokenizer=str(tiny_tokenizer), trust_remote_code=True)
     assert args.create_engine_config().model.code_folder is None
     assert "Python code" not in caplog.text
+
+
+def _to_the_left(batch: int, head: int, query: int, key: int) -> bool:
+    return key <= query
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"or_mask_function": _to_the_left}, {"and_mask_function": _to_the_left},
+        {"block_sequence_ids": torch.zeros(1, 3, dtype=torch.long)}, "create_chunked_causal_mask",
+    ],
+    ids=lambda change: change if isinstance(change, str) else next(iter(change)),
+)  # fmt: skip
+def test_a_network_that_asks_for_another_mask_is_refused(
+    change: dict[str, Any] | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would leave the mask out, as it does not know the attention."""
+    config = config_of("LlamaForCausalLM", num_hidden_layers=2)
+    assert describe(config, "transformers").layers
+    make = masking_utils.create_chunked_causal_mask
+    if not isinstance(change, str):
+        make = partial(masking_utils.create_causal_mask, **change)
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", make)
+    with pytest.raises(LoadError, match="it brings a mask of its own"):
+        describe(config, "transformers")
