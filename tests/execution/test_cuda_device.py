@@ -39,7 +39,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         driver.devices.append(device)
         return nullcontext()
 
-    replaced = SimpleNamespace(cudart=lambda: driver, device=enter, synchronize=lambda device: None)
+    replaced = SimpleNamespace(
+        cudart=lambda: driver, device=enter, synchronize=lambda device: None,
+        _is_in_bad_fork=lambda: True,  # read by torch.manual_seed, which the next fixtures' setup calls
+    )  # fmt: skip
     monkeypatch.setattr("octavo.execution.cuda_device.torch.cuda", replaced)
     return driver
 
