@@ -256,8 +256,8 @@ class _Writer:
             both.append({"anyOf": [*whole, {"type": others}] if others else whole})
 
     def _integers(self, low: list[tuple[Any, bool]], high: list[tuple[Any, bool]]) -> list[dict[str, Any]]:
-        least = max((_floor(bound) + 1 if is_out else _ceil(bound) for bound, is_out in low), default=None)
-        most = min((_ceil(bound) - 1 if is_out else _floor(bound) for bound, is_out in high), default=None)
+        least = max((math.floor(bound) + 1 if is_out else math.ceil(bound) for bound, is_out in low), default=None)
+        most = min((math.ceil(bound) - 1 if is_out else math.floor(bound) for bound, is_out in high), default=None)
         if least is not None and most is not None and least > most:
             return []
         found = {}
@@ -755,14 +755,6 @@ def _size(keyword: str, schema: dict[str, Any]) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 0:
         raise SchemaError(f"{keyword} is a whole number from 0 on, not {shown(value)}")
     return int(value)
-
-
-def _floor(value: float) -> int:
-    return math.floor(value)
-
-
-def _ceil(value: float) -> int:
-    return math.ceil(value)
 
 
 def _exponent(value: Decimal) -> int:
