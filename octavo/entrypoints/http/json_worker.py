@@ -96,9 +96,7 @@ class JsonWorker:
         assert process.stdin is not None and process.stdout is not None
         deadline = time.monotonic() + self._time_limit_s
         for part in (_LENGTH.pack(len(body)), body):
-            left = memoryview(part)
-            while left:
-                left = left[process.stdin.write(left[:_CHUNK_BYTES]) or 0 :]
+            self._write(process.stdin.fileno(), part, deadline)
         value: Any = None
         inner: list[Any] = []  # lists and objects that have not ended, the innermost last
         keys: list[str] = []
@@ -129,6 +127,17 @@ class JsonWorker:
         (length,) = _LENGTH.unpack(self._read(process, _LENGTH.size, deadline))
         piece = self._read(process, length, deadline)
         return piece[0], piece[1:]
+
+    @staticmethod
+    def _write(stream: int, data: bytes, deadline: float) -> None:
+        os.set_blocking(stream, False)
+        left = memoryview(data)
+        with selectors.DefaultSelector() as selector:
+            selector.register(stream, selectors.EVENT_WRITE)
+            while left:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise TimeoutError
+                left = left[os.write(stream, left[:_CHUNK_BYTES]) :]
 
     @staticmethod
     def _read(process: subprocess.Popen[bytes], num_bytes: int, deadline: float) -> bytes:
