@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 from collections.abc import Sequence
+
+
+def with_environment(keys: Sequence[str]) -> list[str]:
+    """Return the keys of a flag and those of the environment."""
+    from_env = [os.environ.get(name) for name in ("OCTAVO_API_KEY", "VLLM_API_KEY")]
+    return [*keys, *filter(None, from_env)]
 
 
 class ApiKeys:

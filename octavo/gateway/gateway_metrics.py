@@ -31,7 +31,7 @@ class GatewayMetrics:
         )  # fmt: skip
         self.retries = Counter(
             "octavo_gateway_retries",
-            "Requests that a replica did not answer and that went elsewhere.",
+            "Requests that a replica was lost for before the first byte, or was too busy for.",
             labels,
             registry=on,
         )

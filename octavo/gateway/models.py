@@ -104,11 +104,7 @@ class Models:
 
     async def _check(self, replica: Replica, timeout_s: float) -> None:
         was_healthy = replica.is_healthy
-        try:
-            async with asyncio.timeout(timeout_s):
-                await replica.check_health()
-        except TimeoutError:
-            replica.is_healthy = False
+        await replica.check_health(timeout_s)
         if replica.is_healthy != was_healthy:
             state = "is healthy again" if replica.is_healthy else "is not healthy and gets no requests"
             logger.warning("%s at %s %s", replica.served_name, replica.upstream.address, state)

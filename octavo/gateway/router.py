@@ -14,6 +14,7 @@ MAX_IDS = 65_536
 # A replica may have so many times the mean of requests in flight before affinity gives way: the constant of consistent
 # hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2016).
 LOAD_FACTOR = 1.25
+SLACK = 2  # requests more than that, so that few requests do not drive each other from their caches
 _NUM_DRAWS = 4
 
 
@@ -78,7 +79,7 @@ class Router:
 
     def _may_take(self, replica: Replica, replicas: Sequence[Replica]) -> bool:
         total = 1 + sum(one.num_in_flight for one in replicas)
-        return replica.num_in_flight + 1 <= 1 + LOAD_FACTOR * total / len(replicas)
+        return replica.num_in_flight + 1 <= SLACK + LOAD_FACTOR * total / len(replicas)
 
 
 class CreatedIds:

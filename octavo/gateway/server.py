@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import uvicorn
 
-from octavo.api_keys import ApiKeys
+from octavo.api_keys import ApiKeys, with_environment
 from octavo.errors import ConfigError
 from octavo.flags import Flags, flag
 from octavo.gateway.app import GatewayApp
@@ -81,12 +81,6 @@ class GatewayArgs(Flags):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be 0 or more, got {getattr(self, name):g}.")
 
-    @property
-    def api_keys(self) -> list[str]:
-        """The keys of the flag and of the environment."""
-        from_env = [os.environ.get(name) for name in ("OCTAVO_API_KEY", "VLLM_API_KEY")]
-        return [*self.api_key, *filter(None, from_env)]
-
 
 def run_gateway(args: GatewayArgs, models: list[str]) -> None:
     """Serve until SIGINT or SIGTERM. Raises `ConfigError`."""
@@ -129,7 +123,9 @@ class GatewayServer(uvicorn.Server):
         budget = MemoryBudget(args.memory_gib)
         self.models = Models(catalogue, budget, launch, replica_timeout_s=args.replica_timeout)
         limits = WaitLimits(args.max_waiting, args.max_wait, args.stream_keep_alive)
-        self.app = GatewayApp(self.models, ApiKeys(args.api_keys), limits, max_body_bytes=args.max_body_bytes)
+        self.app = GatewayApp(
+            self.models, ApiKeys(with_environment(args.api_key)), limits, max_body_bytes=args.max_body_bytes
+        )
         self._args = args
         self._draining: asyncio.Task[None] | None = None
         self._seen = self._file_stamp()

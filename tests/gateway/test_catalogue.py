@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo.entrypoints.cli.gateway import main
 from octavo.errors import ConfigError
 from octavo.gateway.catalogue import ModelEntry, check_memory, named_models, read_catalogue
 
@@ -77,3 +78,21 @@ def test_a_budget_wants_to_know_what_each_model_takes() -> None:
     check_memory(catalogue, None)
     with pytest.raises(ConfigError, match="named twice"):
         named_models(["a", "a"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "either models"),
+        (["m", "--catalogue", "f"], "either models"),
+        (["m", "--memory-gib", "4"], "memory_gib"),
+        (["m", "--memory-gib", "0"], "greater than 0"),
+        (["m", "--stream-keep-alive", "-1"], "0 or more"),
+        (["--catalogue", "/nowhere.yaml"], "cannot be read"),
+    ],
+)
+def test_a_gateway_that_cannot_be_honoured_does_not_start(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*argv, "--port", "0"]) == 1
+    assert says in capsys.readouterr().err

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.gateway import router as router_module
-from octavo.gateway.replica import FAILURES_TO_OPEN, Replica
+from octavo.gateway.replica import FAILED_CHECKS, FAILURES_TO_OPEN, Replica
 from octavo.gateway.router import CreatedIds, Router
 from octavo.gateway.upstream import Upstream
 
@@ -52,7 +52,7 @@ def test_load_corrects_affinity() -> None:
 def test_only_those_are_chosen_that_take_requests(states: list[str], seed: int) -> None:
     router, fleet = Router(random.Random(seed)), replicas(len(states))
     for one, state in zip(fleet, states, strict=True):
-        one.is_healthy = state != "sick"
+        one.num_failed_checks = FAILED_CHECKS if state == "sick" else FAILED_CHECKS - 1
         for _ in range(FAILURES_TO_OPEN if state == "broken" else 0):
             one.breaker.fail()
         router.remember(one, [b"1"])

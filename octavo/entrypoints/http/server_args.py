@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from octavo import tracing
+from octavo.api_keys import with_environment
 from octavo.entrypoints.chat.reasoning import STYLES
 from octavo.entrypoints.chat.tools.tool_formats import AUTO, FORMATS, NONE
 from octavo.entrypoints.http.request_limits import RequestLimits
@@ -160,8 +161,7 @@ class ServerArgs(RequestLimits, Flags):
     @property
     def api_keys(self) -> list[str]:
         """The keys of the flag and of the environment."""
-        from_env = [os.environ.get(name) for name in ("OCTAVO_API_KEY", "VLLM_API_KEY")]
-        return [*self.api_key, *filter(None, from_env)]
+        return with_environment(self.api_key)
 
     @property
     def logs_requests(self) -> bool:

@@ -1,0 +1,136 @@
+"""HTTP to one address: kept connections, every way to end a body, and what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from octavo.gateway import upstream as upstream_module
+from octavo.gateway.upstream import Upstream, UpstreamError
+from tests.gateway.fakes import Asked, Behave, fake_servers
+from tests.waiting import Clock, until
+
+
+async def in_chunks(asked: Asked) -> None:
+    asked.writer.write(b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n")
+    asked.head(transfer_encoding="chunked")
+    asked.writer.write(b"3\r\nabc\r\n2;x=y\r\nde\r\n0\r\ntrailer: x\r\n\r\n")
+
+
+async def with_length(asked: Asked) -> None:
+    asked.reply(b"abcde")
+
+
+async def until_close(asked: Asked) -> None:
+    asked.head()
+    asked.writer.write(b"abcde")
+    asked.writer.close()
+
+
+async def without_body(asked: Asked) -> None:
+    asked.head(204)
+
+
+async def too_short(asked: Asked) -> None:
+    asked.head(content_length="9")
+    asked.writer.write(b"abcde")
+    asked.writer.close()
+
+
+async def never_ending(asked: Asked) -> None:
+    asked.head(content_length="9")
+    asked.writer.write(b"abcde")
+
+
+def run_with(clock: Clock, behave: Behave, work: Callable[..., Awaitable[None]], timeout_s: float = 30) -> None:
+    async def run() -> None:
+        async with fake_servers(behave) as (server,):
+            upstream = Upstream(server.address, timeout_s=timeout_s)
+            await work(upstream, server)
+            upstream.close()
+
+    clock.run(run())
+
+
+@pytest.mark.parametrize(
+    ("behave", "body", "num_connections"),
+    [(in_chunks, b"abcde", 1), (with_length, b"abcde", 1), (until_close, b"abcde", 3), (without_body, b"", 1)],
+)
+def test_a_body_ends_where_it_says(clock: Clock, behave: Behave, body: bytes, num_connections: int) -> None:
+    async def work(upstream, server) -> None:  # type: ignore[no-untyped-def]
+        for _ in range(3):
+            answer = await upstream.send("POST", b"/x", [(b"a", b"b")], b"{}")
+            assert await answer.read_all(100) == body and await answer.read() == b""
+            assert not answer.header(b"link")
+            answer.close()
+        assert server.num_connections == num_connections, "connections are kept where they can be"
+
+    run_with(clock, behave, work)
+
+
+@pytest.mark.parametrize("behave", [too_short, never_ending])
+def test_a_body_that_breaks_off_is_an_error_after_what_had_come(clock: Clock, behave: Behave) -> None:
+    async def work(upstream, server) -> None:  # type: ignore[no-untyped-def]
+        answer = await upstream.send("GET", b"/x", [], b"")
+        assert await answer.read() == b"abcde"
+        with pytest.raises(UpstreamError):
+            await answer.read()
+        answer.close()
+        await until(lambda: server.num_hung_up)
+
+    run_with(clock, behave, work)
+
+
+def test_a_kept_connection_that_was_closed_is_replaced(clock: Clock) -> None:
+    closing = asyncio.Event()
+
+    async def behave(asked: Asked) -> None:
+        if closing.is_set():
+            closing.clear()
+            asked.die()
+        else:
+            await with_length(asked)
+
+    async def work(upstream, server) -> None:  # type: ignore[no-untyped-def]
+        (await upstream.send("GET", b"/x", [], b"")).close()
+        await (first := await upstream.send("GET", b"/x", [], b"")).read_all(9)
+        first.close()
+        closing.set()
+        answer = await upstream.send("GET", b"/x", [], b"")
+        assert await answer.read_all(9) == b"abcde"
+        answer.close()
+
+    run_with(clock, behave, work)
+
+
+def test_a_replica_waits_for_a_client_that_does_not_read(clock: Clock) -> None:
+    size = 64 * upstream_module.MAX_HELD_BYTES
+
+    async def behave(asked: Asked) -> None:
+        asked.head(content_length=str(size))
+        asked.writer.write(b"x" * size)
+
+    async def work(upstream, server) -> None:  # type: ignore[no-untyped-def]
+        answer = await upstream.send("GET", b"/x", [], b"")
+        await until(lambda: answer._num_held_bytes > upstream_module.MAX_HELD_BYTES)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert answer._num_held_bytes < 4 * upstream_module.MAX_HELD_BYTES
+        num_bytes = 0
+        while data := await answer.read():
+            num_bytes += len(data)
+        assert num_bytes == size
+        answer.close()
+
+    run_with(clock, behave, work)
+
+
+def test_nobody_at_the_address_is_an_error_that_says_so(clock: Clock) -> None:
+    async def work(upstream, server) -> None:  # type: ignore[no-untyped-def]
+        server.die()
+        with pytest.raises(UpstreamError, match="cannot be reached"):
+            await upstream.send("GET", b"/x", [], b"")
+
+    run_with(clock, with_length, work)
