@@ -67,6 +67,10 @@ class Deployment:
     def is_idle(self) -> bool:
         return self.state == "ready" and not self.num_held
 
+    @property
+    def is_stopping(self) -> bool:
+        return self.state == "stopping"
+
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
         """Keep the model from being stopped while a request needs it."""
@@ -113,6 +117,14 @@ class Deployment:
         if self._stopping is None and self.state == "ready" and self.entry.is_local:
             self.state = "stopping"
             self._stopping = asyncio.ensure_future(self._stop())
+
+    def cut(self) -> None:
+        """End the requests that are answered or wait, with errors."""
+        self._is_closed = True
+        if self._starting is not None:
+            self._starting.cancel()
+        for replica in self.replicas:
+            replica.upstream.close()
 
     async def retire(self) -> None:
         """Stop for good, once the requests under way have ended."""

@@ -16,6 +16,9 @@ class Tenant(Protocol):
     @property
     def is_idle(self) -> bool: ...
 
+    @property
+    def is_stopping(self) -> bool: ...
+
     def begin_stop(self) -> None: ...  # which ends with `release`
 
 
@@ -26,7 +29,6 @@ class MemoryBudget:
         self.total_gib = total_gib
         self.num_evictions = 0
         self._held: dict[Tenant, float] = {}
-        self._stopping: set[Tenant] = set()
         self._line: deque[tuple[Tenant, float, asyncio.Future[None]]] = deque()
 
     @property
@@ -51,7 +53,6 @@ class MemoryBudget:
     def release(self, tenant: Tenant) -> None:
         """The tenant's processes have ended."""
         self._held.pop(tenant, None)
-        self._stopping.discard(tenant)
         self.look()
 
     def look(self) -> None:
@@ -73,7 +74,7 @@ class MemoryBudget:
 
     def _make_room(self, gib: float) -> None:
         """Stop idle tenants, if that is enough: otherwise they would stop for nothing yet."""
-        staying = self.held_gib - sum(self._held[one] for one in self._stopping)
+        staying = self.held_gib - sum(gib for one, gib in self._held.items() if one.is_stopping)
         leaving = []
         for tenant in sorted((one for one in self._held if one.is_idle), key=lambda one: one.last_used):
             if self._fits(staying + gib):
@@ -82,6 +83,5 @@ class MemoryBudget:
             leaving.append(tenant)
         if self._fits(staying + gib):
             for tenant in leaving:
-                self._stopping.add(tenant)
                 self.num_evictions += 1
                 tenant.begin_stop()

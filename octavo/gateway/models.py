@@ -85,10 +85,9 @@ class Models:
         await asyncio.gather(*(deployment.close() for deployment in every), *self._tasks, return_exceptions=True)
 
     def cut(self) -> None:
-        """Cut the requests under way."""
+        """End the requests under way, with errors."""
         for deployment in [*self, *self._retired]:
-            for replica in deployment.replicas:
-                replica.upstream.close()
+            deployment.cut()
 
     def _spawn(self, work: object) -> None:
         task: asyncio.Future[None] = asyncio.ensure_future(work)  # type: ignore[call-overload]

@@ -209,6 +209,23 @@ def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event(clock: Clock)
     clock.run(run())
 
 
+def test_a_stream_that_waits_for_its_model_ends_with_the_drain(clock: Clock) -> None:
+    async def run() -> None:
+        launch = FakeLaunch()
+        launch.may_start.clear()
+        async with gateway({"a": {}}, launch, shutdown_timeout=3.0) as gate:
+            fields = {"model": "a", "stream": True}
+            async with gate.http.stream("POST", "/v1/completions", json=fields) as response:
+                found = b""
+                async for piece in response.aiter_raw():
+                    if not found:
+                        gate.server.stop()
+                    found += piece
+            assert b'"code":"stopping"' in found and found.endswith(b"\n\n")
+
+    clock.run(run())
+
+
 def test_a_catalogue_that_changes_is_read_again_and_a_broken_one_is_not_taken(
     clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,8 +15,8 @@ from octavo.gateway.memory_budget import MemoryBudget
 class FakeTenant:
     gib: float
     is_idle: bool = False
-    last_used: float = 0.0
     is_stopping: bool = False
+    last_used: float = 0.0
 
     def begin_stop(self) -> None:
         assert self.is_idle and not self.is_stopping
@@ -61,6 +61,23 @@ def test_it_is_never_exceeded_and_no_one_waits_for_free_memory(steps: list[tuple
             want.cancel()
         await asyncio.gather(*wants.values(), return_exceptions=True)
         assert not budget._line
+
+    asyncio.run(run())
+
+
+def test_those_that_stop_already_are_counted_on() -> None:
+    async def run() -> None:
+        budget = MemoryBudget(2)
+        leaving, idle = FakeTenant(1), FakeTenant(1)
+        for tenant in (leaving, idle):
+            await budget.reserve(tenant, 1)
+            tenant.is_idle = True
+        leaving.begin_stop()
+        waiting = asyncio.ensure_future(budget.reserve(FakeTenant(1), 1))
+        await asyncio.sleep(0)
+        assert not idle.is_stopping
+        budget.release(leaving)
+        await waiting
 
     asyncio.run(run())
 
