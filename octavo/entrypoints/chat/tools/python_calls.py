@@ -31,9 +31,9 @@ def python_calls(text: str) -> list[Call] | None:
 
 def python_list(text: str) -> tuple[list[Call], int] | None:
     """The calls of the list that `text` begins with, and where it ends. None if it does not begin with one."""
-    depth, position = 0, 0
+    depth, position, open_quotes = 0, 0, set[str]()
     while position < len(text):
-        if (quoted := _text_at(text, position)) is not None:
+        if (quoted := _text_at(text, position, open_quotes)) is not None:
             position = quoted.end()
             continue
         depth += (text[position] in "[({") - (text[position] in "])}")
@@ -44,16 +44,24 @@ def python_list(text: str) -> tuple[list[Call], int] | None:
     return None
 
 
-def _text_at(text: str, position: int) -> re.Match[str] | None:
-    return _TEXTS[text[position]].match(text, position) if text[position] in _TEXTS else None
+def _text_at(text: str, position: int, open_quotes: set[str]) -> re.Match[str] | None:
+    """The text in quotes that begins at `position`. `open_quotes` are those that nothing ends from an earlier place on,
+    which are not looked for again, so that reading takes linear time."""
+    quote = text[position]
+    if quote not in _TEXTS or quote in open_quotes:
+        return None
+    found = _TEXTS[quote].match(text, position)
+    if found is None:
+        open_quotes.add(quote)
+    return found
 
 
 def _repaired(text: str) -> str:
     """`text` with what models write and Python refuses as Python has it: line breaks and apostrophes in texts, numbers
     that begin with zeros."""
-    parts, position, begin = list[str](), 0, 0
+    parts, position, begin, open_quotes = list[str](), 0, 0, set[str]()
     while position < len(text):
-        if (quoted := _text_at(text, position)) is None:
+        if (quoted := _text_at(text, position, open_quotes)) is None:
             position += 1
             continue
         parts.append(_LEADING_ZEROS.sub("", text[begin:position]))

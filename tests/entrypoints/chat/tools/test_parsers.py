@@ -236,6 +236,7 @@ BROKEN = [
     ("pythonic", "[get_weather('Paris')]"),
     ("pythonic", "[get_weather(city='Paris'"),
     ("pythonic", "[get_weather(**{})]"),
+    ("pythonic", "[get_weather(city=" + "'x" * 200_000),
     ("pythonic", "[f(a=" + "(" * 2000 + ")" * 2000 + ")]"),
 ]
 
