@@ -45,6 +45,8 @@ TENSOR_TYPES = {
     34: TensorType("TQ1_0", 256, 54),
     35: TensorType("TQ2_0", 256, 66),
     39: TensorType("MXFP4", 32, 17),
+    40: TensorType("NVFP4", 64, 36),
+    41: TensorType("Q1_0", 128, 18),
 }
 # format of plain floats -> their element type
 PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}

@@ -29,6 +29,8 @@ LAYOUTS = {
     "IQ4_NL": Layout(8, 32, False),
     "IQ4_XS": Layout(8, 32, False),
     "MXFP4": Layout(8, 32, False),
+    "NVFP4": Layout(8, 16, False),
+    "Q1_0": Layout(4, 32, False),
     "IQ1_S": Layout(8, 32, False),
     "IQ1_M": Layout(8, 16, False),
     "IQ2_XXS": Layout(8, 32, False),
@@ -177,6 +179,28 @@ def _mxfp4(blocks: Array) -> _Unpacked:
     return _from_table(_nibbles(blocks[..., 1:]), DOUBLED_E2M1), powers_of_two(blocks[..., :1]) * 0.5, None
 
 
+# Of each byte as an eight-bit float of four bits of exponent, whose sign does not count: half of it, as the numbers are
+# doubled. 0x7F is none.
+_HALF_E4M3 = [
+    0.0 if byte == 0x7F else 2.0 ** (max(byte >> 3 & 15, 1) - 11) * (8 * (byte & 0x78 > 0) + (byte & 7))
+    for byte in range(256)
+]
+
+
+def _nvfp4(blocks: Array) -> _Unpacked:
+    # Four scales, then eight bytes for each sixteen elements: low halves first.
+    packed = blocks[..., 4:].reshape(*blocks.shape[:2], 4, 8)
+    scales = constant(blocks, _HALF_E4M3, "float32")[cast(blocks[..., :4], "int64")]
+    return _from_table(_nibbles(packed), DOUBLED_E2M1), scales, None
+
+
+def _q1_0(blocks: Array) -> _Unpacked:
+    # A float16, then a bit for each of 128 elements, lowest first: plus or minus the float16.
+    bits = (blocks[..., 2:, None] >> arange(blocks, 8, dtype="uint8")) & 1
+    scales = _half(blocks, 0) + cast(arange(blocks, 4), "float32") * 0
+    return 2 * bits.reshape(*blocks.shape[:2], 128) + 7, scales, None
+
+
 _UNPACKERS: dict[str, Callable[[Array], _Unpacked]] = {
     "Q4_0": lambda blocks: (_nibbles(blocks[..., 2:]), _half(blocks, 0), None),
     "Q4_1": lambda blocks: (_nibbles(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2)),
@@ -193,6 +217,8 @@ _UNPACKERS: dict[str, Callable[[Array], _Unpacked]] = {
     "TQ1_0": _tq1_0,
     "TQ2_0": _tq2_0,
     "MXFP4": _mxfp4,
+    "NVFP4": _nvfp4,
+    "Q1_0": _q1_0,
     "IQ1_S": codebooks.iq1_s,
     "IQ1_M": codebooks.iq1_m,
     "IQ2_XXS": codebooks.iq2_xxs,

@@ -12,10 +12,10 @@ from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.gguf_architectures import ARCHITECTURES
 from octavo.loading.gguf_file import GGUFFile, read_gguf
 from octavo.loading.gguf_tensors import NamedTensor, stored_tensor
-from octavo.quantization import dequantize, unpacking
+from octavo.quantization import StoredWeight, dequantize, unpacking
 from octavo.quantization.array_functions import FLOATS
-from octavo.quantization.formats import TENSOR_TYPES
-from tests.quantization.blocks import random_matrix
+from octavo.quantization.formats import PLAIN, TENSOR_TYPES
+from tests.quantization.blocks import random_matrix, values_of
 
 Write = Callable[..., Path]
 _NUMBERS = {t.name: n for n, t in TENSOR_TYPES.items()}
@@ -30,7 +30,10 @@ def _written(tmp_path: Path, write_gguf: Write, name: str, packed: np.ndarray) -
     """A file whose tensor `t` has these bytes, and its values according to the gguf package."""
     kind = gguf.GGMLQuantizationType(_NUMBERS[name])
     path = write_gguf(tmp_path / "t.gguf", {"t": packed}, types={"t": kind})
-    return str(path), gguf.dequantize(packed, kind)
+    if kind.name in PLAIN:
+        return str(path), gguf.dequantize(packed, kind)
+    num_in = packed.shape[1] // TENSOR_TYPES[kind].block_bytes * TENSOR_TYPES[kind].block_size
+    return str(path), values_of(StoredWeight(kind.name, {"data": packed}, (len(packed), num_in)))
 
 
 def _random_blocks(name: str, rows: int, blocks_in_row: int) -> np.ndarray:

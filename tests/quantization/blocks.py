@@ -34,6 +34,8 @@ BLOCKS = {
     "IQ4_XS": (136, 256, (0,)),
     "TQ1_0": (54, 256, (52,)),
     "TQ2_0": (66, 256, (64,)),
+    "NVFP4": (36, 64, ()),
+    "Q1_0": (18, 128, (0,)),
 }
 # Bits of a weight in layouts that keep superblocks, by their number (csrc/cpu/kernel_types.h: WeightFormat).
 KEPT_BITS = {4: 4.5, 5: 6.5625, 6: 5.5, 7: 3.4375, 8: 2.625}
@@ -66,9 +68,14 @@ def random_matrix(name: str, rows: int, num_in: int, seed: int = 0, extreme: boo
 
 
 def values_of(matrix: StoredWeight) -> np.ndarray:
-    """The matrix according to the gguf package."""
+    """The matrix according to the gguf package, which knows of Q1_0 only the size: a float16, then a bit for each
+    element, lowest first, of which 0 is minus that."""
     import gguf
 
+    if matrix.format == "Q1_0":
+        blocks = np.ascontiguousarray(matrix.data).reshape(-1, 18)
+        signs = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little").astype(np.float32) * 2 - 1
+        return (signs * blocks[:, :2].copy().view(np.float16).astype(np.float32)).reshape(matrix.shape)
     return gguf.dequantize(matrix.data, gguf.GGMLQuantizationType[matrix.format])
 
 
