@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Any
 
-from tests.gateway.fakes import Asked, FakeLaunch, gateway
-from tests.waiting import Clock, until
+from octavo.gateway.catalogue import ModelEntry
+from tests.gateway.fakes import Asked, FakeLaunch, FakeServer, gateway
+from tests.waiting import Clock, until, virtual_sleep
 
 
 def test_one_start_however_many_ask(clock: Clock) -> None:
@@ -203,5 +205,40 @@ def test_no_server_is_left_when_the_gateway_has_ended(clock: Clock) -> None:
             await gate.ask("b")
             launch.may_start.clear()
         assert launch.running("a") == launch.running("b") == 0
+
+    clock.run(run())
+
+
+def test_five_models_in_the_memory_of_two_answer_all_requests(clock: Clock) -> None:
+    """Eight clients ask by Zipf's law; each answer and each start takes some time."""
+    source = random.Random("zipf")
+    names = "abcde"
+
+    async def behave(asked: Asked) -> None:
+        await virtual_sleep(source.uniform(0.1, 2))
+        asked.reply(b"{}")
+
+    class SlowLaunch(FakeLaunch):
+        async def __call__(self, name: str, entry: ModelEntry) -> FakeServer:
+            await virtual_sleep(source.uniform(0.5, 3))
+            server = await super().__call__(name, entry)
+            assert sum(self.running(one) for one in names) <= 2, "the budget holds for processes, not for numbers alone"
+            return server
+
+    wanted = iter([*names, *source.choices(names, [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5], k=91)])  # shared by the clients
+
+    async def run() -> None:
+        models = {name: {"memory_gib": 2, "keep_alive": 5} for name in names}
+        async with gateway(models, SlowLaunch(behave), memory_gib=4.0) as gate:
+
+            async def ask_often() -> None:
+                for name in wanted:
+                    response = await gate.ask(name)
+                    assert response.status_code == 200, response.text
+                    assert gate.server.models.budget.held_gib <= 4
+
+            await asyncio.gather(*(ask_often() for _ in range(8)))
+            starts = [await gate.metric(f'octavo_gateway_starts_total{{model="{name}"}}') for name in names]
+            assert starts == [gate.launch.begun.count(name) for name in names] and min(starts) >= 1
 
     clock.run(run())
