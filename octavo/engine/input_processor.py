@@ -371,13 +371,19 @@ class InputProcessor:
         return Prompt(token_ids, None, media=tuple(items), cache_salt=salt, is_embedded=True), media, ()
 
     def _check_length(
-        self, num_tokens: int, advice: str = "shorten it, or set truncate_prompt_tokens", *, room: int = 1
+        self,
+        num_tokens: int,
+        advice: str = "shorten it, or set truncate_prompt_tokens",
+        *,
+        room: int = 1,
+        is_beginning: bool = False,
     ) -> None:
-        """Raise `RequestError` if a prompt leaves no room for an answer."""
+        """Raise `RequestError` if a prompt leaves no room for an answer. With `is_beginning` only the first tokens of
+        the prompt were counted."""
         if num_tokens + room > (limit := self.model.max_model_len):
+            count = f"more than {num_tokens - 1}" if is_beginning else num_tokens
             raise RequestError(
-                f"the prompt has {num_tokens} tokens and the model takes {limit} of prompt and output together; "
-                f"{advice}.",
+                f"the prompt has {count} tokens and the model takes {limit} of prompt and output together; {advice}.",
                 param="prompt",
                 code="context_length_exceeded",
             )
@@ -388,9 +394,7 @@ class InputProcessor:
         limit = self.model.max_model_len
         most = max(_LONG_TOKEN_CHARACTERS * limit, MAX_INLINE_LENGTH)
         if len(text) > most and (num_tokens := len(self.encode(text[:most], add_special_tokens=False))) > 2 * limit:
-            self._check_length(
-                num_tokens, "these are of its beginning alone; shorten it, or set truncate_prompt_tokens"
-            )
+            self._check_length(num_tokens, is_beginning=True)
 
     def count(self, text: str, media: Mapping[str, Any] | None, add_special_tokens: bool) -> int:
         """Return the tokens of a prompt, which may be too long for the model. Raises `RequestError`."""

@@ -97,7 +97,7 @@ def test_a_prediction_is_text_or_token_ids_and_what_no_answer_can_have_is_left_o
         ({"prompt": "x", "cache_salt": "\ud800"}, "cache_salt"),
         ("lone \ud800 surrogate", "not valid Unicode"),
         ("lone \ud800 surrogate" * 200, "not valid Unicode"),
-        ("x " * (MAX_LEN * 1024), "cannot fit"),
+        ("x " * (MAX_LEN * 1024), r"has more than \d+ tokens and the model takes 20"),
     ],
 )
 def test_prompts_that_make_no_sense_are_refused(inputs: InputProcessor, prompt: Any, message: str) -> None:

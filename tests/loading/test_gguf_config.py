@@ -18,6 +18,7 @@ Tensors = Callable[..., dict[str, np.ndarray]]
 
 # What the tiny files of conftest describe.
 _TINY = {
+    "has_standard_names": True,
     "vocab_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "silu", "max_position_embeddings": 128,
     "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "dtype": "float32", "bos_token_id": 1, "eos_token_id": 2,
