@@ -47,13 +47,13 @@ def wait_until(condition: Callable[[], T], of_what: Callable[[], object] = lambd
     return found
 
 
-async def until(condition: Callable[[], object]) -> None:
+async def until(condition: Callable[[], object], every_s: float = 0.001) -> None:
     """`wait_until` in an event loop."""
     deadline = time.perf_counter() + within(60)
     while not condition():
         if time.perf_counter() > deadline:
             raise AssertionError("the condition did not come true")
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(every_s)
 
 
 async def virtual_sleep(seconds: float) -> None:
@@ -64,8 +64,10 @@ async def virtual_sleep(seconds: float) -> None:
 class Clock:
     """`time.monotonic` of this process, event loops included, which a test moves forward."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._real, self._shift_s = time.monotonic, 0.0
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, grace_s: float = 0.0) -> None:
+        """In `run`, what one socket of this process sends to another has `grace_s` to arrive before time jumps: a busy
+        kernel takes a while."""
+        self._real, self._shift_s, self._grace_s = time.monotonic, 0.0, grace_s
         monkeypatch.setattr(time, "monotonic", self.now)
 
     def now(self) -> float:
@@ -86,7 +88,7 @@ class Clock:
 
         class Jumping(selectors.DefaultSelector):
             def select(self, timeout: float | None = None) -> Any:
-                ready = super().select(timeout if timeout is None else 0)
+                ready = super().select(timeout if timeout is None else min(timeout, clock._grace_s))
                 if not ready and timeout:
                     clock.advance(timeout)
                 return ready

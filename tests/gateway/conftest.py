@@ -10,4 +10,4 @@ from tests.waiting import Clock
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Time that passes when nothing else can happen: `clock.run` a test's coroutine."""
-    return Clock(monkeypatch)
+    return Clock(monkeypatch, grace_s=0.001)

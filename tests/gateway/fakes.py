@@ -14,7 +14,12 @@ import httpx
 from octavo.gateway.catalogue import Catalogue, ModelEntry, read_catalogue
 from octavo.gateway.serve_process import StartError
 from octavo.gateway.server import GatewayArgs, GatewayServer, bind
-from tests.waiting import until
+from tests import waiting
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """`waiting.until`, in steps of time that suit a test in which minutes pass."""
+    await waiting.until(condition, every_s=0.1)
 
 
 @dataclass

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.fakes import Asked, Behave, FakeLaunch, FakeServer, answer_plainly, fake_servers, gateway
-from tests.waiting import Clock, until
+from tests.gateway.fakes import Asked, Behave, FakeLaunch, FakeServer, answer_plainly, fake_servers, gateway, until
+from tests.waiting import Clock
 
 
 def at(servers: list[FakeServer]) -> dict[str, Any]:

@@ -7,8 +7,8 @@ import random
 from typing import Any
 
 from octavo.gateway.catalogue import ModelEntry
-from tests.gateway.fakes import Asked, FakeLaunch, FakeServer, gateway
-from tests.waiting import Clock, until, virtual_sleep
+from tests.gateway.fakes import Asked, FakeLaunch, FakeServer, gateway, until
+from tests.waiting import Clock, virtual_sleep
 
 
 def test_one_start_however_many_ask(clock: Clock) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.fakes import Asked, FakeLaunch, fake_servers, gateway
-from tests.waiting import Clock, until
+from tests.gateway.fakes import Asked, FakeLaunch, fake_servers, gateway, until
+from tests.waiting import Clock
 
 
 def test_bytes_pass_unchanged_both_ways_but_for_the_name_of_an_alias(clock: Clock) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from octavo.gateway import upstream as upstream_module
 from octavo.gateway.upstream import Upstream, UpstreamError
-from tests.gateway.fakes import Asked, Behave, fake_servers
-from tests.waiting import Clock, until
+from tests.gateway.fakes import Asked, Behave, fake_servers, until
+from tests.waiting import Clock
 
 
 async def in_chunks(asked: Asked) -> None:
