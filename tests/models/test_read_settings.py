@@ -35,7 +35,7 @@ _HAVE_NO_MEANING = {
     "linear_conv_kernel_dim": "Bailing", "linear_num_heads": "Bailing",
     "mamba_expand": "FalconH1", "mamba_headdim": "Zamba2", "moe_norm_min": "Ernie4_5",
     "n_ctx": "CodeGen", "num_key_value_heads": _LATENT, "qk_head_dim": "Longcat", "sliding_window": "Qwen[23]Moe",
-    "sliding_window_pattern": "Exaone", "time_step_min": "(Falcon)?Mamba|Zamba",
+    "sliding_window_pattern": "Exaone", "time_step_min": "(Falcon)?Mamba|Zamba|NemotronH",
 }  # fmt: skip
 _STANDARD = {own: standard for standard, names in readers._ALIASES.items() for own in names}
 

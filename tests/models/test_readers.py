@@ -4,6 +4,7 @@ is refused by name.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -273,3 +274,13 @@ def test_a_class_may_be_called_as_checkpoints_call_it(published: str) -> None:
         config["text_config"]["vocab_size"] = config["image_token_id"] + 1
     given = [config | {"architectures": [name]} for name in (published, known)]
     assert describe(given[0]) == describe(given[1])
+
+
+def test_time_steps_of_nemotron_h_have_the_limits_that_the_configuration_says() -> None:
+    def limits(**given: Any) -> tuple[float, float]:
+        sizes = {"hybrid_override_pattern": "M" * 30, "mamba_num_heads": 4, "mamba_head_dim": 8}
+        [mixer, *_] = [layer.attention for layer in described("NemotronHForCausalLM", **sizes, **given).layers]
+        return mixer.time_limit
+
+    assert limits() == limits(time_step_min=0.1) == (0.0, math.inf)
+    assert limits(time_step_limit=[0.3, 0.9]) == (0.3, 0.9)

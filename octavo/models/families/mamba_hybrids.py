@@ -109,7 +109,10 @@ def _nemotron(config: Config, i: int) -> MambaDescription | None:
     """A layer is this, attention, a feed-forward or experts."""
     if config["layer_types"][i] in ("mlp", "moe"):
         return None
-    heads, size, limit = config["mamba_n_heads"], config["mamba_d_head"], (config["time_step_min"], math.inf)
+    heads, size = config["mamba_n_heads"], config["mamba_d_head"]
+    # transformers 5 limits time steps to time_step_min and more, with which biases begin. NVIDIA's own code, by which
+    # they were trained, and vLLM limit them by this setting, which is none: with the other perplexity is higher.
+    limit = _limits(config)
     return _mamba_2(config, heads, size, bias="use_bias", activation=_OWN_ACT, name="mixer", time_limit=limit)
 
 
