@@ -29,6 +29,7 @@ _NO_BIAS = {"attention_bias": False, "mlp_bias": False}
 
 def test_the_default_model_is_described_as_its_own_config_json_does(default_checkpoint: Checkpoint) -> None:
     assert default_checkpoint.config == _NO_BIAS | {
+        "has_standard_names": True,
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 576,
         "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
         "head_dim": 64, "hidden_act": "silu", "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
