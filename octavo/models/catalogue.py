@@ -28,7 +28,7 @@ from octavo.models.whisper import WHISPER, read_whisper
 # A model of every architecture may have these: 160 divides by all heads of keys and values, 24 layers by all patterns.
 EXAMPLE_SIZES: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 2560, "intermediate_size": 160, "num_hidden_layers": 24,
-    "num_attention_heads": 160, "num_experts": 16, "num_experts_per_tok": 2,
+    "num_attention_heads": 160, "num_experts": 16, "num_experts_per_tok": 2, "has_standard_names": True,
 }  # fmt: skip
 # Which layers are what, where configurations say it one by one.
 _EXAMPLE_LAYERS: dict[str, dict[str, Any]] = {

@@ -229,7 +229,8 @@ def _bind(args: ServerArgs) -> Iterator[socket.socket]:
         yield from _bind_path(args.uds)
         return
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as sock:
+    # By its name asyncio knows that it is TCP, and sends small packets at once.
+    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind((args.host, args.port))
