@@ -8,6 +8,8 @@ import importlib
 import logging
 import re
 import runpy
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -326,3 +328,10 @@ def test_vllms_names_are_the_packages() -> None:
     )
     assert set(promised.split()) <= set(octavo.__all__)
     assert all(getattr(octavo, name) is not None for name in octavo.__all__)
+
+
+def test_folders_that_an_older_checkout_left_behind_hide_no_path(tmp_path: Path) -> None:
+    """git deletes files and leaves `__pycache__`, which makes a folder a package of its own."""
+    (tmp_path / "octavo" / "utils" / "__pycache__").mkdir(parents=True)
+    code = f"import octavo; octavo.__path__.append({str(tmp_path / 'octavo')!r}); from octavo.utils import random_uuid"
+    subprocess.run([sys.executable, "-c", code], check=True)

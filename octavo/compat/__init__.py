@@ -88,4 +88,5 @@ class _PathFinder:
 def install() -> None:
     """Make the paths importable; once in a process."""
     if not any(isinstance(finder, _PathFinder) for finder in sys.meta_path):
-        sys.meta_path.append(cast(Any, _PathFinder()))
+        # Before the finder of files: a folder that an older checkout has left behind would be a package without names.
+        sys.meta_path.insert(0, cast(Any, _PathFinder()))
