@@ -297,16 +297,23 @@ class Scheduler:
         assert step.plan is plan, "results come in the order of the plans"
         outputs: list[SequenceOutput] = []
         end = 0  # of a row's samples in the result
+        errors, measures_prompts = result.errors, bool(result.prompt_logprobs or result.alignment)
+        # What follows happens for every token: rows are unpacked, and what few steps have is asked about once.
         for seq, planned in zip(step.sequences, plan.rows, strict=True):
-            row, _, _, num_sampled_positions, num_forks, _ = planned  # unpacked: this happens for every token
+            row, first, num_tokens, num_sampled_positions, num_forks, draft_tokens = planned
             begin = end
             if num_sampled_positions:
                 end += num_sampled_positions + num_forks - 1
-            if row in result.errors and not seq.has_ended:
-                outputs.append(self._fail(seq, result.errors[row]))
+            if errors and row in errors and not seq.has_ended:
+                outputs.append(self._fail(seq, errors[row]))
             if seq.has_ended:  # now, or while this step was in flight
                 continue
-            self._record_computed(seq, planned, step, result)
+            if plan.runs_ahead:
+                seq.num_awaited_tokens -= num_sampled_positions
+            if seq.row is not None and seq.admission_step <= step.number:  # it was not preempted meanwhile
+                self.cache.register_computed(seq, first + num_tokens - len(draft_tokens))
+            if measures_prompts:
+                self._keep_prompt_measures(seq, row, first, result)
             if num_sampled_positions:
                 outputs += self._apply_samples(seq, planned, begin, end, result)
         num_found = len(result.tokens if result.vectors is None else result.vectors)
@@ -325,14 +332,9 @@ class Scheduler:
             self.queues.drop(other)
         return seq.output([], "error", error=error)
 
-    def _record_computed(self, seq: Sequence, planned: PlannedRow, step: Step, result: StepResult) -> None:
-        """Count the tokens of a row as computed, and keep what was measured of its prompt."""
-        row, first, num_tokens, num_sampled_positions, _, draft_tokens = planned
-        if step.plan.runs_ahead:
-            seq.num_awaited_tokens -= num_sampled_positions
-        if seq.row is not None and seq.admission_step <= step.number:  # it was not preempted meanwhile
-            self.cache.register_computed(seq, first + num_tokens - len(draft_tokens))
-        # A preempted prompt starts over: the same values replace those of its first run.
+    def _keep_prompt_measures(self, seq: Sequence, row: int, first: int, result: StepResult) -> None:
+        """Keep what was measured of a prompt from position `first` on. A preempted prompt starts over: the same values
+        replace those of its first run."""
         if row in result.prompt_logprobs:
             seq.prompt_logprobs[first:] = result.prompt_logprobs[row]
         if row in result.alignment:
