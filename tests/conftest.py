@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import sys
+import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,6 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 LONG_S = 300.0  # that a long test may take, if it does not say
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
 DISTANCES = pytest.StashKey[dict[str, int] | None]()
+LONG_SPENT_S = pytest.StashKey[float]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -72,6 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
         print(f"long tests: {len(changed)} files have changed since {base or 'ever (no base is known here)'}")
         config.stash[DISTANCES] = graph.distances(changed)
     config.stash[LEFT_OUT] = {}
+    config.stash[LONG_SPENT_S] = 0.0
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -132,6 +135,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.workeroutput["octavo_left_out"] = config.stash[LEFT_OUT]
         by_nodeid = {item.nodeid: item for item in items}
         items[:] = [by_nodeid[nodeid] for tests in scopes(by_nodeid).values() for nodeid in tests]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Estimates can be wrong: when the long tests of a change have taken their minutes, the rest of them is skipped."""
+    config = item.config
+    if config.stash[DISTANCES] is None or not item.get_closest_marker("long"):
+        return (yield)
+    if config.stash[LONG_SPENT_S] > config.getoption("minutes") * 60:
+        item.add_marker(pytest.mark.skip(reason="long tests that the change can have broken, for want of time"))
+    begin = time.monotonic()
+    try:
+        return (yield)
+    finally:
+        config.stash[LONG_SPENT_S] += time.monotonic() - begin
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

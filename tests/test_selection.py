@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.selection import NATIVE, ROOT, ImportGraph, base_of_changes, changed_files
-from tests.tiers import affected, parse_shard, scopes, seconds, shard, update_durations
+from tests.tiers import LEAST_LONG_S, affected, parse_shard, scopes, seconds, shard, update_durations
 
 # Imports all that there is and prints which module has asked for which, as Python itself sees it.
 _RECORD = """
@@ -146,7 +146,7 @@ def test_the_nearest_tests_come_first_as_far_as_time_allows() -> None:
     nodeids = [f"tests/test_{name}.py::test_{i}" for name in "abc" for i in range(3)]
     distances = {"b": 1, "a": 2}
     chosen, too_many, others = affected(
-        nodeids, lambda nodeid: nodeid[len("tests/test_")], distances, budget_s=4.5 * seconds("unknown")
+        nodeids, lambda nodeid: nodeid[len("tests/test_")], distances, budget_s=4.5 * LEAST_LONG_S
     )
     assert chosen == [*nodeids[3:6], nodeids[0]]
     assert too_many == nodeids[1:3]

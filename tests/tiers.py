@@ -17,6 +17,7 @@ from pathlib import Path
 
 DURATIONS = Path(__file__).with_name("durations.json")
 DEFAULT_S = 0.1  # of a test that the table does not name
+LEAST_LONG_S = 1.0  # what a long test counts as at least, where few are chosen among many
 WORTH_NAMING_S = 0.2
 SPLIT_S = 45.0  # files that take longer are shared by several processes, or shards
 
@@ -75,7 +76,7 @@ def affected(
     reached.sort(key=lambda nodeid: distances[module_of(nodeid)])
     chosen, too_many = [], []
     for nodeid in reached:
-        budget_s -= seconds(nodeid)
+        budget_s -= max(seconds(nodeid), LEAST_LONG_S)
         (chosen if budget_s >= 0 else too_many).append(nodeid)
     taken = set(reached)
     return chosen, too_many, [nodeid for nodeid in nodeids if nodeid not in taken]
