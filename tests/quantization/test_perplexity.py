@@ -41,8 +41,8 @@ def test_other_formats_of_the_same_weights_lose_less_than_one_percent(name: str,
     assert found == pytest.approx(expected, rel=0.01)
 
 
-# The gguf package quantizes to the simple types only, and the benchmark to these.
-_QUANTIZED = [name for name in BLOCKS if name not in ("Q2_K", "Q3_K") and name[0] == "Q"]
+# What the benchmark quantizes to: the simple types that the gguf package knows, and the K-quants from four bits on.
+_QUANTIZED = [name for name in BLOCKS if name not in ("Q1_0", "Q2_K", "Q3_K") and name[0] == "Q"]
 
 
 @pytest.mark.parametrize("name", [*_QUANTIZED, "BF16", "F32"])
