@@ -179,6 +179,7 @@ def test_durations_are_read_off_reports(tmp_path: Path, monkeypatch: pytest.Monk
         <testcase classname="tests.x.test_a" name="test_one[2]" time="2.0"/>
         <testcase classname="tests.x.test_a.TestClass" name="test_two" time="4"/>
         <testcase classname="tests.x.test_a" name="test_quick" time="0.01"/>
+        <testcase classname="" name="tests.x.test_fails" time="0.0"/>
         <testcase classname="tests.x.test_a" name="test_old" time="0"><skipped/></testcase></testsuite></testsuites>"""
     )
     monkeypatch.setattr("tests.tiers.durations", lambda: json.loads(table.read_text()))
