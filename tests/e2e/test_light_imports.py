@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -65,7 +66,9 @@ def test_a_server_answers_chats_and_completions(attempts: Path, tmp_path: Path) 
                 model=MODEL, prompt="The colour is", max_tokens=8, extra_body=choice, **sampling
             )
             assert done.choices[0].text in ("red", "green")
-        assert len(list(client.completions.create(model=MODEL, prompt="One two", max_tokens=4, stream=True))) > 1
+        four: dict[str, Any] = {"model": MODEL, "prompt": "One two", "max_tokens": 4, "temperature": 0}
+        chunks = client.completions.create(**four, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in chunks) == client.completions.create(**four).choices[0].text
         measured = client.chat.completions.create(
             model=MODEL, messages=question, max_tokens=4, logprobs=True, top_logprobs=3
         )

@@ -74,7 +74,7 @@ def test_a_sound_is_written_down_in_all_forms(client: openai.OpenAI) -> None:
 def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
     for data in (SHORT, exact(sound(3, 35))):  # one window, and several
         *deltas, done = list(ask(client, data, stream=True, language="en"))
-        assert all(event.type == "transcript.text.delta" for event in deltas) and len(deltas) > 1
+        assert all(event.type == "transcript.text.delta" for event in deltas) and deltas
         assert "".join(event.delta for event in deltas) == done.text and done.type == "transcript.text.done"
         assert done.text.strip() == ask(client, data, language="en").text
         assert done.usage.total_tokens == done.usage.input_tokens + done.usage.output_tokens > 1500
