@@ -24,10 +24,11 @@ _HUB_ID = re.compile(r"([\w-][\w.-]*(?:/[\w-][\w.-]*)?)(?::([\w.-]+))?")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model that was found. Crosses processes, so it holds plain data only.
+    """A model that was found. It crosses processes, so it holds plain data only.
 
-    `config` is the model's configuration in Hugging Face's config.json form whatever the file format, so that
-    `octavo.models` reads one vocabulary; `generation_config` likewise (at least eos_token_id, where known).
+    `config` is the model's configuration in the form of Hugging Face's config.json for every file format, so that
+    `octavo.models` reads one vocabulary. `generation_config` has the form of generation_config.json (at least
+    eos_token_id, where known).
     """
 
     name: str  # what the user asked for: hub id, path, or the default model's name
@@ -37,12 +38,12 @@ class Checkpoint:
     tokenizer_path: str  # a folder with tokenizer files, or a .gguf file
     config: dict[str, Any]
     generation_config: dict[str, Any] = field(default_factory=dict)
-    module_files: dict[str, str] = field(default_factory=dict)  # weights of modules behind the network, by prefix
-    trusts_code: bool = False  # whether Python code of the tokenizer's folder may run
+    module_files: dict[str, str] = field(default_factory=dict)  # weight files of modules after the network, by prefix
+    trusts_code: bool = False  # whether Python code in the tokenizer's folder may run
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer; configurations write none, one, or a list."""
+        """Return the ids of the tokens that end an answer. Configurations hold no id, one id, or a list of ids."""
         ids = self.generation_config.get("eos_token_id")
         return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
 
@@ -55,11 +56,11 @@ def resolve(
     download_dir: str | None = None,
     tokenizer: str | None = None,
 ) -> Checkpoint:
-    """Find a model: "" or its name for the default one, a .gguf file, a folder, or a hub id (`org/name`,
-    `org/name:file.gguf`).
+    """Return the checkpoint of a model, and fetch files that are not here yet.
 
-    Fetches what is not here yet. `load_format` "auto" takes safetensors, else pt, else gguf; "dummy" needs no weights.
-    Raises `LoadError` with one line that says what was asked, what was found and what to do.
+    `model` is "" or the default model's name, a .gguf file, a folder, or a hub id (`org/name`, `org/name:file.gguf`).
+    `load_format` "auto" takes safetensors, else pt, else gguf; "dummy" needs no weights. Raises `LoadError` with one
+    line that says what was asked, what was found and what to do.
     """
     path = os.path.abspath(os.path.expanduser(model))
     is_default = is_default_model(model)
@@ -121,12 +122,13 @@ def _from_folder(name: str, folder: str, load_format: str, tokenizer_path: str) 
     return Checkpoint(name, weight_format, folder, paths, tokenizer_path, config, generation_config, modules)
 
 
-# Where tools that leave config.json alone say how they have quantized, and by which method.
+# Some tools leave config.json alone and write their quantization settings to a file of their own: its name, and the
+# method that the file stands for.
 _QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 
 
 def _with_quantization(config: dict[str, Any], folder: str, names: list[str]) -> dict[str, Any]:
-    """config.json with a `quantization_config` that names its method, if the checkpoint is quantized."""
+    """Return the configuration; if the checkpoint is quantized, with a `quantization_config` that names its method."""
     settings = config.get("quantization_config") or config.get("compression_config")
     settings = settings or (config.get("text_config") or {}).get("quantization_config")
     if not settings:
@@ -144,12 +146,12 @@ def _with_quantization(config: dict[str, Any], folder: str, names: list[str]) ->
 
 
 def _is_mistral(names: list[str]) -> bool:
-    """Whether a model's files are in Mistral's own format only."""
+    """Return True if a model's files are in Mistral's own format only."""
     return "params.json" in names and bool(consolidated_files(names)) and not pick_weights(names, "auto")[0]
 
 
 def _choose_in_folder(name: str, folder: str, load_format: str) -> str:
-    """The folder itself where config.json describes its weights, else the one GGUF file in it."""
+    """Return the folder itself if config.json describes its weights, else the path of the one GGUF file in it."""
     names = os.listdir(folder)
     if _is_mistral(names):
         return folder
@@ -171,7 +173,7 @@ def _one_gguf(name: str, files: list[str], what_to_do: str) -> str:
 
 
 def _from_hub(model: str, load_format: str, revision: str | None, download_dir: str | None) -> str:
-    """The folder of a hub model, or one GGUF file in it."""
+    """Return the folder of a fetched hub model, or the path of one GGUF file in it."""
     match = _HUB_ID.fullmatch(model)
     if match is None or (model.endswith(".gguf") and not match[2]):
         raise LoadError(f"there is no file or folder {model}, and it is not a Hugging Face id (org/name) either.")
@@ -181,7 +183,7 @@ def _from_hub(model: str, load_format: str, revision: str | None, download_dir: 
         choose = f"choose one as {repo}:FILE.gguf"
         if not wanted:
             return _one_gguf(model, files, choose)
-        # The file's name, or a part that only one has, such as its quantization.
+        # `wanted` is a file's name, or a part that only one file's name has, such as its quantization.
         fitting = [f for f in files if f == wanted] or [f for f in files if wanted.lower() in f.lower()]
         if len(fitting) != 1:
             raise LoadError(
@@ -202,7 +204,7 @@ def _from_hub(model: str, load_format: str, revision: str | None, download_dir: 
         if not files:
             shown = ", ".join(names[:8])
             raise LoadError(f"{model} has no weights for --load-format {load_format}: its files are {shown}.")
-        return files  # an index of shards is among the small files
+        return files  # `download` adds the index of shards, which is a small file
 
     # Imported here: most starts use a local model, and the hub's client takes 0.2 s to import.
     from octavo.loading.hub import download
@@ -215,13 +217,13 @@ def _from_hub(model: str, load_format: str, revision: str | None, download_dir: 
 
 
 def is_default_model(model: str) -> bool:
-    """Whether "" or the default model's name is asked for, and nothing here has that name."""
+    """Return True for "", and for the default model's name if no local file or folder has this name."""
     return not model or (model == DEFAULT_MODEL_NAME and not os.path.exists(model))
 
 
 def find_tokenizer(model: str, revision: str | None = None, download_dir: str | None = None) -> str:
-    """The folder or .gguf file of a model's tokenizer, without its weights: "" or the default model's name, a folder, a
-    .gguf file, or a hub id. Raises `LoadError`."""
+    """Return the folder or .gguf file of a model's tokenizer. From the hub, it fetches the tokenizer without the
+    weights. `model` is "" or the default model's name, a folder, a .gguf file, or a hub id. Raises `LoadError`."""
     if is_default_model(model):
         return str(fetch_default_model())
     return _tokenizer_path(model, download_dir, model, revision)
@@ -238,5 +240,5 @@ def _tokenizer_path(tokenizer: str | None, download_dir: str | None, default: st
         raise LoadError(f"--tokenizer {tokenizer} is not a folder, a .gguf file or a Hugging Face id (org/name).")
     from octavo.loading.hub import download
 
-    # --revision names a commit of the model's repository; the tokenizer's own is another one.
+    # --revision names a commit of the model's repository, and the tokenizer's repository has other commits.
     return download(tokenizer, revision, download_dir)

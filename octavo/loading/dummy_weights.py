@@ -16,13 +16,14 @@ from octavo.quantization.array_functions import FLOATS, converted
 from octavo.quantization.formats import PLAIN_OF_DTYPE
 
 _STD = 0.02  # the initializer_range of most configurations
-# Numbers that are drawn for small and for large tensors; primes, so that no two rows of a matrix are the same stretch.
+# How many random numbers are drawn for small and for large tensors. They are primes, so that no two rows of a matrix
+# take the same stretch of numbers.
 _FEW, _MANY = 1_048_583, 16_777_259
 
 
 class DummyWeights(Weights):
-    """Every tensor that is asked for, of any shape, is there: a stretch of the same random numbers, from a place that
-    its name decides on. A large model is so made as fast as memory is copied. Types differ by rounding only."""
+    """Weights that have every tensor, in any shape: a stretch of the same random numbers, from a place that depends on
+    the tensor's name. So a large model is made as fast as memory is copied. Types differ by rounding only."""
 
     def __init__(self, dtype: str, seed: int | None, quantization: str | None = None) -> None:
         super().__init__(dtype, quantization)

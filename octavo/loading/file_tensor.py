@@ -1,4 +1,4 @@
-"""A tensor of a file that is not read yet: what formats of files make and `FileWeights` serves."""
+"""A tensor of a file that is not read yet. The modules of file formats make these, and `FileWeights` serves them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from octavo.quantization.formats import PLAIN_OF_DTYPE
 
 
 class FileTensor(NamedTuple):
-    """`layout` is how a matrix is held once it is packed, where its format does not say so. `array` are the elements of
-    a tensor that is no more than that."""
+    """A tensor of a file, to be read by `read`. `layout` is the layout of the packed matrix; None if its format
+    determines the layout. `array` returns the elements of a tensor that is a plain array."""
 
     format: str  # a `StoredWeight.format`, or the name of an element type that is not read
     shape: tuple[int, ...]
     read: Callable[[], StoredWeight]
-    is_untransposed: bool = False  # a matrix [outputs, inputs] that checkpoints of its class have the other way round
+    is_untransposed: bool = False  # True for [outputs, inputs] where the class's checkpoints have the transpose
     layout: Layout | None = None
     array: Callable[[], NDArray[Any]] | None = None
 
 
 def element_tensor(dtype: str, shape: tuple[int, ...], array: Callable[[], NDArray[Any]]) -> FileTensor:
-    """A tensor of elements of one type. Those of 64 bits, which no packer reads, become float32."""
+    """Return a tensor of elements of one type. float64 becomes float32, because no packer reads float64."""
 
     def read() -> StoredWeight:
         found = array()

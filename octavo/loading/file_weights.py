@@ -1,7 +1,7 @@
-"""Checkpoints, opened: safetensors (Mistral's own too), PyTorch's .bin, GGUF, and random weights in their place.
+"""Opens checkpoints: safetensors (Mistral's own too), PyTorch's .bin, GGUF, and random weights in their place.
 
-Each format says which tensors there are and how one is read; names and shapes are checked here. Files stay
-memory-mapped until a tensor is taken, so that loading needs room for the model once.
+The module of each format lists its tensors and reads them; names and shapes are checked here. Tensors stay in
+memory-mapped files until they are taken, so that loading needs memory for the model only once.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from octavo.loading.weights import Weights
 from octavo.quantization import Layout, StoredWeight
 from octavo.quantization.formats import AXES, PLAIN, QUANTIZED_AT_LOAD, TENSOR_TYPES
 
-# In checkpoints but not part of a model here: rotary frequencies and masks are computed from the configuration.
+# Tensors that checkpoints have and models here do not take: rotary frequencies and masks are computed from the
+# configuration.
 _IGNORED = re.compile(
     r".*(rotary_emb\.(inv_freq|cos_cached|sin_cached)|att(n|ention)\.(masked_)?bias|position_ids|attn\.causal_mask"
     r"|embed_positions\.weights)"
 )
-# Output matrices, which some checkpoints have beside the embedding that they are equal to.
+# Names of output matrices. Some checkpoints store one although it equals the embedding.
 _TIED = {"lm_head.weight", "embed_out.weight", "output_projection.weight", "decoder.weight"}
-# The decoder of a model that sees, as transformers 4 and 5 call it.
+# The prefix of the decoder's tensors in a vision-language model, in transformers 4 and 5.
 _LANGUAGE_MODEL = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(lm_head\.)?")
-# What PEFT puts around a model and around its modules, where it is saved with them.
+# Name parts of PEFT's wrappers around a model and around its modules, in checkpoints that were saved with the wrappers.
 _PEFT_MODEL, _PEFT_MODULE = re.compile(r"^base_model\.model\."), ".base_layer."
 _PEFT_ADAPTER = re.compile(r"\.(lora_\w+|modules_to_save|original_module)\.")
 _READ_FORMATS = {t.name for t in TENSOR_TYPES.values()} | AXES.keys()
@@ -48,8 +49,8 @@ _READ_FORMATS = {t.name for t in TENSOR_TYPES.values()} | AXES.keys()
 def open_weights(checkpoint: Checkpoint, dtype: str, seed: int | None, quantization: str | None, tied: bool) -> Weights:
     """Open a checkpoint's weights for a model that computes in `dtype`; see `Weights`.
 
-    `seed` is that of dummy weights; without one they differ from run to run. `tied` says that the model's output matrix
-    is its embedding, so that one of its own in the file is left over rightly.
+    `seed` is the seed of dummy weights; without a seed they differ from run to run. `tied` says that the model's output
+    matrix is its embedding, so that an output matrix in the file may stay unused.
     """
     files = checkpoint.weight_files
     if checkpoint.format == "dummy":
@@ -71,14 +72,15 @@ def open_weights(checkpoint: Checkpoint, dtype: str, seed: int | None, quantizat
                 f"--quantization {quantization} quantizes weights of floats, but {source} is quantized already "
                 f"({method_of(settings)}); leave the flag out to serve it as it is."
             )
-        tensors = quantized_tensors(tensors, settings, source)  # by the names that `settings` speaks of
+        tensors = quantized_tensors(tensors, settings, source)  # before tensors are renamed: `settings` has the file's names
     if checkpoint.config.get("text_config") is not None:
         tensors = {_LANGUAGE_MODEL.sub(_in_language_model, name): tensor for name, tensor in tensors.items()}
     return FileWeights(tensors, mapped, source, dtype, quantization, tied)
 
 
 def tensor_index(checkpoint: Checkpoint) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Format and shape of each tensor in a checkpoint's files; none for dummy weights. Raises `LoadError`."""
+    """Return the format and shape of each tensor in a checkpoint's files; nothing for dummy weights. Raises
+    `LoadError`."""
     if checkpoint.format == "dummy":
         return {}
     if checkpoint.format == "gguf":
@@ -93,7 +95,7 @@ def _in_language_model(match: re.Match[str]) -> str:
 
 
 class FileWeights(Weights):
-    """The `tensors` of files, some of which are `mapped`. `source` is what errors call them."""
+    """The weights in `tensors`, whose files are `mapped`. `source` names the checkpoint in errors."""
 
     def __init__(
         self,
@@ -130,7 +132,7 @@ class FileWeights(Weights):
 
     def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
         tensor = self._find(name)
-        if tensor.shape != shape and _without_ones(tensor.shape) != _without_ones(shape):  # GGUF leaves them out
+        if tensor.shape != shape and _without_ones(tensor.shape) != _without_ones(shape):  # GGUF leaves out sizes of 1
             raise LoadError(
                 f"{self._source}: tensor {name} has the shape {list(tensor.shape)}; the model's configuration makes it "
                 f"{list(shape)}."
@@ -151,7 +153,8 @@ class FileWeights(Weights):
         return found.astype(np.int64)
 
     def _stored_name(self, name: str) -> str:
-        """Older checkpoints were written from within a model's first module, which their names do not have."""
+        """Return the name of a tensor in the files. Older checkpoints were written from the model's first module, so
+        their names lack its prefix."""
         short = name.partition(".")[2]
         return short if name not in self._tensors and short in self._tensors else name
 
@@ -179,14 +182,14 @@ class FileWeights(Weights):
             )
 
     def _is_zero_bias(self, name: str) -> bool:
-        """Quantizers give biases to modules that have none."""
+        """Return True for a bias of zeros: quantizers add such biases to modules that have none."""
         array = self._tensors[name].array
         return name.endswith(".bias") and array is not None and not array().any()
 
     def close(self) -> None:
         for file in self._mapped:
             file.forget_pages()
-        # A mapping goes with the last array that aliases it; closing it by hand would pull it from under them.
+        # A mapping ends with the last array that aliases it; closing it here would invalidate the arrays.
         self._tensors, self._mapped = {}, []
 
 
@@ -195,7 +198,7 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _element_tensors(files: list[str]) -> tuple[dict[str, FileTensor], list[MappedFile]]:
-    """Of safetensors files and PyTorch's."""
+    """Return the tensors of safetensors files or PyTorch's files, and the mapped files."""
     opened = [read_safetensors(path) if path.endswith(".safetensors") else read_torch_archive(path) for path in files]
     tensors = {
         name: element_tensor(tensor.dtype.name, tensor.shape, partial(file.array, name))
@@ -206,7 +209,8 @@ def _element_tensors(files: list[str]) -> tuple[dict[str, FileTensor], list[Mapp
 
 
 def _without_peft(tensors: dict[str, FileTensor], path: str) -> dict[str, FileTensor]:
-    """The tensors of a model that PEFT wraps, by the names that they have in the model itself."""
+    """Return the tensors of a model that PEFT has wrapped by their names in the model itself. Raises `LoadError` if the
+    file also holds an adapter's weights."""
     if not any(_PEFT_MODEL.match(name) for name in tensors):
         return tensors
     if adapter := next((name for name in tensors if _PEFT_ADAPTER.search(name)), None):
@@ -219,7 +223,7 @@ def _without_peft(tensors: dict[str, FileTensor], path: str) -> dict[str, FileTe
 
 
 def _of_mistral(tensors: dict[str, FileTensor], config: Mapping[str, Any]) -> dict[str, FileTensor]:
-    """The tensors under their Hugging Face names, rows in the order of the model."""
+    """Return the tensors of Mistral's format by their Hugging Face names, with rows in Hugging Face's order."""
     renamed = {}
     for name, tensor in tensors.items():
         hf_name, heads = mistral_name(name, config)
@@ -233,7 +237,7 @@ def _halved(read: Callable[[], StoredWeight], heads: int) -> StoredWeight:
 
 
 def _in_halves(rows: NDArray[Any], heads: int) -> NDArray[Any]:
-    """From rows that alternate between the two halves of a head to one half after the other."""
+    """Reorder rows that alternate between the two halves of each head: first one half, then the other."""
     return rows.reshape(heads, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 
 

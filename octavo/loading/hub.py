@@ -1,8 +1,7 @@
-"""Models and tokenizers from the Hugging Face hub, into its usual cache, and only the files that are needed.
+"""Downloads models and tokenizers from the Hugging Face hub into its usual cache, and only the files that are needed.
 
-HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT and TRANSFORMERS_CACHE keep their meaning. A hub that cannot be reached
-is no error while the cache has the model. `huggingface_hub` is imported here and nowhere else, when a hub id is first
-used.
+HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT and TRANSFORMERS_CACHE keep their meaning. An unreachable hub is no error
+if the cache has the model. `huggingface_hub` is imported only here, when a hub id is first used.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable
 
 from octavo.errors import LoadError
 
-# Configurations, tokenizers, chat templates and shard indexes, wherever they stand in the list of a repository's files.
+# Endings of configurations, tokenizers, chat templates and shard indexes.
 _SMALL_SUFFIXES = (
     ".json",
     ".jinja",
@@ -24,9 +23,9 @@ _SMALL_SUFFIXES = (
     "vocab.txt",
     ".py",
 )
-# Of a sentence-transformers repository: settings and weights of what comes after the network.
+# In a sentence-transformers repository: settings and weights of the modules after the network.
 _MODULE_FILE = re.compile(r"\d+_[A-Za-z]+/(config\.json|model\.safetensors|pytorch_model\.bin)")
-# Adapters that a model brings for its media.
+# LoRA adapters that a model's repository has for images and speech.
 _ADAPTER_FILE = re.compile(r"((speech|vision)-lora/)?adapter_(config\.json|model\.safetensors)")
 _TIMEOUT_S = 10.0
 
@@ -34,13 +33,14 @@ _TIMEOUT_S = 10.0
 def download(
     repo: str, revision: str | None, download_dir: str | None, pick: Callable[[list[str]], list[str]] | None = None
 ) -> str:
-    """The folder with the repository's small files and those that `pick` chooses from its top-level file names."""
+    """Download the repository's small files, and the files that `pick` chooses from its top-level file names. Return
+    their folder. Raises `LoadError`."""
     from huggingface_hub import HfApi, errors, snapshot_download
 
     at = f" at revision {revision}" if revision else ""
     try:
         try:
-            # Not list_repo_files: it tries again for half a minute before it admits that there is no network.
+            # Not list_repo_files: without a network it retries for half a minute before it raises an error.
             info = HfApi().model_info(repo, revision=revision, timeout=_TIMEOUT_S)
             paths = [s.rfilename for s in info.siblings or []]
             names = [path for path in paths if "/" not in path]
@@ -71,17 +71,18 @@ def download(
             f"{repo} is neither a folder or .gguf file here nor a model on the Hugging Face hub; check the name, and "
             "set HF_TOKEN if it is private."
         ) from None
-    except Exception as e:  # whatever a network can do: none of it deserves a traceback
+    except Exception as e:  # no failure of a network deserves a traceback
         raise LoadError(f"{repo}{at} could not be fetched from the Hugging Face hub: {_one_line(e)}.") from None
 
 
 def _cached(repo: str, revision: str | None, download_dir: str | None, unreachable: Exception) -> str:
-    """The folder of the repository in the cache, when the hub cannot be asked."""
+    """Return the folder of the repository in the cache if the hub cannot be reached. Raises `LoadError`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        # One small file stands for the rest: what else is there was chosen when it was fetched, and is checked by use.
+        # One small file stands for the rest: the other files were chosen when they were fetched, and whoever reads them
+        # checks them.
         return snapshot_download(
             repo, revision=revision, cache_dir=_cache(download_dir), local_files_only=True,
             allow_patterns=["config.json"],
@@ -94,7 +95,8 @@ def _cached(repo: str, revision: str | None, download_dir: str | None, unreachab
 
 
 def _cache(download_dir: str | None) -> str | None:
-    """Where models are kept: None is the hub's own cache. Its library no longer reads the former variable."""
+    """Return the folder for downloaded models; None is the hub's own cache. The hub's library no longer reads
+    TRANSFORMERS_CACHE, so it is read here."""
     return download_dir or os.environ.get("TRANSFORMERS_CACHE") or None
 
 

@@ -1,6 +1,6 @@
-"""A file of tensors in memory: mapped, read where it is looked at, and its pages let go of again.
+"""Files of tensors in memory: mapped files, whose pages are read on access and released again, and files read whole.
 
-The server process maps GGUF files for their headers: numpy is imported with the first array.
+The server process maps GGUF files only for their headers, so numpy is imported with the first array.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# Pages of a mapped file count as the process's memory: after so many bytes they are let go of.
+# Pages of a mapped file count as the process's memory: they are released after this many bytes.
 _MAPPED_BYTES = 32 << 20
-# So much of a file is asked for beyond what is looked at. Pages that nobody has asked for are read when they are looked
-# at: 0.6 GB/s of a disk that has 2. The system cuts longer requests short.
+# Bytes to request beyond the end of each array. Pages that were not requested are read on access: 0.6 GB/s from a disk
+# that reads 2 GB/s. Each request has `_REQUEST_BYTES`, because the system cuts longer requests short.
 _AHEAD_BYTES = 64 << 20
 _REQUEST_BYTES = 1 << 20
 _HUGE_PAGE_BYTES = 2 << 20
@@ -44,7 +44,8 @@ class MappedFile:
         self._requested = range(0)  # bytes
 
     def array(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
-        """Bytes of the file, as they lie there. Pages that were read for earlier arrays may be let go of."""
+        """Return `num_bytes` bytes of the file from `offset`, aliasing the mapping. Pages that were read for earlier
+        arrays may be released."""
         import numpy as np
 
         if self._num_mapped_bytes > _MAPPED_BYTES:
@@ -54,17 +55,18 @@ class MappedFile:
         return np.frombuffer(self.data, np.uint8, num_bytes, offset) if num_bytes else np.empty(0, np.uint8)
 
     def stream(self) -> BinaryIO:
-        """The same bytes, to be read in order."""
+        """Return a stream over the file's bytes."""
         return open(self.path, "rb")
 
     def forget_pages(self) -> None:
-        """Let go of the memory that reading took. Arrays over the file stay valid, and are read again if need be."""
+        """Release the pages that were read. Arrays over the file stay valid; the system reads their pages again when
+        they are used."""
         self._num_mapped_bytes = 0
         if hasattr(mmap, "MADV_DONTNEED"):
             self.data.madvise(mmap.MADV_DONTNEED)
 
     def _read_ahead(self, begin: int, end: int) -> None:
-        """Have the system read these bytes while others are worked on."""
+        """Ask the system to read the bytes from `begin` to `end` in the background."""
         if not hasattr(mmap, "MADV_WILLNEED"):
             return
         known = self._requested
@@ -78,7 +80,7 @@ class MappedFile:
 
 
 class MemoryFile(MappedFile):
-    """A file whose bytes are in memory, and change no more."""
+    """A file whose bytes are in memory and do not change."""
 
     def __init__(self, data: bytes) -> None:
         self.path, self._num_mapped_bytes = "the file", 0
@@ -89,15 +91,15 @@ class MemoryFile(MappedFile):
         return io.BytesIO(self.data)
 
     def forget_pages(self) -> None:
-        """There is nowhere to read them from again."""
+        """Do nothing: the bytes could not be read again."""
 
     def _read_ahead(self, begin: int, end: int) -> None:
-        """It is there."""
+        """Do nothing: all bytes are in memory."""
 
 
 class ReadFile(MemoryFile):
-    """A file as it was when it was read, whatever becomes of it. Raises `LoadError` if it cannot be read, is empty, or
-    has more than `max_bytes`."""
+    """A copy of a file in memory, which later changes of the file do not reach. Raises `LoadError` if the file cannot
+    be read, is empty, or has more than `max_bytes`."""
 
     def __init__(self, path: str, max_bytes: int | None = None) -> None:
         self.path, self._num_mapped_bytes = path, 0
@@ -120,7 +122,8 @@ class ReadFile(MemoryFile):
 
 
 def _memory(num_bytes: int) -> mmap.mmap:
-    """Zeros, in large pages where the system has them: it hands out small ones more slowly than it reads a file."""
+    """Return `num_bytes` zeros, in huge pages if the system has them: allocating small pages takes longer than reading
+    the file."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return mmap.mmap(-1, num_bytes)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,4 +1,4 @@
-"""How much memory this process can still get, and the refusal of models that need more."""
+"""Measures the memory that this process can still get, and refuses models that need more."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ _PROC_CGROUP = Path("/proc/self/cgroup")
 
 
 def check_fits(num_bytes: int, kind: str, available_bytes: int | None = None) -> None:
-    """Raise `LoadError` if a model's weights, `num_bytes` of `kind`, exceed the memory that is free (by default, to
-    this process). Both come from `RecordingWeights.packed_bytes`."""
+    """Raise `LoadError` if a model's weights, `num_bytes` in the formats `kind`, need more than `available_bytes` (by
+    default the memory that this process can still get). `RecordingWeights.packed_bytes` returns the first two
+    arguments."""
     available = available_memory_bytes() if available_bytes is None else available_bytes
     if num_bytes > available:
         raise LoadError(
@@ -23,21 +24,23 @@ def check_fits(num_bytes: int, kind: str, available_bytes: int | None = None) ->
 
 
 def available_memory_bytes(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
-    """RAM that this process can still get: the machine's free memory, or its container's allowance if that is less."""
+    """Return the bytes of RAM that this process can still get: the machine's free memory, or the rest of its
+    container's allowance if this is less."""
     import psutil
 
     return min([int(psutil.virtual_memory().available), *_cgroup_rooms(cgroup_root)])
 
 
 def _cgroup_rooms(root: Path) -> Iterator[int]:
-    """Room under each memory limit above this process: cgroup version 2, or version 1. Empty outside of Linux."""
+    """Yield the bytes left under each memory limit above this process, in cgroup version 2 or 1. Yields nothing outside
+    of Linux."""
     for controllers, base in (("", root), ("memory", root / "memory")):
         limit, usage, cached = _MEMORY_FILES[controllers]
         for group in own_groups(base, controllers):
             try:
-                allowed = int((group / limit).read_text())  # "max" is no number, and no limit
+                allowed = int((group / limit).read_text())  # "max", for no limit, raises `ValueError`
                 stat = dict(entry.split() for entry in (group / "memory.stat").read_text().splitlines())
-                # Pages of files count as used until something wants their room.
+                # Cached pages of files count as used, but the system frees them when memory is needed.
                 yield max(0, allowed - int((group / usage).read_text()) + int(stat.get(cached, 0)))
             except (OSError, ValueError):
                 continue
@@ -50,8 +53,8 @@ _MEMORY_FILES = {
 
 
 def own_groups(base: Path, controller: str = "") -> Iterator[Path]:
-    """Folders of the control groups that this process is in, below `base`: of version 2, or of a controller of version
-    1. Inside a container the path is often the host's and only the root of the mount exists."""
+    """Yield the folders, below `base`, of the control groups of this process: of cgroup version 2, or of a `controller`
+    of version 1. Inside a container the path is often the host's, and only the root of the mount exists."""
     try:
         lines = _PROC_CGROUP.read_text().splitlines()
     except OSError:

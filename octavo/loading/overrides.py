@@ -1,6 +1,7 @@
-"""Settings that a user puts over those of a model's configuration, and how long a sequence these allow.
+"""Settings with which a user overrides a model's configuration, and the longest sequence that a configuration allows.
 
-`config/creation.py` applies them to what `checkpoint.resolve` has found, before anything else reads it.
+`config/creation.py` applies the overrides to the configuration from `checkpoint.resolve`, before anything else reads
+it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ Overrides = Mapping[str, Any] | Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def overridden(config: Mapping[str, Any], overrides: Overrides | None) -> dict[str, Any]:
-    """A copy of `config` with `overrides`: a function of it, or settings. An object in them changes what it names of
-    the object that is there; "a.b" is "b" of the object "a". Raises `ConfigError`."""
+    """Return a copy of `config` with `overrides`: a function of the configuration, or settings by name. An object among
+    the settings changes only the keys that it has; the name "a.b" is the key "b" of the object "a". Raises
+    `ConfigError`."""
     found = copy.deepcopy(dict(config))
     if callable(overrides):
         found = overrides(found)
@@ -44,9 +46,12 @@ def overridden(config: Mapping[str, Any], overrides: Overrides | None) -> dict[s
 
 
 def _keep_rotation(config: dict[str, Any]) -> None:
-    """Earlier versions of transformers wrote `rope_scaling` beside `rope_theta`; version 5 has both in
-    `rope_parameters`, for each type of layer where they differ. The scaling then is of layers that see everything, and
-    what it does not say of the rotation stays."""
+    """Complete an overriding `rope_scaling` in place with settings of `rope_parameters`.
+
+    Earlier versions of transformers wrote `rope_scaling` beside `rope_theta`. Version 5 has both in `rope_parameters`,
+    for each type of layer if they differ. Then the scaling applies to layers with full attention. `rope_theta` and
+    `partial_rotary_factor` stay unless the scaling has them.
+    """
     scaling, parameters = config["rope_scaling"], config.get("rope_parameters")
     if not scaling or not parameters:
         return
@@ -58,8 +63,9 @@ def _keep_rotation(config: dict[str, Any]) -> None:
 
 
 def longest_context(config: Mapping[str, Any], num_positions: int) -> int:
-    """Tokens of a sequence that the model's rotary embedding is made for. Scalings by a factor stretch the positions
-    that the model was trained with; `num_positions`, of config.json, says in some kinds what comes of that."""
+    """Return the number of tokens in the longest sequence that the model's rotary embedding is made for. A scaling
+    factor stretches the positions that the model was trained with. `num_positions`, from config.json, is the length
+    before the scaling for some kinds of scaling and the length after it for others."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = rope.get("rope_type") or rope.get("type")
     factor = rope.get("factor") or 1.0

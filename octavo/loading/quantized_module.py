@@ -1,5 +1,5 @@
-"""A quantized checkpoint while its matrices are put together: the tensors that are left, those of one module, and what
-is checked of them whatever the method is. The methods are in `quantized_tensors`.
+"""A quantized checkpoint while its matrices are put together: the tensors that are left, the tensors of one module, and
+the checks that all methods share. The methods are in `quantized_tensors`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INT8 = Layout(8, 32, False)
 
 @dataclass(slots=True)
 class QuantizedModule:
-    """One module's tensors while they are put together. What is wrong with them is raised from here."""
+    """One module's tensors while its matrix is put together. Errors about these tensors are raised here."""
 
     name: str
     files: QuantizedFiles
@@ -37,7 +37,8 @@ class QuantizedModule:
         return f"{self.name}.{part}" in self.files.left
 
     def tensor(self, part: str, dtypes: Sequence[str]) -> FileTensor:
-        """One that the matrix needs, which is not for others from now on."""
+        """Remove a tensor of the module from the tensors that are left, and return it. Raises `LoadError` if it is
+        absent or not of one of `dtypes`."""
         found = self.files.left.pop(f"{self.name}.{part}", None)
         if found is None or found.array is None:
             raise self.fail(f"it has no {part}, which its quantization calls for")
@@ -52,7 +53,8 @@ class QuantizedModule:
             raise self.fail(f"{part} has the shape {list(found)}; the matrix makes it {shapes}")
 
     def group(self, group: int | None, num_in: int) -> int:
-        """Elements that share a scale: the whole row for -1."""
+        """Return the number of elements that share a scale: `num_in`, the whole row, if `group` is -1 or None. Raises
+        `LoadError` for a size that does not divide the row or is not a multiple of 32."""
         if group in (-1, None):
             return num_in
         if type(group) is not int or group <= 0 or num_in % group:
@@ -62,7 +64,7 @@ class QuantizedModule:
         return group
 
     def scales(self, tensor: FileTensor) -> NDArray[Any]:
-        """Read, and finite. bfloat16 becomes float32."""
+        """Read scales and return them; bfloat16 becomes float32. Raises `LoadError` if some are not finite."""
         assert tensor.array is not None
         scales = tensor.array()
         wide = scales.astype(np.float32)
@@ -91,7 +93,7 @@ class QuantizedFiles:
         self.settings, self.source, self.left, self.made = settings, source, dict(tensors), {}
 
     def modules(self, part: str, *dtypes: str) -> Iterator[QuantizedModule]:
-        """Those that have a tensor of that name, of one of these types."""
+        """Yield the modules that have a tensor `part`, of one of `dtypes` if any are given."""
         suffix = f".{part}"
         for name, tensor in list(self.left.items()):
             if name.endswith(suffix) and (not dtypes or tensor.format in dtypes):

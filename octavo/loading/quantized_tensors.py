@@ -1,8 +1,8 @@
-"""Checkpoints that other tools have quantized: which of their tensors make up a matrix, by the method that their
-configuration names. What the tensors mean is `octavo.quantization`'s business.
+"""Checkpoints that other tools have quantized: which tensors make up a matrix, for each method that a configuration may
+name. `octavo.quantization` knows what the tensors mean.
 
-A module's matrix gets the name that it has where nothing is quantized, so that models know nothing of this. Shapes and
-scales are checked here and in `quantized_module`; what is wrong is said in one line.
+A module's matrix gets the same name as in a checkpoint that is not quantized, so that models need not know about
+quantization. Shapes and scales are checked here and in `quantized_module`; an error is one line.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from octavo.loading.file_tensor import FileTensor
 from octavo.loading.quantized_module import FLOATS, INT8, QuantizedFiles, QuantizedModule, Settings, Tensors
 from octavo.quantization import Layout, StoredWeight
 
-# What is left of a quantized checkpoint that nothing here computes with: activations are quantized as they come, and
-# the cache is not quantized by a checkpoint's scales.
+# Tensors of quantized checkpoints that Octavo does not use: it quantizes activations with scales that it computes in
+# each step, and it does not quantize the KV cache by a checkpoint's scales.
 _UNUSED = re.compile(
     r".*\.(input_scale|input_scale_ub|input_zero_point|input_global_scale|output_scale|k_scale|v_scale|kv_scale|q_scale"
     r"|prob_scale|weight_shape|weight_format)"
@@ -31,13 +31,13 @@ _UNUSED = re.compile(
 
 
 def method_of(settings: Settings) -> str:
-    """The name of the method, as --quantization has it."""
+    """Return the name of the quantization method in lower case, as --quantization writes it."""
     return str(settings.get("quant_method")).lower()
 
 
 def quantized_tensors(tensors: Tensors, settings: Settings, source: str) -> Tensors:
-    """The tensors of a checkpoint with its quantized matrices put together. Raises `LoadError` for methods that are not
-    built, and for tensors that do not fit each other."""
+    """Return the tensors of a checkpoint, with the parts of each quantized matrix replaced by the matrix. Raises
+    `LoadError` for methods that are not built, and for parts that do not fit each other."""
     method = method_of(settings)
     if method not in METHODS:
         raise LoadError(
@@ -107,10 +107,10 @@ def _read_gptq(
 
 
 def _groups_of_columns(module: QuantizedModule, g_idx: FileTensor, groups: int) -> NDArray[Any]:
-    """Which of the groups each input belongs to [K]."""
+    """Return the group number of each input [K]. Raises `LoadError` if the groups do not all have the same size."""
     assert g_idx.array is not None
     found = g_idx.array()
-    is_group = ((found >= 0) & (found < groups)).all()  # numpy would count up to whatever number is there
+    is_group = ((found >= 0) & (found < groups)).all()  # checked first: bincount allocates up to the largest number
     if not is_group or (np.bincount(found, minlength=groups) != len(found) // groups).any():
         raise module.fail(f"g_idx does not divide {len(found)} inputs into {groups} groups of one size")
     return found
@@ -177,13 +177,14 @@ def _compressed_tensors(files: QuantizedFiles) -> None:
 
 
 def _group_of(module: QuantizedModule) -> Settings:
-    """The configuration's group that the module belongs to."""
+    """Return the group of the configuration's config_groups that the module belongs to. Raises `LoadError` if there is
+    none."""
     settings = module.files.settings
     for name in settings.get("ignore") or ():
         if _is_target(name, module.name):
             raise module.fail(f"the configuration's {name!r} leaves it out, but it is quantized")
     groups: Iterable[Mapping[str, Any]] = (settings.get("config_groups") or {}).values()
-    for by_class in (False, True):  # a name says more than a class
+    for by_class in (False, True):  # a target that names the module goes before one that names its class
         for group in groups:
             if any(_is_target(t, module.name) or (by_class and t in ("Linear", "FusedMoE")) for t in group["targets"]):
                 if not group.get("weights"):
@@ -194,7 +195,7 @@ def _group_of(module: QuantizedModule) -> Settings:
 
 def _is_target(target: str, name: str) -> bool:
     if target.startswith("re:"):
-        return re.match(target[3:], name) is not None  # all are `bounded_patterns`
+        return re.match(target[3:], name) is not None  # `_compressed_tensors` has checked all patterns
     return name == target or name.endswith(f".{target}")
 
 
@@ -224,7 +225,7 @@ def _packed_integers(module: QuantizedModule, weights: Settings) -> None:
             tensors["qzeros"] = zeros.array()
         if g_idx is not None:
             assert g_idx.array is not None
-            if (g_idx.array() != -1).any():  # -1 throughout: the columns are in the order of their groups
+            if (g_idx.array() != -1).any():  # all -1: the columns are in the order of their groups
                 tensors["g_idx"] = _groups_of_columns(module, g_idx, groups)
         return tensors
 
@@ -234,7 +235,7 @@ def _packed_integers(module: QuantizedModule, weights: Settings) -> None:
 def _num_groups(
     module: QuantizedModule, scales: FileTensor, shape: tuple[int, int], strategy: str | None, group: int | None
 ) -> int:
-    """Scales of a row; those of an output or of all are one."""
+    """Return the number of scales in a row: 1 with a scale for each output or one scale for the whole matrix."""
     if strategy == "group" or (strategy is None and group not in (None, -1)):
         groups = shape[1] // module.group(group, shape[1])
         module.expect("weight_scale", scales.shape, (shape[0], groups))
@@ -246,7 +247,7 @@ def _num_groups(
 
 
 def _by_output(scales: NDArray[Any], num_out: int) -> NDArray[Any]:
-    """[N, groups] of scales that may be one for a row, or one for all."""
+    """Return the scales as [N, groups]. `scales` may also hold one scale for each row, or one for the matrix."""
     if scales.ndim < 2:
         scales = scales.reshape(-1, 1)
     return np.broadcast_to(scales, (num_out, scales.shape[1]))
@@ -281,7 +282,8 @@ def _scaled_integers(module: QuantizedModule, bits: int, strategy: str | None, g
 
 
 def _fp8_matrix(module: QuantizedModule, scale_name: str, block: Sequence[int] | None, part: str = "weight") -> None:
-    """A matrix, or those of all experts [experts, outputs, inputs], each with scales of its own."""
+    """Make a matrix [outputs, inputs], or the matrices of all experts [experts, outputs, inputs], each with its own
+    scales."""
     codes = module.tensor(part, ("float8_e4m3fn",))
     scales = module.tensor(scale_name, (*FLOATS, "float8_e8m0fnu"))
     if len(codes.shape) not in (2, 3):
@@ -312,7 +314,8 @@ def _fp8_matrix(module: QuantizedModule, scale_name: str, block: Sequence[int] |
 
 
 def _fp4(module: QuantizedModule, weights: Settings, part: str, factor_name: str, *, is_divisor: bool) -> None:
-    """MXFP4, whose scales are powers of two by 32, or NVFP4, with eight-bit floats by 16 and a factor for all."""
+    """Make a matrix of MXFP4 or NVFP4. MXFP4 has a power of two as the scale of each 32 elements. NVFP4 has an
+    eight-bit float as the scale of each 16 elements, and one factor for the whole matrix."""
     codes, scales = module.tensor(part, ("uint8",)), module.tensor("weight_scale", ("uint8", "float8_e4m3fn"))
     if len(codes.shape) != 2:
         raise module.fail(f"{part} has the shape {list(codes.shape)}, which is no matrix")
@@ -344,7 +347,7 @@ def _fp8(files: QuantizedFiles) -> None:
     for module in files.modules("weight", "float8_e4m3fn"):
         name = "weight_scale_inv" if "weight_scale_inv" in module else "weight_scale"
         _fp8_matrix(module, name, block)
-    for name, tensor in list(files.left.items()):  # transformers 5 has those of all experts in one parameter
+    for name, tensor in list(files.left.items()):  # transformers 5 has the matrices of all experts in one parameter
         if tensor.format == "float8_e4m3fn" and f"{name}_scale_inv" in files.left:
             experts, _, part = name.rpartition(".")
             _fp8_matrix(QuantizedModule(experts, files), f"{part}_scale_inv", block, part)
@@ -363,7 +366,7 @@ def _modelopt(files: QuantizedFiles) -> None:
 
 
 def _mxfp4(files: QuantizedFiles) -> None:
-    """gpt-oss: experts of a layer in one tensor, [experts, outputs, groups, 16]."""
+    """Make the matrices of gpt-oss, which has all experts of a layer in one tensor [experts, outputs, groups, 16]."""
     for name in [name for name in files.left if name.endswith("_blocks")]:
         module = QuantizedModule(name.removesuffix("_blocks"), files)
         codes, scales = files.left.pop(name), files.left.pop(f"{module.name}_scales", None)
@@ -408,7 +411,7 @@ def _bitsandbytes(files: QuantizedFiles) -> None:
 
 
 def _codebook(module: QuantizedModule) -> None:
-    """NF4 and FP4: blocks of a matrix that is one long row."""
+    """Make a matrix of NF4 or FP4, which is stored as one long row of blocks."""
     kinds = [kind for kind in ("nf4", "fp4") if f"weight.quant_state.bitsandbytes__{kind}" in module]
     if not kinds:
         raise module.fail("it has no weight.quant_state of nf4 or fp4")

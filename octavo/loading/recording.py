@@ -1,6 +1,7 @@
-"""What a model takes from a checkpoint, found by building it over weights that only take notes.
+"""Which tensors a model takes from a checkpoint: the model is built over weights that only record what is taken.
 
-The model's constructor is the one statement of its tensors; memory estimates and dummy checkpoints follow from here.
+The model's constructor is the only list of its tensors. Memory estimates and dummy checkpoints are made from the
+record.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from octavo.quantization.formats import AXES, BLOCK_TYPES, PLAIN, PLAIN_OF_DTYPE
 
 @dataclass(frozen=True, slots=True)
 class RecordedTensor:
-    """A tensor that was taken: whole, or of a matrix the share [N, K] that was asked for."""
+    """A taken tensor: a whole array, some entries of its first dimension, or a matrix of which a part was taken."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
-    shard: StoredWeight | None  # of a matrix that is going to be packed; None for an array
-    layout: Layout | None = None  # of the matrix, where its format does not say so
-    num_own: int | None = None  # entries of an array's first dimension that were taken; None: all
+    shard: StoredWeight | None  # the taken part [N, K] of a matrix for the packer; None for an array
+    layout: Layout | None = None  # of the packed matrix; None if its format determines the layout
+    num_own: int | None = None  # number of entries of an array's first dimension that were taken; None: all
 
     @property
     def is_matrix(self) -> bool:
@@ -35,11 +36,11 @@ class RecordedTensor:
 
 
 class RecordingWeights(Weights):
-    """`Weights` that give zeros which take no memory, and note in `tensors` what was asked for, in order, and in
-    `repeated` what layers share with layers before them, for each of them.
+    """`Weights` that return zeros which take no memory, and record what is taken.
 
-    `weights` is the checkpoint whose formats and optional tensors are looked up; nothing is taken from it. Without one
-    there is every tensor, in floats of `dtype`.
+    `tensors` lists the taken tensors in order. `repeated` lists the tensors that a layer shares with an earlier layer,
+    once for each such layer. `weights` is a checkpoint to look up formats and optional tensors in; nothing is taken
+    from it. Without it, every tensor exists, in floats of `dtype`.
     """
 
     def __init__(self, dtype: str, weights: Weights | None = None) -> None:
@@ -73,7 +74,7 @@ class RecordingWeights(Weights):
     ) -> StoredWeight:
         if is_transposed and self.is_untransposed(name):
             shape, is_transposed = (*shape[:-2], shape[-1], shape[-2]), False
-        if order is not None:  # of zeros as many as any
+        if order is not None:  # all rows are zeros, so only their number counts
             assert rows is None
             rows = (0, len(order))
         stored_format = self.matrix_format(name)
@@ -95,7 +96,7 @@ class RecordingWeights(Weights):
     def _take_quantized(
         self, name: str, stored_format: str, shape: tuple[int, ...], rows: Bounds, columns: Bounds, is_transposed: bool
     ) -> StoredWeight:
-        """A matrix without its tensors, which are many and of sizes of their own."""
+        """Record and return a quantized matrix without its tensors: each format has several, with their own shapes."""
         assert self._weights is not None
         size = (math.prod(shape[:-1]), shape[-1])
         if is_transposed and not self.is_untransposed(name):
@@ -116,9 +117,12 @@ class RecordingWeights(Weights):
     def packed_bytes(
         self, keeps_superblocks: bool = False, *, with_repeated: bool = False, num_positions: int = 0
     ) -> tuple[int, str]:
-        """Bytes of the matrices that were asked for once they are packed, each by itself, and in what they are held.
-        Arrays of several dimensions count as they are, such as what latent attention makes matrices of, and tables of
-        `num_positions`; norms and biases are noise. `with_repeated` they are the bytes that a step reads."""
+        """Return the bytes of the taken matrices, each packed by itself, and the names of their formats.
+
+        Arrays of several dimensions count unpacked, such as the arrays that latent attention makes matrices of; so do
+        the model's tables for `num_positions`. Norms and biases are too small to count. With `with_repeated`, the
+        bytes are those that a step reads.
+        """
         num_bytes, kinds = num_positions * self.position_bytes, dict[str, None]()
         for tensor in self.tensors + self.repeated if with_repeated else self.tensors:
             if tensor.shard is not None:
@@ -131,7 +135,7 @@ class RecordingWeights(Weights):
         return num_bytes, " and ".join(kinds)
 
 
-# What users call the formats that are no file's.
+# Users' names of the formats that are not the name of a file's type.
 _KINDS = PLAIN | {"INT8": "int8", "INT4": "int4", "FP8": "fp8"}
 
 

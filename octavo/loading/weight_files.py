@@ -1,6 +1,6 @@
 """Which of a model's files hold its weights: one rule for a folder on disk and for a listing of the hub.
 
-Files of the other formats that often lie beside them (Meta's consolidated.*, optimizer states, adapters) are passed by.
+Other files that often lie beside the weights (Meta's consolidated.*, optimizer states, adapters) are ignored.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 
 from octavo.errors import LoadError
 
-_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # of a split model
-_MEDUSA = "medusa_lm_head.pt"  # heads, as their authors publish them
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # any part of a split model but the first
+_MEDUSA = "medusa_lm_head.pt"  # Medusa heads, under the name that their authors use
 _SINGLE = {"safetensors": "model.safetensors", "pt": "pytorch_model.bin"}
 
 
 def pick_weights(names: list[str], load_format: str) -> tuple[str, list[str]]:
-    """The format and the weight files among `names` (of one folder); ("", []) where there are none that fit.
+    """Return the format and the weight files among `names` (of one folder); ("", []) if no file fits.
 
-    `load_format` "auto" prefers safetensors, then pt, then gguf. Several GGUF files are all returned: each is a whole
-    model, or the first part of one, so the caller must choose.
+    `load_format` "auto" prefers safetensors, then pt, then gguf. If there are several GGUF files, all are returned:
+    each is a whole model or the first part of a split model, so the caller must choose.
     """
     found = {
         "safetensors": [
@@ -38,13 +38,14 @@ def pick_weights(names: list[str], load_format: str) -> tuple[str, list[str]]:
 
 
 def gguf_parts(name: str, names: list[str]) -> list[str]:
-    """The files, among `names`, of the model whose first or only file is `name`."""
+    """Return the files among `names` that make up the GGUF model whose first or only file is `name`."""
     match = re.fullmatch(r"(.*-)00001(-of-\d{5}\.gguf)", name)
     return [name] if match is None else [n for n in names if n.startswith(match[1]) and n.endswith(match[2])]
 
 
 def complete_shards(folder: str, file_format: str, files: list[str]) -> list[str]:
-    """`files` with the shards that the folder's index lists in their place, if it has one; all must be there."""
+    """Return the shards that the folder's index lists, or `files` if there is no index. Raises `LoadError` if a shard
+    is missing or the index is damaged."""
     single = _SINGLE[file_format]
     index_path = os.path.join(folder, f"{single}.index.json")
     if files == [single] or not os.path.exists(index_path):
@@ -64,7 +65,7 @@ def complete_shards(folder: str, file_format: str, files: list[str]) -> list[str
 
 
 def read_json(path: str) -> dict[str, Any]:
-    """A JSON file that must hold an object. Raises `LoadError`."""
+    """Return the object in a JSON file. Raises `LoadError` if the file holds anything else."""
     value = _read_json(path)
     if not isinstance(value, dict):
         raise LoadError(
@@ -74,7 +75,7 @@ def read_json(path: str) -> dict[str, Any]:
 
 
 def read_json_list(path: str) -> list[dict[str, Any]]:
-    """A JSON file that must hold a list of objects. Raises `LoadError`."""
+    """Return the list of objects in a JSON file. Raises `LoadError` if the file holds anything else."""
     value = _read_json(path)
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         raise LoadError(f"{path} is damaged: it holds no list of objects; fetch it again.")

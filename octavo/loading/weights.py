@@ -1,7 +1,7 @@
 """Named tensors of a checkpoint, one at a time: arrays in the type that the model computes in, or stored matrices.
 
-Everything is numpy's and in the host's memory; `octavo.ops` packs it and brings it to its device. Names and shapes are
-Hugging Face's whatever the format. `octavo.loading.file_weights` opens checkpoints.
+All tensors are numpy arrays in host memory; `octavo.ops` packs them and moves them to the device. Names and shapes are
+Hugging Face's for every file format. `octavo.loading.file_weights` opens checkpoints.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from octavo.quantization import Layout, StoredWeight, dequantize, take_rows
 from octavo.quantization.array_functions import transposed
 from octavo.quantization.formats import PLAIN, PLAIN_OF_DTYPE, QUANTIZED_AT_LOAD
 
-Bounds = tuple[int, int] | None  # a share (begin, end) of rows or columns, or all of them
+Bounds = tuple[int, int] | None  # the rows or columns from begin to end, exclusive; None: all
 
 
 class Weights:
-    """An open checkpoint. Tensors that were taken stay valid after `close`, and may alias the files: never write.
+    """An open checkpoint. Taken tensors stay valid after `close` and may alias the files: never write to them.
 
-    Floats come in `dtype` ("float32", "bfloat16", "float16"), or, with `quantization` "int8", "int4" or "fp8", as they
-    are stored where they are matrices: the packer quantizes them. Blocks of few bits stay as they are, unless `dtype`
-    is float32: that is the reference, which computes with what they stand for.
+    Floats come in `dtype` ("float32", "bfloat16", "float16"). With `quantization` "int8", "int4" or "fp8", float
+    matrices come as they are stored, because the packer quantizes them. Quantized blocks stay as they are, unless
+    `dtype` is float32: the float32 reference computes with the dequantized values.
     """
 
-    position_bytes = 0  # for each position that a sequence may have: of the tables of the model they are for
+    position_bytes = 0  # bytes of the model's tables for each position that a sequence may have
 
     def __init__(self, dtype: str, quantization: str | None) -> None:
         self._dtype, self._quantization = dtype, quantization
@@ -37,24 +37,25 @@ class Weights:
         raise NotImplementedError
 
     def stored_format(self, name: str) -> str:
-        """The `StoredWeight.format` of a tensor as it is stored. Raises `LoadError` if it is absent or not read."""
+        """Return the `StoredWeight.format` of a stored tensor. Raises `LoadError` if the tensor is absent or its format
+        cannot be read."""
         raise NotImplementedError
 
     def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
-        """The tensor as it is stored; one of another number of dimensions than two is a row. Raises `LoadError` if it
-        is absent, not read, or not of this shape."""
+        """Return the tensor as it is stored; a tensor that has not two dimensions becomes one row. Raises `LoadError`
+        if it is absent, cannot be read, or has another shape."""
         raise NotImplementedError
 
     def is_untransposed(self, name: str, untransposed_shape: tuple[int, ...] | None = None) -> bool:
-        """Return True if the matrix is stored as [N, K] although this class usually stores [K, N]: GGUF files do, and
-        files in which it has `untransposed_shape`."""
+        """Return True if the matrix is stored as [N, K] although checkpoints of this model class usually store [K, N].
+        GGUF files do, and so do files in which the matrix has `untransposed_shape`."""
         return False
 
     def take(
         self, name: str, shape: tuple[int, ...], dtype: str | None = None, own: range | None = None
     ) -> NDArray[Any]:
-        """The tensor in the model's type, or in `dtype`; of its first dimension those entries that are `own`, and only
-        they are read. Raises `LoadError` if it is absent or of another shape."""
+        """Return the tensor in the model's type, or in `dtype`. With `own`, only these entries of the first dimension
+        are read and returned. Raises `LoadError` if the tensor is absent or has another shape."""
         stored = self.stored(name, shape)
         if own is not None:
             rows, matrix = math.prod(shape[1:-1]), _as_matrix(stored, shape)
@@ -64,7 +65,7 @@ class Weights:
         return dequantize(stored, dtype or self._dtype).reshape(shape)
 
     def take_integers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.int64]:
-        """A tensor of whole numbers; zeros where there are no files. Raises `LoadError` as `take` does."""
+        """Return a tensor of integers; zeros if there are no files. Raises `LoadError` as `take` does."""
         return np.zeros(shape, np.int64)
 
     def take_matrix(
@@ -77,11 +78,11 @@ class Weights:
         is_transposed: bool = False,
         order: NDArray[np.intp] | None = None,
     ) -> StoredWeight:
-        """A matrix of `shape` [N, K] that is going to be packed, or a share of its rows and columns, or of its rows
-        those that `order` names, in this order. Only that is read. One that is stored transposed has `shape` [K, N].
-        Matrices stacked in a tensor [..., N, K] are one below the other.
+        """Return a matrix of `shape` [N, K] for the packer, or a part of the matrix: `rows` and `columns` cut it, and
+        `order` names the rows to take, in this order. Only the returned part is read.
 
-        Raises `LoadError` as `take` does, and `ConfigError` for a share that cannot be cut.
+        With `is_transposed`, `shape` is [K, N]. A stack of matrices [..., N, K] becomes one matrix, with the matrices
+        one below the other. Raises `LoadError` as `take` does, and `ConfigError` if the matrix cannot be cut there.
         """
         if is_transposed and self.is_untransposed(name):
             shape, is_transposed = (*shape[:-2], shape[-1], shape[-2]), False
@@ -89,18 +90,20 @@ class Weights:
         if is_transposed:
             stored = floats(transposed(dequantize(stored, self._dtype)))
         target = self._matrix_format(stored.format)
-        if target in QUANTIZED_AT_LOAD.values():  # nothing is computed here: the packer quantizes as it reads
+        if target in QUANTIZED_AT_LOAD.values():  # only the name changes here: the packer quantizes while it reads
             stored = StoredWeight(target, stored.tensors, stored.shape)
         stored = stored.shard(rows, columns)
         stored = stored if stored.format == target else floats(dequantize(stored, self._dtype))
         return stored if order is None else take_rows(stored, order)
 
     def matrix_format(self, name: str) -> str:
-        """The `StoredWeight.format` that `take_matrix` gives, without taking. Raises `LoadError` if it is absent."""
+        """Return the `StoredWeight.format` that `take_matrix` would return; takes nothing. Raises `LoadError` if the
+        matrix is absent."""
         return self._matrix_format(self.stored_format(name))
 
     def matrix_layout(self, name: str) -> Layout | None:
-        """How a matrix is held once it is packed, where its format does not say so. `LoadError` if it is absent."""
+        """Return the layout of the packed matrix, or None if its format determines the layout. Raises `LoadError` if
+        the matrix is absent."""
         return None
 
     def _matrix_format(self, stored_format: str) -> str:
@@ -111,20 +114,22 @@ class Weights:
         return stored_format
 
     def read_again(self, take: Callable[[], object]) -> None:
-        """A layer shares what `take` would take with one before it: nothing is taken, but a step reads it again."""
+        """Note that a layer shares the tensors that `take` would take with an earlier layer. Nothing is taken, but each
+        step reads these tensors again."""
 
     def pass_over(self, prefix: str) -> None:
-        """The model knows tensors whose names begin so, and has no use for them."""
+        """Leave out all tensors whose names begin with `prefix`: the model knows them and does not use them."""
 
     def check_all_taken(self) -> None:
-        """Raise `LoadError` if the checkpoint has weights that the model did not ask for: it would compute nonsense."""
+        """Raise `LoadError` if the checkpoint has weights that the model did not take: without them it would compute
+        nonsense."""
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Release the files."""
 
 
 def _as_matrix(stored: StoredWeight, shape: tuple[int, ...]) -> StoredWeight:
-    """A tensor [..., N, K] as matrices one below the other."""
+    """Return a stack of matrices [..., N, K] as one matrix, with the matrices one below the other."""
     size = (math.prod(shape[:-1]), shape[-1])
     if stored.shape == size:
         return stored
@@ -132,6 +137,6 @@ def _as_matrix(stored: StoredWeight, shape: tuple[int, ...]) -> StoredWeight:
 
 
 def floats(data: NDArray[Any]) -> StoredWeight:
-    """A tensor of float32, float16 or bfloat16."""
+    """Return a float32, float16 or bfloat16 array as a `StoredWeight`; an array that is no matrix becomes one row."""
     rows = data if data.ndim == 2 else data.reshape(1, -1)
     return StoredWeight(PLAIN_OF_DTYPE[data.dtype.name], {"data": rows}, (rows.shape[0], rows.shape[1]))
