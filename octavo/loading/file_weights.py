@@ -72,7 +72,7 @@ def open_weights(checkpoint: Checkpoint, dtype: str, seed: int | None, quantizat
                 f"--quantization {quantization} quantizes weights of floats, but {source} is quantized already "
                 f"({method_of(settings)}); leave the flag out to serve it as it is."
             )
-        tensors = quantized_tensors(tensors, settings, source)  # before tensors are renamed: `settings` has the file's names
+        tensors = quantized_tensors(tensors, settings, source)  # before renaming: `settings` has the file's names
     if checkpoint.config.get("text_config") is not None:
         tensors = {_LANGUAGE_MODEL.sub(_in_language_model, name): tensor for name, tensor in tensors.items()}
     return FileWeights(tensors, mapped, source, dtype, quantization, tied)

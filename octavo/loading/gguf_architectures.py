@@ -1,9 +1,9 @@
-"""The GGUF architectures: for each the class of `transformers` that its files are of, what its metadata says in
-config.json's words, and how its tensors are called and laid out. `gguf_config` and `gguf_tensors` read files by it,
-`gguf_settings` and `gguf_layout` have what its entries share. Those whose layers keep states are in `gguf_recurrent`.
+"""The table of GGUF architectures: for each its class in `transformers`, its settings in config.json's words, and the
+names and layouts of its tensors. `gguf_config` and `gguf_tensors` read files by this table. `gguf_settings` and
+`gguf_layout` have the parts that entries share. Architectures whose layers keep states are in `gguf_recurrent`.
 
-An architecture has a line here once a test has compared its logits with those of `transformers`; the others are refused
-by name.
+An architecture has an entry only after a test has compared its logits with `transformers`. Other architectures are
+refused by name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from octavo.loading.gguf_settings import (
     xielu,
 )
 
-# Names, each as those of `gguf_layout` or otherwise.
+# Names of modules that differ from the names in `gguf_layout`.
 _AROUND = {"ffn_norm": "pre_feedforward_layernorm"}
 _UNGATED = {"ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
 _GPT2 = {
@@ -52,7 +52,7 @@ _TOKEN_INPUTS = {
     "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm"
 }  # fmt: skip
 _HUNYUAN_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
-# An encoder's positions begin at 0 in files: those of RoBERTa's that stand for padding are left out.
+# An encoder's positions begin at 0 in files: files leave out the positions that RoBERTa has for padding.
 _ENCODER_TOP = {
     "token_embd": "embeddings.word_embeddings", "position_embd": "embeddings.position_embeddings",
     "token_types": "embeddings.token_type_embeddings", "token_embd_norm": "embeddings.LayerNorm",
@@ -64,21 +64,21 @@ def _has_two_norms(m: Metadata) -> bool:
 
 
 def _falcon_names(m: Metadata) -> Names:
-    """Those of 40B and more have a second norm, for attention."""
+    """Return Falcon's names. Models of 40B and more have a second norm, for attention."""
     return _UNGATED | {
         "attn_qkv": "self_attention.query_key_value", "attn_output": "self_attention.dense",
         "attn_norm": "ln_mlp" if _has_two_norms(m) else "input_layernorm", "attn_norm_2": "ln_attn",
     }  # fmt: skip
 
 
-# Settings. Values that are no functions of the metadata stand for themselves.
+# Settings: functions of the metadata, or plain values.
 _SILU = {"hidden_act": "silu"}
 _QKV_BIAS = {"attention_bias": biases("attn_q", "attn_k", "attn_v")}
 _LLAMA_BIASES = {"attention_bias": biases(*QKVO), "mlp_bias": biases(*MLP)}
 _SOFTCAPS = {name: real(name) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
 _ENCODER = {"type_vocab_size": rows_of("token_types.weight")}
 
-# Architectures of which files have several names, or nearly.
+# Architectures that several entries of the table share, or nearly share.
 _QWEN_2 = Architecture(class_name="Qwen2ForCausalLM", settings=_SILU)
 _QWEN_3 = Architecture(class_name="Qwen3ForCausalLM", settings=_SILU)
 _QWEN_3_MOE = Architecture(class_name="Qwen3MoeForCausalLM", experts=True)
@@ -97,8 +97,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmoe": Architecture(class_name="OlmoeForCausalLM", experts=False),
     "qwen2": _QWEN_2,
     "qwen3": _QWEN_3,
-    # The language models of those that see: for text alone their three positions are one, and pictures' deeper
-    # features, which a file of its own has the weights for, are none.
+    # Language models of vision-language models. For text alone their three positions are equal. The deeper features
+    # of images are not used here; another file has the weights for them.
     "qwen2vl": _QWEN_2,
     "qwen3vl": _QWEN_3,
     "qwen3vlmoe": _QWEN_3_MOE,
@@ -265,7 +265,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "glm4": Architecture(
         class_name="Glm4ForCausalLM", rows=NEIGHBOURS,
-        # Of models that see (GLM-4.1V): all parts of a text's position are one.
+        # For vision-language models (GLM-4.1V): all parts of a text token's position are equal.
         settings=_QKV_BIAS | {"has_rotary_halves": lambda m: m.get("rope.dimension_sections") is not None},
         names={
             "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
@@ -363,19 +363,19 @@ ARCHITECTURES: dict[str, Architecture] = {
             "topk_method": lambda m: "group_limited_greedy" if m.number("expert_group_count", 1) > 1 else "greedy",
         },
     ),
-    # llama.cpp knows the multipliers of the model, of which there is one size.
+    # The file lacks the multipliers. llama.cpp has them as constants, because the model has only one size.
     "minicpm3": Architecture(class_name="MiniCPM3ForCausalLM", settings=MLA),
     "gpt-oss": Architecture(
         class_name="GptOssForCausalLM", names={"ffn_gate_inp": "mlp.router"}, experts=True,
         tensor_names={"attn_sinks.weight": "self_attn.sinks"},
         settings=window(2) | {
-            "rope_parameters": lambda m: m.rope() | {"truncate": False},  # the model's; files do not say
+            "rope_parameters": lambda m: m.rope() | {"truncate": False},  # the model's setting, which files lack
             "attention_bias": biases(*QKVO), "intermediate_size": lambda m: m.number("expert_feed_forward_length"),
         },
     ),
     "bert": Architecture(
         class_name="BertModel", layer_prefix="encoder.layer.", settings=_ENCODER,
-        # RoBERTa's head, whose first matrix stands where BERT's pooler does.
+        # A reranker has RoBERTa's head: its first matrix is in the place of BERT's pooler.
         variants={"BertForSequenceClassification": lambda m: m.number("pooling_type", 0) == RANK},
         top_names=_ENCODER_TOP | {"cls": "pooler.dense", "cls.output": "classifier"},
         names={

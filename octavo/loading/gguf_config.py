@@ -1,6 +1,6 @@
-"""What a GGUF file's metadata says in Hugging Face's words: its config.json and generation_config.json.
+"""A GGUF file's metadata as config.json and generation_config.json, in Hugging Face's words.
 
-Which architectures there are, and what is particular to each, is in `gguf_architectures`.
+The table of architectures, with the particulars of each, is in `gguf_architectures`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from octavo.loading.gguf_metadata import Metadata
 from octavo.loading.gguf_settings import EXPERTS
 from octavo.loading.jinja_template import text_after_answer
 
-# What ends a turn, by its text: many files name the end of documents only (llama.cpp, llama-vocab.cpp).
+# Texts of tokens that end a turn: many files name only the token that ends a document (llama.cpp, llama-vocab.cpp).
 _TURN_ENDS = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<end_of_turn>", "<turn|>", "<end_of_utterance>",
     "<|end|>", "<|return|>", "<|call|>", "[e~[",
 )  # fmt: skip
-# Harmony's messages end with <|end|>, and its turns with others.
+# Harmony's messages end with <|end|>, and its turns with these tokens.
 _HARMONY_ENDS = {"<|return|>", "<|call|>"}
-_CONTROL = 3  # type of a token
+_CONTROL = 3  # the token type of control tokens
 _POOLING_TYPES = {0: None, 1: "MEAN", 2: "CLS", 3: "LAST"}
 
 
 def architecture_of(file: GGUFFile) -> tuple[Metadata, Architecture]:
-    """Raises `LoadError` for one that is not built."""
+    """Return the file's metadata and its architecture. Raises `LoadError` for an architecture that is not built."""
     name = file.metadata.get("general.architecture")
     has_experts = bool(file.metadata.get(f"{name}.expert_count"))
     read = [known for known, one in ARCHITECTURES.items() if one.experts is not None or not has_experts]
@@ -40,7 +40,8 @@ def architecture_of(file: GGUFFile) -> tuple[Metadata, Architecture]:
 
 
 def gguf_config(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The file's config.json and generation_config.json. Raises `LoadError` where it cannot say them."""
+    """Return the file's config.json and generation_config.json. Raises `LoadError` if metadata are missing, damaged or
+    ask for something that is not built."""
     metadata, architecture = architecture_of(file)
     tensors = file.tensors
     if "token_embd.weight" not in tensors:
@@ -55,18 +56,18 @@ def gguf_config(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
         least = (0,) if has_experts else ()
         feed_forward = metadata.number("feed_forward_length", *least)
     variants = [name for name, fits in architecture.variants.items() if fits(metadata)]
-    # Files have the one or the other; LayerNorm's is asked for in vain only where there is neither.
+    # A file has the epsilon of RMSNorm or of LayerNorm. If it has neither, the last call raises the error.
     rms_eps, eps = (metadata.real(f"attention.layer_norm_{kind}epsilon", None) for kind in ("rms_", ""))
     if rms_eps is None and eps is None:
         metadata.real("attention.layer_norm_rms_epsilon")
     config: dict[str, Any] = {
         "architectures": [*variants, architecture.class_name][:1],
         "model_type": metadata.architecture,
-        "has_standard_names": True,  # and not those of the class's own configuration
+        "has_standard_names": True,  # names of settings are not those of the class's own configuration
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": metadata.number("embedding_length"),
         "intermediate_size": feed_forward,
-        # The last ones may guess tokens, and be no part of the model.
+        # The last layers may predict draft tokens (nextn_predict_layers) and are no part of the model.
         "num_hidden_layers": metadata.number("block_count") - metadata.number("nextn_predict_layers", 0),
         **({} if architecture.is_without_heads else _heads(metadata, said.get("num_key_value_heads"))),
         "max_position_embeddings": metadata.number("context_length"),
@@ -84,7 +85,8 @@ def gguf_config(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _pooling(metadata: Metadata, kind: int) -> dict[str, Any]:
-    """How a file of a model for embeddings pools: llama.cpp's number, and matrices that come after that."""
+    """Return the pooling settings of an embedding model, and the matrices after the pooling. `kind` is llama.cpp's
+    pooling_type. Raises `LoadError` for a kind that is not built."""
     if kind not in _POOLING_TYPES:
         known = ", ".join(map(str, (*_POOLING_TYPES, RANK)))
         raise LoadError(f"{metadata.file.path}: pooling_type {kind} is not built; {known} are.")
@@ -98,7 +100,7 @@ def _pooling(metadata: Metadata, kind: int) -> dict[str, Any]:
 
 
 def _reranker(metadata: Metadata) -> dict[str, Any]:
-    """What its head is of. Raises `LoadError` for one that is not built."""
+    """Return the settings of a reranker's head. Raises `LoadError` for a head that is not built."""
     path, output = metadata.file.path, metadata.tensors.get("cls.output.weight")
     labels = metadata.get("classifier.output_labels")
     if metadata.architecture == "qwen3" and output is not None:
@@ -147,8 +149,8 @@ def _token_ids(file: GGUFFile) -> dict[str, Any]:
 
 
 def _turn_ends(file: GGUFFile) -> list[int]:
-    """The ids of tokens that end a turn: those with a known text, else the one that the chat template writes after an
-    answer."""
+    """Return the ids of the tokens that end a turn: tokens with a known text, else the token that the chat template
+    writes after an answer."""
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list):
         return []
@@ -160,12 +162,12 @@ def _turn_ends(file: GGUFFile) -> list[int]:
     if not known and isinstance(template, str):
         types = file.metadata.get("tokenizer.ggml.token_type")
         after = text_after_answer(template)
-        # One control token and nothing else: what begins the next turn is no end of this one.
+        # Only a single control token counts: a text that begins the next turn does not end this one.
         if after in ids and isinstance(types, list) and types[ids[after] : ids[after] + 1] == [_CONTROL]:
             known.append(after)
     return [ids[text] for text in known]
 
 
 def architectures() -> set[str]:
-    """Names of the architectures, as config.json has them, of which GGUF files are read."""
+    """Return config.json's names of the architectures whose GGUF files can be read."""
     return {name for one in ARCHITECTURES.values() for name in (one.class_name, *one.variants)}

@@ -1,6 +1,6 @@
-"""The GGUF file format: metadata and tensor positions out of memory-mapped files, versions 2 and 3, little-endian.
+"""The GGUF file format: reads metadata and tensor positions from memory-mapped files, versions 2 and 3, little-endian.
 
-What the metadata means is `gguf_config`'s business, what the bytes of a tensor mean `octavo.quantization`'s.
+`gguf_config` knows what the metadata mean, and `octavo.quantization` what the bytes of a tensor mean.
 The layout is specified at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# Types that exist but are not built: named so that the error says more than a number.
+# Types that exist but are not built. An error shows their names instead of their numbers.
 _OTHER_TYPES = {
     9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
 }  # fmt: skip
@@ -30,7 +30,7 @@ _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_FEW_TEXTS = 100  # as labels are, and no vocabulary
+_FEW_TEXTS = 100  # lists of labels are shorter, vocabularies longer
 _MAX_DIMS = 4  # GGML_MAX_DIMS
 
 
@@ -51,7 +51,7 @@ class GGUFFile:
     """An open file, or the files of a split model."""
 
     parts: tuple[MappedFile, ...]
-    metadata: dict[str, Any]  # of the first one
+    metadata: dict[str, Any]  # the first file's
     tensors: dict[str, TensorInfo]
 
     @property
@@ -64,9 +64,11 @@ class GGUFFile:
 
 
 def read_gguf(path: str, texts: bool = True) -> GGUFFile:
-    """Map a file, or the first of a split model and those that belong to it, and read the headers, which costs
-    milliseconds whatever their size; without `texts` a third, and the metadata lack long arrays of strings: a
-    vocabulary and its merges. Raises `LoadError`."""
+    """Map a GGUF file and read its header; of a split model, `path` is the first part and all parts are read.
+
+    It takes milliseconds for files of any size. Without `texts` it takes a third of the time, and the metadata lack
+    long arrays of strings: a vocabulary and its merges. Raises `LoadError`.
+    """
     first = parse_gguf(MappedFile(path), texts)
     count, number = (first.metadata.get(f"split.{name}", 0) for name in ("count", "no"))
     if count in (0, 1):
@@ -111,7 +113,7 @@ def _parse(file: MappedFile, texts: bool) -> GGUFFile:
         if version and version & 0xFFFF == 0:
             raise LoadError(f"{path} is a big-endian GGUF file; only little-endian ones are read.")
         raise LoadError(f"{path} is GGUF version {version}; versions 2 and 3 are read.")
-    # A key takes at least 13 bytes and a tensor 24: a count that cannot fit is damage, not a reason to loop.
+    # A key takes at least 13 bytes and a tensor 24. A count that cannot fit would keep the loops below busy.
     if num_keys * 13 + num_tensors * 24 > len(data):
         raise LoadError(
             f"{path} is damaged: {num_keys} metadata keys and {num_tensors} tensors do not fit in {len(data)} bytes."
@@ -181,7 +183,7 @@ def _read_string(data: mmap.mmap, position: int) -> tuple[str, int]:
 
 
 def _read_value(path: str, data: mmap.mmap, position: int, kind: int, texts: bool) -> tuple[Any, int]:
-    """A value and where it ends. Without `texts` a long array of strings is None."""
+    """Return a value and the position after it. Without `texts`, a long array of strings is None."""
     if kind == _STRING:
         return _read_string(data, position)
     if kind == _ARRAY:

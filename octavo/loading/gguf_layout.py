@@ -1,5 +1,5 @@
-"""How a GGUF file's tensors differ from those of a checkpoint: what `gguf_tensors` needs to know of an architecture,
-and the names that most of them share. The table is `gguf_architectures`.
+"""How a GGUF file's tensors differ from a checkpoint's: the description of an architecture that `gguf_tensors` needs,
+and the names that most architectures share. `gguf_architectures` has the table of architectures.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from typing import Any
 
 from octavo.loading.gguf_metadata import Metadata
 
-RANK = 4  # llama.cpp's number of the pooling of rerankers
-# Of config.json and the number of rows in the file: the file's rows in the order of `transformers`.
+RANK = 4  # llama.cpp's pooling_type of rerankers
+# Takes config.json and the number of rows in the file; returns the file's rows in the order of `transformers`.
 RowOrder = Callable[[Mapping[str, Any], int], list[int]]
 Setting = Callable[[Metadata], Any]
 Names = Mapping[str, str | tuple[str, ...]]
 
 
 def shared(name: str) -> dict[str, str]:
-    """The expert that sees every token, where checkpoints have it under this name."""
+    """Return the names of the shared expert, which computes every token, in checkpoints that call it `name`."""
     return {f"ffn_{part}_shexp": f"{name}.{part}_proj" for part in ("gate", "up", "down")}
 
 
-# Modules of a layer, and of the model, as most checkpoints have them.
+# Names of a layer's modules, and below of the model's other modules, in most checkpoints, by their names in files.
 _NAMES: Names = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
@@ -41,23 +41,26 @@ _TOP_NAMES: Names = {"token_embd": "model.embed_tokens", "output_norm": "model.n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """Names are those of modules that are called otherwise than most: in a file after "blk.N.", in a checkpoint after
-    the layer's prefix and number. A tuple of names is a stack of matrices of equally many rows, or, with "{}" in its
-    one name, of one for each row."""
+    """A GGUF architecture: its class in `transformers`, its settings, and the names and order of its tensors.
+
+    `names` has only the modules with other names than `_NAMES`: a file has them after "blk.N.", a checkpoint after the
+    layer's prefix and number. A tuple of names stands for a stack of matrices with the same number of rows. A tuple of
+    one name with "{}" stands for a stack with one tensor for each entry of the first dimension.
+    """
 
     class_name: str
-    variants: Mapping[str, Callable[[Metadata], bool]] = field(default_factory=dict)  # classes of some of the files
-    settings: Mapping[str, Any] = field(default_factory=dict)  # values or `Setting`s; None is not said
+    variants: Mapping[str, Callable[[Metadata], bool]] = field(default_factory=dict)  # classes of files that fit a condition
+    settings: Mapping[str, Any] = field(default_factory=dict)  # values or `Setting`s; None is omitted
     names: Names | Callable[[Metadata], Names] = field(default_factory=dict)
-    tensor_names: Mapping[str, str] = field(default_factory=dict)  # of tensors: those that end in another way
+    tensor_names: Mapping[str, str] = field(default_factory=dict)  # full names of tensors whose endings differ
     top_names: Names | Callable[[Metadata], Names] = field(default_factory=dict)
     layer_prefix: str = "model.layers."
-    rows: Mapping[str, RowOrder] = field(default_factory=dict)  # by the file's module
-    norm_offset: float = 0.0  # what files have added to the weights of norms
-    # Whether weights of a token's experts are normalized where the file does not say; None: it never has experts.
+    rows: Mapping[str, RowOrder] = field(default_factory=dict)  # by the module's name in the file
+    norm_offset: float = 0.0  # files have this added to the weights of norms
+    # True if the weights of a token's experts are normalized in files that do not say; None: there are no experts.
     experts: bool | None = None
     is_without_heads: bool = False  # no layer has attention
-    transposed_modules: tuple[str, ...] = ()  # modules whose matrices `transformers` has the other way round
+    transposed_modules: tuple[str, ...] = ()  # modules whose matrices `transformers` stores transposed
 
     def all_names(self, metadata: Metadata) -> Names:
         return {**_NAMES, **(self.names(metadata) if callable(self.names) else self.names)}
@@ -67,8 +70,8 @@ class Architecture:
 
 
 def _pairs(heads: str) -> RowOrder:
-    """From rows that alternate between the two halves of a head, for ggml's rotary kernel, to one half after the
-    other."""
+    """Return the order that turns alternating rows of a head's two halves, as ggml's rotary kernel takes them, into one
+    half after the other. `heads` is the setting with the number of heads."""
 
     def order(config: Mapping[str, Any], n: int) -> list[int]:
         size = n // config[heads]
@@ -78,8 +81,11 @@ def _pairs(heads: str) -> RowOrder:
 
 
 def _neighbours(heads: str) -> RowOrder:
-    """From the halves of what rotates of a head to rows that alternate between them, in files with three positions a
-    token: their rotary kernel takes halves, and converters turn the rows for it."""
+    """Return the order that turns the two halves of a head's rotated part into alternating rows.
+
+    It is for files with three positions a token: their rotary kernel takes halves, and converters reorder the rows for
+    it. `heads` is the setting with the number of heads.
+    """
 
     def order(config: Mapping[str, Any], n: int) -> list[int]:
         if not config["has_rotary_halves"]:
@@ -93,13 +99,15 @@ def _neighbours(heads: str) -> RowOrder:
 
 
 def per_head(config: Mapping[str, Any], n: int) -> list[int]:
-    """From all queries, all keys, all values to those of one head after the other."""
+    """Return the order that turns all queries, all keys, all values into the queries, keys and values of one head after
+    the other."""
     size = n // (3 * config["num_attention_heads"])
     return [part + row for head in range(0, n // 3, size) for part in range(0, n, n // 3) for row in _run(head, size)]
 
 
 def per_group(config: Mapping[str, Any], n: int) -> list[int]:
-    """From all queries, all keys, all values to those of one key/value head after the other."""
+    """Return the order that turns all queries, all keys, all values into the queries, keys and values of one key/value
+    head after the other."""
     groups, heads = config["num_key_value_heads"], config["num_attention_heads"]
     size = n // (heads + 2 * groups)
     queries = heads // groups * size

@@ -1,6 +1,6 @@
-"""Values of a GGUF file's metadata, checked: numbers of its architecture, biases, the rotary embedding.
+"""Checked values of a GGUF file's metadata: numbers of its architecture, biases, the rotary embedding.
 
-Keys are without the architecture's name. What is missing or of another type is said in one line.
+Keys come without the architecture's name. An error about a missing or wrong value is one line.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, overload
 from octavo.errors import LoadError
 from octavo.loading.gguf_file import GGUFFile, TensorInfo
 
-# Parts of the configuration, and not of the model.
+# Tensors that are read as a part of the configuration, not as weights.
 ROPE_FREQS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 _REQUIRED: Any = object()
 
@@ -38,7 +38,8 @@ class Metadata:
     @overload
     def number(self, key: str, default: None) -> int | None: ...
     def number(self, key: str, default: Any = _REQUIRED) -> Any:
-        """A whole number, or a list of the same one for each layer that has what it counts. Raises `LoadError`."""
+        """Return an integer. A list with a number for each layer is accepted if all numbers but zeros are equal. Raises
+        `LoadError` otherwise."""
         value = self.get(key, default)
         if isinstance(value, list) and value and all(v in (0, max(value)) for v in value):
             value = max(value)
@@ -55,13 +56,13 @@ class Metadata:
     @overload
     def real(self, key: str, default: None) -> float | None: ...
     def real(self, key: str, default: Any = _REQUIRED) -> Any:
-        """Raises `LoadError`."""
+        """Return a finite number. Raises `LoadError` otherwise."""
         value = self.get(key, default)
         if value is default and default is not _REQUIRED:
             return default
         if not isinstance(value, int | float) or not math.isfinite(value):
             self._refuse(key, value, "one number")
-        # Files hold float32: 1e-05 arrives as 9.999999747378752e-06. Seven digits give back what was written.
+        # Files hold float32: 1e-05 arrives as 9.999999747378752e-06. Rounding to seven digits restores the number.
         return float(f"{value:.7g}")
 
     def _refuse(self, key: str, value: Any, wanted: str) -> None:
@@ -75,14 +76,14 @@ class Metadata:
         )
 
     def has(self, name: str, layer: int | None = None) -> bool:
-        """Whether the layer, or any, has a tensor of that name."""
+        """Return True if the layer, or any layer for None, has a tensor of this name."""
         if layer is not None:
             return f"blk.{layer}.{name}" in self.tensors
         return any(key.startswith("blk.") and key.split(".", 2)[2:] == [name] for key in self.tensors)
 
     def has_biases(self, modules: Collection[str]) -> bool:
-        """Whether these modules have biases; all of them that are there or none, since config.json has one switch for
-        the group."""
+        """Return True if these modules have biases. Raises `LoadError` if only some of the present modules have one:
+        config.json has one switch for the group."""
         found = [module for module in modules if self.has(f"{module}.bias")]
         without = [m for m in modules if self.has(f"{m}.weight") and m not in found]
         if found and without:
@@ -92,13 +93,13 @@ class Metadata:
         return bool(found)
 
     def rope(self) -> dict[str, Any]:
-        """config.json's rope_parameters."""
+        """Return config.json's rope_parameters."""
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.real("rope.freq_base", 10000.0)}
         rotary_dim = self.number("rope.dimension_count", self.head_dim)
         if rotary_dim != self.head_dim:
             rope["partial_rotary_factor"] = rotary_dim / self.head_dim
         kind = self.get("rope.scaling.type", "none")
-        # Files from before rope.scaling.type have only the factor, and mean linear scaling.
+        # Older files lack rope.scaling.type: their factor means linear scaling.
         old_factor = self.real("rope.scale_linear", 1.0)
         factor = self.real("rope.scaling.factor", old_factor)
         if kind == "linear" or (kind == "none" and old_factor != 1.0):
@@ -125,7 +126,8 @@ class Metadata:
         return rope | self._llama3_rope(self._numbers(freqs), rope["rope_theta"])
 
     def rotary_share(self) -> float:
-        """What part of a head rotates, of the proportional kind: the others' frequencies are divided by 1e30."""
+        """Return which share of a head rotates, for rotary embeddings of the proportional kind. The frequencies of the
+        rest are divided by 1e30. Raises `LoadError` if the file does not say."""
         info = self.tensors.get(ROPE_FREQS)
         divisors = () if info is None or info.type.name != "F32" else self._numbers(info)
         num_rotated = sum(divisor == 1.0 for divisor in divisors)
@@ -134,7 +136,8 @@ class Metadata:
         return num_rotated / len(divisors)
 
     def _numbers(self, info: TensorInfo) -> tuple[float, ...]:
-        """Of a tensor of float32, without numpy: most starts read no more than this of the weights."""
+        """Return the elements of a float32 tensor without numpy: most starts of the server process read no other
+        tensor."""
         return struct.unpack_from(f"<{info.num_bytes // 4}f", self.file.parts[info.part].data, info.offset)
 
     def _longrope(self) -> dict[str, Any]:
@@ -150,11 +153,11 @@ class Metadata:
         return found if attention is None else found | {"attention_factor": attention}
 
     def _llama3_rope(self, divisors: tuple[float, ...], theta: float) -> dict[str, Any]:
-        """The llama3 scaling that these divisors of the frequencies were computed from.
+        """Return the parameters of the llama3 scaling from which the frequencies' `divisors` were computed.
 
-        The converter writes the divisors in place of the four parameters. Every released model has the same three of
-        them (low 1, high 4, original context 8192) and the largest divisor is the fourth, so they are recomputed and
-        compared.
+        The converter writes the divisors in place of the four parameters. Three parameters are the same in every
+        released model (low 1, high 4, original context 8192), and the largest divisor is the fourth. The divisors are
+        recomputed from these and compared. Raises `LoadError` if they differ.
         """
         factor = max(divisors)
         if all(d == 1.0 for d in divisors):

@@ -1,4 +1,4 @@
-"""The GGUF architectures whose layers keep states, alone or beside attention: a part of the table that is
+"""The GGUF architectures whose layers keep recurrent states, alone or beside attention: a part of the table in
 `gguf_architectures`.
 """
 
@@ -11,8 +11,9 @@ from octavo.loading.gguf_layout import PERMUTED, Architecture, shared
 from octavo.loading.gguf_metadata import Metadata
 from octavo.loading.gguf_settings import MAMBA_1, MAMBA_2, MLP, biases, has, layers_by, number, periods, real
 
-# Names, each as those of `gguf_layout` or otherwise.
-# Gate and up are one matrix in checkpoints. Files of models without experts have the shared one's as others their own.
+# Names of modules that differ from the names in `gguf_layout`.
+# Gate and up are one matrix in checkpoints. In files of models without experts, the shared expert's matrices have the
+# names of an ordinary feed-forward's.
 GRANITE = {"ffn_gate_inp": "block_sparse_moe.router.layer"} | {
     f"ffn_{part}{end}": f"shared_mlp.{name}"
     for part, name in (("gate", "input_linear.0"), ("up", "input_linear.1"), ("down", "output_linear"))
@@ -40,7 +41,7 @@ _DELTA = {
 
 
 def _state_space(name: str) -> dict[str, str]:
-    """Modules of Mamba 1 and 2, which checkpoints have under this one."""
+    """Return the names of Mamba's modules (1 and 2), which checkpoints have below the module `name`."""
     modules = {
         "in": "in_proj", "conv1d": "conv1d", "x": "x_proj", "dt": "dt_proj", "dt_norm": "dt_layernorm",
         "b_norm": "b_layernorm", "c_norm": "c_layernorm", "norm": "norm", "out": "out_proj",
@@ -49,17 +50,18 @@ def _state_space(name: str) -> dict[str, str]:
 
 
 def _state_tensors(name: str, has_time_matrix: bool = False) -> dict[str, str]:
-    """Tensors of theirs whose names end in another way."""
+    """Return the names of Mamba's tensors whose endings differ between file and checkpoint."""
     found = {"ssm_a": f"{name}.A_log", "ssm_d": f"{name}.D"}
     return found if has_time_matrix else found | {"ssm_dt.bias": f"{name}.dt_bias"}
 
 
 def _is_bamba(m: Metadata) -> bool:
-    """Of the two hybrids in files of Granite's kind, the one whose layers rotate."""
+    """Return True for Bamba. Two hybrids have files of Granite's architecture, and Bamba is the one with rotary
+    embeddings."""
     return bool(m.get("rope.scaling.finetuned", True))
 
 
-# Settings. Values that are no functions of the metadata stand for themselves.
+# Settings: functions of the metadata, or plain values.
 GRANITE_MULTIPLIERS = {
     "attention_multiplier": real("attention.scale"), "embedding_multiplier": real("embedding_scale"),
     "residual_multiplier": real("residual_scale"), "logits_scaling": real("logit_scale"),
@@ -74,9 +76,9 @@ _DELTA_SETTINGS: dict[str, Any] = {
     "linear_value_head_dim": lambda m: m.number("ssm.inner_size") // m.number("ssm.time_step_rank"),
     "layer_types": layers_by({"attn_q.weight": "full_attention"}, "linear_attention"),
 }  # fmt: skip
-_BY_TURNS = {"linear_value_heads_alternate": True}  # heads of values go by turns to those of keys
+_BY_TURNS = {"linear_value_heads_alternate": True}  # value heads are assigned to key heads by turns
 
-# Architectures of which files have several names, or nearly.
+# Architectures that several entries of the table share, or nearly share.
 _NEMOTRON_H = Architecture(
     class_name="NemotronHForCausalLM", top_names=_BACKBONE_TOP, layer_prefix="backbone.layers.", experts=False,
     names=_state_space("mixer") | shared("mixer.shared_experts") | {
@@ -132,7 +134,7 @@ RECURRENT: dict[str, Architecture] = {
             "num_experts": number("expert_count", 0),
         },
     ),
-    # The multipliers are in the weights, and what llama.cpp normalizes is what the gate has multiplied.
+    # The files' weights contain the multipliers, and llama.cpp normalizes after the gate's multiplication.
     "falcon-h1": Architecture(
         class_name="FalconH1ForCausalLM", names=_JAMBA | _state_space("mamba"), top_names=_FINAL_NORM,
         tensor_names=_state_tensors("mamba") | {"ffn_norm": "pre_ff_layernorm.weight"},
@@ -146,7 +148,7 @@ RECURRENT: dict[str, Architecture] = {
     "nemotron_h_moe": _NEMOTRON_H,
     "lfm2": Architecture(
         class_name="Lfm2ForCausalLM", names=_LFM, top_names=_LFM_TOP,
-        settings=_LFM_SETTINGS | {"block_auto_adjust_ff_dim": False},  # it is what the file says
+        settings=_LFM_SETTINGS | {"block_auto_adjust_ff_dim": False},  # the file has the final size
     ),
     "lfm2moe": Architecture(
         class_name="Lfm2MoeForCausalLM", names=_LFM | {"ffn_gate_inp": "feed_forward.gate"}, top_names=_LFM_TOP,

@@ -1,5 +1,5 @@
-"""What GGUF files say of a model, setting by setting, in config.json's words: the parts that `gguf_architectures` puts
-together. What files leave unsaid is what llama.cpp assumes.
+"""Settings of config.json, each read from a GGUF file's metadata or tensors: `gguf_architectures` combines them. If a
+file lacks a value, the default is llama.cpp's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def biases(*modules: str) -> Setting:
 
 
 def has(tensor: str) -> Setting:
-    """Whether any layer has it."""
+    """Return a setting that is True if any layer has the tensor."""
     return lambda m: m.has(tensor)
 
 
@@ -39,13 +39,14 @@ def rows_of(tensor: str) -> Setting:
 
 
 def each(m: Metadata, key: str) -> list[Any]:
-    """A value for each layer, where files may have one for all."""
+    """Return a value for each layer; a file may hold a list, or one value for all layers."""
     value, count = m.get(key), m.number("block_count")
     return value[:count] if isinstance(value, list) else [value] * count
 
 
 def _layer_types(period: int) -> Setting:
-    """All layers but every n-th slide, unless the file lists them."""
+    """Return the setting `layer_types`: all layers have a sliding window but every n-th, with n from the file or
+    `period`, unless the file lists the layers with a window."""
 
     def find(m: Metadata) -> list[str] | None:
         if not m.number("attention.sliding_window", 0):
@@ -68,7 +69,8 @@ def window(period: int) -> dict[str, Setting]:
 
 
 def of_layers(key: str, slides: bool) -> Setting:
-    """The number of layers with a window, or without."""
+    """Return a setting with the value of `key` in the layers with a sliding window (`slides`), or in the others. These
+    layers must all have the same value."""
 
     def find(m: Metadata) -> int | None:
         pattern = each(m, "attention.sliding_window_pattern")
@@ -81,7 +83,7 @@ def of_layers(key: str, slides: bool) -> Setting:
 
 
 def layers_by(kinds: Mapping[str, str], otherwise: str) -> Setting:
-    """The type of each layer by the first of these tensors that it has."""
+    """Return a setting with the type of each layer: the type of the first tensor of `kinds` that the layer has."""
     return lambda m: [
         next((kind for tensor, kind in kinds.items() if m.has(tensor, i)), otherwise)
         for i in range(m.number("block_count"))
@@ -89,7 +91,7 @@ def layers_by(kinds: Mapping[str, str], otherwise: str) -> Setting:
 
 
 def _period(tensor: str) -> Setting:
-    """Every how many layers that have this tensor come, and the first one's number."""
+    """Return a setting with the distance between layers that have this tensor, and the number of the first one."""
 
     def find(m: Metadata) -> tuple[int, int]:
         count = m.number("block_count")
@@ -130,25 +132,26 @@ def _experts() -> dict[str, Setting]:
     return {name: of_experts(setting) for name, setting in settings.items()}
 
 
-# What any file with experts says, and no other.
+# Settings of all files with experts; None in files without experts.
 EXPERTS = _experts()
 
 
 def by_layer_type(m: Metadata, local_theta: float = 10000.0) -> dict[str, Any]:
-    """The file's rotary embedding is that of layers without a window."""
+    """Return rope_parameters by layer type. The file's own rotary settings are for layers without a window."""
     local = {"rope_type": "default", "rope_theta": m.real("rope.freq_base_swa", local_theta)}
     return {"full_attention": m.rope(), "sliding_attention": local}
 
 
 def growing_rope(m: Metadata) -> dict[str, Any]:
-    """Queries grow with their positions from where the original context ends on."""
+    """Return rope_parameters with queries that grow with their positions beyond the original context."""
     rope, growth = m.rope(), _growth(m)
     sharper = m.real("rope.scaling.yarn_log_multiplier", 0.0) if growth else 0.0
     return rope | growth | ({"mscale": 1.0, "mscale_all_dim": sharper} if sharper else {})
 
 
 def _growth(m: Metadata) -> dict[str, Any]:
-    """Of queries: how fast, and from which position on."""
+    """Return how fast queries grow with their positions, and from which position on; {} if they do not grow. Raises
+    `LoadError` if the growth does not start at the end of the original context."""
     rate = m.real("attention.temperature_scale", 0.0)
     if not rate:
         return {}
@@ -163,20 +166,22 @@ def _growth(m: Metadata) -> dict[str, Any]:
 
 
 def _latent_rope(m: Metadata) -> dict[str, Any]:
-    """llama.cpp's one number for yarn's mscale stands for two, which are equal in the models that there are."""
+    """Return the rope_parameters of latent attention. llama.cpp has one number for yarn's mscale and mscale_all_dim,
+    which are equal in all known models."""
     rope = m.rope() | _growth(m) | {"partial_rotary_factor": 1.0}
     sharper = m.real("rope.scaling.yarn_log_multiplier", 0.0)
     return rope | ({"mscale": 10 * sharper, "mscale_all_dim": 10 * sharper} if sharper else {})
 
 
 def _plain_size(m: Metadata) -> int:
-    """Of a query: files say how large keys are once they are made under another name than older ones."""
+    """Return the size of a query's part without rotation. Newer files have the key size in attention.key_length_mla,
+    older ones in attention.key_length."""
     return m.number("attention.key_length_mla", m.head_dim) - m.number("rope.dimension_count")
 
 
 MLA: dict[str, Setting] = {
     "head_dim": lambda m: m.number("rope.dimension_count"),
-    "q_lora_rank": number("attention.q_lora_rank", 0),  # 0 is none
+    "q_lora_rank": number("attention.q_lora_rank", 0),  # 0: queries have no low-rank projection
     "kv_lora_rank": lambda m: m.number("attention.kv_lora_rank"),
     "qk_rope_head_dim": lambda m: m.number("rope.dimension_count"),
     "qk_nope_head_dim": _plain_size,
@@ -201,7 +206,8 @@ MAMBA_2 = _STATE_SPACE | {
 
 
 def gemma_scalar(num_layers_of_27b: int) -> Setting:
-    """Queries are scaled by the size of a head, but in the model of 27B by hidden size over heads."""
+    """Return Gemma's query scale as a setting: the size of a head, but hidden size / heads in the 27B model, which is
+    known by its number of layers."""
 
     def find(m: Metadata) -> float:
         if m.number("block_count") == num_layers_of_27b:
@@ -212,19 +218,20 @@ def gemma_scalar(num_layers_of_27b: int) -> Setting:
 
 
 def keys_are_values(m: Metadata) -> bool:
-    """Whether layers without a window have no values' matrices: their keys are that too."""
+    """Return True if layers without a window have no value matrix: their keys are also their values."""
     full = [i for i, slides in enumerate(each(m, "attention.sliding_window_pattern")) if not slides]
     return any(m.has("attn_k.weight", i) and not m.has("attn_v.weight", i) for i in full)
 
 
 def share_cut_off(m: Metadata) -> list[float]:
-    """Of gates in each layer: files have how many standard deviations, checkpoints which share."""
+    """Return for each layer the share of gates that activation sparsity cuts off. Files hold the cut as a number of
+    standard deviations."""
     scales = each(m, "activation_sparsity_scale")
     return [NormalDist().cdf(scale) if math.isfinite(scale) else 0.0 for scale in scales]
 
 
 def xielu(m: Metadata) -> list[tuple[float, ...]]:
-    """The activation's numbers of each layer, which checkpoints have as tensors."""
+    """Return the four parameters of the xIELU activation for each layer, which checkpoints store as tensors."""
     parts = [m.file.metadata.get(f"xielu.{name}") for name in ("alpha_p", "alpha_n", "beta", "eps")]
     count = m.number("block_count")
     if not all(isinstance(part, list) and len(part) >= count for part in parts):

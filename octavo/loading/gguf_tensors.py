@@ -1,4 +1,4 @@
-"""A GGUF file's tensors as a checkpoint of `transformers` has them: their names, and which rows are whose."""
+"""A GGUF file's tensors as a checkpoint of `transformers` has them: renamed, split and with rows reordered."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from octavo.quantization.formats import PLAIN
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """A tensor under its Hugging Face name: all of a tensor of the file, or these of its rows (of its first dimension)
-    in this order. The file has `offset` added to it, or a state's rates of decay where checkpoints have the logarithms
-    of their negatives."""
+    """A tensor under its Hugging Face name: a whole tensor of the file, or `rows` of its first dimension in this order.
+
+    The file's values have `offset` added. With `is_rate` the file has a state's rates of decay, and checkpoints have
+    the logarithms of their negatives.
+    """
 
     hf_name: str
     info: TensorInfo
     rows: list[int] | slice | int | None = None
     offset: float = 0.0
-    is_untransposed: bool = False  # a matrix that checkpoints have the other way round
-    is_flat: bool = False  # rows of a file that checkpoints have as one
+    is_untransposed: bool = False  # a matrix that checkpoints store transposed
+    is_flat: bool = False  # the file has several rows that checkpoints have as one
     is_rate: bool = False
 
     @property
@@ -45,11 +47,11 @@ class NamedTensor:
 
 
 def named_tensors(file: GGUFFile, config: Mapping[str, Any]) -> Iterator[NamedTensor]:
-    """The tensors of the file that a model reads, in file order. Names that are not known pass as they are. `config` is
-    what `gguf_config` has read."""
+    """Yield the tensors of the file that a model reads, in file order. Unknown names stay as they are. `config` is the
+    result of `gguf_config`."""
     metadata, architecture = architecture_of(file)
     names, top_names = architecture.all_names(metadata), architecture.all_top_names(metadata)
-    has_mtp = metadata.number("nextn_predict_layers", 0) > 0  # layers that do come last, and are no part of the model
+    has_mtp = metadata.number("nextn_predict_layers", 0) > 0  # such layers come last and are no part of the model
     for info in file.tensors.values():
         if info.name in (ROPE_FREQS, ROPE_LONG, ROPE_SHORT):
             continue  # part of the configuration
@@ -86,8 +88,8 @@ def named_tensors(file: GGUFFile, config: Mapping[str, Any]) -> Iterator[NamedTe
 
 
 def stored_tensor(file: GGUFFile, tensor: NamedTensor) -> StoredWeight:
-    """The tensor [rows, elements of a row] as the file stores it, rows in the order of the model; one of one dimension
-    is a row. It aliases the mapped file unless rows had to be moved."""
+    """Return the tensor [rows, elements of a row] in the file's type, with rows in the model's order. A tensor of one
+    dimension becomes one row. The result aliases the mapped file unless rows are moved or values change."""
     info, shape = tensor.info, tensor.shape
     packed = file.array(info)
     if tensor.rows is not None:

@@ -1,7 +1,8 @@
 """The tokenizer that a GGUF file carries in its metadata, rebuilt as a `tokenizers.Tokenizer`.
 
 Kinds, in ggml's words: byte-level BPE with merges ("gpt2", "gemma4"), sentencepiece BPE with scores ("llama"),
-sentencepiece unigram ("t5") and WordPiece ("bert"). How text is split before BPE is not in the file, only its name is.
+sentencepiece unigram ("t5") and WordPiece ("bert"). The file names the way to split text before BPE, but does not
+describe it: see `pre_tokenizers`.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from octavo.loading.tokenizer_parts import (
     word_piece,
 )  # fmt: skip
 
-# What a kind adds to a text where the file does not say, as llama.cpp has it.
+# Kinds that add BOS or EOS to a text if the file does not say, as in llama.cpp.
 _ADDS_BOS, _ADDS_EOS = ("llama", "bert"), ("t5",)
-# The roles of tokens, as the files and as `transformers` name them.
+# The roles of tokens: GGUF's name -> the name in `transformers`.
 _ROLES = {
     "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token", "seperator": "sep_token",
     "cls": "cls_token", "mask": "mask_token",
@@ -38,7 +39,7 @@ _PHI3_KEEPS = {"<unk>", "<s>", "<|endoftext|>"}
 
 
 def build_gguf_tokenizer(file: GGUFFile) -> TokenizerParts:
-    """Raises `LoadError` where the file has no tokenizer, or one of a kind that is not built."""
+    """Return the file's tokenizer. Raises `LoadError` if the file has no tokenizer, or a kind that is not built."""
     kind = file.metadata.get("tokenizer.ggml.model")
     if kind is None:
         raise LoadError(f"{file.path} carries no tokenizer; pass --tokenizer with a folder or a Hugging Face id.")
@@ -65,10 +66,10 @@ def build_gguf_tokenizer(file: GGUFFile) -> TokenizerParts:
             f"{file.path} has a tokenizer of kind {kind!r}, which is not built; gpt2, gemma4, llama, t5 and bert are."
         )
 
-    # Control tokens never come from text that is merely shown; user-defined ones, such as <think>, are shown.
+    # Control tokens are special: decoded text leaves them out. User-defined tokens, such as <think>, stay in the text.
     control = [t for t, token_type in zip(tokens, types, strict=True) if token_type == CONTROL]
     control += [t for role, t in special.items() if role == "unk_token" and t not in control]
-    # Phi 3's own tokenizer.json has most of them take the blanks that follow; GGUF files cannot say so.
+    # In Phi 3's own tokenizer.json most control tokens take the blanks that follow; GGUF files cannot say so.
     strips = (
         set(control) - _PHI3_KEEPS if kind == "llama" and file.metadata.get("general.architecture") == "phi3" else set()
     )
@@ -80,7 +81,7 @@ def build_gguf_tokenizer(file: GGUFFile) -> TokenizerParts:
 
 
 def _frame(file: GGUFFile, backend: Tokenizer, special: dict[str, str], adds_bos: bool, adds_eos: bool) -> None:
-    """Which tokens start and end a text; files from before these keys leave them out."""
+    """Set the tokens that start and end a text. `adds_bos` and `adds_eos` are for older files, which lack the keys."""
     adds = {
         name: bool(file.metadata.get(f"tokenizer.ggml.add_{name}_token", default))
         for name, default in (("bos", adds_bos), ("eos", adds_eos))
@@ -95,7 +96,7 @@ def _frame(file: GGUFFile, backend: Tokenizer, special: dict[str, str], adds_bos
 
 
 def _chat_template(file: GGUFFile) -> str | dict[str, str] | None:
-    """Named templates stand beside the default one."""
+    """Return the chat template, templates by name if the file has named ones beside the default, or None."""
     default = file.metadata.get("tokenizer.chat_template")
     names = file.metadata.get("tokenizer.chat_templates") or []
     named = {name: file.metadata.get(f"tokenizer.chat_template.{name}") for name in names}
@@ -117,7 +118,7 @@ def _byte_level_bpe(file: GGUFFile, tokens: list[str], pre: PreTokenizer) -> Tok
     vocab = {token: i for i, token in enumerate(tokens)}
     merges: Iterable[Any]
     if file.metadata.get("tokenizer.ggml.pre") == "kimi-k2" and "tokenizer.ggml.merges" not in file.metadata:
-        merges = merges_from_scores({token: -i for token, i in vocab.items()})  # from a tiktoken file
+        merges = merges_from_scores({token: -i for token, i in vocab.items()})  # a file that was made from a tiktoken file has no merges
     else:
         merges = [tuple(merge.split(" ")) for merge in _strings(file, "merges")]
     return byte_level_bpe(file.path, vocab, merges, pre)
@@ -137,19 +138,20 @@ def _sentencepiece(file: GGUFFile, kind: str, tokens: list[str], types: list[int
             unk_id=file.metadata.get("tokenizer.ggml.unknown_token_id", 2 if kind == "t5" else 0),
             charsmap=bytes(value & 0xFF for value in charsmap),
             adds_prefix=bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True)),
-            prefixes_every_part=True,  # as llama.cpp has it (llama-vocab.cpp): after each special token, too
+            prefixes_every_part=True,  # also after each special token, as in llama.cpp (llama-vocab.cpp)
             collapses_blanks=bool(file.metadata.get("tokenizer.ggml.remove_extra_whitespaces", False)),
         ),
     )  # fmt: skip
 
 
 def _as_word_pieces(tokens: list[str], types: list[int], special: dict[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Files mark the starts of words with ▁; BERT marks the rest of them with ##."""
+    """Return tokens and special tokens as BERT writes them. Files mark the start of a word with ▁; BERT marks the parts
+    after the start with ##."""
     words = {
         token: token if token_type != NORMAL else token[1:] if token.startswith("▁") else f"##{token}"
         for token, token_type in zip(tokens, types, strict=True)
     }
-    # Special tokens may be marked as normal ones.
+    # A special token may have the type of normal tokens.
     words |= {word: word for token in special.values() if (word := token.removeprefix("▁")) in words}
     return [words[token] for token in tokens], {role: words[token] for role, token in special.items()}
 
