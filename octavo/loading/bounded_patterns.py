@@ -1,7 +1,7 @@
-"""Regular expressions over modules' names, written by whoever wrote a checkpoint or an adapter.
+"""Regular expressions over modules' names that come from a checkpoint or an adapter, so they are not trusted.
 
-Python's matcher may take longer than anyone waits for some of them, and nothing can interrupt it; so an expression is
-refused whose number of ways to match, counted as the product of its choices, is large.
+Python's matcher may take very long for some expressions, and nothing can interrupt it. So an expression is refused if
+the number of ways to match it, counted as the product of its choices, is large.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from typing import Any
 
 from octavo.errors import LoadError
 
-_MAX_WAYS = 1 << 20  # of all expressions of a setting together: a second's work over the modules of a large model
-_WAYS_OF_REPEAT = 64  # about the characters of a module's name
+_MAX_WAYS = 1 << 20  # sum over all expressions of a setting: about a second of work for the modules of a large model
+_WAYS_OF_REPEAT = 64  # about the number of characters of a module's name
 _SINGLE = frozenset({op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN})
 _REPEATS = (op.MAX_REPEAT, op.MIN_REPEAT, op.POSSESSIVE_REPEAT)
 
 
 def bounded_patterns(setting: str, expressions: Iterable[str]) -> list[re.Pattern[str]]:
-    """The expressions of a setting, compiled. Raises `LoadError` for those that are none or would take too long."""
+    """Return the compiled expressions of a setting. Raises `LoadError` for a text that is no regular expression, and if
+    matching may take too long."""
     ways, patterns = 0, []
     for expression in expressions:
         try:
@@ -36,7 +37,8 @@ def bounded_patterns(setting: str, expressions: Iterable[str]) -> list[re.Patter
 
 
 def _ways(items: Any) -> int:
-    """How many ways a matcher may have to try. What cannot be bounded this way has more than all are allowed."""
+    """Return how many ways a matcher may have to try. The number of an expression that cannot be bounded is
+    `_TOO_MANY`, which exceeds `_MAX_WAYS`."""
     ways, num_open = 1, 0
     for kind, what in items:
         if kind in _REPEATS:
@@ -53,10 +55,10 @@ def _ways(items: Any) -> int:
         elif kind in (op.ASSERT, op.ASSERT_NOT):
             ways *= _ways(what[1])
         elif kind not in _SINGLE and kind is not op.AT:
-            ways *= _TOO_MANY  # references, conditions
+            ways *= _TOO_MANY  # back references and conditions
         if ways > _TOO_MANY:
             return _TOO_MANY
-    return min(ways // math.factorial(num_open), _TOO_MANY)  # they divide one name among them
+    return min(ways // math.factorial(num_open), _TOO_MANY)  # open repeats share one name's length
 
 
 _TOO_MANY = _MAX_WAYS << 24

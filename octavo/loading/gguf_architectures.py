@@ -97,8 +97,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmoe": Architecture(class_name="OlmoeForCausalLM", experts=False),
     "qwen2": _QWEN_2,
     "qwen3": _QWEN_3,
-    # Language models of vision-language models. For text alone their three positions are equal. The deeper features
-    # of images are not used here; another file has the weights for them.
+    # Language models of vision-language models. For text alone their three positions are equal. Text has no deep
+    # features of images; the weights for these are in another file.
     "qwen2vl": _QWEN_2,
     "qwen3vl": _QWEN_3,
     "qwen3vlmoe": _QWEN_3_MOE,
@@ -363,7 +363,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "topk_method": lambda m: "group_limited_greedy" if m.number("expert_group_count", 1) > 1 else "greedy",
         },
     ),
-    # The file lacks the multipliers. llama.cpp has them as constants, because the model has only one size.
+    # llama.cpp has the model's multipliers as constants, because the model has only one size.
     "minicpm3": Architecture(class_name="MiniCPM3ForCausalLM", settings=MLA),
     "gpt-oss": Architecture(
         class_name="GptOssForCausalLM", names={"ffn_gate_inp": "mlp.router"}, experts=True,

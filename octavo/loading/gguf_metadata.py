@@ -136,8 +136,8 @@ class Metadata:
         return num_rotated / len(divisors)
 
     def _numbers(self, info: TensorInfo) -> tuple[float, ...]:
-        """Return the elements of a float32 tensor without numpy: most starts of the server process read no other
-        tensor."""
+        """Return the elements of a float32 tensor, read without numpy: the configuration needs no more of the weights
+        than these tensors."""
         return struct.unpack_from(f"<{info.num_bytes // 4}f", self.file.parts[info.part].data, info.offset)
 
     def _longrope(self) -> dict[str, Any]:

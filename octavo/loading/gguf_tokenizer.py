@@ -118,7 +118,7 @@ def _byte_level_bpe(file: GGUFFile, tokens: list[str], pre: PreTokenizer) -> Tok
     vocab = {token: i for i, token in enumerate(tokens)}
     merges: Iterable[Any]
     if file.metadata.get("tokenizer.ggml.pre") == "kimi-k2" and "tokenizer.ggml.merges" not in file.metadata:
-        merges = merges_from_scores({token: -i for token, i in vocab.items()})  # a file that was made from a tiktoken file has no merges
+        merges = merges_from_scores({token: -i for token, i in vocab.items()})  # made from a tiktoken file
     else:
         merges = [tuple(merge.split(" ")) for merge in _strings(file, "merges")]
     return byte_level_bpe(file.path, vocab, merges, pre)

@@ -1,7 +1,7 @@
 """Chat templates: Jinja programs that write a conversation as the text which the model continues.
 
-Templates are written for `transformers` (5.23) and find here what they find there: its Jinja environment, its functions
-and its view of the messages. They come with the model, so they run in Jinja's sandbox, on plain data.
+Templates are written for `transformers` (5.23), so they get the same Jinja environment, functions and message fields
+here. They come with the model, so they run in Jinja's sandbox, on plain data.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from jinja2 import Template
 
-# The names under which a message's reasoning is passed. The first one is what templates read, "thinking" gpt-oss's.
+# Names of the field with a message's reasoning. Templates read the first name; gpt-oss's template reads "thinking".
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 @lru_cache(maxsize=32)
 def compile_template(text: str) -> Template:
-    """Raises `jinja2.TemplateSyntaxError`."""
+    """Return the compiled template. Raises `jinja2.TemplateSyntaxError`."""
     from jinja2 import TemplateError, nodes  # here because text completions need no templates
     from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension
@@ -32,7 +32,7 @@ def compile_template(text: str) -> Template:
     from jinja2.utils import Namespace
 
     class Generation(Extension):
-        """`{% generation %}` marks the assistant's words for training; here it is its body."""
+        """`{% generation %}` marks the assistant's words for training; here it renders its body."""
 
         tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
@@ -45,9 +45,9 @@ def compile_template(text: str) -> Template:
             return caller()
 
     class SafeNamespace(Namespace):
-        """Without names through which Python's internals could be reached."""
+        """A namespace that refuses names through which a template could reach Python's internals."""
 
-        def __init__(*args: Any, **kwargs: Any) -> None:  # so that `namespace(self=…)` works, as in Jinja
+        def __init__(*args: Any, **kwargs: Any) -> None:  # no named `self`: `namespace(self=…)` works, as in Jinja
             values = dict(*args[1:], **kwargs)
             for name in values:
                 SafeNamespace._check(name)
@@ -63,7 +63,7 @@ def compile_template(text: str) -> Template:
                 raise SecurityError(f"a chat template must not store the name {name!r}, which begins with _.")
 
     class SafeDict:
-        """`dict`, of which a template reaches no more than this."""
+        """A template's `dict`, with only the call and `fromkeys`."""
 
         def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
             return dict(*args, **kwargs)
@@ -74,7 +74,7 @@ def compile_template(text: str) -> Template:
     def raise_exception(message: str) -> NoReturn:
         raise TemplateError(message)
 
-    # Jinja's own filter escapes HTML.
+    # Replaces Jinja's own filter, which escapes HTML.
     def tojson(
         value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> str:
@@ -101,13 +101,13 @@ def render_template(
     keeps_null_content: bool = False,
     **variables: Any,
 ) -> str:
-    """The conversation as text. Fields that are null are left out, but for a content if `keeps_null_content`. With
-    `continue_final_message` the text ends where the last message does, or the field of it that is named.
+    """Return the conversation as text. Null fields are omitted, except a null content with `keeps_null_content`. With
+    `continue_final_message`, the text ends where the last message's content ends, or the field with the given name.
 
-    Raises `ValueError` where there is no such end; the template may raise anything.
+    Raises `ValueError` if the text does not contain that end; the template may raise anything.
     """
     compiled = compile_template(template)
-    # OpenAI's clients send `"content": null`, which many templates would write as "None".
+    # OpenAI's clients send `"content": null`, and many templates would write it as "None".
     chat = [
         _plain(
             {
@@ -129,12 +129,12 @@ def render_template(
     if ending.strip() not in text or mark not in text:
         raise ValueError("the chat template leaves out the end of the final message, which is to be continued.")
     end = text.rindex(mark)
-    # Where the template has stripped the message, the blank of the mark is gone too.
+    # If the template has stripped the message, the mark's trailing blank is gone too.
     return text[:end] if text.startswith(_END_MARK, end) else text[:end].rstrip()
 
 
 def text_after_answer(template: str) -> str:
-    """What the template writes after an answer, blanks aside; nothing if it writes none of a conversation."""
+    """Return the text that the template writes after an answer, without blanks around it; "" if the template fails."""
     question, answer = {"role": "user", "content": "Qz7question"}, {"role": "assistant", "content": "Az7answer"}
     try:
         text = render_template(template, [question, answer], add_generation_prompt=False, tools=None)
@@ -144,11 +144,12 @@ def text_after_answer(template: str) -> str:
 
 
 def _mark_end(template: str, message: dict[str, Any], field: str) -> str:
-    """The text of `message` that is to be continued, to which the mark of its end is appended in place."""
+    """Append the end mark, in place, to the text of `message` that is continued, and return the text without the mark.
+    Raises `ValueError` if there is no such text or the template does not read it."""
     content = message.get(field)
     if content is None:
         raise ValueError(f'the final message has no "{field}" to continue.')
-    # Reasoning stands under several names; whichever the template reads has the mark.
+    # Reasoning is passed under several names: all get the mark, because the template may read any of them.
     fields = [name for name in _REASONING if message.get(name) == content] if field in _REASONING else [field]
     if not any(name in template for name in fields):
         raise ValueError(f'the chat template does not read "{field}", which is to be continued.')
@@ -169,18 +170,18 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A copy made of JSON's types: other objects have methods that a template must not reach."""
+    """Return a copy of JSON types only: other objects have methods that a template must not reach."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     for kind in (str, int, float):
         if isinstance(value, kind):
-            return getattr(kind, f"__{kind.__name__}__")(value)  # not that of an enum, for one
+            return getattr(kind, f"__{kind.__name__}__")(value)  # not a subclass's method, such as an enum's
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         items = [_plain(item) for item in value]
         return items if isinstance(value, list) else tuple(items)
-    numpy = sys.modules.get("numpy")  # not imported for this
+    numpy = sys.modules.get("numpy")  # without importing numpy
     if numpy is not None and isinstance(value, numpy.generic):
         return _plain(value.item())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

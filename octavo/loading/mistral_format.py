@@ -1,5 +1,5 @@
-"""Folders as Mistral publishes them: params.json in the place of config.json, and consolidated*.safetensors with names
-and an order of rows of their own. Here both are said in Hugging Face's words; tekken.json is `vocabulary_files`'.
+"""Folders as Mistral publishes them: params.json in place of config.json, and consolidated*.safetensors with their own
+names and their own order of rows. This module translates both to Hugging Face's; `vocabulary_files` reads tekken.json.
 
 The format is that of https://github.com/mistralai/mistral-inference (`args.py`, `transformer.py`).
 """
@@ -31,19 +31,20 @@ _NOT_BUILT = {
 
 
 class MistralName(NamedTuple):
-    """A tensor's Hugging Face name. `rotary_heads` above 0 are the heads whose rows lie interleaved."""
+    """A tensor's Hugging Face name. `rotary_heads` is the number of heads whose rows are interleaved; 0: none."""
 
     hf_name: str
     rotary_heads: int = 0
 
 
 def consolidated_files(names: list[str]) -> list[str]:
-    """The weight files of this format among those of a folder."""
+    """Return the weight files of this format among the file names of a folder."""
     return sorted(n for n in names if re.fullmatch(r"consolidated(-\d+-of-\d+)?\.safetensors", n))
 
 
 def mistral_config(source: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """params.json as config.json. Raises `LoadError` for what is missing or not built."""
+    """Return params.json in the form of config.json. Raises `LoadError` if a key is missing or asks for something that
+    is not built."""
     for key, what in _NOT_BUILT.items():
         if params.get(key):
             raise LoadError(f"{source} has {key!r}: {what} in Mistral's own format are not built.")
@@ -65,7 +66,7 @@ def mistral_config(source: str, params: Mapping[str, Any]) -> dict[str, Any]:
     window = params.get("sliding_window")
     if isinstance(window, list):
         raise LoadError(f"{source} has a sliding_window for each layer, which is not built.")
-    # mistral-inference's own default is what the caller allocates; 32,768 is what the models without the key have.
+    # The default in mistral-inference is the length that the caller allocates. Models without the key have 32,768.
     length = params.get("max_position_embeddings") or params.get("max_seq_len") or 32768
     return config | {
         "hidden_act": "silu",
@@ -93,7 +94,8 @@ def _rope(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mistral_name(name: str, config: Mapping[str, Any]) -> MistralName:
-    """Names that are not known stay, and are refused as weights that have no place."""
+    """Return the Hugging Face name of a tensor. Unknown names stay as they are, and the loader refuses them later as
+    weights that the model does not take."""
     match = _LAYER.fullmatch(name)
     if match is None or match[2] not in _LAYER_NAMES:
         return MistralName(_TOP_NAMES.get(name, name))

@@ -1,8 +1,8 @@
-r"""How text is split before byte-level BPE, by the names that GGUF files give (`tokenizer.ggml.pre`).
+r"""How text is split before byte-level BPE, by the names in GGUF files (`tokenizer.ggml.pre`).
 
-A split is a list of patterns, applied one after the other to what is left between the matches of those before. They
-are those of the models' own tokenizer.json files; llama.cpp's `llama-vocab.cpp` says which name means which of them,
-and which names take whole words from the vocabulary or start a text with BOS where the file says nothing.
+A split is a list of patterns. Each pattern splits the parts of the text that lie between the matches of the patterns
+before it. The patterns are from the models' own tokenizer.json files. llama.cpp's `llama-vocab.cpp` says which name
+means which patterns, and which names take whole words from the vocabulary or start a text with BOS by default.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _QWEN35 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p
 
 
 def _cased(ending: str, numbers: str, tail: str = r"[\r\n/]*", upper: str = _UPPER, lower: str = _LOWER) -> str:
-    """Words that end where lower case turns to upper case, as OpenAI's o200k_base has them."""
+    """Return a pattern of words that end where lower case turns to upper case, as in OpenAI's o200k_base."""
     start = r"[^\r\n\p{L}\p{N}]?"
     words = f"{start}{upper}*{lower}+{ending}|{start}{upper}+{lower}*{ending}"
     return rf"{words}|{numbers}| ?[^\s\p{{L}}\p{{N}}]+{tail}|{_BLANKS}"
@@ -56,7 +56,7 @@ _CASED_LETTERS = (
 _DEEPSEEK_SIGNS = r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _SIGNS = r"[\p{P}\$\+<=>\^~\|`]+"
-# The first group of a number's digits is the short one.
+# Digits in groups of three; the first group may be shorter.
 _THOUSANDS = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 _AFMOE_SCRIPTS = (
     "[一-\u9fff㐀-\u4dbf\uf900-\ufaff\u3040-ゟ゠-ヿ\uff65-\uff9f\u2f00-\u2fdf\u0e00-\u0e7f\u0e80-\u0eff"
@@ -66,13 +66,13 @@ _AFMOE_SCRIPTS = (
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """`patterns` split the text. The rest are settings of the tokenizer that go with them."""
+    """Patterns that split text, and the tokenizer settings that belong to them."""
 
     patterns: tuple[str, ...]
-    ignores_merges: bool = False  # a word that is in the vocabulary is taken as it is
-    adds_bos: bool = False  # where the file does not say
+    ignores_merges: bool = False  # a word in the vocabulary becomes one token, whatever the merges are
+    adds_bos: bool = False  # if the file does not say
     normalizes: bool = False  # to NFC
-    is_byte_level: bool = True  # or blanks become ▁ and what is unknown becomes bytes, as with sentencepiece
+    is_byte_level: bool = True  # False: blanks become ▁ and unknown characters become bytes, as in sentencepiece
 
 
 _KINDS: dict[str, PreTokenizer] = {
@@ -142,6 +142,6 @@ PRE_TOKENIZERS = {name: kind for names, kind in _KINDS.items() for name in names
 
 
 def byte_level_split(patterns: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
-    """Splits by each pattern in turn, then writes bytes as the letters that GPT-2 gives them."""
+    """Return a pre-tokenizer that splits by each pattern in turn, then writes bytes as GPT-2's letters."""
     splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
     return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])

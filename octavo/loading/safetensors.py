@@ -1,7 +1,7 @@
-"""The safetensors file format: names, types and positions of tensors out of a memory-mapped file.
+"""The safetensors file format: reads names, types and positions of tensors from a memory-mapped file.
 
-Eight bytes say how long the header is, the header is JSON, and the rest is the tensors' bytes without gaps. Specified
-at https://github.com/huggingface/safetensors#format. What is wrong with a file is said in one line.
+Eight bytes hold the length of the header, the header is JSON, and the rest is the tensors' bytes without gaps. Source:
+https://github.com/huggingface/safetensors#format. An error about a file is one line.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "U64": np.dtype("<u8"), "U32": np.dtype("<u4"), "U16": np.dtype("<u2"), "U8": np.dtype("u1"),
     "BOOL": np.dtype(np.bool_),
 }  # fmt: skip
-_MAX_HEADER_BYTES = 100_000_000  # the specification's
-_MAX_DIMS = 64  # numpy's
+_MAX_HEADER_BYTES = 100_000_000  # from the specification
+_MAX_DIMS = 64  # numpy's limit
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor lies; `offset` in bytes from the start of the file."""
+    """Type, shape and place of one tensor; `offset` in bytes from the start of the file."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class SafetensorsFile:
     tensors: dict[str, StoredTensor]
 
     def array(self, name: str) -> NDArray[Any]:
-        """A tensor of the file. It aliases the mapping, unless its bytes lie at an odd place."""
+        """Return a tensor of the file. It aliases the mapping, unless its offset is not aligned for its type."""
         tensor = self.tensors[name]
         raw = self.file.array(tensor.offset, tensor.num_bytes)
         if tensor.offset % tensor.dtype.alignment:
@@ -72,7 +72,8 @@ def parse_safetensors(file: MappedFile) -> SafetensorsFile:
 
 
 def _parse(file: MappedFile) -> dict[str, StoredTensor]:
-    """Raises `ValueError` for what is damaged and `LoadError` for types that are not read."""
+    """Return the tensors in the header by name. Raises `ValueError` for a damaged file and `LoadError` for a type that
+    cannot be read."""
     size = len(file.data)
     if size < 8:
         raise ValueError(f"it has {size} bytes, fewer than the 8 before its header")
@@ -110,7 +111,7 @@ def _tensor(path: str, name: str, entry: Any, start: int) -> StoredTensor:
             f"{', '.join(_DTYPES)}."
         )
     num_bytes = math.prod(shape) * dtype.itemsize
-    # A size of 0 hides how large the others are.
+    # A dimension of size 0 makes the product 0, however large the other dimensions are.
     if num_bytes != end - begin or math.prod(max(n, 1) for n in shape) > 1 << 59:
         raise ValueError(
             f"tensor {name} of the shape {str(shape)[:60]} and the type {type_name} lies at bytes {begin} to {end}"
@@ -119,7 +120,7 @@ def _tensor(path: str, name: str, entry: Any, start: int) -> StoredTensor:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose keys must differ."""
+    """Return a JSON object as a dictionary. Raises `ValueError` if a key occurs twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("its header names a tensor twice")

@@ -1,5 +1,5 @@
-"""What a sentence-transformers folder says beside config.json: modules.json lists what comes after the network, and its
-modules have folders of their own. The names are those of sentence-transformers (5) and PyLate.
+"""Settings of a sentence-transformers folder beside config.json: modules.json lists the modules after the network, and
+each module has its own folder. The names are from sentence-transformers (5) and PyLate.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from octavo.errors import LoadError
 from octavo.loading.weight_files import read_json, read_json_list
 from octavo.pooling_params import DenseConfig
 
-# Their settings of pooling, as newer and older versions write them.
+# Names of the pooling modes: as newer versions of sentence-transformers write them, and as older versions do.
 _MODES = {
     "cls": "CLS", "lasttoken": "LAST", "mean": "MEAN", "max": "MAX", "mean_sqrt_len_tokens": "MEAN_SQRT",
     "weightedmean": "WEIGHTED_MEAN",
@@ -28,7 +28,7 @@ MODULE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 @dataclass(frozen=True, slots=True)
 class SentenceTransformer:
-    """`kind` is None where nothing is pooled: each token has a vector."""
+    """The settings of a sentence-transformers model. `kind` is the pooling; None: each token has a vector."""
 
     kind: str | None
     pools_prompts: bool = True
@@ -41,7 +41,8 @@ class SentenceTransformer:
 
 
 def read_sentence_transformer(folder: str) -> SentenceTransformer | None:
-    """None where the folder is none. Raises `LoadError` for a module that is not built."""
+    """Return the settings of a folder, or None if it is no sentence-transformers folder. Raises `LoadError` for a
+    module that is not built."""
     if not os.path.exists(os.path.join(folder, "modules.json")):
         return None
     kind, pools_prompts, dense, normalizes = None, True, [], False
@@ -61,7 +62,7 @@ def read_sentence_transformer(folder: str) -> SentenceTransformer | None:
     limits = _read(folder, "sentence_bert_config.json")
     settings = _read(folder, "config_sentence_transformers.json")
     prompts = {str(name): str(text) for name, text in (settings.get("prompts") or {}).items()}
-    for name in ("query", "document"):  # PyLate's
+    for name in ("query", "document"):  # PyLate's settings
         if settings.get(f"{name}_prefix"):
             prompts.setdefault(name, settings[f"{name}_prefix"])
     return SentenceTransformer(
@@ -71,7 +72,8 @@ def read_sentence_transformer(folder: str) -> SentenceTransformer | None:
 
 
 def module_weights(folder: str) -> dict[str, str]:
-    """By the prefix that their tensors get: the files of modules that have weights of their own."""
+    """Return the weight file of each dense module, by the prefix that its tensors get. Raises `LoadError` if a module
+    has no weights."""
     found = read_sentence_transformer(folder)
     weights = {}
     for dense in [] if found is None else found.dense:

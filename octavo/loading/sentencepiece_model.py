@@ -1,7 +1,7 @@
-"""Sentencepiece's `tokenizer.model`: as much of its protocol buffer as makes a tokenizer.
+"""Reads sentencepiece's `tokenizer.model`: the fields of its protocol buffer that a tokenizer needs.
 
-The fields are those of sentencepiece_model.proto (https://github.com/google/sentencepiece), the wire format is that of
-https://protobuf.dev/programming-guides/encoding. What is built of them is in `tokenizer_parts`.
+The fields are from sentencepiece_model.proto (https://github.com/google/sentencepiece), the wire format is from
+https://protobuf.dev/programming-guides/encoding. `tokenizer_parts` builds the tokenizer.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Value = int | bytes
 
 
 def is_sentencepiece(data: bytes) -> bool:
-    """Whether a file's bytes begin as such a model does: with a piece, which is field 1."""
+    """Return True if a file's bytes begin as a sentencepiece model does: with a piece, which is field 1."""
     return data[:1] == b"\x0a" and b"\x0a" in data[1:4]
 
 
 def read_sentencepiece(path: str, prefixes_every_part: bool) -> SentencePieces:
-    """Raises `LoadError` for a file that is damaged, or a kind of model that is not built."""
+    """Return the model in a file. Raises `LoadError` for a damaged file, or a kind of model that is not built."""
     with open(path, "rb") as file:
         data = file.read()
     try:
@@ -77,7 +77,7 @@ def _parse(path: str, data: bytes, prefixes_every_part: bool) -> SentencePieces:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Value]]:
-    """The fields of a message: numbers and values, in order."""
+    """Yield the fields of a message in order: number and value. Raises `IndexError` for a damaged message."""
     position = 0
     while position < len(data):
         key, position = _varint(data, position)

@@ -1,8 +1,8 @@
 """The tokenizer of a checkpoint, with its chat template: text to token ids and back, and conversations to text.
 
-`ModelTokenizer` stands on the `tokenizers` package and has the names and results of `transformers`' tokenizers, for a
-folder (`tokenizer_folder`) or a GGUF file (`gguf_tokenizer`). What those do not read goes the slow way through
-`AutoTokenizer`. Decoding is incremental elsewhere, on the `backend_tokenizer` of what is returned here.
+`ModelTokenizer` uses the `tokenizers` package and has the names and results of `transformers`' tokenizers, for a folder
+(`tokenizer_folder`) or a GGUF file (`gguf_tokenizer`). Folders that `tokenizer_folder` cannot read take the slow way
+through `AutoTokenizer`. Incremental decoding is elsewhere, on the `backend_tokenizer` of the tokenizers here.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from octavo.loading.jinja_template import compile_template, render_template
 from octavo.loading.tokenizer_folder import WHAT_TO_DO, read_tokenizer_folder
 from octavo.loading.tokenizer_parts import ROLES, TokenizerParts
 
-_MAX_INLINE_IDS = 1024  # which take some 100 µs to decode
+_MAX_INLINE_IDS = 1024  # it takes about 100 µs to decode them
 
 
 class Encoding(dict[str, list[Any]]):
-    """What calling a tokenizer gives: `input_ids` and `attention_mask`, as keys and as attributes."""
+    """The result of calling a tokenizer: `input_ids` and `attention_mask`, as keys and as attributes."""
 
     def __getattr__(self, name: str) -> list[Any]:
         try:
@@ -35,10 +35,12 @@ class Encoding(dict[str, list[Any]]):
 
 
 class ModelTokenizer:
-    """A tokenizer with its special tokens by role (`eos_token`, `eos_token_id` and so on; None where it has none).
+    """A tokenizer with its special tokens as attributes by role (`eos_token`, `eos_token_id` and so on; None if there
+    is no such token).
 
-    `special_tokens` are by role; `extra_special_tokens` have none. Those, and `added_tokens`, that the backend does not
-    know are added to it. `cleans_up_spaces`: no blanks before punctuation and English endings in what is decoded.
+    `special_tokens` are by role; `extra_special_tokens` have no role. Tokens of both, and `added_tokens`, are added to
+    the backend if it does not know them. `cleans_up_spaces`: decoded text has no blanks before punctuation and English
+    endings.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class ModelTokenizer:
         self.cleans_up_spaces = cleans_up_spaces
         self.response_template = response_template
         known = backend.get_added_tokens_decoder().values()
-        known_as_they_are = {repr(token) for token in known}  # the flags too
+        known_as_they_are = {repr(token) for token in known}  # the texts show the tokens' flags too
         new = [token for token in added_tokens if repr(token) not in known_as_they_are]
         texts = {token.content for token in (*known, *new)}
         for token in [*(special_tokens[role] for role in ordered), *extra_special_tokens]:
@@ -89,7 +91,7 @@ class ModelTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Without added tokens."""
+        """Return the size of the vocabulary without added tokens."""
         return self.backend_tokenizer.get_vocab_size(with_added_tokens=False)
 
     @property
@@ -113,7 +115,8 @@ class ModelTokenizer:
         return ids
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """The id of a token, or a list of the ids of several; that of the unknown token for one that is not known."""
+        """Return the id of a token, or a list of the ids of several tokens. An unknown token has the id of the role
+        `unk_token`, or None if there is no such token."""
         if not isinstance(tokens, str):
             return [self.convert_tokens_to_ids(token) for token in tokens]
         token_id = self.backend_tokenizer.token_to_id(tokens)
@@ -121,7 +124,7 @@ class ModelTokenizer:
         return token_id if token_id is not None or unknown is None else self.backend_tokenizer.token_to_id(unknown)
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> Any:
-        """The token of an id, or a list of the tokens of several."""
+        """Return the token of an id, or a list of the tokens of several ids."""
         if isinstance(ids, int):
             return self.backend_tokenizer.id_to_token(ids)
         skipped = set(self.all_special_ids) if skip_special_tokens else set()
@@ -136,7 +139,7 @@ class ModelTokenizer:
     def __call__(
         self, text: str | Sequence[str], text_pair: str | None = None, add_special_tokens: bool = True
     ) -> Encoding:
-        """The ids of a text, or lists of the ids of several."""
+        """Return the token ids of a text, or a list of ids for each of several texts."""
         if isinstance(text, str):
             ids: list[Any] = self.encode(text, text_pair, add_special_tokens)
             return Encoding(input_ids=ids, attention_mask=[1] * len(ids))
@@ -149,12 +152,13 @@ class ModelTokenizer:
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> str:
-        """The text of ids in a list or an array. Cleaning is never done to BPE, which writes its blanks itself."""
+        """Return the text of token ids in a list or an array. The text of BPE models is never cleaned, because BPE tokens
+        contain their blanks."""
         ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
         ids = [ids] if isinstance(ids, int) else ids
         if len(ids) <= _MAX_INLINE_IDS:
             text = self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-        else:  # this lets other threads go on, which `decode` does not (tokenizers 0.23)
+        else:  # `decode_batch` lets other threads run, and `decode` does not (tokenizers 0.23)
             [text] = self.backend_tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         cleans_up = self.cleans_up_spaces if clean_up_tokenization_spaces is None else clean_up_tokenization_spaces
         if cleans_up and type(self.backend_tokenizer.model).__name__ != "BPE":
@@ -169,7 +173,8 @@ class ModelTokenizer:
         return [self.decode(ids, skip_special_tokens) for ids in sequences]
 
     def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str:
-        """The template's text. `chat_template` is one, or the name of one of several; else the model's own is taken."""
+        """Return the text of a chat template. `chat_template` is a template's text, or the name of one of the model's
+        templates; None: the model's own. Raises `ValueError` if there is none."""
         templates = self.chat_template
         if isinstance(templates, dict):
             if chat_template is None:
@@ -195,10 +200,11 @@ class ModelTokenizer:
         keeps_null_content: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """A conversation as text, or as token ids. `kwargs` are variables that the template may read. A content that is
-        null is left out, as `transformers` does, or kept for templates that ask for it.
+        """Return a conversation as text, or as token ids. `kwargs` are variables that the template may read. A null
+        content is omitted, as in `transformers`, or kept with `keeps_null_content` for templates that need it.
 
-        Raises `ValueError` for what cannot be written; the template, a program of the model's, may raise anything.
+        Raises `ValueError` for a conversation that cannot be written. The template is the model's program and may raise
+        anything.
         """
         if not conversation:
             raise ValueError("the conversation has no messages; it needs one at least.")
@@ -221,10 +227,10 @@ class ModelTokenizer:
 
 
 def load_tokenizer(checkpoint: Checkpoint, chat_template: str | None = None) -> ModelTokenizer:
-    """The tokenizer. `chat_template`, the name of one of the checkpoint's own, a file's path or a template's text,
-    takes the place of these.
+    """Return the tokenizer of a checkpoint. `chat_template` replaces the checkpoint's templates: it is the name of one
+    of these, a file's path, or a template's text.
 
-    Raises `LoadError` if there is no tokenizer or it cannot be read.
+    Raises `LoadError` if there is no tokenizer, or if it or the template cannot be read.
     """
     tokenizer = read_tokenizer(checkpoint.tokenizer_path, checkpoint.trusts_code)
     if chat_template is not None:
@@ -236,13 +242,13 @@ def load_tokenizer(checkpoint: Checkpoint, chat_template: str | None = None) -> 
 
 
 def read_tokenizer(path: str, trust_remote_code: bool = False) -> ModelTokenizer:
-    """The tokenizer in a folder or a .gguf file. Python code of the folder runs only if that is trusted. Raises
-    `LoadError`."""
+    """Return the tokenizer in a folder or a .gguf file. Python code in the folder runs only with `trust_remote_code`.
+    Raises `LoadError`."""
     return _from_gguf(path) if path.endswith(".gguf") else _from_folder(path, trust_remote_code)
 
 
 def read_tokenizer_json(checkpoint: Checkpoint) -> str:
-    """The tokenizer as the `tokenizers` library writes it to a file; where it can be, without `transformers`."""
+    """Return the tokenizer in the JSON form of the `tokenizers` library. `transformers` is used only if it must be."""
     return read_tokenizer(checkpoint.tokenizer_path, checkpoint.trusts_code).backend_tokenizer.to_str()
 
 
@@ -265,7 +271,7 @@ def _from_folder(folder: str, trust_remote_code: bool) -> ModelTokenizer:
         return _from_transformers(folder, trust_remote_code) if parts is None else _of_parts(parts)
     except LoadError:
         raise
-    except Exception as e:  # a damaged file fails in any of a dozen ways, some of them bare Exceptions from Rust
+    except Exception as e:  # damaged files raise many types of errors, among them bare Exceptions from Rust
         if "custom code" in str(e) and not trust_remote_code:
             raise LoadError(
                 f"the tokenizer in {folder} is Python code of its own, which runs only with --trust-remote-code: read "
@@ -277,7 +283,7 @@ def _from_folder(folder: str, trust_remote_code: bool) -> ModelTokenizer:
 
 def _from_transformers(folder: str, trust_remote_code: bool) -> ModelTokenizer:
     try:
-        import transformers  # which imports torch and takes seconds
+        import transformers  # it imports torch and takes seconds
     except ImportError:
         raise LoadError(
             f"the tokenizer in {folder} can only be read by transformers, which is not installed: "
@@ -285,7 +291,7 @@ def _from_transformers(folder: str, trust_remote_code: bool) -> ModelTokenizer:
         ) from None
     has_json = os.path.exists(os.path.join(folder, "tokenizer.json"))
     reader = transformers.PreTrainedTokenizerFast if has_json else transformers.AutoTokenizer
-    # Left unsaid, transformers would ask on a terminal.
+    # Without `trust_remote_code`, transformers would ask on a terminal.
     tokenizer: ModelTokenizer = reader.from_pretrained(
         folder, local_files_only=True, trust_remote_code=trust_remote_code
     )

@@ -1,5 +1,5 @@
-"""The tokenizer of a model's folder: tokenizer.json or a vocabulary file, and the small files beside it that say which
-tokens are special and how chats are written. The rules are those of `transformers` (5.23).
+"""The tokenizer of a model's folder: tokenizer.json or a vocabulary file, and the small files beside it with the special
+tokens and chat templates. The rules are from `transformers` (5.23).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _UNUSUAL = ("fix_mistral_regex", "fast_tokenizer_files")
 
 
 def read_tokenizer_folder(folder: str) -> TokenizerParts | None:
-    """None for a tokenizer that only `transformers` reads.
+    """Return the tokenizer of a folder, or None if only `transformers` can read it.
 
-    Raises `LoadError` where there is none; a damaged file may raise anything.
+    Raises `LoadError` if the folder has no tokenizer; a damaged file may raise anything.
     """
     names = os.listdir(folder)
     config = _read_json(folder, "tokenizer_config.json")
@@ -44,16 +44,17 @@ def read_tokenizer_folder(folder: str) -> TokenizerParts | None:
 
 
 def _with_special_tokens(folder: str, backend: Backend, config: dict[str, Any]) -> TokenizerParts:
-    """The rules are those of `PreTrainedTokenizerFast.from_pretrained`: tokenizer.json says what is added to a text
-    (add_bos_token and its like are not read), and the other files which tokens are special, in which role."""
+    """Return the tokenizer with its special tokens, by the rules of `PreTrainedTokenizerFast.from_pretrained`.
+    tokenizer.json says which tokens are added to a text (add_bos_token and similar settings are not read). The other
+    files say which tokens are special, and their roles."""
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
     by_role: dict[str, Any] = {}
-    if isinstance(extra, dict):  # tokens with roles of their own, such as "image_token"; the list stands beside them
+    if isinstance(extra, dict):  # tokens by their own roles, such as "image_token"; the list is in another key
         by_role, extra = extra, config.get("additional_special_tokens")
     added: dict[int, AddedToken] = {}
     if "added_tokens_decoder" in config:
         added = {int(index): AddedToken(**token) for index, token in config["added_tokens_decoder"].items()}
-    else:  # as versions before 4.34 wrote folders
+    else:  # a folder from a version before 4.34
         for key, value in _read_json(folder, "special_tokens_map.json").items():
             if key == "extra_special_tokens" and isinstance(value, list):
                 extra = [*(extra or []), *value]
@@ -96,7 +97,8 @@ def _token(name: str, value: Any) -> str | AddedToken:
 
 
 def _chat_template(folder: str, config: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """Files of templates come before chat_template.json, and that before tokenizer_config.json; several are by name."""
+    """Return the chat template, several templates by name, or None. Template files take precedence over
+    chat_template.json, which takes precedence over tokenizer_config.json."""
     paths = {"default": os.path.join(folder, "chat_template.jinja")}
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), "additional_chat_templates", "*.jinja"))):
         paths[os.path.basename(path).removesuffix(".jinja")] = path

@@ -1,5 +1,5 @@
-"""Tokenizers of the `tokenizers` library, built out of vocabularies: what GGUF files and the many kinds of vocabulary
-files have in common. `gguf_tokenizer` and `vocabulary_files` read those, `tokenizer` makes a `ModelTokenizer` of it.
+"""Builds tokenizers of the `tokenizers` library from vocabularies: the code that GGUF files and vocabulary files share.
+`gguf_tokenizer` and `vocabulary_files` read the files, and `tokenizer` makes a `ModelTokenizer` of the parts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
-    """A tokenizer and what stands beside it, in `transformers`' words. Added tokens are in the order of their ids."""
+    """A tokenizer and its settings, in `transformers`' words. Added tokens are in the order of their ids."""
 
     backend: Tokenizer
     special_tokens: Mapping[str, str | AddedToken]  # by role
@@ -27,13 +27,13 @@ class TokenizerParts:
     added_tokens: Sequence[AddedToken] = ()
     chat_template: str | dict[str, str] | None = None
     cleans_up_spaces: bool = False
-    response_template: Mapping[str, Any] | None = None  # how answers are to be read
+    response_template: Mapping[str, Any] | None = None  # how to parse answers
 
 
 def byte_level_bpe(
     source: str, vocab: dict[str, int], merges: Iterable[tuple[str, str]], pre: PreTokenizer
 ) -> Tokenizer:
-    """`source` is what errors call the file."""
+    """Return a BPE tokenizer over bytes, or over characters if `pre` says so. `source` names the file in errors."""
     if not pre.is_byte_level:
         backend = Tokenizer(_bpe(source, vocab, merges, fuse_unk=True, byte_fallback=True))
         backend.normalizer = normalizers.Replace(" ", "▁")
@@ -50,7 +50,7 @@ def byte_level_bpe(
 def word_piece(
     vocab: dict[str, int], unk_token: str, *, lowercase: bool, strips_accents: bool | None, splits_chinese: bool = True
 ) -> Tokenizer:
-    """BERT's. Accents go with lower case where `strips_accents` is None."""
+    """Return a tokenizer like BERT's. With `strips_accents` None, accents are stripped if text is lowercased."""
     backend = Tokenizer(models.WordPiece(vocab, unk_token=unk_token))
     backend.normalizer = normalizers.BertNormalizer(
         lowercase=lowercase, strip_accents=strips_accents, handle_chinese_chars=splits_chinese
@@ -62,41 +62,41 @@ def word_piece(
 
 @dataclass(frozen=True, slots=True)
 class SentencePieces:
-    """A sentencepiece model. Types of pieces are those of its protocol buffer, which GGUF files share."""
+    """A sentencepiece model. The types of pieces have the numbers of its protocol buffer, which GGUF files share."""
 
     pieces: list[str]
     scores: list[float]
     types: list[int]
     is_unigram: bool
     unk_id: int = 0
-    charsmap: bytes = b""  # the normalization, compiled
-    adds_prefix: bool = True  # a blank in front of the text
-    prefixes_every_part: bool = False  # also after each special token
+    charsmap: bytes = b""  # the compiled normalization
+    adds_prefix: bool = True  # adds a blank in front of the text
+    prefixes_every_part: bool = False  # adds it after each special token too
     collapses_blanks: bool = False
-    ids: dict[str, int] = field(default_factory=dict)  # of special tokens by role
+    ids: dict[str, int] = field(default_factory=dict)  # ids of special tokens by role
 
     def is_blank_run(self, piece: str) -> bool:
-        """Whether a user-defined piece is nothing but blanks, and looked for in the text when ▁ has become one."""
+        """Return True if a user-defined piece holds only blanks and is searched in the text after ▁ became a blank."""
         return not self.adds_prefix and piece.isspace() and " " in piece
 
 
-_MAX_BLANKS = 1 << 20  # that a decoded text loses at its begin
+_MAX_BLANKS = 1 << 20  # limit of the blanks that are stripped from the start of a decoded text
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
 def sentencepiece(source: str, model: SentencePieces) -> Tokenizer:
-    """BPE or unigram as sentencepiece computes it, with its special and user-defined pieces as added tokens.
+    """Return a BPE or unigram tokenizer that computes what sentencepiece does. `source` names the file in errors.
 
     Kudo and Richardson, "SentencePiece" (2018); Kudo, "Subword Regularization" (2018) for the unigram model.
     """
-    # User-defined pieces are looked for in the text as it is, where a blank is a blank.
+    # User-defined pieces are searched in the original text, which has blanks instead of ▁.
     pieces = [p.replace("▁", " ") if t == USER_DEFINED else p for p, t in zip(model.pieces, model.types, strict=True)]
     if model.is_unigram:
         scored = list(zip(pieces, model.scores, strict=True))
         backend = Tokenizer(models.Unigram(scored, unk_id=model.unk_id, byte_fallback=BYTE in model.types))
     else:
         vocab = {piece: i for i, piece in enumerate(pieces)}
-        # Only these can be made by merging: "<0x0A>" in a text is no byte.
+        # Merges make only tokens of these types: the text "<0x0A>" must not become the byte token.
         made = {p for p, t in zip(pieces, model.types, strict=True) if t in (NORMAL, USER_DEFINED, UNUSED)}
         merges = merges_from_scores(dict(zip(pieces, model.scores, strict=True)), made)
         unk_token = pieces[model.unk_id] if 0 <= model.unk_id < len(pieces) else None
@@ -104,11 +104,11 @@ def sentencepiece(source: str, model: SentencePieces) -> Tokenizer:
         backend = Tokenizer(_bpe(source, vocab, merges, unk_token=unk_token, **options))
     steps: list[normalizers.Normalizer] = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
     if any(map(model.is_blank_run, pieces)):
-        steps.append(normalizers.Replace("▁", " "))  # runs of blanks are looked for, whichever way they are written
+        steps.append(normalizers.Replace("▁", " "))  # so that pieces of blanks also match runs of ▁
     if model.collapses_blanks:
-        # At the end the library takes off what blanks become, too, wherever it comes from.
+        # At the end of a text, sentencepiece also strips ▁, whether it was a blank in the text or not.
         steps += [normalizers.Replace(Regex(r"\A +|[ ▁]+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
-    # Metaspace knows the first part by its place in the text, which stripping changes.
+    # Metaspace recognizes the first part by its place in the text, and stripping blanks changes that place.
     if model.adds_prefix and (model.prefixes_every_part or model.collapses_blanks):
         steps += [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     else:
@@ -123,10 +123,11 @@ def sentencepiece(source: str, model: SentencePieces) -> Tokenizer:
 
 
 def merges_from_scores(scores: Mapping[str, float], made: Collection[str] | None = None) -> list[tuple[str, str]]:
-    """Every way to make a token (of those that can be `made`) of two others, best score first.
+    """Return every way to merge two tokens into a third, best score first. `made` limits all three tokens; None: all.
 
-    Sentencepiece merges whichever neighbours make the best-scored token, so a ranking of all pairs by what they make is
-    the same. Ties go to the longer left part, then the longer right one, then the order of the vocabulary.
+    Sentencepiece merges the neighbours that make the token with the best score, so ranking all pairs by the score of
+    the merged token has the same result. Ties go to the longer left part, then to the longer right part, then to the
+    order of the vocabulary.
     """
     parts = scores if made is None else made
     tokens = sorted((token for token in scores if token in parts), key=scores.__getitem__, reverse=True)  # stable
@@ -145,15 +146,15 @@ def merges_from_scores(scores: Mapping[str, float], made: Collection[str] | None
 
 
 def byte_letters() -> dict[int, str]:
-    """The letter that GPT-2's byte-level BPE writes for each byte: printable ones stand for themselves."""
+    """Return the letter that GPT-2's byte-level BPE writes for each byte: a printable byte stands for itself."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [b for b in range(256) if b not in set(printable)]
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(rest)}
 
 
 def frame(backend: Tokenizer, start: Sequence[str], end: Sequence[str], has_types: bool = False) -> None:
-    """Let these special tokens stand before and after each text. Of a pair the second one has types of its own, as
-    BERT has it, or as many ends before it as after it, as RoBERTa does."""
+    """Set the special tokens that start and end each text. The second text of a pair has token type 1 with `has_types`,
+    as in BERT; otherwise the end tokens stand before it and after it, as in RoBERTa."""
     second = ["$B:1", *(f"{token}:1" for token in end)] if has_types else [*end, "$B", *end]
     backend.post_processor = processors.TemplateProcessing(
         single=[*start, "$A", *end],

@@ -1,9 +1,9 @@
-"""PyTorch's own files of tensors (`.bin`, `.pt`): read without PyTorch, and without running anything from them.
+"""PyTorch's own files of tensors (`.bin`, `.pt`), read without PyTorch and without running any code from the file.
 
-Such a file is a pickle of a dictionary and the bytes of its tensors' storages: since torch 1.6 members of a ZIP archive
-(`data.pkl`, `data/<key>`), before that one after the other (`torch.serialization`, `_save` and `_legacy_save`). The
-unpickler here follows a fixed list of instructions and knows the few names that describe tensors. A name stays a name:
-no instruction gets hold of a function, a class or a numpy type.
+Such a file has a pickle of a dictionary, and the bytes of its tensors' storages. Since torch 1.6 they are members of a
+ZIP archive (`data.pkl`, `data/<key>`); older files have them one after the other (`torch.serialization`, `_save` and
+`_legacy_save`). The unpickler here follows a fixed list of instructions and knows only the few names that describe
+tensors. A name stays a name: no instruction can reach a function, a class or a numpy type.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _STORAGES: dict[str, np.dtype[Any]] = {
     "ShortStorage": np.dtype("<i2"), "CharStorage": np.dtype("i1"), "ByteStorage": np.dtype("u1"),
     "BoolStorage": np.dtype(np.bool_), "UntypedStorage": np.dtype("u1"),
 }  # fmt: skip
-# Types without a storage class of their own: tensors name them.
+# Types without their own storage class: the tensor names the type.
 _DTYPES: dict[str, np.dtype[Any]] = {
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn), "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
     "uint16": np.dtype("<u2"), "uint32": np.dtype("<u4"), "uint64": np.dtype("<u8"),
 }  # fmt: skip
-# The most that one pickle may have, in bytes and instructions: 250 and 30 a tensor make 60,000 tensors.
+# Limits of one pickle, in bytes and instructions: with 250 bytes and 30 instructions a tensor, 60,000 tensors fit.
 _MAX_PICKLE_BYTES = 16 << 20
 _MAX_INSTRUCTIONS = 1 << 21
-_MAX_ONE_TENSOR_BYTES = 4096  # where a file has one tensor
+_MAX_ONE_TENSOR_BYTES = 4096  # limit of the pickle in a file of one tensor
 _MAX_DIMENSIONS = 32
-# The instructions that put their own argument on the stack, and those that put a constant there.
+# Instructions that put their own argument on the stack, and below instructions that put a constant there.
 _ARGUMENTS = (
     "BINUNICODE", "SHORT_BINUNICODE", "BININT1", "BININT", "BININT2", "LONG1", "BINFLOAT", "BINSTRING",
     "SHORT_BINSTRING",
@@ -75,10 +75,10 @@ class TorchArchive:
 
     file: MappedFile
     tensors: dict[str, ArchivedTensor]
-    starts: dict[str, int]  # of each storage, in bytes from the start of the file
+    starts: dict[str, int]  # where each storage begins, in bytes from the start of the file
 
     def array(self, name: str) -> NDArray[Any]:
-        """A tensor of the file. It aliases the mapping if its elements lie in order at an even place."""
+        """Return a tensor of the file. It aliases the mapping if it is contiguous and its offset is aligned."""
         tensor = self.tensors[name]
         itemsize = tensor.dtype.itemsize
         num_elements = _extent(tensor) if math.prod(tensor.shape) else 0
@@ -88,16 +88,16 @@ class TorchArchive:
             raw = raw.copy()
         strides = tuple(stride * itemsize for stride in tensor.strides)
         view: NDArray[Any] = np.ndarray(tensor.shape, tensor.dtype, raw, 0, strides)
-        return np.ascontiguousarray(view).reshape(tensor.shape)  # of no dimensions it would make one
+        return np.ascontiguousarray(view).reshape(tensor.shape)  # ascontiguousarray adds a dimension to scalars
 
 
 def read_torch_archive(path: str) -> TorchArchive:
-    """Map the file and read what tensors it has. Raises `LoadError`."""
+    """Map the file and return it with the list of its tensors. Raises `LoadError`."""
     return parse_torch_archive(MappedFile(path))
 
 
 def parse_torch_archive(file: MappedFile) -> TorchArchive:
-    """What tensors an open file has. Raises `LoadError`."""
+    """Return an open file with the list of its tensors. Raises `LoadError`."""
     try:
         loaded, starts = _read_zip(file) if file.data[:4] == b"PK\x03\x04" else _read_legacy(file)
         if not isinstance(loaded, dict):
@@ -110,7 +110,7 @@ def parse_torch_archive(file: MappedFile) -> TorchArchive:
 
 
 def read_torch_tensor(data: bytes) -> NDArray[Any]:
-    """The one tensor of a file that a stranger has sent. Raises `ValueError`."""
+    """Return the only tensor of a file from an untrusted client. Raises `ValueError`."""
     file = MemoryFile(data)
     try:
         loaded, starts = _read_zip(file, _MAX_ONE_TENSOR_BYTES)
@@ -123,7 +123,7 @@ def _read_zip(file: MappedFile, max_pickle_bytes: int = _MAX_PICKLE_BYTES) -> tu
     starts, pickled, byteorder = {}, None, b"little"
     with file.stream() as stream, zipfile.ZipFile(stream) as archive:
         for member in archive.infolist():
-            _, _, name = member.filename.partition("/")  # below a folder of the file's name
+            _, _, name = member.filename.partition("/")  # the first folder has the file's name
             is_data = name.startswith("data/")
             if (is_data or name == "data.pkl") and member.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"{member.filename} is compressed, which torch.save does not do")
@@ -147,7 +147,8 @@ def _read_zip(file: MappedFile, max_pickle_bytes: int = _MAX_PICKLE_BYTES) -> tu
 
 
 def _read_legacy(file: MappedFile) -> tuple[Any, dict[str, int]]:
-    """Magic number, version, system, the dictionary, the storages' keys; then each storage's length and its bytes."""
+    """Read a file from before torch 1.6: magic number, version, system, the dictionary, the storages' keys; then each
+    storage's length and its bytes."""
     with file.stream() as stream:
         if _Unpickler().load(stream) != _LEGACY_MAGIC:
             raise ValueError("it does not begin as PyTorch's files do")
@@ -165,7 +166,7 @@ def _read_legacy(file: MappedFile) -> tuple[Any, dict[str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """What a pickle calls by its module and name."""
+    """A function or class that a pickle names, by module and name."""
 
     module: str
     name: str
@@ -183,7 +184,7 @@ _NAMES = frozenset([*_TYPES, *_TENSORS, _PARAMETER, _DICTIONARY])
 
 
 class _Bounded:
-    """The next bytes of a stream, `_MAX_PICKLE_BYTES` at most."""
+    """A stream that raises `ValueError` once more than `_MAX_PICKLE_BYTES` bytes are read from it."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self._num_left = stream, _MAX_PICKLE_BYTES
@@ -202,7 +203,7 @@ class _Bounded:
 
 
 class _Unpickler:
-    """Understands dictionaries, lists, numbers, texts and tensors."""
+    """An unpickler of dictionaries, lists, numbers, texts and tensors."""
 
     def __init__(self) -> None:
         self.storages: dict[str, _Storage] = {}
@@ -211,7 +212,7 @@ class _Unpickler:
         self._memo: dict[int, Any] = {}
 
     def load(self, stream: IO[bytes]) -> Any:
-        """The next pickle of a stream, which is left behind it."""
+        """Return the next pickle of a stream, and leave the stream after it. Raises `ValueError`."""
         stack, memo = self._stack, self._memo
         bounded: Any = _Bounded(stream)
         value: Any
@@ -238,7 +239,7 @@ class _Unpickler:
         raise ValueError("its pickle has no end")
 
     def _follow(self, code: str, value: Any) -> None:
-        """The rarer instructions."""
+        """Follow one of the rarer instructions. Raises `ValueError` for an unknown instruction."""
         stack = self._stack
         if code == "TUPLE":
             stack.append(tuple(self._pop()))
@@ -263,7 +264,7 @@ class _Unpickler:
             stack.append(_make(name, arguments))
         elif code == "BINPERSID":
             stack.append(self._storage(*self._pop(1)))
-        elif code == "BUILD":  # the attributes of a module's state: which version of its class wrote it
+        elif code == "BUILD":  # attributes of a module's state dict: the version of the class that wrote it
             self._pop(1)
             if not isinstance(stack[-1], OrderedDict):
                 raise ValueError(f"it sets attributes of {stack[-1]!s:.60}")
@@ -271,7 +272,7 @@ class _Unpickler:
             raise ValueError(f"its pickle has the instruction {code}, which tensors do not need")
 
     def _pop(self, count: int | None = None) -> list[Any]:
-        """The last values of the stack, or those behind its last mark."""
+        """Remove and return the last `count` values of the stack; None: all values after its last mark."""
         first = self._marks.pop() if count is None else len(self._stack) - count
         if first < 0:
             raise ValueError("its pickle takes more than it has made")
@@ -280,7 +281,8 @@ class _Unpickler:
         return values
 
     def _storage(self, pid: Any) -> _Storage:
-        """("storage", type, key, device, number of elements, in files before torch 1.6: what it is a view of)"""
+        """Return the storage that a persistent id describes: ("storage", type, key, device, number of elements). Files
+        from before torch 1.6 add which storage it is a view of, which is refused."""
         kind, dtype, key, _, num_elements, *view = pid
         is_storage = kind == "storage" and isinstance(dtype, _Name) and dtype in _TYPES and not any(view)
         if not is_storage or not isinstance(num_elements, int):
@@ -289,7 +291,8 @@ class _Unpickler:
 
 
 def _key(value: Any) -> str:
-    """Of a dictionary or a storage. A tuple of tuples would take for ever to compare or to print."""
+    """Return the key of a dictionary or a storage as a text. Raises `ValueError` for other types: a tuple of tuples
+    would take for ever to compare or print."""
     if not isinstance(value, str | int):
         raise ValueError(f"it has a {type(value).__name__} for a key")
     return str(value)
@@ -303,7 +306,7 @@ def _known(module: str, name: str) -> _Name:
 
 
 def _make(name: Any, arguments: Any) -> Any:
-    """What a pickle makes by calling `name`."""
+    """Return the result of a pickle's call of `name`."""
     if name == _DICTIONARY and arguments == ():
         return OrderedDict()
     if name == _PARAMETER:
@@ -318,7 +321,7 @@ def _make(name: Any, arguments: Any) -> Any:
 
 
 def _extent(tensor: ArchivedTensor) -> int:
-    """How many elements lie between the first and the last one, both counted."""
+    """Return how many elements of its storage a tensor spans, from its first to its last element."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
 
 
@@ -335,7 +338,7 @@ def _checked(name: str, tensor: Any, starts: dict[str, int], file_size: int) -> 
         room = tensor.storage.num_elements * tensor.storage.dtype.itemsize
         if end > room or starts[tensor.storage.key] + room > file_size:
             raise ValueError(f"tensor {name[:60]} ends beyond its storage or the file")
-        # Strides of 0 would make a matrix of any size of one element.
+        # With strides of 0, one element could fill a matrix of any size.
         if math.prod(tensor.shape) > tensor.storage.num_elements:
             raise ValueError(f"tensor {name[:60]} is larger than its storage")
     return tensor

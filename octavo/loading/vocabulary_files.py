@@ -1,8 +1,8 @@
-"""Tokenizers of folders that have no tokenizer.json, built out of their vocabulary files: Mistral's tekken.json,
-tiktoken's ranks, sentencepiece models, GPT-2's vocab.json with merges.txt, BERT's vocab.txt.
+"""Tokenizers of folders without tokenizer.json, built from their vocabulary files: Mistral's tekken.json, tiktoken's
+ranks, sentencepiece models, GPT-2's vocab.json with merges.txt, BERT's vocab.txt.
 
-Such files leave things unsaid that the model's tokenizer class knows, so the classes are named here; folders of others
-are left to `transformers`. Called by `tokenizer_folder`.
+Such files lack settings that only the model's tokenizer class knows, so this module lists the known classes. Folders
+with other classes are left to `transformers`. Called by `tokenizer_folder`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from octavo.loading.tokenizer_parts import (
 
 _SENTENCEPIECE_CLASSES = ("", "LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "MistralTokenizer")
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
-# Llama 3's, in the order of their ids (github.com/meta-llama/llama3, llama/tokenizer.py).
+# Llama 3's special tokens, in the order of their ids (github.com/meta-llama/llama3, llama/tokenizer.py).
 _LLAMA3_SPECIAL = [
     "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
     "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>",
     "<|python_tag|>", *(f"<|reserved_special_token_{i}|>" for i in range(2, 247)),
 ]  # fmt: skip
-# Llama 4's (github.com/meta-llama/llama-models, models/llama4/tokenizer.py).
+# Llama 4's special tokens (github.com/meta-llama/llama-models, models/llama4/tokenizer.py).
 _LLAMA4_SPECIAL = [
     "<|begin_of_text|>", "<|end_of_text|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|header_start|>",
     "<|header_end|>", "<|eom|>", "<|eot|>", "<|step|>",
@@ -51,20 +51,20 @@ _LLAMA4_SPECIAL = [
     "<|image|>", "<|vision_reserved_special_token_6|>", "<|patch|>",
     *(f"<|vision_reserved_special_token_{i}|>" for i in range(7, 1048)),
 ]  # fmt: skip
-_MIN_LLAMA4_RANKS = 200_000  # of its tokenizer.model; Llama 3's has 128,000
-# Qwen's first version (huggingface.co/Qwen/Qwen-7B, tokenization_qwen.py).
+_MIN_LLAMA4_RANKS = 200_000  # Llama 4's tokenizer.model has as many tokens; Llama 3's has 128,000
+# The special tokens of Qwen's first version (huggingface.co/Qwen/Qwen-7B, tokenization_qwen.py).
 _QWEN_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))]
 
 
 class _Tiktoken(NamedTuple):
-    """What a tiktoken file leaves unsaid."""
+    """The settings of a tokenizer that its tiktoken file lacks."""
 
     pre: PreTokenizer
-    special: Sequence[str] = ()  # after the last rank
+    special: Sequence[str] = ()  # their ids follow the last rank
     roles: Mapping[str, str] = {}
 
 
-# Words that are in the vocabulary are taken as they are.
+# `ignores_merges`: a word in the vocabulary becomes one token.
 _LLAMA3_FILE = _Tiktoken(
     PreTokenizer((LLAMA3,), ignores_merges=True, adds_bos=True), _LLAMA3_SPECIAL,
     {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},
@@ -76,7 +76,7 @@ _LLAMA4_FILE = _Tiktoken(
     PreTokenizer((GPT4O,), ignores_merges=True, adds_bos=True), _LLAMA4_SPECIAL,
     {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},
 )  # fmt: skip
-# By the class of tokenizer_config.json, else by the name of the file, else Llama 3's or 4's: a tokenizer.model.
+# By the class in tokenizer_config.json, else by the file's name. Other files, named tokenizer.model, are Llama 3's or 4's.
 _TIKTOKEN_FILES = {
     "QWenTokenizer": _QWEN_FILE,
     "qwen.tiktoken": _QWEN_FILE,
@@ -85,7 +85,7 @@ _TIKTOKEN_FILES = {
     "o200k_base.tiktoken": _Tiktoken(PreTokenizer((GPT4O,), ignores_merges=True), ["<|endoftext|>"]),
 }
 
-# What tekken.json files before version 11 leave out (mistral-common, Tekkenizer).
+# The special tokens of tekken.json files before version 11, which do not list them (mistral-common, Tekkenizer).
 _TEKKEN_SPECIAL = [
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
     "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]",
@@ -94,24 +94,24 @@ _TEKKEN_SPECIAL = [
 
 
 class Vocabulary(NamedTuple):
-    """A tokenizer with its special tokens by role, where tokenizer_config.json does not name others."""
+    """A tokenizer, and its special tokens by role; tokenizer_config.json may name others."""
 
     backend: Tokenizer
     roles: dict[str, str]
 
 
 def find_vocabulary(names: Sequence[str]) -> str | None:
-    """The file of these, in a folder, that holds the vocabulary."""
+    """Return the file among a folder's `names` that holds the vocabulary, or None."""
     models = sorted(n for n in names if re.fullmatch(r"tokenizer\.model(\.v\w+)?|tiktoken\.model|.*\.tiktoken", n))
     known = ["tekken.json", "tokenizer.model", *reversed(models), "vocab.json", "vocab.txt"]
     return next((name for name in known if name in names), None)
 
 
 def read_vocabulary(folder: str, name: str, config: Mapping[str, Any]) -> Vocabulary | None:
-    """The tokenizer of a file of `folder`; None where only `transformers` knows what its class makes of it. `config` is
-    tokenizer_config.json.
+    """Return the tokenizer of the vocabulary file `name` in `folder`; None if only `transformers` knows its class.
+    `config` is tokenizer_config.json.
 
-    Raises `LoadError` or `ValueError` for damage.
+    Raises `LoadError` or `ValueError` for a damaged file.
     """
     path = os.path.join(folder, name)
     class_name = str(config.get("tokenizer_class") or "").removesuffix("Fast")
@@ -133,7 +133,7 @@ def read_vocabulary(folder: str, name: str, config: Mapping[str, Any]) -> Vocabu
 
 
 def _sentencepiece(path: str, config: Mapping[str, Any]) -> Vocabulary:
-    # `legacy` is sentencepiece's own way: each part between special tokens is a text of its own.
+    # `legacy` is sentencepiece's own behaviour: each part between special tokens counts as a text.
     model = read_sentencepiece(path, prefixes_every_part=config.get("legacy") is not False)
     backend = sentencepiece(path, model)
     roles = {role: model.pieces[index] for role, index in model.ids.items()}
@@ -157,7 +157,7 @@ def _tiktoken(path: str, class_name: str, config: Mapping[str, Any]) -> Vocabula
     backend = _ranked(path, ranks, 0, kind.pre)
     named = {int(index): token["content"] for index, token in (config.get("added_tokens_decoder") or {}).items()}
     special = [named[index] for index in sorted(named)] or list(kind.special)
-    if named and min(named) == len(ranks):  # ids that no token has are kept free
+    if named and min(named) == len(ranks):  # fill the ids that no token has
         special = [named.get(i, f"<|reserved_token_{i}|>") for i in range(len(ranks), max(named) + 1)]
     backend.add_special_tokens([AddedToken(token, normalized=False) for token in special])
     return _framed(backend, {} if named else dict(kind.roles), config, adds_bos=kind.pre.adds_bos and not named)
@@ -185,7 +185,8 @@ def _tekken(path: str, config: Mapping[str, Any]) -> Vocabulary:
 def _ranked(
     path: str, ranks: Mapping[bytes, int], first: int, pre: PreTokenizer, special: Sequence[Mapping[str, Any]] = ()
 ) -> Tokenizer:
-    """Byte-level BPE where the token of the lowest rank is made first. Ranks are ids from `first` on."""
+    """Return a byte-level BPE tokenizer that makes the token of the lowest rank first. The id of a token is `first` plus
+    its rank; `special` tokens have the ids from 0 on."""
     letters = byte_letters()
     vocab = {"".join(letters[byte] for byte in token): first + rank for token, rank in ranks.items()}
     merges = merges_from_scores({token: -rank for token, rank in vocab.items()})
