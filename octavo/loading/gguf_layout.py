@@ -49,7 +49,7 @@ class Architecture:
     """
 
     class_name: str
-    variants: Mapping[str, Callable[[Metadata], bool]] = field(default_factory=dict)  # classes of files that pass a test
+    variants: Mapping[str, Callable[[Metadata], bool]] = field(default_factory=dict)  # class -> test of a file
     settings: Mapping[str, Any] = field(default_factory=dict)  # values or `Setting`s; None is omitted
     names: Names | Callable[[Metadata], Names] = field(default_factory=dict)
     tensor_names: Mapping[str, str] = field(default_factory=dict)  # full names of tensors whose endings differ

@@ -152,8 +152,8 @@ class ModelTokenizer:
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> str:
-        """Return the text of token ids in a list or an array. The text of BPE models is never cleaned, because BPE tokens
-        contain their blanks."""
+        """Return the text of token ids in a list or an array. The text of BPE models is never cleaned, because BPE
+        tokens contain their blanks."""
         ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
         ids = [ids] if isinstance(ids, int) else ids
         if len(ids) <= _MAX_INLINE_IDS:

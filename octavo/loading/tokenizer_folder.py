@@ -1,5 +1,5 @@
-"""The tokenizer of a model's folder: tokenizer.json or a vocabulary file, and the small files beside it with the special
-tokens and chat templates. The rules are from `transformers` (5.23).
+"""The tokenizer of a model's folder: tokenizer.json or a vocabulary file, and the small files beside it with the
+special tokens and chat templates. The rules are from `transformers` (5.23).
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ _LLAMA4_FILE = _Tiktoken(
     PreTokenizer((GPT4O,), ignores_merges=True, adds_bos=True), _LLAMA4_SPECIAL,
     {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},
 )  # fmt: skip
-# By the class in tokenizer_config.json, else by the file's name. Other files, named tokenizer.model, are Llama 3's or 4's.
+# By the class in tokenizer_config.json, else by the file's name. Other files (tokenizer.model) are Llama 3's or 4's.
 _TIKTOKEN_FILES = {
     "QWenTokenizer": _QWEN_FILE,
     "qwen.tiktoken": _QWEN_FILE,
@@ -185,8 +185,8 @@ def _tekken(path: str, config: Mapping[str, Any]) -> Vocabulary:
 def _ranked(
     path: str, ranks: Mapping[bytes, int], first: int, pre: PreTokenizer, special: Sequence[Mapping[str, Any]] = ()
 ) -> Tokenizer:
-    """Return a byte-level BPE tokenizer that makes the token of the lowest rank first. The id of a token is `first` plus
-    its rank; `special` tokens have the ids from 0 on."""
+    """Return a byte-level BPE tokenizer that makes the token of the lowest rank first. The id of a token is `first`
+    plus its rank; `special` tokens have the ids from 0 on."""
     letters = byte_letters()
     vocab = {"".join(letters[byte] for byte in token): first + rank for token, rank in ranks.items()}
     merges = merges_from_scores({token: -rank for token, rank in vocab.items()})

@@ -1,12 +1,13 @@
-"""Weight formats: how a matrix is stored, what its bytes mean, and how it is laid out once it is packed.
+"""Weight formats: how a matrix is stored, what its bytes mean, and how the packed matrix is laid out.
 
-`StoredWeight` is a matrix as a file holds it, `Codes` the same unpacked, `Layout` what packers make of it: codes of 4
-or 8 bits with a scale by 16 or 32 elements and, in some, a minimum by 32. One module a family of sources: `gguf`,
-`gptq`, `awq`, `scaled_integers`, `four_bits`, `fp8`, and `int8` and `int4` for floats that are quantized at load. The
-reference, mixed matrices, and packers without a reader of a format's own bytes all follow from `unpack`. No torch here.
+`StoredWeight` is a matrix as a file holds it, and `Codes` is the unpacked matrix. `Layout` describes the packed matrix:
+codes of 4 or 8 bits, a scale for each 16 or 32 elements and, in some layouts, a minimum for each 32. Each family of
+formats has a module: `gguf_blocks`, `gptq`, `awq`, `scaled_integers`, `four_bits`, `fp8`, and `int8` and `int4` for
+floats that are quantized at load. `unpack` serves the reference, mixed matrices, and packers that cannot read a
+format's own bytes. No torch here.
 
-The names below are loaded when they are first used: the server process reads headers of files by `formats`, which
-needs no numpy.
+The names below are imported when they are first used: the server process reads file headers with `formats`, which needs
+no numpy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What unpackers need beyond operators, for numpy's arrays and torch's tensors alike.
+"""Array functions for unpackers that work on numpy arrays and torch tensors.
 
-A file's bytes are numpy's. Packers of a GPU move them there first and unpack with the same functions, so that these are
-written once: with operators, slices, `reshape`, and the functions of `namespace`, which take `axis` in both libraries.
-torch is imported only where a tensor of its own comes in.
+A file's bytes are a numpy array. A GPU's packers move the bytes to the GPU first and unpack them there with the same
+functions. So unpackers are written once: with operators, slices, `reshape`, the functions below, and the functions of
+`namespace`, which take `axis` in both libraries. torch is imported only when a torch tensor is passed.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-Array = Any  # numpy's or torch's
+Array = Any  # a numpy array or a torch tensor
 
-# The element types of models by their names.
+# The element types of models by name.
 FLOATS: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
@@ -25,7 +25,7 @@ FLOATS: dict[str, np.dtype[Any]] = {
 
 
 def namespace(x: Array) -> Any:
-    """The module whose functions take `x`: numpy or torch."""
+    """Return the module whose functions take `x`: numpy or torch."""
     if isinstance(x, (np.ndarray, np.generic)):
         return np
     import torch
@@ -34,27 +34,27 @@ def namespace(x: Array) -> Any:
 
 
 def dtype_of(x: Array, name: str) -> Any:
-    """An element type as the library of `x` knows it: "uint8", "float32", "float8_e4m3fn", ..."""
+    """Return the element type `name` ("uint8", "float32", "float8_e4m3fn", ...) of the library of `x`."""
     xp = namespace(x)
     return getattr(xp, name) if hasattr(xp, name) else np.dtype(getattr(ml_dtypes, name))
 
 
 def cast(x: Array, name: str) -> Array:
-    """The values in another element type."""
+    """Return the values converted to the element type `name`."""
     return x.astype(dtype_of(x, name)) if namespace(x) is np else x.to(dtype_of(x, name))
 
 
 def reinterpret(x: Array, name: str) -> Array:
-    """The bytes as another element type; the last axis shrinks or grows."""
+    """Return the bytes as elements of the type `name`; the last axis shrinks or grows."""
     contiguous = np.ascontiguousarray(x) if namespace(x) is np else x.contiguous()
     return contiguous.view(dtype_of(x, name))
 
 
 def transposed(x: Array) -> Array:
-    """x [N, K] as rows [K, N] that lie one after the other: what is made of a mere view of them goes across memory.
+    """Return x [N, K] as a contiguous array [K, N]. A transposed view would make later work jump through memory.
 
-    numpy's own copy of a view takes up to a hundred times as long where rows lie a power of two apart, as all of its
-    lines have one place in a cache; a piece of 64 by 256 has places enough."""
+    If rows lie a power of two apart, numpy's own copy of a view takes up to a hundred times as long: all its cache
+    lines compete for one place in the cache. Pieces of 64 by 256 avoid this."""
     if not isinstance(x, np.ndarray):
         return x.T.contiguous()
     out = np.empty(x.shape[::-1], x.dtype)
@@ -66,26 +66,26 @@ def transposed(x: Array) -> Array:
 
 
 def arange(like: Array, stop: int, step: int = 1, dtype: str = "int64") -> Array:
-    """0, step, 2 * step, ... below `stop`, where `like` is."""
+    """Return 0, step, 2 * step, ... below `stop`, in the library and on the device of `like`."""
     if namespace(like) is np:
         return np.arange(0, stop, step, dtype=dtype)
     return namespace(like).arange(0, stop, step, dtype=dtype_of(like, dtype), device=like.device)
 
 
 def constant(like: Array, values: Sequence[float], dtype: str) -> Array:
-    """A table, where `like` is."""
+    """Return an array of `values` in the library and on the device of `like`."""
     if namespace(like) is np:
         return np.array(values, dtype)
     return namespace(like).tensor(values, dtype=dtype_of(like, dtype), device=like.device)
 
 
 def repeated(x: Array, count: int, length: int) -> Array:
-    """x [N, G], each column `count` times, cut to [N, length]."""
+    """Return x [N, G] with each column repeated `count` times, cut to [N, length]."""
     return x[:, arange(x, length) // count]
 
 
 def padded(x: Array, multiple: int) -> Array:
-    """x [N, K] with zeros up to a multiple of columns."""
+    """Return x [N, K] with columns of zeros added, up to a multiple of `multiple` columns."""
     rest = -x.shape[1] % multiple
     if namespace(x) is np:
         return np.pad(x, ((0, 0), (0, rest)))
@@ -93,10 +93,10 @@ def padded(x: Array, multiple: int) -> Array:
 
 
 def converted(x: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """Floats in a type of `FLOATS`, rounded to nearest even; `x` itself if they are of that type already."""
+    """Return floats in a type of `FLOATS`, rounded to nearest even; `x` itself if it has this type already."""
     target = FLOATS[dtype]
     if x.dtype == target:
         return x
     with np.errstate(over="ignore", invalid="ignore"):
-        # From 64 bits by way of 32, as torch rounds too.
+        # float64 is rounded to float32 first, as in torch.
         return (x.astype(np.float32) if x.dtype.itemsize == 8 else x).astype(target, copy=False)

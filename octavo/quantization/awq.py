@@ -1,4 +1,4 @@
-"""AWQ's tensors (Lin et al. 2023), as codes, scales and minima. Four bits: in the layout "gemm" a word holds eight
+"""Reads AWQ's tensors (Lin et al. 2023) as packed words. Codes have four bits: in the layout "gemm" a word holds eight
 outputs, in the layout "gemv" eight elements of k."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from octavo.quantization.stored import StoredWeight
 
 
 def words(stored: StoredWeight) -> PackedWords:
-    """Exactly what the file's tensors say."""
+    """Return a matrix of the layout "gemm", exactly as stored."""
     tensors = stored.tensors
     zeros = unpack_outputs(transposed(tensors["qzeros"]))
     groups = groups_of(4, stored.shape[1], tensors["scales"].T, zeros)
@@ -18,7 +18,7 @@ def words(stored: StoredWeight) -> PackedWords:
 
 
 def words_gemv(stored: StoredWeight) -> PackedWords:
-    """Scales and zeros go on beyond the last group."""
+    """Return a matrix of the layout "gemv". Its scales and zeros have padding after the last group, which is cut."""
     tensors, k = stored.tensors, stored.shape[1]
     num_groups = k // tensors["group"].item()
     zeros = unpack_words(tensors["qzeros"], 4)[:, :num_groups]

@@ -1,6 +1,6 @@
-"""What all formats of few bits are once they are unpacked: codes, scales and minima as arrays of their own.
+"""Unpacked matrices of few bits: codes, scales and minima as separate arrays, the same for all formats.
 
-`octavo.quantization.unpack` makes them; backends without a packer of their own for a format pack from here.
+`octavo.quantization.unpack` makes them. A backend without its own packer for a format packs from these arrays.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from octavo.quantization.layout import Layout, least_layout
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """A matrix [N, K], of which an element is scale * code + minimum, or without minima scale * (code - 2^(bits-1)).
+    """A matrix [N, K]. An element is scale * code + minimum, or without minima scale * (code - 2^(bits-1)).
 
-    `codes` uint8 [N, K]; `scales` and `minima` float32 [N, ceil(K / group)], all exact. With `order` int64 [K] column
-    j is that of input order[j]. numpy's or torch's.
+    `codes` uint8 [N, K]; `scales` and `minima` float32 [N, ceil(K / group)], all exact. With `order` int64 [K], column
+    j belongs to input order[j]. All are numpy arrays or torch tensors.
     """
 
     bits: int
@@ -37,7 +37,8 @@ class Codes:
         return least_layout(self.bits, self.group, self.minima is not None)
 
     def widened(self, bits: int, group: int, minima: bool) -> Codes:
-        """The same matrix with at least as many bits, groups at most as long, and with minima if those are wanted."""
+        """Return the same matrix with `bits`, at least as many as now, groups of `group`, a divisor of the present
+        group, and with minima if `minima`."""
         assert bits >= self.bits and self.group % group == 0 and (minima or self.minima is None)
         codes, repeats = self.codes, self.group // group
         num_groups = -(-codes.shape[1] // group)
@@ -49,7 +50,7 @@ class Codes:
         return Codes(bits, group, codes + ((1 << bits >> 1) - (1 << self.bits >> 1)), scales, None, self.order)
 
     def dequantize(self) -> Array:
-        """float32 [N, K]."""
+        """Return the matrix as float32 [N, K], with columns in the order of the inputs."""
         num_out, k = self.shape
         scales, minima, group = self.scales, self.minima, self.group
         if k % group:  # the last group is shorter
@@ -68,8 +69,8 @@ class Codes:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """What the elements of each group have in common, as `Codes` have it: `bits` are those of codes to which `shifts`,
-    int16 [N, ceil(K / group)] or one for all, are added."""
+    """The scales and minima of a matrix, as in `Codes`, without its codes. `shifts`, int16 [N, ceil(K / group)] or one
+    number, are added to a file's codes; the sums have `bits` bits."""
 
     bits: int
     group: int
@@ -82,7 +83,7 @@ class Groups:
         return least_layout(self.bits, self.group, self.minima is not None)
 
     def of(self, codes: Array, order: Array | None = None) -> Codes:
-        """The matrix of these codes, uint8 [N, K]."""
+        """Return the matrix with these `codes` uint8 [N, K]."""
         shifts = self.shifts
         if shifts is not None:
             shifts = shifts if isinstance(shifts, int) else repeated(shifts, self.group, codes.shape[1])
@@ -91,8 +92,11 @@ class Groups:
 
 
 def groups_of(bits: int, k: int, scales: Array, zeros: Array | None) -> Groups:
-    """Those of scale * (code - zero), [N, K] with scales and zeros [N, groups]: without minima if all zeros are in the
-    middle, as they are where none are given. One group for all of a row becomes groups of 128."""
+    """Return the groups of a matrix [N, K] of scale * (code - zero), with scales and zeros [N, groups].
+
+    The groups have no minima if all zeros are the middle of the codes' range, which is also the default for `zeros`
+    None. A single group for a whole row becomes groups of 128.
+    """
     num_groups = scales.shape[1]
     group = -(-k // num_groups)
     if num_groups == 1:
@@ -103,14 +107,14 @@ def groups_of(bits: int, k: int, scales: Array, zeros: Array | None) -> Groups:
     if zeros is not None and bool(namespace(zeros).all(zeros == middle)):
         zeros = None
     if bits < 4:
-        # Codes of two and three bits are as far from any zero as codes of four are from theirs.
+        # The difference of a 2- or 3-bit code and its zero fits the range of a 4-bit code around its middle.
         return Groups(4, group, scales, shifts=8 - (middle if zeros is None else cast(zeros, "int16")))
     return Groups(bits, group, scales, None if zeros is None else -scales * cast(zeros, "float32"))
 
 
 def common_order(orders: Sequence[Array | None]) -> Array | None:
-    """The order of the columns of matrices that are stacked, int32; None if they are in the model's. Raises
-    `ConfigError` where they differ. Parts of None are in the model's."""
+    """Return the common column order of stacked matrices, int32; None if all are in the model's order. In `orders` None
+    is the model's order. Raises `ConfigError` if the orders differ."""
     first = next((order for order in orders if order is not None), None)
     if first is None:
         return None
@@ -123,7 +127,8 @@ def common_order(orders: Sequence[Array | None]) -> Array | None:
 
 
 def in_order_of_groups(g_idx: Array | None, num_groups: int) -> Array | None:
-    """The columns, those of group 0 first, where g_idx [K] says which group each belongs to; None if they lie so."""
+    """Return the column numbers sorted by group, int64 [K]; None if the columns are sorted already. g_idx [K] is the
+    group of each column. Raises `ConfigError` if the groups do not have the same size."""
     if g_idx is None or num_groups == 1:
         return None
     xp, k = namespace(g_idx), g_idx.shape[0]
@@ -137,8 +142,8 @@ def in_order_of_groups(g_idx: Array | None, num_groups: int) -> Array | None:
 
 
 def rounded(values: Array, group: int = 32) -> Codes:
-    """Values [N, K] as codes of 8 bits, to nearest: a scale of absmax / 127 by `group`. For formats whose own codes are
-    no integers."""
+    """Return values [N, K] as 8-bit codes, rounded to nearest, with a scale of absmax / 127 for each `group` elements.
+    For formats whose own codes are no integers."""
     xp, (num_out, k) = namespace(values), values.shape
     groups = padded(values, group).reshape(num_out, -1, group)
     scales = xp.amax(abs(groups), axis=-1) / 127

@@ -1,7 +1,8 @@
-"""The formats of stored weights by name, as data: how long their blocks are, and which axis of a tensor holds what.
+"""The formats of stored weights by name, as data: sizes of blocks, and which axis of a tensor belongs to which axis of
+the matrix.
 
-"F32", "F16" and "BF16" are floats, "INT8", "INT4" and "FP8" are floats that are quantized as they are packed. GGUF's
-block formats carry GGUF's names. The others are the tensors of a method; the module that unpacks them says which.
+"F32", "F16" and "BF16" are floats; "INT8", "INT4" and "FP8" are floats that the packer quantizes. GGUF's block formats
+have GGUF's names. Each other format has several tensors; the module that unpacks the format describes them.
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ TENSOR_TYPES = {
 # format of plain floats -> their element type
 PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 PLAIN_OF_DTYPE = {dtype: name for name, dtype in PLAIN.items()}
-# --quantization -> the format of floats that are to be quantized so
+# --quantization -> the format of floats that the packer quantizes
 QUANTIZED_AT_LOAD = {"int8": "INT8", "int4": "INT4", "fp8": "FP8"}
-# Types whose superblocks stay as they are in the memory of CPUs, where they have a matrix for themselves.
+# Types that CPUs keep as superblocks in memory, if the whole packed matrix has the type.
 KEPT_ON_CPUS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 BLOCK_TYPES = {t.name: t for t in TENSOR_TYPES.values() if t.block_size > 1}
 
-# Elements of a row that lie together and cannot be divided, where that is not 1.
+# How many elements of a row form a unit that cannot be cut; 1 for formats that are not listed.
 COLUMN_UNITS = {name: t.block_size for name, t in BLOCK_TYPES.items()} | {"INT8": 32, "INT4": 32}
-# Tensors of a format, and which of their axes go over the matrix's rows (outputs) and over its columns (inputs).
+# For each tensor of a format: its axis over the matrix's rows (outputs), and its axis over the columns (inputs).
 _Axes = dict[str, tuple[int | None, int | None]]
 _BY_INPUTS: _Axes = {"qweight": (1, 0), "qzeros": (1, 0), "scales": (1, 0), "g_idx": (None, 0)}
 _BY_OUTPUTS: _Axes = {
@@ -73,4 +74,4 @@ AXES = dict.fromkeys(("GPTQ", "GPTQ_V2", "AWQ"), _BY_INPUTS) | dict.fromkeys(
     ),
     _BY_OUTPUTS,
 )  # fmt: skip
-DATA_AXES: dict[str, tuple[int | None, int | None]] = {"data": (0, 1)}  # of every other format
+DATA_AXES: dict[str, tuple[int | None, int | None]] = {"data": (0, 1)}  # for every other format

@@ -1,7 +1,8 @@
-"""Eight-bit floats (float8_e4m3fn). "FP8": floats quantized at load, a row to a scale: x / d with d = absmax / 448, for
-GPUs that multiply them. "FP8_SCALED": "codes" [N, K] of a file, with "scales" float32 [N, groups of columns].
+"""Eight-bit floats (float8_e4m3fn), for GPUs that multiply them and for files that hold them.
 
-On GPUs activations are quantized too, row by row (octavo/ops/triton/quantize.py).
+"FP8": floats quantized at load, with a scale for each row: x / d with d = absmax / 448. "FP8_SCALED": "codes" [N, K] of
+a file, with "scales" float32 [N, groups of columns]. On GPUs activations are quantized too, row by row
+(octavo/ops/triton/quantize.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _LARGEST = 448.0
 
 
 def quantize(rows: Array) -> tuple[Array, Array]:
-    """[N, K] -> codes [N, K] and scales [N] float32."""
+    """Quantize floats [N, K]; return codes [N, K] and scales [N] float32."""
     xp = namespace(rows)
     values = cast(rows, "float32")
     scales = xp.amax(abs(values), axis=1) / _LARGEST
@@ -23,15 +24,15 @@ def quantize(rows: Array) -> tuple[Array, Array]:
 
 
 def dequantize(stored: StoredWeight) -> Array:
-    """The values after quantization, float32."""
+    """Return the values of an "FP8" matrix after quantization, float32 [N, K]."""
     codes, scales = quantize(stored.data)
     return cast(codes, "float32") * scales[:, None]
 
 
 def scaled_values(stored: StoredWeight) -> Array:
-    """What a file's tensors stand for, float32."""
+    """Return the values of an "FP8_SCALED" matrix, float32 [N, K]."""
     codes, scales = stored.tensors["codes"], stored.tensors["scales"]
     num_in, num_groups = stored.shape[1], scales.shape[1]
-    if num_groups > 1:  # of "group" columns, the last perhaps of fewer
+    if num_groups > 1:  # groups have "group" columns; the last group may have fewer
         scales = repeated(scales, int(stored.tensors["group"].item()), num_in)
     return cast(codes, "float32") * cast(scales, "float32")

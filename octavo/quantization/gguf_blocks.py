@@ -1,4 +1,4 @@
-"""GGUF's block formats, as ggml-common.h lays them out: blocks of bytes to codes, scales and minima, exactly."""
+"""GGUF's block formats, as in ggml-common.h: exact functions from blocks of bytes to codes, scales and minima."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from octavo.quantization.layout import Layout
 from octavo.quantization.stored import StoredWeight
 
 Q2_K = "Q2_K"
-# Types of five and six bits take eight, and so do those whose codes are numbers of a table, or have a scale for 16.
-# Signed types need no minima.
+# The layout of each type. Types of five and six bits take eight bits. So do types whose codes are indices into a table,
+# and types with a scale for each 16 elements. Signed types need no minima.
 LAYOUTS = {
     "Q4_0": Layout(4, 32, False),
     "Q4_1": Layout(4, 32, True),
@@ -41,13 +41,13 @@ LAYOUTS = {
     "TQ1_0": Layout(4, 32, False),
     "TQ2_0": Layout(4, 32, False),
 }
-# The codes of IQ4_NL and IQ4_XS.
+# The table of numbers to which the codes of IQ4_NL and IQ4_XS are indices.
 _IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 def unpack(stored: StoredWeight) -> Codes:
-    """What the matrix's bytes say, exactly but for Q2_K: its minima are by 16 elements, which no layout has, so that
-    its values are rounded to eight bits."""
+    """Return the codes of a matrix. They are exact except for Q2_K: it has a minimum for each 16 elements, which no
+    layout has, so its values are rounded to eight bits."""
     layout = LAYOUTS[stored.format]
     if stored.format == Q2_K:
         return rounded(q2_k_values(stored), layout.group)
@@ -59,32 +59,34 @@ def unpack(stored: StoredWeight) -> Codes:
     return Codes(layout.bits, layout.group, codes, scales, None if minima is None else minima.reshape(num_out, -1))
 
 
-# Blocks [N, B, bytes] -> codes [N, B, ...] uint8, scales [N, B, groups] and perhaps minima, float32.
+# Unpackers take blocks [N, B, bytes]. They return codes [N, B, ...] uint8, scales [N, B, groups] float32 and minima
+# like the scales, or None.
 _Unpacked = tuple[Array, Array, Array | None]
 
 
 def _half(blocks: Array, offset: int) -> Array:
-    """The float16 at a byte of each block, as float32 [N, B, 1]."""
+    """Return the float16 at byte `offset` of each block, as float32 [N, B, 1]."""
     return cast(reinterpret(blocks[..., offset : offset + 2], "float16"), "float32")
 
 
 def _nibbles(packed: Array) -> Array:
-    """[..., 16] bytes: the low halves are elements 0 to 15, the high halves 16 to 31."""
+    """Unpack 16 bytes to 32 elements: the low halves are elements 0 to 15, the high halves 16 to 31."""
     return namespace(packed).concatenate([packed & 15, packed >> 4], axis=-1)
 
 
 def _five_bits(packed: Array) -> Array:
-    """[..., 4 + 16] bytes: a fifth bit for each of 32 elements, lowest bit first, then their nibbles."""
+    """Unpack 4 + 16 bytes to 32 elements: a fifth bit for each element, lowest bit first, then the nibbles."""
     fifth = (packed[..., :4, None] >> arange(packed, 8, dtype="uint8")) & 1
     return _nibbles(packed[..., 4:]) | fifth.reshape(*packed.shape[:-1], 32) << 4
 
 
 def _k_scales(blocks: Array) -> tuple[Array, Array]:
-    """The eight scales and eight minima of a 256-element block: a float16 for each kind, times numbers of six bits.
+    """Return the eight scales and eight minima of a 256-element block: six-bit numbers times a float16 for the scales,
+    and times another float16 for the minima.
 
-    Of the twelve bytes at byte 4, bytes 0-3 and 4-7 hold the first four scales and minima in their low six bits; the
-    last four have their low nibbles in bytes 8-11 (scales low, minima high) and their top two bits in the top bits of
-    bytes 0-7.
+    The six-bit numbers take twelve bytes from byte 4 on. Bytes 0-3 hold the first four scales in their low six bits,
+    and bytes 4-7 the first four minima. The last four scales and minima have their low four bits in bytes 8-11 (scales
+    in the low halves, minima in the high halves) and their top two bits in the top bits of bytes 0-7.
     """
     low, mid, high = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     concatenate = namespace(blocks).concatenate
@@ -113,13 +115,13 @@ def _q6_k(blocks: Array) -> _Unpacked:
     bits = arange(blocks, 8, 2, dtype="uint8")[:, None]
     top = (blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32) >> bits) & 3
     codes = runs | top << 4
-    # A scale for 16 elements.
+    # 16 scales, each for 16 elements.
     return codes + (128 - 32), _half(blocks, 208) * reinterpret(blocks[..., 192:208], "int8"), None
 
 
 def _q3_k(blocks: Array) -> _Unpacked:
-    # A third bit for each of 256 elements (32 bytes; bit g of byte i is element i of run g), 64 bytes of two bits in
-    # the order of Q6_K's top bits, and 16 scales of six bits, 32 more than they stand for.
+    # 32 bytes hold the third bit of each element (bit g of byte i is element i of run g). 64 bytes hold the low two
+    # bits, in the order of Q6_K's top bits. Then come 16 scales of six bits, stored with 32 added.
     concatenate = namespace(blocks).concatenate
     bits = arange(blocks, 8, 2, dtype="uint8")[:, None]
     low = ((blocks[..., 32:96].reshape(*blocks.shape[:2], 2, 1, 32) >> bits) & 3).reshape(*blocks.shape[:2], 8, 32)
@@ -132,8 +134,11 @@ def _q3_k(blocks: Array) -> _Unpacked:
 
 
 def q2_k_values(stored: StoredWeight) -> Array:
-    """float32 [N, K]. Sixteen bytes are scales (low) and minima of 16 elements, 64 are two bits in the order of Q6_K's
-    top ones; then a float16 for each kind."""
+    """Return the values of a Q2_K matrix, float32 [N, K].
+
+    Sixteen bytes hold a scale (low half) and a minimum (high half) for each 16 elements. 64 bytes hold the two-bit
+    codes, in the order of Q6_K's top bits. Then come a float16 for the scales and a float16 for the minima.
+    """
     blocks = stored.data.reshape(stored.shape[0], -1, BLOCK_TYPES[Q2_K].block_bytes)
     bits = arange(blocks, 8, 2, dtype="uint8")[:, None]
     codes = ((blocks[..., 16:80].reshape(*blocks.shape[:2], 2, 1, 32) >> bits) & 3).reshape(*blocks.shape[:2], 16, 16)
@@ -142,7 +147,7 @@ def q2_k_values(stored: StoredWeight) -> Array:
 
 
 def _iq4_xs(blocks: Array) -> _Unpacked:
-    # The float16 unit; eight scales of six bits: the low four in bytes 4 to 7, the top two in 16 bits before.
+    # A float16 unit, then eight scales of six bits: the top two bits in bytes 2 and 3, the low four in bytes 4 to 7.
     pairs = blocks[..., 8:].reshape(*blocks.shape[:2], 8, 16)
     low = namespace(blocks).stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], axis=-1).reshape(*blocks.shape[:2], 8)
     top = ((blocks[..., 2:4, None] >> arange(blocks, 8, 2, dtype="uint8")) & 3).reshape(*blocks.shape[:2], 8)
@@ -150,7 +155,8 @@ def _iq4_xs(blocks: Array) -> _Unpacked:
 
 
 def _tq1_0(blocks: Array) -> _Unpacked:
-    # Five digits of base 3 in a byte, of which the top one is found in the top of byte * 3^n; then four in a byte.
+    # A byte holds five digits of base 3: digit n is floor(3 * (byte * 3^n mod 256) / 256). The last four bytes hold
+    # four digits each.
     def digits(packed: Array, count: int) -> Array:
         powers = constant(packed, [3**n for n in range(count)], "uint8")[:, None]
         shifted = cast(packed[..., None, :] * powers, "int32") * 3 >> 8
@@ -167,7 +173,7 @@ def _tq2_0(blocks: Array) -> _Unpacked:
 
 
 def _of_all(scale: Array) -> Array:
-    """One for 256 elements, [N, B, 1], as eight for 32."""
+    """Return the one scale of 256 elements [N, B, 1] as eight scales of 32 elements [N, B, 8]."""
     return scale + cast(arange(scale, 8), "float32") * 0
 
 
@@ -179,8 +185,8 @@ def _mxfp4(blocks: Array) -> _Unpacked:
     return _from_table(_nibbles(blocks[..., 1:]), DOUBLED_E2M1), powers_of_two(blocks[..., :1]) * 0.5, None
 
 
-# Of each byte as an eight-bit float of four bits of exponent, whose sign does not count: half of it, as the numbers are
-# doubled. 0x7F is none.
+# Half the value of each byte as an e4m3 float without its sign; half, because `DOUBLED_E2M1` is doubled. 0x7F is not a
+# number and gives 0.
 _HALF_E4M3 = [
     0.0 if byte == 0x7F else 2.0 ** (max(byte >> 3 & 15, 1) - 11) * (8 * (byte & 0x78 > 0) + (byte & 7))
     for byte in range(256)
@@ -188,14 +194,14 @@ _HALF_E4M3 = [
 
 
 def _nvfp4(blocks: Array) -> _Unpacked:
-    # Four scales, then eight bytes for each sixteen elements: low halves first.
+    # Four scales, then eight bytes for each sixteen elements: the low halves are the first eight elements.
     packed = blocks[..., 4:].reshape(*blocks.shape[:2], 4, 8)
     scales = constant(blocks, _HALF_E4M3, "float32")[cast(blocks[..., :4], "int64")]
     return _from_table(_nibbles(packed), DOUBLED_E2M1), scales, None
 
 
 def _q1_0(blocks: Array) -> _Unpacked:
-    # A float16, then a bit for each of 128 elements, lowest first: plus or minus the float16.
+    # A float16, then a bit for each of 128 elements, lowest first: 1 means plus the float16, 0 minus the float16.
     bits = (blocks[..., 2:, None] >> arange(blocks, 8, dtype="uint8")) & 1
     scales = _half(blocks, 0) + cast(arange(blocks, 4), "float32") * 0
     return 2 * bits.reshape(*blocks.shape[:2], 128) + 7, scales, None
@@ -206,7 +212,7 @@ _UNPACKERS: dict[str, Callable[[Array], _Unpacked]] = {
     "Q4_1": lambda blocks: (_nibbles(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2)),
     "Q5_0": lambda blocks: (_five_bits(blocks[..., 2:]) + (128 - 16), _half(blocks, 0), None),
     "Q5_1": lambda blocks: (_five_bits(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2)),
-    # From two's complement to 128 more.
+    # ^ 128 adds 128 to a number in two's complement.
     "Q8_0": lambda blocks: (blocks[..., 2:] ^ 128, _half(blocks, 0), None),
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,

@@ -1,4 +1,4 @@
-"""GPTQ's tensors (Frantar et al. 2022) as AutoGPTQ and its successors write them, as codes, scales and minima."""
+"""Reads GPTQ's tensors (Frantar et al. 2022), as AutoGPTQ and its successors write them, as packed words."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from octavo.quantization.stored import StoredWeight
 
 
 def words(stored: StoredWeight) -> PackedWords:
-    """A word of qweight holds consecutive elements of k, one of qzeros consecutive outputs, lowest bits first.
+    """Return the matrix as packed words. A word of qweight holds consecutive elements of k, a word of qzeros holds
+    consecutive outputs, both with the lowest bits first.
 
-    Files of `checkpoint_format` "gptq" ("GPTQ" here) hold zero points less one, those of "gptq_v2" ("GPTQ_V2") hold
-    them as they are. Columns of matrices that were quantized in the order of activations (`desc_act`) are put in the
-    order of their groups. Raises `ConfigError` for other bits than 2, 3, 4 and 8.
+    Files of `checkpoint_format` "gptq" ("GPTQ" here) store zero points minus one; files of "gptq_v2" ("GPTQ_V2") store
+    them unchanged. If a matrix was quantized in the order of activations (`desc_act`), its columns are sorted by group.
+    Raises `ConfigError` for other bits than 2, 3, 4 and 8.
     """
     tensors, (num_out, k) = stored.tensors, stored.shape
     bits = 32 * tensors["qweight"].shape[0] // k

@@ -1,7 +1,7 @@
-"""Floats quantized at load to four bits, 32 elements of a row to a scale: round(x / d) with d the element of largest
-magnitude over -8, so that it has a code of its own. `--quantization int4`.
+"""Floats quantized at load to four bits (`--quantization int4`), with a scale for each 32 elements of a row: round(x /
+d), where d is the element of largest magnitude divided by -8, so that this element has exactly the code -8.
 
-The native packer quantizes (csrc/cpu/pack_int.cpp); this is the same for numpy's arrays and torch's.
+The native packer quantizes (csrc/cpu/pack_int.cpp); this module computes the same for numpy arrays and torch tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LAYOUT = Layout(4, 32, False)
 
 
 def unpack(stored: StoredWeight) -> Codes:
-    """The codes after quantization."""
+    """Return the codes after quantization."""
     xp, (num_out, num_in) = namespace(stored.data), stored.shape
     values = cast(stored.data, "float32")
     groups = padded(values, LAYOUT.group).reshape(num_out, -1, LAYOUT.group)

@@ -1,6 +1,7 @@
-"""Floats quantized at load, 32 elements of a row to a scale: round(x / d) with d = absmax / 127. `--quantization int8`.
+"""Floats quantized at load to eight bits (`--quantization int8`), with a scale for each 32 elements of a row: round(x /
+d) with d = absmax / 127.
 
-The native packer quantizes (csrc/cpu/pack_int.cpp); this is the same in numpy.
+The native packer quantizes (csrc/cpu/pack_int.cpp); this module computes the same in numpy.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ LAYOUT = Layout(8, 32, False)
 
 
 def unpack(stored: StoredWeight) -> Codes:
-    """The codes after quantization. The scale of a group that is not finite is not finite either."""
+    """Return the codes after quantization. If a group holds numbers that are not finite, neither is its scale."""
     num_out, num_in = stored.shape
     padding = ((0, 0), (0, -num_in % LAYOUT.group))
     groups = np.pad(stored.data.astype(np.float32), padding).reshape(num_out, -1, LAYOUT.group)
     scales = np.abs(groups).max(-1, keepdims=True, initial=0) / np.float32(127)
-    unit = np.float32(2.0 ** (math.frexp(scales.max(initial=0))[1] - 15))  # which makes them fit float16
+    unit = np.float32(2.0 ** (math.frexp(scales.max(initial=0))[1] - 15))  # scales in this unit fit float16
     with np.errstate(all="ignore"):
         scales = (scales / unit).astype(np.float16).astype(np.float32) * unit
         codes = np.rint(np.where(scales > 0, groups / scales, 0)).clip(-127, 127)

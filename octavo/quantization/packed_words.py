@@ -1,5 +1,5 @@
-"""Codes of few bits as GPTQ, AWQ and compressed-tensors keep them, several in a word of 32 bits, and how they are
-unpacked."""
+"""Codes of few bits in 32-bit words, as in files of GPTQ, AWQ and compressed-tensors, and functions that unpack
+them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from octavo.quantization.array_functions import Array, arange, cast, namespace, 
 from octavo.quantization.codes import Codes, Groups
 from octavo.quantization.layout import Layout
 
-# Where each of the eight outputs lies that a word of AWQ's has nibbles of: from the lowest on they are 0 2 4 6 1 3 5 7.
+# The nibble of each of the eight outputs in a word of AWQ: from the lowest nibble on, the outputs are 0 2 4 6 1 3 5 7.
 _NIBBLE_OF_OUTPUT = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWords:
-    """A matrix [N, K] whose codes of `bits` are in words still: int32 [N, K * bits / 32] along k, lowest bits first, or
-    `by_outputs` [N / 8, K], AWQ's nibbles of eight outputs. Often a view of what lies the other way. `order` is that of
-    `Codes`."""
+    """A matrix [N, K] whose codes of `bits` bits are still in words.
+
+    `words` are int32 [N, K * bits / 32] along k, lowest bits first; with `by_outputs` [N / 8, K], AWQ's nibbles of
+    eight outputs. They are often a transposed view of the file's tensor. `order` is as in `Codes`.
+    """
 
     words: Array
     bits: int
@@ -46,7 +48,7 @@ class PackedWords:
 
 
 def unpack_words(words: Array, bits: int) -> Array:
-    """int32 [R, W] -> uint8 [R, W * 32 / bits], lowest bits first. Those of three bits go across words."""
+    """Unpack int32 [R, W] -> uint8 [R, W * 32 / bits], lowest bits first. 3-bit codes may cross from word to word."""
     xp, mask, num_rows = namespace(words), (1 << bits) - 1, words.shape[0]
     if bits != 3:
         planes = [cast((words >> shift) & mask, "uint8") for shift in range(0, 32, bits)]
@@ -59,6 +61,6 @@ def unpack_words(words: Array, bits: int) -> Array:
 
 
 def unpack_outputs(words: Array) -> Array:
-    """AWQ's int32 [W, C] -> uint8 [8 * W, C], a row for each output."""
+    """Unpack AWQ's words int32 [W, C] -> uint8 [8 * W, C], a row for each output."""
     rows = [cast((words >> 4 * nibble) & 15, "uint8") for nibble in _NIBBLE_OF_OUTPUT]
     return namespace(words).stack(rows, axis=1).reshape(-1, words.shape[1])

@@ -1,7 +1,7 @@
-"""A matrix as a file holds it: the one currency between loading, models and packers.
+"""A matrix as a file holds it: loading, models and packers exchange matrices in this form only.
 
-`octavo.quantization` says what a format's tensors mean. Shares of rows and of columns are cut here, without reading
-anything, for parts of fused matrices and for tensor parallelism.
+The other modules of `octavo.quantization` know what a format's tensors mean. This module cuts matrices by rows and
+columns without reading them, for the parts of fused matrices and for tensor parallelism.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from octavo.quantization.formats import AXES, BLOCK_TYPES, COLUMN_UNITS, DATA_AX
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A matrix of `shape` [N, K]. Its tensors may alias a mapped file: never write.
+    """A matrix of `shape` [N, K]. Its tensors may alias a mapped file: never write to them.
 
-    - "F32", "F16", "BF16": floats "data" [N, K]; "INT8", "INT4", "FP8": the same, to be quantized as they are packed.
+    - "F32", "F16", "BF16": floats "data" [N, K]; "INT8", "INT4", "FP8": the same, and the packer quantizes them.
     - GGUF's block formats ("Q4_1", "Q6_K", ...): "data" uint8 [N, bytes of a row]. Rows may be any distance apart.
     - "GPTQ", "GPTQ_V2": "qweight" int32 [K * bits / 32, N], "qzeros" int32 [groups, N * bits / 32], "scales"
       [groups, N] and, in some, "g_idx" int32 [K]. "AWQ": "qweight" int32 [K, N / 8], "qzeros", "scales".
-    - "CODES4", "CODES8": what others are unpacked to (`Codes`): "codes", "scales", and perhaps "minima" and "order".
-    - Others have their tensors in the modules that unpack them.
+    - "CODES4", "CODES8": unpacked matrices (`Codes`): "codes", "scales", and perhaps "minima" and "order".
+    - The tensors of other formats are described in the modules that unpack them.
 
-    Tensors are numpy's; packers of a GPU make the same value over torch's.
+    Tensors are numpy arrays; a GPU's packers make a `StoredWeight` of torch tensors.
     """
 
     format: str
@@ -35,7 +35,7 @@ class StoredWeight:
 
     @property
     def data(self) -> Any:
-        """The tensor of the formats that have one."""
+        """The only tensor of a format with one tensor."""
         return self.tensors["data"]
 
     @property
@@ -44,23 +44,24 @@ class StoredWeight:
 
     @property
     def has_single_rows(self) -> bool:
-        """Whether no two outputs share a word."""
+        """True if no two outputs share a word, so that rows can be cut one by one."""
         return self._unit(0) == 1
 
     def rows(self, begin: int, end: int) -> StoredWeight:
-        """Rows begin .. end - 1 as a matrix of their own, over the same memory. Raises `ConfigError` if words of
-        several outputs would have to be divided."""
+        """Return rows begin .. end - 1 as a matrix over the same memory. Raises `ConfigError` if a bound would cut a
+        word that holds several outputs."""
         return self._shard(0, begin, end)
 
     def columns(self, begin: int, end: int) -> StoredWeight:
-        """Columns begin .. end - 1 likewise. Raises `ConfigError` if blocks or groups would have to be divided.
+        """Return columns begin .. end - 1 as a matrix over the same memory. Raises `ConfigError` if a bound would cut a
+        block or group.
 
-        "FP8" quantizes whole rows: a share of columns gets scales of its own.
+        "FP8" has a scale for each row of the packed matrix: a part of the columns gets its own scales.
         """
         return self._shard(1, begin, end)
 
     def take_rows(self, order: Any) -> StoredWeight:
-        """A copy of rows `order`. Raises `ConfigError` if words of several outputs would have to be divided."""
+        """Return a copy of the rows with the numbers `order`. Raises `ConfigError` if outputs share words."""
         if not self.has_single_rows:
             raise ConfigError(f"rows of a {self.format} matrix {list(self.shape)} cannot be put in another order.")
         tensors = {}
@@ -70,7 +71,7 @@ class StoredWeight:
         return StoredWeight(self.format, tensors, (len(order), self.shape[1]))
 
     def every_second_row(self, first: int) -> StoredWeight:
-        """Rows first, first + 2, ... over the same memory, of formats in which an output lies by itself."""
+        """Return rows first, first + 2, ... over the same memory. Raises `ConfigError` if outputs share words."""
         if not self.has_single_rows:
             raise ConfigError(f"rows of a {self.format} matrix {list(self.shape)} do not lie by themselves.")
         tensors = {}
@@ -80,7 +81,7 @@ class StoredWeight:
         return StoredWeight(self.format, tensors, (len(range(first, self.shape[0], 2)), self.shape[1]))
 
     def scaled(self, scale: float) -> StoredWeight:
-        """`scale` times the matrix, in its own type. Raises `ConfigError` if it is not of floats."""
+        """Return `scale` times the matrix, in its own type. Raises `ConfigError` if its elements are not floats."""
         if scale == 1.0:
             return self
         if self.format not in ("F32", "F16", "BF16", "INT8", "FP8"):
@@ -89,13 +90,13 @@ class StoredWeight:
         return StoredWeight(self.format, {"data": data}, self.shape)
 
     def transposed(self) -> StoredWeight:
-        """The matrix [K, N], over the same memory. Raises `ConfigError` where elements do not lie by themselves."""
+        """Return the matrix as [K, N], over the same memory. Raises `ConfigError` if its elements are not floats."""
         if self.format in AXES or self.format in BLOCK_TYPES:
             raise ConfigError(f"{self.format} matrices cannot be transposed.")
         return StoredWeight(self.format, {"data": self.data.T}, self.shape[::-1])
 
     def shard(self, rows: tuple[int, int] | None, columns: tuple[int, int] | None) -> StoredWeight:
-        """Both, where bounds are given."""
+        """Return the part of the matrix within the bounds (begin, end) of rows and columns; None: all."""
         found = self if rows is None else self.rows(*rows)
         return found if columns is None else found.columns(*columns)
 
@@ -131,21 +132,22 @@ class StoredWeight:
         return StoredWeight(self.format, tensors, shape)
 
     def _unit(self, side: int) -> int:
-        """Of which number the bounds of a share must be multiples."""
+        """Return the number of which cuts must be multiples: rows for side 0, columns for side 1."""
         if self.format not in AXES:
             return COLUMN_UNITS.get(self.format, 1) if side == 1 else 1
         size, unit = self.shape[side], 1
         for name, tensor in self.tensors.items():
             axis = self._axis(name, side)
-            if axis is not None:  # several elements to a word, or to a group
+            if axis is not None:  # an entry of the tensor may hold several elements: a word, or a group's scale
                 entries = tensor.shape[axis]
-                # Of three bits, 32 elements are three words. A last group that is shorter cannot be counted from.
+                # 32 elements of three bits take three words. With a shorter last group, the size of a group is unknown.
                 is_whole = size % entries == 0 or 32 * entries % size == 0
                 unit = math.lcm(unit, size // math.gcd(size, entries) if is_whole else size)
         return unit
 
     def _axis(self, name: str, side: int) -> int | None:
-        """The axis of a tensor that goes over rows (side 0) or columns (1); None if all of it belongs to every one."""
+        """Return the axis of a tensor over rows (side 0) or columns (side 1); None if the whole tensor belongs to every
+        row or column."""
         axis = AXES.get(self.format, DATA_AXES)[name][side]
         is_single_group = side == 1 and axis is not None and self.tensors[name].shape[axis] == 1
         return None if is_single_group else axis

@@ -1,4 +1,4 @@
-"""What can be asked of a stored weight of any format: its codes, its values, how large it becomes."""
+"""Functions on stored weights of any format: their codes, their values, their packed size."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from octavo.quantization.stored import StoredWeight
 
 
 def _given(stored: StoredWeight) -> Codes:
-    """Codes that were stored as such by `as_stored`."""
+    """Return the codes of a matrix that `as_stored` has made."""
     tensors, num_in = stored.tensors, stored.shape[1]
     bits = 4 if stored.format == "CODES4" else 8
     group = int(tensors["group"].item()) if "group" in tensors else num_in
     return Codes(bits, group, tensors["codes"], tensors["scales"], tensors.get("minima"), tensors.get("order"))
 
 
-# Formats whose values are not their codes': these are eight bits that were rounded from them.
+# Formats whose codes do not give the exact values: `unpack` rounds the values to eight bits.
 _VALUES: dict[str, Callable[[StoredWeight], Array]] = {
     "FP8_SCALED": fp8.scaled_values,
     "CODEBOOK4": four_bits.codebook_values,
@@ -52,17 +52,17 @@ _UNPACKERS: dict[str, Callable[[StoredWeight], Codes]] = {
     "CODES4": _given,
     "CODES8": _given,
 }
-# Formats of which a matrix is unpacked at once: those of files whose packers read no bytes of theirs.
+# Formats whose matrices are unpacked at once, because packers do not read their bytes.
 UNPACKED_WHOLE = frozenset(_UNPACKERS) - frozenset(gguf_blocks.LAYOUTS) - {int8.FORMAT, int4.FORMAT}
-# Of these, formats whose values are rounded to eight bits by 32 elements.
+# Formats among these whose values are rounded to eight bits, with a scale for each 32 elements.
 ROUNDED = frozenset(_VALUES) - frozenset(gguf_blocks.LAYOUTS)
-# Elements unpacked at once, so that what lies between packed bytes and values stays in the processor's cache.
+# Elements to unpack at once, so that intermediate arrays stay in the processor's cache.
 _CHUNK_ELEMENTS = 1 << 16
 
 
 def unpack(stored: StoredWeight) -> Codes:
-    """What a matrix of few bits says: exactly, but for formats whose codes are no integers, which are rounded to eight
-    bits. Raises `ConfigError` for formats that have no codes."""
+    """Return the codes of a matrix of few bits. They are exact, but formats whose codes are no integers are rounded to
+    eight bits. Raises `ConfigError` for formats that have no codes."""
     unpacker = _UNPACKERS.get(stored.format)
     if unpacker is None:
         raise ConfigError(f"{stored.format} matrices have no codes; these have: {', '.join(_UNPACKERS)}.")
@@ -70,26 +70,26 @@ def unpack(stored: StoredWeight) -> Codes:
 
 
 def words_of(stored: StoredWeight) -> PackedWords | None:
-    """The same before codes are unpacked, of formats that have them in words."""
+    """Return the matrix with its codes still in words; None for formats whose codes are not in words."""
     read = _WORDS.get(stored.format)
     return None if read is None else read(stored)
 
 
 def as_stored(codes: Codes) -> StoredWeight:
-    """Unpacked codes as a matrix whose rows can be cut and ordered one by one."""
+    """Return unpacked codes as a stored matrix whose rows can be cut and ordered one by one."""
     tensors = {"codes": codes.codes, "scales": codes.scales, "minima": codes.minima, "order": codes.order}
     tensors["group"] = np.array([codes.group])
     return StoredWeight(f"CODES{codes.bits}", {k: v for k, v in tensors.items() if v is not None}, codes.shape)
 
 
 def take_rows(stored: StoredWeight, order: Any) -> StoredWeight:
-    """A copy of rows `order`, of whatever format."""
+    """Return a copy of the rows with the numbers `order`. If outputs share words, the matrix is unpacked first."""
     return (stored if stored.has_single_rows else as_stored(unpack(stored))).take_rows(order)
 
 
 def dequantize(stored: StoredWeight, dtype: str = "float32") -> NDArray[Any]:
-    """The values [N, K] that the matrix stands for, rounded once if `dtype` is not float32. Floats of that type already
-    are given back as they are. Only for tensors of numpy's; elsewhere `unpack(stored).dequantize()`."""
+    """Return the matrix's values [N, K], rounded once if `dtype` is not float32. Floats that have this type already are
+    returned without a copy. Only for numpy arrays; for torch tensors use `unpack(stored).dequantize()`."""
     if stored.format in PLAIN:
         return converted(stored.data, dtype)
     if stored.format == fp8.FORMAT:
@@ -111,7 +111,8 @@ def _values(stored: StoredWeight) -> Array:
 
 
 def layout_of(stored_format: str) -> Layout:
-    """The least layout that holds a matrix of this `StoredWeight.format`. Raises `ConfigError` if none does."""
+    """Return the smallest layout for a matrix of this `StoredWeight.format`. Raises `ConfigError` if the format alone
+    does not determine a layout."""
     if stored_format == fp8.FORMAT:
         raise ConfigError("8-bit floats are multiplied by GPUs only; --quantization int8 is for every device.")
     if stored_format in (int8.FORMAT, int4.FORMAT):
@@ -124,12 +125,12 @@ def layout_of(stored_format: str) -> Layout:
 def packed_bytes(
     stored_format: str, shape: tuple[int, int], layout: Layout | None = None, keeps_superblocks: bool = False
 ) -> int:
-    """Memory of a matrix of this `StoredWeight.format` once it is packed, by itself. Formats of which a checkpoint
-    says how many bits they have want the `layout`. CPUs keep superblocks."""
+    """Return the bytes of a packed matrix of this `StoredWeight.format`. `layout` is required for formats whose number
+    of bits depends on the checkpoint. `keeps_superblocks` is True for CPUs."""
     if plain := PLAIN.get(stored_format):
         return shape[0] * shape[1] * FLOATS[plain].itemsize
     if keeps_superblocks and stored_format in KEPT_ON_CPUS:
         block = BLOCK_TYPES[stored_format]
         return -(-shape[0] // PANEL) * PANEL * shape[1] // block.block_size * block.block_bytes
-    # An eight-bit float and its scale take no more than an integer and its.
+    # Eight-bit floats and their scales take no more memory than int8 and its scales, so int8's layout is the estimate.
     return (layout or layout_of(int8.FORMAT if stored_format == fp8.FORMAT else stored_format)).packed_bytes(*shape)
