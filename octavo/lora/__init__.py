@@ -1,5 +1,5 @@
-"""Adapters of low rank (Hu et al. 2021) beside one set of base weights: what their files say, and where their factors
-are: on disk, in the host's memory, in pages of the device's.
+"""Low-rank adapters (Hu et al. 2021) for one set of base weights: reading their files, and where their factors are: on
+disk, in host memory, or in pages of device memory.
 
-An adapter is known by a hash of its files' contents everywhere but at the doors, where it has a name.
+Callers name adapters; inside the engine, an adapter's identity is a hash of its files' contents.
 """

@@ -1,9 +1,9 @@
-"""An adapter's files, and what identifies them: a hash of their contents.
+"""An adapter's files, and its identity: a hash of their contents.
 
-The front end identifies an adapter when it is asked for; the core reads it later, once, into memory of its own, and
-hashes what it has read: whatever is kept by identity is made of bytes that have this hash, and no file system's word is
-taken for it. `identify` takes it that a file of the same path, size, times and inode has not changed. Where that is
-wrong the core finds another hash, and the request fails.
+The front end identifies an adapter when a request names it. The core reads the files later, once, into its own memory,
+and hashes the bytes that it has read. So everything that is stored by identity is made from bytes with this hash,
+whatever the file system reports. `identify` assumes that a file with the same path, size, times and inode has not
+changed. If this is wrong, the core finds another hash, and the request fails.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _MAX_CONFIG_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """Where an adapter lies: the configuration of PEFT and its weights, or a GGUF file that holds both."""
+    """The paths of an adapter's files: PEFT's configuration and weights, or a GGUF file with both (`config` is
+    None)."""
 
     config: str | None
     weights: str
@@ -39,7 +40,8 @@ class AdapterFiles:
 
 
 def find(path: str, download_dir: str | None = None, may_fetch: bool = False) -> AdapterFiles:
-    """The files of the adapter at a folder or .gguf file; of a hub id, if they `may_fetch`. Raises `LoadError`."""
+    """Return the files of the adapter in a folder or .gguf file; with `may_fetch`, also of a hub id, whose files are
+    downloaded. Raises `LoadError`."""
     try:
         place = Path(path).expanduser()
         is_file = place.is_file()
@@ -65,7 +67,7 @@ def find(path: str, download_dir: str | None = None, may_fetch: bool = False) ->
 
 @dataclass(frozen=True, slots=True)
 class AdapterContents:
-    """What an adapter's files held when they were read."""
+    """The contents of an adapter's files when they were read."""
 
     config: ReadFile | None
     weights: ReadFile
@@ -77,7 +79,7 @@ class AdapterContents:
 
 
 def read(source: AdapterSource) -> AdapterContents:
-    """The contents of the identity that was asked for. Raises `LoadError` if the files have others by now."""
+    """Return the contents of an adapter's files. Raises `LoadError` if they no longer have the source's identity."""
     config = None if source.config is None else ReadFile(source.config, _MAX_CONFIG_BYTES)
     contents = AdapterContents(config, ReadFile(source.weights))
     if contents.identity != source.identity:
@@ -85,14 +87,14 @@ def read(source: AdapterSource) -> AdapterContents:
     return contents
 
 
-_identities: dict[tuple[tuple[str, int, int, int, int, int], ...], str] = {}  # by what `os.stat` says
+_identities: dict[tuple[tuple[str, int, int, int, int, int], ...], str] = {}  # by path and `os.stat`
 _identities_lock = Lock()
 _MAX_IDENTITIES = 65536
 
 
 def identify(files: AdapterFiles) -> str:
-    """The hash of their contents. Files that have not changed since they were read last are not read again. Raises
-    `LoadError`."""
+    """Return the hash of the files' contents. Files that have not changed since the last call are not read again.
+    Raises `LoadError`."""
     try:
         stats = [os.stat(path) for path in files.paths]
         key = tuple(
@@ -113,18 +115,18 @@ def identify(files: AdapterFiles) -> str:
 
 
 def _digest(path: str) -> bytes:
-    # Processors have instructions for it: 1.5 GB/s of a Zen 3 core, where BLAKE2b reads 0.8.
+    # Processors have instructions for SHA-256: a Zen 3 core hashes 1.5 GB/s, and 0.8 GB/s with BLAKE2b.
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").digest()
 
 
 def _identity(digests: Iterable[bytes]) -> str:
-    """16 bytes, as the hashes of cached blocks have."""
+    """Return the hash of the files' digests in hexadecimal: 16 bytes, like the hashes of cached blocks."""
     return hashlib.sha256(b"".join(digests)).hexdigest()[:32]
 
 
 def source(name: str, path: str, download_dir: str | None = None, may_fetch: bool = False) -> AdapterSource:
-    """What the core is told of an adapter. Raises `LoadError`."""
+    """Return the description of an adapter that the core gets. Raises `LoadError`."""
     files = find(path, download_dir, may_fetch)
     identity = identify(files)
     try:
@@ -135,7 +137,7 @@ def source(name: str, path: str, download_dir: str | None = None, may_fetch: boo
 
 
 def parse_config(file: ReadFile) -> dict[str, Any]:
-    """A JSON object. Raises `LoadError`."""
+    """Return the JSON object in a configuration file. Raises `LoadError`."""
     try:
         config = json.loads(bytes(file.data).decode())
     except (ValueError, RecursionError) as e:

@@ -1,6 +1,7 @@
-"""GGUF adapters as llama.cpp's convert_lora_to_gguf.py writes them: `blk.0.attn_q.weight.lora_a` [r, K] and
-`.lora_b` [N, r], scaled by adapter.lora.alpha / r. Rows of B lie as those of the base do in GGUF files. Of an embedding
-[N, K] A is turned, [N, r], and B is [K, r]. Of experts both have one more dimension, the first."""
+"""Reads GGUF adapters as llama.cpp's convert_lora_to_gguf.py writes them: `blk.0.attn_q.weight.lora_a` [r, K] and
+`.lora_b` [N, r], scaled by adapter.lora.alpha / r. The rows of B have the same order as the base matrix's rows in GGUF
+files. For an embedding [N, K], A is transposed, [N, r], and B is [K, r]. For experts, both have one more dimension in
+front."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from octavo.quantization import dequantize
 
 
 def read_gguf_adapter(opened: ReadFile, config: Mapping[str, Any], max_rank: int) -> dict[str, ModuleAdapter]:
-    """By module of the model, as transformers names them. `config` is the base model's. Raises `LoadError`."""
+    """Return the adapter of each module, by the module's name in transformers. `config` is the base model's. Raises
+    `LoadError`."""
     file, path = parse_gguf(opened), opened.path
     kind = file.metadata.get("general.type"), file.metadata.get("adapter.type")
     if kind != ("adapter", "lora"):
@@ -37,7 +39,7 @@ def read_gguf_adapter(opened: ReadFile, config: Mapping[str, Any], max_rank: int
         halves[half][base] = info
     if unpaired := set(halves["a"]) ^ set(halves["b"]):
         raise LoadError(f"{path} has {sorted(unpaired)[0]} without its other half.")
-    # As if B were the matrices themselves: the same names, and rows moved likewise.
+    # B gets the names of the base matrices, so that its rows are renamed and reordered as theirs.
     renamed = {base: replace(info, name=base) for base, info in halves["b"].items()}
     modules: dict[str, ModuleAdapter] = {}
     for tensor in named_tensors(GGUFFile(file.parts, file.metadata, renamed), config):
@@ -54,11 +56,11 @@ def read_gguf_adapter(opened: ReadFile, config: Mapping[str, Any], max_rank: int
                 raise LoadError(f"{path}: {base}.lora_a {a.shape} and .lora_b {b.shape} do not fit each other.")
         names = {"a": info.name, "b": f"{base}.lora_b"}
         is_embedding = base == "token_embd.weight"
-        if is_embedding:  # whose A files have turned, so that its rows are looked up: [N, r], and B [K, r]
+        if is_embedding:  # files have A transposed, [N, r], so that its rows are looked up, and B [K, r]
             a, b = np.ascontiguousarray(b.T), a
             names = {"a": names["b"], "b": names["a"]}
         rank = a.shape[-2] if a.ndim >= 2 else 0
-        if num_experts is not None:  # as PEFT has them
+        if num_experts is not None:  # to PEFT's form, [experts * r, K] and [N, r * experts]
             a, b = a.reshape(-1, a.shape[2]), b.transpose(1, 2, 0).reshape(b.shape[1], -1)
         if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
             raise LoadError(f"{path}: {base}.lora_a {a.shape} and .lora_b {b.shape} do not fit each other.")

@@ -1,4 +1,4 @@
-"""An adapter's modules onto the matrices of a model: which factors each product gets, in the order of its outputs."""
+"""Maps an adapter's modules to a model's matrices: which factors each product gets, in the order of its outputs."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from octavo.layers.parameters import Module, NamedMatrix, StackedModule
 from octavo.lora.peft import ModuleAdapter
 from octavo.ops import Factors, LowRank, Whole
 
-# What files and transformers name differently.
+# Module names that differ between files and transformers.
 _SHARED = dict.fromkeys(("shared_expert", "shared_mlp"), "shared_experts")
-# Under which classes of transformers have what others have at the top.
+# Outer modules: some classes of transformers have a module below these names, and others have it at the top.
 _OUTER = ("base_model", "model", "transformer", "language_model", "gpt_neox", "backbone", "decoder")
 
-# Of all experts' gates and ups in GGUF files, and in transformers, which has both in one.
+# Tensors of all experts' gates and ups: two in GGUF files, one tensor of both in transformers.
 _HALVES, _BOTH = ("gate_proj", "up_proj"), "gate_up_proj"
 
-# The base weights [N, K] of a module as float32, in the checkpoint's order of rows.
+# Returns the base weights [N, K] of a module as float32, in the checkpoint's order of rows.
 BaseWeights = Callable[[NamedMatrix, Module], NDArray[np.float32]]
 
 
 @lru_cache(65536)
 def plain_name(name: str) -> str:
-    """A module's name without what merely says which class it is in."""
+    """Return a module's name without the outer modules that depend on its class in transformers."""
     parts = [_SHARED.get(part, part) for part in name.split(".")]
     while len(parts) > 1 and parts[0] in _OUTER:
         parts = parts[1:]
@@ -45,38 +45,39 @@ class ModuleMap:
         max_rank: int,
         others: Collection[str] = (),
     ) -> None:
-        """`suffixes` are ends of the names of the modules that may be changed; None: all. `others` are modules that may
-        be changed too, by other workers, as are matrices without weights."""
+        """`suffixes` are name endings of the modules that adapters may change; None: all. `others` are modules that
+        other workers change. Matrices without weights are also changed by other workers."""
         self.matrices = matrices
         self._suffixes = suffixes
         self._max_rank = max_rank
         self._others = {plain_name(name) for name in others}
-        # Matrix, module of it: several where each reads a part of the inputs.
+        # Number of a matrix and of a module in it. A name has several places if each matrix reads a part of the inputs.
         self._places: dict[str, list[tuple[int, int]]] = {}
-        self._stacked: dict[str, list[tuple[int, int, StackedModule]]] = {}  # by name of a tensor of all experts
+        self._stacked: dict[str, list[tuple[int, int, StackedModule]]] = {}  # by the name of a tensor of all experts
         for i, matrix in enumerate(matrices):
             for j, module in enumerate(matrix.modules):
                 for name in dict.fromkeys(map(plain_name, module.names)):
                     self._places.setdefault(name, []).append((i, j))
                 for part in module.stacked:
                     self._stacked.setdefault(plain_name(part.name), []).append((i, j, part))
-        # What is in a module of the name, in the order of its parameters.
+        # The names of the parameters in each module, in the model's order.
         self._parameters: dict[str, list[str]] = {}
         for name in dict.fromkeys((*self._stacked, *map(plain_name, others))):
             owner, _, parameter = name.rpartition(".")
             self._parameters.setdefault(owner, []).append(parameter)
 
     def is_open(self, name: str) -> bool:
-        """Whether --lora-target-modules lets adapters change a module."""
+        """Return True if --lora-target-modules lets adapters change a module."""
         return self._suffixes is None or any(name == s or name.endswith(f".{s}") for s in self._suffixes)
 
     def parameters_of(self, owner: str) -> list[str]:
-        """Names of tensors of all experts in a module of transformers."""
+        """Return the names of the tensors of all experts in the module `owner`, as transformers names them."""
         names = self._parameters.get(plain_name(owner), [])
         return [name for name in names if name not in _HALVES or _BOTH not in names]
 
     def factors(self, path: str, modules: Mapping[str, ModuleAdapter], base_weights: BaseWeights) -> dict[int, Factors]:
-        """By number of the matrix. Raises `LoadError`, with the tensor's name, for what does not fit the model."""
+        """Return the factors of each matrix that the adapter changes and this worker has, by the matrix's number.
+        Raises `LoadError`, with the tensor's name, for a tensor that does not fit the model."""
         found: dict[int, list[ModuleAdapter | None]] = {}
         for adapter, (i, j) in self._of_experts(path, modules):
             if self._is_here(i):
@@ -120,8 +121,11 @@ class ModuleMap:
     def _of_experts(
         self, path: str, modules: Mapping[str, ModuleAdapter]
     ) -> Iterator[tuple[ModuleAdapter, tuple[int, int]]]:
-        """Adapters of tensors of all experts, cut into those of their modules. PEFT has A [experts * r, K], expert by
-        expert, and B [N, r * experts], where the experts' columns take turns."""
+        """Cut the adapters of tensors of all experts, and yield the adapter of each module with its place.
+
+        PEFT has A [experts * r, K], expert by expert, and B [N, r * experts], in which the experts' columns alternate.
+        Raises `LoadError` for an adapter that does not fit the model's experts.
+        """
         for name, adapter in modules.items():
             places = self._stacked.get(plain_name(name), [])
             if adapter.num_experts is None or not places:
@@ -163,12 +167,13 @@ class ModuleMap:
         )
 
     def _examples(self) -> str:
-        """The kinds of modules that there are."""
+        """Return the last parts of the names of modules that adapters may change, for messages."""
         return ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in self._places))
 
 
 def _check_kind(path: str, adapter: ModuleAdapter, matrix: NamedMatrix) -> None:
-    """That rows that are looked up have factors of such rows, and products those of products."""
+    """Raise `LoadError` if an adapter for looked-up rows is used for a product, or the reverse, or if an expert has a
+    tensor that is not built for experts."""
     wrong = {"a", "b"} if adapter.is_embedding != matrix.looked_up else set()
     if matrix.looked_up:
         wrong |= {"b_bias", "bias", "magnitude"}
@@ -183,7 +188,8 @@ def _check_kind(path: str, adapter: ModuleAdapter, matrix: NamedMatrix) -> None:
 
 
 def _check_shapes(path: str, adapter: ModuleAdapter, module: Module, num_in: int) -> None:
-    """`num_in` are the inputs of the checkpoint's matrix."""
+    """Raise `LoadError` if a tensor of the adapter does not have the module's shape. `num_in` is the number of inputs
+    of the checkpoint's matrix."""
     wanted = {
         "a": (None, num_in), "b": (module.num_stored, None), "b_bias": (module.num_stored,),
         "bias": (module.num_stored,), "magnitude": (module.num_stored,), "whole": (module.num_stored, num_in),
@@ -195,16 +201,16 @@ def _check_shapes(path: str, adapter: ModuleAdapter, module: Module, num_in: int
         )
         if not fits:
             sizes = ["r" if size is None else str(size) for size in wanted[part]]
-            turn = -1 if adapter.is_embedding else 1  # as they are in the file
+            turn = -1 if adapter.is_embedding else 1  # the file has them transposed
             shape, takes = list(values.shape)[::turn], ", ".join(sizes[::turn])
             raise LoadError(f"{path}: tensor {tensor} is {shape}, and the model's module takes [{takes}].")
 
 
 def _factors(matrix: NamedMatrix, adapters: Iterable[ModuleAdapter | None], base_weights: BaseWeights) -> Factors:
     projections: list[LowRank | Whole | None] = []
-    scales: dict[int, NDArray[np.float32]] = {}  # by module, of those that have some
+    scales: dict[int, NDArray[np.float32]] = {}  # by the module's number; only modules with scales
     biases: dict[int, NDArray[np.float32]] = {}
-    is_first = matrix.first_in == 0  # of summands one adds what is added once
+    is_first = matrix.first_in == 0  # if matrices are summed, only the first adds the bias
     for number, (module, adapter) in enumerate(zip(matrix.modules, adapters, strict=True)):
         found = adapter or ModuleAdapter()
         low_rank: LowRank | Whole | None = None
@@ -220,7 +226,7 @@ def _factors(matrix: NamedMatrix, adapters: Iterable[ModuleAdapter | None], base
             scales[number] = scale if module.order is None else scale[module.order]
         if found.bias is not None and is_first:
             own = 0 if module.bias is None else module.bias
-            # The base's own is added by its product, in the model's order.
+            # The base product adds the module's own bias, which is in the model's order.
             biases[number] = np.asarray(_ordered(found.bias, module) - own, np.float32)
         if found.added is not None and is_first:
             added = _ordered(found.added, module) * scales.get(number, np.float32(1))
@@ -231,7 +237,8 @@ def _factors(matrix: NamedMatrix, adapters: Iterable[ModuleAdapter | None], base
 def _of_all(
     modules: Sequence[Module], found: Mapping[int, NDArray[np.float32]], neutral: int
 ) -> NDArray[np.float32] | None:
-    """[outputs] of all modules, of which some are `found`; None where that changes nothing."""
+    """Return the values of all modules' outputs [outputs]: `found` values by the module's number, else `neutral`. None
+    if all values are neutral."""
     if all((values == neutral).all() for values in found.values()):
         return None
     return np.concatenate(
@@ -240,7 +247,7 @@ def _of_all(
 
 
 def _ordered(rows: NDArray[Any], module: Module) -> NDArray[Any]:
-    """Rows of an adapter as those of the module are packed."""
+    """Return an adapter's rows with the scales and in the order of the module's packed rows."""
     if module.scales is not None:
         rows = rows * module.scales.reshape(-1, *[1] * (rows.ndim - 1))
     return rows if module.order is None else rows[module.order]

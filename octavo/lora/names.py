@@ -1,7 +1,7 @@
-"""The names that adapters have at a server: given at its start, loaded by clients, or found below --lora-root.
+"""The names of adapters at a server: given at its start, loaded by clients, or found below --lora-root.
 
-A name stands for the contents that its files had when it was given; requests carry those contents' identity, so that
-nothing that a name stands for later reaches them.
+A name stands for the contents of its files at the time it was given. Requests carry the identity of these contents, so
+that a later change of the name does not affect them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ _MAX_NAME = 256
 @dataclass(frozen=True, slots=True)
 class NamedAdapter:
     name: str
-    path: str  # as it was given
+    path: str  # as the caller gave it
     source: AdapterSource
     base_model_name: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
 
 class AdapterNames:
-    """Those of one server. Reading files takes a while: `load` and `find` belong into a thread where a name is new."""
+    """The names of one server. `read`, and `find` for a new name, read files: call them in a thread."""
 
     def __init__(self, config: LoRAConfig, taken: list[str]) -> None:
-        """Raises `LoadError` for an adapter of --lora-modules that is not there. `taken` are the base model's names."""
+        """`taken` are the base model's names. Raises `LoadError` if an adapter of --lora-modules cannot be found or has
+        a name that is in use."""
         self._config, self._taken = config, taken
         self.named: dict[str, NamedAdapter] = {}
         self._changing = WeakValueDictionary[str, asyncio.Lock]()
@@ -47,11 +48,11 @@ class AdapterNames:
         return name in self.named or self._in_root(name) is not None
 
     def changing(self, name: str) -> asyncio.Lock:
-        """To be held while what `name` stands for is changed."""
+        """Return the lock to hold while the adapter behind `name` is changed."""
         return self._changing.setdefault(name, asyncio.Lock())
 
     def find(self, name: str) -> AdapterSource:
-        """What `name`, which is in here, stands for now. Raises `RequestError`."""
+        """Return the adapter behind `name` now. Raises `RequestError` if there is none or it cannot be read."""
         named = self.named.get(name)
         if named is not None:
             return named.source
@@ -64,7 +65,8 @@ class AdapterNames:
             raise RequestError(f"adapter {name!r}: {e}", param="model") from None
 
     def read(self, name: str, path: str, replaces: bool) -> NamedAdapter:
-        """An adapter that a client wants to be served as `name`. Raises `RequestError`."""
+        """Return the adapter at `path` under the `name` that a client gives it. `replaces` allows a name that is in
+        use. Raises `RequestError`."""
         if not name or len(name) > _MAX_NAME or not name.isprintable():
             raise RequestError("lora_name must be 1 to 256 printable characters.", param="lora_name")
         if name in self._taken:
@@ -86,13 +88,13 @@ class AdapterNames:
             raise RequestError(f"adapter {name!r}: {e}", param="lora_path") from None
 
     def unload(self, name: str) -> NamedAdapter:
-        """Raises `RequestError` (404)."""
+        """Remove a name and return its adapter. Raises `RequestError` (404) if there is no such name."""
         if name not in self.named:
             raise RequestError(f"there is no adapter {name!r}.", param="lora_name", status=404, code="model_not_found")
         return self.named.pop(name)
 
     def _in_root(self, name: str) -> Path | None:
-        """The folder or file of that name in --lora-root."""
+        """Return the folder or .gguf file called `name` in a folder of --lora-root, or None."""
         if not name or len(name) > _MAX_NAME or not name.isprintable() or name in self._taken:
             return None
         for root in self._config.roots:
@@ -102,7 +104,8 @@ class AdapterNames:
         return None
 
     def _below_root(self, path: Path) -> Path | None:
-        """`path` without links and dots, if it is below a root; a relative one counts from each."""
+        """Return `path` resolved, without links and dots, if it is below a root; else None. A relative path is tried
+        from each root."""
         for root in self._config.roots:
             try:
                 place = (Path(root) / path.expanduser()).resolve(strict=True)

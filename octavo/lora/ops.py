@@ -1,7 +1,7 @@
-"""The operations of a backend, with what adapters add to the products of a model.
+"""A backend's operations that also apply adapters.
 
-Models are built over these in the place of the backend's own, and know nothing of adapters: a product of a matrix that
-has a table of factors takes them in. Everything else is the backend's.
+Models are built with these operations in place of the backend's, and know nothing about adapters. A product with a
+matrix that has a table of factors adds the factors' result. All other operations are the backend's.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from octavo.ops import (
 
 
 class AdaptedOps:
-    """`Ops` whose products add what the adapters of their rows do."""
+    """`Ops` whose products apply the adapter of each row."""
 
     def __init__(self, ops: AdapterOps) -> None:
         self.backend = self._ops = ops
-        self._tables: dict[int, AdapterTable] = {}  # by id of the matrix, which `_matrices` keeps alive
-        self._lookups: dict[int, AdapterTable] = {}  # likewise
-        self._stacks: dict[int, ExpertsAdapterTable] = {}  # likewise
+        self._tables: dict[int, AdapterTable] = {}  # by id() of the matrix, which `_matrices` keeps alive
+        self._lookups: dict[int, AdapterTable] = {}  # by id() too
+        self._stacks: dict[int, ExpertsAdapterTable] = {}  # by id() too
         self._matrices: list[LinearWeight | ExpertsWeight] = []
-        self._slots: Any = None  # of `AdapterOps.rows_by_adapter`
+        self._slots: Any = None  # the result of `AdapterOps.rows_by_adapter`
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
@@ -43,9 +43,11 @@ class AdaptedOps:
 
     @contextmanager
     def taking(self, slots: Array) -> Iterator[None]:
-        """Meanwhile each row takes the adapter of its slot, or of -1 none: [T] int32 of the step's tokens, [N] while
-        logits are computed. At other times there are no adapters at all: heads that guess tokens use matrices of the
-        model."""
+        """Apply adapters within the `with` block: each row takes the adapter in its slot, or none for slot -1.
+
+        `slots` are int32, [T] for the step's tokens or [N] while logits are computed. Outside the block no adapters are
+        applied, because draft heads use the model's matrices without adapters.
+        """
         self._slots = self._ops.rows_by_adapter(slots)
         try:
             yield
@@ -53,17 +55,17 @@ class AdaptedOps:
             self._slots = None
 
     def adapt(self, weight: LinearWeight, table: AdapterTable) -> None:
-        """From here on products with `weight` add what the table has."""
+        """Let products with `weight` add the adapters in the table."""
         self._matrices.append(weight)
         self._tables[id(weight)] = table
 
     def adapt_lookup(self, weight: LinearWeight, table: AdapterTable) -> None:
-        """From here on rows that are looked up in `weight` are as the table says."""
+        """Let rows that are looked up in `weight` include the adapters in the table."""
         self._matrices.append(weight)
         self._lookups[id(weight)] = table
 
     def adapt_experts(self, stack: ExpertsWeight, table: ExpertsAdapterTable) -> None:
-        """From here on products with the experts of `stack` add what the table has."""
+        """Let products with the experts of `stack` add the adapters in the table."""
         self._matrices.append(stack)
         self._stacks[id(stack)] = table
 

@@ -1,4 +1,4 @@
-"""Settings of adapters that depend on the module: keys are regular expressions, which the adapter's author wrote."""
+"""Settings of adapters that depend on the module: keys are regular expressions from the adapter's author."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from octavo.loading.bounded_patterns import bounded_patterns
 
 
 class ModulePatterns:
-    """Values by pattern: the first key that matches a module's name, or what follows one of its dots, to the end (as
-    PEFT's `get_pattern_key`)."""
+    """Values by pattern. The first key counts that matches a module's whole name, or the rest of the name after one of
+    its dots (as in PEFT's `get_pattern_key`)."""
 
     def __init__(self, setting: str, patterns: Mapping[str, Any]) -> None:
-        """Raises `LoadError` for expressions that are none or would take too long."""
+        """Raises `LoadError` for a key that is no regular expression, and if matching may take too long."""
         self._patterns = list(zip(bounded_patterns(setting, patterns), patterns.values(), strict=True))
 
     def value(self, module: str, default: Any) -> Any:

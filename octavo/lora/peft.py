@@ -1,7 +1,7 @@
-"""Adapters as the PEFT library writes them: adapter_config.json, and tensors named after the model's modules.
+"""Reads adapters as the PEFT library writes them: adapter_config.json, and tensors named after the model's modules.
 
-The format is PEFT's (https://github.com/huggingface/peft): lora_A [r, K] and lora_B [N, r] of each module, scaled by
-alpha / r or, with rsLoRA (Kalajdzievski 2023), by alpha / sqrt(r); magnitudes [N] with DoRA (Liu et al. 2024).
+The format is from https://github.com/huggingface/peft. Each module has lora_A [r, K] and lora_B [N, r], scaled by
+alpha / r or, with rsLoRA (Kalajdzievski 2023), by alpha / sqrt(r). With DoRA (Liu et al. 2024) it has magnitudes [N].
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from octavo.lora.patterns import ModulePatterns
 _PREFIX = "base_model.model."
 _HEADS = frozenset({"lm_head", "embed_out"})
 _EMBEDDINGS = frozenset({"embed_tokens", "wte", "word_embeddings", "embed_in"})
-# Settings that change what is computed, with the values that ask for nothing.
+# Settings that are not built because they change results, with the values that change nothing.
 _NOT_BUILT: dict[str, tuple[object, ...]] = {
     "alora_invocation_tokens": (None,),
     "layer_replication": (None, []),
@@ -32,8 +32,8 @@ _NOT_BUILT: dict[str, tuple[object, ...]] = {
     "use_bdlora": (None, False),
     "arrow_config": (None,),
 }
-# Ways to begin a training that leave the model's weights as they were. Others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA)
-# train beside other weights than the model's, and their adapters are wrong on top of these.
+# Values of init_lora_weights that leave the model's weights unchanged. Other methods (PiSSA, OLoRA, CorDA, LoftQ,
+# LoRA-GA) train on changed base weights, and their adapters are wrong on the model's own weights.
 _INITIAL_WEIGHTS = (None, True, False, "gaussian", "eva", "orthogonal")
 _ROWS_AT_ONCE = 4096
 _EMBEDDING_SUFFIXES = {"lora_embedding_A": "b", "lora_embedding_B": "a"}
@@ -46,25 +46,26 @@ _SUFFIXES = {
 
 @dataclass(slots=True)
 class ModuleAdapter:
-    """What an adapter has for one module of the model, as float32. Of an embedding [N, K], whose rows are looked up,
-    the factors are transposed in files: lora_embedding_B is `a` and lora_embedding_A `b`."""
+    """An adapter's tensors for one module of the model, as float32. For an embedding [N, K], whose rows are looked up,
+    files have the factors transposed: lora_embedding_B is `a` and lora_embedding_A is `b`."""
 
     a: NDArray[np.float32] | None = None  # [r, K]
     b: NDArray[np.float32] | None = None  # [N, r], scaled
-    whole: NDArray[Any] | None = None  # [N, K], in the place of the module's own, of the file's type
+    whole: NDArray[Any] | None = None  # [N, K], replaces the module's matrix; has the file's type
     added: NDArray[np.float32] | None = None  # [N], added to the output
-    bias: NDArray[np.float32] | None = None  # [N], in the place of the module's own
-    magnitude: NDArray[np.float32] | None = None  # [N], of DoRA
-    tensors: dict[str, str] = field(default_factory=dict)  # the names in the file, by field, for messages
-    is_embedding: bool = False  # its factors are of rows that are looked up
-    num_experts: int | None = None  # whose factors are together: [experts * r, K] and [N, r * experts]
+    bias: NDArray[np.float32] | None = None  # [N], replaces the module's bias
+    magnitude: NDArray[np.float32] | None = None  # [N], only with DoRA
+    tensors: dict[str, str] = field(default_factory=dict)  # names of tensors in the file, by field, for messages
+    is_embedding: bool = False  # the factors change rows that are looked up
+    num_experts: int | None = None  # if set, `a` is [experts * r, K] and `b` is [N, r * experts]
 
 
 def read_peft(
     contents: AdapterContents, max_rank: int, parameters_of: Callable[[str], list[str]]
 ) -> dict[str, ModuleAdapter]:
-    """By module of the model, or tensor of all experts, as transformers names them. `parameters_of` gives the names of
-    such tensors in a module, in the model's order. Raises `LoadError`, with the tensor's name."""
+    """Return the adapter of each module, by the module's name in transformers, or by the name of a tensor of all
+    experts. `parameters_of` returns the names of the tensors of all experts in a module, in the model's order. Raises
+    `LoadError`, with the tensor's name."""
     assert contents.config is not None
     config, path = parse_config(contents.config), contents.weights.path
     _check_config(contents.config.path, config)
@@ -108,7 +109,7 @@ def read_peft(
         modules = _by_parameter(path, modules, targets, parameters_of)
     for module, adapter in modules.items():
         is_target = any(f".{module}.weight".endswith(f".{target}") for target in targets)
-        key = f"{module}.weight" if is_target else module  # which PEFT calls a parameter then
+        key = f"{module}.weight" if is_target else module  # PEFT matches target_parameters by the parameter's name
         rank = patterns["rank_pattern"].value(key, config.get("r", 8))
         alpha = patterns["alpha_pattern"].value(key, config.get("lora_alpha", 8))
         _finish(path, config, module, adapter, rank, alpha, max_rank)
@@ -118,8 +119,11 @@ def read_peft(
 def _by_parameter(
     path: str, modules: Mapping[str, ModuleAdapter], targets: Sequence[str], parameters_of: Callable[[str], list[str]]
 ) -> dict[str, ModuleAdapter]:
-    """Adapters of tensors of all experts by the names of these. PEFT wraps a module once for each of its tensors that
-    `targets` name, in the model's order, so that the last has the module's name and those before are a base_layer."""
+    """Return `modules` with adapters of experts under the name of their tensor of all experts.
+
+    PEFT wraps a module once for each of its tensors in `targets`, in the model's order. So the last tensor's adapter
+    has the module's name, and each earlier one has one more ".base_layer" after the name.
+    """
     found: dict[str, ModuleAdapter] = {}
     wrapped: dict[str, list[str]] = {}
     for module, adapter in modules.items():
@@ -145,7 +149,7 @@ def _by_parameter(
             for part, tensor in adapter.tensors.items():
                 if part not in ("a", "b"):
                     raise LoadError(f"{path}: tensor {tensor} is of experts, which have lora_A and lora_B alone.")
-            adapter.num_experts = 1  # or more, which the ranks tell
+            adapter.num_experts = 1  # `_finish` computes the number from the rank
             found[f"{owner}.{parameter}"] = adapter
     return found
 
@@ -185,8 +189,8 @@ def _tensors(contents: AdapterContents) -> dict[str, NDArray[Any]]:
 
 
 def _is_copy(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether a tensor is a base matrix that PEFT saves along, untrained, where it finds the embedding or the output
-    matrix among the target modules (save_embedding_layers)."""
+    """Return True if a tensor is an untrained copy of a base matrix. PEFT saves such copies if the embedding or the
+    output matrix is among the target modules (save_embedding_layers)."""
     if ".lora_" in name or not name.endswith(".weight"):
         return False
     if name.endswith(".base_layer.weight"):
@@ -202,7 +206,7 @@ def _is_copy(name: str, config: Mapping[str, Any]) -> bool:
 
 
 def _parse(name: str, path: str) -> tuple[str, str]:
-    """A tensor's name -> its module, and which field of `ModuleAdapter` it is."""
+    """Return the module of a tensor and its field of `ModuleAdapter`. Raises `LoadError` for an unknown name."""
     inner = name.removeprefix(_PREFIX)
     for suffix, part in _SUFFIXES.items():
         if inner.endswith(f".{suffix}") and not (part == "whole" and ".lora_" in inner):
@@ -213,7 +217,8 @@ def _parse(name: str, path: str) -> tuple[str, str]:
 def _finish(
     path: str, config: Mapping[str, Any], module: str, adapter: ModuleAdapter, rank: Any, alpha: Any, max_rank: int
 ) -> None:
-    """Check the shapes against each other and the configuration, and scale. `rank` and `alpha` are the module's."""
+    """Scale a module's factors in place. Raises `LoadError` if its tensors do not fit each other or the configuration.
+    `rank` and `alpha` are the module's."""
     names = adapter.tensors
     if adapter.whole is not None and (others := set(names) - {"whole", "bias"}):
         other = names[min(others)]

@@ -1,7 +1,7 @@
-"""Which adapters are in the device's pages, decided by the scheduler as it plans: least recently used ones make room,
-those of running sequences stay.
+"""Decides which adapters are in the device's pages. The scheduler calls it while it makes a plan. The least recently
+used adapters are evicted first; adapters of running sequences stay.
 
-Counting only; `octavo.execution.adapter_store` copies what a plan says.
+This module only counts pages and slots. `octavo.execution.adapter_store` copies adapters as a plan says.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ class _Resident:
 
 @dataclass(slots=True)
 class AdapterPool:
-    """Pages and slots of the device. At most `max_loras` adapters are pinned at once. A device without pages uses
-    adapters where they lie on the host: it has slots alone."""
+    """Pages and slots of the device. At most `max_loras` adapters are pinned at the same time. A device without pages
+    (`num_pages` 0) reads adapters from host memory and has only slots."""
 
     num_pages: int
     num_slots: int
     max_loras: int
-    num_loads: int = 0  # ever
+    num_loads: int = 0  # since the start
     num_evictions: int = 0
-    _sizes: dict[str, int] = field(default_factory=dict)  # pages of the adapters that are on the host
-    _residents: OrderedDict[str, _Resident] = field(default_factory=OrderedDict)  # the least recently used first
+    _sizes: dict[str, int] = field(default_factory=dict)  # number of pages of each adapter in host memory
+    _residents: OrderedDict[str, _Resident] = field(default_factory=OrderedDict)  # least recently used first
     _free_pages: list[int] = field(default_factory=list)
     _free_slots: list[int] = field(default_factory=list)
-    _loads: list[AdapterLoad] = field(default_factory=list)  # of the plan that is being made
-    _kept: set[str] = field(default_factory=set)  # that stay resident while others can go
+    _loads: list[AdapterLoad] = field(default_factory=list)  # for the plan that is being made
+    _kept: set[str] = field(default_factory=set)  # evicted only if no other adapter can be
 
     def __post_init__(self) -> None:
         self._free_pages = list(range(self.num_pages - 1, -1, -1))
@@ -42,7 +42,7 @@ class AdapterPool:
 
     @property
     def running(self) -> list[str]:
-        """Adapters of running sequences."""
+        """The adapters of running sequences."""
         return [identity for identity, one in self._residents.items() if one.num_pins]
 
     @property
@@ -50,11 +50,12 @@ class AdapterPool:
         return list(self._residents)
 
     def register(self, identity: str, num_pages: int) -> None:
-        """An adapter is on the host now and may be loaded."""
+        """Note that an adapter is in host memory and may be loaded. It needs `num_pages` pages."""
         self._sizes[identity] = num_pages if self.num_pages else 0
 
     def forget(self, identity: str) -> None:
-        """It is on the host no longer; what the device has of it serves no new sequence either."""
+        """Note that an adapter has left host memory. Its pages on the device are freed, now or when its last running
+        sequence ends."""
         self._sizes.pop(identity, None)
         self._kept.discard(identity)
         one = self._residents.get(identity)
@@ -62,12 +63,12 @@ class AdapterPool:
             self._evict(identity)
 
     def keep(self, identity: str) -> None:
-        """Evict others first."""
+        """Evict this adapter only if no other adapter can be evicted."""
         self._kept.add(identity)
 
     def can_start(self, identity: str) -> bool:
-        """Whether a sequence with this adapter could run now. Where adapters are copied, one is in a step, so that
-        nobody waits for long."""
+        """Return True if a sequence with this adapter can start now. On a device with pages, a step copies at most one
+        adapter, so that other sequences do not wait for long."""
         one = self._residents.get(identity)
         if one is not None and one.num_pins:
             return True
@@ -82,7 +83,8 @@ class AdapterPool:
         return is_free and has_slot and free + sum(len(o.pages) for o in unpinned) >= self._sizes[identity]
 
     def pin(self, identity: str) -> int:
-        """A sequence starts to run. Returns the slot of its adapter, which is loaded if it is not resident."""
+        """Note that a sequence starts to run, and return the slot of its adapter. An adapter that is not resident is
+        added to the plan's loads."""
         one = self._residents.get(identity)
         if one is None:
             one = self._load(identity)
@@ -91,14 +93,14 @@ class AdapterPool:
         return one.slot
 
     def unpin(self, identity: str) -> None:
-        """A sequence runs no longer."""
+        """Note that a sequence has stopped running."""
         one = self._residents[identity]
         one.num_pins -= 1
         if not one.num_pins and identity not in self._sizes:
             self._evict(identity)
 
     def take_loads(self) -> list[AdapterLoad]:
-        """What is to be loaded before the step that has been planned."""
+        """Return the adapters to load before the planned step, and clear the list."""
         loads, self._loads = self._loads, []
         return loads
 

@@ -1,4 +1,4 @@
-"""What a caller names an adapter by, with vLLM's fields."""
+"""The request for an adapter by name and path, with vLLM's fields."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from octavo.errors import RequestError
 class LoRARequest:
     """An adapter's name and its folder, .gguf file or hub id.
 
-    `lora_int_id` is kept for callers that have numbers; what is computed depends on the files alone.
+    `lora_int_id` is for callers that number adapters; results depend on the files only.
     """
 
     lora_name: str
     lora_int_id: int = 1
     lora_path: str = ""
     base_model_name: str | None = None
-    load_inplace: bool = False  # an adapter of that name may be replaced
+    load_inplace: bool = False  # True: may replace an adapter of the same name
     lora_local_path: InitVar[str | None] = None  # the former name of `lora_path`
 
     def __post_init__(self, lora_local_path: str | None) -> None:
