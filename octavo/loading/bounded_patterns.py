@@ -58,7 +58,7 @@ def _ways(items: Any) -> int:
             ways *= _TOO_MANY  # back references and conditions
         if ways > _TOO_MANY:
             return _TOO_MANY
-    return min(ways // math.factorial(num_open), _TOO_MANY)  # open repeats share one name's length
+    return min(ways // math.factorial(num_open), _TOO_MANY)  # long repeats divide one name among them
 
 
 _TOO_MANY = _MAX_WAYS << 24

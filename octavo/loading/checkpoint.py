@@ -1,6 +1,6 @@
 """Where a model's files are and what its configuration says. No torch here: the server process uses this module too.
 
-`resolve` turns what a user calls a model into a `Checkpoint`; `weights` and `tokenizer` go on from there.
+`resolve` turns a user's name of a model into a `Checkpoint`. `file_weights` and `tokenizer` read its files.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ class GGUFFile:
 def read_gguf(path: str, texts: bool = True) -> GGUFFile:
     """Map a GGUF file and read its header; of a split model, `path` is the first part and all parts are read.
 
-    It takes milliseconds for files of any size. Without `texts` it takes a third of the time, and the metadata lack
-    long arrays of strings: a vocabulary and its merges. Raises `LoadError`.
+    Reading takes milliseconds for files of any size. Without `texts` it takes a third of the time, and the metadata
+    lack long arrays of strings: a vocabulary and its merges. Raises `LoadError`.
     """
     first = parse_gguf(MappedFile(path), texts)
     count, number = (first.metadata.get(f"split.{name}", 0) for name in ("count", "no"))
@@ -113,7 +113,8 @@ def _parse(file: MappedFile, texts: bool) -> GGUFFile:
         if version and version & 0xFFFF == 0:
             raise LoadError(f"{path} is a big-endian GGUF file; only little-endian ones are read.")
         raise LoadError(f"{path} is GGUF version {version}; versions 2 and 3 are read.")
-    # A key takes at least 13 bytes and a tensor 24. A count that cannot fit would keep the loops below busy.
+    # A key takes at least 13 bytes and a tensor 24. A count that cannot fit means a damaged file, and the loops below
+    # must not run that often.
     if num_keys * 13 + num_tensors * 24 > len(data):
         raise LoadError(
             f"{path} is damaged: {num_keys} metadata keys and {num_tensors} tensors do not fit in {len(data)} bytes."

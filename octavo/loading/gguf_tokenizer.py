@@ -66,7 +66,8 @@ def build_gguf_tokenizer(file: GGUFFile) -> TokenizerParts:
             f"{file.path} has a tokenizer of kind {kind!r}, which is not built; gpt2, gemma4, llama, t5 and bert are."
         )
 
-    # Control tokens are special: decoded text leaves them out. User-defined tokens, such as <think>, stay in the text.
+    # Control tokens are special, so decoding can leave them out. User-defined tokens, such as <think>, are not special
+    # and stay in the text.
     control = [t for t, token_type in zip(tokens, types, strict=True) if token_type == CONTROL]
     control += [t for role, t in special.items() if role == "unk_token" and t not in control]
     # In Phi 3's own tokenizer.json most control tokens take the blanks that follow; GGUF files cannot say so.

@@ -12,9 +12,8 @@ _PROC_CGROUP = Path("/proc/self/cgroup")
 
 
 def check_fits(num_bytes: int, kind: str, available_bytes: int | None = None) -> None:
-    """Raise `LoadError` if a model's weights, `num_bytes` in the formats `kind`, need more than `available_bytes` (by
-    default the memory that this process can still get). `RecordingWeights.packed_bytes` returns the first two
-    arguments."""
+    """Raise `LoadError` if a model's weights need more than `available_bytes`; None: the memory that this process can
+    still get. The weights have `num_bytes` in the formats `kind`, both from `RecordingWeights.packed_bytes`."""
     available = available_memory_bytes() if available_bytes is None else available_bytes
     if num_bytes > available:
         raise LoadError(

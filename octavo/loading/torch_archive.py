@@ -115,7 +115,7 @@ def read_torch_tensor(data: bytes) -> NDArray[Any]:
     try:
         loaded, starts = _read_zip(file, _MAX_ONE_TENSOR_BYTES)
         return TorchArchive(file, {"tensor": _checked("tensor", loaded, starts, len(data))}, starts).array("tensor")
-    except Exception:  # as above
+    except Exception:  # damaged files fail in a dozen ways
         raise ValueError("it is damaged, or no file of one tensor") from None
 
 

@@ -42,8 +42,8 @@ class Weights:
         raise NotImplementedError
 
     def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
-        """Return the tensor as it is stored; a tensor that has not two dimensions becomes one row. Raises `LoadError`
-        if it is absent, cannot be read, or has another shape."""
+        """Return the tensor as it is stored; a tensor of one dimension becomes one row. Raises `LoadError` if it is
+        absent, cannot be read, or has another shape."""
         raise NotImplementedError
 
     def is_untransposed(self, name: str, untransposed_shape: tuple[int, ...] | None = None) -> bool:
@@ -118,11 +118,12 @@ class Weights:
         step reads these tensors again."""
 
     def pass_over(self, prefix: str) -> None:
-        """Leave out all tensors whose names begin with `prefix`: the model knows them and does not use them."""
+        """Let `check_all_taken` accept all tensors whose names begin with `prefix`: the model knows them and does not
+        use them."""
 
     def check_all_taken(self) -> None:
-        """Raise `LoadError` if the checkpoint has weights that the model did not take: without them it would compute
-        nonsense."""
+        """Raise `LoadError` if the checkpoint has weights that the model did not take: a model without them would
+        compute nonsense."""
 
     def close(self) -> None:
         """Release the files."""

@@ -1,7 +1,7 @@
 """A backend's operations that also apply adapters.
 
 Models are built with these operations in place of the backend's, and know nothing about adapters. A product with a
-matrix that has a table of factors adds the factors' result. All other operations are the backend's.
+matrix that has a table of factors also adds the adapters' part. All other operations are the backend's.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class AdaptedOps:
     def taking(self, slots: Array) -> Iterator[None]:
         """Apply adapters within the `with` block: each row takes the adapter in its slot, or none for slot -1.
 
-        `slots` are int32, [T] for the step's tokens or [N] while logits are computed. Outside the block no adapters are
+        `slots` is int32, [T] for the step's tokens or [N] while logits are computed. Outside the block no adapters are
         applied, because draft heads use the model's matrices without adapters.
         """
         self._slots = self._ops.rows_by_adapter(slots)

@@ -1,7 +1,7 @@
 """Eight-bit floats (float8_e4m3fn), for GPUs that multiply them and for files that hold them.
 
-"FP8": floats quantized at load, with a scale for each row: x / d with d = absmax / 448. "FP8_SCALED": "codes" [N, K] of
-a file, with "scales" float32 [N, groups of columns]. On GPUs activations are quantized too, row by row
+"FP8": floats quantized at load, with a scale d = absmax / 448 for each row; a code is x / d. "FP8_SCALED": "codes"
+[N, K] of a file, with "scales" float32 [N, groups of columns]. On GPUs activations are quantized too, row by row
 (octavo/ops/triton/quantize.py).
 """
 

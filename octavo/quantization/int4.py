@@ -1,5 +1,6 @@
-"""Floats quantized at load to four bits (`--quantization int4`), with a scale for each 32 elements of a row: round(x /
-d), where d is the element of largest magnitude divided by -8, so that this element has exactly the code -8.
+"""Floats quantized at load to four bits (`--quantization int4`), with a scale d for each 32 elements of a row.
+
+A code is round(x / d). d is the element of largest magnitude divided by -8, so this element has exactly the code -8.
 
 The native packer quantizes (csrc/cpu/pack_int.cpp); this module computes the same for numpy arrays and torch tensors.
 """

@@ -1,5 +1,6 @@
-"""Floats quantized at load to eight bits (`--quantization int8`), with a scale for each 32 elements of a row: round(x /
-d) with d = absmax / 127.
+"""Floats quantized at load to eight bits (`--quantization int8`), with a scale d for each 32 elements of a row.
+
+A code is round(x / d) with d = absmax / 127.
 
 The native packer quantizes (csrc/cpu/pack_int.cpp); this module computes the same in numpy.
 """

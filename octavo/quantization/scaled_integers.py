@@ -1,8 +1,8 @@
 """Integers with separate scales, as compressed-tensors and bitsandbytes write them.
 
 "INT_PACKED": "qweight" int32 [N, K * bits / 32], lowest bits first, with half their range added to the codes; "scales"
-[N, groups]; and "qzeros" [N, groups], packed along N in the same way. "INT8_SCALED" and "INT4_SCALED": "codes" int8 [N,
-K], "scales", "zeros".
+[N, groups]; and "qzeros" [N, groups], packed along N in the same way. "INT8_SCALED" and "INT4_SCALED": "codes" int8
+[N, K], "scales" and "zeros" [N, groups].
 """
 
 from __future__ import annotations
