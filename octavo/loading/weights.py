@@ -42,8 +42,8 @@ class Weights:
         raise NotImplementedError
 
     def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
-        """Return the tensor as it is stored; a tensor of one dimension becomes one row. Raises `LoadError` if it is
-        absent, cannot be read, or has another shape."""
+        """Return the tensor as it is stored: a matrix as [N, K], a tensor of another number of dimensions as one row.
+        Raises `LoadError` if it is absent, cannot be read, or has another shape."""
         raise NotImplementedError
 
     def is_untransposed(self, name: str, untransposed_shape: tuple[int, ...] | None = None) -> bool:

@@ -33,7 +33,7 @@ class PackedWords:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K)"""
+        """The size (N, K) of the matrix."""
         num_rows, num_columns = self.words.shape
         return (8 * num_rows, num_columns) if self.by_outputs else (num_rows, num_columns * 32 // self.bits)
 

@@ -81,7 +81,8 @@ class StoredWeight:
         return StoredWeight(self.format, tensors, (len(range(first, self.shape[0], 2)), self.shape[1]))
 
     def scaled(self, scale: float) -> StoredWeight:
-        """Return `scale` times the matrix, in its own type. Raises `ConfigError` if its elements are not floats."""
+        """Return `scale` times the matrix, in its own type. Raises `ConfigError` unless the format is one of floats,
+        "INT8" or "FP8"."""
         if scale == 1.0:
             return self
         if self.format not in ("F32", "F16", "BF16", "INT8", "FP8"):
