@@ -1,7 +1,7 @@
-// AMX: eight tile registers of up to 16 rows by 64 bytes, a thread's own, and the instructions on them that
-// products and attention use. Inline assembly rather than intrinsics, because these take no template arguments in GCC
+// AMX: eight tile registers of up to 16 rows by 64 bytes, which each thread has for itself, and the instructions on
+// them that products and attention use. They are inline assembly, because GCC's intrinsics take no template arguments
 // and do not say that they read memory. With OCTAVO_EMULATE_TILES the same functions are plain code with the semantics
-// of Intel's manual, faults included, so that the products can be tested on a machine without AMX. Included by
+// of Intel's manual, faults included, so that products can be tested on a machine without AMX. Included by
 // linear_amx.h, int_dot_amx.h, lora_b.h and attention_amx.h only.
 #pragma once
 
@@ -13,7 +13,7 @@ namespace {
 constexpr int kTileMaxRows = 16;
 constexpr int kTileMaxBytes = 64;
 
-// The operand of ldtilecfg: of every tile in use its rows and the bytes of a row.
+// The operand of ldtilecfg: the rows of every tile in use, and the bytes of a row.
 struct alignas(64) TileShapes {
     uint8_t palette = 1;
     uint8_t start_row = 0;
@@ -36,7 +36,7 @@ template <int kTile>
 inline void tile_zero() {
     asm volatile("tilezero %%tmm%c0" : : "i"(kTile));
 }
-// Rows lie `stride` bytes apart.
+// Loads the tile's rows, which lie `stride` bytes apart from p on; tile_store writes them so.
 template <int kTile>
 inline void tile_load(const void* p, int64_t stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(stride), "i"(kTile) : "memory");
@@ -45,13 +45,13 @@ template <int kTile>
 inline void tile_store(void* p, int64_t stride) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(p), "r"(stride), "i"(kTile) : "memory");
 }
-// C += A B: pairs of bf16.
+// C += A B for pairs of bf16: c[m][n] is a float32, a row of A has pairs of k, row k of B has the pairs of all n.
 template <int kC, int kA, int kB>
 inline void tile_dot_bf16() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
 }
 
-// C += A B: fours of int8, summed as int32.
+// C += A B for four int8 a lane, summed as int32.
 template <int kC, int kA, int kB>
 inline void tile_dot_int8() {
     asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
@@ -66,7 +66,7 @@ struct EmulatedTiles {
 };
 thread_local EmulatedTiles emulated{};
 
-// What the processor refuses to execute. It raises SIGILL there, and so does this.
+// Raises SIGILL unless the operation is allowed, as the processor does.
 inline void fault_unless(bool allowed) {
     if (!allowed) __builtin_trap();
 }
@@ -116,8 +116,8 @@ inline void fault_unless_shapes_fit() {
     fault_unless(s.row_bytes[kB] % 4 == 0);
 }
 
-// Even and odd elements of k have a sum each, from zero and in order; the two are added to each other and the result to
-// C. Every operation is rounded to nearest even, with denormals taken and given as zeros.
+// Even elements of k have one sum and odd ones another, from zero and in order. The two are added, and the result is
+// added to C. Every operation rounds to nearest even; denormals are zeros, both as operands and as results.
 template <int kC, int kA, int kB>
 inline void tile_dot_bf16() {
     fault_unless_shapes_fit<kC, kA, kB>();
@@ -135,6 +135,8 @@ inline void tile_dot_bf16() {
                 uint32_t pair;
                 memcpy(&pair, emulated.data[kA][m] + 4 * k, sizeof(pair));
                 const Pairs b = load_pairs(reinterpret_cast<const uint16_t*>(emulated.data[kB][k] + 4 * n));
+                // The even element of a pair is in a lane's low half: shifted up, it is a float. The odd one is in the
+                // high half.
                 const Vec low_b = _mm512_castsi512_ps(_mm512_slli_epi32(b, 16));
                 even = fma(_mm512_castsi512_ps(set1_pair(pair << 16)), low_b, even);
                 odd = fma(_mm512_castsi512_ps(set1_pair(pair & 0xffff0000u)), _mm512_castsi512_ps(and_pairs(b, high)),
@@ -168,8 +170,8 @@ inline void tile_dot_int8() {
 
 #endif
 
-// Held for the length of a task and no longer: a thread that has live tiles has 8 KB more to save at each switch, and
-// its core may not rest as deeply. Shapes are loaded once or twice a task, of microseconds each.
+// Configures tiles for the length of a task and no longer: a thread with live tiles has 8 KB more to save at each
+// switch, and its core may not rest as deeply. Shapes are loaded once or twice in a task, and tasks take microseconds.
 struct TileScope {
     explicit TileScope(const TileShapes& shapes) { tile_configure(shapes); }
     ~TileScope() { tile_release(); }

@@ -1,5 +1,6 @@
-// Where the outputs of a product go. The products leave them in a small buffer, which stays in the first-level cache;
-// here they get their bias and are stored, added to what is there, or gated. Included by linear.h only.
+// Epilogues of products: what becomes of their outputs. Products leave outputs in a small buffer, which stays in the
+// first-level cache. Here adapters add to them (lora_b.h), they get their bias, and they are stored, added to an array,
+// activated, gated or quantized. Included by int_dot.h and linear_amx.h only.
 #pragma once
 
 #include "lora_b.h"
@@ -9,12 +10,12 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// How far ahead of its use a weight is fetched, over all panels read at once: about the memory's latency times the
-// bandwidth of one core.
+// How far ahead of its use a weight is fetched, in bytes over all panels that are read at once: about the memory's
+// latency times the bandwidth of one core.
 constexpr int kPrefetchBytes = 4096;
 
-// Vectors of outputs that are finished together: whole pairs of gate and up panels, and enough of them for a block of
-// a quantized row.
+// Returns how many vectors of outputs are finished together. Gated outputs need whole pairs of gate and up panels,
+// quantized outputs a whole block of the row. Other epilogues take `otherwise`.
 inline int64_t unit_vecs(const LinearArgs& a, int64_t otherwise) {
     const bool by_blocks = is_quantized(a.out_dtype);
     if (a.epilogue == kActivated && by_blocks) return 2 * kVecsPerPanel;
@@ -23,11 +24,12 @@ inline int64_t unit_vecs(const LinearArgs& a, int64_t otherwise) {
 }
 constexpr int kMaxUnit = 4 * kPanel;
 
+// Returns the number of panels of a matrix. Gate and up have whole panels each.
 inline int64_t panels_of(const Matrix& m) {
     return m.gated ? (m.n / 2 + kPanel - 1) / kPanel * 2 : (m.n + kPanel - 1) / kPanel;
 }
 
-// Elements [begin, begin + size) of k, of which it is the segment `number`.
+// Segment `number` of a matrix: elements [begin, begin + size) of k.
 struct Segment {
     int64_t number, begin, size;
 };
@@ -37,8 +39,9 @@ inline Segment segment_of(const Matrix& m, int64_t number) {
     return {number, number * size, size};
 }
 
-// y = the sum of a matrix's segments: make(segment, to) writes the products of one, `rows` by `width` floats with
-// kMaxUnit from row to row. Those that wait lie in `waiting`, kTreeDepth - 1 sums `step` floats apart.
+// Computes y as the sum of a matrix's segments, in the order of summation_tree.h. make(segment, to) writes one
+// segment's products, `rows` by `width` floats, whose rows lie kMaxUnit apart. Sums that wait for others are in
+// `waiting`: kTreeDepth - 1 of them, `step` floats apart.
 template <class Make>
 inline void sum_segments(const Matrix& m, float* y, float* waiting, int64_t step, int64_t rows, int64_t width,
                          Make make) {
@@ -54,7 +57,7 @@ inline void sum_segments(const Matrix& m, float* y, float* waiting, int64_t step
         });
 }
 
-// Those with their bias: a copy of what finds them, which stays in registers while outputs are stored.
+// Outputs with their bias. It copies the pointers, which stay in registers while outputs are stored.
 struct Biased {
     const float* y;
     const float* bias;
@@ -69,7 +72,7 @@ struct Biased {
     }
 };
 
-// Calls f with what becomes of gate and up, as exact as elements of type E can tell.
+// Calls f with the function that makes an output of gate and up, exact enough for outputs of type E.
 template <class E, class F>
 inline void with_gate(const LinearArgs& a, F f) {
     if (a.activation != kClamped) {
@@ -79,20 +82,21 @@ inline void with_gate(const LinearArgs& a, F f) {
     }
     f([&](Vec gate, Vec up) __attribute__((always_inline)) {
         const Vec limit = set1(a.clamp.limit);
-        const Vec low = min(limit, gate);  // NaN for NaN, as here
+        const Vec low = min(limit, gate);  // a NaN gate stays NaN: min and max return their second operand then
         const Vec shifted = add(max(negated(limit), min(limit, up)), set1(1.0f));
         return mul(gated_by(low, mul(set1(a.clamp.slope), low)), shifted);
     });
 }
 
-// Element i of the gated outputs of these products.
+// Returns element i of row r's gated outputs. Gate and up panels alternate.
 template <class Gate>
 __attribute__((always_inline)) inline Vec gated(Biased sums, int64_t r, int64_t i, Gate gate) {
     const int64_t gate_at = i / kPanel * 2 * kPanel + i % kPanel;
     return gate(sums.at(r, gate_at), sums.at(r, gate_at + kPanel));
 }
 
-// Stores f(where, row, index, lanes) in `width` columns of the output from `begin` on.
+// Stores f(where, row, index, lanes) in `width` columns of the output, from column `begin` on, vector by vector.
+// `where` points to the place in the output.
 template <class T, class F>
 inline void write_outputs(const LinearArgs& a, const Products& p, int64_t begin, int64_t width, F f) {
     const int64_t rows = p.rows, stride = a.out_stride;
@@ -110,14 +114,14 @@ inline void write_outputs(const LinearArgs& a, const Products& p, int64_t begin,
     }
 }
 
-// `width` outputs of a row from `begin` on, as blocks.
+// Quantizes `width` outputs of a row, from column `begin` on.
 template <class F>
 inline void quantize_outputs(const LinearArgs& a, int64_t row, int64_t begin, int64_t width, F f) {
     QBlock* out = static_cast<QBlock*>(a.out) + row * a.out_stride + begin / kQBlock;
     quantize_row(width, out, a.out_dtype == kQ16 ? out + a.out_stride / 2 : nullptr, f);
 }
 
-// What pads the last panels is exactly zero, and so is its gated product.
+// Outputs that pad the last panels are exactly zero, and so are their gated products.
 template <class Gate>
 inline void quantize_gated(const LinearArgs& a, const Products& p, Gate gate) {
     const Biased sums(a, p);
@@ -146,6 +150,7 @@ inline void scatter(const LinearArgs& a, const Products& p) {
     }
 }
 
+// Does the epilogue of some products: adapters, bias and activation first, then storing.
 void finish(const LinearArgs& a, const Products& p) {
     if (a.expands) expand(a, p);
     if (a.epilogue == kScatter) return scatter(a, p);

@@ -1,7 +1,7 @@
-// Products of quantized rows with integer matrices. A tile is R rows by one panel. The products of codes and elements
-// are summed in integers, which are exact in any order; what is left of a block is a few float operations per output,
-// in one order over the blocks, so a row's bits depend neither on R nor on how the work was cut.
-// Included by linear.h and embedding.h only.
+// Products of quantized rows with integer matrices. A tile is R rows by one panel. Products of codes and elements are
+// summed in integers, which are exact in any order. The rest of a block is a few float operations for each output, in
+// one order over the blocks. So a row's bits depend neither on R nor on how the work is cut. Layouts of matrices are in
+// int_layouts.h and k_quants.h. Included by linear.h and embedding.h only.
 #pragma once
 
 #include "epilogue.h"
@@ -11,17 +11,20 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
+// Returns where the integer sum of group g begins: -z times the sum of the group's elements, or 0 where codes are
+// centred before they are multiplied. Zeros of 8 and 32 are powers of two, as 128 is, so the shift is exact.
 template <class F>
 inline int32_t start_of_sum(const QBlock& x, int g) {
     if (F::kBits == 8 && kCodesAreCentred) return 0;
-    if (F::kBits < 8 && F::kGroup == 16) return x.start16[g] >> (8 - F::kBits);  // exactly
+    if (F::kBits < 8 && F::kGroup == 16) return x.start16[g] >> (8 - F::kBits);  // of -128 times the sum
     return F::kBits == 4 ? x.start4[g] : F::kGroup == 32 ? x.start8[g] : x.start16[g];
 }
 
-// How far ahead a single row tile fetches, into the second-level cache: the first has no room for what else it reads.
+// How far ahead a single tile of rows fetches, into the second-level cache: the first has no room beside what the tile
+// reads.
 constexpr int kIntPrefetchBytes = 8192;
 
-// What to fetch while a tile is computed: so many lines a block, from here on, and of factors of adapters.
+// What to fetch while a tile is computed: for each block `lines` lines from `from` on, and lines of adapters' factors.
 struct Fetch {
     const char* from;
     int lines;
@@ -34,7 +37,7 @@ struct Fetch {
     }
 };
 
-// How the rows of a batch are cut: into those of tile instructions, where these are faster, and tiles of vectors.
+// How the rows of a batch are cut: first tiles for tile instructions, where these are faster, then tiles of vectors.
 template <class F>
 class RowCuts {
   public:
@@ -62,22 +65,23 @@ class RowCuts {
     int64_t rows_, whole_, rest_, narrow_;
 };
 
-// Blocks that a product sees at a time: all of a panel, or as many as are opened together. A single tile of vectors
-// opens as few as it can, so that they are read soon after they were fetched.
+// Returns how many blocks a product reads at a time: all of a panel, or as many as are opened together. A single tile
+// of vectors opens as few as it can, so that blocks are read soon after they are fetched.
 template <class F>
 inline int64_t blocks_at_a_time(int64_t blocks, int64_t cuts, bool by_instructions) {
     if (F::kOpenedBytes == 0 && !by_instructions) return blocks;
     return min_of<int64_t>(blocks, cuts == 1 && !by_instructions ? kBlocksOfSuper : kOpenedBlocks);
 }
 
-// y[r, 0 .. kPanel) for R rows of `blocks` blocks, from zero or, not `is_first`, from what is there. V vectors of
-// outputs are worked on at a time.
+// Computes y[r, 0 .. kPanel) for R rows over `blocks` blocks. With `is_first` sums begin at zero, else at what y holds.
+// The results are multiplied by `factor`. V vectors of outputs are worked on at a time.
 template <class F, int R>
 void int_tile(IntView w, int64_t blocks, const QBlock* rows, int64_t x_stride, bool is_first, Vec factor, float* y,
               Fetch fetch) {
     constexpr int V = kIntVecs;
     constexpr int kStepBytes = kPanel * 4;
     constexpr int kVecBytes = kLanes * 4;
+    // A step is one vector of code bytes for each 16 outputs: eight elements of k in codes of 4 bits, else four.
     constexpr int kStepsPerGroup = F::kGroup / F::kCodesOfByte / 4;
     const QBlock* x[R];
     for (int r = 0; r < R; ++r) x[r] = rows + r * x_stride;
@@ -91,6 +95,7 @@ void int_tile(IntView w, int64_t blocks, const QBlock* rows, int64_t x_stride, b
         for (int v0 = 0; v0 < kVecsPerPanel; v0 += V) {
 #pragma GCC unroll 4
             for (int g = 0; g < F::kGroups; ++g) {
+                // Where registers are few (AVX2) the float sums stay in memory while integers are summed.
                 leave_in_memory(acc);
                 Ints sum[R][V];
                 for (int r = 0; r < R; ++r) {
@@ -104,10 +109,13 @@ void int_tile(IntView w, int64_t blocks, const QBlock* rows, int64_t x_stride, b
                         Ints low[V], high[V];
                         for (int v = 0; v < V; ++v) {
                             const Ints both = load_ints(step + v * kVecBytes);
+                            // Elements 8s to 8s + 3 of 16 outputs, a code a byte; then elements 8s + 4 to 8s + 7.
                             low[v] = low_nibbles(both);
                             high[v] = high_nibbles(both);
                         }
                         for (int r = 0; r < R; ++r) {
+                            // Four elements of the row in every lane, times the low halves; below, the next four times
+                            // the high halves.
                             const Ints four = set1_bytes(x[r][b].q + s * 8);
                             for (int v = 0; v < V; ++v) sum[r][v] = add_to_sums4(sum[r][v], low[v], four);
                         }
@@ -116,7 +124,7 @@ void int_tile(IntView w, int64_t blocks, const QBlock* rows, int64_t x_stride, b
                             for (int v = 0; v < V; ++v) sum[r][v] = add_to_sums4(sum[r][v], high[v], four);
                         }
                     } else if constexpr (F::kBits == 6) {
-                        // Two steps at a time.
+                        // Two steps at a time: without VNNI, sums of both fit 16 bits (docs/kernels.md).
                         if (s % 2) continue;
                         Ints first[V], second[V];
                         for (int v = 0; v < V; ++v) {
@@ -131,6 +139,7 @@ void int_tile(IntView w, int64_t blocks, const QBlock* rows, int64_t x_stride, b
                         }
                     } else {
                         Ints codes[V];
+                        // `centred` makes codes signed on sets that multiply signed bytes, else leaves them.
                         for (int v = 0; v < V; ++v) codes[v] = centred(load_ints(step + v * kVecBytes));
                         for (int r = 0; r < R; ++r) {
                             const Ints four = set1_bytes(x[r][b].q + s * 4);
@@ -152,8 +161,10 @@ void int_tile(IntView w, int64_t blocks, const QBlock* rows, int64_t x_stride, b
                         if constexpr (F::kMinimaBy16) {
                             const Vec added = mul(load_scale(scales + F::kGroups * kPanel + (v0 + v) * kLanes),
                                                   set1(static_cast<float>(x[r][b].start16[g])));
+                            // acc += row scale * (scale * integer sum + minimum * start value)
                             acc[r][v0 + v] = fma(fma(d, to_float(sum[r][v]), added), of_row, acc[r][v0 + v]);
                         } else {
+                            // acc += scale * row scale * integer sum
                             acc[r][v0 + v] = fma(mul(d, of_row), to_float(sum[r][v]), acc[r][v0 + v]);
                         }
                     }
@@ -176,8 +187,8 @@ void int_tile(IntView w, int64_t blocks, const QBlock* rows, int64_t x_stride, b
 }
 
 #ifdef OCTAVO_MATRICES
-// The same by matrix instructions: rows two by two, of which the last is its own neighbour where R is odd. Groups have
-// the sums of int_tile, and what is left the same order.
+// As int_tile, by ARM's matrix instructions: two rows by two outputs at a time. If R is odd, the last row is its own
+// neighbour. Groups have the integer sums of int_tile, and float operations follow in the same order.
 template <class F, int R>
 void int_tile_by_matrices(IntView w, int64_t blocks, const QBlock* rows, int64_t x_stride, bool is_first, Vec factor,
                           float* y, Fetch fetch) {
@@ -185,7 +196,7 @@ void int_tile_by_matrices(IntView w, int64_t blocks, const QBlock* rows, int64_t
     constexpr int kPairs = (R + 1) / 2;
     constexpr int kStepBytes = kPanel * 4;
     constexpr int kVecBytes = kLanes * 4;
-    // Steps of eight elements of k: one vector of codes of four bits, or two of more.
+    // A step is eight elements of k: one vector of codes of four bits, or two of codes of more bits.
     constexpr int kVecsPerStep = 2 / F::kCodesOfByte;
     constexpr int kStepsPerGroup = F::kGroup / 8;
     const QBlock* x[2 * kPairs];
@@ -212,12 +223,15 @@ void int_tile_by_matrices(IntView w, int64_t blocks, const QBlock* rows, int64_t
                     for (int v = 0; v < V; ++v) {
                         const Ints first = load_ints(step + v * kVecBytes);
                         if constexpr (F::kBits == 4) {
+                            // An output's first four codes and its next four lie side by side: eight k of two outputs
+                            // are an operand.
                             codes[v] = interleaved(low_nibbles(first), high_nibbles(first));
                         } else {
                             codes[v] = interleaved(first, load_ints(step + kStepBytes + v * kVecBytes));
                         }
                     }
                     for (int p = 0; p < kPairs; ++p) {
+                        // Eight elements of each of the two rows, the other operand.
                         const Ints eight = load_two_rows(x[2 * p][b].q + s * 8, x[2 * p + 1][b].q + s * 8);
                         for (int v = 0; v < V; ++v) {
                             for (int i = 0; i < 2; ++i) {
@@ -231,6 +245,7 @@ void int_tile_by_matrices(IntView w, int64_t blocks, const QBlock* rows, int64_t
                     const Vec d = load_scale(scales + (v0 + v) * kLanes);
                     for (int r = 0; r < R; ++r) {
                         const Vec of_row = set1(x[r][b].scale[g * F::kGroup / 32]);
+                        // Sums lie as [2 outputs][2 rows] by instruction; sums_by_row gathers a row's.
                         const Vec found = to_float(sums_by_row(sum[r / 2][v][0], sum[r / 2][v][1]).of[r % 2]);
                         if constexpr (F::kMinimaBy16) {
                             const Vec added = mul(load_scale(scales + F::kGroups * kPanel + (v0 + v) * kLanes),
@@ -259,7 +274,7 @@ void int_tile_by_matrices(IntView w, int64_t blocks, const QBlock* rows, int64_t
 }
 #endif
 
-// The tile for as many rows: a single one would leave half of a matrix instruction idle.
+// Computes a tile of R rows. A single row would leave half of a matrix instruction idle, so vectors take it.
 template <class F, int R>
 inline void int_tile_of_rows(IntView w, int64_t blocks, const QBlock* rows, int64_t x_stride, bool is_first, Vec factor,
                              float* y, Fetch fetch) {
@@ -274,7 +289,7 @@ inline void int_tile_of_rows(IntView w, int64_t blocks, const QBlock* rows, int6
 #endif
 }
 
-// The first `outputs` rows of a panel's y become the sums of pairs of them.
+// Adds up pairs of rows of a panel's y: the first `outputs` rows become the sums of rows 2r and 2r + 1.
 inline void add_pairs(float* y, int64_t outputs) {
     for (int64_t r = 0; r < outputs; ++r) {
         const float* pair = y + 2 * r * kMaxUnit;
@@ -284,21 +299,22 @@ inline void add_pairs(float* y, int64_t outputs) {
     }
 }
 
-// Each unit of panels meets every row before the next: rows in batches, which share what is made of weights for their
-// outliers, and those in tiles. Meanwhile what follows is fetched, in equal parts.
+// Computes the product of rows and panels. A unit of panels meets every row before the next unit does. Rows come in
+// batches, which share the columns of weights that are unpacked for their outliers. A batch comes in tiles. Meanwhile
+// the next weights are fetched, in equal parts.
 template <class F>
 void int_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
     using Flat = typename F::Flat;
     constexpr int kRows = F::kOpenedBytes ? kOpenedRows : kOutlierRows;
     alignas(64) float y[kRows * kMaxUnit];
-    alignas(64) float waiting[kRows * kMaxUnit];  // a panel wide each
+    alignas(64) float waiting[kRows * kMaxUnit];  // sums of segments, each a panel wide
     static_assert((kTreeDepth - 1) * kPanel <= kMaxUnit);
     alignas(64) char opened[F::kOpenedBytes ? F::kOpenedBytes * kOpenedBlocks : 1];
     const int64_t blocks = (a.matrix.k + kQBlock - 1) / kQBlock;
     const int64_t panel_bytes = blocks * F::kBlockBytes;
-    // What adapters need to be found and begun with is shared by as many panels as fit.
+    // With adapters a unit is as many panels as fit: they share the cost of finding and beginning with adapters.
     const int64_t unit = unit_vecs(a, a.expands ? kMaxUnit / kLanes : kVecsPerPanel) / kVecsPerPanel;
-    // Both rows of a pair are rows here, until their outputs are added up.
+    // Both rows of a pair are rows here, until their outputs are added up (add_pairs).
     const int64_t rows_of_one = a.x_is_paired ? 2 : 1;
     const int64_t rows = (row_end - row_begin) * rows_of_one, x_stride = a.x_stride / rows_of_one;
     const QBlock* x = static_cast<const QBlock*>(a.x) + row_begin * a.x_stride;
@@ -309,7 +325,7 @@ void int_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t 
     const int lines = static_cast<int>(((F::kBlockBytes + 63) / 64 + all_cuts - 1) / all_cuts);
     const int64_t step = blocks_at_a_time<F>(blocks, all_cuts, by_instructions);
     IntTilesOf<Flat> instructions(x, x_stride, blocks, rows, by_instructions);
-    const int64_t soon = by_instructions ? step * F::kBlockBytes : kIntPrefetchBytes;  // of a single tile
+    const int64_t soon = by_instructions ? step * F::kBlockBytes : kIntPrefetchBytes;  // how far ahead of a single tile
     const float inverse = 1 / a.matrix.factor;
     const int64_t all_panels = panels_of(a.matrix);
     FactorLines factors(a, row_begin, row_end, panel_begin, all_panels);
@@ -359,12 +375,12 @@ void int_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t 
             }
             cuts_before += cuts.count();
             finish(a, {y, kMaxUnit, row_begin + first / rows_of_one, outputs, panel * kPanel, panels * kPanel});
-            if (a.expands) instructions.configure();  // adapters have had tiles of their own
+            if (a.expands) instructions.configure();  // adapters configured tiles of their own
         }
     }
 }
 
-// Row n of an integer matrix: element k goes to f(k, value).
+// Calls f(k, value) for each element k of row n of an integer matrix.
 template <class F, class Function>
 inline void int_row(const Matrix& m, int64_t n, Function f) {
     using Flat = typename F::Flat;
@@ -387,6 +403,7 @@ inline void int_row(const Matrix& m, int64_t n, Function f) {
             const uint16_t* minima = reinterpret_cast<const uint16_t*>(w.scales + Flat::kScaleBytes);
             int32_t code;
             if constexpr (Flat::kBits == 4) {
+                // Low half: the first four of eight elements; high half: the next four.
                 const uint8_t both = static_cast<uint8_t>(w.codes[at / 8 * kPanel * 4 + lane * 4 + at % 4]);
                 code = (at / 4 % 2 == 0 ? both & 15 : both >> 4) - 8;
             } else {

@@ -1,8 +1,8 @@
-// The products of int_dot.h by the tile instructions of AMX: sixteen rows by a vector of outputs, group by group.
-// Sums of a group are the same integers, and what is left of it are the same float operations in the same order, so a
-// row has the bits that vectors give it, and these take what fills no tile. A tile instruction takes as long for a
-// group as for 64 elements, and the vectors' operations cannot begin before it and a store are done: they work on one
-// group while the tiles make the next. Included by int_dot.h only.
+// The products of int_dot.h by the tile instructions of AMX: sixteen rows by a vector of outputs, group by group. A
+// group has the same integer sums as with vectors, and the same float operations follow in the same order. So a row has
+// the same bits either way, and vectors take the rows that fill no tile. A tile instruction takes as long for a group
+// of 32 elements as for 64, and float operations wait until it and a store are done. Therefore vectors work on one
+// group while tiles make the next. Included by int_dot.h only.
 #pragma once
 
 #include <optional>
@@ -18,9 +18,9 @@ namespace octavo::OCTAVO_ISA {
 namespace {
 
 constexpr int kRowsOfTile = 16;
-constexpr int kTileGroup = 32;  // elements of a group
+constexpr int kTileGroup = 32;  // elements of a group, the only size that tiles take
 
-// What a task has for products by tile instructions, where there are none.
+// A task's products by tile instructions, where there are none: no tile is ever whole.
 template <class F, bool kThereAreTiles>
 struct IntTiles {
     IntTiles(const QBlock*, int64_t, int64_t, int64_t, bool) {}
@@ -37,15 +37,15 @@ static_assert(kRowsOfTile == kTileMaxRows);
 template <class F>
 using IntTilesOf = IntTiles<F, F::kGroup == kTileGroup>;
 
-// A block of sixteen quantized rows, as tiles and vectors read it one after the other; rows that are none are zeros.
+// A block of sixteen quantized rows, laid out as tiles and vectors read it. Missing rows are zeros.
 struct alignas(64) BlockOfRows {
     int8_t q[kRowsOfTile][kQBlock];
     float scale[2][kRowsOfTile];
     uint16_t sums[kRowsOfTile][2];
 };
 
-// Quantized rows in tiles, for all the panels that they meet. A thread lays the same rows out once in a launch, for all
-// its tasks: what `of` returns is good until its next call.
+// Quantized rows laid out in tiles, for all panels that they meet. A thread lays the same rows out once in a launch,
+// for all its tasks. The result of `of` is valid until its next call.
 class RowTiles {
   public:
     static const RowTiles& of(const QBlock* x, int64_t x_stride, int64_t blocks, int64_t rows) {
@@ -58,7 +58,7 @@ class RowTiles {
         return found;
     }
 
-    // From block `block` on of the sixteen rows that begin with `row`.
+    // Returns the sixteen rows that begin with `row`, from block `block` on.
     const BlockOfRows* at(int64_t row, int64_t block) const {
         return blocks_.data() + row / kRowsOfTile * rows_.blocks + block;
     }
@@ -95,20 +95,24 @@ class RowTiles {
     }
 
     Rows rows_{};
-    std::vector<BlockOfRows> blocks_;  // and room for more
+    std::vector<BlockOfRows> blocks_;  // grown, never shrunk
 };
 
-// Codes of one block as a tile reads them, less their zero: sixteen steps of four elements, of all outputs of a panel.
+// An opened block: codes less their zero, as signed bytes, in sixteen steps of four elements of all outputs of a panel.
 constexpr int kStepBytes = kPanel * 4;
 constexpr int kSignedBytes = kPanel * kQBlock;
 
+// Writes the codes of `blocks` blocks to `to`, opened.
 template <class F>
 void open_codes(IntView w, int64_t blocks, char* to) {
+    // z in every byte.
     const Ints zero_code = set1_int((1 << (F::kBits - 1)) * 0x01010101u);
     for (int64_t b = 0; b < blocks; ++b, w.codes += w.code_stride, to += kSignedBytes) {
         for (int at = 0; at < kSignedBytes / F::kCodesOfByte; at += kLanes * 4) {
             const Ints codes = load_ints(w.codes + at);
             if constexpr (F::kCodesOfByte == 2) {
+                // A step of nibbles becomes two steps: its low halves are the first four elements, its high halves the
+                // next.
                 char* step = to + at / kStepBytes * 2 * kStepBytes + at % kStepBytes;
                 store_ints(step, _mm512_sub_epi8(low_nibbles(codes), zero_code));
                 store_ints(step + kStepBytes, _mm512_sub_epi8(high_nibbles(codes), zero_code));
@@ -119,16 +123,19 @@ void open_codes(IntView w, int64_t blocks, char* to) {
     }
 }
 
-// The sums of a block's group kGroup, for a vector of outputs at `codes`. Groups take turns in the tiles.
+// Writes the integer sums of group kGroup of a block to `sums` [16 rows][kLanes], for the vector of outputs at `codes`.
+// The two groups of a block have tiles of their own, so that one is computed while the other is read.
 template <int kGroup>
 inline void group_by_tiles(const BlockOfRows& x, const char* codes, int32_t* sums) {
     tile_zero<kGroup>();
+    // Elements of sixteen rows by 32 k; codes of 32 k, four a lane, by 16 outputs.
     tile_load<4 + kGroup>(x.q[0] + kGroup * kTileGroup, kQBlock);
     tile_load<6 + kGroup>(codes + kGroup * kTileGroup / 4 * kStepBytes, kStepBytes);
     tile_dot_int8<kGroup, 4 + kGroup, 6 + kGroup>();
     tile_store<kGroup>(sums, kLanes * 4);
 }
 
+// Tiles 0 and 1 are sums, 4 and 5 rows, 6 and 7 codes, one of each for each group of a block.
 inline TileShapes int_tile_shapes() {
     TileShapes shapes;
     for (int group = 0; group < 2; ++group) {
@@ -139,7 +146,7 @@ inline TileShapes int_tile_shapes() {
     return shapes;
 }
 
-// As int_tile, for sixteen rows of y; `codes` are those of `w`, opened. meanwhile() is called for each block.
+// As int_tile, for sixteen rows of y. `codes` are the opened codes of `w`. Calls meanwhile() for each block.
 template <class F, class Meanwhile>
 void int_tile_by_tiles(IntView w, const char* codes, int64_t blocks, const BlockOfRows* x, bool is_first, Vec factor,
                        float* y, Meanwhile meanwhile) {
@@ -157,6 +164,7 @@ void int_tile_by_tiles(IntView w, const char* codes, int64_t blocks, const Block
             const Scale* scales = reinterpret_cast<const Scale*>(scales_at) + v * kLanes;
 #pragma GCC unroll 2
             for (int g = 0; g < 2; ++g) {
+                // Tiles begin the next group before vectors take up the sums of this one.
                 if (g == 0) {
                     group_by_tiles<1>(x[b], block_codes, sums[1]);
                 } else if (b + 1 < blocks) {
@@ -180,7 +188,7 @@ void int_tile_by_tiles(IntView w, const char* codes, int64_t blocks, const Block
     }
 }
 
-// What a task has for them.
+// A task's products by tile instructions. Without `are_used` no tiles are configured.
 template <class F>
 class IntTiles<F, true> {
   public:
@@ -190,27 +198,27 @@ class IntTiles<F, true> {
         rows_ = &RowTiles::of(x, x_stride, blocks, rows);
     }
 
-    // How many tiles a batch of rows has, of which the last may lack some. A tile takes as long for one row as for
-    // sixteen, so that vectors are faster for fewer than thirteen, and for a single tile where codes of eight bits have
-    // to be copied for it. (They are faster for groups of 16 elements as well, for which a tile takes as long as for
-    // 32.)
+    // Returns how many tiles a batch of rows has; the last may lack some rows. A tile takes as long for one row as for
+    // sixteen, so vectors are faster for fewer than thirteen rows. With codes of eight bits vectors are also faster for
+    // a single tile, for which codes would have to be copied. (They are faster for groups of 16 elements too: a tile
+    // takes as long for 16 elements as for 32.)
     static constexpr int64_t whole_tiles(int64_t rows) {
         constexpr int64_t kFewest = 13;
         if (F::kBits == 8 && rows < 2 * kRowsOfTile) return 0;
         return (rows + kRowsOfTile - kFewest) / kRowsOfTile;
     }
 
-    // What `multiply` sees until the next call.
+    // Opens the codes that `multiply` reads until the next call.
     void open(IntView w, int64_t blocks) { open_codes<F>(w, blocks, codes_); }
 
-    // Of the task's rows from `row` on, and of blocks from `block` on.
+    // Computes sixteen of the task's rows from `row` on, over `blocks` blocks from `block` on.
     template <class Meanwhile>
     void multiply(IntView w, int64_t blocks, int64_t row, int64_t block, bool is_first, Vec factor, float* y,
                   Meanwhile meanwhile) {
         int_tile_by_tiles<F>(w, codes_, blocks, rows_->at(row, block), is_first, factor, y, meanwhile);
     }
 
-    // Once others have given tiles another shape.
+    // Configures the tiles again after other code has given them other shapes.
     void configure() {
         if (scope_) tile_configure(int_tile_shapes());
     }

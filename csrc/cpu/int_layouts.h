@@ -1,42 +1,47 @@
-// The packed layouts of integer weights (docs/kernels.md), and how products see them: as blocks of codes, scales and
-// minima. Layouts that keep the scales of a file's superblocks (k_quants.h) are opened, some blocks at a time,
-// into a buffer that stays in the cache; others are seen as they lie. Included by k_quants.h only.
+// The packed layouts of integer weights (docs/kernels.md), and the view that products have of them: blocks of codes,
+// scales and minima. Layouts that keep the superblocks of a file (k_quants.h) are opened, some blocks at a time, into a
+// buffer that stays in the first-level cache. All others are read as they lie. Packing is in pack_int.cpp. Included by
+// k_quants.h only.
 //
 // A panel is 32 output channels, in the lanes of vectors. Its blocks of 64 elements of k follow each other in memory:
 //
-//     matrix [N, K]        panel: outputs 0 .. 31                block, codes of 4 bits: 1152 bytes
+//     matrix [N, K]        panel: outputs 0 .. 31                block, 4 bits: 1152 bytes, 1280 with minima
 //     k ->                 k ->                                  +----------------------------------------------+
 //   n +---------+          +---------+---------+-- ...           | codes  [8][32][4]  byte (j, output, i):      |
-//   | | panel 0 |  32      | block 0 | block 1 |                 |        low half k = 8j + i, high 8j + 4 + i |
+//   | | panel 0 |  32      | block 0 | block 1 |                 |   low half k = 8j + i, high half 8j + 4 + i  |
 //   v +---------+          | 64 of k | 64 of k |                 +----------------------------------------------+
 //     | panel 1 |          +---------+---------+-- ...           | scales [2][32]     float16, of 32 k each     |
 //     +---------+                                                +----------------------------------------------+
 //                                                                | minima [32][2]     bfloat16, if there are any|
 //                                                                +----------------------------------------------+
 //
-// A vector of 16 lanes loads four neighbouring k of 16 outputs, which is the operand of a dot product of bytes:
+// Codes of 8 bits are [16][32][4]: byte (j, output, i) has k = 4j + i. With groups of 16 elements scales are [4][32].
+//
+// A vector of 16 lanes has four neighbouring k of 16 outputs (codes of 4 bits: once its halves are parted, two such
+// vectors). It is the operand of a dot product of bytes:
 //
 //     lane:      output 0      output 1          output 15
 //     bytes:   k k+1 k+2 k+3 | k k+1 k+2 k+3 | ... k+3         times the same four bytes of the row, in every lane
 //
 // A superblock is 256 elements of k (four blocks) whose scales share a unit, as GGUF's K-quants have them (k_quants.h):
 //
-//     Q4_K:  | codes 64 | codes 64 | codes 64 | codes 64 |   each 1024 bytes, with 128 bytes of scales between them:
-//            | d, dmin: float16 [2][32] | word 0 [32] | word 1 [32] | word 2 [32] |
-//         three words of an output are its eight scales and eight minima of six bits
+//     Q4_K:  | codes 64 | units | codes 64 | word 0 | codes 64 | word 1 | codes 64 | word 2 |
+//         codes: 1024 bytes each; units: d and dmin, float16 [2][32]; words: uint32 [32] each. The three words of an
+//         output are its eight scales and then its eight minima, of six bits each.
 //
 // Words of these files:
 //   row      one token's inputs (or outputs) of a product       block      64 elements of k of a panel or of a row
-//   panel    32 output channels of a packed matrix               superblock 256 elements of k: four blocks, one unit
-//   code     the integer that stands for a weight                group      elements that share a scale: 16 or 32
-//   scale    what a group's codes are multiplied by              minimum    what is added to a group's weights
-//   unit     what a superblock's scales are multiplied by        factor     a power of two for the whole matrix
-//   lane     one number of a vector register                     vector     a register: kLanes floats
-//   QBlock   a block of a row: bytes, scales, sums               outlier    an element of a row kept as a float
-//   start    -z times the sum of a block's elements: where an integer sum begins, as codes are stored as code + z
-//   open     unpack a superblock into blocks with scales of their own, in the first-level cache
-//   task     a piece of a call that one thread does              epilogue   what becomes of a product's outputs
-//   segment  an equal part of k with a sum of its own            tile       rows by a panel in registers
+//   panel    32 output channels of a packed matrix              superblock 256 elements of k: four blocks, one unit
+//   code     the integer that stands for a weight               group      elements that share a scale: 16 or 32
+//   scale    what a group's codes are multiplied by             minimum    what is added to 32 weights (Q2_K: to 16)
+//   unit     what a superblock's scales are multiplied by       factor     a power of two for the whole matrix
+//   lane     one number of a vector register                    vector     a register: kLanes floats
+//   QBlock   a block of a row: bytes, scales, sums, outliers    outlier    an element of a row kept as a float
+//   zero     z: a stored code stands for code - z               start      -z times the sum of a group's elements
+//   open     unpack superblocks into blocks with scales of their own, in the first-level cache
+//   task     a piece of a call that one thread does             epilogue   what becomes of a product's outputs
+//   segment  an equal part of k with a sum of its own           tile       rows by a panel in registers
+// An integer sum begins at its start, so that codes are multiplied as they are stored and z is never subtracted.
 #pragma once
 
 #include "vector_math.h"
@@ -44,7 +49,8 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// Some consecutive blocks of a panel. The minima of a block follow its scales.
+// Some consecutive blocks of a panel: where the first block's codes and scales lie, and the bytes from one block to the
+// next. The minima of a block follow its scales.
 struct IntView {
     const char* codes;
     int64_t code_stride;
@@ -64,9 +70,9 @@ inline float half_value(uint16_t h) {
 inline float scale_value(uint16_t scale) { return half_value(scale); }
 inline float scale_value(float scale) { return scale; }
 
-// Blocks of codes, two a byte or, of more than four bits, one; then scales (float16, or float32 where they were
-// opened), then minima: of no element, bfloat16 of 32, or of 16 what a start value of QBlock is to be multiplied by,
-// float32.
+// A layout whose blocks are read as they lie: codes, then scales, then minima. Codes of 4 bits are two a byte, codes of
+// more bits one a byte. Scales are float16, or float32 in an opened buffer. `minima` says what they are: 0, none; 32, a
+// bfloat16 for each 32 elements; 16, a float32 for each 16 elements, which is multiplied by a start value of QBlock.
 template <int bits, int group, int minima, class ScaleType = uint16_t>
 struct IntFormat {
     using Flat = IntFormat;
@@ -81,7 +87,7 @@ struct IntFormat {
     static_assert(minima == 0 || minima == 32 || group == 16);
     static constexpr int kMinimumBytes = kMinima ? kPanel * 4 : kMinimaBy16 ? kPanel * kGroups * 4 : 0;
     static constexpr int kBlockBytes = kCodeBytes + kScaleBytes + kMinimumBytes;
-    // What opening a block writes; blocks that are opened together.
+    // Bytes that an opened block takes. Here there is nothing to open.
     static constexpr int kOpenedBytes = 0;
 
     static inline IntView open(const char* panel, int64_t block, int64_t, float, char*) {
@@ -89,10 +95,11 @@ struct IntFormat {
         return {w, kBlockBytes, w + kCodeBytes, kBlockBytes};
     }
 
-    // Element k of a panel's rows, as floats, over the factor.
+    // Writes element k of the panel's 32 outputs to `out`, as floats, divided by the matrix's factor.
     static inline void column(const char* panel, int64_t k, float, Vec* out) {
         const char* block = panel + k / kQBlock * kBlockBytes;
         const int at = static_cast<int>(k % kQBlock);
+        // The vector that has element `at`, and the first bit of its code in a lane: byte at % 4, low or high half.
         const char* codes = block + (bits == 4 ? at / 8 : at / 4) * kPanel * 4;
         const int shift = at % 4 * 8 + (bits == 4 ? at / 4 % 2 * 4 : 0);
         const Scale* scales = reinterpret_cast<const Scale*>(block + kCodeBytes) + at / group * kPanel;

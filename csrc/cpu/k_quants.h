@@ -1,5 +1,7 @@
-// Layouts that keep the scales of a file's superblocks, 256 elements (docs/kernels.md), and which layout a matrix has.
-// Included by int_dot.h only.
+// The layouts that keep a file's superblocks of 256 elements (docs/kernels.md), and how they are opened into blocks
+// that products read. with_format chooses the layout of a matrix. In every format `inverse` is 1 over the matrix's
+// factor, `v` the vector of outputs within the panel, and `header` what a superblock has beside its codes. Included by
+// int_dot_amx.h only.
 #pragma once
 
 #include "int_layouts.h"
@@ -8,11 +10,12 @@ namespace octavo::OCTAVO_ISA {
 namespace {
 
 constexpr int kBlocksOfSuper = kSuperblock / kQBlock;
-// Blocks that are opened together for several tiles of rows: some 20 KB, which fit a first-level cache.
+// Blocks that are opened together for several tiles of rows: some 20 KB, which fit the first-level cache.
 constexpr int64_t kOpenedBlocks = 8;
 static_assert(kOpenedBlocks % kBlocksOfSuper == 0, "whole superblocks are opened");
 
-// Superblocks of F that become blocks of its flat format as a whole.
+// Opens `blocks` blocks from `block` on, whole superblocks of format F, into `opened`. Codes, scales and minima are all
+// written anew.
 template <class F>
 inline IntView open_whole(const char* panel, int64_t block, int64_t blocks, float inverse, char* opened) {
     for (int64_t b = 0; b < blocks; b += kBlocksOfSuper) {
@@ -29,15 +32,19 @@ inline IntView open_whole(const char* panel, int64_t block, int64_t blocks, floa
     return {opened, F::kOpenedBytes, opened + F::Flat::kCodeBytes, F::kOpenedBytes};
 }
 
-// The fourth of six-bit numbers of which three stand in the low bits of bytes: its bits are their high ones.
+// Returns the fourth of four six-bit numbers, byte by byte. The low six bits of a, b and c are the first three numbers;
+// their high two bits are the fourth's.
 inline Ints fourth_of_six_bits(Ints a, Ints b, Ints c) {
+    // Bits 6 and 7 of a become bits 0 and 1.
     const Ints low = and_ints(shift_right<6>(a), set1_int(0x03030303));
+    // Bits 6 and 7 of b become bits 2 and 3.
     const Ints middle = and_ints(shift_right<4>(b), set1_int(0x0c0c0c0c));
+    // Bits 6 and 7 of c become bits 4 and 5.
     return or_ints(or_ints(low, middle), and_ints(shift_right<2>(c), set1_int(0x30303030)));
 }
 
-// Sixteen numbers of six bits of each output of a vector, in three words that lie `stride` bytes apart: five a word
-// from its low bits on, and the last in the high bits of all three.
+// Sixteen numbers of six bits for each output of a vector, in three words that lie `stride` bytes apart. Each word has
+// five numbers, from its low bits on. The sixteenth number is in the high two bits of all three words.
 struct SixBits {
     Ints words[3];
 
@@ -48,17 +55,20 @@ struct SixBits {
     template <int number>
     inline Vec at() const {
         if constexpr (number == 15) {
+            // Bits 30 and 31 of word 0 become bits 0 and 1, of word 1 bits 2 and 3, of word 2 bits 4 and 5.
             const Ints low = or_ints(shift_right<30>(words[0]), and_ints(shift_right<28>(words[1]), set1_int(12)));
             return to_float(or_ints(low, and_ints(shift_right<26>(words[2]), set1_int(48))));
         } else {
+            // Word number / 5, six bits from bit 6 * (number % 5) on.
             return to_float(and_ints(shift_right<number % 5 * 6>(words[number / 5]), set1_int(63)));
         }
     }
 };
 
-// What a superblock of Q4_K and Q5_K has beside its codes, of a vector of outputs; units over the factor. Of each of
-// four blocks it is 128 bytes: those of the first are the float16 units of scales and of minima, those of the others
-// words of numbers, which are eight scales and then eight minima.
+// What a superblock of Q4_K and Q5_K has beside its codes, for a vector of outputs. After the codes of each block come
+// 128 bytes: the float16 units of scales and of minima after the first, a word of numbers after each other one. The
+// numbers are eight scales and then eight minima. Units are divided by the matrix's factor; the unit of minima is
+// negated, as GGUF subtracts minima.
 template <int kCodeBytes>
 struct ScalesAndMinima {
     static constexpr int kBlockBytes = kCodeBytes + kPanel * 4;
@@ -72,14 +82,15 @@ struct ScalesAndMinima {
         minimum_unit = mul(load_half(units + kPanel), set1(-inverse));
     }
 
-    // Of a group, not rounded yet.
+    // Returns the scale of a group, not rounded yet.
     template <int group>
     inline Vec scale() const {
         return mul(unit, numbers.at<group>());
     }
 };
 
-// Q4_K: four blocks are 256 elements, each of which has its codes and a quarter of what there is beside them.
+// Q4_K: a superblock is four blocks, each with its codes and 128 bytes of scales and minima. Opening writes scales and
+// minima only: codes are read as they lie.
 struct FormatQ4K {
     using Flat = IntFormat<4, 32, 32, float>;
     static constexpr int kBits = 4;
@@ -89,7 +100,8 @@ struct FormatQ4K {
     struct Header : ScalesAndMinima<Flat::kCodeBytes> {
         using ScalesAndMinima::ScalesAndMinima;
 
-        // The scale of a group, rounded to float16, and its minimum for codes whose zero is 8, not rounded yet.
+        // Returns the scale of a group, rounded to float16. Sets its minimum, not rounded yet. GGUF's codes begin at 0,
+        // products subtract a zero of 8: the minimum makes up for it with 8 exact scales.
         template <int group>
         inline Vec scale(Vec& minimum) const {
             const Vec exact = ScalesAndMinima::scale<group>();
@@ -139,7 +151,7 @@ struct FormatQ4K {
     }
 };
 
-// Q5_K: as Q4_K, and after the nibbles of a block the fifth bits: of each 32 elements a word, in which bit j of byte i
+// Q5_K: as Q4_K, but after the nibbles of a block come the fifth bits, a word for each 32 elements. Bit j of its byte i
 // belongs to element 4j + i.
 struct FormatQ5K {
     using Flat = IntFormat<8, 32, 32, float>;
@@ -152,20 +164,24 @@ struct FormatQ5K {
     struct Header : ScalesAndMinima<kCodeBytes> {
         using ScalesAndMinima::ScalesAndMinima;
 
-        // The scale of a group, rounded to float16, how much less its codes become so that hardly any minimum remains,
-        // and what remains, not rounded yet. Codes have room for -96 to 128; as the packer does it.
+        // Returns the scale of a group, rounded to float16. `less` is subtracted from its codes, a whole number chosen
+        // so that hardly any minimum remains; `minimum` is the remainder, not rounded yet. Codes have room for a `less`
+        // of -96 to 128. The packer does the same (pack_int.cpp).
         template <int group>
         inline Vec scale(Vec& less, Vec& minimum) const {
             const Vec exact = ScalesAndMinima::scale<group>();
             const Vec below = mul(minimum_unit, numbers.at<8 + group>());
+            // How many scales the minimum is; adding 1.5 * 2^23 and subtracting it rounds to a whole number.
             const Vec steps = div(sub(zero(), below), exact), magic = set1(0x1.8p23f);
             const Vec whole = sub(add(min(max(steps, set1(-96)), set1(128)), magic), magic);
+            // 0 where the quotient is huge or NaN, as it is for a scale of zero.
             less = select_greater(set1(0x1p30f), max(steps, sub(zero(), steps)), whole, zero());
             minimum = add(below, mul(less, exact));
             return round_to_half(exact);
         }
     };
 
+    // Moves bit `bit` of every byte to bit 4 of that byte, where it counts 16.
     template <int bit>
     static inline Ints fifth_bits(Ints word) {
         const Ints ones = set1_int(0x10101010);
@@ -176,15 +192,20 @@ struct FormatQ5K {
         }
     }
 
+    // Opens eight elements of k of a vector of outputs: a vector of nibbles becomes two vectors of bytes.
     template <int step>
     static inline void open_step(const char* nibbles, Ints fifth, Ints more, char* to) {
         const Ints both = load_ints(nibbles + step * kPanel * 4);
+        // Low nibbles are elements 8 * step + i: fifth bit 2 * step. High nibbles are four elements further: the next
+        // bit.
+        // A byte holds at most 15 + 16 + 224, so additions of lanes carry nothing from byte to byte.
         store_ints(to + 2 * step * kPanel * 4, add_ints(or_ints(low_nibbles(both), fifth_bits<2 * step>(fifth)), more));
         store_ints(to + (2 * step + 1) * kPanel * 4,
                    add_ints(or_ints(high_nibbles(both), fifth_bits<2 * step + 1>(fifth)), more));
     }
 
-    // Codes become those of the flat format, whose zero is 128. Returns the minimum of the group.
+    // Opens the codes and the scale of a group: codes become those of the flat format, whose zero is 128. Returns the
+    // minimum of the group.
     template <int group>
     static inline Vec open_group(const Header& header, const char* block, int v, char* to) {
         constexpr int half = group % 2;
@@ -192,6 +213,7 @@ struct FormatQ5K {
         store(reinterpret_cast<float*>(to + Flat::kCodeBytes) + half * kPanel + v * kLanes,
               header.template scale<group>(less, minimum));
         const Ints more = in_all_bytes(sub(set1(128), less));
+        // The group is one word of fifth bits, four vectors of nibbles and eight of the bytes that they become.
         const Ints fifth = load_ints(block + kNibbleBytes + (half * kPanel + v * kLanes) * 4);
         const char* nibbles = block + (4 * half * kPanel + v * kLanes) * 4;
         char* codes = to + (8 * half * kPanel + v * kLanes) * 4;
@@ -223,7 +245,7 @@ struct FormatQ5K {
             const Header header(super, v, inverse);
             const Ints nibbles = load_ints(block + (at / 8 * kPanel + v * kLanes) * 4);
             const Ints word = load_ints(block + kNibbleBytes + (at / 32 * kPanel + v * kLanes) * 4);
-            // Less 8 and less 1 of them.
+            // code_at returns the nibble less 8 and the fifth bit less 1: 16 (bit - 1) + (nibble - 8) + 24 is the code.
             const Vec low = to_float(code_at<4>(nibbles, byte + at / 4 % 2 * 4));
             const Vec fifth = to_float(code_at<1>(word, byte + at % 32 / 4));
             const Vec code = fma(fifth, set1(16), add(low, set1(24)));
@@ -236,9 +258,10 @@ struct FormatQ5K {
     }
 };
 
-// Q3_K: 256 elements are the float16 units of their scales, sixteen scales of six bits, 32 more than they stand for,
-// and the codes of four blocks. Those of eight elements are the low and the high halves of four bytes. Of a block's
-// eight times eight elements, two share a word of low bits, two apart, and four a word of high bits, one apart.
+// Q3_K: a superblock begins with the float16 units of its scales and with sixteen scales of six bits, stored plus 32.
+// The codes of its four blocks follow. Think of a block's codes as eight vectors of nibbles, as codes of four bits lie.
+// Each of the first four words [4][32] has the two low bits of vectors 2i and 2i + 1, in bits 0 to 1 and 2 to 3 of each
+// nibble. Each of the last two words [2][32] has the third bits of four vectors, in bits 0 to 3 of each nibble.
 struct FormatQ3K {
     using Flat = IntFormat<4, 16, 0, float>;
     static constexpr int kBits = 3;
@@ -264,12 +287,15 @@ struct FormatQ3K {
         }
     };
 
+    // Opens vector `step` of a block's nibbles: eight elements of k.
     template <int step>
     static inline void open_step(const Ints* low, const Ints* high, char* to) {
+        // The two low bits of every nibble.
         const Ints two = and_ints(shift_right<step % 2 * 2>(low[step / 2]), set1_int(0x33333333));
+        // Bit step % 4 of every nibble moves to bit 2 of it.
         const Ints third =
             step % 4 < 2 ? shift_left<2 - step % 4 % 2>(high[step / 4]) : shift_right<step % 4 % 2>(high[step / 4]);
-        // Four more: from codes whose zero is 4 to those whose zero is 8.
+        // Plus four: GGUF's zero is 4, that of the flat format 8. The sum is at most 11, so no nibble overflows.
         const Ints four = set1_int(0x44444444);
         store_ints(to + step * kPanel * 4, add_ints(or_ints(two, and_ints(third, four)), four));
     }
@@ -309,7 +335,8 @@ struct FormatQ3K {
             const Header header(super, v, inverse);
             const Ints low = load_ints(codes + (step / 2 * kPanel + v * kLanes) * 4);
             const Ints high = load_ints(codes + kLowBytes + (step / 4 * kPanel + v * kLanes) * 4);
-            // Less 2 and less 1 of them.
+            // code_at returns the low bits less 2 and the third bit less 1: 4 (bit - 1) + (low - 2) + 2 is the code
+            // less its zero of 4.
             const Vec two = to_float(code_at<2>(low, place + step % 2 * 2));
             const Vec third = to_float(code_at<1>(high, place + step % 4));
             const Vec code = fma(third, set1(4), add(two, set1(2)));
@@ -319,9 +346,10 @@ struct FormatQ3K {
     }
 };
 
-// Q2_K: 256 elements are the float16 units of scales and of minima, sixteen bytes of which the low halves are scales
-// and the high ones minima, and a word of codes for each 16 elements: those of the first eight as codes of four bits
-// would lie, in the low two of each four bits, and of the others in the high two. Nothing of it is rounded.
+// Q2_K: a superblock begins with the float16 units of scales and of minima and with sixteen bytes, whose low halves are
+// scales and whose high halves are minima, one for each 16 elements. Words of codes follow, one for each 16 elements.
+// Think of the first eight elements as nibbles, as codes of four bits lie: they are in the low two bits of each nibble.
+// The other eight elements are in its high two bits. No scale and no minimum is rounded.
 struct FormatQ2K {
     using Flat = IntFormat<4, 16, 16, float>;
     static constexpr int kBits = 2;
@@ -331,7 +359,7 @@ struct FormatQ2K {
     static constexpr int kSuperBytes = kHeaderBytes + kBlocksOfSuper * kCodeBytes;
     static constexpr int kBlockBytes = kSuperBytes / kBlocksOfSuper;
     static constexpr int kOpenedBytes = Flat::kBlockBytes;
-    static constexpr float kStartOfOne = -128;  // start values by 16 are so many times the sum of the elements
+    static constexpr float kStartOfOne = -128;  // start16 of QBlock is this many times the sum of 16 elements
 
     struct Header {
         Vec unit, minimum_unit;
@@ -343,9 +371,10 @@ struct FormatQ2K {
             minimum_unit = mul(load_half(units + kPanel), set1(-inverse / kStartOfOne));
         }
 
-        // Of a group the scale, and what its start value is to be multiplied by.
+        // Returns the scale of a group. Sets `minimum` to the number that multiplies the group's start value.
         template <int group>
         inline Vec scale(Vec& minimum) const {
+            // A word has the bytes of four groups: of each the low half is the scale, the high half the minimum.
             const Ints four = load_ints(numbers + group / 4 * kPanel * 4), ones = set1_int(15);
             minimum = mul(minimum_unit, to_float(and_ints(shift_right<group % 4 * 8 + 4>(four), ones)));
             return mul(unit, to_float(and_ints(shift_right<group % 4 * 8>(four), ones)));
@@ -356,7 +385,8 @@ struct FormatQ2K {
     static inline void open_group(const Header& header, const char* codes, int v, char* to) {
         constexpr int at = group % Flat::kGroups;
         const Ints word = load_ints(codes + (at * kPanel + v * kLanes) * 4);
-        // Eight more: from codes whose zero is 0 to those whose zero is 8.
+        // Plus eight: GGUF's zero is 0, that of the flat format 8. Bit 3 of every nibble is free, so `or` adds. The
+        // first vector has elements 0 to 7 of the group, the second 8 to 15.
         const Ints twos = set1_int(0x33333333), eights = set1_int(static_cast<int32_t>(0x88888888u));
         char* out = to + (2 * at * kPanel + v * kLanes) * 4;
         store_ints(out, or_ints(and_ints(word, twos), eights));
@@ -387,7 +417,8 @@ struct FormatQ2K {
         const char* codes = super + kHeaderBytes + at / 16 * kPanel * 4;
         for (int v = 0; v < kVecsPerPanel; ++v) {
             const Header header(super, v, inverse);
-            // Less 2.
+            // code_at returns the code less 2. The element's bits: byte at % 4, half at / 4 % 2 of it, pair at / 8 % 2
+            // of that.
             const Vec code =
                 to_float(code_at<2>(load_ints(codes + v * kLanes * 4), at % 4 * 8 + at / 4 % 2 * 4 + at / 8 % 2 * 2));
             with_constant<16>(at / 16 + 1, [&](auto g) {
@@ -399,8 +430,9 @@ struct FormatQ2K {
     }
 };
 
-// Q6_K: 256 elements are the float16 units of their scales, 16 scales of eight bits (128 more than they stand for), and
-// codes of which sixteen neighbours are three vectors of lanes of four, and the fourth in their high bits.
+// Q6_K: a superblock begins with the float16 units of its scales and with 16 scales of eight bits, stored plus 128. The
+// codes of its four blocks follow, three vectors of bytes for each 16 elements. The low six bits of vector s are
+// elements 4s + i; the high two bits of all three are elements 12 + i (fourth_of_six_bits).
 struct FormatQ6K {
     using Flat = IntFormat<6, 16, 0, float>;
     static constexpr int kBits = 6;
@@ -462,7 +494,7 @@ struct FormatQ6K {
     }
 };
 
-// Calls f with the format of an integer matrix.
+// Calls f with the format of an integer matrix, as a value of its type.
 template <class Function>
 inline void with_format(const Matrix& m, Function f) {
     if (m.format == kWeightQ4K) {

@@ -1,22 +1,23 @@
-// What the arguments of all kernels are made of: element types, packed matrices, what becomes of a product's outputs.
+// What the argument structs of all kernels are made of: element types, packed matrices, epilogues of products,
+// activations. The structs themselves are in kernels.h and *_args.h.
 #pragma once
 
 #include <cstdint>
 
 namespace octavo {
 
-// Element types, as the Python side names them. kQ8 is rows of QBlock. kQ16 is pairs of such rows, one after the other:
-// the elements in eight bits, and in eight more what these leave of them. The other bytes are of caches of keys and
-// values.
+// Element types; octavo/ops/cpu.py uses the same numbers. kQ8 is rows of QBlock. kQ16 is pairs of such rows, one after
+// the other: the elements in eight bits, and the rest that these leave in eight more. kInt8 and the float8 types are
+// for caches of keys and values only.
 enum DType : int32_t { kF32 = 0, kBF16 = 1, kQ8 = 2, kInt8 = 3, kFloat8E4M3 = 4, kFloat8E5M2 = 5, kQ16 = 6 };
 
 inline bool is_quantized(int32_t dtype) { return dtype == kQ8 || dtype == kQ16; }
 
 // Output channels that share a panel of a packed matrix.
 constexpr int kPanel = 32;
-// How a packed matrix holds its weights. Codes of 4 and 8 bits come with scales and, in some formats, minima; those
-// from kWeightQ4K on keep the scales of a file's superblocks. All from kWeightInt4 on are multiplied as integers. Those
-// below zero are not packed: rows one after the other, which are looked up and in no product.
+// How a matrix holds its weights. Formats below zero are not packed: rows lie one after the other, are looked up, and
+// are in no product. All from kWeightInt4 on are multiplied as integers: codes of 4 and 8 bits with scales and, in some
+// formats, minima. All from kWeightQ4K on keep the scales of a file's superblocks.
 enum WeightFormat : int32_t {
     kRowsF32 = -2,
     kRowsBF16 = -1,
@@ -31,34 +32,36 @@ enum WeightFormat : int32_t {
     kWeightQ2K = 8,
 };
 
-// Elements of a row that are quantized together, and the blocks that k is padded to in integer matrices.
+// Elements of a row that are quantized together. Integer matrices pad k to a multiple.
 constexpr int kQBlock = 64;
-// Elements of k whose scales share a unit, in layouts that keep the superblocks of files.
+// Elements of k whose scales share a unit, in layouts that keep a file's superblocks.
 constexpr int kSuperblock = 256;
 
-// 64 elements of a quantized row. An integer accumulator starts at minus z times the sum of the elements that it will
-// see, because codes stand for code - z (z = 8 in 4-bit matrices, 128 in 8-bit ones). One or two elements that stand
-// out of their 32 would take the scale's range from the others: they are kept apart, as floats, and are zero in q.
+// 64 elements of a quantized row. A code stands for code - z (z = 8 in 4-bit matrices, 128 in 8-bit ones), so an
+// integer accumulator starts at -z times the sum of the elements that it will see. One or two elements that stand out
+// of their 32 would take the scale's range from the others: they are kept apart, as floats, and are zero in q.
 constexpr int kMaxOutliers = 2;
 struct QBlock {
     int8_t q[kQBlock];
     float scale[2];                       // of each 32 elements
-    float outlier[2][kMaxOutliers];       // of each 32 elements those that are kept apart, and zeros
-    uint16_t sums[2];                     // bf16: scale times the sum of each 32 elements, to be multiplied by minima
+    float outlier[2][kMaxOutliers];       // of each 32 elements; 0 where there is none
+    uint16_t sums[2];                     // bf16: scale times the sum of each 32 elements; minima are multiplied by it
     int32_t start4[2];                    // -8 times the sum of each 32 elements
     int32_t start8[2];                    // -128 times the same
     int32_t start16[4];                   // -128 times the sum of each 16 elements
     uint8_t outlier_at[2][kMaxOutliers];  // where in the block the outliers stand
 };
 
-// How many times the next magnitude of 32 elements those that are kept apart exceed: measured, see docs/kernels.md.
+// Elements are outliers if their magnitudes exceed the next one of their 32 so many times. Measured: see
+// docs/kernels.md.
 constexpr float kOutlierRatio = 3.0f;
 
 // A packed matrix [n, k]. Integer weights are factor * (scale * (code - z) + minimum), with a scale for every `group`
-// (16 or 32) elements of k and a minimum, if there are any, for every 32. Gate and up projections that are `gated`
-// alternate panel by panel; n counts both. Products with it are the sums of those of `segments` equal parts of k, each
-// from zero, in the order of summation_tree.h: what a process with some of them adds up does not depend on who has the
-// others. A segment ends where a block does (kQBlock, kSuperblock, two elements of bf16).
+// (16 or 32) elements of k and a minimum, if there are any, for every 32. In a `gated` matrix gate and up projections
+// alternate panel by panel; n counts both. A product is the sum of `segments` partial products: k is cut into that many
+// equal parts, each is summed from zero, and the parts are added in the order of summation_tree.h. So a process that
+// holds some of the parts adds up the same whoever holds the others. A segment ends where a block ends (kQBlock,
+// kSuperblock, two elements of bf16).
 struct Matrix {
     const void* data;
     const float* bias;  // padded to whole panels, or null
@@ -68,7 +71,8 @@ struct Matrix {
     int32_t segments;
 };
 
-// What becomes of the outputs y of a product. kGated is for gated matrices alone, and they take nothing else.
+// What becomes of the outputs y of a product. Gated matrices take kGated and nothing else; kGated takes gated matrices
+// alone.
 enum Epilogue : int32_t {
     kStore = 0,     // out = y
     kAdd = 1,       // out += scale * y, in float32, rounded once
@@ -77,7 +81,7 @@ enum Epilogue : int32_t {
     kActivated = 4  // out = activation(y), as floats or as quantized rows
 };
 
-// Element-wise functions, as the Python side names them.
+// Element-wise functions; octavo/ops/cpu.py uses the same numbers.
 enum ActivationKind : int32_t {
     kSilu = 0,
     kGelu = 1,
@@ -92,18 +96,18 @@ enum ActivationKind : int32_t {
     kLogistic = 10,
     kSoftplus = 11
 };
-// Of kClamped, which gates alone have: gate sigmoid(slope gate) (up + 1), gate at most the limit, up within it
-// (gpt-oss).
+// Parameters of kClamped, a function of gate and up: gate * sigmoid(slope * gate) * (up + 1), where gate is at most
+// `limit` and up within [-limit, limit] (gpt-oss).
 struct Clamp {
     float slope, limit;
 };
 
-// What a program may run for fewer rows than it was recorded with.
+// Arguments of a call that a program may run for fewer rows than it was recorded with.
 struct RowArgs {
     int64_t rows;
 };
 
-// Kernels whose tasks are so many whole rows each.
+// Arguments of kernels whose tasks are rows_per_task whole rows each.
 struct RowWiseArgs : RowArgs {
     int64_t rows_per_task;  // Planned.
 };

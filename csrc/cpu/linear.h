@@ -1,7 +1,7 @@
-// Products with packed matrices. One micro-kernel computes R rows by V vectors of outputs, each output in one
-// accumulator that runs over a segment of k in order, so a row's bits depend neither on R and V nor on how the work was
-// cut. Those with integer matrices are in int_dot.h, those by the tile instructions in linear_amx.h. Included by
-// kernels.cpp and products.cpp only.
+// Products with packed matrices of floats, and the choice among all products by a matrix's format. One micro-kernel
+// computes R rows by V vectors of outputs. Each output has one accumulator that runs over a segment of k in order. So a
+// row's bits depend neither on R and V nor on how the work is cut. Products with integer matrices are in int_dot.h,
+// products by AMX's tile instructions in linear_amx.h. Included by kernels.cpp and products.cpp only.
 #pragma once
 
 #include "int_dot.h"
@@ -12,7 +12,8 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// Rows row .. row + R - 1, outputs vec * kLanes .. (vec + V) * kLanes - 1, into rows of y.
+// Computes rows row .. row + R - 1 by outputs vec * kLanes .. (vec + V) * kLanes - 1 over one segment of k, into rows
+// of y.
 template <class E, int R, int V>
 void linear_tile(const LinearArgs& a, Segment segment, int64_t row, int64_t vec, float* y) {
     using T = typename E::T;
@@ -34,8 +35,9 @@ void linear_tile(const LinearArgs& a, Segment segment, int64_t row, int64_t vec,
     for (int r = 0; r < R; ++r) {
         for (int v = 0; v < V; ++v) acc[r][v] = zero();
     }
-    // What is added of a step at once: where pairs take two products, first one of each of their elements, then the
-    // other's, in the order of madd: what both need would not fit the registers.
+    // Adds one step of k, or a part of it. Without a dot product of pairs a step takes two products: part 0 is that of
+    // the first elements of all pairs, part 1 that of the second, in the order of madd. Both at once would not fit the
+    // registers.
     const auto add_part = [&](int64_t i, auto part) __attribute__((always_inline)) {
         constexpr int kPart = decltype(part)::kValue;
         decltype(E::template part<kPart>(E::load_lanes(w))) wv[V];
@@ -54,13 +56,14 @@ void linear_tile(const LinearArgs& a, Segment segment, int64_t row, int64_t vec,
     for (int64_t i = 0; i < full_steps; ++i) {
         add_part(i, Constant<0>{});
         if constexpr (E::kParts == 2) {
-            asm("" : "+r"(w), "+r"(i));  // so that what was read is read again, and not kept
+            asm("" : "+r"(w), "+r"(i));  // so that the compiler reads w and x again and keeps no registers
             add_part(i, Constant<1>{});
         }
         w += kPanel * E::kStep;
     }
     if (full_steps < steps) {
         for (int r = 0; r < R; ++r) {
+            // The last pair lacks its second element: broadcast_last puts a zero there.
             const typename E::Lanes xv = E::broadcast_last(x[r] + full_steps * E::kStep);
             for (int v = 0; v < V; ++v) {
                 const T* p = w + v / kVecsEach * panel_elements + v % kVecsEach * kVecElements;
@@ -74,9 +77,9 @@ void linear_tile(const LinearArgs& a, Segment segment, int64_t row, int64_t vec,
 }
 
 #ifdef OCTAVO_MATRICES
-// The same for bf16 by matrix instructions: rows two by two, of which the last is its own neighbour where R is odd.
-// They add the pairs of k in the order of linear_tile, and round as its dot products do: a row has the same bits by
-// either.
+// As linear_tile, for bf16 by ARM's matrix instructions: two rows by two outputs at a time. If R is odd, the last row
+// is its own neighbour. The instructions add the pairs of k in the order of linear_tile and round as its dot products
+// do, so a row has the same bits either way.
 template <int R, int V>
 void bf16_tile_by_matrices(const LinearArgs& a, Segment segment, int64_t row, int64_t vec, float* y) {
     constexpr int kPairs = (R + 1) / 2;
@@ -98,6 +101,8 @@ void bf16_tile_by_matrices(const LinearArgs& a, Segment segment, int64_t row, in
     const auto add_four = [&](auto second_step, auto x_of_pair) __attribute__((always_inline)) {
         TwoPairs wv[V];
         for (int v = 0; v < V; ++v) {
+            // An output's pair of this step and its pair of the next lie side by side: four k of two outputs are an
+            // operand.
             wv[v] = interleaved(load_pairs(w + v * kVecElements), second_step(w + kStepElements + v * kVecElements));
         }
         for (int p = 0; p < kPairs; ++p) {
@@ -116,7 +121,7 @@ void bf16_tile_by_matrices(const LinearArgs& a, Segment segment, int64_t row, in
                  [&](int p) { return load_two_rows(x[2 * p] + 4 * i, x[2 * p + 1] + 4 * i); });
     }
     if (const int64_t rest = segment.size - 4 * fours; rest > 0) {
-        // What is missing is zeros, and adds nothing.
+        // Missing elements are zeros, which add nothing.
         uint16_t last[2 * kPairs][4] = {};
         for (int r = 0; r < 2 * kPairs; ++r) memcpy(last[r], x[r] + 4 * fours, static_cast<size_t>(rest) * 2);
         const bool has_second = rest > 2;
@@ -125,6 +130,7 @@ void bf16_tile_by_matrices(const LinearArgs& a, Segment segment, int64_t row, in
     }
     for (int r = 0; r < R; ++r) {
         for (int v = 0; v < V; ++v) {
+            // Sums lie as [2 outputs][2 rows] by instruction; sums_by_row gathers a row's.
             const TwoVecs two = sums_by_row(acc[r / 2][v][0], acc[r / 2][v][1]);
             store(y + r * kMaxUnit + v * kLanes, two.of[r % 2]);
         }
@@ -132,7 +138,7 @@ void bf16_tile_by_matrices(const LinearArgs& a, Segment segment, int64_t row, in
 }
 #endif
 
-// The tile for as many rows: a single one would leave half of a matrix instruction idle.
+// Computes a tile of R rows. A single row would leave half of a matrix instruction idle, so vectors take it.
 template <class E, int R, int V>
 inline void linear_tile_of_rows(const LinearArgs& a, Segment segment, int64_t row, int64_t vec, float* y) {
 #ifdef OCTAVO_MATRICES
@@ -146,7 +152,7 @@ inline void linear_tile_of_rows(const LinearArgs& a, Segment segment, int64_t ro
 #endif
 }
 
-// `vecs` vectors of outputs, V at a time while there are as many.
+// Computes `vecs` vectors of outputs: V at a time, the rest with half as many.
 template <class E, int V, int kMaxRows>
 inline void linear_vecs(const LinearArgs& a, Segment segment, int64_t rows, int64_t row, int64_t vec, int64_t vecs,
                         float* y) {
@@ -161,7 +167,8 @@ inline void linear_vecs(const LinearArgs& a, Segment segment, int64_t rows, int6
     }
 }
 
-// Each unit of vectors meets every row tile before the next: its weights stay in the cache meanwhile.
+// Computes the product unit by unit. A unit of vectors meets every tile of rows before the next unit does: its weights
+// stay in the cache meanwhile.
 template <class E, int V, int kMaxRows>
 void linear_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t vec_begin, int64_t vec_end) {
     constexpr int kFloats = kMaxRows * kMaxUnit;
@@ -187,6 +194,7 @@ void linear_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, int
     }
 }
 
+// Chooses the shape of tiles: fewer rows take more vectors of outputs, to hide latency.
 template <class E>
 void linear_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t vec_begin, int64_t vec_end) {
     const int64_t rows = row_end - row_begin;
@@ -199,7 +207,8 @@ void linear_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64
     }
 }
 
-// Rows row_begin .. row_end - 1 by panels panel_begin .. panel_end - 1, which are whole units of the epilogue.
+// Computes rows row_begin .. row_end - 1 by panels panel_begin .. panel_end - 1, whole units of the epilogue, with the
+// product of the matrix's format.
 void product_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
     const Matrix& m = a.matrix;
     if (m.format == kWeightF32) {
@@ -216,6 +225,7 @@ void product_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int6
     }
 }
 
+// The kernel: one task is one chunk of rows by one chunk of panels.
 void linear(const void* args, int64_t task) {
     const LinearArgs& a = *static_cast<const LinearArgs*>(args);
     const Matrix& m = a.matrix;
@@ -228,7 +238,8 @@ void linear(const void* args, int64_t task) {
     const int64_t row_end = a.rows * (row_chunk + 1) / a.row_chunks;
     const int64_t panel_begin = units * panel_chunk / a.panel_chunks * unit;
     const int64_t panel_end = min_of(units * (panel_chunk + 1) / a.panel_chunks * unit, panels);
-    // Integer products list what the next task begins with; where rows are not shared out that may be another thread's.
+    // An integer product has fetched the factors that the next task of its rows begins with. If all tasks have the same
+    // rows, the next one may be another thread's, so each task fetches its own.
     if (a.expands && (m.format < kWeightInt4 || panel_begin == 0 || a.row_chunks == 1)) {
         fetch_factors(a, row_begin, row_end, panel_begin, min_of(unit, panel_end - panel_begin));
     }

@@ -1,7 +1,7 @@
 // Products of bf16 by the tile instructions of AMX, over the same packed matrices: a vector of outputs is a column of a
-// tile, and sixteen rows are one instruction. Tiles with fewer rows are configured as such; a row's sums do not depend
-// on how many there are. They have an order of their own, the tiles' (32 elements of k at a time), so that they are
-// made by tiles for any number of rows, a single one too. Included by linear.h only.
+// tile, and one instruction takes sixteen rows. Tiles with fewer rows are configured so; a row's sums do not depend on
+// the number of rows. Tiles add in an order of their own (32 elements of k at a time), so they compute every number of
+// rows, even a single row. Included by linear.h only.
 #pragma once
 
 #include "amx.h"
@@ -12,8 +12,9 @@ namespace {
 
 static_assert(kLanes == kTileMaxRows && kVecsPerPanel == 2, "a tile is a vector wide and a panel two");
 
-// Sixteen rows, or as many as tiles 0, 1 and 4 have, by a panel: tiles 0 and 1. With kTall tiles 2, 3 and 5 are sixteen
-// rows further. The weights of a vector are rows of a tile, every other 64 bytes of a panel.
+// Adds one step of 32 elements of k to sixteen rows, or as many as tiles 0, 1 and 4 have, by a panel: tiles 0 and 1 are
+// its two vectors of outputs. With kTall tiles 2, 3 and 5 are the next sixteen rows. A tile's rows of weights are every
+// other 64 bytes of a panel: the pairs of one vector of outputs.
 template <bool kTall>
 inline void bf16_tile_step(const uint16_t* x, const uint16_t* x_below, int64_t x_stride, const uint16_t* w) {
     constexpr int64_t kWeightStride = kPanel * 4;
@@ -29,12 +30,13 @@ inline void bf16_tile_step(const uint16_t* x, const uint16_t* x_below, int64_t x
     }
 }
 
-// Products that wait for their epilogue. Vectors do it, some rows with each step, while the tiles make the next.
+// Products that wait for their epilogue. Vectors do it, some rows with each step, while tiles compute the next
+// products.
 class Unfinished {
   public:
     explicit Unfinished(const LinearArgs& a) : a_(a) {}
 
-    // Finishes what is left of those before.
+    // Finishes what is left of the products before, and takes these.
     void put(const Products& products) {
         finish_all();
         left_ = products;
@@ -57,8 +59,8 @@ class Unfinished {
     Products left_{};
 };
 
-// Rows row .. row + rows - 1 by one panel, into rows of y. What a segment of k lacks to a whole tile is zeros. After
-// each step meanwhile() is called.
+// Computes rows row .. row + rows - 1 by one panel over one segment of k, into rows of y. Elements that a segment lacks
+// to a whole tile are zeros. Calls meanwhile() after each step.
 template <bool kTall, class Meanwhile>
 void bf16_tiles(const LinearArgs& a, Segment segment, int64_t row, int rows, int64_t panel, float* y,
                 Meanwhile meanwhile) {
@@ -101,14 +103,15 @@ void bf16_tiles(const LinearArgs& a, Segment segment, int64_t row, int rows, int
     }
 }
 
-// `count` rows at a time, as often as they fit. Each unit of panels meets all rows before the next. An epilogue that
-// takes vectors as long as the tiles take is done while these make the next unit.
+// Computes `count` rows at a time; row_end - row_begin is a multiple. A unit of panels meets all rows before the next
+// unit does. With kWaits an epilogue that takes vectors as long as products take tiles is done while tiles compute the
+// next unit.
 template <bool kTall, bool kWaits>
 void bf16_tile_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, int count, int64_t panel_begin,
                        int64_t panel_end) {
     constexpr int kFloats = (kTall ? 2 : 1) * kTileMaxRows * kMaxUnit;
     alignas(64) float buffers[kWaits ? 2 : 1][kFloats];
-    alignas(64) float waiting[kFloats];  // a panel wide each
+    alignas(64) float waiting[kFloats];  // sums of segments, each a panel wide
     static_assert((kTreeDepth - 1) * kPanel <= kMaxUnit);
     const int upper = min_of(count, kTileMaxRows);
     TileShapes shapes;
@@ -143,13 +146,14 @@ void bf16_tile_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, 
                 turn = 1 - turn;
             } else {
                 finish(a, products);
-                if (a.expands) tile_configure(shapes);  // adapters have had tiles of their own
+                if (a.expands) tile_configure(shapes);  // adapters configured tiles of their own
             }
         }
     }
     before.finish_all();
 }
 
+// Activations and gates are the epilogues that are worth waiting for. With adapters none waits: they use tiles too.
 template <bool kTall>
 void bf16_tile_rows(const LinearArgs& a, int64_t row_begin, int64_t row_end, int count, int64_t panel_begin,
                     int64_t panel_end) {
@@ -160,6 +164,7 @@ void bf16_tile_rows(const LinearArgs& a, int64_t row_begin, int64_t row_end, int
     }
 }
 
+// Computes 32 rows at a time, then the rest with tiles of as many rows as are left.
 void bf16_tile_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
     constexpr int kTallRows = 2 * kTileMaxRows;
     const int rest = static_cast<int>((row_end - row_begin) % kTallRows);

@@ -1,5 +1,6 @@
-// What quantized rows keep apart (QBlock), listed once for all the panels that rows meet. Rows of a model often have
-// their outliers in the same places, and share what is made of a column of weights. Included by int_dot.h only.
+// The outliers that quantized rows keep as floats (QBlock): a list, made once for all panels that the rows meet, and
+// their products with columns of weights. Rows of a model often have outliers at the same elements; they share the
+// unpacked column. Included by int_dot.h only.
 #pragma once
 
 #include <vector>
@@ -10,21 +11,22 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// Rows that share columns, whose outputs wait for them meanwhile: these fit a first-level cache.
+// Rows of a batch, which share columns. Their outputs wait meanwhile; so many fit the first-level cache.
 constexpr int kOutlierRows = 64;
-// As many as share opened blocks (k_quants.h).
+// Rows of a batch where opened blocks are shared (k_quants.h).
 constexpr int kOpenedRows = 96;
 
 struct Outlier {
     float value;
-    uint32_t column;  // of those that its batch meets
+    uint32_t column;  // index among the columns of its batch
 };
 
-// The outliers of some rows, which are taken in batches.
+// The outliers of some rows, batch by batch.
 class OutlierList {
   public:
-    // Of `rows` rows in batches of `batch_rows`, and their blocks in `segments` equal parts. A thread lists the same
-    // rows once in a launch, for all its tasks: what this returns is good until its next call.
+    // Returns the outliers of `rows` rows of `blocks` blocks, in batches of `batch_rows` rows and `segments` equal
+    // parts of the blocks. A thread lists the same rows once in a launch, for all its tasks. The result is valid until
+    // the next call.
     static OutlierList& of(const QBlock* x, int64_t x_stride, int64_t blocks, int64_t rows, int64_t batch_rows,
                            int64_t segments) {
         static thread_local OutlierList list;
@@ -36,8 +38,8 @@ class OutlierList {
         return list;
     }
 
-    // For the batch that begins with row `first`: what its outliers meet of the panel at w of a matrix of format F,
-    // over the matrix's factor.
+    // Unpacks the columns of weights that the batch's outliers meet. The batch begins with row `first`; `w` is a panel
+    // of a matrix of format F. Columns are divided by the matrix's factor.
     template <class F>
     void make_columns(const char* w, int64_t first, float inverse) {
         const int64_t batch = first / rows_.batch_rows;
@@ -50,7 +52,8 @@ class OutlierList {
         }
     }
 
-    // Adds to the outputs y of that batch's `rows` rows, `stride` apart, what the outliers of a segment contribute.
+    // Adds the products of a segment's outliers to the outputs y of the batch's `rows` rows, which lie `stride` apart.
+    // Uses the columns of the last make_columns.
     void add(int64_t first, int64_t rows, int64_t segment, float factor, float* y, int64_t stride) {
         const uint32_t* begin = begins_.data() + first * rows_.segments + segment;
         for (int64_t r = 0; r < rows; ++r, y += stride, begin += rows_.segments) {
@@ -123,12 +126,12 @@ class OutlierList {
     }
 
     Rows rows_{};
-    std::vector<Outlier> outliers_;    // and room for more
-    std::vector<uint32_t> begins_;     // of rows' segments, and the end
-    std::vector<int64_t> ks_;          // the elements that batches have outliers at, batch by batch
-    std::vector<size_t> batches_;      // where theirs begin, and the end
-    std::vector<uint32_t> column_of_;  // of elements, while a batch is listed
-    std::vector<Line> columns_;        // of a panel, over the factor of its matrix
+    std::vector<Outlier> outliers_;    // of all rows in order; grown, never shrunk
+    std::vector<uint32_t> begins_;     // where each segment of each row begins in outliers_, and the end
+    std::vector<int64_t> ks_;          // elements of k of the columns, batch by batch
+    std::vector<size_t> batches_;      // where each batch begins in ks_, and the end
+    std::vector<uint32_t> column_of_;  // by element of k, while a batch is listed: its column
+    std::vector<Line> columns_;        // unpacked for one panel, divided by the matrix's factor
 };
 
 }  // namespace

@@ -6,14 +6,14 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// Rounds to nearest even as the vector stores do.
+// Returns x as bf16, rounded to nearest even as the vector stores round.
 inline uint16_t narrow_scalar(float x) {
     if (x != x) return 0x7fc0;
     const uint32_t bits = bits_of<uint32_t>(x);
     return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// Of n magnitudes the largest; infinite if one is NaN.
+// Returns the largest magnitude of n elements; infinity if an element is NaN.
 inline float largest(const float* x, int n) {
     const Vec infinity = set1(__builtin_inff());
     Vec highest = zero();
@@ -24,6 +24,7 @@ inline float largest(const float* x, int n) {
     return reduce_max(highest);
 }
 
+// Returns the largest magnitude below `limit` among n elements, or 0.
 inline float largest_below(const float* x, int n, float limit) {
     Vec highest = zero();
     for (int i = 0; i < n; i += kLanes) {
@@ -33,14 +34,15 @@ inline float largest_below(const float* x, int n, float limit) {
     return reduce_max(highest);
 }
 
-// Which of n elements, at most 32, have a magnitude of at least `least`: a bit each.
+// Returns a bit for each of n elements, at most 32: whether its magnitude is at least `least`.
 inline uint32_t which_reach(const float* x, int n, float least) {
     uint32_t which = 0;
     for (int i = 0; i < n; i += kLanes) which |= lanes_at_least(abs(load(x + i)), set1(least)) << i;
     return which;
 }
 
-// Takes the elements of at least `least` out of n, at most 32, if they are no more than are kept apart.
+// Moves the elements whose magnitude is at least `least` from x (n elements, at most 32) to `outlier`, and their
+// places, counted from `first`, to `outlier_at`. Returns false and changes nothing if they are more than kMaxOutliers.
 inline bool take_outliers(float* x, int n, float least, int first, float* outlier, uint8_t* outlier_at) {
     uint32_t wanted = which_reach(x, n, least);
     if (__builtin_popcount(wanted) > kMaxOutliers) return false;
@@ -53,11 +55,12 @@ inline bool take_outliers(float* x, int n, float least, int first, float* outlie
     return true;
 }
 
-// Those that are kept apart leave less than this of the largest: where more reach it, there are none to look for.
+// Outliers are searched only if at most kMaxOutliers elements reach this share of the largest magnitude. Two outliers
+// leave no other element above 1 / kOutlierRatio of it, so with more elements there are none to find.
 constexpr float kLeftByOutliers = 1.02f / kOutlierRatio;
 
-// One block from kQBlock floats, of which outliers are taken out. A block that is not finite yields NaN in all that it
-// is multiplied with. One below 2^-100 is zero: the quotient would overflow.
+// Quantizes kQBlock floats. Outliers are taken out of x. A half that is not finite gets the scale NaN, so that all its
+// products are NaN. A half below 2^-100 becomes zero: the quotient would overflow.
 inline void quantize_block(float* x, QBlock& out) {
     constexpr int kHalf = kQBlock / 2;
     constexpr int kVecs = kHalf / kLanes;
@@ -71,6 +74,8 @@ inline void quantize_block(float* x, QBlock& out) {
         }
         if (absmax >= 0x1p-100f && absmax < __builtin_inff() &&
             __builtin_popcount(which_reach(of_half, kHalf, kLeftByOutliers * absmax)) <= kMaxOutliers) {
+            // Two outliers if the second magnitude stands out from the third, else one if the first stands out from the
+            // second.
             const float second = largest_below(of_half, kHalf, absmax);
             const float third = largest_below(of_half, kHalf, second);
             const auto take = [&](float least) {
@@ -95,6 +100,7 @@ inline void quantize_block(float* x, QBlock& out) {
         }
     }
     int32_t sums[4];
+    // Sums of each 16 elements, from which the starts of integer sums and the factors of minima follow.
     sum_bytes(out.q, sums);
     for (int i = 0; i < 4; ++i) out.start16[i] = -128 * sums[i];
     for (int i = 0; i < 2; ++i) {
@@ -105,7 +111,7 @@ inline void quantize_block(float* x, QBlock& out) {
     }
 }
 
-// Takes from elements x what the block has of them.
+// Subtracts from x what the block's bytes stand for: x becomes the rest.
 inline void subtract_block(float* x, const QBlock& block) {
     for (int i = 0; i < kQBlock; i += kLanes) {
         const Vec scale = set1(-block.scale[i / (kQBlock / 2)]);
@@ -113,8 +119,8 @@ inline void subtract_block(float* x, const QBlock& block) {
     }
 }
 
-// A row of n floats that f(index, lanes) yields vector by vector. What eight bits leave of it goes to `rest`, unless
-// that is null.
+// Quantizes a row of n floats, which f(index, lanes) yields vector by vector. The rest that eight bits leave is
+// quantized to `rest`, unless `rest` is null.
 template <class F>
 inline void quantize_row(int64_t n, QBlock* out, QBlock* rest, F f) {
     alignas(64) float x[kQBlock];
