@@ -1,8 +1,9 @@
-// Attention over the paged cache with an online softmax (Milakov & Gimelshein 2018). What makes a row's bits a function
-// of its position alone: keys are met in tiles of 64 within partitions at fixed positions of the sequence, a partition
-// starts from nothing, partitions are merged in order, and a key that a row may not see is never multiplied in,
-// whatever its slot holds. (Where attention goes both ways, of its position and of how many keys it sees.) Included by
-// kernels.cpp only.
+// Attention over the paged cache with an online softmax (Milakov & Gimelshein 2018): a task's partitions, their merging
+// and the kernel. One tile of keys is in attention_keys.h and attention_8bit.h, tile instructions in attention_amx.h,
+// tasks in launch.cpp. A row's bits depend on its position alone: keys are met in tiles of 64 within partitions at
+// fixed positions of the sequence; a partition starts from nothing; partitions are merged in order; a key that a row
+// may not see is never multiplied in, whatever its slot holds. (Where attention goes both ways, bits also depend on how
+// many keys a row sees.) Included by kernels.cpp, products.cpp and latent.h only.
 #pragma once
 
 #include "attention_8bit.h"
@@ -13,7 +14,7 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// How the kernel reads tiles and queries: as they lie. Latent attention has views of its own.
+// Reads tiles and queries as they lie. Latent attention has views of its own (latent.h).
 template <class E>
 struct StoredView {
     const Head<E>& head;
@@ -24,7 +25,8 @@ struct StoredView {
     }
 };
 
-// All rows against the keys of one partition. `after` is the tile to fetch during the last one.
+// Attends all rows of a task to the keys of one partition, from nothing. `after` is the tile to fetch during the
+// partition's last tile.
 template <class E, class View>
 void attend_partition(const Head<E>& h, View& view, Rows<E>& rows, int partition, const TileRefs<E>& after) {
     int first = rows.first[0], last = rows.last[0];
@@ -67,14 +69,16 @@ void attend_partition(const Head<E>& h, View& view, Rows<E>& rows, int partition
     }
 }
 
-// Rows over one or more partitions. A sum is 0 while its row has seen no key.
+// Results of rows over one or more partitions: the maximum score, the sum of weights and the weighted values of each
+// row. A sum is 0 while its row has seen no key.
 struct Partials {
     float* max;
     float* sum;
     float* out;
 };
 
-// Adds the next partition's results to those of the partitions before it.
+// Merges the next partition's results into `total`, the results of the partitions before it. `exponent` takes
+// differences of maxima to powers of two.
 template <class E>
 void merge(const Partials& total, const Partials& part, int count, int64_t padded, float exponent) {
     for (int row = 0; row < count; row += kLanes) {
@@ -107,7 +111,8 @@ void merge(const Partials& total, const Partials& part, int count, int64_t padde
     }
 }
 
-// Partial results of a split lie as [kv_head][partition], each [row] maxima, [row] sums, [row][padded] weighted values.
+// Returns where a partition's results lie. A split's results are [kv_head][partition], each [row] maxima, [row] sums,
+// [row][padded] weighted values.
 inline Partials partials_at(const AttentionSchedule& schedule, const AttentionSplit& split, int kv_head, int partition,
                             int64_t padded) {
     const int64_t index = static_cast<int64_t>(kv_head) * split.num_parts + partition - split.part_begin;
@@ -115,7 +120,7 @@ inline Partials partials_at(const AttentionSchedule& schedule, const AttentionSp
     return {p, p + split.num_rows, p + 2 * split.num_rows};
 }
 
-// The results of the partition that `rows` is in.
+// Copies the results of the partition that `rows` has just seen.
 template <class E>
 void take_partials(const Rows<E>& rows, const Partials& to) {
     memcpy(to.max, rows.max, static_cast<size_t>(rows.count) * sizeof(float));
@@ -123,6 +128,7 @@ void take_partials(const Rows<E>& rows, const Partials& to) {
     if (to.out != rows.out) memcpy(to.out, rows.out, static_cast<size_t>(rows.count * rows.padded) * sizeof(float));
 }
 
+// Divides weighted values by the sums of weights, to which a sink adds its weight, and writes the output rows.
 template <class E>
 void write_rows(const AttentionArgs& a, const AttentionTask& task, int kv_head, const Rows<E>& rows,
                 const Partials& total) {
@@ -140,6 +146,7 @@ void write_rows(const AttentionArgs& a, const AttentionTask& task, int kv_head, 
     }
 }
 
+// Returns where the keys and values of a task's sequence and of one key/value head lie.
 template <class E>
 Head<E> find_head(const AttentionArgs& a, const AttentionTask& task, int kv_head) {
     using Cached = typename E::Cached;
@@ -158,12 +165,12 @@ Head<E> find_head(const AttentionArgs& a, const AttentionTask& task, int kv_head
     return h;
 }
 
-// The first key that a token of a task's sequence sees.
+// Returns the first key that a token of a task's sequence sees.
 inline int first_key(const AttentionArgs& a, const AttentionTask& task, int token) {
     return a.window > 0 ? max_of(task.first_position + token - a.window + 1, 0) : 0;
 }
 
-// The last one. Those that are chosen are counted as if there were no others.
+// Returns the last key that a token sees. Chosen keys are counted as if there were no others.
 inline int last_key(const AttentionArgs& a, const AttentionTask& task, int token) {
     const int position = task.first_position + token;
     if (a.chosen) return min_of(position, a.num_chosen - 1);
@@ -173,7 +180,7 @@ inline int last_key(const AttentionArgs& a, const AttentionTask& task, int token
     return a.window > 0 ? min_of(position + a.window - 1, last) : last;
 }
 
-// The first tile of a task: threads mostly take tasks in turn, so the one before fetches it.
+// Finds the first tile of a task. Threads mostly take tasks in turn, so the task before fetches it.
 template <class E>
 void find_first_tile(const AttentionArgs& a, int64_t task_number, TileRefs<E>& refs) {
     const AttentionTask& task = a.schedule->tasks[task_number / a.kv_heads];
@@ -222,6 +229,7 @@ void attention_task(const AttentionArgs& a, int64_t task_number) {
             attend_partition(h, view, rows, p, after);
             take_partials(rows, partials_at(schedule, split, kv_head, p, rows.padded));
         }
+        // The last of the tasks that share these rows merges all partitions, and resets the counter for the next call.
         int32_t* remaining = schedule.remaining + static_cast<int64_t>(task.split) * a.kv_heads + kv_head;
         if (__atomic_sub_fetch(remaining, 1, __ATOMIC_ACQ_REL) != 0) return;
         *remaining = split.num_tasks;

@@ -1,8 +1,8 @@
-// Attention over one tile of a cache of bytes. Integers are multiplied as integers: a query is rounded to 14 bits of
-// its largest element, the weights of a tile times the scales of its values to 14 bits of the largest of them, and both
-// meet the bytes in two pieces of seven bits, whose sums are exact in any order. Floats of eight bits are unpacked to
-// pairs of bf16 by shifts. Nothing that is unpacked or multiplied here is infinite or NaN: those are in the scales
-// alone, so a key that a row may not see is hidden by a weight of zero. Included by attention.h only.
+// Attention to one tile of a cache of bytes. Integers are multiplied as integers. A query is rounded to 14 bits of its
+// largest element. A tile's weights are multiplied by the scales of its values and rounded to 14 bits of the largest.
+// Both meet the bytes in two pieces of seven bits, whose sums are exact in any order. Floats of eight bits are unpacked
+// to pairs of bf16 by shifts. No unpacked number and no product is infinite or NaN, as only scales can be: so a weight
+// of zero hides a key that a row may not see. Included by attention.h only.
 #pragma once
 
 #include "attention_keys.h"
@@ -12,21 +12,21 @@ namespace {
 
 constexpr int kPieceBits = 7;
 constexpr float kPiece = 1 << kPieceBits;
-constexpr float kQuerySteps = 63 * kPiece + 63;      // both pieces from -64 to 63
-constexpr float kWeightSteps = kPiece * kPiece - 1;  // both pieces from 0 to 127
+constexpr float kQuerySteps = 63 * kPiece + 63;      // largest integer; both pieces are from -64 to 63
+constexpr float kWeightSteps = kPiece * kPiece - 1;  // largest integer; both pieces are from 0 to 127
 constexpr float kMagic = 12582912.0f;                // 1.5 * 2^23: adding it rounds to an integer
-constexpr int kByteScoreVecs = kScoreVecs / 2;       // two sums each
+constexpr int kByteScoreVecs = kScoreVecs / 2;       // each has two sums
 constexpr int kByteValueVecs = kValueVecs / 2;
 
-// Sums of products, of the compiler's own type: GCC keeps arrays of __m512i in memory.
+// Integer sums in the compiler's own vector type: GCC keeps arrays of __m512i in memory.
 typedef int32_t Sums __attribute__((vector_size(4 * kLanes)));
 
 template <class E>
 struct PreparedQueries<Int8Cache<E>> {
-    // The high pieces of a row, then the low ones. Written in whole vectors.
+    // Of each row the high pieces, then the low pieces. Written in whole vectors.
     alignas(64) int8_t pieces[kQueryRows][2 * kMaxHeadSize + kLanes];
     float query_scale[kQueryRows];
-    int32_t start[kQueryRows][2];  // What makes up for the 128 that keys have added.
+    int32_t start[kQueryRows][2];  // Of the sums of both pieces: keys are stored plus 128.
 };
 
 template <class E, int kMantissa>
@@ -34,6 +34,7 @@ struct PreparedQueries<Float8Cache<E, kMantissa>> {
     alignas(64) uint16_t elements[kQueryRows][kMaxHeadSize + kLanes];
 };
 
+// Brings a row's query into the form that products with the cache need; returns where it is.
 template <class E>
 inline const typename E::T* prepare(PlainCache<E>, Rows<PlainCache<E>>&, int, const typename E::T* query, int) {
     return query;
@@ -45,7 +46,7 @@ inline const int8_t* prepare(Int8Cache<E>, Rows<Int8Cache<E>>& rows, int row, co
     const bool divides = has_quotients(largest);
     rows.query_scale[row] = divides ? largest / kQuerySteps : largest < 1.0f ? 0.0f : __builtin_nanf("");
     const Vec inverse = set1(divides ? kQuerySteps / largest : 0.0f);
-    // The integer and 64 of each piece.
+    // Adding this rounds to an integer and adds 64 to each piece, so that pieces are found as bits 0 to 6 and 7 to 13.
     const Vec magic = set1(kMagic + 64 * kPiece + 64);
     int8_t* pieces = rows.pieces[row];
     uint8_t low[kMaxHeadSize + kLanes], high[kMaxHeadSize + kLanes];
@@ -73,7 +74,7 @@ inline const uint16_t* prepare(Float8Cache<E, kMantissa>, Rows<Float8Cache<E, kM
     return elements;
 }
 
-// Vectors [vec, vec + V) of a tile's keys: where they lie, and what will be wanted next.
+// Vectors [vec, vec + V) of a tile's keys: where they lie, and the keys to fetch meanwhile.
 template <class C, int V>
 struct KeyVectors {
     const uint8_t *keys[V], *upper[V], *ahead[V];
@@ -90,6 +91,8 @@ struct KeyVectors {
             upper[v] = refs.keys[min_of(group + 1, kTileGroups - 1)];
         }
     }
+    // A vector of keys at one step: four neighbouring elements of each key a lane. With kInHalves it is half of two
+    // blocks.
     template <bool kInHalves>
     Ints load(int v, int step) const {
 #ifdef OCTAVO_ISA_AVX512
@@ -97,13 +100,14 @@ struct KeyVectors {
 #endif
         return load_ints(keys[v] + step * stride);
     }
+    // The scales follow the last step of a block: of each token those of its key and of its value.
     Pairs scales(int steps) const {
         const Ints both = in_halves && kLanes > kGroupKeys ? load<true>(0, steps) : load<false>(0, steps);
         return bits_of<Pairs>(both);
     }
 };
 
-// products[r][v] = query[r] . keys[v] without the scales of the keys.
+// Computes products[r][v] = query[r] . keys[v], without the scales of the keys.
 template <bool kInHalves, class E, int R, int V>
 inline void multiply_keys(Int8Cache<E>, const Rows<Int8Cache<E>>& rows, int row, int steps,
                           const KeyVectors<Int8Cache<E>, V>& k, Vec (&products)[R][V]) {
@@ -170,6 +174,7 @@ inline void multiply_keys(Float8Cache<E, kMantissa>, const Rows<Float8Cache<E, k
     }
 }
 
+// Scores R rows against vectors [vec, vec + V) of a tile's keys, into scores [R][kKeyTile].
 template <class C, int R, int V>
 inline void score_bytes(const Head<C>& h, const TileRefs<C>& refs, const Rows<C>& rows, int row, int vec,
                         const float* key_scales, float* scores) {
@@ -190,7 +195,7 @@ inline void score_bytes(const Head<C>& h, const TileRefs<C>& refs, const Rows<C>
     }
 }
 
-// The scales of keys and values in vectors [begin, end) of a tile.
+// Finds the scales of keys and values in vectors [begin, end) of a tile.
 template <class C>
 inline void find_scales(const Head<C>& h, const TileRefs<C>& refs, int begin, int end, float* of_keys,
                         float* of_values) {
@@ -203,7 +208,8 @@ inline void find_scales(const Head<C>& h, const TileRefs<C>& refs, int begin, in
     }
 }
 
-// A row's weights times the scales of the values, 0 where it sees no key: in vectors [first, last) of `weights`.
+// Multiplies a row's weights in vectors [first, last) by the scales of the values. Sets the weights of keys outside
+// [begin, end), which the row does not see, to 0.
 inline void scale_weights(float* weights, const float* value_scales, int first, int last, int begin, int end) {
     for (int base = first * kLanes; base < last * kLanes; base += kLanes) {
         Vec w = zero();
@@ -217,7 +223,7 @@ inline void scale_weights(float* weights, const float* value_scales, int first, 
     }
 }
 
-// What values are multiplied with: the weights of R rows in one layout, and what takes sums of products to values.
+// The weights of R rows in the form that products with values need, and the scale of those products if there is one.
 template <class C, int R>
 struct TileWeights;
 
@@ -232,7 +238,7 @@ struct TileWeights<Float8Cache<E, kMantissa>, R> {
     alignas(64) uint16_t weights[R][kKeyTile];
 };
 
-// Vectors [first, last) of a row's scaled weights as integers in two pieces; the scale that they have.
+// Rounds vectors [first, last) of a row's scaled weights to integers in two pieces. Returns the integers' scale.
 inline float split_weights(const float* weights, int first, int last, uint8_t* high, uint8_t* low) {
     Vec highest = zero(), sum = zero();
     for (int base = first * kLanes; base < last * kLanes; base += kLanes) {
@@ -245,15 +251,16 @@ inline float split_weights(const float* weights, int first, int last, uint8_t* h
     for (int base = first * kLanes; base < last * kLanes; base += kLanes) {
         store_pieces(low + base, high + base, add(mul(load(weights + base), inverse), magic));
     }
-    return largest / kWeightSteps + reduce_add(sum) * 0.0f;  // NaN where a weight or a scale is
+    return largest / kWeightSteps + reduce_add(sum) * 0.0f;  // NaN if a weight or a scale is NaN
 }
 
+// Takes up vectors [first, last) of row r's scaled weights.
 template <class E, int R>
 inline void take_weights(TileWeights<Int8Cache<E>, R>& to, int r, const float* weights, int first, int last) {
     to.scale[r] = split_weights(weights, first, last, to.high[r], to.low[r]);
 }
 
-// The same as bf16, times `factor`.
+// Stores vectors [first, last) of a row's scaled weights as bf16, times `factor`.
 inline void narrow_weights(const float* weights, int first, int last, float factor, uint16_t* to) {
     for (int base = first * kLanes; base < last * kLanes; base += kLanes) {
         store_own(to + base, mul(load(weights + base), set1(factor)));
@@ -266,7 +273,8 @@ inline void take_weights(TileWeights<Float8Cache<E, kMantissa>, R>& to, int r, c
     narrow_weights(weights, first, last, Float8Cache<E, kMantissa>::kFactor, to.weights[r]);
 }
 
-// sums[r][v] = weights[r] . values of V vectors of columns, over fours of keys [begin, end); `next` fetches.
+// Computes sums[r][v] = weights[r] . values for V vectors of columns, over keys [begin, end), four at a time.
+// load_values(key, values) loads the vectors of four keys.
 template <class E, int R, int V, class Load>
 inline void multiply_values(const TileWeights<Int8Cache<E>, R>& w, int begin, int end, Load load_values,
                             Vec (&sums)[R][V]) {
@@ -321,7 +329,8 @@ inline void multiply_values(const TileWeights<Float8Cache<E, kMantissa>, R>& w, 
     }
 }
 
-// out[r] = shrink[r] * out[r] + weights[r] . values over fours of keys [begin, end).
+// Computes out[r] = shrink[r] * out[r] + weights[r] . values for V vectors of columns, over keys [begin, end), four at
+// a time.
 template <class C, int R, int V>
 inline void add_byte_vectors(const Head<C>& h, const TileRefs<C>& refs, const TileWeights<C, R>& weights, int begin,
                              int end, float* out, int64_t out_stride, int64_t column, const float* shrink) {
@@ -345,7 +354,7 @@ inline void add_byte_vectors(const Head<C>& h, const TileRefs<C>& refs, const Ti
     }
 }
 
-// R rows (from `row`) against the keys of one tile of a cache of bytes.
+// Attends R rows, from `row` on, to the keys of one tile of a cache of bytes.
 template <int R, class C>
 void attend_tile(C, const Head<C>& h, const TileRefs<C>& refs, Rows<C>& rows, int row, int tile_begin) {
     alignas(64) float scores[R * kKeyTile];
@@ -370,7 +379,7 @@ void attend_tile(C, const Head<C>& h, const TileRefs<C>& refs, Rows<C>& rows, in
         float* w = weights + r * kKeyTile;
         scale_weights(w, value_scales, first, last, seen.begin[r], seen.end[r]);
         take_weights(scaled, r, w, first, last);
-        // Nothing changes for a row that sees none of these keys.
+        // A row that sees none of these keys stays as it is.
         if (seen.begin[r] >= seen.end[r]) shrink[r] = 1.0f;
     }
     float* out = rows.out + row * rows.padded;

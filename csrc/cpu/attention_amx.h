@@ -1,7 +1,7 @@
-// Attention of rows that all see the same keys (encoders' rows) by the tile instructions of AMX: sixteen rows by
-// sixteen keys are one instruction for every 32 elements of a head, and weights by values one for every 16 keys. The
-// caches' layouts are those that the instructions want. A row's sums do not depend on how many rows a tile has.
-// Included by attention.h only.
+// Attention of rows that all see the same keys (encoders' rows), by the tile instructions of AMX. Scores take one
+// instruction for sixteen rows, sixteen keys and 32 elements of a head; weights by values take one for sixteen rows, 16
+// keys and 16 columns. The caches' layouts are those that the instructions need. A row's sums do not depend on how many
+// rows a tile has. Included by attention.h only.
 #pragma once
 
 #include "amx.h"
@@ -12,7 +12,7 @@ namespace {
 
 static_assert(kLanes == kTileMaxRows && kTileK == 2 * kLanes, "a tile is a vector wide");
 
-// Rows of a tile, `stride` bytes apart.
+// Where the rows of a tile lie; `stride` is in bytes.
 struct TileSource {
     const uint16_t* data;
     int64_t stride;
@@ -20,7 +20,8 @@ struct TileSource {
 
 using PlainBf16 = PlainCache<BF16>;
 
-// Elements [32 * chunk, 32 * chunk + 32) of 16 keys. Blocks of 8 keys are put side by side in `copy`.
+// Returns elements [32 * chunk, 32 * chunk + 32) of 16 keys as a tile. The halves of two blocks of 8 keys are put side
+// by side in `copy`.
 inline TileSource keys_of_tile(const Head<PlainBf16>& h, const TileRefs<PlainBf16>& refs, int vec, int64_t chunk,
                                uint16_t* copy) {
     const int64_t stride = static_cast<int64_t>(h.block_size) * BF16::kStep;
@@ -36,7 +37,8 @@ inline TileSource keys_of_tile(const Head<PlainBf16>& h, const TileRefs<PlainBf1
     return {copy, kTileMaxBytes};
 }
 
-// 32 columns of the values of 16 keys, of which the first `count` are seen: what others hold, NaN perhaps, becomes 0.
+// Returns 32 columns of the values of 16 keys, two tiles side by side. Only the first `count` keys are seen: values of
+// the others, NaN perhaps, are 0 in `copy`.
 inline TileSource values_of_tile(const Head<PlainBf16>& h, const TileRefs<PlainBf16>& refs, int vec, int64_t column,
                                  int count, uint16_t* copy) {
     const int64_t offset = column * BF16::kStep;
@@ -52,18 +54,20 @@ inline TileSource values_of_tile(const Head<PlainBf16>& h, const TileRefs<PlainB
         constexpr int kGroupPairs = kGroupKeys / 2;
         const uint16_t* from = refs.values[2 * vec + pair / kGroupPairs] + pair % kGroupPairs * h.value_stride + offset;
         memcpy(to, from, kRowElements * sizeof(*to));
+        // The second key of a pair is not seen.
         for (int i = 1; seen == 1 && i < kRowElements; i += 2) to[i] = 0;
     }
     return {copy, kRowElements * 2};
 }
 
+// Adds queries (tile 4) by 16 keys to the scores in tile kAccumulator.
 template <int kAccumulator>
 inline void score_by_tile(const TileSource& keys) {
     tile_load<6>(keys.data, keys.stride);
     tile_dot_bf16<kAccumulator, 4, 6>();
 }
 
-// Rows row .. row + count - 1, at most sixteen, against the keys of one partition, of which they see [first, last].
+// Attends rows row .. row + count - 1, at most sixteen, to the keys [first, last] of one partition.
 inline void attend_by_tiles(const Head<PlainBf16>& h, Rows<PlainBf16>& rows, int row, int count, int first, int last) {
     alignas(64) float scores[kTileMaxRows * kKeyTile];
     alignas(64) uint16_t weights[kTileMaxRows * kKeyTile];
@@ -93,6 +97,7 @@ inline void attend_by_tiles(const Head<PlainBf16>& h, Rows<PlainBf16>& rows, int
         tile_zero<2>();
         tile_zero<3>();
         for (int64_t c = 0; c < chunks; ++c) {
+            // Scores: tiles 0 to 3 are rows by 16 keys each, over chunks of 32 elements.
             tile_load<4>(queries + c * kTileK, size * 2);
             score_by_tile<0>(keys_of_tile(h, refs, 0, c, copy));
             if (vecs > 1) score_by_tile<1>(keys_of_tile(h, refs, 1, c, copy));
@@ -104,6 +109,7 @@ inline void attend_by_tiles(const Head<PlainBf16>& h, Rows<PlainBf16>& rows, int
         tile_store<2>(scores + 2 * kLanes, kScoreStride);
         tile_store<3>(scores + 3 * kLanes, kScoreStride);
 
+        // Softmax by vectors. What was summed up before shrinks to the new maxima.
         int begin[kTileMaxRows] = {}, end[kTileMaxRows];
         for (int& e : end) e = seen;
         for (int r = 0; rows.adjusts && r < count; ++r) {
@@ -123,6 +129,7 @@ inline void attend_by_tiles(const Head<PlainBf16>& h, Rows<PlainBf16>& rows, int
             }
         }
 
+        // Weights by values: tiles 0 and 1 are rows by 16 columns each, over the tile's keys, 16 at a time.
         for (int64_t column = 0; column < size; column += 2 * kLanes) {
             tile_load<0>(out + column, out_stride);
             tile_load<1>(out + column + kLanes, out_stride);

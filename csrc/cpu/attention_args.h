@@ -1,4 +1,5 @@
-// Keys and values in their cache, and attention to them.
+// Argument structs of attention, of rotary embedding with the cache write, and of choosing keys; the numbers that fix
+// tiles and partitions of keys. Included by kernels.h.
 #pragma once
 
 #include <cstdint>
@@ -7,10 +8,10 @@
 
 namespace octavo {
 
-// Keys whose scores are computed together; tiles start at multiples of this position in the sequence.
+// Keys whose scores are computed together. Tiles start at multiples of this position in the sequence.
 constexpr int kKeyTile = 64;
-// Keys that are reduced together: partitions of the key positions, merged in order. They start at 0, 128, 256 and then
-// at every multiple of 512: short sequences, too, can be shared out evenly, and long ones have little to merge.
+// Keys that are reduced together: a partition. Partitions are merged in order. They start at 0, 128, 256 and then at
+// every multiple of 512: short sequences can be shared out evenly too, and long ones have little to merge.
 constexpr int kKeyPartition = 512;
 static constexpr int partition_of(int position) {
     return position < 128 ? 0 : position < 256 ? 1 : 2 + position / kKeyPartition;
@@ -21,52 +22,54 @@ static constexpr int partition_begin(int partition) {
 // Query rows (token, head of one key/value group) that one attention task serves.
 constexpr int kQueryRows = 32;
 constexpr int kMaxHeadSize = 512;
-// Elements of the part of a latent attention's keys that is rotated.
+// Most elements of the rotated part of a key in latent attention.
 constexpr int kMaxRotatedSize = 128;
-// Elements that a row of the value cache is padded to a multiple of.
+// A row of the value cache is padded to a multiple of so many elements.
 constexpr int kValuePad = 16;
 
-// Rotates query in place, and writes rotated key and value to their slots. A negative slot is not written, and nothing
-// if `slots` is null. Queries are multiplied with query_scales[position], if it is not null. Query heads have
-// head_size elements, those of keys and values key_size and value_size.
 constexpr int kPositionAxes = 3;
 
+// Rotates queries in place, and writes rotated keys and values to their slots. A token with a negative slot is not
+// written; without `slots` none is. Queries are multiplied by query_scales[position], unless query_scales is null.
+// Heads have head_size elements of queries, key_size of keys and value_size of values.
 struct RotaryArgs : RowWiseArgs {
     void* query;
     const void *key, *value;
     const int64_t* positions;
     const int32_t* axes;       // [rotary_size / 2], or null: which of kPositionAxes positions turns each pair
-    int64_t positions_stride;  // from a position to that of the next axis
+    int64_t positions_stride;  // from a token's position to its position on the next axis
     const float *cos_sin, *query_scales;
     void *key_cache, *value_cache;
     const int64_t* slots;
-    const void* index_key;  // of the one key/value head: elements that follow its key in the cache, not rotated here
+    const void* index_key;  // [rows, index_size]: follows the key in the cache (one head only), not rotated here
     int64_t query_stride, key_stride, value_stride, index_stride;
     int64_t max_positions, num_slots;
     int32_t query_heads, kv_heads, head_size, key_size, value_size, rotary_size, block_size, dtype, cache_dtype;
     int32_t index_size;
 };
 
-// Rows [row_begin, row_end) of a sequence for each key/value head, over partitions [part_begin, part_end). Row r is
-// head r % ratio of the group for query token r / ratio; token 0 is row first_token of the batch and stands at
-// first_position. `split` numbers the set of tasks that share rows, or is -1.
+// Rows [row_begin, row_end) of a sequence over partitions [part_begin, part_end), a task for each key/value head. Row r
+// is head r % ratio of the head's group, of query token r / ratio. Token 0 is row first_token of the batch and stands
+// at first_position. `split` is the number of the AttentionSplit if tasks share these rows, else -1.
 struct AttentionTask {
     int32_t seq, first_token, first_position;
     int32_t row_begin, row_end, part_begin, part_end, split;
 };
 
-// Rows whose partitions are shared out among tasks: where their partial results lie, in floats.
+// Rows whose partitions are shared out among num_tasks tasks. `offset` is where their partial results begin, in floats.
 struct AttentionSplit {
     int64_t offset;
     int32_t part_begin, num_parts, num_rows, num_tasks;
 };
 
-// What the lengths of a step decide, for any number of calls over them (one a layer) that do not overlap.
+// The plan of a step's attention. Lengths alone decide it, so it holds for any number of calls (one a layer) that do
+// not overlap.
 struct AttentionSchedule {
-    const AttentionTask* tasks;  // Each stands for kv_heads tasks.
+    const AttentionTask* tasks;  // Each is kv_heads tasks of the kernel.
     const AttentionSplit* splits;
     float* partials;
-    // [split][kv_head]: tasks that have not finished yet. The last one merges, and sets it back for the next call.
+    // [split][kv_head]: the number of tasks that have not finished. The last task merges, and resets it for the next
+    // call.
     int32_t* remaining;
     int64_t num_tasks;
 };
@@ -78,25 +81,25 @@ struct AttentionArgs : RowArgs {
     int64_t query_stride, table_stride, max_blocks;
     int32_t num_seqs, query_heads, kv_heads, head_size, value_size, block_size, window, bidirectional, dtype,
         cache_dtype;
-    float scale, softcap;         // of the scores; a cap of 0 is none
+    float scale, softcap;         // of the scores; a softcap of 0 caps nothing
     const float *slopes, *sinks;  // by query head, or null; see octavo.ops.Ops.paged_attention
-    const int32_t* key_ends;      // by token, or null: likewise
-    const float* biases;          // [query_heads, 2 * bias_reach + kKeyTile], or null: likewise
-    int64_t bias_reach;           // what is added for a distance of 0 is at this column of a head
-    // Of latent attention alone: the rotated parts of the queries, of which the keys are in key_cache. What is in
-    // value_cache are keys and values then.
+    const int32_t* key_ends;      // by token, or null; see paged_attention too
+    const float* biases;          // [query_heads, 2 * bias_reach + kKeyTile], or null
+    int64_t bias_reach;           // a head's column that has the bias of distance 0
+    // Latent attention only: the rotated parts of the queries, whose keys are in key_cache. value_cache then holds
+    // vectors that are both keys and values.
     const void* rotated_query;
     int64_t rotated_stride, rotated_head_stride;
     int32_t rotated_size;
-    int32_t index_size;                 // elements behind them in the cache, which are for ChooseArgs
-    int32_t num_chosen;                 // keys of a token at most, where `chosen` is not null
+    int32_t index_size;                 // elements that follow a key in key_cache, for ChooseArgs
+    int32_t num_chosen;                 // most keys of a token, if `chosen` is not null
     const int32_t* chosen;              // [rows, num_chosen], of ChooseArgs: the keys that each token sees
     const AttentionSchedule* schedule;  // Filled in by AttentionPlan.
 };
 
-// chosen[r] = of the keys that token r sees the `num_chosen` whose sum over heads of weight * relu(query . key) is
-// largest, of equals the earlier ones: their positions in order, then -1. A key is the last `size` of `key_size`
-// elements that the cache has of its token.
+// chosen[r] = the positions of the best `num_chosen` keys that token r sees, in order, then -1. A key's score is the
+// sum over heads of weight * relu(query . key); of equal scores the earlier key is better. A key is the last `size` of
+// the `key_size` elements that the cache has of its token.
 constexpr int kMaxChosen = 4096;
 struct ChooseArgs : RowArgs {
     const void *query, *weights, *key_cache;
@@ -104,10 +107,10 @@ struct ChooseArgs : RowArgs {
     int32_t* chosen;
     int64_t query_stride, weights_stride, table_stride, max_blocks;
     int32_t num_seqs, heads, size, key_size, block_size, num_chosen, dtype;
-    int32_t merges;     // whether this is the call that merges what the one before has left in the scratch
+    int32_t merges;     // whether this call merges what the call before has left in `scratch`
     uint64_t* scratch;  // [scratch_rows, num_chosen]
     int64_t scratch_rows;
-    int64_t parts;  // Planned: of the keys of each row.
+    int64_t parts;  // Planned: into how many parts a row's keys are cut.
 };
 
 }  // namespace octavo

@@ -1,5 +1,6 @@
-// Attention of the rows of a task over one tile of keys: scores, weights, and weighted values. In bf16, weights are
-// rounded to bf16 to meet the values in pairs of keys; their sum is not rounded. Included by attention_8bit.h only.
+// Attention of a task's rows to one tile of keys, in caches of floats: scores, weights, weighted values. With bf16,
+// weights are rounded to bf16, so that they meet values in pairs of keys; their sum is not rounded. Included by
+// attention_8bit.h only.
 #pragma once
 
 #include "kv_cache.h"
@@ -7,20 +8,21 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-constexpr int kGroupKeys = 8;  // The smallest block: keys that are sure to lie together.
+constexpr int kGroupKeys = 8;  // The smallest block size: so many keys always lie together.
 constexpr int kTileGroups = kKeyTile / kGroupKeys;
 
-// To the second-level cache: it takes far more requests at once than the first, which a task's own loads then meet.
+// Fetches a line into the second-level cache: it takes far more requests at once than the first-level cache, which
+// serves a task's own loads.
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 inline void store_weights(float* p, Vec v) { store(p, v); }
 inline void store_weights(uint16_t* p, Vec v) { store_own(p, v); }
 
-// The lanes of value vectors that keep only the first or only the second key of a pair.
+// Keep the first or the second key of each pair in a vector of values, and zero the other.
 inline Pairs keep_first(Pairs v) { return and_pairs(v, set1_pair(0x0000ffffu)); }
 inline Pairs keep_second(Pairs v) { return and_pairs(v, set1_pair(0xffff0000u)); }
 
-// One (sequence, key/value head) of a cache (kv_cache.h).
+// The keys and values of one sequence and one key/value head in a cache (kv_cache.h).
 template <class E>
 struct Head {
     using Cached = typename E::Cached;
@@ -28,12 +30,12 @@ struct Head {
     const Cached* values;
     const int32_t* table;
     int64_t key_block, value_block;  // Elements from one block to the next.
-    int64_t value_stride;            // Elements from one key, or pair of keys, to the next.
+    int64_t value_stride;            // Elements from one step of keys (one, a pair or four) to the next.
     int32_t block_size, block_shift, steps;
 };
 
-// Where the keys and values of each group of a tile lie, and the tile to fetch meanwhile: blocks are scattered, so
-// the processor's own prefetcher does not find the next one.
+// Where the keys and values of each group of eight keys of a tile lie, and the tile to fetch meanwhile: blocks are
+// scattered, so the processor's own prefetcher does not find the next tile.
 template <class E>
 struct TileRefs {
     const typename E::Cached* keys[kTileGroups];
@@ -41,8 +43,8 @@ struct TileRefs {
     const TileRefs* next;
 };
 
-// Only the blocks of positions first .. last are looked up: other entries of the table may be anything, so their groups
-// borrow the nearest valid block (and are read at most as masked keys).
+// Finds a tile's groups. Only the blocks of positions first .. last are looked up, as other entries of the table may be
+// anything. Groups outside borrow the nearest valid block; its keys are read at most as masked keys.
 template <class E>
 inline void find_tile(const Head<E>& h, int tile_begin, int first, int last, TileRefs<E>& refs) {
     for (int g = 0; g < kTileGroups; ++g) {
@@ -54,7 +56,8 @@ inline void find_tile(const Head<E>& h, int tile_begin, int first, int last, Til
     }
 }
 
-// acc[r][v] += query[r] . keys[v], step by step; `load` reads the lanes of vector v at step i.
+// Sets acc[r][v] = query[r] . keys[v] for R rows and V vectors of keys, step by step. load_keys(v, i) reads the lanes
+// of vector v at step i; fetch(v, i) prefetches.
 template <class E, int R, int V, class Load, class Fetch>
 inline void score_steps(int steps, const typename E::T* const* query, Vec (&acc)[R][V], Load load_keys, Fetch fetch) {
     const typename E::T* q[R];
@@ -75,6 +78,7 @@ inline void score_steps(int steps, const typename E::T* const* query, Vec (&acc)
     }
 }
 
+// Scores R rows against vectors [vec, vec + V) of a tile's keys, into scores [R][kKeyTile].
 template <class E, int R, int V>
 inline void score_vectors(const Head<E>& h, const TileRefs<E>& refs, const typename E::T* const* query, int vec,
                           float* scores) {
@@ -91,6 +95,7 @@ inline void score_vectors(const Head<E>& h, const TileRefs<E>& refs, const typen
     Vec acc[R][V];
 #ifdef OCTAVO_ISA_AVX512
     if (h.block_size < kLanes) {
+        // With blocks of 8 keys a vector's halves lie in two blocks.
         const T* upper[V];
         for (int v = 0; v < V; ++v) upper[v] = refs.keys[(vec + v) * 2 + 1];
         const auto halves = [&](int v, int i) { return E::load_lane_halves(k[v] + i * stride, upper[v] + i * stride); };
@@ -106,7 +111,7 @@ inline void score_vectors(const Head<E>& h, const TileRefs<E>& refs, const typen
     }
 }
 
-// Scores of R rows against vectors [begin, end) of the tile's keys; other lanes of `scores` keep what they held.
+// Scores R rows against vectors [begin, end) of the tile's keys. Other lanes of `scores` keep what they hold.
 template <class E, int R>
 inline void score_tile(const Head<E>& h, const TileRefs<E>& refs, const typename E::T* const* query, int begin, int end,
                        float* scores) {
@@ -120,30 +125,31 @@ inline void score_tile(const Head<E>& h, const TileRefs<E>& refs, const typename
     for (; vec < end; ++vec) score_vectors<E, R, 1>(h, refs, query, vec, scores);
 }
 
-// Queries as the products with a cache want them, where they are not multiplied where they lie.
+// Copies of queries in the form that a cache's products need. Caches of floats read queries where they lie.
 template <class E>
 struct PreparedQueries {};
 
-// The rows of one task: what each may see, and its state within the current partition. Scores and `max` are bare
-// products, or what `adjust` makes of them; `exponent` is what takes their differences to powers of two.
+// The rows of one task: the keys that each may see, and its state within the current partition. Scores and `max` are
+// plain products, or adjusted ones if `adjusts`. A weight is 2^(exponent * (score - max)).
 template <class E>
 struct Rows : PreparedQueries<E> {
     int count;
     int64_t padded;  // Elements of a row of `out`.
     float exponent;
     bool adjusts;
-    bool sees_alike;  // All keys of the sequence, for every row.
+    bool sees_alike;  // Every row sees all keys of the sequence.
     float scale, softcap;
     float slope[kQueryRows];
-    const float* bias[kQueryRows];            // of key 0, or null
+    const float* bias[kQueryRows];            // points to the bias of key 0, or null
     int first[kQueryRows], last[kQueryRows];  // Key positions that the row sees.
     const typename E::Query* query[kQueryRows];
     float max[kQueryRows + kLanes];  // Of the scores so far. Read in whole vectors.
-    float sums[kQueryRows][kLanes];  // By lane, of the weights relative to it.
+    float sums[kQueryRows][kLanes];  // Of the weights relative to `max`, by lane.
     alignas(64) float out[kQueryRows * kMaxHeadSize];
 };
 
-// Scales the scores of keys [begin, end) of a row, caps them, lets them fall with the distance, adds their biases.
+// Adjusts the scores of keys [begin, end) of a row: scales them, caps them, lets them fall with the distance by
+// `slope`, adds biases.
 template <class E>
 void adjust(const Rows<E>& rows, int row, float* scores, int tile_begin, int begin, int end) {
     alignas(64) float ramp[kLanes];
@@ -161,8 +167,9 @@ void adjust(const Rows<E>& rows, int row, float* scores, int tile_begin, int beg
     }
 }
 
-// Turns the scores of keys [begin[r], end[r]) of each row into weights relative to the new maximum (0 for all others in
-// their vectors). shrink[r] is the factor by which what was summed up before must shrink.
+// Turns the scores of keys [begin[r], end[r]) of each row into weights relative to the row's new maximum; all other
+// lanes of the same vectors get 0. Sums and earlier results are relative to the old maximum: shrink[r] is the factor
+// that they must be multiplied by.
 template <class E, int R>
 inline void soften(Rows<E>& rows, int row, float* scores, typename E::Weight* weights, const int* begin, const int* end,
                    float* shrink) {
@@ -182,7 +189,7 @@ inline void soften(Rows<E>& rows, int row, float* scores, typename E::Weight* we
         }
         highest[r] = reduce_max(v);
     }
-    // Where all scores so far are -inf there is nothing to be relative to: weights are 0, and so is their sum.
+    // If all scores so far are -inf, there is no maximum to be relative to: weights are 0, and so is their sum.
     const Vec exponent = set1(rows.exponent);
     const Vec now = load(highest);
     const Vec shift = select_greater(now, lowest, now, zero());
@@ -206,8 +213,8 @@ inline void soften(Rows<E>& rows, int row, float* scores, typename E::Weight* we
     }
 }
 
-// out[r] = shrink[r] * out[r] + weights[r][key] * value[key] over keys [begin, end), step by step. Of a pair that begin
-// or end cut through, the key outside is hidden.
+// Computes out[r] = shrink[r] * out[r] + weights[r][key] * value[key] over keys [begin, end), step by step, for V
+// vectors of columns. If begin or end cuts a pair of keys, the key outside is hidden.
 template <class E, int R, int V>
 inline void add_value_vectors(const Head<E>& h, const TileRefs<E>& refs, const typename E::T* weights, int begin,
                               int end, float* out, int64_t out_stride, int64_t column, const float* shrink) {
@@ -235,6 +242,7 @@ inline void add_value_vectors(const Head<E>& h, const TileRefs<E>& refs, const t
     };
     if constexpr (E::kStep == 2) {
         if (begin % 2 != 0) {
+            // A pair whose first key is outside.
             add_half(begin - 1, [](Pairs v) { return keep_second(v); });
             ++begin;
         }
@@ -249,6 +257,7 @@ inline void add_value_vectors(const Head<E>& h, const TileRefs<E>& refs, const t
         }
     }
     if constexpr (E::kStep == 2) {
+        // A pair whose second key is outside.
         if (end_whole != end) add_half(end_whole, [](Pairs v) { return keep_first(v); });
     }
     for (int r = 0; r < R; ++r) {
@@ -256,7 +265,7 @@ inline void add_value_vectors(const Head<E>& h, const TileRefs<E>& refs, const t
     }
 }
 
-// The columns in about equal shares of at most kValueVecs vectors.
+// Adds the weighted values of all columns, in about equal shares of at most kValueVecs vectors.
 template <class E, int R>
 inline void add_values(const Head<E>& h, const TileRefs<E>& refs, const typename E::T* weights, int begin, int end,
                        float* out, int64_t out_stride, const float* shrink) {
@@ -272,7 +281,8 @@ inline void add_values(const Head<E>& h, const TileRefs<E>& refs, const typename
     }
 }
 
-// Keys [begin, end) of a tile that each of R rows sees, what any of them sees, and what all of them do.
+// Keys of a tile that R rows see: [begin[r], end[r]) by row r, [lowest, highest) by any row, [common_begin, common_end)
+// by all rows.
 template <int R>
 struct Visible {
     int begin[R], end[R];
@@ -298,7 +308,7 @@ inline Visible<R> find_visible(const Rows<E>& rows, int row, int tile_begin) {
     return v;
 }
 
-// R rows (from `row`) against the keys of one tile of a cache of floats.
+// Attends R rows, from `row` on, to the keys of one tile of a cache of floats.
 template <int R, class E>
 void attend_tile(PlainCache<E>, const Head<PlainCache<E>>& h, const TileRefs<PlainCache<E>>& refs,
                  Rows<PlainCache<E>>& rows, int row, int tile_begin) {
@@ -316,8 +326,8 @@ void attend_tile(PlainCache<E>, const Head<PlainCache<E>>& h, const TileRefs<Pla
         for (int r = 0; r < R; ++r) adjust(rows, row + r, scores + r * kKeyTile, tile_begin, begin[r], end[r]);
     }
     soften<C, R>(rows, row, scores, weights, begin, end, shrink);
-    // Steps that all rows see are added for all at once; those at the edges, in the same order, row by row. Only where
-    // all rows begin or end at the same key may a pair be cut there for all.
+    // Values of steps that all rows see are added for all rows at once; those at the edges are added row by row, in the
+    // same order. A pair may be cut for all rows only where all of them begin or end at the same key.
     float* out = rows.out + row * rows.padded;
     if (common_begin != lowest) common_begin = (common_begin + E::kStep - 1) / E::kStep * E::kStep;
     if (common_end != highest) common_end = common_end / E::kStep * E::kStep;

@@ -1,8 +1,8 @@
-// What a cache of keys and values may hold: floats of the step's own type, or bytes with a scale for each token and
-// head. A row's bytes are a function of that row alone. Layouts, of which the last dimension is a lane:
-// keys [block][kv_head][D / step][block_size][step], values [block][kv_head][block_size / step][padded D][step].
-// Caches of bytes have one more step of keys: the token's two scales, those of its key and its value, as a pair of
-// bf16. Included by elementwise.h and attention_keys.h only.
+// Caches of keys and values: their layouts, and the encoding of rows as bytes. A cache holds floats of the step's own
+// type, or bytes with a scale for each token and head. A row's bytes are a function of that row alone. In the layouts
+// the last dimension is a lane: keys are [block][kv_head][D / step][block_size][step], values
+// [block][kv_head][block_size / step][padded D][step]. Caches of bytes have one more step of keys: a token's two
+// scales, of its key and of its value, as a pair of bf16. Included by elementwise.h and attention_keys.h only.
 #pragma once
 
 #include "vector_math.h"
@@ -10,7 +10,8 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// `T` is an element of the step, `Cached` one of the cache, `Query` and `Weight` what they are multiplied with.
+// A cache of floats. `T` is an element of the step, `Cached` an element of the cache; `Query` and `Weight` are what
+// keys and values are multiplied with.
 template <class E>
 struct PlainCache : E {
     using Cached = typename E::T;
@@ -19,6 +20,7 @@ struct PlainCache : E {
     static constexpr bool kHasScales = false;
 };
 
+// What caches of bytes share.
 template <class E>
 struct ByteCache {
     using T = typename E::T;
@@ -28,31 +30,33 @@ struct ByteCache {
     static constexpr bool kHasScales = true;
 };
 
-// Integers from -127 to 127, keys with 128 added. The scale is the largest magnitude over 127, rounded up.
+// Integers from -127 to 127; keys are stored plus 128. The scale is the largest magnitude over 127, rounded up.
 template <class E>
 struct Int8Cache : ByteCache<E> {
     using Query = int8_t;
     static constexpr uint8_t kKeyZero = 128;
-    // Where in four bytes the neighbours along the reduced dimension lie.
+    // Where in a lane's four bytes the four neighbours along the reduced dimension lie.
     static constexpr int kOrder[4] = {0, 1, 2, 3};
 };
 
-// Floats of eight bits. Scales are powers of two, which bring the largest magnitude into the type's last binade or, as
-// that is not a whole one, the one before; what is then below the normal numbers, a 10,000th of it and less, is zero.
+// Floats of eight bits. Scales are powers of two that bring the largest magnitude into the type's last binade, or into
+// the one before, as the last is not whole. Numbers that are then below the normal numbers, a 10,000th of the largest
+// and less, are zero.
 template <class E, int kMantissaBits>
 struct Float8Cache : ByteCache<E> {
     using Query = uint16_t;
     static constexpr uint8_t kKeyZero = 0;
-    static constexpr int kOrder[4] = {0, 2, 1, 3};  // the even bytes are one pair of bf16, the odd ones another
+    static constexpr int kOrder[4] = {0, 2, 1, 3};  // even bytes unpack to one pair of bf16, odd bytes to another
     static constexpr int kMantissa = kMantissaBits;
     static constexpr float kLargest = kMantissa == 3 ? 448.0f : 57344.0f;
     static constexpr float kLeast = kMantissa == 3 ? 0x1p-6f : 0x1p-14f;
-    // Unpacked elements are too small by 2^-(kUp + 64): queries and weights are multiplied by 2^64, sums by 2^kUp.
+    // Unpacked elements are 1 / (kFactor * kUp) times their value: queries and weights are multiplied by kFactor, sums
+    // by kUp.
     static constexpr float kFactor = 0x1p64f;
     static constexpr float kUp = kMantissa == 3 ? 0x1p56f : 0x1p48f;
 };
 
-// Calls f with the cache that holds `cache_dtype` in a step of `dtype`.
+// Calls f with the type of a cache that holds `cache_dtype` in a step of `dtype`.
 template <class F>
 inline void with_cache(int32_t dtype, int32_t cache_dtype, F f) {
     with_element(dtype, [&](auto element) {
@@ -70,14 +74,14 @@ inline void with_cache(int32_t dtype, int32_t cache_dtype, F f) {
     });
 }
 
-// Elements of a block and head.
+// Returns the number of elements that a head's keys take in a block.
 template <class C>
 inline int64_t key_elements(int64_t head_size, int64_t block_size) {
     return (head_size + (C::kHasScales ? C::kStep : 0)) * block_size;
 }
 inline int64_t padded_size(int64_t head_size) { return (head_size + kValuePad - 1) / kValuePad * kValuePad; }
 
-// The largest magnitude of a row, infinite if there is a NaN.
+// Returns the largest magnitude of a row; infinity if there is a NaN.
 template <class T>
 inline float largest_magnitude(const T* x, int64_t n) {
     const Vec infinity = set1(__builtin_inff());
@@ -90,11 +94,12 @@ inline float largest_magnitude(const T* x, int64_t n) {
     return reduce_max(highest);
 }
 
-// Smaller rows than this are zeros, and infinite ones have the scale NaN: quotients are finite.
+// Rows whose elements are divided by a scale. Smaller rows are stored as zeros; infinite ones have the scale NaN. So
+// quotients are finite.
 inline bool has_quotients(float largest) { return largest >= 0x1p-100f && largest < __builtin_inff(); }
 inline uint16_t scale_without_quotients(float largest) { return largest < 0x1p-100f ? 0 : 0x7fc0; }
 
-// A row of n elements as bytes, and its scale as bf16.
+// Encodes a row of n elements as bytes. Returns its scale as bf16.
 template <class E>
 inline uint16_t encode(Int8Cache<E>, const typename E::T* x, int64_t n, uint8_t* bytes) {
     const float largest = largest_magnitude(x, n);
@@ -120,7 +125,7 @@ inline uint16_t encode(Float8Cache<E, kMantissa>, const typename E::T* x, int64_
         return scale_without_quotients(largest);
     }
     const uint32_t scale = (bits_of<uint32_t>(largest / C::kLargest) + 0x7fffffu) & 0x7f800000u;
-    // As a bf16 is unpacked from it: 2^-120 or 2^-112 times the quotient.
+    // What the bytes unpack to: 2^-120 (e4m3) or 2^-112 (e5m2) times the quotient.
     constexpr float kDown = 1.0f / C::kUp / C::kFactor;
     const Vec inverse = set1(1.0f / bits_of<float>(scale));
     const Vec split = set1(0x1p23f / (1 << kMantissa) + 1.0f);  // Rounds to 1 + kMantissa bits (Veltkamp 1968).
@@ -133,6 +138,7 @@ inline uint16_t encode(Float8Cache<E, kMantissa>, const typename E::T* x, int64_
         const Vec magnitude = abs(rounded);
         store(narrowed, mul(select_greater(magnitude, least, rounded, zero()), set1(kDown)));
         for (int j = 0; j < kLanes; ++j) {
+            // Sign, and the low bits of the exponent with the mantissa.
             const uint32_t bits = bits_of<uint32_t>(narrowed[j]);
             bytes[i + j] = static_cast<uint8_t>((bits >> 24 & 0x80) | (bits >> (23 - kMantissa) & 0x7f));
         }

@@ -1,5 +1,6 @@
-// Cutting kernel calls into tasks: enough of them to keep every thread busy to the end, few enough that handing them
-// out costs nothing. No choice made here can change a result; the kernels see to that.
+// Cuts kernel calls into tasks: enough to keep every thread busy to the end, few enough that handing them out costs
+// nothing. Also checks indices before kernels use them. Experts are in launch_experts.cpp, rates and sizes in
+// launch_costs.h. No choice made here can change a result; the kernels see to that.
 #include "launch.h"
 
 #include <algorithm>
@@ -16,10 +17,10 @@ namespace octavo {
 
 namespace {
 
-// The least that is worth a task of its own where a row's keys are shared out.
+// The least time of a task, where a row's keys are shared out.
 constexpr double kLeastAttentionNs = 1000;
 
-// A row-wise kernel: whole rows a task, at least some microseconds' worth, where a row costs `row_ns`.
+// Plans a kernel whose rows are independent, `row_ns` each: a task is whole rows, at least some microseconds' worth.
 template <class Args>
 Launch by_rows(Kernel kernel, Args& args, int64_t rows, double row_ns, int threads) {
     const int64_t least = std::max<int64_t>(static_cast<int64_t>(2000 / std::max(row_ns, 0.1)), 1);
@@ -27,7 +28,8 @@ Launch by_rows(Kernel kernel, Args& args, int64_t rows, double row_ns, int threa
     return {kernel, &args, ceil_div(rows, args.rows_per_task), static_cast<double>(rows) * row_ns};
 }
 
-// A kernel over states: `units` of a sequence that do not depend on each other, where a token's cost `row_ns` in all.
+// Plans a kernel over states. A sequence has `units` units that do not depend on each other; a token costs `row_ns`
+// over all of them. A task is some units of one sequence.
 Launch by_states(Kernel kernel, StateArgs& args, const void* self, int64_t units, double row_ns, int threads) {
     const int64_t num_seqs = std::max<int64_t>(args.num_seqs, 1);
     const int64_t wanted = kTasksPerThread * threads;
@@ -37,6 +39,7 @@ Launch by_states(Kernel kernel, StateArgs& args, const void* self, int64_t units
     return {kernel, self, args.num_seqs * args.parts, row_ns * static_cast<double>(args.rows)};
 }
 
+// Throws std::out_of_range unless all indices are in [lowest, end).
 template <class T>
 void check_indices(const char* what, const T* indices, int64_t count, int64_t lowest, int64_t end) {
     for (int64_t i = 0; i < count; ++i) {
@@ -46,7 +49,8 @@ void check_indices(const char* what, const T* indices, int64_t count, int64_t lo
     }
 }
 
-// The last key that the token of sequence `seq` at `position` sees, of those that are chosen for it if any are.
+// Returns the last key that the token of sequence `seq` at `position` sees. If keys are chosen, they are counted as if
+// there were no others.
 int64_t last_key(const AttentionArgs& args, int32_t seq, int64_t position) {
     if (args.chosen) return std::min<int64_t>(position, args.num_chosen - 1);
     if (args.key_ends) {
@@ -58,6 +62,7 @@ int64_t last_key(const AttentionArgs& args, int32_t seq, int64_t position) {
     return args.window > 0 ? std::min<int64_t>(position + args.window - 1, last) : last;
 }
 
+// Throws unless a step's tokens are a part of their sequences and their blocks exist.
 void check_states(const StateArgs& args) {
     for (int32_t s = 0; s < args.num_seqs; ++s) {
         const int64_t num_tokens = args.query_start[s + 1] - args.query_start[s];
@@ -140,7 +145,8 @@ Launch plan(LinearArgs& args, const KernelTable& table, int threads) {
     if (m.format < 0) throw std::invalid_argument("linear: a table whose rows are looked up is in no product.");
     const bool integers = m.format >= kWeightInt4;
     const int64_t panels = m.gated ? 2 * ceil_div(m.n / 2, kPanel) : ceil_div(m.n, kPanel);
-    // Gated panels come in pairs, and all as whole blocks where the output is quantized.
+    // A unit is what one task must have together: a pair of gate and up panels, and a whole block where the output is
+    // quantized.
     const int64_t units = ceil_div(panels, (m.gated ? 2 : 1) * (is_quantized(args.out_dtype) ? 2 : 1));
     const double products = static_cast<double>(panels * kPanel) * static_cast<double>(m.k);
     const double bytes = products * weight_bytes(m);
@@ -158,8 +164,8 @@ Launch plan(LinearArgs& args, const KernelTable& table, int threads) {
     if (args.row_chunks * units < wanted) {
         args.row_chunks = std::max(args.row_chunks, std::min(ceil_div(wanted, units), args.rows / kMinChunkRows));
     }
-    // Where each thread has rows enough of its own, it keeps to them from one product to the next: what it has written
-    // is in its cache, and may be far from another's.
+    // If each thread has enough rows of its own, it keeps the same rows from one product to the next: its outputs are
+    // in its own cache, which may be far from another thread's.
     if (args.rows >= kOwnRows * threads) args.row_chunks = ceil_div(args.row_chunks, threads) * threads;
     const int64_t task_bytes = integers ? kIntTaskBytes : kTaskBytes;
     args.panel_chunks = integers ? std::min(static_cast<int64_t>(bytes) / task_bytes, wanted)
@@ -189,7 +195,7 @@ Launch plan(HeadLinearArgs& args, const KernelTable& table, int threads) {
     product.out_dtype = args.out_dtype;
     product.epilogue = kStore;
     product.scale = 1;
-    // Heads share the threads, so a head's product is cut only where there are fewer of them than threads.
+    // Heads share the threads, so a head's product is cut only if there are fewer heads than threads.
     const Launch head = plan(product, table, static_cast<int>(ceil_div(threads, args.heads)));
     args.kernel = head.kernel;
     args.tasks_per_head = head.num_tasks;
@@ -208,7 +214,7 @@ void linear_by_head(const void* args, int64_t task) {
 
 Launch plan(EmbeddingArgs& args, const KernelTable& table, int) {
     args.rows_per_task = 4;
-    // Every element lies on a cache line of its own (or every few).
+    // A row of a packed matrix is one lane of a panel: every element (or every few) lies on a cache line of its own.
     const double cost_ns = static_cast<double>(args.rows * args.matrix.k) * 4;
     return {table.embedding, &args, ceil_div(args.rows, args.rows_per_task), cost_ns};
 }
@@ -286,7 +292,7 @@ void AttentionPlan::plan(const AttentionArgs& args, int threads) {
         const int64_t num_queries = args.query_start[s + 1] - args.query_start[s];
         const int64_t seq_len = args.seq_lens[s];
         if (num_queries == 0) continue;
-        // Where places do not count, as in cross attention, there may be fewer keys than queries.
+        // Without positions, as in cross attention, there may be fewer keys than queries.
         const bool has_places = !args.bidirectional || args.window > 0 || args.biases;
         if (num_queries < 0 || seq_len < 1 || (has_places && num_queries > seq_len) ||
             ceil_div(seq_len, args.block_size) > args.max_blocks) {
@@ -307,7 +313,7 @@ void AttentionPlan::plan(const AttentionArgs& args, int threads) {
         task.seq = s;
         task.first_token = args.query_start[s];
         task.first_position = static_cast<int32_t>(seq_len - num_queries);
-        // Tokens that see chosen keys share none.
+        // Tokens that see chosen keys share no keys: each is a run of its own.
         const int64_t runs = args.chosen ? num_queries : 1;
         const int64_t rows = num_queries / runs * ratio;
         const int64_t chunks = ceil_div(rows, kQueryRows);
@@ -329,7 +335,7 @@ void AttentionPlan::plan(const AttentionArgs& args, int threads) {
         }
     }
     if (threads > 1) share_out(args, threads);
-    // Longest first: the short ones fill the gaps at the end.
+    // Longest first: short tasks fill the gaps at the end.
     std::sort(costed_.begin(), costed_.end(), [](const CostedTask& a, const CostedTask& b) {
         if (a.cost_ns != b.cost_ns) return a.cost_ns > b.cost_ns;
         if (a.task.seq != b.task.seq) return a.task.seq < b.task.seq;
@@ -348,11 +354,12 @@ void AttentionPlan::plan(const AttentionArgs& args, int threads) {
     schedule_.num_tasks = static_cast<int64_t>(tasks_.size()) * args.kv_heads;
 }
 
-// Cuts tasks that would keep a thread busy while others have run out of work: the long rows of few sequences.
+// Cuts the tasks that would keep a thread busy after others have run out of work: rows with long contexts in a step of
+// few sequences.
 void AttentionPlan::share_out(const AttentionArgs& args, int threads) {
     const int64_t padded = ceil_div(args.value_size, kValuePad) * kValuePad;
     const double wanted_ns = std::max(cost_ns_ / (kTasksPerThread * threads), kLeastAttentionNs);
-    // Equal pieces come out even if the threads divide their number.
+    // Equal pieces finish together if their number, times the heads, is a multiple of the number of threads.
     const int64_t unit = threads / std::gcd<int64_t>(threads, args.kv_heads);
     const size_t num_whole = costed_.size();
     int64_t partial_floats = 0;
@@ -375,7 +382,7 @@ void AttentionPlan::share_out(const AttentionArgs& args, int threads) {
         for (int part = whole.task.part_begin; part < whole.task.part_end; ++split.num_tasks) {
             const int64_t share_end = keys * (split.num_tasks + 1) / pieces;
             piece.task.part_begin = part++;
-            // A partition goes to the piece that holds its middle.
+            // A partition belongs to the piece that has its middle key.
             while (part < whole.task.part_end && (keys_until(part) + keys_until(part + 1)) / 2 < share_end) ++part;
             piece.task.part_end = part;
             const int64_t piece_keys = keys_until(part) - keys_until(piece.task.part_begin);
@@ -436,7 +443,7 @@ Launch plan(ChooseArgs& args, const KernelTable& table, int) {
         keys += static_cast<double>(num_queries) * args.seq_lens[s];
         longest = std::max<int64_t>(longest, args.seq_lens[s]);
     }
-    // Few rows: their keys are shared out, partitions at least.
+    // With few rows the keys of each are shared out, in parts of at least a partition.
     const int64_t most = std::max<int64_t>(args.scratch_rows / std::max<int64_t>(args.rows, 1), 1);
     args.parts = std::clamp<int64_t>(ceil_div(longest, kKeyPartition), 1, most);
     if (args.merges) {
@@ -469,7 +476,7 @@ void AdapterPlan::plan(const ShrinkArgs& args, int threads) {
         }
     }
     const int64_t num_parts = static_cast<int64_t>(parts_.size());
-    // Few rows: their outputs are shared out, and each task copies the inputs for itself.
+    // With few parts the outputs of each are shared out, and each task copies the inputs for itself.
     const int64_t splits = num_parts == 0 ? 1 : std::max<int64_t>(threads / num_parts, 1);
     schedule_ = {rows_.data(), parts_.data(), num_parts, splits};
 }

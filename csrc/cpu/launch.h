@@ -1,5 +1,6 @@
-// How a kernel call is cut into tasks. plan() fills in the planned fields of an argument struct and returns
-// a Launch: the whole call as plain data, which can be run now (thread_pool.h) or stored and replayed.
+// How a kernel call becomes tasks. plan() fills in the planned fields of an argument struct and returns a Launch: the
+// whole call as plain data, which can be run now (thread_pool.h) or stored and replayed (program.h). Called by
+// module.cpp and program.cpp.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +14,13 @@ struct Launch {
     Kernel kernel;
     const void* args;
     int64_t num_tasks;
-    // A rough time on one thread: decides whether it pays to wake others and to let go of the interpreter lock.
+    // A rough time on one thread. It decides whether to wake other threads and whether to let go of the interpreter
+    // lock.
     double cost_ns;
 };
 
-// Throw std::out_of_range where an index points nowhere: it would read or write someone else's memory, and looking at
-// each costs a nanosecond. Most operations have no indices.
+// Throws std::out_of_range if an index points nowhere: a kernel would read or write other memory. Looking at an index
+// costs a nanosecond. Most operations have no indices.
 template <class Args>
 void check(const Args&) {}
 void check(const LinearArgs& args);
@@ -60,11 +62,11 @@ Launch plan(ScanArgs& args, const KernelTable& table, int threads);
 Launch plan(DeltaArgs& args, const KernelTable& table, int threads);
 Launch plan(RecurrenceArgs& args, const KernelTable& table, int threads);
 Launch plan(ChooseArgs& args, const KernelTable& table, int threads);
-// By plans of this thread, which are good until the next of its calls.
+// These use a plan of the calling thread: the Launch is valid until the thread's next call of the same function.
 Launch plan(ShrinkArgs& args, const KernelTable& table, int threads);
 Launch plan(AttentionArgs& args, const KernelTable& table, int threads);
 
-// Memory that calls of experts share, each while it runs. It grows to what the calls that were planned need.
+// Memory that calls of experts share, one call at a time. It grows to the largest need of all calls that were planned.
 class ExpertsScratch {
   public:
     ExpertsScratch() = default;
@@ -72,7 +74,7 @@ class ExpertsScratch {
     ExpertsScratch& operator=(const ExpertsScratch&) = delete;
 
     void reserve(size_t entries, size_t parts, size_t input_bytes, size_t inner_bytes);
-    // For adapters: rows that they have shrunk, and those that tasks copy.
+    // Memory for adapters: the rows that they have shrunk, and the rows that tasks copy.
     void reserve_adapters(size_t shrunk_bytes, size_t copy_bytes);
     ExpertsSchedule* schedule() { return &schedule_; }
 
@@ -87,8 +89,9 @@ class ExpertsScratch {
     std::vector<Line> inputs_, inner_, shrunk_, copies_;
 };
 
-// A call's passes over its tokens, and the launches that they are with their names: four each, and two more where
-// tokens have adapters. What they point to lives as long as this, the arguments and the scratch memory.
+// A call of experts: its passes over the tokens, and their launches with names, four a pass and up to two more where
+// tokens have adapters. The launches point to this object, to the arguments and to the scratch memory, so all of these
+// must outlive them.
 class ExpertsPlan {
   public:
     void plan(const ExpertsArgs& args, const KernelTable& table, int threads, ExpertsScratch& scratch);
@@ -103,21 +106,21 @@ class ExpertsPlan {
     std::vector<const char*> names_;
 };
 
-// Rows of scratch that calls of ShrinkArgs for `rows` rows need.
+// Returns how many rows of scratch a call of ShrinkArgs for `rows` rows needs.
 int64_t shrink_scratch_rows(int64_t rows);
-// For keys that are shared out among threads.
+// Returns how many rows of scratch a call of ChooseArgs needs to share keys out among threads.
 int64_t choose_scratch_rows();
 
-// A step's rows in the order of their adapters: planned once for all calls that read the same slots.
+// A step's rows in the order of their adapters, planned once for all calls that read the same slots.
 class AdapterPlan {
   public:
     AdapterPlan() = default;
     AdapterPlan(const AdapterPlan&) = delete;
     AdapterPlan& operator=(const AdapterPlan&) = delete;
 
-    // Reads the slots of `args`, nothing else.
+    // Plans the rows. Reads nothing but the slots of `args`.
     void plan(const ShrinkArgs& args, int threads);
-    // One call over what was planned. Without tasks nobody has an adapter.
+    // Returns the launch of one call. It has no tasks if no row has an adapter.
     Launch launch(ShrinkArgs& args, const KernelTable& table) const;
 
   private:
@@ -126,25 +129,25 @@ class AdapterPlan {
     std::vector<AdapterRows> parts_;
 };
 
-// The attention tasks of a step and the memory that they share. Planned once a step, from lengths alone, then launched
-// for every layer; memory is kept from step to step, so that a decode step allocates nothing. The schedule that the
-// arguments point to has a fixed address: arguments that were filled in once stay good for every later plan.
+// The attention tasks of a step and the memory that they share. A step plans once, from lengths alone, and launches for
+// every layer. Memory is kept from step to step, so a decode step allocates nothing. The schedule that arguments point
+// to has a fixed address: arguments that were filled in once stay valid for every later plan.
 class AttentionPlan {
   public:
     AttentionPlan() = default;
     AttentionPlan(const AttentionPlan&) = delete;
     AttentionPlan& operator=(const AttentionPlan&) = delete;
 
-    // Reads the lengths, the head counts, the sizes and the window in `args`, no tensors. Throws std::invalid_argument
-    // where lengths and tables contradict each other.
+    // Plans a step. Reads the lengths, head counts, sizes and the window of `args`, no tensors. Throws
+    // std::invalid_argument if lengths and block tables contradict each other.
     void plan(const AttentionArgs& args, int threads);
-    // One call over what was planned. Launches of one plan may follow each other but not overlap.
+    // Returns the launch of one call. Launches of one plan may follow each other but must not overlap.
     Launch launch(AttentionArgs& args, const KernelTable& table) const;
 
   private:
     struct CostedTask {
         double cost_ns;
-        int64_t first, end;  // Keys that its rows see.
+        int64_t first, end;  // The keys [first, end) that its rows see.
         AttentionTask task;
     };
     void share_out(const AttentionArgs& args, int threads);

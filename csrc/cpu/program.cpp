@@ -18,7 +18,7 @@ namespace {
 thread_local Program* recording_into = nullptr;
 thread_local bool recording_per_sample = false;
 
-// By the place of the arguments in Program::Args.
+// Names of operations, in the order of the types in Program::Args.
 constexpr const char* kNames[] = {"linear",
                                   "embedding",
                                   "take_rows",
@@ -50,6 +50,7 @@ const char* name_of(const Program::Args& args) {
     return kNames[args.index()];
 }
 
+// Returns whether one plan of a step's attention tasks serves both calls.
 bool are_planned_alike(const AttentionArgs& a, const AttentionArgs& b) {
     return a.query_start == b.query_start && a.seq_lens == b.seq_lens && a.max_blocks == b.max_blocks &&
            a.query_heads == b.query_heads && a.kv_heads == b.kv_heads && a.head_size == b.head_size &&
@@ -102,7 +103,7 @@ void Program::plan(int64_t tokens, int32_t seqs, int64_t samples) {
     std::vector<const RotaryArgs*> checked;
     std::vector<const AttentionPlan*> planned;
     std::vector<const AdapterPlan*> ordered;
-    LinearArgs* last_product = nullptr;  // that no product of adapters has come after
+    LinearArgs* last_product = nullptr;  // the last product since a call for adapters
     launches_.clear();
     names_.clear();
     for (Call& call : calls_) {
@@ -121,7 +122,7 @@ void Program::plan(int64_t tokens, int32_t seqs, int64_t samples) {
                 using A = std::decay_t<decltype(args)>;
                 args.rows = rows;
                 if constexpr (std::is_base_of_v<StateArgs, A> || std::is_same_v<A, ChooseArgs>) args.num_seqs = seqs;
-                // The calls of most layers read the same positions and slots.
+                // The calls of most layers read the same positions and slots, so each is checked once.
                 if constexpr (std::is_same_v<A, RotaryArgs>) {
                     const bool seen = std::any_of(checked.begin(), checked.end(), [&](const RotaryArgs* other) {
                         return args.slots == other->slots && args.num_slots == other->num_slots &&
@@ -147,7 +148,7 @@ void Program::plan(int64_t tokens, int32_t seqs, int64_t samples) {
                         ordered.push_back(call.adapters);
                     }
                     const Launch launch = call.adapters->launch(args, table);
-                    if (launch.num_tasks == 0) return;  // a step of the base model alone is as fast as without adapters
+                    if (launch.num_tasks == 0) return;  // no row has an adapter: the call is left out
                     names_.push_back(name_of(call.args));
                     launches_.push_back(launch);
                     if (last_product != nullptr) last_product->next = &args;

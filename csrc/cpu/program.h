@@ -1,5 +1,5 @@
-// A model's step as data: the kernel calls that the model made when it was recorded, over fixed addresses. Running it
-// plans each call for the rows of the step at hand and hands all of them to the thread pool at once.
+// A model's step as data: the kernel calls that the model made while it was recorded, over fixed addresses. A run plans
+// each call for the rows of its step and gives all of them to the thread pool at once. Used by module.cpp.
 #pragma once
 
 #include <cstdint>
@@ -24,19 +24,21 @@ class Program {
     Program(const Program&) = delete;
     Program& operator=(const Program&) = delete;
 
-    // The program that calls of this thread are recorded into instead of being run, or null. There is no other notion
-    // of it: octavo.ops.cpu_program asks here.
+    // Returns the program into which this thread's calls are recorded instead of being run, or null.
+    // octavo.ops.cpu_program asks here: nothing else keeps track of it.
     static Program* recording();
     static void stop_recording();
-    // The calls that follow have as many rows as a step has tokens, or rows whose logits are wanted.
+    // Begins to record this thread's calls. They have as many rows as a step has tokens or, with `per_sample`, rows
+    // whose logits are wanted. Throws std::logic_error if a program is being recorded.
     void record(bool per_sample);
 
+    // Adds a call.
     void add(const Args& args);
-    // Runs the step. The arrays that the recorded calls read must hold this step's values. Throws std::out_of_range for
-    // a token id, position or slot that points nowhere, std::invalid_argument for lengths that contradict each other
-    // and for more rows than were recorded.
+    // Runs a step. The arrays that the recorded calls read must hold this step's values. Throws std::out_of_range for a
+    // token id, position or slot that points nowhere; std::invalid_argument for lengths that contradict each other and
+    // for more rows than were recorded.
     void run(int64_t tokens, int32_t seqs, int64_t samples);
-    // The same, call by call: the name of each and its nanoseconds.
+    // Runs a step call by call. Returns each call's name and its nanoseconds.
     std::vector<std::pair<std::string, double>> profile(int64_t tokens, int32_t seqs, int64_t samples);
 
     size_t size() const { return calls_.size(); }
@@ -46,9 +48,9 @@ class Program {
         Args args;
         bool per_sample;
         int64_t recorded_rows;
-        AttentionPlan* attention;              // of an attention call: shared with the layers that look alike
+        AttentionPlan* attention;              // of an attention call: shared with layers that are planned alike
         std::unique_ptr<ExpertsPlan> experts;  // of a call of experts
-        AdapterPlan* adapters;                 // of a call for adapters: shared by those that read the same slots
+        AdapterPlan* adapters;                 // of a call for adapters: shared by calls that read the same slots
     };
     void plan(int64_t tokens, int32_t seqs, int64_t samples);
 
@@ -58,7 +60,7 @@ class Program {
     ExpertsScratch experts_scratch_;
     std::vector<Launch> launches_;
     std::vector<const char*> names_;
-    const Group* group_ = nullptr;  // that its calls exchange rows with
+    const Group* group_ = nullptr;  // the processes that its calls exchange rows with
 };
 
 }  // namespace octavo

@@ -1,10 +1,11 @@
-// A call is a region that workers enter and stay in from its first launch to its last, spinning between them: launches
-// follow each other within microseconds, and waking a sleeper takes longer than most of them.
+// The thread pool. A call is a list of launches. Workers enter it and stay from its first launch to its last, spinning
+// between launches: these follow each other within microseconds, and waking a sleeper takes longer than most of them.
 //
-// Each thread has a share of a launch's tasks. It claims them one by one by counting up a word of its own, so that in
-// the common case no cache line moves; who is done with its share goes on with what is left of the others'. A word also
-// says which launch it counts, and anybody may move it on to the next launch once that has begun: a thread that the
-// system has put aside, or that has not woken up yet, holds nothing up but the one task that it is in.
+// Each thread has a share of a launch's tasks. It claims its tasks one by one by counting up a word of its own, so in
+// the common case no cache line moves. A thread that is done with its share goes on with the rest of the others'
+// shares. A word also holds the number of the launch that it counts, and any thread may move it on to the next launch
+// once that has begun. So a thread that the system has put aside, or that has not woken up yet, holds up nothing but
+// the one task that it is in.
 #include "thread_pool.h"
 
 #include <pthread.h>
@@ -28,20 +29,20 @@ namespace octavo {
 
 namespace {
 
-// A call below this is over before a worker would have noticed it.
+// A call that takes less is over before a worker notices it: the caller runs it alone.
 constexpr double kInlineNs = 5000;
-// Workers wait this long for the next call before they sleep: longer than what lies between two steps of a stream.
+// Workers spin this long for the next call before they sleep: longer than the time between two steps of a stream.
 constexpr auto kSpinTime = std::chrono::microseconds(300);
-// Looks at a value before the core is offered to whoever else wants it: some ten microseconds.
+// A thread looks at a value so often, some ten microseconds, before it offers its core to other threads.
 constexpr int kSpinsBeforeYield = 500;
 constexpr int kMaxThreads = 1024;
 constexpr size_t kCacheLine = 64;
 
-// Launches are numbered from 1 over the life of the process: before that lie a fresh pool's claims.
+// Launches are numbered from 1 over the life of the process; the claims of a fresh pool have number 0.
 std::atomic<uint64_t> next_launch{1};
 thread_local uint64_t running_launch = 0;
 
-// Spins until `done`, giving the core away now and then: on a full machine whoever is waited for may need it.
+// Spins until `done`. Gives the core away now and then: on a full machine the thread that is waited for may need it.
 template <class Done>
 inline void spin_until(Done done) {
     for (int spins = 1; !done(); ++spins) {
@@ -53,8 +54,8 @@ inline void spin_until(Done done) {
     }
 }
 
-// A thread's claims: the number of a launch (years of them, in 44 bits), and how many tasks of this thread's share in
-// it are taken.
+// A thread's claims: the number of a launch (44 bits, enough for years), and how many tasks of this thread's share in
+// it are taken (20 bits).
 struct alignas(kCacheLine) Claims {
     std::atomic<uint64_t> word{0};
 };
@@ -71,6 +72,7 @@ class Pool {
     void run(const Launch* launches, size_t count) {
         std::lock_guard<std::mutex> turn(callers_);
         if (workers_.empty() && size_ > 1) start();
+        // The call is written first; opening the gate shows it to the workers.
         launches_ = launches;
         count_ = count;
         first_launch_ = next_launch.fetch_add(count, std::memory_order_relaxed);
@@ -98,30 +100,32 @@ class Pool {
     }
 
   private:
-    // The gate: whether a call is running, how many workers are inside, and the call's number.
+    // The gate, one word: bit 0 says whether a call is open, the bits up to kCallShift count the workers inside, the
+    // rest is the call's number.
     static constexpr uint64_t kOpen = 1;
     static constexpr uint64_t kWorker = 2;
     static constexpr int kCallShift = 32;
     static constexpr uint64_t kWorkersMask = (uint64_t{1} << kCallShift) - kWorker;
 
     void start() {
-        // Signals are for the interpreter's threads.
+        // Workers block all signals, which are for the interpreter's threads.
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
         try {
             for (int i = 1; i < size_; ++i) workers_.emplace_back([this, i] { work(i); });
         } catch (const std::system_error&) {
-            // The system grants no more threads: those it granted, and the caller, do the work.
+            // The system grants no more threads: the caller and the threads that it granted do the work.
         }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
 
-    // The number of a task of `owner`'s share that has been claimed for the caller; -1 when there is none left.
+    // Claims a task of `owner`'s share. Returns its number within the share, or -1 if none is left.
     int64_t claim(int owner, uint64_t launch, int64_t share) {
         std::atomic<uint64_t>& word = claims_[static_cast<size_t>(owner)].word;
         uint64_t seen = word.load(std::memory_order_relaxed);
         for (;;) {
+            // A word of an earlier launch counts as untouched, a word of a later launch as used up.
             const uint64_t at = seen >> kTakenBits;
             const uint64_t taken = at < launch ? 0 : seen & kTakenMask;
             if (at > launch || static_cast<int64_t>(taken) >= share) return -1;
@@ -131,8 +135,9 @@ class Pool {
         }
     }
 
+    // Runs tasks of `owner`'s share until none is left. Returns how many it ran.
     int64_t run_share(int owner, uint64_t launch, const Launch& l) {
-        // Rounded up, so that the caller, who is never late, has the odd ones.
+        // Rounded up, so that the caller, who is never late, gets the odd tasks.
         const int64_t begin = (l.num_tasks * owner + size_ - 1) / size_;
         const int64_t end = (l.num_tasks * (owner + 1) + size_ - 1) / size_;
         int64_t ran = 0;
@@ -141,6 +146,7 @@ class Pool {
         return ran;
     }
 
+    // Works through all launches of the call: own share, the others' shares, then waits for the tasks that others run.
     void work_through(int thread) {
         int64_t target = 0;
         for (size_t i = 0; i < count_; ++i) {
@@ -157,7 +163,7 @@ class Pool {
         }
     }
 
-    // Joins the call that is running, unless it is the one that this worker has just left.
+    // Joins the call that is open, unless this worker has just left it. Returns whether it joined.
     bool enter(uint32_t& last_call) {
         uint64_t gate = gate_.load(std::memory_order_seq_cst);
         while ((gate & kOpen) && static_cast<uint32_t>(gate >> kCallShift) != last_call) {
@@ -168,6 +174,7 @@ class Pool {
         return false;
     }
 
+    // Returns whether there is a new call to join, or the pool stops.
     bool has_news(uint32_t last_call) const {
         const uint64_t gate = gate_.load(std::memory_order_seq_cst);
         return ((gate & kOpen) && static_cast<uint32_t>(gate >> kCallShift) != last_call) ||
@@ -215,16 +222,17 @@ class Pool {
 
 // Never destroyed: workers may outlive static objects when the interpreter exits.
 std::atomic<Pool*> the_pool{nullptr};
-Placement* configured = new Placement;  // no threads: not yet
+Placement* configured = new Placement;  // 0 threads: not configured yet
 std::mutex* pool_change = new std::mutex;
 
-// In a forked child the workers do not exist and a lock may be held by a thread that does not either: forget both.
+// In a forked child the workers do not exist, and a lock may be held by a thread that does not exist either: both are
+// forgotten.
 void forget_pool() {
     the_pool.store(nullptr);
     pool_change = new std::mutex;
 }
 
-// The pool, which is made if there is none. The caller holds `pool_change`.
+// Returns the pool, made if there is none. The caller holds `pool_change`.
 Pool& pool_of_holder() {
     static const int registered = pthread_atfork(nullptr, nullptr, forget_pool);
     (void)registered;
@@ -255,13 +263,14 @@ void set_threads(int n, const std::vector<int>& cpus) {
         throw std::invalid_argument("the number of threads must be 1 to " + std::to_string(kMaxThreads) + ", not " +
                                     std::to_string(n) + ".");
     }
-    // Two callers at once take turns from here on: each stops the pool that it has replaced, and no other.
+    // Two callers at once take turns from here on: each stops only the pool that it has replaced.
     std::lock_guard<std::mutex> lock(*pool_change);
     Pool& before = pool_of_holder();
     if (configured->threads == n && configured->cpus == cpus) return;
     *configured = Placement{n, cpus};
     the_pool.store(new Pool(*configured), std::memory_order_release);
-    // A caller may still hold a reference to the old pool, so only its threads go. It can run without them.
+    // A caller may still hold a reference to the old pool, so the pool stays and only its threads go. It can run
+    // without them.
     before.stop();
 }
 

@@ -1,5 +1,6 @@
-// The pool that runs kernel tasks. It knows nothing of what they compute: launches run one after another, the tasks of
-// each on all threads, the calling one included. One pool serves the process; callers take turns.
+// The pool that runs kernel tasks. It does not know what they compute. Launches run one after another; the tasks of
+// each run on all threads, the calling one included. One pool serves the process; callers take turns. How many threads:
+// topology.cpp.
 #pragma once
 
 #include <cstddef>
@@ -9,23 +10,24 @@
 
 namespace octavo {
 
-// How many threads to use, and the processors that they should stay on (empty: any).
+// How many threads to use (0: not decided yet), and the processors that they stay on (empty: any).
 struct Placement {
     int threads = 0;
     std::vector<int> cpus;
 };
-// Physical cores that this process may use: those of one NUMA node in its affinity mask, less what a cgroup CPU quota
-// denies it.
+// Returns the physical cores that this process may use: those of one NUMA node in its affinity mask, limited by the CPU
+// quota of its cgroup.
 Placement default_placement();
-// Keeps the calling thread on these processors. False where the system refuses, or cannot.
+// Keeps the calling thread on these processors. Returns false if the system refuses or cannot do it.
 bool bind_thread(const std::vector<int>& cpus);
 
 int num_threads();
-// The number of threads that a call may use, the calling one included, and their processors: none (anywhere), one for
-// each, or a set that all share. Waits for a running call to end. Throws std::invalid_argument.
+// Sets the number of threads that a call may use, the calling one included, and their processors: none (anywhere), one
+// for each thread, or a set that all share. Waits for a running call to end. Throws std::invalid_argument for a number
+// of threads that is too small or too large.
 void set_threads(int n, const std::vector<int>& cpus);
 
-// Runs `count` launches: each begins when all tasks of the one before have ended. Returns when the last has.
+// Runs `count` launches. Each begins when all tasks of the launch before it have ended. Returns when the last has.
 void run(const Launch* launches, size_t count);
 inline void run(const Launch& launch) { run(&launch, 1); }
 
