@@ -1,7 +1,7 @@
-// Latent attention (DeepSeek-AI 2024) over its compressed cache, which all heads share: what a token keeps is a vector
-// that is both value and the greater part of the key, and a rotated part of the key. The vectors lie as values do; a
-// tile of them is turned into the layout of keys before it meets the rows of a task. All else is paged attention, with
-// its promises about bits. Included by kernels.cpp only.
+// Latent attention (DeepSeek-AI 2024) over its compressed cache, which all heads share. A token keeps one vector, which
+// is its value and the greater part of its key, and the rotated part of its key. The vectors are stored as values are;
+// a tile of them is transposed to the layout of keys before it meets a task's rows. All else is paged attention
+// (attention.h), with its promises about bits. Included by sparse_attention.h only.
 #pragma once
 
 #include "attention.h"
@@ -9,20 +9,23 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// Four or eight rows that are transposed as the compiler's own vectors. They are no arguments: sets without AVX would
-// pass them another way than those with it.
+// Rows that are transposed as the compiler's own vectors. They are never arguments: sets without AVX pass such vectors
+// in another way than sets with it.
 typedef float Floats8 __attribute__((vector_size(32)));
 typedef uint16_t Halves16 __attribute__((vector_size(32)));
 typedef uint64_t Words4 __attribute__((vector_size(32)));
 
-// Keys of 8 elements of 8 vectors: out[d][8 keys], rows of `out` kKeyTile elements apart.
+// Transposes 8 elements of 8 tokens: out[d][8 tokens]. Rows of `values` lie `stride` elements apart, rows of `out`
+// kKeyTile elements.
 inline void turn_group(const float* values, int64_t stride, float* out) {
     Floats8 a[8], b[8];
     for (int i = 0; i < 8; ++i) memcpy(&a[i], values + i * stride, sizeof(a[i]));
+    // Tokens i and i + 1, element by element: even elements in b[i], odd ones in b[i + 1].
     for (int i = 0; i < 8; i += 2) {
         b[i] = __builtin_shufflevector(a[i], a[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
         b[i + 1] = __builtin_shufflevector(a[i], a[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
     }
+    // Tokens i to i + 3: a[i + j] has elements j and j + 4 of them, a[i + j + 2] elements j + 2 and j + 6.
     for (int i = 0; i < 8; i += 4) {
         for (int j = 0; j < 2; ++j) {
             a[i + j] = __builtin_shufflevector(b[i + j], b[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
@@ -30,6 +33,7 @@ inline void turn_group(const float* values, int64_t stride, float* out) {
         }
     }
     for (int i = 0; i < 4; ++i) {
+        // Element i of tokens 0 to 7, then element i + 4.
         const Floats8 low = __builtin_shufflevector(a[i], a[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
         const Floats8 high = __builtin_shufflevector(a[i], a[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
         memcpy(out + i * kKeyTile, &low, sizeof(low));
@@ -37,15 +41,18 @@ inline void turn_group(const float* values, int64_t stride, float* out) {
     }
 }
 
-// The same of bf16, where values are pairs of keys and keys are pairs of elements: out[d / 2][8 keys][2].
+// The same for bf16. Values are pairs of tokens [token / 2][d][2], keys are pairs of elements: out[d / 2][8 tokens][2].
 inline void turn_group(const uint16_t* values, int64_t stride, uint16_t* out) {
     Words4 a[4];
     for (int i = 0; i < 4; ++i) {
         Halves16 v;
         memcpy(&v, values + i * stride, sizeof(v));
+        // From (d0 of both tokens, d1 of both) to (d0 and d1 of one token, of the other): a word of 64 bits is two
+        // elements of two tokens.
         const Halves16 by_key = __builtin_shufflevector(v, v, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
         memcpy(&a[i], &by_key, sizeof(v));
     }
+    // Transposes four by four words: first neighbours, then halves.
     const Words4 b[4] = {
         __builtin_shufflevector(a[0], a[1], 0, 4, 2, 6), __builtin_shufflevector(a[0], a[1], 1, 5, 3, 7),
         __builtin_shufflevector(a[2], a[3], 0, 4, 2, 6), __builtin_shufflevector(a[2], a[3], 1, 5, 3, 7)};
@@ -55,7 +62,8 @@ inline void turn_group(const uint16_t* values, int64_t stride, uint16_t* out) {
     for (int i = 0; i < 4; ++i) memcpy(out + i * 2 * kKeyTile, &turned[i], sizeof(turned[i]));
 }
 
-// A tile's keys and a task's queries, rotated parts first.
+// A tile's keys and a task's queries, rotated parts first. It is the view of tiles and queries that attention_task
+// takes.
 template <class E>
 struct LatentView {
     using T = typename E::T;
@@ -75,7 +83,7 @@ struct LatentView {
 
     const TileRefs<E>& tile(const TileRefs<E>& refs, int) { return turned(stored, refs); }
 
-    // The tile of `from` with its vectors as keys too.
+    // Returns the tile `refs` of `from` with its vectors as keys too.
     const TileRefs<E>& turned(const Head<E>& from, const TileRefs<E>& refs) {
         constexpr int64_t kRow = kKeyTile * E::kStep;
         const int64_t padded = from.value_stride / E::kStep;

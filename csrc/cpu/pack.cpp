@@ -1,5 +1,5 @@
-// Packing a weight matrix into panels, once, at load. It only moves bits, so one version serves every instruction set;
-// on current machines it is bound by memory and page faults, not by instructions.
+// Packs a matrix of floats into panels, once, at load. It only moves bits, so one version serves every instruction set.
+// On current machines memory and page faults bound it, not instructions. Integers are packed in pack_int.cpp.
 #include "pack.h"
 
 #include <cstring>
@@ -14,7 +14,7 @@ namespace octavo {
 
 namespace {
 
-// Transposes words (bf16 pairs or floats, 32 bits each) of `valid_rows` rows into [step][32].
+// Transposes words of 32 bits (floats or pairs of bf16) of `valid_rows` rows into [step][32].
 void transpose_words(const char* rows, int64_t stride_bytes, int64_t steps, int valid_rows, char* out) {
     for (int64_t i = 0; i < steps; ++i) {
         uint32_t words[kPanel] = {};
@@ -23,7 +23,7 @@ void transpose_words(const char* rows, int64_t stride_bytes, int64_t steps, int 
     }
 }
 
-// The same for all 32 rows in squares of four by four. Returns how many steps it did.
+// The same for all 32 rows, in squares of four by four words. Returns how many steps it did.
 int64_t transpose_squares(const char* rows, int64_t stride_bytes, int64_t steps, char* out) {
     int64_t i = 0;
 #ifdef __SSE2__
@@ -34,8 +34,10 @@ int64_t transpose_squares(const char* rows, int64_t stride_bytes, int64_t steps,
             for (int j = 0; j < 4; ++j) {
                 row[j] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + j * stride_bytes));
             }
+            // Rows 0 and 1 word by word, words 0 and 1 in low01, 2 and 3 in high01; rows 2 and 3 likewise.
             const __m128i low01 = _mm_unpacklo_epi32(row[0], row[1]), high01 = _mm_unpackhi_epi32(row[0], row[1]);
             const __m128i low23 = _mm_unpacklo_epi32(row[2], row[3]), high23 = _mm_unpackhi_epi32(row[2], row[3]);
+            // Column j is word j of rows 0 to 3.
             const __m128i column[4] = {_mm_unpacklo_epi64(low01, low23), _mm_unpackhi_epi64(low01, low23),
                                        _mm_unpacklo_epi64(high01, high23), _mm_unpackhi_epi64(high01, high23)};
             for (int j = 0; j < 4; ++j) {
@@ -51,7 +53,7 @@ int64_t transpose_squares(const char* rows, int64_t stride_bytes, int64_t steps,
             for (int j = 0; j < 4; ++j) {
                 row[j] = vreinterpretq_u32_u8(vld1q_u8(reinterpret_cast<const uint8_t*>(from + j * stride_bytes)));
             }
-            // Rows 0 and 2, 1 and 3 side by side, then these.
+            // Rows 0 and 2 word by word, rows 1 and 3 likewise; then both: column j is word j of rows 0 to 3.
             const uint32x4_t low02 = vzip1q_u32(row[0], row[2]), high02 = vzip2q_u32(row[0], row[2]);
             const uint32x4_t low13 = vzip1q_u32(row[1], row[3]), high13 = vzip2q_u32(row[1], row[3]);
             const uint32x4_t column[4] = {vzip1q_u32(low02, low13), vzip2q_u32(low02, low13),

@@ -1,6 +1,7 @@
-// Picks the vector type for the instruction set that this translation unit is compiled for, and builds on it what the
-// kernels share: the exponential and the two element types. OCTAVO_ISA is the namespace, set by the build; everything
-// lives in an anonymous namespace inside it, so that no code compiled with one set of flags is linked into another.
+// The vector type of the instruction set that this translation unit is compiled for (simd_*.h), and what the kernels
+// share on top of it: the exponential, the two element types, loops over vectors and rows. OCTAVO_ISA is the namespace,
+// set by the build. Everything lives in an anonymous namespace inside it, so no code compiled with one set of flags is
+// linked into another. Included by vector_math.h, sampling.h and other kernels' headers.
 #pragma once
 
 #include <string.h>
@@ -49,20 +50,20 @@ constexpr bool kDotsPairs = true;
 constexpr bool kDotsPairs = false;
 #endif
 
-#ifndef OCTAVO_ISA_AVX2  // there are registers enough, or the compiler's vectors
+#ifndef OCTAVO_ISA_AVX2  // other sets have enough registers, or the compiler's vectors
 template <class T>
 inline void leave_in_memory(T&) {}
 #endif
 
-#ifndef OCTAVO_CENTRED_CODES  // the set does not say
-// Whether dot_codes8 wants signed codes, less 128, as `centred` makes them: then sums start from zero.
+#ifndef OCTAVO_CENTRED_CODES  // the set's header does not define it
+// Whether dot_codes8 takes signed codes: `centred` subtracts 128, and sums start from zero.
 constexpr bool kCodesAreCentred = false;
 inline Ints centred(Ints codes) { return codes; }
 #endif
 
 #ifndef OCTAVO_SHORT_SUMS
-// Sums of 32 elements by codes of four bits: how they start, grow and end. Sets without dot products of bytes keep
-// them in 16 bits meanwhile.
+// Sums over a group of up to 32 elements by codes of four bits: how they begin, grow and end. Sets without dot products
+// of bytes keep them in 16 bits meanwhile.
 inline Ints begin_sums4(int32_t start) { return set1_int(start); }
 inline Ints add_to_sums4(Ints sums, Ints codes, Ints x) { return dot_codes4(sums, codes, x); }
 inline Ints end_sums4(Ints sums, int32_t) { return sums; }
@@ -73,7 +74,7 @@ inline Ints dot_two_codes6(Ints acc, Ints codes, Ints x, Ints more_codes, Ints m
 #endif
 
 #ifndef OCTAVO_ISA_AVX512
-// Partial vectors go through a small buffer: they are rare and must not read past the end of a row.
+// Partial vectors go through a small buffer: they are rare, and must not read past the end of a row.
 template <class T>
 inline Vec load_n(const T* p, int n) {
     T buffer[kLanes] = {};
@@ -88,10 +89,11 @@ inline void store_n(T* p, Vec v, int n) {
 }
 #endif
 
+// Returns four bytes of a row in every lane.
 inline Ints set1_bytes(const int8_t* p) { return set1_int(read<int32_t>(p)); }
 
-// A build that names a set but does not define OCTAVO_ISA_AVX512, OCTAVO_ISA_AVX2 or OCTAVO_ISA_NEON for it would
-// compile portable vectors.
+// A build that names a set and does not define its OCTAVO_ISA_AVX512, OCTAVO_ISA_AVX2 or OCTAVO_ISA_NEON would compile
+// portable vectors: this is checked here.
 #define OCTAVO_CONCAT2(a, b) a##b
 #define OCTAVO_CONCAT(a, b) OCTAVO_CONCAT2(a, b)
 #define OCTAVO_STRING2(a) #a
@@ -121,7 +123,7 @@ inline T max_of(T a, T b) {
     return a > b ? a : b;
 }
 
-// Calls f(index, lanes) over n elements: whole vectors, then what is left.
+// Calls f(index, lanes) over n elements: whole vectors, then the rest.
 template <class F>
 inline void for_vectors(int64_t n, F f) {
     int64_t i = 0;
@@ -141,15 +143,15 @@ inline void store_some(T* p, Vec v, int lanes) {
     }
 }
 
-// Two vectors side by side. An instruction set may have a better way for its elements.
+// Stores two vectors side by side. An instruction set may have a better way for its elements.
 template <class T>
 inline void store_two(T* p, Vec a, Vec b) {
     store(p, a);
     store(p + kLanes, b);
 }
 
-// e^x to about 1 ulp (the polynomial is that of Cephes expf): exactly 1 at 0, exactly 0 where it would be denormal,
-// infinite above 88.37, NaN for NaN.
+// Returns e^x to about 1 ulp (the polynomial is that of Cephes expf): exactly 1 at 0, exactly 0 where it would be
+// denormal, infinite above 88.37, NaN for NaN.
 inline Vec exp(Vec x) {
     const Vec lowest = set1(-87.33654f);
     const Vec highest = set1(88.37626f);
@@ -201,10 +203,10 @@ struct BF16 {
     static constexpr int kStep = 2;
     static inline Lanes load_lanes(const T* p) { return load_pairs(p); }
     static inline Lanes broadcast(const T* p) { return set1_pair(read<uint32_t>(p)); }
-    // The last element of an odd row: its partner is zero.
+    // The last element of an odd row; its partner is zero.
     static inline Lanes broadcast_last(const T* p) { return set1_pair(*p); }
     static inline Vec madd(Vec acc, Lanes a, Lanes b) { return dot_pairs(acc, a, b); }
-    // madd in parts: the first element of each pair and then the second, where it is two products.
+    // madd in parts, where it is two products: part 0 is the first element of each pair, part 1 the second.
     static constexpr int kParts = kDotsPairs ? 1 : 2;
     template <int which>
     static inline auto part(Lanes v) {
@@ -221,7 +223,7 @@ struct BF16 {
 #endif
 };
 
-// Calls f(Constant<n>{}) for an n of 1 .. kMost, which the compiler then knows.
+// Calls f(Constant<n>{}) for an n in 1 .. kMost: the compiler then knows n.
 template <int n>
 struct Constant {
     static constexpr int kValue = n;
@@ -241,7 +243,7 @@ inline void with_element(int32_t dtype, F f) {
     dtype == kF32 ? f(F32{}) : f(BF16{});
 }
 
-// Calls f(row) for the rows of a task, of `rows` in all.
+// Calls f(row) for the rows of a task. There are `rows` rows in all.
 template <class F>
 inline void for_rows(const RowWiseArgs& a, int64_t task, int64_t rows, F f) {
     const int64_t end = min_of((task + 1) * a.rows_per_task, rows);

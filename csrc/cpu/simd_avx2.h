@@ -54,12 +54,14 @@ inline void store(uint16_t* p, Vec v) {
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
     __m256i r = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd), 16);
     r = _mm256_blendv_epi8(r, _mm256_set1_epi32(0x7fc0), _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q)));
+    // The low words of lanes 0 to 3, then of lanes 4 to 7.
     const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(r), _mm256_extracti128_si256(r, 1));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
 }
 inline void store_own(uint16_t* p, Vec v) { store(p, v); }
 
 inline float reduce_add(Vec v) {
+    // Adds the halves, then lanes 2 and 3 to 0 and 1, then lane 1 to lane 0.
     __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     x = _mm_add_ps(x, _mm_movehl_ps(x, x));
     return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
@@ -69,7 +71,7 @@ inline float reduce_max(Vec v) {
     x = _mm_max_ps(x, _mm_movehl_ps(x, x));
     return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
 }
-// 2^n, where t = 1.5 * 2^23 + n.
+// Returns 2^n, where t = 1.5 * 2^23 + n: n is in the low bits of t, and moves to the exponent.
 inline Vec pow2_of_magic(Vec t) {
     return _mm256_castsi256_ps(
         _mm256_add_epi32(_mm256_slli_epi32(_mm256_castps_si256(t), 23), _mm256_set1_epi32(0x3f800000)));
@@ -78,7 +80,7 @@ inline Vec pow2_of_magic(Vec t) {
 inline Pairs load_pairs(const uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 inline Pairs set1_pair(uint32_t bits) { return _mm256_set1_epi32(static_cast<int>(bits)); }
 inline Pairs and_pairs(Pairs a, Pairs b) { return _mm256_and_si256(a, b); }
-// The first and the second of each pair.
+// Return the first or the second element of each pair: it is the low or the high half of a lane's bits.
 inline Vec first_of_pairs(Pairs v) { return _mm256_castsi256_ps(_mm256_slli_epi32(v, 16)); }
 inline Vec second_of_pairs(Pairs v) {
     return _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
@@ -89,13 +91,13 @@ inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
     return fma(_mm256_castsi256_ps(_mm256_and_si256(a, high)), _mm256_castsi256_ps(_mm256_and_si256(b, high)), acc);
 }
 
-// Values that are not needed now take none of the sixteen registers from those that are.
+// Keeps values in memory: while they are not needed they take none of the sixteen registers.
 template <class T>
 inline void leave_in_memory(T& values) {
     asm("" : "+m"(values));
 }
 
-// Integers: a lane of bytes holds four of them, neighbours along the reduced dimension.
+// Integers. A lane of bytes holds four of them, neighbours along the reduced dimension.
 using Ints = __m256i;
 
 inline Ints load_ints(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
@@ -112,10 +114,10 @@ template <int bits>
 inline Ints shift_left(Ints v) {
     return _mm256_slli_epi32(v, bits);
 }
-// Whole numbers from 0 to 255, each in all bytes of its lane.
+// Copies whole numbers from 0 to 255 to all bytes of their lanes.
 inline Ints in_all_bytes(Vec v) { return _mm256_mullo_epi32(_mm256_cvtps_epi32(v), _mm256_set1_epi32(0x01010101)); }
 inline Ints set1_int(int32_t x) { return _mm256_set1_epi32(x); }
-// Bytes without signs, one a lane.
+// Loads bytes, one a lane; unsigned here, signed below.
 inline Ints load_bytes(const uint8_t* p) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 }
@@ -125,11 +127,13 @@ inline Ints load_signed_bytes(const int8_t* p) {
 inline Vec to_float(Ints v) { return _mm256_cvtepi32_ps(v); }
 inline Ints low_nibbles(Ints v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
 inline Ints high_nibbles(Ints v) { return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15)); }
+// Returns one code of each lane, from bit `shift` on, less z = 2^(bits - 1).
 template <int bits>
 inline Ints code_at(Ints v, int shift) {
     const Ints code = _mm256_and_si256(_mm256_srl_epi32(v, _mm_cvtsi32_si128(shift)), set1_int((1 << bits) - 1));
     return _mm256_sub_epi32(code, set1_int(1 << (bits - 1)));
 }
+// Returns the first (0) or second (1) element of each pair, as floats.
 inline Vec one_of_pairs(Pairs p, int which) {
     return _mm256_castsi256_ps(
         _mm256_and_si256(_mm256_sll_epi32(p, _mm_cvtsi32_si128(16 - 16 * which)), set1_int(-65536)));
@@ -139,19 +143,20 @@ inline Vec load_half(const uint16_t* p) {
 }
 inline Vec round_to_half(Vec v) { return _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)); }
 inline Ints as_ints(Pairs p) { return p; }
-// Numbers, of which none is a NaN with low bits, as bf16.
+// Rounds two vectors to bf16 pairs for dot_pairs. No number may be a NaN with low bits.
 inline Pairs round_to_pairs(Vec first, Vec second) {
     const auto rounded = [](Vec v) {
         const __m256i u = _mm256_castps_si256(v);
         const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
         return _mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd);
     };
+    // `first` moves to the low halves of lanes; 0xaa takes the high halves of `second`.
     return _mm256_blend_epi16(_mm256_srli_epi32(rounded(first), 16), rounded(second), 0xaa);
 }
 #if defined(__AVXVNNI__)
 #define OCTAVO_VPDPBUSD _mm256_dpbusd_avx_epi32
 #elif defined(OCTAVO_EMULATE_VNNI)
-// vpdpbusd as Intel's manual has it: bytes of the second operand are unsigned, those of the third signed.
+// vpdpbusd as Intel's manual defines it: bytes of the second operand are unsigned, those of the third signed.
 inline Ints emulated_vpdpbusd(Ints acc, Ints a, Ints b) {
     alignas(32) int32_t sums[kLanes];
     alignas(32) uint8_t unsigned_bytes[4 * kLanes];
@@ -176,39 +181,46 @@ inline Ints magnitudes(Ints bytes) { return _mm256_abs_epi8(bytes); }
 inline Ints with_signs(Ints x, Ints signs) { return _mm256_sign_epi8(x, signs); }
 #include "simd_pairs.h"
 #endif
-// The low bytes of the lanes' bits.
+// Stores the low byte of each lane's bits.
 inline void store_low_bytes(int8_t* p, Vec v) {
     const Ints low = _mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(255));
     const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
 }
-// The same as dot_codes8 for elements from -64 to 63, which cannot saturate vpmaddubsw either.
+// As dot_codes8, for elements from -64 to 63, which cannot saturate vpmaddubsw either.
 inline Ints dot_pieces(Ints acc, Ints codes, Ints x) { return dot_codes4(acc, codes, x); }
-// Bits 0 to 6 and 7 to 13 of the lanes, as bytes.
+// Stores bits 0 to 6 of the lanes, and bits 7 to 13, as bytes.
 inline void store_pieces(uint8_t* low, uint8_t* high, Vec v) {
     const __m256i seven = _mm256_set1_epi32(127), bits = _mm256_castps_si256(v);
     const __m256i a = _mm256_and_si256(bits, seven), b = _mm256_and_si256(_mm256_srli_epi32(bits, 7), seven);
+    // Packing gives a0-3 b0-3 a4-7 b4-7; the permutation makes it a0-7 b0-7.
     const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8);
+    // Eight bytes of low pieces, then eight of high pieces.
     const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(low), bytes);
     _mm_storel_epi64(reinterpret_cast<__m128i*>(high), _mm_unpackhi_epi64(bytes, bytes));
 }
-// A vector of bytes in eight bits of sign, exponent and kMantissa, as pairs of bf16 of the same bits: numbers 2^-120
-// (e4m3) or 2^-112 (e5m2) times as large, of which those that are not normal are finite, but wrong.
+// Unpacks floats of eight bits (sign, exponent, kMantissa bits) to pairs of bf16: bytes 0 and 2 of a lane become
+// `even`, bytes 1 and 3 `odd`. Bits are only moved, so results are 2^-120 (e4m3) or 2^-112 (e5m2) times the numbers.
+// Numbers that are not normal become finite, but wrong.
 template <int kMantissa>
 inline void unpack_float8(Ints v, Pairs& even, Pairs& odd) {
     const __m256i sign = _mm256_set1_epi16(static_cast<int16_t>(0x8000));
     const __m256i rest = _mm256_set1_epi16(0x7f << (7 - kMantissa));
+    // An even byte is the low half of 16 bits: its exponent and mantissa move up to those of bf16, its sign to bit 15.
     even = _mm256_or_si256(_mm256_and_si256(_mm256_slli_epi16(v, 7 - kMantissa), rest),
                            _mm256_and_si256(_mm256_slli_epi16(v, 8), sign));
+    // An odd byte is the high half: its exponent and mantissa move down, its sign stays.
     odd = _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(v, 1 + kMantissa), rest), _mm256_and_si256(v, sign));
 }
-// Sums of each 16 of 64 bytes.
+// Writes the sums of each 16 of 64 bytes.
 inline void sum_bytes(const int8_t* p, int32_t* sums) {
     const Ints ones = _mm256_set1_epi8(1);
     const Ints zeros = _mm256_setzero_si256();
+    // Lanes are sums of four bytes; adding neighbours twice makes sums of 16, numbered below by half.
     Ints s = _mm256_hadd_epi32(dot_codes4(zeros, ones, load_ints(p)), dot_codes4(zeros, ones, load_ints(p + 32)));
     s = _mm256_hadd_epi32(s, s);  // 0 2 0 2, 1 3 1 3
+    // 0 1 2 3.
     const __m128i pairs = _mm_unpacklo_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(sums), pairs);
 }

@@ -3,14 +3,14 @@
 // Included by simd.h only, inside the namespace of its instruction set.
 
 constexpr int kLanes = 4;
-// There are 32 registers, as in AVX-512.
+// Shapes of tiles, as in simd_avx512.h: there are 32 registers too.
 constexpr int kTileRows = 12;
 constexpr int kTileVecs = 2;
 constexpr int kTileRows4 = 6;
 constexpr int kTileRows8 = 2;
 #ifdef OCTAVO_MATRICES
 constexpr int kIntRows = 8;
-constexpr int kMatrixVecs = 2;  // as kIntVecs, where there are two rows
+constexpr int kMatrixVecs = 2;  // as kIntVecs, for tiles by matrix instructions
 #else
 constexpr int kIntRows = 4;
 #endif
@@ -35,7 +35,7 @@ inline Vec reciprocal(Vec a) { return vdivq_f32(vdupq_n_f32(1.0f), a); }
 inline Vec sqrt(Vec a) { return vsqrtq_f32(a); }
 inline Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
 inline Vec abs(Vec a) { return vabsq_f32(a); }
-// As on x86: the second operand where either is NaN.
+// As on x86: the second operand if either is NaN.
 inline Vec max(Vec a, Vec b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 inline Vec min(Vec a, Vec b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
 // Bit i says whether a[i] >= b[i].
@@ -55,17 +55,17 @@ inline Vec keep_lanes(Vec v, int begin, int end, Vec other) {
 }
 
 inline Vec load(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
-// The bits of v as bf16 in the high halves of the lanes, to nearest even; a NaN may become anything.
+// Rounds to bf16, to nearest even, in the high halves of lanes. The low halves are rubbish. A NaN may become anything.
 inline Pairs rounded_to_bf16(Vec v) {
     const Pairs bits = vreinterpretq_u32_f32(v);
     const Pairs odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
     return vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), odd);
 }
-// Not bfcvtn: it keeps the payloads of NaNs, and every instruction set must round alike.
+// Does not use bfcvtn, which keeps the payloads of NaNs: every instruction set must round alike.
 inline void store(uint16_t* p, Vec v) {
     vst1_u16(p, vshrn_n_u32(vbslq_u32(vceqq_f32(v, v), rounded_to_bf16(v), vdupq_n_u32(0x7fc00000)), 16));
 }
-// Where rounding need not be that of every instruction set.
+// Stores bf16 where rounding need not be the same in every instruction set.
 inline void store_own(uint16_t* p, Vec v) {
 #ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
     vst1_u16(p, bits_of<uint16x4_t>(vcvt_bf16_f32(v)));
@@ -83,7 +83,7 @@ inline float reduce_max(Vec v) {
     const float b = v[1] > v[3] ? v[1] : v[3];
     return a > b ? a : b;
 }
-// 2^n, where t = 1.5 * 2^23 + n.
+// Returns 2^n, where t = 1.5 * 2^23 + n: n is in the low bits of t, and moves to the exponent.
 inline Vec pow2_of_magic(Vec t) {
     return vreinterpretq_f32_u32(vaddq_u32(vshlq_n_u32(vreinterpretq_u32_f32(t), 23), vdupq_n_u32(0x3f800000)));
 }
@@ -91,7 +91,7 @@ inline Vec pow2_of_magic(Vec t) {
 inline Pairs load_pairs(const uint16_t* p) { return vreinterpretq_u32_u16(vld1q_u16(p)); }
 inline Pairs set1_pair(uint32_t bits) { return vdupq_n_u32(bits); }
 inline Pairs and_pairs(Pairs a, Pairs b) { return vandq_u32(a, b); }
-// The first and the second of each pair.
+// Return the first or the second element of each pair: it is the low or the high half of a lane's bits.
 inline Vec first_of_pairs(Pairs v) { return vreinterpretq_f32_u32(vshlq_n_u32(v, 16)); }
 inline Vec second_of_pairs(Pairs v) { return vreinterpretq_f32_u32(vandq_u32(v, vdupq_n_u32(0xffff0000u))); }
 inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
@@ -103,7 +103,7 @@ inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
 #endif
 }
 
-// Integers: a lane of bytes holds four of them, neighbours along the reduced dimension.
+// Integers. A lane of bytes holds four of them, neighbours along the reduced dimension.
 inline Ints load_ints(const void* p) { return vreinterpretq_s32_u8(vld1q_u8(static_cast<const uint8_t*>(p))); }
 inline void store_ints(void* p, Ints v) { vst1q_u8(static_cast<uint8_t*>(p), vreinterpretq_u8_s32(v)); }
 inline Ints add_ints(Ints a, Ints b) { return vaddq_s32(a, b); }
@@ -117,10 +117,10 @@ template <int bits>
 inline Ints shift_left(Ints v) {
     return vshlq_n_s32(v, bits);
 }
-// Whole numbers from 0 to 255, each in all bytes of its lane.
+// Copies whole numbers from 0 to 255 to all bytes of their lanes.
 inline Ints in_all_bytes(Vec v) { return vreinterpretq_s32_u32(vmulq_n_u32(vcvtq_u32_f32(v), 0x01010101u)); }
 inline Ints set1_int(int32_t x) { return vdupq_n_s32(x); }
-// Bytes without signs, one a lane.
+// Loads bytes, one a lane; unsigned here, signed below.
 inline Ints load_bytes(const uint8_t* p) {
     const uint8x8_t bytes = vreinterpret_u8_u32(vdup_n_u32(read<uint32_t>(p)));
     return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(bytes))));
@@ -132,26 +132,29 @@ inline Ints load_signed_bytes(const int8_t* p) {
 inline Vec to_float(Ints v) { return vcvtq_f32_s32(v); }
 inline Ints low_nibbles(Ints v) { return vreinterpretq_s32_u8(vandq_u8(vreinterpretq_u8_s32(v), vdupq_n_u8(15))); }
 inline Ints high_nibbles(Ints v) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(v), 4)); }
+// Returns one code of each lane, from bit `shift` on, less z = 2^(bits - 1).
 template <int bits>
 inline Ints code_at(Ints v, int shift) {
     const Pairs moved = vshlq_u32(vreinterpretq_u32_s32(v), vdupq_n_s32(-shift));
     const Ints code = vreinterpretq_s32_u32(vandq_u32(moved, vdupq_n_u32((1u << bits) - 1)));
     return vsubq_s32(code, vdupq_n_s32(1 << (bits - 1)));
 }
+// Returns the first (0) or second (1) element of each pair, as floats.
 inline Vec one_of_pairs(Pairs p, int which) {
     return vreinterpretq_f32_u32(vandq_u32(vshlq_u32(p, vdupq_n_s32(16 - 16 * which)), vdupq_n_u32(0xffff0000u)));
 }
 inline Vec load_half(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 inline Vec round_to_half(Vec v) { return vcvt_f32_f16(vcvt_f16_f32(v)); }
 inline Ints as_ints(Pairs p) { return vreinterpretq_s32_u32(p); }
-// Numbers, of which none is a NaN with low bits, as bf16.
+// Rounds two vectors to bf16 pairs for dot_pairs. No number may be a NaN with low bits.
 inline Pairs round_to_pairs(Vec first, Vec second) {
+    // `first`, shifted down, replaces the low halves of `second`.
     return vsriq_n_u32(rounded_to_bf16(second), rounded_to_bf16(first), 16);
 }
 
 inline int8x16_t signed_bytes(Ints v) { return vreinterpretq_s8_s32(v); }
 inline uint8x16_t unsigned_bytes(Ints v) { return vreinterpretq_u8_s32(v); }
-// Products of unsigned and signed bytes, those of the low and of the high eight.
+// Products of unsigned and signed bytes: of the low eight, and of the high eight.
 inline int16x8_t multiply_low(Ints a, Ints b) {
     const int16x8_t wide = vreinterpretq_s16_u16(vmovl_u8(vget_low_u8(unsigned_bytes(a))));
     return vmulq_s16(wide, vmovl_s8(vget_low_s8(signed_bytes(b))));
@@ -161,8 +164,8 @@ inline int16x8_t multiply_high(Ints a, Ints b) {
     return vmulq_s16(wide, vmovl_high_s8(signed_bytes(b)));
 }
 
-// The dot products of bytes take two operands with signs, without FEAT_I8MM: codes of eight bits, whose zero is 128,
-// are made signed once for all rows, and then their sums start from zero.
+// Without FEAT_I8MM the dot products of bytes take two signed operands: codes of eight bits, whose zero is 128, are
+// made signed once for all rows, and their sums start from zero.
 #define OCTAVO_CENTRED_CODES
 #if defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr bool kCodesAreCentred = true;
@@ -182,7 +185,7 @@ inline Ints dot_codes4(Ints acc, Ints codes, Ints x) {
     return vpadalq_s16(acc, vpaddq_s16(low, vmull_high_s8(signed_bytes(codes), signed_bytes(x))));
 #endif
 }
-// The same for codes of eight bits, as `centred` leaves them.
+// As dot_codes4, for codes of eight bits as `centred` leaves them.
 inline Ints dot_codes8(Ints acc, Ints codes, Ints x) {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
     return vusdotq_s32(acc, unsigned_bytes(codes), signed_bytes(x));
@@ -193,11 +196,12 @@ inline Ints dot_codes8(Ints acc, Ints codes, Ints x) {
     return vaddq_s32(acc, vpaddq_s32(low, high));
 #endif
 }
-// Codes of eight bits, not centred, by elements from -64 to 63.
+// As dot_codes8, for codes that are not centred and elements from -64 to 63.
 inline Ints dot_pieces(Ints acc, Ints codes, Ints x) {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
     return vusdotq_s32(acc, unsigned_bytes(codes), signed_bytes(x));
 #elif defined(__ARM_FEATURE_DOTPROD)
+    // 128 times the sum of the elements makes up for centring.
     const Ints added = vshlq_n_s32(vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(1), signed_bytes(x)), 7);
     return vaddq_s32(vdotq_s32(acc, signed_bytes(centred(codes)), signed_bytes(x)), added);
 #else
@@ -205,8 +209,9 @@ inline Ints dot_pieces(Ints acc, Ints codes, Ints x) {
     return vpadalq_s16(acc, vpaddq_s16(multiply_low(codes, x), multiply_high(codes, x)));
 #endif
 }
-// The low bytes of the lanes' bits.
+// Returns the low byte of each lane's bits.
 inline uint32_t low_bytes(Pairs v) {
+    // Low words of lanes, then low bytes of words.
     const uint16x4_t words = vmovn_u32(v);
     return vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(words, words))), 0);
 }
@@ -214,7 +219,7 @@ inline void store_low_bytes(int8_t* p, Vec v) {
     const uint32_t bytes = low_bytes(vreinterpretq_u32_f32(v));
     memcpy(p, &bytes, sizeof(bytes));
 }
-// Bits 0 to 6 and 7 to 13 of the lanes, as bytes.
+// Stores bits 0 to 6 of the lanes, and bits 7 to 13, as bytes.
 inline void store_pieces(uint8_t* low, uint8_t* high, Vec v) {
     const Pairs bits = vreinterpretq_u32_f32(v);
     const uint32_t low_piece = low_bytes(vandq_u32(bits, vdupq_n_u32(127)));
@@ -222,25 +227,28 @@ inline void store_pieces(uint8_t* low, uint8_t* high, Vec v) {
     memcpy(low, &low_piece, sizeof(low_piece));
     memcpy(high, &high_piece, sizeof(high_piece));
 }
-// A vector of bytes in eight bits of sign, exponent and kMantissa, as pairs of bf16 of the same bits: numbers 2^-120
-// (e4m3) or 2^-112 (e5m2) times as large, of which those that are not normal are finite, but wrong.
+// Unpacks floats of eight bits (sign, exponent, kMantissa bits) to pairs of bf16: bytes 0 and 2 of a lane become
+// `even`, bytes 1 and 3 `odd`. Bits are only moved, so results are 2^-120 (e4m3) or 2^-112 (e5m2) times the numbers.
+// Numbers that are not normal become finite, but wrong.
 template <int kMantissa>
 inline void unpack_float8(Ints v, Pairs& even, Pairs& odd) {
     const uint16x8_t bits = vreinterpretq_u16_s32(v);
     const uint16x8_t sign = vdupq_n_u16(0x8000), rest = vdupq_n_u16(0x7f << (7 - kMantissa));
+    // An even byte is the low half of 16 bits: its exponent and mantissa move up to those of bf16, its sign to bit 15.
     even = vreinterpretq_u32_u16(
         vorrq_u16(vandq_u16(vshlq_n_u16(bits, 7 - kMantissa), rest), vandq_u16(vshlq_n_u16(bits, 8), sign)));
+    // An odd byte is the high half: its exponent and mantissa move down, its sign stays.
     odd = vreinterpretq_u32_u16(vorrq_u16(vandq_u16(vshrq_n_u16(bits, 1 + kMantissa), rest), vandq_u16(bits, sign)));
 }
-// Sums of each 16 of 64 bytes.
+// Writes the sums of each 16 of 64 bytes.
 inline void sum_bytes(const int8_t* p, int32_t* sums) {
     for (int i = 0; i < 4; ++i) sums[i] = vaddlvq_s8(vld1q_s8(p + i * 16));
 }
 
 #ifdef OCTAVO_MATRICES
-// Matrix instructions multiply two rows by two outputs. Two vectors of outputs that are neighbours along the reduced
-// dimension, of four lanes each, are interleaved into a pair of operands of two outputs; sums of both are taken apart
-// again as rows.
+// Matrix instructions multiply two rows by two outputs. A vector has four lanes, one for each output. Two vectors that
+// are neighbours along the reduced dimension are interleaved to two operands of two outputs each. Sums of both are then
+// taken apart by row.
 struct TwoInts {
     Ints of[2];
 };
@@ -250,12 +258,13 @@ struct TwoVecs {
 struct TwoPairs {
     Pairs of[2];
 };
+// a0 b0 a1 b1 | a2 b2 a3 b3
 inline TwoInts interleaved(Ints a, Ints b) { return {{vzip1q_s32(a, b), vzip2q_s32(a, b)}}; }
 inline TwoPairs interleaved(Pairs a, Pairs b) { return {{vzip1q_u32(a, b), vzip2q_u32(a, b)}}; }
-// From [output][row] of outputs 0, 1 and of 2, 3.
+// From sums [output][row] of outputs 0, 1 and of outputs 2, 3: even lanes are row 0, odd lanes row 1.
 inline TwoInts sums_by_row(Ints a, Ints b) { return {{vuzp1q_s32(a, b), vuzp2q_s32(a, b)}}; }
 inline TwoVecs sums_by_row(Vec a, Vec b) { return {{vuzp1q_f32(a, b), vuzp2q_f32(a, b)}}; }
-// Eight bytes, or four of bf16, of each of two rows.
+// Loads eight bytes, or four bf16, of each of two rows.
 inline Ints load_two_rows(const int8_t* a, const int8_t* b) {
     return vreinterpretq_s32_s8(vcombine_s8(vld1_s8(a), vld1_s8(b)));
 }
@@ -263,12 +272,12 @@ inline Pairs load_two_rows(const uint16_t* a, const uint16_t* b) {
     return vreinterpretq_u32_u16(vcombine_u16(vld1_u16(a), vld1_u16(b)));
 }
 inline Ints starts_of_two_rows(int32_t a, int32_t b) { return Ints{a, b, a, b}; }
-// acc [output][row] += codes [output][k] by x [row][k], k being 8 here and 4 below.
+// acc[output][row] += the sum over k of codes[output][k] * x[row][k]; k is 8 here and 4 below.
 inline Ints multiply_matrices(Ints acc, Ints codes, Ints x) {
     return vusmmlaq_s32(acc, unsigned_bytes(codes), signed_bytes(x));
 }
-// The same two pairs of k after each other as dot_pairs adds them, with its rounding: by the architecture's manual
-// (BFMatMulAdd) a row has the same bits by either.
+// Adds the two pairs of k one after the other, as dot_pairs does, with its rounding: by the architecture's manual
+// (BFMatMulAdd) a row has the same bits either way.
 inline Vec multiply_matrices(Vec acc, Pairs w, Pairs x) {
     return vbfmmlaq_f32(acc, vreinterpretq_bf16_u32(w), vreinterpretq_bf16_u32(x));
 }

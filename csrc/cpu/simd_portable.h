@@ -34,7 +34,7 @@ inline Vec select(Ints mask, Vec yes, Vec no) {
     return bits_of<Vec>((mask & bits_of<Ints>(yes)) | (~mask & bits_of<Ints>(no)));
 }
 inline Vec abs(Vec a) { return bits_of<Vec>(bits_of<Ints>(a) & 0x7fffffff); }
-// As on x86: the second operand where either is NaN.
+// As on x86: the second operand if either is NaN.
 inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
 inline Vec min(Vec a, Vec b) { return select(a < b, a, b); }
 // Bit i says whether a[i] >= b[i].
@@ -70,13 +70,13 @@ inline float reduce_max(Vec v) {
     const float b = v[1] > v[3] ? v[1] : v[3];
     return a > b ? a : b;
 }
-// 2^n, where t = 1.5 * 2^23 + n.
+// Returns 2^n, where t = 1.5 * 2^23 + n: n is in the low bits of t, and moves to the exponent.
 inline Vec pow2_of_magic(Vec t) { return bits_of<Vec>((bits_of<Pairs>(t) << 23) + 0x3f800000u); }
 
 inline Pairs load_pairs(const uint16_t* p) { return read<Pairs>(p); }
 inline Pairs set1_pair(uint32_t bits) { return Pairs{bits, bits, bits, bits}; }
 inline Pairs and_pairs(Pairs a, Pairs b) { return a & b; }
-// The first and the second of each pair.
+// Return the first or the second element of each pair: it is the low or the high half of a lane's bits.
 inline Vec first_of_pairs(Pairs v) { return bits_of<Vec>(v << 16); }
 inline Vec second_of_pairs(Pairs v) { return bits_of<Vec>(v & 0xffff0000u); }
 inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
@@ -84,7 +84,7 @@ inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
     return fma(bits_of<Vec>(a & 0xffff0000u), bits_of<Vec>(b & 0xffff0000u), acc);
 }
 
-// Integers: a lane of bytes holds four of them, neighbours along the reduced dimension.
+// Integers. A lane of bytes holds four of them, neighbours along the reduced dimension.
 inline Ints load_ints(const void* p) { return read<Ints>(p); }
 inline void store_ints(void* p, Ints v) { memcpy(p, &v, sizeof(v)); }
 inline Ints add_ints(Ints a, Ints b) { return bits_of<Ints>(bits_of<Pairs>(a) + bits_of<Pairs>(b)); }
@@ -98,28 +98,30 @@ template <int bits>
 inline Ints shift_left(Ints v) {
     return bits_of<Ints>(bits_of<Pairs>(v) << bits);
 }
-// Whole numbers from 0 to 255, each in all bytes of its lane.
+// Copies whole numbers from 0 to 255 to all bytes of their lanes.
 inline Ints in_all_bytes(Vec v) { return bits_of<Ints>(__builtin_convertvector(v, Pairs) * 0x01010101u); }
 inline Ints set1_int(int32_t x) { return Ints{x, x, x, x}; }
-// Bytes without signs, one a lane.
+// Loads bytes, one a lane; unsigned here, signed below.
 inline Ints load_bytes(const uint8_t* p) { return Ints{p[0], p[1], p[2], p[3]}; }
 inline Ints load_signed_bytes(const int8_t* p) { return Ints{p[0], p[1], p[2], p[3]}; }
 inline Vec to_float(Ints v) { return __builtin_convertvector(v, Vec); }
 inline Ints low_nibbles(Ints v) { return v & 0x0f0f0f0f; }
 inline Ints high_nibbles(Ints v) { return (v >> 4) & 0x0f0f0f0f; }
+// Returns one code of each lane, from bit `shift` on, less z = 2^(bits - 1).
 template <int bits>
 inline Ints code_at(Ints v, int shift) {
     return bits_of<Ints>(bits_of<Pairs>(v) >> shift & ((1u << bits) - 1)) - (1 << (bits - 1));
 }
+// Returns the first (0) or second (1) element of each pair, as floats.
 inline Vec one_of_pairs(Pairs p, int which) { return bits_of<Vec>(p << (16 - 16 * which) & 0xffff0000u); }
-// Exact for denormals too. What is infinite or NaN stays so: weights that are not finite have such scales.
+// Loads float16. Exact for denormals too. Infinities and NaN stay so: weights that are not finite have such scales.
 inline Vec load_half(const uint16_t* p) {
     const Pairs h = {p[0], p[1], p[2], p[3]};
     const Vec magnitude = bits_of<Vec>((h & 0x7fffu) << 13) * set1(0x1p112f);
     const Pairs special = bits_of<Pairs>((h & 0x7c00u) == 0x7c00u) & 0x7f800000u;
     return bits_of<Vec>(bits_of<Pairs>(magnitude) | special | ((h & 0x8000u) << 16));
 }
-// To nearest even; infinite from 65520 on.
+// Rounds to float16, to nearest even. Infinite from 65520 on.
 inline Vec round_to_half(Vec v) {
     const Pairs bits = bits_of<Pairs>(v), sign = bits & 0x80000000u, magnitude = bits & 0x7fffffffu;
     const Pairs normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u)) & ~0x1fffu;
@@ -130,7 +132,7 @@ inline Vec round_to_half(Vec v) {
     return bits_of<Vec>((is_large & large) | (~is_large & ((is_tiny & tiny) | (~is_tiny & normal))) | sign);
 }
 inline Ints as_ints(Pairs p) { return bits_of<Ints>(p); }
-// Numbers, of which none is a NaN with low bits, as bf16.
+// Rounds two vectors to bf16 pairs for dot_pairs. No number may be a NaN with low bits.
 inline Pairs round_to_pairs(Vec first, Vec second) {
     const auto rounded = [](Vec v) {
         const Pairs u = bits_of<Pairs>(v);
@@ -138,7 +140,8 @@ inline Pairs round_to_pairs(Vec first, Vec second) {
     };
     return (rounded(first) >> 16) | (rounded(second) & 0xffff0000u);
 }
-// Adds the four products of unsigned codes and signed bytes in every lane, as even and odd bytes in 16 bits each.
+// Adds the four products of unsigned codes and signed bytes in every lane. With SSE2 even and odd bytes are widened to
+// 16 bits apart.
 inline Ints dot_codes8(Ints acc, Ints codes, Ints x) {
 #ifdef __SSE2__
     const __m128i c = bits_of<__m128i>(codes), b = bits_of<__m128i>(x);
@@ -151,14 +154,14 @@ inline Ints dot_codes8(Ints acc, Ints codes, Ints x) {
 #endif
 }
 inline Ints dot_codes4(Ints acc, Ints codes, Ints x) { return dot_codes8(acc, codes, x); }
-// The low bytes of the lanes' bits.
+// Stores the low byte of each lane's bits.
 inline void store_low_bytes(int8_t* p, Vec v) {
     const Ints bits = bits_of<Ints>(v);
     for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int8_t>(bits[i]);
 }
-// The same as dot_codes8 for elements from -64 to 63.
+// As dot_codes8, for elements from -64 to 63.
 inline Ints dot_pieces(Ints acc, Ints codes, Ints x) { return dot_codes8(acc, codes, x); }
-// Bits 0 to 6 and 7 to 13 of the lanes, as bytes.
+// Stores bits 0 to 6 of the lanes, and bits 7 to 13, as bytes.
 inline void store_pieces(uint8_t* low, uint8_t* high, Vec v) {
     const Ints bits = bits_of<Ints>(v);
     for (int i = 0; i < kLanes; ++i) {
@@ -166,16 +169,19 @@ inline void store_pieces(uint8_t* low, uint8_t* high, Vec v) {
         high[i] = bits[i] >> 7 & 127;
     }
 }
-// A vector of bytes in eight bits of sign, exponent and kMantissa, as pairs of bf16 of the same bits: numbers 2^-120
-// (e4m3) or 2^-112 (e5m2) times as large, of which those that are not normal are finite, but wrong.
+// Unpacks floats of eight bits (sign, exponent, kMantissa bits) to pairs of bf16: bytes 0 and 2 of a lane become
+// `even`, bytes 1 and 3 `odd`. Bits are only moved, so results are 2^-120 (e4m3) or 2^-112 (e5m2) times the numbers.
+// Numbers that are not normal become finite, but wrong.
 template <int kMantissa>
 inline void unpack_float8(Ints v, Pairs& even, Pairs& odd) {
     constexpr uint32_t kSign = 0x80008000u, kRest = (0x7fu << (7 - kMantissa)) * 0x10001u;
     const Pairs bits = bits_of<Pairs>(v);
+    // An even byte is the low half of 16 bits: its exponent and mantissa move up to those of bf16, its sign to bit 15.
     even = ((bits << (7 - kMantissa)) & kRest) | ((bits << 8) & kSign);
+    // An odd byte is the high half: its exponent and mantissa move down, its sign stays.
     odd = ((bits >> (1 + kMantissa)) & kRest) | (bits & kSign);
 }
-// Sums of each 16 of 64 bytes.
+// Writes the sums of each 16 of 64 bytes.
 inline void sum_bytes(const int8_t* p, int32_t* sums) {
     for (int i = 0; i < 4; ++i) {
         const Ints s = dot_codes4(set1_int(0), set1_int(0x01010101), load_ints(p + i * 16));
