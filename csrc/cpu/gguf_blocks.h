@@ -1,5 +1,6 @@
-// What integer matrices are packed from: the bytes of files' formats, codes, and floats that are quantized here.
-// Included by pack_int.cpp only.
+// The sources that integer matrices are packed from: GGUF's block formats, codes that Python unpacked, and floats that
+// are quantized here. Layouts are in int_layouts.h and k_quants.h, the packing loop in pack_int.cpp. Included by
+// pack_int.cpp only.
 #pragma once
 
 #include <algorithm>
@@ -13,17 +14,17 @@
 namespace octavo {
 namespace {
 
-constexpr int kScales = 4;  // of a block, at the finest: one for 16 elements
-constexpr int kMinima = 2;
+constexpr int kScales = 4;  // of a block: one for 16 elements, the finest
+constexpr int kMinima = 2;  // of a block: one for 32 elements
 
-// A source reads 64 elements of a row, of which the first `valid` exist (0 elsewhere). `read_scales` finds
-// scales by 16 elements and, if kHasMinima, minima by 32; `read_codes` finds codes. An element is
-// scale * code + minimum, or scale * (code - kZero). Both are called for one block after the other.
+// A source reads 64 elements of a row, of which the first `valid` exist; the others are 0. `read_scales` finds scales
+// by 16 elements and, if kHasMinima, minima by 32. `read_codes` finds codes. An element is scale * code + minimum, or
+// scale * (code - kZero). Both are called for one block after the other.
 
-// Formats whose superblocks have a layout that keeps their scales, of which kKept is the number, also `gather` what a
-// row of a superblock becomes in kWords words, which are lanes of as many vectors from byte kWordsAt of a panel's
-// superblock on, but for kGap, and `keep` what else there is of it. `largest_scale` is that of a row of a superblock,
-// or no number.
+// A format whose superblocks have a layout of their own has its number as kKept and three more functions. `gather`
+// turns a row of a superblock into kWords words of 32 bits: each is a lane of a vector, and the vectors lie from byte
+// kWordsAt of a panel's superblock on (but not word kGap). `keep` writes the rest of the superblock. `largest_scale`
+// returns the largest scale of a row of a superblock; it may be NaN or infinite.
 constexpr int32_t kNotKept = -1;
 constexpr int kBlocksOfSuper = kSuperblock / kQBlock;
 constexpr int kQ4KBlock = kPanel * kQBlock / 2 + 128;
@@ -35,14 +36,15 @@ constexpr int kQ2KSuper = kQ2KWordsAt + kPanel * (16 + kSuperblock * 2 / 8);
 constexpr int kQ6KHeader = kPanel * (2 + kSuperblock / 16);
 constexpr int kQ6KSuper = kQ6KHeader + kPanel * kSuperblock * 6 / 8;
 
-// A float16 unit; one NaN for all, which kernels may round as a number.
+// Copies a float16 unit. All NaNs become one, as kernels may round NaNs like numbers.
 void store_unit(const uint8_t* from, uint8_t* to) {
     const uint16_t unit = load<uint16_t>(from);
     const uint16_t stored = (unit & 0x7fff) > 0x7c00 ? 0x7e00 : unit;
     std::memcpy(to, &stored, 2);
 }
 
-// Sixteen numbers of six bits in three words, as SixBits (k_quants.h) has them.
+// Stores sixteen numbers of six bits in three words, `step` words apart, as SixBits (k_quants.h) reads them: five a
+// word, and two bits of the sixteenth in each word's high bits.
 void store_six_bits(const int* numbers, uint32_t* words, int step) {
     for (int i = 0; i < 3; ++i) {
         uint32_t word = static_cast<uint32_t>(numbers[15] >> (2 * i) & 3) << 30;
@@ -51,7 +53,8 @@ void store_six_bits(const int* numbers, uint32_t* words, int step) {
     }
 }
 
-// 32 elements in `kBytes` bytes: float16 scale, float16 minimum if there is one, then `Codes`.
+// A block of 32 elements in `kBytes` bytes: float16 scale, float16 minimum if there is one, then codes. Nibbles: byte e
+// has element e in its low half and element e + 16 in its high half. Q5 has 32 fifth bits before its nibbles.
 template <bool kMinimum, int kCodeZero, int kCodeBits, int kCodeBytes>
 struct Blocks32 {
     static constexpr int32_t kKept = kNotKept;
@@ -86,9 +89,10 @@ struct Blocks32 {
         }
     }
 
-    // Bit i of `bits` is bit 4 of code i.
+    // Adds bit i of `bits` to code i as its bit 4, for eight codes.
     static void add_fifth_bits(uint64_t bits, uint8_t* codes) {
-        const uint64_t spread = bits * 0x0101010101010101 & 0x8040201008040201;  // byte i: bit i or nothing
+        const uint64_t spread = bits * 0x0101010101010101 & 0x8040201008040201;  // byte i: bit i, or 0
+        // Adding 0x7f sets bit 7 of every byte that is not 0; it moves to bit 4.
         const uint64_t fifth = (spread + 0x7f7f7f7f7f7f7f7f) >> 3 & 0x1010101010101010;
         const uint64_t both = load<uint64_t>(codes) | fifth;
         std::memcpy(codes, &both, 8);
@@ -101,8 +105,9 @@ using Q5_0 = Blocks32<false, 16, 5, 20>;
 using Q5_1 = Blocks32<true, 0, 5, 20>;
 using Q8_0 = Blocks32<false, 128, 8, 32>;
 
-// Q4_K and Q5_K: 256 elements; float16 units of the scales and of the minima, eight of each in 12 bytes, fifth bits,
-// then nibbles, of which 32 bytes make 64 elements.
+// Q4_K and Q5_K, 256 elements: float16 units of the scales and of the minima, eight scales and eight minima in 12
+// bytes, fifth bits (Q5_K), then nibbles. 32 bytes of nibbles are 64 elements: the first 32 in low halves, the others
+// in high halves.
 template <int kCodeBits>
 struct BlocksK {
     static constexpr int32_t kKept = kCodeBits == 4 ? kWeightQ4K : kWeightQ5K;
@@ -121,8 +126,8 @@ struct BlocksK {
         }
     }
 
-    // The numbers of one of eight groups of 32. The first four of each kind have six bits of a byte; the last four
-    // share bytes 8 to 11, and the top two bits of bytes 0 to 7.
+    // Reads the scale and the minimum of one of eight groups of 32 elements. Those of groups 0 to 3 are the low six
+    // bits of a byte. Those of groups 4 to 7 share bytes 8 to 11 (low four bits) and the top two bits of bytes 0 to 7.
     static void read_six_bits(const uint8_t* packed, int group, int& scale, int& below) {
         scale = packed[group] & 63;
         below = packed[group + 4] & 63;
@@ -132,8 +137,8 @@ struct BlocksK {
         }
     }
 
-    // Of FormatQ4K and FormatQ5K (k_quants.h): of each block eight words of nibbles, perhaps two of fifth bits,
-    // and one of numbers; where that of the first would be are the units.
+    // The layouts FormatQ4K and FormatQ5K (k_quants.h): each block has eight words of nibbles, two of fifth bits
+    // (Q5_K), and one of numbers. The first block has the units in the place of its word of numbers.
     static constexpr int kWordsOfBlock = kBits == 5 ? 11 : 9;
     static constexpr int kScalesAt = 0, kWordsAt = 0, kWords = 4 * kWordsOfBlock, kGap = kWordsOfBlock - 1;
     static void gather(const uint8_t* from, uint32_t* words) {
@@ -143,6 +148,8 @@ struct BlocksK {
             uint32_t* of_block = words + block * kWordsOfBlock;
             for (int step = 0; step < 4; ++step) {
                 const uint32_t a = load<uint32_t>(nibbles + 8 * step), b = load<uint32_t>(nibbles + 8 * step + 4);
+                // a and b are four elements each of the first 32 (low halves) and of the second 32 (high halves): a
+                // goes to low halves, b to high halves.
                 of_block[step] = (a & kLow) | (b & kLow) << 4;
                 of_block[4 + step] = (a >> 4 & kLow) | (b & kHigh);
             }
@@ -150,6 +157,7 @@ struct BlocksK {
                 for (int half = 0; half < 2; ++half) {
                     uint32_t word = 0;
                     for (int i = 0; i < 8; ++i) {
+                        // Bit g of byte e is element e of group g; it becomes bit i of byte e % 4, i = e / 4.
                         word |= (load<uint32_t>(from + kFifth + 4 * i) >> (2 * block + half) & 0x01010101) << i;
                     }
                     of_block[8 + half] = word;
@@ -166,7 +174,7 @@ struct BlocksK {
         store_unit(from + 2, out + 4 * kPanel * kGap + 2 * (kPanel + lane));
     }
 
-    // Eight scales and eight minima.
+    // Reads eight scales and then eight minima.
     static void read_numbers(const uint8_t* from, int* numbers) {
         for (int group = 0; group < 8; ++group) {
             read_six_bits(from + 4, group, numbers[group], numbers[8 + group]);
@@ -202,8 +210,9 @@ struct BlocksK {
 using Q4_K = BlocksK<4>;
 using Q5_K = BlocksK<5>;
 
-// 256 elements: 128 bytes of nibbles and 64 of top bits, 16 signed scales, and their float16 unit. Of each half of 128
-// elements, runs 0 and 1 (of 32) are low nibbles, 2 and 3 high ones, and the four share 32 bytes of top bits.
+// Q6_K, 256 elements: 128 bytes of nibbles, 64 bytes of top bits, 16 signed scales and their float16 unit. Of each half
+// of 128 elements, runs 0 and 1 (of 32 elements) are low nibbles, runs 2 and 3 high nibbles, and the four runs share 32
+// bytes of top bits, two bits each.
 struct Q6_K {
     static constexpr int32_t kKept = kWeightQ6K;
     static constexpr bool kHasMinima = false;
@@ -233,7 +242,8 @@ struct Q6_K {
         }
     }
 
-    // Of FormatQ6K (k_quants.h): codes of which sixteen are three words.
+    // The layout FormatQ6K (k_quants.h): sixteen codes are three words, whose bytes have the last four codes in their
+    // high two bits.
     static constexpr int kScalesAt = 192, kWordsAt = kQ6KHeader, kWords = kSuperblock / 16 * 3, kGap = -1;
     static void gather(const uint8_t* from, uint32_t* words) {
         for (int block = 0; block < kBlocksOfSuper; ++block) {
@@ -261,8 +271,8 @@ struct Q6_K {
     }
 };
 
-// 256 elements: a third bit of each in 32 bytes (bit r of byte e is element e of run r, of 32), two low bits in 64 in
-// the order of Q6_K's top bits, 16 scales of six bits, 32 more than they stand for, and their float16 unit.
+// Q3_K, 256 elements: third bits in 32 bytes (bit r of byte e is element e of run r, of 32 elements), two low bits in
+// 64 bytes in the order of Q6_K's top bits, 16 scales of six bits, stored plus 32, and their float16 unit.
 struct Q3_K {
     static constexpr int32_t kKept = kWeightQ3K;
     static constexpr bool kHasMinima = false;
@@ -295,7 +305,7 @@ struct Q3_K {
         }
     }
 
-    // Of FormatQ3K (k_quants.h): numbers, then of each block four words of low bits and two of high ones.
+    // The layout FormatQ3K (k_quants.h): numbers, then for each block four words of low bits and two of third bits.
     static constexpr int kScalesAt = 96, kWordsAt = kQ3KWordsAt, kWords = 27, kGap = -1;
     static void gather(const uint8_t* from, uint32_t* words) {
         int numbers[16];
@@ -307,6 +317,7 @@ struct Q3_K {
             read_codes(from, block, kQBlock, nullptr, reinterpret_cast<uint8_t*>(codes));
             for (int i = 0; i < 6; ++i) words[i] = 0;
             for (int step = 0; step < kQBlock / 8; ++step) {
+                // Eight codes as nibbles; then their low bits and their third bits go to the words that they share.
                 const uint32_t eight = codes[2 * step] | codes[2 * step + 1] << 4;
                 words[step / 2] |= (eight & 0x33333333) << (step % 2 * 2);
                 words[4 + step / 4] |= (eight >> 2 & 0x11111111) << (step % 4);
@@ -322,15 +333,16 @@ struct Q3_K {
     }
 };
 
-// 256 elements: 16 scales and minima of four bits each, two bits of each element in the order of Q6_K's top bits, and
-// the float16 units of both. Beside another format the values of each 16 elements are rounded to eight bits: minima by
-// 16 are in no layout but its own.
+// Q2_K, 256 elements: 16 scales and 16 minima of four bits each, two bits of each element in the order of Q6_K's top
+// bits, and the float16 units of scales and minima. No other layout has minima by 16. So beside another format the
+// values of each 16 elements are rounded to eight bits.
 struct Q2_K {
     static constexpr int32_t kKept = kWeightQ2K;
     static constexpr bool kHasMinima = false;
     static constexpr int kZero = 128, kBits = 8, kElements = 256, kBytes = 84;
 
-    // Of 16 elements: the bytes that hold their codes, how far up these are, and what codes of 0 to 3 stand for.
+    // A group of 16 elements: the bytes that hold its codes, the first bit of a code in a byte, and the values of codes
+    // 0 to 3.
     struct Group {
         const uint8_t* codes;
         int shift;
@@ -357,13 +369,13 @@ struct Q2_K {
             float largest = 0;
             for (int code = 0; code < 4; ++code) {
                 const float magnitude = std::fabs(group.values[code]);
-                if (is_there[code] && !(magnitude <= largest)) largest = magnitude + 0 * largest;  // a NaN stays
+                if (is_there[code] && !(magnitude <= largest)) largest = magnitude + 0 * largest;  // NaN stays NaN
             }
             scales[i] = largest / 127;
         }
     }
 
-    // `scales` as they were rounded.
+    // `scales` are those that were rounded to float16.
     static void read_codes(const uint8_t* row, int64_t block, int, const float* scales, uint8_t* codes) {
         for (int i = 0; i < kScales; ++i) {
             const Group group(row, block, i);
@@ -378,7 +390,7 @@ struct Q2_K {
         }
     }
 
-    // Of FormatQ2K (k_quants.h): the bytes of scales and minima, then a word of codes for each 16 elements.
+    // The layout FormatQ2K (k_quants.h): the bytes of scales and minima, then a word of codes for each 16 elements.
     static constexpr int kScalesAt = 0, kWordsAt = kQ2KWordsAt, kWords = 20, kGap = -1;
     static void gather(const uint8_t* from, uint32_t* words) {
         std::memcpy(words, from, 16);
@@ -388,6 +400,8 @@ struct Q2_K {
             uint32_t word = 0;
             for (int four = 0; four < 4; ++four) {
                 const uint32_t codes = load<uint32_t>(bytes + 4 * four) >> (group / 2 % 4 * 2) & 0x03030303;
+                // Elements 0 to 3 go to bits 0 and 1 of each byte, 4 to 7 to bits 4 and 5, 8 to 11 to 2 and 3, 12 to 15
+                // to 6 and 7.
                 word |= codes << (four % 2 * 4 + four / 2 * 2);
             }
             words[group] = word;
@@ -409,8 +423,8 @@ struct Q2_K {
     }
 };
 
-// Codes that were unpacked elsewhere, of formats whose bytes are not read here: of 32 elements the scales of both
-// halves and, if there is one, the minimum, as float32, then a byte for each code.
+// Codes that Python unpacked, of formats whose bytes are not read here. For 32 elements: the scales of both halves and
+// the minimum (unused if there is none), as float32, then a byte for each code.
 template <int kCodeBits, bool kMinimum>
 struct Codes {
     static constexpr int32_t kKept = kNotKept;
@@ -432,9 +446,9 @@ struct Codes {
     }
 };
 
-// Floats, quantized here. Of 8 bits, the scale of 32 elements is their largest magnitude over 127; of 4, the element of
-// the largest magnitude over -8, so that it has a code of its own. A scale is NaN where there is a NaN or an infinity,
-// so that the output is NaN as well.
+// Floats, quantized here. With 8 bits the scale of 32 elements is their largest magnitude over 127. With 4 bits it is
+// the element of the largest magnitude over -8, so that this element has a code of its own. The scale is NaN if there
+// is a NaN or an infinity, so that the output is NaN too.
 template <class Element, int kCodeBits = 8>
 struct Floats {
     static constexpr int32_t kKept = kNotKept;
@@ -460,14 +474,14 @@ struct Floats {
         }
     }
 
-    // `scales` as they were rounded.
+    // `scales` are those that were rounded to float16.
     static void read_codes(const uint8_t* row, int64_t block, int valid, const float* scales, uint8_t* codes) {
         float values[kQBlock];
         read(row, block, valid, values);
         for (int i = 0; i < 2; ++i) {
             const float scale = scales[2 * i];
             const float inverse = scale != 0 && std::fabs(scale) <= 0x1p127f ? 1 / scale : 0;
-            // The sum rounds to an integer, which is the last bits of the float. Scales that lost bits to float16 are
+            // The sum rounds to an integer, found in the last bits of the float. Rounding a scale to float16 makes it
             // too small by less than half, so the integer is far from overflowing.
             constexpr float kRound = 0x1.8p23f;
             float sums[32];

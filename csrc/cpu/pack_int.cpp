@@ -16,14 +16,15 @@ namespace octavo {
 
 namespace {
 
-// 32 outputs by 64 elements, before they are laid out.
+// 32 outputs by 64 elements, before they are laid out: a code a byte.
 struct PanelBlock {
     alignas(64) uint8_t codes[kPanel][kQBlock];
     uint16_t scales[kScales][kPanel];
     uint16_t minima[kPanel][kMinima];
 };
 
-// One row's share of a block.
+// Reads one row's share of a block into lane `lane`. Rounds its scales and minima, and shifts its codes to the zero of
+// the matrix.
 template <class Source>
 void read_row(const Matrix& to, const uint8_t* row, int64_t block, int lane, PanelBlock& out) {
     const int valid = static_cast<int>(std::min<int64_t>(to.k - block * kQBlock, kQBlock));
@@ -39,13 +40,13 @@ void read_row(const Matrix& to, const uint8_t* row, int64_t block, int lane, Pan
     Source::read_codes(row, block, valid, rounded, codes);
     for (int i = 0; i < kMinima; ++i) {
         const float scale = scales[2 * i];
-        int shift = Source::kZero;  // from the source's codes, whose zero is here, to codes whose zero is `zero`
+        int shift = Source::kZero;  // the source's zero; codes get `zero` instead
         float minimum = 0;
         if (Source::kHasMinima) {
             if (to.format == kWeightInt4 || Source::kBits == 8) {
                 shift = zero;
             } else {
-                // Eight bits have room to shift the codes so that hardly any minimum remains to be rounded.
+                // Codes of eight bits have room to be shifted so that hardly any minimum remains to be rounded.
                 const float steps = -minima[i] / scale;
                 shift = steps > -96 ? (steps < 128 ? static_cast<int>(std::lrintf(steps)) : 128) : -96;
                 if (scale == 0 || !(std::fabs(steps) < 0x1p30f)) shift = 0;
@@ -61,13 +62,14 @@ void read_row(const Matrix& to, const uint8_t* row, int64_t block, int lane, Pan
     }
 }
 
-// Lays lanes [begin, end) out; the others keep what they have.
+// Lays lanes [begin, end) out as int_layouts.h draws them. Other lanes keep what they have.
 void write_block(const Matrix& to, const PanelBlock& block, int begin, int end, uint8_t* out) {
     for (int step = 0; step < kQBlock / 4; ++step) {
         if (to.format == kWeightInt4 && step % 2) continue;
         for (int lane = begin; lane < end; ++lane) {
             const uint8_t* codes = block.codes[lane] + 4 * step;
             uint32_t word = load<uint32_t>(codes);
+            // Low halves are elements 4 * step to 4 * step + 3, high halves the four that follow.
             if (to.format == kWeightInt4) word |= load<uint32_t>(codes + 4) << 4;
             std::memcpy(out + 4 * lane, &word, 4);
         }
@@ -95,13 +97,14 @@ int64_t packed_block_bytes(const Matrix& matrix) {
 
 namespace {
 
-// Rows of a superblock that are `stride` bytes apart into lanes [begin, end).
+// Packs a superblock's rows, which are `stride` bytes apart, into lanes [begin, end) of a layout that keeps
+// superblocks.
 template <class Source>
 void keep_superblock(const uint8_t* rows, int64_t stride, int begin, int end, uint8_t* out) {
     uint32_t words[kPanel][Source::kWords];
     for (int lane = begin; lane < end; ++lane) {
         const uint8_t* row = rows + (lane - begin) * stride;
-        // What follows: so many rows at a time are more than a processor fetches ahead by itself.
+        // Fetches the next superblock: a processor does not fetch so many rows at a time by itself.
         for (int at = 0; at < Source::kBytes; at += 64) __builtin_prefetch(row + Source::kBytes + at);
         Source::gather(row, words[lane]);
     }
@@ -119,7 +122,8 @@ void keep_superblock(const uint8_t* rows, int64_t stride, int begin, int end, ui
     for (int lane = begin; lane < end; ++lane) Source::keep(rows + (lane - begin) * stride, lane, out);
 }
 
-// A part's share of the i-th of the panels that it has outputs in: its rows from `row` on are lanes [begin, end).
+// A part's share of a panel, the i-th of the panels that it has outputs in: its rows from `row` on are lanes [begin,
+// end).
 struct PanelShare {
     int64_t row;
     int begin, end;
@@ -159,7 +163,8 @@ void pack_part_panel(const void* args, int64_t task) {
     }
 }
 
-// A block of one panel, of whose share `words` [word][pitch] and the groups of its halves from `first` on are.
+// Writes a block of one panel's share. `words` [word][pitch] and the two groups of 32 elements have the share's outputs
+// from `first` on.
 template <int kBits>
 void write_words(const PackWordsArgs& a, int64_t valid, const uint32_t* words, int64_t pitch, const LaneGroup* groups,
                  int first, const PanelShare& share, uint8_t* out) {
@@ -170,7 +175,7 @@ void write_words(const PackWordsArgs& a, int64_t valid, const uint32_t* words, i
         const int half = i * kPerWord<kBits> / 32;
         uint32_t codes[kPanel];
         if (i * kPerWord<kBits> >= valid) {
-            // What lacks in 32 elements are codes of 0, where all lack they stand for 0.
+            // Missing elements of 32 are codes of 0. If all 32 are missing, they are codes that stand for 0.
             std::fill_n(codes, kPanel, 32 * half < valid ? 0 : kBits == 8 ? 0x80808080 : 0x88888888);
         } else {
             const uint32_t *from = words + i * pitch + first, *shifts = groups[half].shifts + first;
@@ -201,7 +206,7 @@ void pack_words_panels(const void* args, int64_t task) {
     const int64_t pitch = a.together * kPanel, block_words = kWordsOfBlock<kBits> * pitch;
     std::vector<uint32_t> words(static_cast<size_t>(block_words)), all;
     if (a.order) {
-        // Elements in an order of their own are taken from all words of the panel.
+        // With an order elements are taken from all words of the panel.
         all.resize(static_cast<size_t>(blocks * block_words));
         for (int64_t block = 0; block < blocks; ++block) {
             read_words<kBits>(a, block, row, count, pitch, all.data() + block * block_words);
@@ -230,7 +235,7 @@ void pack_words_panels(const void* args, int64_t task) {
     }
 }
 
-// How far ahead scales alone are fetched, which lie apart.
+// How many superblocks ahead scales are fetched, where nothing else is read.
 constexpr int kSupersAhead = 16;
 
 template <class Source>
@@ -259,7 +264,7 @@ void find_max_scale(const void* args, int64_t task) {
     a.largest[task] = largest;
 }
 
-// What is known of a source format.
+// A source format: its kernels, and what they need to know.
 struct Source {
     const char* name;
     Kernel pack, max_scale;
@@ -298,7 +303,7 @@ constexpr Source kSources[] = {
     source_of<Codes<8, false>>("CODES8 BY 16", 16),
 };
 
-// Checks that rows of k elements can be of the format and `stride` bytes apart.
+// Returns the source format. Throws std::invalid_argument unless rows of k elements in it can lie `stride` bytes apart.
 const Source& checked_source(int32_t format, int64_t k, int64_t stride) {
     if (format < 0 || format >= static_cast<int32_t>(std::size(kSources))) {
         throw std::invalid_argument("there is no source format " + std::to_string(format) + ".");
@@ -311,7 +316,7 @@ const Source& checked_source(int32_t format, int64_t k, int64_t stride) {
     return source;
 }
 
-// How many panels a part has outputs in. Checks that they are the matrix's.
+// Returns how many panels a part has outputs in. Throws std::invalid_argument unless they are in the matrix.
 int64_t panels_of_part(const Matrix& to, int64_t first_row, int64_t rows) {
     const int64_t outputs = to.gated ? to.n / 2 : to.n;
     const int64_t end = to.gated ? rows : first_row + rows;
@@ -364,7 +369,7 @@ Launch plan(PackWordsArgs& args, const KernelTable&, int) {
                                     " bits and " + (args.to.minima ? "minima." : "no minima."));
     }
     args.num_panels = panels_of_part(args.to, args.first_row, args.rows);
-    // All words of several panels, as an order wants them, would not fit into a core's own cache.
+    // An order needs all words of its panels; those of several panels would not fit a core's own cache.
     args.together = args.order ? 1 : kTogether;
     const Kernel kernel = args.bits == 2   ? pack_words_panels<2>
                           : args.bits == 3 ? pack_words_panels<3>

@@ -1,5 +1,6 @@
-// Packing of integer matrices: rows as files hold them (GGUF's block formats, or floats that are quantized on the way)
-// into the panels of a Matrix. The file's bytes are read once and the panels written once; nothing lies in between.
+// Packing of integer matrices (int_layouts.h, docs/kernels.md): from rows as files hold them (GGUF's block formats, or
+// floats that are quantized on the way) into the panels of a Matrix. The file's bytes are read once and the panels
+// written once, with nothing in between. Called by module.cpp, at load.
 #pragma once
 
 #include <vector>
@@ -8,13 +9,14 @@
 
 namespace octavo {
 
-// Names of what rows can be packed from, whose places are the formats' numbers. The float types are quantized to 8
-// bits, 32 elements to a scale.
+// Returns the names of the source formats; a format's number is its place. Float types are quantized to 8 bits (4 where
+// the name says so), 32 elements to a scale.
 std::vector<const char*> source_formats();
 
-// Packs `rows` rows of k elements, `stride` bytes apart, as outputs first_row, first_row + 1, ... of an integer matrix
-// whose memory was zero before its first part. Where the matrix is gated, first_row is 0 for gate and 1 for up, and
-// output i goes to lane i % 32 of panel 2 * (i / 32) + first_row. A task packs one panel, or the share in it.
+// Packs `rows` rows of k elements, `stride` bytes apart, as outputs first_row, first_row + 1, ... of an integer matrix.
+// The matrix's memory must be zero before its first part. If the matrix is gated, first_row is 0 for gate and 1 for up,
+// and output i goes to lane i % 32 of panel 2 * (i / 32) + first_row. A task packs one panel, or the part's share of
+// it.
 struct PackPartArgs {
     Matrix to;
     const uint8_t* source;
@@ -22,15 +24,16 @@ struct PackPartArgs {
     int32_t source_format;
 };
 
-// Throws std::invalid_argument where the matrix has no room for what the source holds (5 bits in 4, minima in none).
+// Throws std::invalid_argument if the matrix has no room for the source's contents (5 bits in 4, minima in none).
 Launch plan(PackPartArgs& args, const KernelTable&, int);
 
-// Packs a matrix [rows, k] whose codes are in words of 32 bits (octavo/quantization/packed_words.py) likewise, into a
-// layout of as many bits, or of four where they are fewer. Words are anywhere: `output_stride` and `word_stride` bytes
-// lie from one output to the next, and from one word of an output. With `by_outputs` a word has AWQ's nibbles of eight
-// outputs: strides are those to the next eight and to the next element of k. `scales`, and `minima` and `shifts` where
-// they are given, are [k / group, rows], rounded up; a shift is added to codes of less than four bits. With `order`
-// element i of k is what order[i] is in the words. A task packs some neighbouring panels.
+// Packs a matrix [rows, k] whose codes are in words of 32 bits (octavo/quantization/packed_words.py), into a layout of
+// as many bits, or of four if codes have fewer. Rows become outputs as in PackPartArgs. `output_stride` bytes lie from
+// one output's words to the next output's, `word_stride` from one word of an output to the next. With `by_outputs` a
+// word has AWQ's nibbles of eight outputs: the strides are those to the next eight outputs and to the next element of
+// k. `scales`, and `minima` and `shifts` unless null, are [k / group rounded up, rows]; a shift is added to codes of
+// less than four bits. With `order` element i of k is element order[i] of the words. A task packs some neighbouring
+// panels.
 struct PackWordsArgs {
     Matrix to;
     const uint8_t* words;
@@ -43,10 +46,11 @@ struct PackWordsArgs {
     int64_t num_panels, together;
 };
 
-// Throws std::invalid_argument where the matrix has no room for the codes.
+// Throws std::invalid_argument if the matrix has no room for the codes.
 Launch plan(PackWordsArgs& args, const KernelTable&, int);
 
-// The largest finite scale in these rows, from which the factor of a matrix is chosen. Results are by 32 rows.
+// Finds the largest finite scale in some rows, from which the factor of a matrix is chosen. `largest` has a result for
+// every 32 rows.
 struct MaxScaleArgs {
     const uint8_t* source;
     int64_t stride, rows, k;
@@ -56,10 +60,10 @@ struct MaxScaleArgs {
 
 Launch plan(MaxScaleArgs& args);
 
-// Bytes of an integer matrix's kPanel outputs by kQBlock elements of k.
+// Returns the bytes of a block: kPanel outputs by kQBlock elements of k.
 int64_t packed_block_bytes(const Matrix& matrix);
 
-// Bytes of an integer matrix.
+// Returns the bytes of an integer matrix.
 int64_t packed_bytes(const Matrix& matrix);
 
 }  // namespace octavo

@@ -1,5 +1,5 @@
-// Packing an adapter's factors, while it is read: rows of floats are rounded and dealt out to the lanes of panels. It
-// is bound by memory, so one version serves every instruction set.
+// Packs an adapter's factors while it is read: rows of floats are rounded and dealt out to the lanes of panels. Memory
+// bounds it, so one version serves every instruction set.
 #include "pack_lora.h"
 
 #include <algorithm>
@@ -12,10 +12,11 @@ namespace octavo {
 
 namespace {
 
-// Columns at a time, so that lines of the panels stay in the cache until all rows are in.
+// Columns that are packed at a time: lines of the panels stay in the cache until all rows are in.
 constexpr int64_t kBlock = 64;
 
-// The words of 32 bits that `count` floats become: themselves, or pairs of bf16, the last of which may be alone.
+// Writes `count` floats as words of 32 bits: the floats themselves, or pairs of bf16, of which the last may be half
+// empty. Returns the number of words.
 int64_t words_of(const float* from, int64_t count, int32_t dtype, uint32_t* words) {
     if (dtype == kF32) {
         std::memcpy(words, from, static_cast<size_t>(count) * sizeof(float));

@@ -1,12 +1,12 @@
-// Rows of adapters' factors on their way into panels (docs: AdapterFactors in lora_args.h).
+// Packing of adapters' factors into panels (their layout: AdapterFactors in lora_args.h).
 #pragma once
 
 #include <cstdint>
 
 namespace octavo {
 
-// source[rows, columns], `stride` elements from one row to the next, becomes words of 32 bits in `dtype`: a float, or
-// two bf16 that are neighbours. Those of row r lie `lanes` words apart from out[places[r]] on; a row at -1 is left out.
+// Packs source[rows, columns], whose rows lie `stride` elements apart, as words of 32 bits in `dtype`: a float, or two
+// neighbouring bf16. Row r's words lie `lanes` words apart from out[places[r]] on. A row whose place is -1 is left out.
 struct FactorRows {
     const float* source;
     int64_t stride, rows, columns;

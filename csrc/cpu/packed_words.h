@@ -1,5 +1,5 @@
-// Words of 32 bits that have several codes of one or of eight outputs, as lanes of a panel in order of k.
-// Included by pack_int.cpp only.
+// Reads words of 32 bits that hold several codes of one output (GPTQ) or of eight outputs (AWQ), as lanes of a panel in
+// order of k. Included by pack_int.cpp only.
 #pragma once
 
 #include <algorithm>
@@ -12,15 +12,15 @@
 namespace octavo {
 namespace {
 
-// Panels whose words are read together: a line of memory has the words of so many where they are nibbles of outputs.
+// Panels whose words are read together: with nibbles of eight outputs a cache line has the words of so many panels.
 constexpr int kTogether = 4;
 constexpr int kLanes = kTogether * kPanel;
 
-// What the outputs of some panels have for 32 elements.
+// Scales, minima and shifts of the outputs of some panels, for one group.
 struct LaneGroup {
-    int64_t index = -1;  // of the group that this is
+    int64_t index = -1;  // of the group; -1: none
     uint16_t scales[kLanes] = {}, minima[kLanes] = {};
-    uint32_t shifts[kLanes] = {};  // in all nibbles
+    uint32_t shifts[kLanes] = {};  // each in all nibbles of a word
 
     void read(const PackWordsArgs& a, int64_t group, int64_t row, int count) {
         if (group == index) return;
@@ -37,21 +37,23 @@ struct LaneGroup {
     }
 };
 
-// Eight elements of k, `valid` of which exist, in words at `from` that have a nibble of each of eight outputs, as words
-// that have the eight elements of an output each: those of `count` outputs from the `first` nibble on.
+// Turns words that have a nibble of each of eight outputs into words that have eight elements of k of one output. There
+// are eight elements of k, of which `valid` exist, from `from` on. Writes the words of `count` outputs from the `first`
+// nibble on.
 void turn_nibbles(const uint8_t* from, int64_t output_stride, int64_t word_stride, int first, int count, int valid,
                   uint32_t* out) {
-    constexpr int kWords = kLanes / 8 + 4;  // one more, and no rest of a vector
+    constexpr int kWords = kLanes / 8 + 4;  // room for one more word, in whole vectors
     uint32_t words[8][kWords] = {}, turned[8 * kWords];
     const int num_words = (first + count + 7) / 8;
     for (int e = 0; e < valid; ++e) {
         const uint8_t* row = from + e * word_stride;
-        // What follows lies in another page each, which no processor fetches by itself.
+        // Fetches the next block. Each row of words lies in another page, which no processor fetches by itself.
         __builtin_prefetch(row + kQBlock * word_stride);
         __builtin_prefetch(row + kQBlock * word_stride + (num_words - 1) * output_stride);
         for (int w = 0; w < num_words; ++w) words[e][w] = load<uint32_t>(row + w * output_stride);
     }
-    // A square of nibbles in eight words is transposed by eighths, quarters and halves.
+    // Transposes the eight by eight nibbles of eight words: nibbles of neighbouring words change places, then pairs of
+    // nibbles (bytes), then halves.
     constexpr uint32_t kLow[] = {0x0f0f0f0f, 0x00ff00ff, 0x0000ffff};
     for (int level = 0; level < 3; ++level) {
         const int step = 1 << level, shift = 4 * step;
@@ -65,20 +67,23 @@ void turn_nibbles(const uint8_t* from, int64_t output_stride, int64_t word_strid
         }
     }
     for (int w = 0; w < kWords; ++w) {
+        // AWQ's order: nibbles 0 to 3 are outputs 0, 2, 4 and 6, nibbles 4 to 7 are outputs 1, 3, 5 and 7.
         for (int output = 0; output < 8; ++output) turned[8 * w + output] = words[output % 2 * 4 + output / 2][w];
     }
     std::memcpy(out, turned + first, static_cast<size_t>(count) * 4);
 }
 
-// The bits of a word, `kBits` of each code, so far apart that each code has a nibble.
+// Spreads eight codes of kBits bits, from the low bits of a word, to a nibble each.
 template <int kBits>
 uint32_t spread(uint32_t codes) {
     if (kBits == 3) {
+        // Four codes to each half of the word, then two to each byte, then one to each nibble.
         codes = (codes & 0xfff) | (codes & 0xfff000) << 4;
         codes = (codes & 0x003f003f) | (codes & 0x0fc00fc0) << 2;
         return (codes & 0x07070707) | (codes & 0x38383838) << 1;
     }
     if (kBits == 2) {
+        // Four codes to each half of the word, then two to each byte, then one to each nibble.
         codes = (codes & 0xff) | (codes & 0xff00) << 8;
         codes = (codes & 0x000f000f) | (codes & 0x00f000f0) << 4;
         return (codes & 0x03030303) | (codes & 0x0c0c0c0c) << 2;
@@ -86,13 +91,13 @@ uint32_t spread(uint32_t codes) {
     return codes;
 }
 
-// Words in which a code takes a nibble or a byte.
+// Codes in a word, once each takes a nibble or a byte.
 template <int kBits>
 constexpr int kPerWord = kBits == 8 ? 4 : 8;
 template <int kBits>
 constexpr int kWordsOfBlock = kQBlock / kPerWord<kBits>;
 
-// Those of a block, in order of k: [word][pitch], for `count` outputs.
+// Reads the words of a block in order of k, [word][pitch], for `count` outputs.
 template <int kBits>
 void read_words(const PackWordsArgs& a, int64_t block, int64_t row, int count, int64_t pitch, uint32_t* out) {
     const int64_t valid = std::min<int64_t>(a.to.k - block * kQBlock, kQBlock);
@@ -110,6 +115,7 @@ void read_words(const PackWordsArgs& a, int64_t block, int64_t row, int count, i
             __builtin_prefetch(from + kQBlock * kBits / 32 * a.word_stride + at);
         }
         for (int lane = 0; lane < count; ++lane, from += a.output_stride) {
+            // Codes of three bits may begin in one word and end in the next.
             uint32_t word = load<uint32_t>(from) >> shift;
             if (shift + kBits * kPerWord<kBits> > 32) word |= load<uint32_t>(from + a.word_stride) << (32 - shift);
             out[lane] = spread<kBits>(word);
@@ -117,7 +123,7 @@ void read_words(const PackWordsArgs& a, int64_t block, int64_t row, int count, i
     }
 }
 
-// A block's words of which the elements are those of `order` in all words of some outputs.
+// Takes a block's words in an order: element e of the block is element order[e] of `all`, the words of all blocks.
 template <int kBits>
 void take_words(const uint32_t* all, const int32_t* order, int64_t valid, int64_t pitch, uint32_t* out) {
     constexpr int kWide = 32 / kPerWord<kBits>;
@@ -131,9 +137,10 @@ void take_words(const uint32_t* all, const int32_t* order, int64_t valid, int64_
     }
 }
 
-// Eight nibbles in order of k -> four bytes, elements 0 to 3 in their low halves and 4 to 7 in their high ones.
+// Returns eight nibbles in order of k as four bytes: elements 0 to 3 in low halves, elements 4 to 7 in high halves.
 uint32_t by_halves(uint32_t word) {
     uint32_t low = word & 0xffff, high = word >> 16;
+    // Four nibbles move to the low halves of four bytes, in two steps.
     low = (low | low << 8) & 0x00ff00ff;
     low = (low | low << 4) & 0x0f0f0f0f;
     high = (high | high << 8) & 0x00ff00ff;
