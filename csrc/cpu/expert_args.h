@@ -1,4 +1,4 @@
-// Mixtures of experts: routing, and the products of the experts that are chosen.
+// Mixtures of experts: argument structs of routing and of the experts' products. Included by kernels.h.
 #pragma once
 
 #include <cstdint>
@@ -8,13 +8,13 @@
 
 namespace octavo {
 
-// Experts are chosen by score + bias or, with `bias_logits`, logit + bias; without a bias by logit. Of equals the first
-// is taken.
+// How logits become scores. Experts are chosen by score + bias or, with `bias_logits`, by logit + bias; without a bias
+// by logit. Of equals the first is taken.
 enum Scoring : int32_t { kSoftmax = 0, kSigmoid = 1, kSparsemixer = 2 };
 constexpr int kMaxExperts = 1024;
 
-// ids[r, top_k], weights[r, top_k] = the experts of logits[r, num_experts]; see octavo.ops.Routing for the settings.
-// The bias, and the scales of weights by expert, may be null.
+// ids[r, top_k], weights[r, top_k] = the experts of logits[r, num_experts] and their weights; see octavo.ops.Routing
+// for the settings. `bias` and `scales` (of weights, by expert) may be null.
 struct RouteArgs : RowWiseArgs {
     const float *logits, *bias, *scales;
     int32_t* ids;
@@ -24,32 +24,31 @@ struct RouteArgs : RowWiseArgs {
     float scale, softcap, jitter;
 };
 
-// Rows of one expert that are multiplied together, places `begin` and after in the order by expert.
+// Rows of one expert that are multiplied together: `rows` places from `begin` on in the order by expert.
 struct ExpertRows {
     int32_t expert, begin, rows;
-    int64_t cost_end;  // of the products of these rows and of all parts before, in no unit
+    int64_t cost_end;  // of the products of these rows and of all parts before, in an arbitrary unit
 };
 
-// What routing has decided for some tokens, and memory between the kernels of a call. Calls that follow each other may
-// share one.
+// Routing's decisions for some tokens, and memory between the kernels of a call. Calls that follow each other may share
+// one.
 struct ExpertsSchedule {
-    int32_t* entries;   // token * top_k + choice, ordered by expert, then by token; counted from the pass's first token
-    int32_t* tokens;    // of entries, counted from the call's first
+    int32_t* entries;   // token * top_k + choice, ordered by expert, then token; tokens count from the pass's first
+    int32_t* tokens;    // of entries; tokens count from the call's first
     float* weights;     // of entries
     int32_t* slots;     // of entries, where there are adapters
     ExpertRows* parts;  // by expert
-    char* inputs;       // rows of entries that share an expert, side by side
+    char* inputs;       // input rows of entries that share an expert, side by side
     char* inner;        // rows between the two products
-    char* shrunk;       // what the A's of adapters make of the rows of a product
-    char* copies;       // of rows, for each task that shrinks some
+    char* shrunk;       // the rows of a product times the adapters' A
+    char* copies;       // of input rows, for each task of experts_shrink_*
     int64_t num_entries, num_parts;
 };
 
-// out[r] = the sum over r's experts e of weight * (f(x[r] up[e]^T) down[e]^T), where f is of gate and up if matrices
-// are gated, else of each output, in the order of their numbers, which is what makes the sum a matter of the row alone;
-// those of each segment by themselves.
-// An expert that is none (its id is negative, or too large) adds nothing. With `scale_inputs` the weights multiply x,
-// which is floats then, instead of the outputs.
+// out[r] = the sum over r's experts e of weight * (f(x[r] up[e]^T) down[e]^T). f takes gate and up if matrices are
+// gated, else each output. Experts are added in the order of their numbers, each segment of experts by itself, so the
+// sum depends on the row alone. An expert whose id is not one of the matrices' adds nothing. With `scale_inputs` the
+// weights multiply x, which must be floats, instead of the outputs.
 struct ExpertsArgs : RowArgs {
     const void* x;
     int64_t x_stride;  // in elements, or in blocks of quantized rows
@@ -58,17 +57,17 @@ struct ExpertsArgs : RowArgs {
     const float* weights;  // [rows, top_k]
     const Matrix *up, *down;
     float* out;                         // dense
-    int32_t num_experts, first_expert;  // of the matrices: expert e is matrix e - first_expert
-    int32_t segments;                   // of equally many experts, whose sums are added up as those of a matrix
+    int32_t num_experts, first_expert;  // of the matrices here: expert e is matrix e - first_expert
+    int32_t segments;                   // of equally many experts; their sums are added as a matrix's segments are
     int32_t top_k, scale_inputs, activation;
     Clamp clamp;
-    const int32_t* slots;                             // of tokens, -1 is nobody's; null: there are no adapters
+    const int32_t* slots;                             // the adapter of each token, -1: none; null: no adapters
     const AdapterFactors *up_factors, *down_factors;  // [experts of the matrices, num_slots], or null
     int64_t num_slots, up_width, down_width;          // widths of shrunk rows
     int32_t factor_dtype;
 };
 
-// A call's tokens, as many as its memory is for: what the kernels of a pass get. Planned.
+// One pass of a call: as many of its tokens as the scratch memory holds. The kernels' arguments. Planned.
 struct ExpertsPass {
     const ExpertsArgs* args;
     ExpertsSchedule* schedule;
@@ -76,7 +75,7 @@ struct ExpertsPass {
     int64_t input_bytes, inner_bytes;  // of a row
     int32_t input_dtype, inner_dtype;
     int64_t part_rows, gather_tasks, up_tasks, down_tasks;
-    int64_t shrink_tasks, copy_bytes;  // where a token has an adapter; bytes of the rows that a task copies
+    int64_t shrink_tasks, copy_bytes;  // 0 if no token has an adapter; bytes of the rows that a task copies
 };
 
 }  // namespace octavo

@@ -1,6 +1,5 @@
-// Which experts a token goes to, from its router's logits, in float32 and in an order that their number alone decides;
-// and the inputs of experts side by side.
-// Included by kernels.cpp only.
+// Routing: chooses each token's experts from its router's logits, in float32 and in an order that the number of experts
+// alone decides. Also gathers the inputs of experts. Included by kernels.cpp only.
 #pragma once
 
 #include "elementwise.h"
@@ -8,7 +7,8 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// The index of the largest that is not taken, which it is then; the first of equals. Nothing is larger than NaN is.
+// Returns the index of the largest element that is not taken, and takes it. Of equals the first. Nothing compares
+// larger than NaN.
 inline int take_largest(const float* x, uint8_t* taken, int begin, int end) {
     int best = begin;
     for (int i = begin; i < end; ++i) {
@@ -18,7 +18,8 @@ inline int take_largest(const float* x, uint8_t* taken, int begin, int end) {
     return best;
 }
 
-// Leaves the experts of the best groups: by their best choice, or by the sum of their two best.
+// Marks all experts outside the best groups as taken. Groups compare by their best expert, or by the sum of their two
+// best.
 void keep_best_groups(const RouteArgs& a, const float* choice, uint8_t* taken) {
     float groups[kMaxExperts];
     uint8_t kept[kMaxExperts] = {};
@@ -31,8 +32,8 @@ void keep_best_groups(const RouteArgs& a, const float* choice, uint8_t* taken) {
     for (int i = 0; i < a.num_experts; ++i) taken[i] = !kept[i / size];
 }
 
-// SparseMixer's inference (Liu et al. 2023): each choice weighs what softmax makes of it among those that are not yet
-// taken and not further below the largest than twice the jitter, relatively.
+// SparseMixer's inference (Liu et al. 2023). Each chosen expert weighs as much as softmax gives it among the experts
+// that are not yet taken and whose relative distance to the largest is at most twice the jitter.
 void sparsemixer(const RouteArgs& a, const float* logits, int32_t* ids, float* weights) {
     uint8_t taken[kMaxExperts] = {};
     for (int j = 0; j < a.top_k; ++j) {
@@ -106,8 +107,8 @@ void route(const void* args, int64_t task) {
     for_rows(a, task, a.rows, [&](int64_t row) { route_row(a, row); });
 }
 
-// Entries that share their expert with others get their row of x copied beside them, times their weight where that is
-// asked for. One that is alone is multiplied where it lies, unless it is scaled.
+// Copies the row of x of each entry that shares its expert with others beside theirs, times its weight with
+// `scale_inputs`. An entry that is alone is multiplied where it lies, unless it is scaled.
 void gather_experts(const void* args, int64_t task) {
     const ExpertsPass& p = *static_cast<const ExpertsPass*>(args);
     const ExpertsArgs& a = *p.args;

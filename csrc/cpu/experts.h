@@ -1,6 +1,6 @@
-// Products of experts: rows grouped by expert meet the matrices of theirs by the kernels of linear.h. What routing has
-// decided (ExpertsSchedule) is read here, when the pass runs: the number of tasks is fixed, what each has to do is not.
-// Included by kernels.cpp and products.cpp only.
+// Products of experts: rows grouped by expert meet the matrices of their expert, by the kernels of linear.h. Routing's
+// decisions (ExpertsSchedule) are read here, when a pass runs: the number of tasks is fixed before, the work of each is
+// not. Included by kernels.cpp and products.cpp only.
 #pragma once
 
 #include <vector>
@@ -14,7 +14,8 @@ inline int64_t row_elements(int64_t bytes, int32_t dtype) {
     return bytes / (dtype == kQ8 ? static_cast<int64_t>(sizeof(QBlock)) : dtype == kF32 ? 4 : 2);
 }
 
-// Has what a product adds for rows of a part that have adapters. `factors` are those of the stack, rows of `width`.
+// Sets up `linear` to add the adapters of a part's rows. `factors` are those of the stack of experts; shrunk rows have
+// `width` elements.
 inline void expand_part(LinearArgs& linear, const ExpertsPass& p, const ExpertRows& part, const AdapterFactors* factors,
                         int64_t width) {
     const ExpertsArgs& a = *p.args;
@@ -29,7 +30,7 @@ inline void expand_part(LinearArgs& linear, const ExpertsPass& p, const ExpertRo
     linear.shrunk_stride = width;
 }
 
-// The row of the first product's inputs that is place `place`, in a part that has `rows`.
+// Returns the input row of the first product at place `place`, in a part of `rows` rows.
 inline const char* input_row(const ExpertsPass& p, int64_t place, int64_t rows) {
     const ExpertsArgs& a = *p.args;
     if (rows > 1 || a.scale_inputs) return p.schedule->inputs + place * p.input_bytes;
@@ -37,8 +38,8 @@ inline const char* input_row(const ExpertsPass& p, int64_t place, int64_t rows) 
     return static_cast<const char*>(a.x) + p.schedule->tokens[place] * a.x_stride * element_bytes;
 }
 
-// What the A's of adapters make of the rows of one of the products. Rows of an expert that are neighbours and have the
-// same adapter go together; tasks take turns.
+// Multiplies the rows of one of the products by their adapters' A. Neighbouring rows of an expert with the same adapter
+// go together; tasks take turns over these groups.
 template <bool kUp>
 void experts_shrink(const void* args, int64_t task) {
     const ExpertsPass& p = *static_cast<const ExpertsPass*>(args);
@@ -77,8 +78,8 @@ void experts_shrink(const void* args, int64_t task) {
     }
 }
 
-// Tasks divide the cost of all parts evenly, in whole units of panels, so that one may end in the middle of an expert
-// and another begin there.
+// The first product. Tasks divide the cost of all parts evenly, in whole units of panels: one may end in the middle of
+// an expert, where the next begins.
 void experts_up(const void* args, int64_t task) {
     const ExpertsPass& p = *static_cast<const ExpertsPass*>(args);
     const ExpertsArgs& a = *p.args;
@@ -101,7 +102,7 @@ void experts_up(const void* args, int64_t task) {
         const int64_t part_begin = i == 0 ? 0 : s.parts[i - 1].cost_end;
         if (part.cost_end <= begin) continue;
         if (part_begin >= end) break;
-        // The first unit that begins at or after a place in the part.
+        // Returns the first unit that begins at or after a place in the part's cost.
         const auto unit_at = [&](int64_t at) {
             const int64_t width = part.cost_end - part_begin;
             return at <= part_begin ? 0 : at >= part.cost_end ? units : ((at - part_begin) * units + width - 1) / width;
@@ -120,7 +121,7 @@ void experts_up(const void* args, int64_t task) {
     }
 }
 
-// Outputs [tokens, width] of a task's columns whose sums wait for those of other segments.
+// Returns memory for outputs [tokens, width] of a task's columns, sums that wait for those of other segments.
 inline float* waiting_outputs(int64_t floats) {
     static thread_local std::vector<float> waiting;
     const size_t wanted = static_cast<size_t>((kTreeDepth - 1) * floats);
@@ -128,7 +129,8 @@ inline float* waiting_outputs(int64_t floats) {
     return waiting.data();
 }
 
-// A task owns columns of the output and adds the experts of a row to them one after the other, segment by segment.
+// The second product. A task owns columns of the output and adds a row's experts to them one after the other, segment
+// by segment.
 void experts_down(const void* args, int64_t task) {
     const ExpertsPass& p = *static_cast<const ExpertsPass*>(args);
     const ExpertsArgs& a = *p.args;
@@ -142,7 +144,8 @@ void experts_down(const void* args, int64_t task) {
     const int64_t width = min_of(panel_end * kPanel, a.down->n) - panel_begin * kPanel;
     const int64_t tokens = p.token_end - p.token_begin;
     float* waiting = a.segments == 1 ? nullptr : waiting_outputs(tokens * width);
-    // The columns of the pass's first token, and from each token to the next.
+    // Where the task's columns of the pass's first token are at a depth of the tree, and the distance from token to
+    // token.
     const auto at = [&](int depth) {
         return depth == 0 ? a.out + p.token_begin * a.down->n + panel_begin * kPanel
                           : waiting + (depth - 1) * tokens * width;
@@ -156,7 +159,8 @@ void experts_down(const void* args, int64_t task) {
             for (int64_t t = 0; t < tokens; ++t) {
                 memset(sums + t * stride(depth), 0, static_cast<size_t>(width) * sizeof(float));
             }
-            // Rows are counted from the call's first token, and columns from the first of all.
+            // kScatter counts rows from the call's first token and columns from 0: the address of the output is moved
+            // back to fit.
             const int64_t before = p.token_begin * stride(depth) + panel_begin * kPanel;
             linear.out = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(sums) -
                                                  static_cast<uintptr_t>(before) * sizeof(float));

@@ -1,4 +1,4 @@
-// Cutting a mixture of experts into tasks: passes over tokens that fit the scratch memory, and in each the choices
+// Cuts a mixture of experts into tasks: passes over tokens that fit the scratch memory, and in each pass the choices
 // sorted by expert.
 #include <algorithm>
 
@@ -9,12 +9,12 @@ namespace octavo {
 
 namespace {
 
-// Rows of experts' inputs and of what lies between their products: more tokens than fit take several passes, each of
-// which reads the experts that it needs.
+// Memory for experts' input rows and for the rows between the two products. More tokens than fit take several passes,
+// each of which reads the experts that it needs.
 constexpr int64_t kExpertsScratchBytes = int64_t{32} << 20;
-// Reading an expert's weights costs as much as multiplying about so many rows with them.
+// Reading an expert's weights costs as much as multiplying about so many rows by them.
 constexpr int64_t kRowsOfRead = 4;
-// Finer than rows, so that a task may end within a part.
+// Units of cost in a row: finer than rows, so that a task may end within a part.
 constexpr int64_t kCostScale = 4096;
 
 }  // namespace
@@ -70,7 +70,7 @@ void ExpertsPlan::plan(const ExpertsArgs& args, const KernelTable& table, int th
     pass.inner_bytes = row_bytes(args.down->k, pass.inner_dtype);
     pass.part_rows = std::clamp<int64_t>(kChunkBytes / pass.input_bytes, kMinChunkRows, kMaxChunkRows);
     const int64_t wanted = kTasksPerThread * threads;
-    // Few tasks, as each has its own place in every expert, where reading begins anew.
+    // Few tasks: each has a place of its own in every expert, where reading begins anew.
     pass.down_tasks = std::min(ceil_div(args.down->n, kPanel), threads == 1 ? 1 : wanted / 2);
     pass.up_tasks = threads == 1 ? 1 : wanted;
     const int64_t token_bytes = args.top_k * (pass.input_bytes + pass.inner_bytes);
@@ -124,7 +124,7 @@ void ExpertsPlan::add(const char* name, const Launch& launch) {
     launches_.push_back(launch);
 }
 
-// A counting sort of the pass's choices by expert.
+// Sorts the pass's choices by expert (a counting sort), and cuts each expert's rows into parts.
 void group_experts(const void* args, int64_t) {
     const ExpertsPass& p = *static_cast<const ExpertsPass*>(args);
     const ExpertsArgs& a = *p.args;

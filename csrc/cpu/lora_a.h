@@ -1,5 +1,5 @@
-// The first half of what adapters add to a product: rows grouped by adapter meet the factors of theirs by the kernels
-// of linear.h. The second half is part of the product's epilogue. Included by kernels.cpp and products.cpp only.
+// Adapters' first product, x A^T: rows grouped by adapter meet the A of their adapter (ShrinkArgs). The second product,
+// by B, is part of the base product's epilogue (lora_b.h). Included by experts.h, kernels.cpp and products.cpp only.
 #pragma once
 
 #include "linear.h"
@@ -7,7 +7,8 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// Row `row` of x as k floats of type T. Quantized rows are what they stand for, outliers included, rounded.
+// Copies row `row` of x as k floats of type T. Quantized rows become what they stand for, outliers included, rounded to
+// T.
 template <class T>
 inline void copy_input(const ShrinkArgs& a, int64_t row, T* to) {
     if (a.x_dtype == kQ8) {
@@ -49,15 +50,15 @@ inline void copy_input(const ShrinkArgs& a, int64_t row, T* to) {
 constexpr int kShrinkPrefetchBytes = 8192;
 constexpr int kShrinkRows = kTileRows4;
 
-// The beginning of an adapter's A, from where on the products fetch what follows.
+// Fetches the beginning of an adapter's A; products fetch what follows.
 inline void fetch_beginning(const AdapterFactors& f) {
     if (f.panels == nullptr || f.rank == 0 || f.replaces) return;
     for (int at = 0; at < kShrinkPrefetchBytes; at += 64) __builtin_prefetch(static_cast<const char*>(f.a) + at);
 }
 
-// R rows by V vectors of outputs, each in two accumulators that run over k in order and meet at the end: a row's bits
-// depend on neither R nor V. Two, because few rows would wait for each sum. The vectors are neighbours in one panel or
-// each in the panel after the last one's.
+// Computes R rows by V vectors of outputs. Each output has two accumulators that take turns over k in order and are
+// added at the end: a row's bits depend on neither R nor V. With one accumulator few rows would wait for each sum. The
+// vectors are neighbours in one panel or, `vec_stride` apart, in neighbouring panels.
 template <class E, int R, int V>
 inline void shrink_tile(const typename E::T* const* x, const typename E::T* a, int64_t vec_stride, int64_t k,
                         Vec (*sums)[V]) {
@@ -96,7 +97,8 @@ inline void shrink_tile(const typename E::T* const* x, const typename E::T* a, i
 }
 
 #ifdef OCTAVO_TILES
-// The rows of x by kCount panels of A, which lie `panel_elements` apart: tiles 0 to kCount - 1.
+// Adds one step of 32 elements of k: rows of x by kCount panels of A, which lie `panel_elements` apart, into tiles 0 to
+// kCount - 1.
 template <int kCount>
 inline void shrink_step(const uint16_t* x, int64_t x_stride, const uint16_t* a, int64_t panel_elements) {
     constexpr int64_t kStride = kFactorPanel * 4;
@@ -119,7 +121,8 @@ inline void shrink_step(const uint16_t* x, int64_t x_stride, const uint16_t* a, 
 
 constexpr int kMostPanels = 4;
 
-// x [rows, k], rows x_stride apart, by kCount panels: into y [kCount][16][16]. What k lacks to a whole tile is zeros.
+// Computes x [rows, k], whose rows lie x_stride elements apart, by kCount panels, into y [kCount][16][16]. Elements
+// that k lacks to a whole tile are zeros.
 template <int kCount>
 void shrink_tiles(const uint16_t* x, int64_t x_stride, int64_t rows, const uint16_t* a, int64_t panel_elements,
                   int64_t k, float* y) {
@@ -158,7 +161,7 @@ void shrink_tiles(const uint16_t* x, int64_t x_stride, int64_t rows, const uint1
     if constexpr (kCount > 3) tile_store<3>(y + 3 * kElements, kStride);
 }
 
-// What shrink_part does, by tiles: `x` are the part's rows.
+// Does the products of shrink_part by tiles. `x` is the part's rows, x_stride elements apart.
 void shrink_part_by_tiles(const ShrinkArgs& a, const AdapterRows& part, const uint16_t* x, int64_t x_stride,
                           int64_t panel_begin, int64_t panel_end) {
     const AdapterFactors& f = a.factors[part.slot];
@@ -188,7 +191,7 @@ void shrink_part_by_tiles(const ShrinkArgs& a, const AdapterRows& part, const ui
 static_assert(kAdapterRows <= kTileMaxRows && kFactorPanel == kLanes, "a part is a tile high and a panel one wide");
 #endif
 
-// Where the base's matrix is replaced the shrunk row is the row itself, padded with a zero where its number is odd.
+// If the adapter replaces the base's matrix, the shrunk row is the row itself, padded with a zero if k is odd.
 template <class T>
 void copy_part(const ShrinkArgs& a, const AdapterRows& part, int64_t split) {
     const int64_t splits = a.schedule->splits, end = part.rows * (split + 1) / splits;
@@ -200,6 +203,8 @@ void copy_part(const ShrinkArgs& a, const AdapterRows& part, int64_t split) {
     }
 }
 
+// Computes one part's rows by share `split` of its adapter's panels. Rows that do not lie as the products need them are
+// copied first.
 template <class E>
 void shrink_part(const ShrinkArgs& a, const AdapterRows& part, int64_t split) {
     using T = typename E::T;
@@ -218,7 +223,7 @@ void shrink_part(const ShrinkArgs& a, const AdapterRows& part, int64_t split) {
 #else
     constexpr bool kByTiles = false;
 #endif
-    // Tiles take rows that are equally far apart.
+    // Tiles need rows that lie equally far apart.
     const bool as_they_are = a.x_dtype == a.dtype && (!kByTiles || rows[part.rows - 1] - rows[0] == part.rows - 1);
     if (as_they_are) {
         for (int64_t r = 0; r < part.rows; ++r) x[r] = static_cast<const T*>(a.x) + rows[r] * a.x_stride;

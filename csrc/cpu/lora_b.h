@@ -1,5 +1,5 @@
-// What adapters add to the outputs of a product while these are in their buffer, the second half of lora_a.h: shrunk
-// rows meet B. Included by epilogue.h only.
+// Adapters' second product: shrunk rows (lora_a.h) meet B, and the result is added to a product's outputs while these
+// are in their buffer. Included by epilogue.h only.
 #pragma once
 
 #include "lora_factors.h"
@@ -10,16 +10,17 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// Rows of products, from output `col` of the packed matrix on.
+// A buffer of products: `rows` rows from row `row` on, `width` outputs from output `col` of the packed matrix on. Rows
+// of y lie `stride` floats apart.
 struct Products {
     float* y;
     int64_t stride, row, rows, col, width;
 };
 
-// Rows of shrunk inputs that meet the same factors at once.
+// Shrunk rows that meet the same factors at once.
 constexpr int kExpandRows = kTileRows * kTileVecs / 2;
 
-// y[r] += s[r] B^T for V vectors of outputs, on top of the sums of the product, pair by pair in order.
+// Computes y[r] += s[r] B^T for R rows and V vectors of outputs, on top of the product's sums, step by step in order.
 template <class E, int R, int V>
 inline void expand_tile(const typename E::T* const* s, const typename E::T* b, int64_t steps, float* y,
                         int64_t stride) {
@@ -40,8 +41,8 @@ inline void expand_tile(const typename E::T* const* s, const typename E::T* b, i
     }
 }
 
-// Calls f(first output, number of vectors, panel, its factors) for the outputs of these products that an adapter adds
-// to, a vector or two at a time.
+// Calls f(first output, number of vectors, panel, its factors) for those outputs of the products that an adapter adds
+// to, one or two vectors at a time.
 template <class E, class F>
 inline void for_pieces(const Products& p, const AdapterFactors& factors, F f) {
     using T = typename E::T;
@@ -61,13 +62,13 @@ inline void for_pieces(const Products& p, const AdapterFactors& factors, F f) {
     }
 }
 
-// Of the row that is row r of the products.
+// Returns the shrunk row of row r of the products.
 template <class T>
 inline const T* shrunk_row(const LinearArgs& a, const Products& p, int64_t r) {
     return static_cast<const T*>(a.shrunk) + (p.row + r) * a.shrunk_stride;
 }
 
-// Adds to rows row .. row + rows - 1 of the products, which have the same adapter, theirs with its B: by vectors.
+// Adds the products with an adapter's B to rows row .. row + rows - 1, which have the same adapter: by vectors.
 template <class E>
 class Expand {
   public:
@@ -92,7 +93,8 @@ class Expand {
 };
 
 #ifdef OCTAVO_TILES
-// Tiles 0 and 1, for kVecs vectors of outputs: plus tile kS, of elements of the shrunk rows, by those of B.
+// Adds one step to tiles 0 and 1, of kVecs vectors of outputs: elements of the shrunk rows (tile kS) by B's (tiles kB
+// and kB + 1).
 template <int kVecs, int kS, int kB>
 inline void expand_step(const uint16_t* s, int64_t s_stride, const uint16_t* b) {
     constexpr int64_t kPairStride = kPanel * 4;
@@ -105,8 +107,8 @@ inline void expand_step(const uint16_t* s, int64_t s_stride, const uint16_t* b) 
     }
 }
 
-// to = y + s B^T, of as many rows as tiles 0 to 3 have. What `count` elements lack to whole tiles are tiles 3, 6 and 7,
-// which have fewer.
+// Computes to = y + s B^T for as many rows as the tiles have. The last `count` elements that do not fill whole tiles
+// take tiles 3, 6 and 7, which are configured for fewer elements.
 template <int kVecs>
 inline void expand_tiles(const uint16_t* s, int64_t s_stride, const uint16_t* b, int64_t count, const float* y,
                          int64_t y_stride, float* to, int64_t to_stride) {
@@ -120,9 +122,9 @@ inline void expand_tiles(const uint16_t* s, int64_t s_stride, const uint16_t* b,
     if constexpr (kVecs > 1) tile_store<1>(to + kLanes, to_stride);
 }
 
-// The same by tiles, for a single row too: their sums have an order of their own. All tiles of these products are
-// equally high, because to give them another shape takes as long as two of them: where fewer rows have an adapter,
-// those next to them are computed as well, and left out.
+// The same by tiles, even for a single row: tiles have an order of sums of their own. All tiles of these products have
+// the same height, because configuring another height takes as long as two tiles. If fewer rows have an adapter, their
+// neighbours are computed as well and left out.
 template <>
 class Expand<BF16> {
   public:
@@ -170,11 +172,11 @@ class Expand<BF16> {
     }
 
     const int height_;
-    int rest_ = -1;  // elements of the last tiles, as they are configured
+    int rest_ = -1;  // elements of tiles 3, 6 and 7 as configured; -1: no tile is
 };
 #endif
 
-// What the rows' adapters add to the products. A row's bits do not depend on which rows are next to it.
+// Adds what the rows' adapters contribute. A row's bits do not depend on its neighbours.
 template <class E>
 void expand_products(const LinearArgs& a, const Products& p) {
     Expand<E> expand(p);

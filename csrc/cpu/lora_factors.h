@@ -1,6 +1,6 @@
-// Which factors of adapters are read soon. They are small pieces far apart, which a processor does not see coming, so
-// they are fetched by name: a few lines at a time between the products of the base, or all at once where these have no
-// place for it. Included by lora_b.h only.
+// Prefetching of adapters' factors. They are small pieces far apart, which a processor does not foresee, so they are
+// fetched explicitly: a few lines at a time between the products of the base, or all at once where these have no place
+// for it. Included by lora_b.h only.
 #pragma once
 
 #include "simd.h"
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kLineBytes = 64;
 
-// Calls f(row, rows, factors) for the neighbours among rows row .. end - 1 that have the same adapter.
+// Calls f(row, rows, factors) for each run of rows among row .. end - 1 that have the same adapter.
 template <class F>
 inline void for_adapters(const LinearArgs& a, int64_t row, int64_t end, F f) {
     for (int64_t next; row < end; row = next) {
@@ -20,8 +20,8 @@ inline void for_adapters(const LinearArgs& a, int64_t row, int64_t end, F f) {
     }
 }
 
-// Calls f(first byte, number of bytes) for what rows row .. end - 1 add to `panels` panels of outputs from `panel` on.
-// Whole matrices in the base's place are long enough to be seen coming.
+// Calls f(first byte, number of bytes) for the pieces of B that rows row .. end - 1 need for `panels` panels of outputs
+// from `panel` on. Matrices that replace the base's are left out: they are long enough for the processor to foresee.
 template <class F>
 inline void for_factors(const LinearArgs& a, int64_t row, int64_t end, int64_t panel, int64_t panels, F f) {
     const int64_t size = a.factor_dtype == kF32 ? 4 : 2;
@@ -34,7 +34,7 @@ inline void for_factors(const LinearArgs& a, int64_t row, int64_t end, int64_t p
     });
 }
 
-// All of it now.
+// Fetches all of these pieces now.
 inline void fetch_factors(const LinearArgs& a, int64_t row, int64_t end, int64_t panel, int64_t panels) {
     for_factors(a, row, end, panel, panels, [](const char* from, int64_t bytes) {
         for (int64_t at = 0; at < bytes; at += kLineBytes) __builtin_prefetch(from + at);
@@ -46,7 +46,7 @@ class Pieces {
   public:
     void clear() { count_ = at_ = lines_ = 0; }
 
-    // What lies behind the last piece makes that longer.
+    // Adds a piece. If it begins where the last piece ends, it makes that one longer. Without room it is dropped.
     void add(const char* from, int64_t lines) {
         if (lines == 0) return;
         if (count_ > 0 && pieces_[count_ - 1].end == from) {
@@ -63,7 +63,8 @@ class Pieces {
     int64_t num_lines() const { return lines_; }
     void take(int64_t lines) { lines_ -= lines; }
 
-    // No more than were taken, into the second-level cache: the first has no room for what else it reads.
+    // Fetches lines, no more than were taken, into the second-level cache: the first has no room beside what products
+    // read.
     void fetch(int64_t lines) {
         for (int64_t i = 0; i < lines; ++i) {
             Piece& piece = pieces_[at_];
@@ -82,17 +83,18 @@ class Pieces {
     Piece pieces_[kMostPieces];
 };
 
-// What a task of a product fetches while it computes one unit of panels: what the epilogue of the next unit adds, and
-// its share of the factors that the next product of adapters reads, in the order in which that one's tasks take them.
+// The lines that a task of a product fetches while it computes one unit of panels: the factors of the next unit's
+// epilogue, and the task's share of the factors that the next product of adapters reads, in the order in which that
+// product's tasks take them.
 class FactorLines {
   public:
-    // For rows row_begin .. row_end - 1 by panels from `panel` on, of `panels` that the matrix has.
+    // For a task that computes rows row_begin .. row_end - 1 by panels from `panel` on. The matrix has `panels` panels.
     FactorLines(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t panel, int64_t panels)
         : a_(a), row_begin_(row_begin), row_end_(row_end), panels_(panels) {
         if (a.expands && a.next) seek(panel);
     }
 
-    // Lists what is to be fetched while `count` panels from `panel` on meet all rows, in `steps` steps.
+    // Lists the lines to fetch while `count` panels from `panel` on meet all rows, in `steps` steps.
     void list(int64_t panel, int64_t count, int64_t steps) {
         if (!a_.expands) return;
         pieces_.clear();
@@ -103,7 +105,7 @@ class FactorLines {
         each_ = (pieces_.num_lines() + steps - 1) / steps;
     }
 
-    // How many lines each of the next `steps` steps fetches of pieces().
+    // Returns how many lines of pieces() each of the next `steps` steps fetches.
     int64_t take(int64_t steps) {
         if (!a_.expands) return 0;
         const int64_t left = pieces_.num_lines();
@@ -115,11 +117,11 @@ class FactorLines {
     Pieces& pieces() { return pieces_; }
 
   private:
-    static constexpr int64_t kFirstPanels = 4;  // a unit of gated ones
+    static constexpr int64_t kFirstPanels = 4;  // a unit of gated panels
 
     static int64_t lines_in(int64_t bytes) { return (bytes + kLineBytes - 1) / kLineBytes; }
 
-    // Lines of the A that part `part` of the next product reads.
+    // Returns the number of lines of the A that part `part` of the next product reads.
     int64_t lines_of(int64_t part) const {
         const ShrinkArgs& s = *a_.next;
         const int64_t step = s.dtype == kF32 ? 1 : 2;
@@ -128,7 +130,7 @@ class FactorLines {
         return f.replaces ? 0 : (f.rank + kFactorPanel - 1) / kFactorPanel * panel_bytes / kLineBytes;
     }
 
-    // How many lines the tasks fetch that come before this one's panel `panel`: tasks are in order of rows first.
+    // Returns how many lines are fetched before this task reaches `panel`. Tasks are in order of rows first.
     int64_t place(int64_t panel) const {
         const double rows = static_cast<double>(row_begin_) + static_cast<double>(row_end_ - row_begin_) *
                                                                   static_cast<double>(panel) /
@@ -136,13 +138,14 @@ class FactorLines {
         return static_cast<int64_t>(static_cast<double>(total_) * rows / static_cast<double>(a_.rows));
     }
 
+    // Finds the part and the line where this task's share begins.
     void seek(int64_t panel) {
         for (int64_t i = 0; i < a_.next->schedule->num_parts; ++i) total_ += lines_of(i);
         at_ = line_ = place(panel);
         while (part_ < a_.next->schedule->num_parts && line_ >= lines_of(part_)) line_ -= lines_of(part_++);
     }
 
-    // B's first panels, which come soon after A. What lies behind a small B is fetched in vain.
+    // Adds B's first panels, which are read soon after A. Lines behind a small B are fetched in vain.
     void add_beginning(const AdapterFactors& f) {
         const int64_t size = a_.next->dtype == kF32 ? 4 : 2;
         const int64_t bytes = kFirstPanels * f.panels[0].count * kPanel * size;
@@ -169,8 +172,8 @@ class FactorLines {
     const LinearArgs& a_;
     const int64_t row_begin_, row_end_, panels_;
     int64_t each_ = 0;
-    int64_t total_ = 0, at_ = 0;   // lines of all parts; those that have been listed, by this task and before it
-    int64_t part_ = 0, line_ = 0;  // where these end
+    int64_t total_ = 0, at_ = 0;   // lines of all parts, and of those how many are listed so far, tasks before included
+    int64_t part_ = 0, line_ = 0;  // the part and the line where the list ends
     Pieces pieces_;
 };
 
