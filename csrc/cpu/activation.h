@@ -1,4 +1,5 @@
-// Element-wise functions of rows, quantized or not, and sums of two matrices. Included by kernels.cpp only.
+// Kernels of element-wise functions of rows, of rows in another order, of products and sums of two arrays. Outputs may
+// be quantized. Included by kernels.cpp only.
 #pragma once
 
 #include "elementwise.h"
@@ -18,7 +19,7 @@ void activate(const ActivationArgs& a, int64_t task, Function f) {
     });
 }
 
-// Rows whose elements take another order, for matrices whose inputs have it.
+// Writes rows whose elements take another order, for matrices whose columns have it.
 void reorder(const ActivationArgs& a, int64_t task) {
     with_element(a.dtype, [&](auto element) {
         using T = typename decltype(element)::T;
@@ -84,7 +85,7 @@ void add_rows(const void* args, int64_t task) {
                 const Vec scale = set1(of_row);
                 const auto* x = static_cast<const typename decltype(element)::T*>(a.x) + row * a.x_stride;
                 auto* out = static_cast<typename decltype(out_element)::T*>(a.out) + row * a.out_stride;
-                // As a product's epilogue does it, so that both have the same bits.
+                // The same operation as in a product's epilogue (kAdd), so that both have the same bits.
                 for_vectors(a.width, [&](int64_t i, int lanes) {
                     store_some(out + i, fma(scale, load_some(x + i, lanes), load_some(out + i, lanes)), lanes);
                 });

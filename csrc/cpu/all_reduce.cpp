@@ -18,22 +18,23 @@ namespace octavo {
 namespace {
 
 constexpr size_t kCacheLine = 64;
-// Looks at the others before the core is offered to whoever else wants it, and between two looks at the connections.
+// A thread looks at the others so often before it offers its core to other threads, and looks at the connections so
+// rarely.
 constexpr int kSpinsBeforeYield = 500;
 constexpr auto kLookAtConnections = std::chrono::milliseconds(2);
 constexpr int64_t kTasksPerThread = 4;
-constexpr double kFloatNs = 0.3;  // to copy or add one, roughly
+constexpr double kFloatNs = 0.3;  // to copy or add one float, roughly
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
-// Floats that are added up at a time, and sums that wait for others meanwhile.
+// Floats that are added up at a time, and the most sums that wait for others meanwhile.
 constexpr int64_t kSumFloats = 256;
 constexpr int kMaxWaiting = 16;
 
-// out[0 .. width) = the sum of `count` summands that lie `stride` apart, in the order of summation_tree.h.
+// Computes out[0 .. width) as the sum of `count` summands, which lie `stride` apart, in the order of summation_tree.h.
 void sum_in_tree(const float* from, int64_t stride, int count, int64_t width, float* out) {
     float sums[kMaxWaiting][kSumFloats];
-    const float* waiting[kMaxWaiting];  // summands, or sums of some
+    const float* waiting[kMaxWaiting];  // summands, or sums of summands
     in_tree(
         count, [&](int index, int depth) { waiting[depth] = from + index * stride; },
         [&](int depth) {
@@ -44,7 +45,7 @@ void sum_in_tree(const float* from, int64_t stride, int count, int64_t width, fl
     memcpy(out, waiting[0], static_cast<size_t>(width) * sizeof(float));
 }
 
-// Rows [begin, end) of a task.
+// Returns the rows [begin, end) of a task.
 std::pair<int64_t, int64_t> rows_of(const ExchangeArgs& a, int64_t task) {
     const int64_t begin = task * a.rows_per_task;
     return {begin, std::min(begin + a.rows_per_task, a.rows)};
@@ -97,7 +98,8 @@ void Group::wait_for_all() {
 void put_rows(const void* args, int64_t task) {
     const ExchangeArgs& a = *static_cast<const ExchangeArgs*>(args);
     Group& group = *a.group;
-    // Sums have each process's rows one after the other, what is gathered the columns of all side by side.
+    // For a sum the rows of each process follow those of the process before; for a gather the columns of all lie side
+    // by side.
     float* to = group.half() + (a.sums ? group.rank() * a.rows * a.width : a.begin);
     const auto [begin, end] = rows_of(a, task);
     for (int64_t row = begin; row < end; ++row) {

@@ -1,6 +1,6 @@
-// Collectives of processes on one host: rows of float32 that all of them contribute to, through memory that they share.
-// They take no locks, and sums are in an order that only the number of ranks decides, so that every process has the
-// same bits in every run.
+// Collectives of processes on one host: all of them contribute rows of float32 through shared memory. They take no
+// locks. Sums are in an order that only the number of ranks decides, so every process has the same bits in every run.
+// Used by module.cpp and program.cpp.
 #pragma once
 
 #include <atomic>
@@ -12,20 +12,20 @@
 
 namespace octavo {
 
-// One process's view of a group. All of its processes exchange the same rows in the same order. What they put lies in
-// one of two halves of the memory, in turns: who puts into a half again has met all others since they read it.
+// One process's view of a group. All processes exchange the same rows in the same order. An exchange uses one of two
+// halves of the memory, in turns: a process that puts rows into a half again has met all others since they read it.
 class Group {
   public:
-    // Of `size` processes this is `rank`. `memory`, of `num_bytes`, is shared by all and was zeros before the first of
-    // them came. `watched` are connections to the other processes, as far as this one has some: if one hangs up,
-    // nobody waits for it any more.
+    // This process is `rank` of `size`. `memory`, of `num_bytes`, is shared by all and must be zeros before the first
+    // process comes. `watched` are connections to other processes, as far as this one has some: if one hangs up, nobody
+    // waits any more.
     Group(int rank, int size, void* memory, size_t num_bytes, std::vector<int> watched);
 
     int rank() const { return rank_; }
     int size() const { return size_; }
-    // Floats that an exchange may put in all.
+    // Returns how many floats an exchange may put, over all processes.
     int64_t capacity() const { return static_cast<int64_t>(half_floats_); }
-    // Whether another process has ended, so that what came of the last exchanges means nothing.
+    // Returns whether another process has ended: then the results of the last exchanges mean nothing.
     bool is_broken() const { return is_broken_.load(std::memory_order_acquire); }
 
   private:
@@ -39,15 +39,16 @@ class Group {
 
     const int rank_, size_;
     const std::vector<int> watched_;
-    std::atomic<uint64_t>* arrivals_;  // by rank, a cache line each: how many exchanges it has put its rows for
+    std::atomic<uint64_t>* arrivals_;  // by rank, a cache line each: for how many exchanges it has put its rows
     float* floats_;
     size_t half_floats_;
-    uint64_t turn_ = 0;                   // the number of the exchange, changed between launches only
-    std::atomic<int64_t> tasks_done_{0};  // of the launch that runs
+    uint64_t turn_ = 0;                   // the number of the exchange; changes after its last launch
+    std::atomic<int64_t> tasks_done_{0};  // of the running launch
     std::atomic<bool> is_broken_{false};
 };
 
-// Launches of one exchange follow each other: rows are put, and collected when all processes have put theirs.
+// Returns the launches of one exchange: rows are put, then collected once all processes have put theirs. Throws
+// std::invalid_argument if they are more than the group's capacity.
 std::vector<Launch> plan_exchange(ExchangeArgs& args, int threads);
 
 // Throws std::runtime_error if a process of the group has ended.

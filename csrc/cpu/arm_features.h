@@ -1,5 +1,5 @@
-// What a 64-bit ARM processor has beyond NEON, as the system tells: its own registers are not for programs to read.
-// Included by dispatch.cpp, and by CMakeLists.txt where a build is for this machine alone.
+// What a 64-bit ARM processor has beyond NEON. The system tells: programs may not read the processor's own registers.
+// Included by dispatch.cpp, and by CMakeLists.txt if a build is for this machine alone.
 #pragma once
 
 #ifdef __APPLE__
@@ -20,7 +20,7 @@ inline bool arm_has(const char* feature) {
 }
 // SDOT (FEAT_DotProd).
 inline bool arm_has_dot_products() { return arm_has("hw.optional.arm.FEAT_DotProd"); }
-// USDOT and USMMLA (FEAT_I8MM), BFDOT and BFMMLA (FEAT_BF16): no processor of today has one without the other.
+// USDOT and USMMLA (FEAT_I8MM), BFDOT and BFMMLA (FEAT_BF16): no processor of today has only one of the two features.
 inline bool arm_has_matrix_products() {
     return arm_has("hw.optional.arm.FEAT_I8MM") && arm_has("hw.optional.arm.FEAT_BF16");
 }

@@ -1,6 +1,6 @@
-// Run-time dispatch by cpuid, or by what an ARM system says of its processor (arm_features.h). The compiler's own
+// Run-time dispatch by cpuid, or by what an ARM system says of its processor (arm_features.h). The compiler's
 // __builtin_cpu_supports also asks whether the operating system saves the wide registers, which cpuid's feature bits
-// alone do not tell; for what not every compiler has a name for, the bits are read here.
+// alone do not tell. Features that not every compiler knows by name are read as bits here.
 #include "dispatch.h"
 
 #include <atomic>
@@ -36,8 +36,8 @@ Registers cpuid_features(unsigned subleaf) {
     return r;
 }
 
-// Whether this process may use the tile registers. Linux keeps room for them (8 KB a thread) only in processes that
-// have asked for it; threads and forked children are included.
+// Returns whether this process may use the tile registers, after asking for them. Linux keeps room for them (8 KB a
+// thread) only in processes that asked; threads and forked children are included.
 [[maybe_unused]] bool may_use_tiles() {
 #if defined(__linux__) && defined(__x86_64__)
     constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25, kAll = kBf16 | kTile | kInt8;
@@ -45,8 +45,8 @@ Registers cpuid_features(unsigned subleaf) {
     constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
     constexpr long kTileData = 18;               // XFEATURE_XTILEDATA
     if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) return false;
-    // The system has set XCR0's bits for tiles (17: their shapes, 18: their data), or it would not have granted this.
-    // Asked all the same: not every hypervisor and sandbox is a faithful one.
+    // The system must have set XCR0's bits for tiles (17: their shapes, 18: their data) to grant this. They are checked
+    // all the same: not every hypervisor and sandbox is faithful.
     unsigned low, high;
     asm("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     return (low >> 17 & 3) == 3;
@@ -55,7 +55,7 @@ Registers cpuid_features(unsigned subleaf) {
 #endif
 }
 
-// The table of a set that differs from `base` in its products alone. It lives as long as the process.
+// Returns the table of a set that differs from `base` only in its products. It lives as long as the process.
 [[maybe_unused]] const KernelTable* with_products(const char* name, const KernelTable& base,
                                                   const ProductKernels& products) {
     KernelTable* table = new KernelTable(base);
@@ -100,7 +100,7 @@ std::vector<const KernelTable*> find_tables() {
 #ifdef OCTAVO_HAS_avx2
     if (avx2) tables.push_back(&kTable_avx2);
 #endif
-    // Slow ones, for tests: behind what they need, so that the best table is never one of them.
+    // Slow emulations, for tests. They come after the sets that they build on, so the best table is never one of them.
 #ifdef OCTAVO_HAS_amx_emulated
     if (avx512_bf16) tables.push_back(with_products("amx_emulated", kTable_avx512_bf16, kProducts_amx_emulated));
     if (avx2) tables.push_back(with_products("avx2_vnni_emulated", kTable_avx2, kProducts_avx2_vnni_emulated));

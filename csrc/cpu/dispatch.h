@@ -1,4 +1,4 @@
-// Which instruction set's kernels to run: the best that this machine has, or one chosen by name.
+// Chooses the instruction set whose kernels run: the best that this machine has, or one chosen by name.
 #pragma once
 
 #include <string>
@@ -8,11 +8,11 @@
 
 namespace octavo {
 
-// Names of the sets that are compiled in and that this machine can run, best first.
+// Returns the names of the sets that are compiled in and that this machine can run, best first.
 std::vector<std::string> available_isas();
-// The table in use.
+// Returns the table in use.
 const KernelTable& kernels();
-// Throws std::invalid_argument, naming those available, for an unknown or unsupported set.
+// Chooses a set by name. Throws std::invalid_argument, with the available names, if it is unknown or cannot run.
 void set_isa(const std::string& name);
 
 }  // namespace octavo

@@ -1,5 +1,6 @@
-// Norms, rotary embedding with the cache write and copies of rows, in float32, in an order that the row's length alone
-// decides. Included by kernels.cpp only.
+// Kernels of norms, pooling, rotary embedding with the cache write, and copies of rows. They compute in float32, in an
+// order that the row's length alone decides. Included by activation.h, expert_routing.h, recurrent.h and kernels.cpp
+// only.
 #pragma once
 
 #include "kv_cache.h"
@@ -8,8 +9,8 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// Sums over a row what step(sum, values, lanes) adds of each vector. Four sums in turn hide the latency of the
-// addition; their order is a function of n.
+// Returns the sum over a row, where step(sum, values, lanes) adds a vector's share. Four sums in turn hide the latency
+// of the addition; their order is a function of n.
 template <class T, class Step>
 inline float sum_row(const T* x, int64_t n, Step step) {
     Vec sums[4] = {zero(), zero(), zero(), zero()};
@@ -21,7 +22,7 @@ inline float sum_row(const T* x, int64_t n, Step step) {
     return reduce_add(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
 }
 
-// Row `row` of the outputs from what f(index, lanes) yields vector by vector.
+// Writes row `row` of the outputs, as floats or quantized, from the vectors that f(index, lanes) returns.
 template <class F>
 inline void write_row(void* out, int32_t out_dtype, int64_t row, int64_t width, F f) {
     if (is_quantized(out_dtype)) {
@@ -51,7 +52,7 @@ void layer_norm_row(const NormArgs& a, int64_t row, const T* x, const W* weight,
     const float mean = sum_row(x, a.hidden, [](Vec sum, Vec v, int) { return add(sum, v); }) / count;
     const Vec center = set1(mean);
     const float squares = sum_row(x, a.hidden, [&](Vec sum, Vec v, int lanes) {
-        // Lanes beyond the row hold zeros, which are some way from the center.
+        // Lanes beyond the row hold zeros, whose distance from the center must not count.
         const Vec distance = sub(v, center);
         const Vec kept = lanes == kLanes ? distance : keep_lanes(distance, 0, lanes, zero());
         return fma(kept, kept, sum);
@@ -60,7 +61,7 @@ void layer_norm_row(const NormArgs& a, int64_t row, const T* x, const W* weight,
     write_row(a.out, a.out_dtype, row, a.hidden, [&](int64_t i, int lanes) {
         const Vec normed = mul(sub(load_some(x + i, lanes), center), scale);
         const Vec weighted = mul(normed, load_some(weight + i, lanes));
-        // A quantized row ends in zeros: these lanes have a center taken off, and a weight of zero.
+        // Lanes that pad a quantized row become zero: their weight is zero.
         return bias ? add(weighted, load_some(bias + i, lanes)) : weighted;
     });
 }
@@ -82,7 +83,7 @@ void norm(const void* args, int64_t task) {
     });
 }
 
-// Rows are added in order, into what stays in registers; a single row is itself, whatever the kind.
+// Pools one output row. Rows are added in order, into registers. A single row stays as it is, whatever the kind.
 template <class T>
 void pool_row(const PoolArgs& a, int64_t row) {
     const int64_t start = a.starts[row], count = a.ends[row] - start + 1;
@@ -143,7 +144,7 @@ void replace_rows(const void* args, int64_t task) {
     });
 }
 
-// The first 2 * half elements as two halves: (a cos - b sin, b cos + a sin). In place where x == out.
+// Rotates the first 2 * half elements, as two halves a and b: (a cos - b sin, b cos + a sin). x may be out.
 template <class T>
 inline void rotate(const T* x, T* out, const float* cos_sin, int64_t half) {
     for_vectors(half, [&](int64_t i, int lanes) {
@@ -156,7 +157,8 @@ inline void rotate(const T* x, T* out, const float* cos_sin, int64_t half) {
     });
 }
 
-// The cosines and sines of a token: a row of the table, or made in `mixed` of those of its several positions.
+// Returns the cosines and sines of a token: a row of the table or, if its positions on several axes differ, `mixed`,
+// filled from the rows of each.
 inline const float* find_rotation(const RotaryArgs& a, int64_t token, float* mixed) {
     const int64_t* positions = a.positions + token;
     const float* row = a.cos_sin + *positions * a.rotary_size;
@@ -173,7 +175,7 @@ inline const float* find_rotation(const RotaryArgs& a, int64_t token, float* mix
     return mixed;
 }
 
-// A block of the cache, with the tokens from `first` on.
+// A block of the cache. `first` is the place in it where writing begins.
 template <class C>
 struct CacheBlock {
     using Cached = typename C::Cached;
@@ -182,7 +184,7 @@ struct CacheBlock {
     int64_t key_head, value_head;  // Elements from one head to the next.
     int64_t padded, first;
 
-    // The first element of the key and of the value that a head has of the token `offset`.
+    // Return the first element of a head's key and value of the token at place `offset` in the block.
     Cached* key(int64_t head, int64_t offset) const { return keys + head * key_head + offset * C::kStep; }
     Cached* value(int64_t head, int64_t offset) const {
         const int64_t of_step = offset % C::kStep;
@@ -206,8 +208,8 @@ inline CacheBlock<C> find_block(const RotaryArgs& a, int64_t slot) {
     return b;
 }
 
-// A token's key lies in as many cache lines as it has steps, hardly any of which are in a cache: all are asked for
-// while the token before is worked on.
+// Fetches the cache lines of a token's key: as many as it has steps, hardly any of which are in a cache. Called while
+// the token before is worked on.
 template <class C>
 inline void prefetch_slot(const RotaryArgs& a, int64_t slot) {
     const CacheBlock<C> b = find_block<C>(a, slot);
@@ -218,7 +220,7 @@ inline void prefetch_slot(const RotaryArgs& a, int64_t slot) {
     }
 }
 
-// A row's steps, which lie `stride` elements apart in a block.
+// Writes a row's steps, which lie `stride` elements apart in a block.
 template <class C>
 inline void write_steps(const typename C::T* row, int64_t size, int64_t stride, typename C::T* slot) {
     for (int64_t i = 0; i < size / C::kStep; ++i) {
@@ -226,7 +228,8 @@ inline void write_steps(const typename C::T* row, int64_t size, int64_t stride, 
     }
 }
 
-// A rotated key and a value go to their places in a cache of bytes, as a function of the key and of the value alone.
+// Writes a rotated key and a value to their places in a cache of bytes. The bytes are a function of the key and of the
+// value alone.
 template <class C>
 inline void write_slot(C cache, const typename C::T* key, const typename C::T* value, int64_t key_size,
                        int64_t value_size, int64_t key_stride, uint8_t* key_slot, uint8_t* value_slot) {
@@ -243,7 +246,7 @@ inline void write_slot(C cache, const typename C::T* key, const typename C::T* v
     for (int64_t i = 0; i < value_size; ++i) value_slot[i * 4] = bytes[i];
 }
 
-// How many tokens from `t` on, up to `end`, go one after the other into one block.
+// Returns how many tokens from `t` on, up to `end`, go one after the other into one block.
 inline int64_t tokens_of_block(const RotaryArgs& a, int64_t t, int64_t end) {
     const int64_t slot = a.slots[t];
     const int64_t most = min_of(end - t, a.block_size - slot % a.block_size);
@@ -252,7 +255,8 @@ inline int64_t tokens_of_block(const RotaryArgs& a, int64_t t, int64_t end) {
     return n;
 }
 
-// Values of floats. Two that are neighbours in a step are written as one.
+// Writes values of tokens at places [begin, end) of a block, as floats. Two values that share a step are written
+// together.
 template <class C>
 inline void write_values(const typename C::T* values, int64_t value_stride, int64_t size, const CacheBlock<C>& block,
                          int64_t head, int64_t begin, int64_t end) {
@@ -274,7 +278,7 @@ inline void write_values(const typename C::T* values, int64_t value_stride, int6
     }
 }
 
-// Tokens that go one after the other into one block.
+// Writes the keys and values of tokens that go one after the other into one block.
 template <class C>
 inline void write_tokens(const RotaryArgs& a, int64_t begin, int64_t end, float* mixed) {
     using T = typename C::T;
@@ -283,7 +287,8 @@ inline void write_tokens(const RotaryArgs& a, int64_t begin, int64_t end, float*
     const CacheBlock<C> block = find_block<C>(a, a.slots[begin]);
     const int64_t count = end - begin;
     T rotated[kMaxHeadSize];
-    // Head by head: keys of neighbours share their cache lines, of which those of all heads are too many to stay.
+    // Head by head: keys of neighbouring tokens share cache lines, and the lines of all heads are too many to stay in
+    // the cache.
     for (int32_t g = 0; g < a.kv_heads; ++g) {
         const T* values = static_cast<const T*>(a.value) + begin * a.value_stride + g * a.value_size;
         for (int64_t t = begin; t < end; ++t) {

@@ -1,4 +1,5 @@
-// Rows of packed matrices, floats or integers, as they were before packing. Included by kernels.cpp only.
+// Looks up rows of matrices, packed or not, floats or integers, as they were before packing, with what adapters make of
+// them. Included by kernels.cpp only.
 #pragma once
 
 #include "int_dot.h"
@@ -6,7 +7,7 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// Row n of a float matrix that is packed: element k goes to f(k, value).
+// Calls f(k, value) for each element k of row n of a packed float matrix.
 template <class E, class Function>
 inline void float_row(const Matrix& m, int64_t n, Function f) {
     using T = typename E::T;
@@ -22,10 +23,10 @@ inline void float_row(const Matrix& m, int64_t n, Function f) {
     }
 }
 
-// Elements of a row that are finished together where an adapter changes them.
+// Elements of a row that are finished together if an adapter changes them.
 constexpr int64_t kEmbeddedAtOnce = 256;
 
-// Row `row` of a table of factors B: element j goes to f(j, value).
+// Calls put(j, value) for each element j of row `row` of an adapter's B.
 template <class E, class Function>
 inline void factor_row(const AdapterFactors& f, int64_t row, Function put) {
     using T = typename E::T;
@@ -41,7 +42,7 @@ inline void factor_row(const AdapterFactors& f, int64_t row, Function put) {
     }
 }
 
-// Token t's row with what its adapter makes of it. `read_row` gives the base's, in order.
+// Writes token t's row as its adapter changes it. `read_row` yields the elements of the base's row in order.
 template <class E, class ReadRow>
 inline void adapted_row(const EmbeddingArgs& a, int64_t t, const AdapterFactors& f, ReadRow read_row) {
     const int64_t row = a.token_ids[t], width = a.matrix.k;
@@ -61,7 +62,7 @@ inline void adapted_row(const EmbeddingArgs& a, int64_t t, const AdapterFactors&
         });
     };
     const auto put = [&](int64_t k, float x) {
-        if (k >= width) return;  // what pads a factor
+        if (k >= width) return;  // a padded factor has elements beyond the row
         part[k % kEmbeddedAtOnce] = x;
         const int64_t count = k % kEmbeddedAtOnce + 1;
         if (count == kEmbeddedAtOnce || k + 1 == width) finish(k + 1 - count, count);
@@ -71,14 +72,14 @@ inline void adapted_row(const EmbeddingArgs& a, int64_t t, const AdapterFactors&
     read_row(put);
 }
 
-// Calls f with where row n of a table lies that is not packed.
+// Calls f with a pointer to row n of a table that is not packed.
 template <class F>
 inline void with_table_row(const Matrix& m, int64_t n, F f) {
     with_element(m.format == kRowsF32 ? kF32 : kBF16,
                  [&](auto element) { f(static_cast<const typename decltype(element)::T*>(m.data) + n * m.k); });
 }
 
-// Element k of that row goes to f(k, value).
+// Calls f(k, value) for each element k of row n of a table that is not packed.
 template <class Function>
 inline void table_row(const Matrix& m, int64_t n, Function f) {
     with_table_row(m, n, [&](const auto* row) {
@@ -90,7 +91,7 @@ inline void table_row(const Matrix& m, int64_t n, Function f) {
     });
 }
 
-// The row, for token t.
+// Writes row n of a table that is not packed as the output of token t.
 inline void copy_row(const EmbeddingArgs& a, int64_t t, int64_t n) {
     const Vec scale = set1(a.scale);
     with_table_row(a.matrix, n, [&](const auto* row) {
@@ -103,7 +104,8 @@ inline void copy_row(const EmbeddingArgs& a, int64_t t, int64_t n) {
     });
 }
 
-// Of a packed matrix row token_ids[t] is one lane of one panel: gathered, because a tied embedding is stored only once.
+// The kernel. In a packed matrix a row is one lane of one panel and must be gathered: a tied embedding is stored only
+// once.
 void embedding(const void* args, int64_t task) {
     const EmbeddingArgs& a = *static_cast<const EmbeddingArgs*>(args);
     const Matrix& m = a.matrix;

@@ -1,5 +1,5 @@
-// Every kernel, for one instruction set. The build compiles this file once per set with that set's flags and
-// OCTAVO_ISA (its namespace and the suffix of its table) defined.
+// The table of all kernels for one instruction set. The build compiles this file once for each set, with that set's
+// flags and OCTAVO_ISA (its namespace and the suffix of its table) defined.
 #include "activation.h"
 #include "attention.h"
 #include "elementwise.h"

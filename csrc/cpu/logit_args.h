@@ -1,4 +1,4 @@
-// Sampling: from logits to tokens and to what is told of them.
+// Argument structs of sampling: from logits to tokens, log-probabilities and ranks. Included by kernels.h.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace octavo {
 
-// out[r] = the lowest index of the largest of x[r, width], or kNoToken where that is not finite or the row has a NaN.
+// out[r] = the lowest index of the largest of x[r, width], or kNoToken if that is not finite or the row has a NaN.
 constexpr int64_t kNoToken = -1;
 struct ArgmaxArgs : RowArgs {
     const float* x;
@@ -15,8 +15,8 @@ struct ArgmaxArgs : RowArgs {
     int64_t stride, width;
 };
 
-// out[r] = a token drawn from logits[r, width], which become its weights, or kNoToken as in ArgmaxArgs. Arrays are by
-// row; top_k 0 is all; a row of temperature 0 gives its argmax and stays as it is.
+// out[r] = a token drawn from logits[r, width], or kNoToken as in ArgmaxArgs. Logits are overwritten by weights. Arrays
+// are by row. A top_k of 0 is all tokens. A row of temperature 0 gives its argmax and stays as it is.
 struct SampleArgs : RowArgs {
     float* logits;
     const float* temperature;
@@ -27,7 +27,8 @@ struct SampleArgs : RowArgs {
     int64_t stride, width;
 };
 
-// logits[samples[m], t] = -inf where bit t % 32 of words[m, t / 32] is 0, and beyond the words; a task is a mask.
+// logits[samples[m], t] = -inf where bit t % 32 of words[m, t / 32] is 0, and where there are no more words. A task is
+// a mask.
 struct MaskArgs {
     float* logits;
     const uint32_t* words;
@@ -35,7 +36,7 @@ struct MaskArgs {
     int64_t stride, width, words_stride, num_words, masks, rows;
 };
 
-// out[m] = the logarithm of the sum of e^(logits[samples[m], t] / temperatures[m]) over t; a task is a sample.
+// out[m] = the logarithm of the sum of e^(logits[samples[m], t] / temperatures[m]) over t. A task is a sample.
 struct LogSumArgs {
     const float* logits;
     const int64_t* samples;
@@ -44,8 +45,9 @@ struct LogSumArgs {
     int64_t stride, width, num_samples, rows;
 };
 
-// Of row samples[m] of logits: ranks[m] = 1 + how many are larger than that of tokens[m], unless `tokens` is null; and
-// the `count` largest, of equals those of the lowest index, largest first. A task is a sample.
+// For row samples[m] of logits: ranks[m] = 1 + the number of logits larger than that of tokens[m], unless `tokens` is
+// null; and the `count` largest logits with their indices, largest first, of equals the lowest index first. A task is a
+// sample.
 struct RankArgs {
     const float* logits;
     const int64_t *samples, *tokens;

@@ -1,5 +1,5 @@
-// What is measured of logits: the logarithm of a row's sum of exponentials, ranks, and the largest elements. Sums run
-// in an order that the row's length alone decides. Included by kernels.cpp only, after sampling.h.
+// Kernels that measure logits: the logarithm of a row's sum of exponentials, ranks, and the largest elements. Sums run
+// in an order that the row's length alone decides. Included by kernels.cpp only.
 #pragma once
 
 #include <cmath>
@@ -27,7 +27,7 @@ void log_sum(const void* args, int64_t task) {
     a.out[task] = static_cast<double>(largest) / static_cast<double>(a.temperatures[task]) + std::log(total);
 }
 
-// The `count` best of what was offered, by value and then by index: a heap whose root is the worst of them.
+// The `count` best elements offered so far, by value and then by index: a heap whose root is the worst of them.
 struct Best {
     float* values;
     int64_t* indices;
@@ -47,7 +47,7 @@ struct Best {
             swap(at, child);
         }
     }
-    // Indices are offered in ascending order: of equals, those that are held stay.
+    // Offers an element. Indices come in ascending order: of equals, the held ones stay.
     void offer(float value, int64_t index) {
         if (held < count) {
             values[held] = value;
@@ -59,7 +59,7 @@ struct Best {
             sift_down(0);
         }
     }
-    // Best first. Nothing can be offered after that.
+    // Sorts the best first. Nothing can be offered afterwards.
     void sort() {
         while (held > 1) {
             swap(0, --held);

@@ -1,5 +1,5 @@
-// octavo._cpu: the Python face of the native kernels. Arrays arrive as addresses, sizes and strides (in elements);
-// octavo/ops/cpu.py has checked them. A call builds the argument struct, plans it and runs it.
+// octavo._cpu: the Python interface of the native kernels. Arrays arrive as addresses, sizes and strides (in elements),
+// which octavo/ops/cpu.py has checked. A call fills in the argument struct, plans it and runs it.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -26,7 +26,7 @@
 
 namespace nb = nanobind;
 
-// Where an array's elements begin: of a numpy array, an address as a number, or None for nowhere.
+// Where an array's elements begin. Python passes a numpy array, an address as a number, or None for no array.
 struct Address {
     uintptr_t value = 0;
 };
@@ -35,8 +35,9 @@ namespace {
 PyTypeObject* numpy_array = nullptr;  // kept alive by numpy's module
 }
 
-// numpy's own ways to ask an array for its address take two microseconds, and its buffers do not know ml_dtypes' types.
-// The field is the first of PyArrayObject_fields in numpy's C API, which its compiled users rely on.
+// Reads a numpy array's address from its struct. numpy's own ways to ask for it take two microseconds, and its buffers
+// do not know ml_dtypes' types. The field is the first of PyArrayObject_fields in numpy's C API, which its compiled
+// users rely on.
 template <>
 struct nb::detail::type_caster<Address> {
     NB_TYPE_CASTER(Address, const_name("numpy.ndarray | int | None"))
@@ -66,8 +67,8 @@ T* at(Address address) {
     return reinterpret_cast<T*>(address.value);
 }
 
-// Giving up the interpreter lock may cost a whole switch interval (5 ms) to get back when another thread wants it, so
-// it is kept for calls that are over sooner than that thread would have been given its turn.
+// The least time of a call that gives up the interpreter lock. Getting it back may cost a whole switch interval (5 ms)
+// if another thread wants it, so shorter calls keep it: they are over before that thread would get its turn.
 constexpr double kReleaseNs = 1e6;
 
 template <class F>
@@ -84,8 +85,8 @@ void call(const Launch& launch) {
     without_lock(launch.cost_ns, [&] { octavo::run(launch); });
 }
 
-// Runs an operation now, or adds it to the program that is being recorded. Python does not call those that programs do
-// not hold while one is recorded.
+// Runs an operation now, or adds it to the program that is being recorded. While a program is recorded, Python does not
+// call operations that programs cannot hold.
 template <class Args>
 void submit(Args& args) {
     if constexpr (std::is_constructible_v<Program::Args, Args>) {
@@ -93,7 +94,7 @@ void submit(Args& args) {
     }
     octavo::check(args);
     if constexpr (std::is_same_v<Args, octavo::ExpertsArgs>) {
-        // Of this thread, and good until the next of its calls.
+        // Each thread has its own; they are valid until its next call.
         thread_local octavo::ExpertsScratch scratch;
         thread_local octavo::ExpertsPlan plan;
         plan.plan(args, octavo::kernels(), octavo::num_threads(), scratch);
@@ -103,7 +104,7 @@ void submit(Args& args) {
         without_lock(cost_ns, [&] { octavo::run(launches.data(), launches.size()); });
     } else if constexpr (std::is_same_v<Args, octavo::ExchangeArgs>) {
         const std::vector<Launch> launches = octavo::plan_exchange(args, octavo::num_threads());
-        nb::gil_scoped_release release;  // others may be late by any time
+        nb::gil_scoped_release release;  // other processes may be late by any time
         octavo::run(launches.data(), launches.size());
         octavo::check_group(*args.group);
     } else {
@@ -114,7 +115,7 @@ void submit(Args& args) {
 template <class Struct, class Field>
 Field field_of(Field Struct::*);
 
-// What Python passes for a field, and the field's value.
+// The type that Python passes for a field, and the field's value.
 template <auto field>
 using Field = decltype(field_of(field));
 template <auto field>
@@ -129,7 +130,7 @@ Field<field> value_of(const Passed<field>& passed) {
     }
 }
 
-// Defines an operation whose arguments in Python are these fields of its struct, in this order.
+// Defines an operation. Its arguments in Python are these fields of its struct, in this order.
 template <class Args, auto... fields>
 void define(nb::module_& m, const char* name) {
     m.def(name, [](Passed<fields>... passed) {
@@ -139,8 +140,8 @@ void define(nb::module_& m, const char* name) {
     });
 }
 
-// Large pages for weights and caches, which are read from end to end or all over: fewer page faults when they are first
-// written, fewer TLB misses after.
+// Asks for large pages for weights and caches, which are read from end to end or all over: fewer page faults when they
+// are first written, fewer TLB misses later.
 void advise_huge_pages(Address address, size_t bytes) {
 #ifdef __linux__
     constexpr uintptr_t kHuge = 2 << 20;
@@ -158,7 +159,7 @@ void make_matrix(octavo::Matrix* self, Address data, Address bias, int64_t n, in
     new (self) octavo::Matrix{at<void>(data), at<float>(bias), n, k, factor, format, group, minima, gated, 1};
 }
 
-// Elements of k between which segments may end.
+// Returns the number of elements of k in a block; segments end between blocks.
 int block_of(const octavo::Matrix& matrix) {
     if (matrix.format == octavo::kWeightF32) return 1;
     if (matrix.format == octavo::kWeightBF16) return 2;
@@ -174,7 +175,7 @@ void set_segments(octavo::Matrix& self, int32_t segments) {
     self.segments = segments;
 }
 
-// Matrices of one layout, side by side: experts by their number.
+// Matrices of one layout, side by side; experts are in the order of their numbers.
 struct Matrices {
     std::vector<octavo::Matrix> of;
 };
@@ -453,7 +454,7 @@ NB_MODULE(_cpu, m) {
         .def("__init__", &make_group)
         .def("is_broken", &octavo::Group::is_broken);
     m.def("exchange", &exchange);
-    // The Python object that the program is of, or None.
+    // Returns the Python object of the program that is being recorded, or None.
     m.def("recording", &Program::recording, nb::rv_policy::reference);
     m.def("advise_huge_pages", &advise_huge_pages);
     nb::class_<octavo::Matrix>(m, "Matrix")

@@ -1,6 +1,6 @@
-// Products alone, with tiles attention too, those with adapters' factors among them, for instruction sets that bring
-// nothing to the other kernels: those are taken from a narrower set's table (dispatch.cpp). Compiled once per set, as
-// kernels.cpp is.
+// The table of products, including those with adapters' factors, for instruction sets that bring nothing to the other
+// kernels; with tiles, attention too. All other kernels are those of a narrower set (dispatch.cpp). Compiled once for
+// each set, as kernels.cpp is.
 #include "experts.h"
 #include "lora_a.h"
 #ifdef OCTAVO_TILES

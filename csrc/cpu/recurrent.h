@@ -1,6 +1,6 @@
-// Layers that carry a state from token to token: short convolutions, selective state spaces, the gated delta rule,
-// gated recurrences. Each walks over the tokens of a sequence one by one, in float32, so that no result depends on how
-// a prompt is cut into steps; channels lie in lanes, and sequences and tiles of channels are shared out. Included by
+// Kernels of layers that carry a state from token to token: short convolutions, selective state spaces, the gated delta
+// rule, gated recurrences. Each walks over a sequence's tokens one by one, in float32, so no result depends on how a
+// prompt is cut into steps. Channels lie in lanes; sequences and tiles of channels are shared out. Included by
 // kernels.cpp only.
 #pragma once
 
@@ -10,20 +10,22 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// Where the state after token t is left; that before the first token of a sequence is found where it leaves its own.
+// Returns where the state after token t is left. The state before a step's first token is where that token leaves its
+// own.
 inline float* state_of(const StateArgs& a, int64_t t) { return a.states + a.slots[t] * a.state_stride; }
 
-// The state at `place` that token t changes where it leaves it: that of the token before, which may lie elsewhere.
+// Returns the state at `place` that token t changes, where it leaves it. The state of the token before is copied if it
+// lies elsewhere.
 inline float* continued(const StateArgs& a, int64_t t, int64_t place, int64_t num_floats, float* state) {
     float* own = state_of(a, t) + place;
     if (own != state) memcpy(own, state, static_cast<size_t>(num_floats) * sizeof(float));
     return own;
 }
 
-// Whether no later token overwrites what token t leaves.
+// Returns whether no later token overwrites the state that token t leaves.
 inline bool is_kept(const StateArgs& a, int64_t t, int64_t end) { return t + 1 == end || a.slots[t + 1] != a.slots[t]; }
 
-// Calls f(unit, first token, end, is_fresh) for the units of a task, `units` of a sequence in all.
+// Calls f(unit, first token, end, is_fresh) for the units of a task. A sequence has `units` units.
 template <class F>
 inline void for_units(const StateArgs& a, int64_t task, int64_t units, F f) {
     const int64_t s = task / a.parts;
@@ -40,7 +42,7 @@ inline int64_t tiles_of(int64_t channels) { return (channels + kStateTile - 1) /
 template <class T, int kKernel>
 void conv_channels(const ConvArgs& a, int64_t first, int lanes, int64_t begin, int64_t end, bool fresh) {
     Vec weight[kKernel];
-    Vec window[kKernel];  // of which the last is the token's
+    Vec window[kKernel];  // the last is the current token's
     for (int j = 0; j < kKernel; ++j) weight[j] = load_some(a.weight + j * a.width + first, lanes);
     for (int j = 0; j + 1 < kKernel; ++j) {
         window[j] = fresh ? zero() : load_some(state_of(a, begin) + j * a.width + first, lanes);
@@ -72,7 +74,7 @@ void conv(const void* args, int64_t task) {
     });
 }
 
-// Elements of a row as floats, padded to whole vectors.
+// Writes a row's elements as floats, padded to whole vectors.
 template <class T>
 inline void widen(const T* x, int64_t n, float* out) {
     for_vectors(n, [&](int64_t i, int lanes) { store(out + i, load_some(x + i, lanes)); });
@@ -145,7 +147,7 @@ inline float widened(const T* x) {
     return lanes[0];
 }
 
-// log(g), by which a state decays: of what a head's rate is, and the token's decay with its bias.
+// Returns log(g), by which a state decays, from a head's rate and the token's decay with its bias.
 inline Vec decay_exponent(const DeltaArgs& a, Vec rate, Vec raw) {
     return a.lowest != 0.0f ? gated_by(set1(a.lowest), mul(negated(rate), raw)) : mul(rate, softplus(raw));
 }
@@ -161,7 +163,7 @@ void delta_tile(const DeltaArgs& a, int64_t tile, int64_t begin, int64_t end, bo
     float* state = state_of(a, begin) + place;
     if (fresh) memset(state, 0, static_cast<size_t>(n * kStateTile) * sizeof(float));
     alignas(64) float query[kMaxStateSize + kStateTile], key[kMaxStateSize + kStateTile];
-    // By element, and the keys that meet what has not decayed yet.
+    // Decays by element, and keys times them, which meet the state before it decays.
     alignas(64) float decays[kMaxStateSize + kStateTile], decayed[kMaxStateSize + kStateTile];
     const Vec rate = set1(a.a[head]);
     for (int64_t t = begin; t < end; ++t) {

@@ -1,7 +1,7 @@
-// Argmax, masks of tokens, and drawing one token a row: temperature, min-p, top-k and top-p, then a race of exponential
-// numbers. Thresholds are found by radix selection on the bits of the probabilities, which order as the
-// numbers do, so nothing is sorted. Every sum runs in an order that the row's length alone decides. Included by
-// kernels.cpp only.
+// Kernels of sampling: argmax, masks of tokens, and drawing one token a row by temperature, min-p, top-k and top-p,
+// then a race of exponential numbers. Thresholds are found by radix selection on the bits of the probabilities, whose
+// order is that of the numbers, so nothing is sorted. Every sum runs in an order that the row's length alone decides.
+// Included by kernels.cpp and logprobs.h only.
 #pragma once
 
 #include "simd.h"
@@ -9,11 +9,11 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// Elements whose probabilities are summed as one; the sums are then added up in order.
+// Elements whose probabilities are summed together; these sums are then added in order.
 constexpr int64_t kSumChunk = 512;
 
-// Whether a row holds a NaN, of which `sum` is the sum in any order. The sum of a row without one is NaN only where
-// infinities meet, or sums overflow: then each element is looked at.
+// Returns whether a row holds a NaN. `sum` is the row's sum in any order. The sum of a row without NaN is NaN only if
+// infinities meet or sums overflow: then each element is looked at.
 inline bool has_nan(const float* p, int64_t n, float sum) {
     if (sum == sum) return false;
     for (int64_t i = 0; i < n; ++i) {
@@ -24,7 +24,8 @@ inline bool has_nan(const float* p, int64_t n, float sum) {
 
 inline bool is_finite(float x) { return x > -__builtin_inff() && x < __builtin_inff(); }
 
-// Indices are kept as floats (exact below 2^24) next to the values. Lanes start below everything, so a NaN never wins.
+// Returns the lowest index of a row's largest element, or kNoToken. Indices are kept as floats (exact below 2^24) next
+// to the values. Lanes begin below everything, so a NaN never wins.
 inline int64_t argmax_of_row(const float* x, int64_t width) {
     constexpr int kUnroll = 4;
     const Vec lowest = set1(-__builtin_inff());
@@ -77,7 +78,7 @@ void argmax(const void* args, int64_t task) {
     a.out[task] = argmax_of_row(a.x + task * a.stride, a.width);
 }
 
-// The largest of a row, or NaN if it holds one.
+// Returns the largest element of a row, or NaN if the row holds one.
 inline float max_of_row(const float* p, int64_t n) {
     Vec largest = set1(-__builtin_inff()), sums = zero();
     int64_t i = 0;
@@ -113,13 +114,14 @@ inline void drop_below(float* p, int64_t n, float floor) {
     });
 }
 
-// The largest probability such that those at least as large number `wanted` or more (by_mass false) or sum to `wanted`
-// or more (true); 0 if all of them do not. Probabilities are in [0, 1]; zeros and NaN do not count.
+// Returns the largest probability p such that the probabilities of at least p number `wanted` or more (by_mass false)
+// or sum to `wanted` or more (true). Returns 0 if even all of them do not. Probabilities are in [0, 1]; zeros and NaN
+// do not count.
 inline float find_floor(const float* p, int64_t n, double wanted, bool by_mass) {
     constexpr int kBits[3] = {12, 10, 10};
-    uint32_t prefix = 0;  // the bits that are settled
+    uint32_t prefix = 0;  // the highest bits of the result, as far as known
     int shift = 32;
-    double found = 0;  // count or mass of what lies above the prefix
+    double found = 0;  // count or mass of the probabilities above the prefix
     for (int level = 0; level < 3; ++level) {
         const uint32_t buckets = 1u << kBits[level];
         const int above = shift;
@@ -140,8 +142,8 @@ inline float find_floor(const float* p, int64_t n, double wanted, bool by_mass) 
     return bits_of<float>(prefix);
 }
 
-// 32 bits for a token, of the 53 of a row's number. The mixers are MurmurHash3's finalizer (Appleby) and lowbias32
-// (Wellons).
+// Returns 32 bits for a token, mixed from the token and the 53 bits of a row's random number. The mixers are
+// MurmurHash3's finalizer (Appleby) and lowbias32 (Wellons).
 inline uint32_t race_bits(uint32_t token, uint32_t low, uint32_t high) {
     uint32_t x = token * 0x9E3779B1u + low;
     x ^= x >> 16;
@@ -157,9 +159,9 @@ inline uint32_t race_bits(uint32_t token, uint32_t low, uint32_t high) {
     return x ^ (x >> 16);
 }
 
-// Draws a token from weights [n] of which the largest is 1: each token's exponential number, divided by its weight, is
-// a time, and the first one wins (see `Ops.sample`). A token's time is at least its uniform number over its weight, so
-// that most are seen to lose before their logarithm is taken.
+// Draws a token from weights [n], the largest of which is 1. Each token's exponential number, divided by its weight, is
+// a time, and the first token wins (see `Ops.sample`). A token's time is at least its uniform number over its weight,
+// so most tokens lose before their logarithm is taken.
 inline int64_t race(const float* p, int64_t n, double uniform) {
     constexpr int64_t kBlock = 256;
     const uint64_t bits = static_cast<uint64_t>(uniform * 9007199254740992.0);  // 2^53
@@ -198,7 +200,7 @@ inline int64_t race(const float* p, int64_t n, double uniform) {
     return winner;
 }
 
-// A task is a row. Its logits are overwritten.
+// The kernel of SampleArgs: a task is a row, whose logits are overwritten.
 void sample(const void* args, int64_t task) {
     const SampleArgs& a = *static_cast<const SampleArgs*>(args);
     float* p = a.logits + task * a.stride;

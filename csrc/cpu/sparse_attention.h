@@ -1,7 +1,7 @@
-// An index of keys and attention to those that it chooses ("DeepSeek sparse attention", DeepSeek-AI 2025): a few small
-// heads score every key that a token sees, and latent attention reads the best of them. Scores are in float32, each a
-// function of its token and key; what is chosen is too, as no two keys are equal: of equal scores the earlier key is
-// better. Included by kernels.cpp only.
+// Kernels that choose keys by an index, and attention to the chosen keys ("DeepSeek sparse attention", DeepSeek-AI
+// 2025). A few small heads score every key that a token sees; latent attention reads the best of them. Scores are in
+// float32, each a function of its token and key. So is the choice, as no two keys are equal: of equal scores the
+// earlier key is better. Included by kernels.cpp only.
 #pragma once
 
 #include "latent.h"
@@ -9,16 +9,16 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// A score and its key's position as one number: the better, the larger.
+// Returns a score and its key's position as one number: the better the key, the larger.
 inline uint64_t ranked(float score, int position) {
-    const uint32_t bits = bits_of<uint32_t>(score + 0.0f);  // zero has one sign
+    const uint32_t bits = bits_of<uint32_t>(score + 0.0f);  // -0 becomes 0
     const uint32_t ordered = bits >> 31 ? ~bits : bits | 0x80000000u;
     return static_cast<uint64_t>(ordered) << 32 | ~static_cast<uint32_t>(position);
 }
 
 inline int position_of(uint64_t rank) { return static_cast<int>(~static_cast<uint32_t>(rank)); }
 
-// The n-th largest of numbers that all differ, digit by digit.
+// Returns the n-th largest of numbers that all differ, found digit by digit (of 8 bits).
 inline uint64_t nth_largest(const uint64_t* x, int count, int n) {
     uint64_t found = 0;
     for (int shift = 56; shift >= 0; shift -= 8) {
@@ -32,7 +32,7 @@ inline uint64_t nth_largest(const uint64_t* x, int count, int n) {
     return found;
 }
 
-// Leaves the `n` largest, in their order -> the least of them.
+// Keeps the `n` largest numbers, in their order. Returns the least of them.
 inline uint64_t keep_largest(uint64_t* x, int count, int n) {
     const uint64_t least = nth_largest(x, count, n);
     for (int i = 0, kept = 0; i < count; ++i) {
@@ -41,7 +41,7 @@ inline uint64_t keep_largest(uint64_t* x, int count, int n) {
     return least;
 }
 
-// Where the index's keys of a sequence lie.
+// Returns where the index's keys of a sequence lie.
 template <class E>
 Head<E> find_index(const ChooseArgs& a, int seq) {
     Head<E> h{};
@@ -55,7 +55,7 @@ Head<E> find_index(const ChooseArgs& a, int seq) {
     return h;
 }
 
-// totals[key] = the score of each of the first `num_keys` of a tile for one token.
+// Writes totals[key], the score for one token of each of the first `num_keys` keys of a tile.
 template <class E>
 void score_keys(const ChooseArgs& a, const Head<E>& h, const TileRefs<E>& refs, int64_t row, int num_keys,
                 float* totals) {
@@ -81,7 +81,8 @@ void score_keys(const ChooseArgs& a, const Head<E>& h, const TileRefs<E>& refs, 
     }
 }
 
-// The best of the keys that were added so far, in the order of their positions, and no more than twice as many.
+// The best keys so far, in the order in which they were added. Holds up to twice as many as wanted between two
+// selections.
 struct BestKeys {
     uint64_t ranks[2 * kMaxChosen], least = 0;
     int count = 0, wanted;
@@ -100,8 +101,7 @@ struct BestKeys {
     }
 };
 
-// Where a token of a step is: its sequence, and its position, which is that of the last key it sees. A row of no
-// sequence sees none.
+// A token's sequence, and its position, which is that of the last key that it sees. A row of no sequence sees no key.
 struct TokenPlace {
     int seq = 0, last = -1;
 
@@ -111,7 +111,7 @@ struct TokenPlace {
     }
 };
 
-// The best keys of one of the equal parts of what a token sees.
+// Adds the best keys of one of the equal parts of a token's keys.
 template <class E>
 void add_part(const ChooseArgs& a, int64_t row, const TokenPlace& place, int64_t part, BestKeys& best) {
     const int64_t tiles = place.last / kKeyTile + 1;
@@ -136,13 +136,14 @@ void write_chosen(const ChooseArgs& a, int64_t row, const BestKeys& best) {
     for (int i = 0; i < a.num_chosen; ++i) chosen[i] = i < best.count ? position_of(best.ranks[i]) : -1;
 }
 
-// A task is a part of a row. Where there is one only, it is what is chosen; else the merge comes after.
+// The kernel: a task is one part of a row's keys. If there is only one part, its best keys are the result; else
+// merge_chosen comes after.
 void choose(const void* args, int64_t task) {
     const ChooseArgs& a = *static_cast<const ChooseArgs*>(args);
     const int64_t row = task / a.parts;
     const TokenPlace place(a, row);
     BestKeys best(a.num_chosen);
-    if (place.last < a.num_chosen) {  // all of them
+    if (place.last < a.num_chosen) {  // all keys are chosen
         for (int i = 0; i <= place.last; ++i) best.ranks[best.count++] = ranked(0.0f, i);
     } else {
         with_element(a.dtype, [&](auto element) {
@@ -154,12 +155,12 @@ void choose(const void* args, int64_t task) {
     for (int i = 0; i < a.num_chosen; ++i) ranks[i] = i < best.count ? best.ranks[i] : 0;
 }
 
-// A task is a row, of whose parts the best are known.
+// The kernel of the second call: a task is a row, and merges the best keys of its parts.
 void merge_chosen(const void* args, int64_t row) {
     const ChooseArgs& a = *static_cast<const ChooseArgs*>(args);
     BestKeys best(a.num_chosen);
     const uint64_t* ranks = a.scratch + row * a.parts * a.num_chosen;
-    // Of few keys every part has all.
+    // If there are few keys, every part has all of them.
     const int64_t parts = TokenPlace(a, row).last < a.num_chosen ? 1 : a.parts;
     for (int64_t i = 0; i < parts * a.num_chosen; ++i) {
         if (ranks[i] != 0) best.add(ranks[i]);
@@ -168,7 +169,7 @@ void merge_chosen(const void* args, int64_t row) {
     write_chosen(a, row, best);
 }
 
-// The chosen keys of one token, gathered tile by tile as if they lay side by side.
+// A view of the chosen keys of one token, gathered tile by tile as if they lay side by side.
 template <class E>
 struct ChosenView : LatentView<E> {
     using T = typename E::T;
@@ -188,7 +189,7 @@ struct ChosenView : LatentView<E> {
         const T* sources[kKeyTile];
         int parity[kKeyTile];
         for (int i = 0; i < kKeyTile; ++i) {
-            // What is beyond the last one is read and not seen.
+            // Keys beyond the last chosen one are read but not seen.
             const int position = max_of(chosen[min_of(tile_begin + i, num_chosen - 1)], 0);
             const int64_t block = h.table[position >> h.block_shift], offset = position & (h.block_size - 1);
             const T* key = h.keys + block * h.key_block + offset * E::kStep;
@@ -214,7 +215,7 @@ struct ChosenView : LatentView<E> {
         memcpy(to, from[0], static_cast<size_t>(n) * sizeof(float));
     }
 
-    // Pairs of two tokens, of each of which one may be either half of a pair.
+    // Pairs the values of two tokens, each of which may be either half of a pair in the cache.
     static void gather_values(const uint16_t* const* from, const int* parity, int64_t n, uint16_t* to) {
         for (int64_t i = 0; i < n; i += 2) {
             to[i] = from[0][i + parity[0]];

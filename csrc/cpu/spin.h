@@ -1,4 +1,5 @@
-// What a thread does between two looks at a value that another is about to change.
+// Waits a moment, between two looks at a value that another thread is about to change. Used by thread_pool.cpp and
+// all_reduce.cpp.
 #pragma once
 
 namespace octavo {
@@ -7,7 +8,7 @@ inline void pause() {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
-    // Not `yield`, which most cores take for nothing: they would look so often that they hold up whoever writes.
+    // Not `yield`: most cores ignore it, and would look so often that they hold up the thread that writes.
     asm volatile("isb" : : : "memory");
 #endif
 }

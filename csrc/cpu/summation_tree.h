@@ -1,17 +1,18 @@
-// The order in which sums are added up that have to be the same however they are dealt out: summands by two, neighbours
-// first, then the sums of neighbours, and what is left over in the end from the last to the first. Equal shares of them
-// that are each a power of two, or one, or all, are nodes of this tree.
+// The order of sums that must be the same however their summands are dealt out to processes. Neighbours are added two
+// by two, then the sums of neighbours, and so on; the sums that are left in the end are added from the last to the
+// first. If processes have equal shares of the summands, and a share is a power of two, or one, or all of them, each
+// share's sum is a node of this tree.
 #pragma once
 
 namespace octavo {
 
-// Parts of a product's k, or of experts, that are summands.
+// The most summands: parts of a product's k, or of experts.
 constexpr int kMaxSegments = 8;
-// Sums of so many summands that wait for others, with the one that is being made.
+// The most sums that exist at a time with so many summands: those that wait and the one that is being made.
 constexpr int kTreeDepth = 4;
 
-// The sum of `count` summands: make(index, depth) makes one at a depth of those that wait, add(depth) adds the sum
-// there to the one below it. The sum is at depth 0 in the end.
+// Adds `count` summands. make(index, depth) makes a summand at a depth of the stack of waiting sums; add(depth) adds
+// the sum at that depth to the one below. In the end the sum is at depth 0.
 template <class Make, class Add>
 inline void in_tree(int count, Make make, Add add) {
     int depth = 0;

@@ -1,6 +1,7 @@
-// How many threads this process should use, and where: physical cores within its affinity mask, on one NUMA node,
-// bounded by the CPU quota of its control group (a container's --cpus). More threads than that only take turns, and
-// spin at each other meanwhile; threads of another node read weights and cache through the link between the two.
+// How many threads this process should use, and where: physical cores in its affinity mask, on one NUMA node, limited
+// by the CPU quota of its control group (a container's --cpus). More threads than that only take turns, and spin at
+// each other meanwhile. Threads of another node read weights and cache through the link between the nodes. Declared in
+// thread_pool.h.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -35,7 +36,8 @@ std::string first_line(const std::string& path) {
     return line;
 }
 
-// The node of a processor: its directory in sysfs has an entry named after it. 0 where there are no nodes.
+// Returns the NUMA node of a processor: its directory in sysfs has an entry named after the node. 0 if there are no
+// nodes.
 int numa_node(int cpu) {
     const std::string directory = "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/node";
     for (int node = 0; node < 64; ++node) {
@@ -44,7 +46,7 @@ int numa_node(int cpu) {
     return 0;
 }
 
-// By NUMA node, the first hardware thread of each physical core in this process's affinity mask.
+// Returns, by NUMA node, the first hardware thread of each physical core in this process's affinity mask.
 std::map<int, std::vector<int>> cores_by_node() {
     std::map<int, std::vector<int>> nodes;
     constexpr int kCpus = 8192;
@@ -81,7 +83,7 @@ double quota_v1(const std::string& path) {
     return quota / period;
 }
 
-// The least quota from this process's group up to the root (in a container the root is all there is to see).
+// Returns the least quota from this process's group up to the root. (In a container only the root is visible.)
 template <class Quota>
 double least_quota(const std::string& mount, std::string group, Quota quota) {
     double least = quota(mount);
@@ -126,7 +128,7 @@ Placement default_placement() {
         if (cpus.size() > placement.cpus.size()) placement.cpus = cpus;
     }
     placement.threads = static_cast<int>(placement.cpus.size());
-    // On one node the system's own scheduler does well, and leaves other programs their turn.
+    // On one node the system's scheduler does well, and gives other programs their turn: threads are not bound.
     if (nodes.size() < 2) placement.cpus.clear();
 #elif defined(__APPLE__)
     size_t size = sizeof(placement.threads);

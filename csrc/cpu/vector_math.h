@@ -1,4 +1,5 @@
-// Element-wise functions of vectors. Included by quantize.h only.
+// Element-wise functions of vectors: activations, softplus, powers of two. Included by int_layouts.h, kv_cache.h,
+// quantize.h and recurrent.h only.
 #pragma once
 
 #include "simd.h"
@@ -8,11 +9,11 @@ namespace {
 
 inline Vec negated(Vec x) { return sub(zero(), x); }
 
-// x times the logistic function of y.
+// Returns x times the logistic function of y.
 inline Vec gated_by(Vec x, Vec y) { return div(x, add(set1(1.0f), exp(negated(y)))); }
 
-// log(1 + e^x), to a few units in the last place: max(x, 0) + log(1 + y) where y = e^-|x|, by the series of
-// 2 artanh(y / (2 + y)), whose argument is at most a third.
+// Returns log(1 + e^x), to a few units in the last place, as max(x, 0) + log(1 + y), where y = e^-|x|. The logarithm is
+// the series of 2 artanh(y / (2 + y)), whose argument is at most a third.
 inline Vec softplus(Vec x) {
     const Vec y = exp(negated(abs(x)));
     const Vec s = div(y, add(set1(2.0f), y));
@@ -23,8 +24,9 @@ inline Vec softplus(Vec x) {
     return fma(p, s, max(zero(), x));
 }
 
-// 2^x for x <= 0: exactly 1 at 0, exactly 0 below -126.5, NaN for NaN. The polynomials are minimax fits of 2^r on
-// [-1/2, 1/2] through 1 at 0: relative errors of 9e-8, and 3e-6 where what it gives is rounded to bf16 anyway.
+// Returns 2^x for x <= 0: exactly 1 at 0, exactly 0 below -126.5, NaN for NaN. The polynomials are minimax fits of 2^r
+// on [-1/2, 1/2] through 1 at 0. Relative errors are 9e-8 for float32, and 3e-6 where the result is rounded to bf16
+// anyway.
 template <class E>
 inline Vec pow2(Vec x) {
     const Vec magic = set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer.
@@ -45,10 +47,10 @@ inline Vec pow2(Vec x) {
     return mul(fma(p, r, set1(1.0f)), pow2_of_magic(t));
 }
 
-// x times the normal distribution function, to a few units in the last place everywhere: from the tail that is small,
-// so that nothing cancels. That is half the complementary error function of z = |x| / sqrt(2), with Chebyshev
-// coefficients of Press et al., Numerical Recipes in C (1992), section 6.2, here for powers of two. Where E is bf16, a
-// minimax fit of the same form, with relative errors of 1.1e-5.
+// Returns x times the normal distribution function, to a few units in the last place everywhere. It is computed from
+// the tail that is small, so nothing cancels. The tail is half the complementary error function of z = |x| / sqrt(2),
+// with Chebyshev coefficients of Press et al., Numerical Recipes in C (1992), section 6.2, here for powers of two. For
+// bf16 it is a minimax fit of the same form, with relative errors of 1.1e-5.
 template <class E>
 inline Vec gelu(Vec x) {
     const Vec t = reciprocal(fma(set1(0.35355339f), abs(x), set1(1.0f)));  // 1 / (1 + z / 2)
@@ -67,7 +69,7 @@ inline Vec gelu(Vec x) {
     return sub(max(zero(), x), mul(abs(x), tail));
 }
 
-// The same by its approximation x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks & Gimpel 2016).
+// Returns gelu by its approximation x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks & Gimpel 2016).
 inline Vec gelu_tanh(Vec x) {
     const Vec cubic = fma(mul(set1(0.044715f), mul(x, x)), x, x);
     return gated_by(x, mul(set1(1.59576912f), cubic));
@@ -75,7 +77,8 @@ inline Vec gelu_tanh(Vec x) {
 
 inline Vec relu(Vec x) { return max(zero(), x); }  // NaN for NaN
 
-// The hyperbolic tangent, to a few units in the last place: near zero by the polynomial of Cephes (Moshier 1992).
+// Returns the hyperbolic tangent, to a few units in the last place. Near zero it is the polynomial of Cephes (Moshier
+// 1992).
 inline Vec tanh(Vec x) {
     const Vec square = mul(x, x);
     Vec p = set1(-5.70498872745e-3f);
@@ -89,10 +92,10 @@ inline Vec tanh(Vec x) {
 
 inline Vec softcap(Vec x, Vec cap, Vec inverse) { return mul(cap, tanh(mul(x, inverse))); }
 
-// x (a x + b) where x is positive, else c (exp(min(x, e)) - 1 - x) + b x (Huang & Schlag 2024).
+// Returns x (a x + b) where x is positive, else c (exp(min(x, e)) - 1 - x) + b x (Huang & Schlag 2024).
 inline Vec xielu(Vec x, float a, float c, float b, float e) {
     const Vec z = min(set1(e), x);
-    // exp(z) - 1 - z cancels near zero: there it is the Taylor series.
+    // exp(z) - 1 - z cancels near zero: the Taylor series is used there.
     Vec p = set1(1.0f / 5040);
     constexpr float kCoefficients[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f};
     for (const float k : kCoefficients) p = fma(p, z, set1(k));
@@ -102,7 +105,7 @@ inline Vec xielu(Vec x, float a, float c, float b, float e) {
     return select_greater(x, zero(), mul(x, fma(set1(a), x, set1(b))), below);
 }
 
-// Calls f with the activation of a number, as exact as elements of type E can tell.
+// Calls f with an activation function that is exact enough for elements of type E.
 template <class E, class F>
 inline void with_activation(int32_t kind, F f) {
     switch (kind) {
