@@ -100,7 +100,7 @@ struct KeyVectors {
 #endif
         return load_ints(keys[v] + step * stride);
     }
-    // The scales follow the last step of a block: of each token those of its key and of its value.
+    // A block's scales follow its last step: of each token the key's scale and the value's.
     Pairs scales(int steps) const {
         const Ints both = in_halves && kLanes > kGroupKeys ? load<true>(0, steps) : load<false>(0, steps);
         return bits_of<Pairs>(both);

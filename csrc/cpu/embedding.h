@@ -1,5 +1,5 @@
-// Looks up rows of matrices, packed or not, floats or integers, as they were before packing, with what adapters make of
-// them. Included by kernels.cpp only.
+// Lookup of embeddings: rows of matrices, packed or not, floats or integers, as they were before packing, and their
+// changes by adapters. Included by kernels.cpp only.
 #pragma once
 
 #include "int_dot.h"

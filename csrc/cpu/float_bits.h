@@ -34,7 +34,7 @@ inline uint16_t float_to_half(float value) {
     return static_cast<uint16_t>(sign | (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13);
 }
 
-// Without a branch, so that compilers make vectors of it.
+// Rounds a float to bf16. It has no branch, so that compilers vectorize it.
 inline uint16_t float_to_bf16(float value) {
     const uint32_t bits = bits_of(value), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded);

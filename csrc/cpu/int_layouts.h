@@ -38,10 +38,11 @@
 //   lane     one number of a vector register                    vector     a register: kLanes floats
 //   QBlock   a block of a row: bytes, scales, sums, outliers    outlier    an element of a row kept as a float
 //   zero     z: a stored code stands for code - z               start      -z times the sum of a group's elements
-//   open     unpack superblocks into blocks with scales of their own, in the first-level cache
+//   open     turn superblocks into blocks with scales of their own, in the first-level cache
 //   task     a piece of a call that one thread does             epilogue   what becomes of a product's outputs
 //   segment  an equal part of k with a sum of its own           tile       rows by a panel in registers
-// An integer sum begins at its start, so that codes are multiplied as they are stored and z is never subtracted.
+// An integer sum begins at its start, so that codes are multiplied as they are stored. Where products take signed codes
+// (AMX's tiles, sets with kCodesAreCentred), z is subtracted from the codes instead and sums begin at 0.
 #pragma once
 
 #include "vector_math.h"

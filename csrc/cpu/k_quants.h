@@ -417,8 +417,8 @@ struct FormatQ2K {
         const char* codes = super + kHeaderBytes + at / 16 * kPanel * 4;
         for (int v = 0; v < kVecsPerPanel; ++v) {
             const Header header(super, v, inverse);
-            // code_at returns the code less 2. The element's bits: byte at % 4, half at / 4 % 2 of it, pair at / 8 % 2
-            // of that.
+            // code_at returns the code less 2. Element `at` is in byte at % 4, in half at / 4 % 2 of the byte, in pair
+            // at / 8 % 2 of the half.
             const Vec code =
                 to_float(code_at<2>(load_ints(codes + v * kLanes * 4), at % 4 * 8 + at / 4 % 2 * 4 + at / 8 % 2 * 2));
             with_constant<16>(at / 16 + 1, [&](auto g) {

@@ -47,7 +47,7 @@ struct QBlock {
     float outlier[2][kMaxOutliers];       // of each 32 elements; 0 where there is none
     uint16_t sums[2];                     // bf16: scale times the sum of each 32 elements; minima are multiplied by it
     int32_t start4[2];                    // -8 times the sum of each 32 elements
-    int32_t start8[2];                    // -128 times the same
+    int32_t start8[2];                    // -128 times the sum of each 32 elements
     int32_t start16[4];                   // -128 times the sum of each 16 elements
     uint8_t outlier_at[2][kMaxOutliers];  // where in the block the outliers stand
 };
@@ -59,9 +59,9 @@ constexpr float kOutlierRatio = 3.0f;
 // A packed matrix [n, k]. Integer weights are factor * (scale * (code - z) + minimum), with a scale for every `group`
 // (16 or 32) elements of k and a minimum, if there are any, for every 32. In a `gated` matrix gate and up projections
 // alternate panel by panel; n counts both. A product is the sum of `segments` partial products: k is cut into that many
-// equal parts, each is summed from zero, and the parts are added in the order of summation_tree.h. So a process that
-// holds some of the parts adds up the same whoever holds the others. A segment ends where a block ends (kQBlock,
-// kSuperblock, two elements of bf16).
+// equal parts, each is summed from zero, and the parts are added in the order of summation_tree.h. So the sum of a
+// process's parts does not depend on who holds the others. A segment ends where a block ends (kQBlock, kSuperblock, two
+// elements of bf16).
 struct Matrix {
     const void* data;
     const float* bias;  // padded to whole panels, or null

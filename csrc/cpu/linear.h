@@ -35,9 +35,9 @@ void linear_tile(const LinearArgs& a, Segment segment, int64_t row, int64_t vec,
     for (int r = 0; r < R; ++r) {
         for (int v = 0; v < V; ++v) acc[r][v] = zero();
     }
-    // Adds one step of k, or a part of it. Without a dot product of pairs a step takes two products: part 0 is that of
-    // the first elements of all pairs, part 1 that of the second, in the order of madd. Both at once would not fit the
-    // registers.
+    // Adds one step of k, or one part of the step. Sets without a dot product of pairs take two products a step: part 0
+    // multiplies the first elements of all pairs, part 1 the second, in the order of madd. Both at once would not fit
+    // the registers.
     const auto add_part = [&](int64_t i, auto part) __attribute__((always_inline)) {
         constexpr int kPart = decltype(part)::kValue;
         decltype(E::template part<kPart>(E::load_lanes(w))) wv[V];
