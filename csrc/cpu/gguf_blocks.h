@@ -54,7 +54,8 @@ void store_six_bits(const int* numbers, uint32_t* words, int step) {
 }
 
 // A block of 32 elements in `kBytes` bytes: float16 scale, float16 minimum if there is one, then codes. Nibbles: byte e
-// has element e in its low half and element e + 16 in its high half. Q5 has 32 fifth bits before its nibbles.
+// has element e in its low half and element e + 16 in its high half. Q5 has 32 fifth bits before its nibbles. Q8 has a
+// signed byte for each element.
 template <bool kMinimum, int kCodeZero, int kCodeBits, int kCodeBytes>
 struct Blocks32 {
     static constexpr int32_t kKept = kNotKept;

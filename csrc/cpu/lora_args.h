@@ -8,7 +8,8 @@
 namespace octavo {
 
 // An adapter's B at one panel of a product's outputs: it multiplies `count` elements of the shrunk row, from `first`
-// on; its factors begin at element `offset`. `first` and `count` are even.
+// on; its factors begin at element `offset`. `first` and `count` are multiples of a lane's elements (1 of float32, 2 of
+// bf16).
 struct AdapterPanel {
     int64_t offset;
     int32_t first, count;
