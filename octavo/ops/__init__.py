@@ -1,15 +1,15 @@
-"""The kernel interface: every operation that a model is made of, named once.
+"""The kernel interface: the names of all operations that models are made of, and the functions that load a backend.
 
-A backend is a module that provides the functions of `Ops`: `torch_ref` says what they mean in plain torch and is the
-oracle of every kernel test, `cpu` is native, `cuda` is Triton's. Models, runner and sampler are written against `Ops`,
-compute through it only, and import no backend.
+A backend is a module that provides the functions of `Ops`. `torch_ref` defines them in plain torch and is the oracle of
+every kernel test; `cpu` calls the native kernels; `cuda` calls the Triton kernels. Models, runner and sampler are
+written against `Ops`, compute through `Ops` only, and import no backend.
 
-Every operation is *row-wise*: what it computes for one token depends on nothing else in the batch, bit for bit, in
-every backend but the reference. That is what makes an answer independent of load, chunking and caching.
+Every operation is *row-wise*: the result of one token does not depend on the rest of the batch, bit for bit, in every
+backend but the reference. Therefore an answer does not depend on load, chunking or caching.
 
-Arrays are whatever the backend takes: numpy's on a CPU, torch's on a GPU and in the reference. Small lists that the
-host makes (`HostArray`) are numpy's for every backend, which brings them to its device without waiting for it.
-Element types go by their names: "float32", "bfloat16", "float16", "int64", ...
+The array type is the backend's: numpy arrays on a CPU, torch tensors on a GPU and in the reference. Small lists that
+the host makes (`HostArray`) are numpy arrays for every backend; a backend uploads them without waiting for its device.
+Element types are given by name: "float32", "bfloat16", "float16", "int64", ...
 
 Shapes: T tokens of a step in request order, S sequences, H hidden size, D head size, Q query heads, G key/value heads,
 N samples, V vocabulary size.
@@ -64,7 +64,7 @@ __all__ = [
     "load", "load_cuda",
 ]  # fmt: skip
 
-# What models, runner and sampler are written against: the same over arrays of which they know no more than `Array`.
+# Models, runner and sampler are written against these: the protocols over arrays that offer only what `Array` does.
 Ops = OpsOver[Array]
 DeviceOps = DeviceOpsOver[Array]
 AdapterOps = AdapterOpsOver[Array]
@@ -75,21 +75,22 @@ ParallelDeviceOps = ParallelDeviceOpsOver[Array]
 
 
 def load(cpu_threads: int | None = None, cpus: list[int] | None = None) -> Ops:
-    """The native backend, and how many threads compute, on which processors.
+    """Return the native backend, which computes on `cpu_threads` threads, each kept on its processor of `cpus`.
 
-    Raises `ConfigError` for threads that this process cannot have.
+    None means the default number of threads, or threads that are kept on no processor. Raises `ConfigError` for
+    threads or processors that this process cannot have.
     """
     from octavo.ops import cpu
 
     cpu.use_threads(cpu_threads, cpus)
     backend: AdapterOpsOver[HostArray] = (
-        cpu  # what lacks an operation, or takes other arguments, does not pass the type checker
+        cpu  # the type checker refuses a backend that lacks an operation or takes other arguments
     )
     return cast(Ops, backend)
 
 
 def load_cuda() -> DeviceOps:
-    """Triton's backend, on the CUDA device that is current."""
+    """Return Triton's backend, on the current CUDA device."""
     from octavo.ops import cuda
 
     backend: ParallelDeviceOpsOver[Tensor] = cuda

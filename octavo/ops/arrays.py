@@ -1,5 +1,6 @@
-"""What operations take and return: arrays, a layer's cache, packed matrices, how experts are chosen. Callers have these
-names from `octavo.ops`.
+"""The types that operations take and return: arrays, a layer's cache, packed matrices, settings of the expert choice.
+
+Callers import these names from `octavo.ops`.
 """
 
 from __future__ import annotations
@@ -9,18 +10,18 @@ from typing import Any, Literal, Protocol, Self
 
 from numpy.typing import NDArray
 
-NO_TOKEN = -1  # in the place of a token where none could be chosen
+NO_TOKEN = -1  # stands for a token where no token could be chosen
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
-# And with how many parameters.
+# Activations with parameters: the number of parameters of each.
 PARAMETRIC_ACTIVATIONS = {"xielu": 4, "softcap": 1, "clip": 1}
 POOLINGS = ("mean", "max", "mean_sqrt", "weighted_mean")
-BIAS_PADDING = 64  # columns behind those of distances, which kernels may read: a tile of keys
+BIAS_PADDING = 64  # padding columns after the distance biases: kernels read a whole tile of 64 keys
 
 HostArray = NDArray[Any]
 
 
 class Array(Protocol):
-    """What models, runner and sampler may know of an array. Slices and reshapes are views."""
+    """The part of an array's interface that models, runner and sampler may use. Slices and reshapes are views."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -35,14 +36,13 @@ class Array(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerKVCache:
-    """One layer's keys and values, as arrays. The first dimension of both is the block; the rest is the backend's own
-    layout.
+    """One layer's keys and values. The first dimension of both arrays is the block; the backend chooses the rest.
 
-    Elements of one byte, int8 and eight-bit floats, are multiplied with the scale of their token and head. A token's
-    scales follow from its own key and value, as they are written: of int8 the largest magnitude over 127 as bfloat16,
-    rounded up; of floats the least power of two by which the largest magnitude does not exceed what the type holds. So
-    a row's bytes do not depend on other tokens. `scales` are those of keys and values where the backend keeps them by
-    themselves.
+    Elements of one byte (int8 and eight-bit floats) are multiplied by the scale of their token and head. The scale is
+    computed when the token's key or value is written, from that row alone, so a row's bytes do not depend on other
+    tokens. For int8 the scale is the largest magnitude over 127, rounded up to bfloat16. For floats it is the smallest
+    power of two that brings the largest magnitude into the range of the type. `scales` holds the scales of keys and
+    values if the backend keeps them in an array of their own.
     """
 
     key: Any
@@ -51,7 +51,7 @@ class LayerKVCache:
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """All that a block consists of. A state has no values."""
+        """Return the arrays that a block consists of. The state of a recurrent layer has no values."""
         return tuple(part for part in (self.key, self.value, self.scales) if part is not None and part.nbytes)
 
     @property
@@ -63,13 +63,19 @@ class LayerKVCache:
 class Routing:
     """How a token's experts follow from its router's logits [E].
 
-    A score is the softmax of all logits, or each one's sigmoid. Chosen are the `top_k` of the largest score plus bias
-    or, with `bias_logits`, logit plus bias, where there is a bias; of equals the first. With groups these come from the
-    `kept_groups` of `num_groups` equal parts whose best, or with `group_by_two` whose two best, are largest. The weight
-    of a chosen one is its score without the bias, divided by their sum if `normalize`, times `scale`. (Softmax over the
-    chosen logits alone is a softmax that is normalized.) "sparsemixer" weighs each choice by a softmax over what is
-    left and not relatively further than 2 * `jitter` from the largest, and nothing else of this (Liu et al. 2023).
-    With a soft cap C > 0 logits x are C * tanh(x / C) from the start.
+    Scores: softmax over all logits, or the sigmoid of each logit. With `softcap` C > 0 each logit x is first replaced
+    by C * tanh(x / C).
+
+    Choice: the `top_k` experts with the largest score plus bias (or logit plus bias with `bias_logits`); the first of
+    equals wins. With groups, the experts are divided into `num_groups` equal parts, and only the `kept_groups` best
+    parts are searched. A part is as good as its best expert, or as the sum of its two best with `group_by_two`.
+
+    Weights: the chosen expert's score without the bias, divided by the sum of the chosen scores if `normalize`, times
+    `scale`. (Softmax over the chosen logits alone is "softmax" with `normalize`.)
+
+    "sparsemixer" uses only `top_k`, `softcap` and `jitter` (Liu et al. 2023). It chooses one expert after the other.
+    The weight of each is a softmax over the experts not chosen yet, without those whose relative distance from the
+    largest remaining logit is above 2 * `jitter`.
     """
 
     top_k: int
@@ -85,7 +91,7 @@ class Routing:
 
 
 class ExpertsWeight(Protocol):
-    """Matrices of one shape and format, an expert each."""
+    """Matrices of one shape and format, one matrix for each expert."""
 
     @property
     def num_experts(self) -> int: ...
@@ -98,11 +104,11 @@ class ExpertsWeight(Protocol):
 
 
 class LinearWeight(Protocol):
-    """A weight matrix [out_features, in_features] in the layout that the backend's products want, with its bias.
+    """A weight matrix [out_features, in_features] in the layout of the backend's products, with its bias.
 
-    Integer matrices multiply quantized activations: each 32 elements of a row as int8 with one scale, but for one that
-    stands out of the others. Norms, activations and `linear_silu_and_mul` write those for the matrix that consumes
-    them; `linear` and `linear_add` quantize what is not quantized yet.
+    Integer matrices multiply quantized activations: each 32 elements of a row become int8 with one scale, and outliers
+    are kept apart. Norms, activations and `linear_silu_and_mul` write quantized activations for the matrix that
+    consumes them; `linear` and `linear_add` quantize inputs that are not quantized yet.
     """
 
     @property
@@ -113,4 +119,4 @@ class LinearWeight(Protocol):
     def num_bytes(self) -> int: ...
     @property
     def takes_float32(self) -> bool:
-        """Whether rows may be float32 whatever the model's type, because products quantize them."""
+        """True if inputs may be float32 whatever the model's type, because products quantize them."""

@@ -1,8 +1,8 @@
-"""Which attention a GPU runs: Octavo's own kernel, or FlashAttention where it is there, faster, and as dependable.
+"""The choice of a GPU's attention kernel: Octavo's own or FlashAttention.
 
-All are tried at start on the model's shapes, with as many rows as make a busy decode step and with a prompt. Another
-kernel is taken only if it is faster in sum, and if a row has the same bits alone, among others, and in a prompt:
-answers that change with load are not worth a faster kernel.
+All kernels are tried at start on the model's shapes, with a busy decode step and with a prompt. FlashAttention is
+chosen only if the two steps together are faster, and if a row has the same bits alone, among other rows, and in a
+prompt: answers that change with load are not worth a faster kernel.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from octavo.ops.torch_arrays import DTYPES
 
 logger = logging.getLogger(__name__)
 
-_NUM_SEQS, _CONTEXT, _PROMPT = 64, 1024, 1024  # of the two steps that are timed
-_WORTH_IT = 0.97  # of the time of our own
+_NUM_SEQS, _CONTEXT, _PROMPT = 64, 1024, 1024  # sizes of the timed decode step and prompt
+_WORTH_IT = 0.97  # another kernel must need at most this share of the own kernel's time
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What attention works on in a model."""
+    """A model's shapes, types and settings as attention needs them."""
 
     num_heads: int
     num_kv_heads: int
@@ -38,7 +38,7 @@ class AttentionShape:
     dtype: str
     cache_dtype: str
     device: str | torch.device = "cuda"
-    score_settings: tuple[str, ...] = ()  # of any layer, which only our own kernel has
+    score_settings: tuple[str, ...] = ()  # settings of any layer that only Octavo's own kernel supports
 
 
 Attention = Callable[..., Any]
@@ -47,9 +47,9 @@ Attention = Callable[..., Any]
 def with_attention(
     ops: DeviceOps, wanted: str, shape: AttentionShape, time_s: Callable[[Callable[[], object]], float]
 ) -> DeviceOps:
-    """`ops` with the attention that is `wanted`: "triton", "flash_attn", or "auto" to measure by `time_s`.
+    """Return `ops` with the `wanted` attention: "triton", "flash_attn", or "auto" to measure with `time_s`.
 
-    Logs what was chosen and why. Raises `ConfigError` if "flash_attn" is wanted and cannot be.
+    Logs the choice and its reason. Raises `ConfigError` if "flash_attn" is wanted but cannot be used.
     """
     if wanted == "triton":
         return ops
@@ -82,7 +82,7 @@ def _why_not_taken(
     time_s: Callable[[Callable[[], object]], float],
     must_be_faster: bool,
 ) -> str | None:
-    """None if `other` is to be taken."""
+    """Return the reason why `other` is not used; None if it is used."""
     decode, prompt, cache = _steps(shape)
     scale = shape.head_size**-0.5
 
@@ -111,14 +111,14 @@ def _why_not_taken(
 
 
 def _steps(shape: AttentionShape) -> tuple[Any, Any, LayerKVCache]:
-    """A decode step and a prompt: (query, block tables, starts, lengths) each, over one cache."""
+    """Return a decode step, a prompt, and the cache of both. A step is (query, block tables, starts, lengths)."""
     place: dict[str, Any] = {"device": shape.device}
     generator = torch.Generator().manual_seed(0)
     blocks_each = -(-_CONTEXT // shape.block_size)
     cache_shape = (_NUM_SEQS * blocks_each, shape.block_size, shape.num_kv_heads, shape.head_size)
     few = torch.randn(1 << 16, generator=generator).to(**place, dtype=DTYPES[shape.cache_dtype])
     count = torch.Size(cache_shape).numel()
-    # The same numbers over and over, from two places.
+    # Keys and values repeat the same random numbers, each from another offset.
     key = few.repeat(-(-count // len(few)))[:count].view(cache_shape)
     value = few.roll(12345).repeat(-(-count // len(few)))[:count].view(cache_shape)
     int32 = place | {"dtype": torch.int32}

@@ -1,4 +1,4 @@
-"""What some backends provide beyond `OpsOver`: for adapters, for several workers, for devices of their own."""
+"""Operations that only some backends provide beyond `OpsOver`: for adapters, several workers, and separate devices."""
 
 from __future__ import annotations
 
@@ -10,29 +10,32 @@ from octavo.ops.operations import A, OpsOver
 
 
 class AdapterOpsOver(OpsOver[A], Protocol[A]):
-    """What a backend provides that adapters run on. Its three products also take what adapters add: part of the sum in
-    float32 before anything is rounded. A row without an adapter has the bits that it has without `expand`.
+    """Operations for adapters. Products with `expand` add the adapter's part to the float32 sum before rounding. A row
+    without an adapter has the same bits with and without `expand`.
 
-    A matrix that an adapter replaces is held in the table's dtype and multiplies rows of it, whatever the base is."""
+    A matrix that replaces the base's matrix is held in the table's dtype and multiplies rows of that dtype, whatever
+    the base's format."""
 
     def allocate_arena(self, num_bytes: int) -> A:
-        """[num_bytes] uint8 of the device, for factors."""
+        """Return [num_bytes] uint8 on the device, memory for factors."""
 
     def adapter_table(self, shape: FactorShape, num_slots: int, dtype: str) -> AdapterTable:
-        """An empty table of factors that are held in `dtype`."""
+        """Return an empty table for factors held in `dtype`."""
 
     def experts_adapter_table(
         self, shape: FactorShape, num_experts: int, num_slots: int, dtype: str
     ) -> ExpertsAdapterTable: ...
 
     def rows_by_adapter(self, slots: A) -> Any:
-        """`slots` [T] int32 of the rows of a step, -1 for none, as other operations take them: what these work out from
-        them is worked out once. Captured steps do so anew."""
+        """Return the rows' adapter `slots` [T] int32 (-1: no adapter) in the form that other operations take. Work that
+        depends on the slots alone is done here, once a step; a captured step repeats it at each replay."""
 
     def shrink(self, x: A, table: AdapterTable, slots: Any, weight: LinearWeight) -> Any:
-        """x [T, K], as products with `weight` take it, times the first factors of each row's adapter, for `Expand`:
-        [T, R] in the table's dtype, or not summed up yet. Rows of an adapter are multiplied together. Of one that
-        replaces the matrix it is x itself."""
+        """Return x times the A factors of each row's adapter, for `Expand`: [T, R] in the table's dtype, or partial
+        sums in a form of the backend's own.
+
+        x [T, K] is an input of products with `weight`. Rows of the same adapter are multiplied together. If the adapter
+        replaces the matrix, its rows of the result are x itself."""
 
     def embedding(
         self, token_ids: A, weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0,
@@ -63,71 +66,76 @@ class AdapterOpsOver(OpsOver[A], Protocol[A]):
 
 
 class IndexOpsOver(OpsOver[A], Protocol[A]):
-    """What a backend provides beyond that where an index chooses the keys of latent attention (DeepSeek-AI 2025)."""
+    """Operations for latent attention whose keys are chosen by an index (DeepSeek-AI 2025)."""
 
     def rotary_and_cache(
         self, query: A, key: A, value: A, positions: A, cos_sin: A, cache: LayerKVCache, slot_mapping: A,
         query_scales: A | None = None, axes: A | None = None, index_key: A | None = None,
     ) -> None:  # fmt: skip
-        """`index_key` [T, 1, E] goes behind the only head's key in the cache, as it is."""
+        """As `OpsOver.rotary_and_cache`; `index_key` [T, 1, E] is stored unchanged after the only head's key."""
 
     def choose_keys(
         self, query: A, weights: A, cache: LayerKVCache, block_tables: A, query_start_loc: A, seq_lens: A,
         num_chosen: int,
     ) -> A:  # fmt: skip
-        """Of the keys that a token sees those of the largest score, the sum over heads i of weights[t, i] *
-        relu(query[t, i] . key), of equals the earlier: their positions [T, num_chosen] int32 in order, then -1.
+        """Return the positions of the `num_chosen` best keys that each token sees: [T, num_chosen] int32, ascending,
+        filled up with -1.
 
-        query [T, I, E], weights [T, I]. A key is the last E elements that the cache has as its token's key. Sequences
-        are as in `paged_attention`. Scores are summed up in float32, each in an order of its own."""
+        query [T, I, E], weights [T, I]. The score of a key is the sum over heads i of weights[t, i] *
+        relu(query[t, i] . key); the earlier of equals wins. The key is the last E elements of the token's key in the
+        cache. Sequences are given as in `paged_attention`. Scores are summed in float32; the order of a score's sum
+        does not depend on other scores."""
 
     def latent_attention(
         self, query: A, rotated: A, cache: LayerKVCache, block_tables: A, query_start_loc: A, seq_lens: A,
         scale: float, chosen: A | None = None,
     ) -> A:  # fmt: skip
-        """Of the keys that a token sees only those that `choose_keys` has `chosen`. Rows are summed up as if these were
-        all and lay side by side."""
+        """As `OpsOver.latent_attention` over the `chosen` keys (of `choose_keys`) only. Sums have the order that they
+        have if the chosen keys are all keys and lie side by side."""
 
 
 class SegmentOpsOver(OpsOver[A], Protocol[A]):
-    """What a backend provides beyond that whose sums do not depend on how many workers share a model."""
+    """An operation of backends whose sums do not depend on the number of workers that share a model."""
 
     def sum_by_segments(self, weight: LinearWeight, segments: int) -> int:
-        """From now on a product with `weight` is the sum of those of so many equal parts of its inputs, or of half as
-        many and so on where parts would end within a block of weights. -> elements of a block.
+        """Split later products with `weight` into `segments` equal parts of its inputs, whose sums are then added.
+        Return the number of elements of a block of weights.
 
-        Sums are added up by two: neighbours first, then the sums of neighbours, what is left over in the end from the
-        last to the first. A worker that has a power of two of equally many summands, one, or all, has a branch of that
-        tree."""
+        If parts would end within a block, the number of segments is halved (an odd number becomes 1) until they do not.
+
+        The sums of segments are added in a tree: neighbours first, then the sums of neighbours. Sums that are left
+        over are added at the end, from the last to the first. A worker's sum is a branch of this tree if the worker has
+        one segment, or all segments, or if all workers have the same number of segments, a power of two."""
 
 
 class ParallelOpsOver(OpsOver[A], Protocol[A]):
-    """What a backend provides beyond that where several workers share a model. All of them call these in the same
-    order, with as many rows, and wait for each other."""
+    """Operations for several workers that share a model. All workers call them in the same order, with the same number
+    of rows, and wait for each other."""
 
     def all_reduce(self, x: A, bias: A | None = None) -> None:
-        """x [T, H] float32 becomes the sum of all workers' in place, added up in the tree of `SegmentOps`: the same
-        bits for each of them and in every run. After that the bias [H] float32 is added."""
+        """Replace x [T, H] float32 by the sum of all workers' x, in place, then add the bias [H] float32. Sums are
+        added in the tree of `SegmentOps`, so all workers have the same bits, in every run."""
 
     def all_gather(self, x: A, begin: int, width: int) -> A:
-        """x [N, W], which are columns `begin` .. of all -> [N, width], those of all workers, as they are."""
+        """Return all workers' columns [N, width], unchanged. x [N, W] are this worker's columns, from `begin` on."""
 
 
 class DeviceOpsOver(OpsOver[A], Protocol[A]):
-    """What a backend provides beyond that if its device is not the processor that Python runs on.
+    """Operations of a backend whose device is not the processor that Python runs on.
 
-    Nothing waits for the device, so that all of it can be captured in a graph; and tokens of a step whose slot is -1
-    and sequences of length 0, with which steps are padded to a graph's size, do nothing.
+    No operation waits for the device, so a whole step can be captured in a graph. Steps are padded to a graph's size
+    with tokens whose slot is -1 and sequences of length 0; operations ignore both.
     """
 
     def row_classes(self, max_rows: int, exactly: bool = True) -> list[int]:
-        """Numbers of rows up to `max_rows`, the last of them. What is launched for any number of rows is what is
-        launched for the next of these, so that steps of these sizes meet all kernels there are. Where the last need not
-        be `max_rows` `exactly`, it is no larger than meets them all."""
+        """Return ascending numbers of rows; a step of any size launches the same kernels as the next larger of them.
+
+        So steps of these sizes together launch every kernel. The last number is `max_rows`; if not `exactly`, it may be
+        smaller, as long as these sizes still meet all kernels."""
 
     def begin_step(self, query_start_loc: A, seq_lens: A) -> None:
-        """What follows is a step with these lengths. What attention works out from them is worked out once, for all of
-        its calls with these very arrays."""
+        """Begin a step with these lengths. Attention prepares its work for them once; all of its calls with these same
+        array objects reuse it."""
 
     def resolve_step(
         self,
@@ -139,18 +147,19 @@ class DeviceOpsOver(OpsOver[A], Protocol[A]):
         token_ids: A,
         seq_table_rows: A,
     ) -> tuple[A, A]:
-        """What only the device knows of a step. block_tables [G, R + 1, W] int32 has, for each cache group, R rows and
-        one of no sequence: its entries at flat `places` [U] int64 become `blocks` [U] int32, in place.
+        """Update the block tables on the device. Return the step's token ids [T] and block tables [G, S, W], int32.
 
-        -> the step's token ids [T] int32 (last_tokens [R + 1] int32 of token_owners [T] int64 where these are below R,
-        else token_ids [T] int32) and its block tables [G, S, W] int32 (rows seq_owners [S] int64)."""
+        block_tables [G, R + 1, W] int32 has R rows for each cache group and one row for no sequence. Its entries at
+        flat `places` [U] int64 become `blocks` [U] int32, in place. Where pending_token_rows [T] int64 is below R, the
+        token is last_tokens[row] (last_tokens [R + 1] int32), which only the device knows; elsewhere it is from
+        token_ids [T] int32. The step's block tables are the rows seq_table_rows [S] int64."""
 
     def keep_tokens(self, last_tokens: A, owners: A, tokens: A) -> None:
-        """last_tokens[owners [N] int64] = tokens [N] int64, as int32; negative ones as 0."""
+        """Set last_tokens[owners [N] int64] = tokens [N] int64, as int32; negative tokens become 0."""
 
 
 class ParallelDeviceOpsOver(ParallelOpsOver[A], DeviceOpsOver[A], Protocol[A]):
-    """What such a backend provides where several workers, each with a device, share a model."""
+    """Operations for several workers, each with a device of its own, that share a model."""
 
     def from_first(self, x: A) -> None:
-        """x [N] becomes the first worker's, in place."""
+        """Replace x [N] by the first worker's x, in place."""

@@ -1,8 +1,8 @@
 """The native backend: `octavo.ops.Ops` over the C++ kernels of `octavo._cpu`, which see addresses and sizes only.
 
-Here lives what the kernels take for granted: dtypes, shapes and strides are checked and outputs are allocated. Arrays
-are numpy's. The environment chooses the instruction set (OCTAVO_CPU_ISA) and the number of threads
-(OCTAVO_CPU_THREADS) at import.
+The functions here check dtypes, shapes and strides and allocate outputs, because the kernels check nothing. Arrays are
+numpy's. The environment variables OCTAVO_CPU_ISA (instruction set) and OCTAVO_CPU_THREADS (number of threads) are read
+at import.
 """
 
 from __future__ import annotations
@@ -81,9 +81,10 @@ _configure()
 
 
 def use_threads(num_threads: int | None, cpus: list[int] | None) -> int:
-    """Compute on that many threads (None: the default number), each kept on the processor of `cpus` at its place.
+    """Compute on `num_threads` threads (None: the default number); return the number of threads.
 
-    Returns the number of threads. Raises `ConfigError` for a number or a processor that this process cannot have.
+    With `cpus`, thread i runs on processor cpus[i] only, and there are as many threads as processors. Raises
+    `ConfigError` for a number or a processor that this process cannot have.
     """
     if cpus is not None:
         beyond = [str(cpu) for cpu in cpus if not _cpu.bind_thread([cpu])]
@@ -112,7 +113,7 @@ def _num_usable_processors() -> int:
 
 
 def num_threads() -> int:
-    """How many threads compute."""
+    """Return the number of threads that compute."""
     found: int = _cpu.num_threads()
     return found
 
@@ -125,8 +126,9 @@ def _product(
     op: str, x: NDArray[Any], weight: PackedWeight, out: NDArray[Any], epilogue: int, out_code: int | None = None,
     scale: float = 1.0, activation: str = "silu", expand: Expand | None = None, first_output: int = 0,
 ) -> None:  # fmt: skip
-    """Call the kernel: x, as `weight` wants it, into the rows of `out`. The first of them is `first_output` of what
-    `expand` adds."""
+    """Multiply x by `weight` in the native kernel and write the product to `out`; x is quantized first if needed.
+
+    Column 0 of `out` is output `first_output` of `expand`'s table."""
     check_inputs(op, x=x, out=out)
     if out_code is None:
         out_code = CODES.get(out.dtype)
@@ -157,9 +159,9 @@ def _products(
     op: str, x: NDArray[Any], weight: LinearWeight, out: NDArray[Any], epilogue: int, scale: float = 1.0,
     expand: Expand | None = None,
 ) -> None:  # fmt: skip
-    """`_product` with a matrix that is not gated, or with each of a stack into its columns."""
+    """Call `_product` for a matrix that is not gated, or for each matrix of a stack, into its columns of `out`."""
     if isinstance(weight, PackedStack):
-        x = quantize(x, weight)  # once
+        x = quantize(x, weight)  # once for all parts
         first = 0
         for part in weight.parts:
             columns = out[:, first : first + part.out_features]
@@ -177,7 +179,10 @@ def _float_output(x: NDArray[Any], out_dtype: str | None) -> np.dtype[Any]:
 def _output_for(
     consumer: LinearWeight | None, shape: tuple[int, ...], dtype: np.dtype[Any]
 ) -> tuple[NDArray[Any], int | None]:
-    """An output [..., K] of a `dtype` that the consumer may take quantized, and the kernels' name of its type."""
+    """Return an empty output of `shape` [..., K] and the kernels' code of its type.
+
+    It is for quantized elements if the consumer multiplies integers, else for elements of `dtype`. A consumer with an
+    `order` gets elements of `dtype`: it quantizes them in its own order."""
     part = None if consumer is None else first_part(consumer)
     if part is not None and part.is_quantized and part.order is None:
         assert part.in_features == shape[-1]
@@ -370,7 +375,7 @@ def _norm(
 
 
 def _has_dense_heads(x: NDArray[Any]) -> bool:
-    """Whether the heads of a token lie side by side."""
+    """Return whether the heads of a token lie side by side."""
     heads, head_size = x.shape[1:]
     return is_dense(x) and (heads == 1 or x.strides[1] == head_size * x.itemsize)
 
@@ -406,7 +411,7 @@ def rotary_and_cache(
         assert is_dense(index_key) and cache.key.dtype not in CACHE_CODES and key_size % 2 == index_size % 2 == 0
         check_inputs("rotary_and_cache", index_key=index_key)
     assert key.shape[:2] == value.shape[:2] == (tokens, kv_heads)
-    steps = cache.key.shape[2] - (cache.key.dtype in CACHE_CODES)  # without that of the scales
+    steps = cache.key.shape[2] - (cache.key.dtype in CACHE_CODES)  # without the step that holds scales
     assert cache.key.shape[1] == kv_heads and steps * cache.key.shape[4] == key_size + index_size
     assert cache.value.shape[3] - _cpu.VALUE_PAD < value_size <= cache.value.shape[3]
     assert rotary_size <= min(head_size, key_size) and rotary_size % 2 == 0

@@ -1,6 +1,6 @@
-"""What adapters add to products, natively: factors in the layout of the kernels, and the product with their first half.
+"""LoRA adapters of the native backend: packing of factors A and B for the kernels, and the product x A^T (`shrink`).
 
-The second half is the epilogue of the product itself (csrc/cpu/epilogue.h): `linear` and its kin take an `Expand`.
+The product with B is part of the base product's epilogue (csrc/cpu/epilogue.h): `linear` and its kin take an `Expand`.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _PANEL = np.dtype([("offset", "i8"), ("first", "i4"), ("count", "i4")])
 
 @dataclass(frozen=True, slots=True)
 class PackedFactors:
-    """One adapter's factors for one matrix, as the kernels read them: pieces by the field that points to them. B may
-    be in several, whole panels each."""
+    """One adapter's factors for one matrix, as the kernels read them. fields[i] names the field of AdapterFactors that
+    points to pieces[i]. B may have several pieces, each of whole panels."""
 
     rank: int  # of all projections together, padded
     replaces: bool
     fields: tuple[str, ...]
     pieces: tuple[NDArray[np.uint8], ...]
-    owners: NDArray[np.intp]  # of each panel of B, which of these pieces it lies in
-    offsets: NDArray[np.int64]  # and where, in elements
+    owners: NDArray[np.intp]  # for each panel of B: the index of its piece
+    offsets: NDArray[np.int64]  # for each panel of B: its offset within the piece, in elements
 
     @property
     def constant(self) -> tuple[bool, ...]:
-        return tuple(name != "panels" for name in self.fields)  # which say where B is
+        return tuple(name != "panels" for name in self.fields)  # the panel table changes: `put` writes where B lies
 
     def with_pieces(self, pieces: Sequence[NDArray[np.uint8]]) -> PackedFactors:
         return replace(self, pieces=tuple(pieces))
@@ -73,7 +73,7 @@ class CpuAdapterTable:
             return self._pack_whole(factors.projections[0].matrix, factors.bias, page_bytes)
         found = [one if isinstance(one, LowRank) else None for one in factors.projections]
         ranks = tuple(0 if one is None else len(one.a) for one in found)
-        # Of fused projections one A is all there is.
+        # Fused projections may share one A, which is packed once.
         is_shared = len(found) > 1 and all(one is not None and _is_same(one, found[0]) for one in found)
         layout = _layout(self.shape, self._step, ranks, is_shared, page_bytes)
         assert layout.rank <= self.width, "factors of larger ranks than the table was made for"
@@ -94,8 +94,8 @@ class CpuAdapterTable:
         return _packed(layout.rank, False, pieces, owners, layout.offsets)
 
     def _pack_a(self, factors: Sequence[LowRank | None], layout: _Layout) -> NDArray[Any]:
-        """A of the projections, one below the other -> [panel][K / step][FACTOR_PANEL][step], padded with zeros. Where
-        rows are looked up it is [R, K] as it stands."""
+        """Return the A factors of all projections, stacked: [panel][K / step][FACTOR_PANEL][step], padded with zeros.
+        For a matrix whose rows are looked up, A stays [R, K]."""
         k, lanes = self.shape.num_in, _cpu.FACTOR_PANEL
         words = -(-k // self._step)
         is_plain = self.shape.looked_up
@@ -116,7 +116,8 @@ class CpuAdapterTable:
         _cpu.pack_factor_rows(rows, rows.shape[1], *rows.shape, places, out, lanes, self.code)
 
     def _pack_whole(self, matrix: NDArray[Any], bias: NDArray[Any] | None, page_bytes: int) -> PackedFactors:
-        """matrix [N, K] in the place of the base's: a B without A, packed as many panels at a time as a page holds."""
+        """Pack matrix [N, K], which replaces the base's matrix, as a B without A. A piece has as many panels as fit in
+        a page, at least one."""
         assert self.shape.replaceable and matrix.shape == (sum(self.shape.widths), self.shape.num_in)
         count = self._padded(self.shape.num_in)
         outputs = self._outputs.reshape(-1, _cpu.PANEL)
@@ -157,7 +158,7 @@ class CpuAdapterTable:
         return [a, *b, panels, vector, vector]
 
     def _sizes(self) -> tuple[int, int, int]:
-        """Bytes of A, of the panels' table, and of a vector of outputs, at most."""
+        """Return the largest number of bytes of A, of the panel table, and of a vector over outputs."""
         outputs, words = len(self._outputs), -(-self.shape.num_in // self._step) * self._step
         a = -(-self.width // _cpu.FACTOR_PANEL) * _cpu.FACTOR_PANEL * words * self.dtype.itemsize
         return a, outputs // _cpu.PANEL * _PANEL.itemsize, outputs * 4
@@ -165,7 +166,7 @@ class CpuAdapterTable:
     def put(self, slot: int, packed: PackedFactors, arena: NDArray[np.uint8], places: Sequence[int]) -> None:
         base = address(arena)
         entry = {name: base + place for name, place in zip(reversed(packed.fields), reversed(places), strict=True)}
-        if packed.fields.count("b") > 1:  # which may be anywhere: places are from the first of them on
+        if packed.fields.count("b") > 1:  # the pieces of B may lie anywhere: offsets count from the first piece
             number, at = packed.fields.index("panels"), np.array(places, np.int64)
             table = arena[places[number] : places[number] + packed.pieces[number].nbytes].view(_PANEL)
             offsets = (at[packed.owners] - at[packed.fields.index("b")]) // self.dtype.itemsize + packed.offsets
@@ -179,7 +180,8 @@ class CpuAdapterTable:
             factors[slot] = np.zeros((), _FACTORS)
 
     def factors_from(self, column: int) -> NDArray[Any]:
-        """The factors for a part of a stack, whose first output is `column` of theirs and the first of a panel."""
+        """Return the factors by slot for a part of a stack whose first output is output `column` of the whole.
+        `column` must be the first output of a panel."""
         if column not in self._from_column:
             assert column % _cpu.PANEL == 0
             self._from_column[column] = _moved(self.factors, column)
@@ -188,27 +190,28 @@ class CpuAdapterTable:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where the factors of some ranks lie, for every adapter that has these."""
+    """The positions of packed factors. All adapters with the same ranks share one layout."""
 
     rank: int  # of all projections together, padded
-    starts: tuple[int, ...]  # of each projection's rows of A
-    panels: NDArray[Any]  # of B, whose places are those in their pieces
-    part_words: tuple[int, ...]  # of each piece of B
-    owners: NDArray[np.intp]  # of each panel the piece it lies in
-    offsets: NDArray[np.int64]  # and where, in elements
-    # Of each projection by piece: the word that each of its outputs begins at, -1 for those that lie elsewhere.
+    starts: tuple[int, ...]  # for each projection: its first row of A
+    panels: NDArray[Any]  # the panel table of B; offsets count within a piece
+    part_words: tuple[int, ...]  # for each piece of B: its size in words
+    owners: NDArray[np.intp]  # for each panel: the index of its piece
+    offsets: NDArray[np.int64]  # for each panel: its offset within the piece, in elements
+    # For each projection, (piece, words): the first word of each output in this piece, -1 for outputs in other pieces.
     places: tuple[tuple[tuple[int, NDArray[np.int64]], ...], ...]
 
 
 @lru_cache(256)
 def _layout(shape: FactorShape, step: int, ranks: tuple[int, ...], is_shared: bool, page_bytes: int) -> _Layout:
-    """Projections of `ranks`, which have one A if it `is_shared`. B is cut where a page is full. Words of 32 bits have
-    `step` elements."""
+    """Return the layout for projections of these `ranks`. With `is_shared` all projections have the same A.
+
+    B is cut into pieces of at most `page_bytes` (one panel at least). A word of 32 bits holds `step` elements."""
     padded = [-(-rank // step) * step for rank in ranks]
     if is_shared:
         padded = [padded[0], *[0] * (len(ranks) - 1)]
     starts = [0, *accumulate(padded)]
-    # The columns of each projection.
+    # The columns of the stacked A that belong to each projection.
     begins, ends = np.array(starts[:-1], np.intp), np.array(starts[1:], np.intp)
     if is_shared:
         begins, ends = np.zeros_like(begins), np.full_like(ends, starts[-1])
@@ -227,7 +230,7 @@ def _layout(shape: FactorShape, step: int, ranks: tuple[int, ...], is_shared: bo
         offsets[begin:end] = (np.cumsum(words[begin:end]) - words[begin:end]) * step
         part_words.append(int(words[begin:end].sum()))
         begin = end
-    columns = np.empty(sum(shape.widths), np.int64)  # of the packed matrix, by output
+    columns = np.empty(sum(shape.widths), np.int64)  # for each output: its column of the packed matrix
     columns[outputs[outputs >= 0]] = np.flatnonzero(outputs >= 0)
     places = []
     for i, of_one in enumerate(np.split(columns, np.cumsum(shape.widths)[:-1])):
@@ -251,20 +254,22 @@ def _packed(
 
 
 def _as_lanes(panels: NDArray[Any]) -> NDArray[Any]:
-    """[panels, PANEL, elements] -> [panels, elements of one], lanes of neighbouring outputs next to each other."""
+    """Return panels [panels, PANEL, K] as [panels, PANEL * K], with the words of neighbouring outputs side by side."""
     lanes = panels.view(_LANE).swapaxes(1, 2)
     return np.ascontiguousarray(lanes).reshape(len(panels), -1).view(panels.dtype)
 
 
 def _is_same(one: LowRank, other: LowRank | None) -> bool:
-    """Whether both have the very same A."""
+    """Return whether both have the same A in the same memory."""
     return other is not None and one.a.shape == other.a.shape and np.shares_memory(one.a, other.a)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedExpertFactors:
-    """One adapter's factors for a stack of experts: arrays of all of them one after the other in pieces of up to a
-    page, and of each field and expert the piece it is in, or -1, and where in it, in bytes."""
+    """One adapter's factors for a stack of experts. The experts' arrays are joined into pieces of up to a page each.
+
+    owners[field][e] is the piece that holds this field of expert e, or -1; offsets[field][e] is its offset there, in
+    bytes."""
 
     ranks: NDArray[np.int32]  # [experts]
     owners: dict[str, NDArray[np.intp]]
@@ -273,7 +278,7 @@ class PackedExpertFactors:
 
     @property
     def constant(self) -> tuple[bool, ...]:
-        return (False,) * len(self.pieces)  # no two of them are equal
+        return (False,) * len(self.pieces)  # sharing gains nothing: no two pieces are equal
 
     def with_pieces(self, pieces: Sequence[NDArray[np.uint8]]) -> PackedExpertFactors:
         return replace(self, pieces=tuple(pieces))
@@ -292,14 +297,14 @@ class CpuExpertsTable:
         ranks = np.zeros(self.num_experts, np.int32)
         owners = {name: np.full(self.num_experts, -1, np.intp) for name in _ADDRESSES}
         offsets = {name: np.zeros(self.num_experts, np.int64) for name in _ADDRESSES}
-        tables: dict[bytes, int] = {}  # of panels, which most experts share: numbers of their arrays
+        tables: dict[bytes, int] = {}  # panel table -> its index in `arrays`; most experts share one table
         arrays: list[NDArray[np.uint8]] = []
-        wanted: list[tuple[str, int, int]] = []  # field, expert, number of its array
+        wanted: list[tuple[str, int, int]] = []  # field, expert, index of its array
         for e, one in factors.items():
             packed = self._one.pack(one, 1 << 62)
             ranks[e] = packed.rank
             fields: dict[str, list[NDArray[np.uint8]]] = {}
-            begins = np.zeros(len(packed.pieces), np.int64)  # of each B, in elements, once they are neighbours
+            begins = np.zeros(len(packed.pieces), np.int64)  # for each piece of B: its first element in the joined B
             end = 0
             for i, (name, one_piece) in enumerate(zip(packed.fields, packed.pieces, strict=True)):
                 fields.setdefault(name, []).append(one_piece)
@@ -331,7 +336,8 @@ class CpuExpertsTable:
         return _filled([panels, *of_expert * self.num_experts], page_bytes)[2]
 
     def _sizes(self) -> list[int]:
-        """Bytes of the panels' table, and of an expert's A and B, whose panels may have columns of all projections."""
+        """Return the largest number of bytes of the panel table, and of an expert's A and B. A panel of B may have the
+        columns of all projections."""
         a, panels, _ = self._one._sizes()
         return [panels, a, panels // _PANEL.itemsize * _cpu.PANEL * self.width * self.dtype.itemsize]
 
@@ -348,8 +354,8 @@ class CpuExpertsTable:
 
 
 def _filled(sizes: Sequence[int], page_bytes: int) -> tuple[list[int], list[int], list[int]]:
-    """Arrays of these bytes one after the other in pieces of up to a page: of each its piece and where in it, and the
-    sizes of the pieces."""
+    """Place arrays of these `sizes` one after the other in pieces of up to a page. Return the piece of each array, its
+    offset in the piece, and the size of each piece, in bytes."""
     pieces: list[int] = []
     offsets: list[int] = []
     filled: list[int] = []
@@ -367,7 +373,7 @@ def experts_adapter_table(shape: FactorShape, num_experts: int, num_slots: int, 
 
 
 def experts_arguments(expand: ExpandExperts | None) -> tuple[Any, ...]:
-    """The last arguments of the native products of experts."""
+    """Return the last arguments of the native function `experts`."""
     if expand is None or (expand.gate_up is None and expand.down is None):
         return 0, 0, 0, 0, 0, 0, 0
     tables = [expand.gate_up, expand.down]
@@ -380,7 +386,7 @@ def experts_arguments(expand: ExpandExperts | None) -> tuple[Any, ...]:
 
 
 def _packed_outputs(shape: FactorShape) -> NDArray[np.intp]:
-    """The output behind each column of the packed matrix, -1 where its last panels are padded."""
+    """Return the output in each column of the packed matrix, -1 for the padding of last panels."""
     total, sides = sum(shape.widths), 2 if shape.gated else 1
     num_panels = -(-(total // sides) // _cpu.PANEL)
     columns = np.full((sides, num_panels * _cpu.PANEL), -1, np.intp)
@@ -389,7 +395,7 @@ def _packed_outputs(shape: FactorShape) -> NDArray[np.intp]:
 
 
 def _projections(shape: FactorShape, outputs: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Of each panel the first projection that it has outputs of, and the last."""
+    """Return, for each panel, the first and the last projection that have outputs in the panel."""
     panels = np.repeat(np.arange(len(shape.widths)), shape.widths)[outputs].reshape(-1, _cpu.PANEL)
     is_padding = outputs.reshape(-1, _cpu.PANEL) < 0
     return np.where(is_padding, len(shape.widths), panels).min(1), np.where(is_padding, -1, panels).max(1)
@@ -427,7 +433,8 @@ def shrink(x: NDArray[Any], table: AdapterTable, slots: NDArray[Any], weight: Li
 
 
 def expand_arguments(expand: Expand | None, column: int) -> tuple[Any, ...]:
-    """The last arguments of the native product with a matrix whose first output is `column` of what `expand` adds."""
+    """Return the last arguments of the native function `linear`. The matrix's first output is output `column` of
+    `expand`'s table."""
     if expand is None:
         return 0, 0, 0, 0, 0, 0
     table = expand.table
@@ -436,7 +443,7 @@ def expand_arguments(expand: Expand | None, column: int) -> tuple[Any, ...]:
 
 
 def lookup_arguments(adapted: Lookup | None) -> tuple[Any, ...]:
-    """The last arguments of the native lookup of rows."""
+    """Return the last arguments of the native function `embedding`."""
     if adapted is None:
         return 0, 0, 0, 0
     table, slots = adapted.table, adapted.slots
@@ -446,7 +453,7 @@ def lookup_arguments(adapted: Lookup | None) -> tuple[Any, ...]:
     return slots, table.num_slots, table.factors, table.code
 
 
-# Bytes of an output in what entries point to by output.
+# For each field that points to an array over outputs: the array's bytes for one output.
 _OUTPUT_BYTES = {"panels": _PANEL.itemsize / _cpu.PANEL, "scales": 4, "bias": 4}
 
 

@@ -1,7 +1,7 @@
-"""The native backend's arrays: element types by name, and arrays of a step that is being recorded.
+"""The native backend's arrays: element types by name, and `StepArray`, an array of a step that is being recorded.
 
-A recorded step is replayed without Python. What Python computes on its arrays by other means than `octavo.ops` would
-happen once, while it is recorded, and never again; so they refuse it. Views are the same memory and therefore fine.
+A recorded step is replayed without Python. A computation by other means than `octavo.ops` would happen only once,
+while the step is recorded. Therefore a `StepArray` refuses such computations. Views share the memory and are allowed.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ DTYPES: dict[str, np.dtype[Any]] = {
 FLOAT32, BFLOAT16, INT32, INT64, UINT8 = (DTYPES[n] for n in ("float32", "bfloat16", "int32", "int64", "uint8"))
 FLOAT64 = DTYPES["float64"]
 CODES: dict[np.dtype[Any], int] = {FLOAT32: _cpu.F32, BFLOAT16: _cpu.BF16}
-# Bytes that a cache of keys and values may hold.
+# One-byte element types of a cache of keys and values.
 CACHE_CODES: dict[np.dtype[Any], int] = {
     DTYPES["int8"]: _cpu.INT8, DTYPES["float8_e4m3fn"]: _cpu.FLOAT8_E4M3, DTYPES["float8_e5m2"]: _cpu.FLOAT8_E5M2
 }  # fmt: skip
 
 
 def code_of(op: str, *arrays: NDArray[Any]) -> int:
-    """The one element type of `arrays`, as the kernels name it."""
+    """Return the kernels' code of the element type that all `arrays` have. Raises `TypeError` for other types."""
     dtype = arrays[0].dtype
     for array in arrays:
         if array.dtype != dtype:
@@ -49,21 +49,22 @@ def code_of(op: str, *arrays: NDArray[Any]) -> int:
 
 
 def stride(x: NDArray[Any], axis: int = 0) -> int:
-    """Elements from one entry of an axis to the next."""
+    """Return the number of elements from one entry of an axis to the next."""
     return x.strides[axis] // x.itemsize
 
 
 def is_dense(x: NDArray[Any]) -> bool:
-    """Whether the elements of the last axis lie side by side."""
+    """Return whether the elements of the last axis lie side by side."""
     return x.strides[-1] == x.itemsize or x.shape[-1] == 1 or x.size == 0
 
 
 class StepArray(np.ndarray[Any, Any]):
-    """An array of a recorded step: an input, or what an operation has written. It refuses to be computed on, read or
-    written by anything but `octavo.ops`; slices and reshapes without a copy are views. `Program.output` gives the same
-    memory as an ordinary array, to be read once the step has run.
+    """An array of a recorded step: an input of the step, or the output of an operation.
 
-    `np.asarray` cannot be refused; operations that are being recorded do not take what it makes.
+    Only `octavo.ops` may compute on, read or write it; other attempts raise `RuntimeError`. Slices, and reshapes that
+    need no copy, are views. `Program.output` returns the same memory as an ordinary array, to be read after the step.
+
+    `np.asarray` cannot be refused; instead, operations that are being recorded refuse the array that it returns.
     """
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> NoReturn:
@@ -94,7 +95,7 @@ class StepArray(np.ndarray[Any, Any]):
 
 
 def address(x: NDArray[Any]) -> int:
-    """Where the elements begin. This takes a microsecond or two; the native functions take arrays themselves."""
+    """Return the address of the first element. This takes 1 to 2 microseconds, so native functions accept arrays."""
     return int(x.__array_interface__["data"][0])
 
 
@@ -112,7 +113,7 @@ def _refused(name: str) -> Any:
     return method
 
 
-# Of ndarray's methods all that are not views. What numpy implements by ufuncs is refused there.
+# All methods of ndarray but those that return views are refused. Operators are refused in `__array_ufunc__`.
 _VIEWS = {"view", "reshape", "transpose", "swapaxes", "squeeze"}
 _READING_AND_WRITING = [
     "__setitem__", "__delitem__", "__iter__", "__contains__", "__bool__", "__int__", "__float__", "__complex__",

@@ -20,10 +20,12 @@ from octavo.ops.cpu_program import check_runs_now
 def allocate_kv_cache(
     num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: str, value_size: int | None = None
 ) -> LayerKVCache:
-    """Keys lie as [block, kv_head, D / step, block_size, step] so that keys are the lanes of a score vector; `step` is
-    1 in float32, 2 in bfloat16 and 4 where elements are bytes. Values lie as [block, kv_head, block_size / step, D
-    rounded up to 16, step]. Where elements are bytes, keys have one more step: for each token the scales of its key and
-    of its value, as two bfloat16."""
+    """Return an uninitialised cache of the native layout. Raises `ConfigError` or `TypeError` for unsupported settings.
+
+    Keys are [block, kv_head, D / step, block_size, step]: the lanes of a score vector are different keys. `step` is 1
+    in float32, 2 in bfloat16 and 4 for one-byte elements. Values are [block, kv_head, block_size / step, D rounded up
+    to 16, step]. With one-byte elements, keys have one more step: for each token the scale of its key and of its value,
+    as two bfloat16."""
     element = DTYPES.get(dtype)
     has_scales = element in CACHE_CODES
     if element is None or not (has_scales or element in CODES):
@@ -51,17 +53,17 @@ def allocate_kv_cache(
 
 
 def keys_of(cache: LayerKVCache, blocks: Sequence[int], heads: Sequence[int]) -> NDArray[np.float32]:
-    """The keys of `heads` in `blocks`, one block behind the other: [heads, blocks * block_size, D]."""
+    """Return the keys of `heads` in `blocks`, the blocks one after the other: [heads, blocks * block_size, D]."""
     check_runs_now("keys_of")
     found = cache.key[np.asarray(blocks)[None], np.asarray(heads)[:, None]]  # [heads, blocks, D / step, tokens, step]
     num_heads, num_blocks, num_steps, block_size, step = found.shape
     scales = None
     if found.dtype in CACHE_CODES:
-        pairs = np.ascontiguousarray(found[:, :, -1]).view(np.uint16)  # of each token's key and value
+        pairs = np.ascontiguousarray(found[:, :, -1]).view(np.uint16)  # for each token: the scales of key and value
         scales = (pairs[..., :1].astype(np.uint32) << 16).view(np.float32)
         found, num_steps = found[:, :, :-1], num_steps - 1
         if found.dtype != np.int8:
-            found = found[..., [0, 2, 1, 3]]  # the even ones lie first, as kernels unpack them
+            found = found[..., [0, 2, 1, 3]]  # in the cache, even elements of a step come first, as kernels unpack them
     is_int8 = found.dtype == np.int8
     values = found.view(UINT8).astype(np.float32) - 128 if is_int8 else found.astype(np.float32)
     keys = values.transpose(0, 1, 3, 2, 4).reshape(num_heads, num_blocks, block_size, num_steps * step)
@@ -71,13 +73,13 @@ def keys_of(cache: LayerKVCache, blocks: Sequence[int], heads: Sequence[int]) ->
 
 
 def cache_code(op: str, cache: LayerKVCache, *arrays: NDArray[Any]) -> int:
-    """What the cache holds, as the kernels name it: the type of the step's `arrays`, or bytes."""
+    """Return the kernels' code of the cache's elements: a one-byte type, or the type of the step's `arrays`."""
     code = CACHE_CODES.get(cache.key.dtype)
     return code_of(op, *arrays, cache.key, cache.value) if code is None else code
 
 
 def _pieces(caches: Sequence[LayerKVCache]) -> list[NDArray[np.uint8]]:
-    """The bytes of all layers' keys and values, [blocks, bytes of a block] each."""
+    """Return the bytes of all layers' keys and values, [blocks, bytes of a block] each."""
     return [part.view(UINT8).reshape(len(part), -1) for cache in caches for part in cache.arrays]
 
 

@@ -19,7 +19,7 @@ _HEAD_BYTES = 64  # a cache line for each worker's count
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """The processes that this one belongs to, and the memory that they share. Programs hold on to it."""
+    """The group of worker processes that this process belongs to, and their shared memory. Programs keep it alive."""
 
     native: Any
     memory: NDArray[np.uint8]
@@ -29,19 +29,21 @@ _group: _Group | None = None
 
 
 def group_bytes(size: int, max_floats: int) -> int:
-    """Bytes of memory that `size` workers exchange up to `max_floats` numbers through, those of all of them."""
+    """Return the bytes of shared memory for `size` workers that together exchange up to `max_floats` numbers."""
     return size * _HEAD_BYTES + 2 * 4 * max_floats
 
 
 def check_is_in_no_group() -> None:
-    """Raises `ConfigError` in a process that has joined a group and not left it."""
+    """Raise `ConfigError` if this process has joined a group and not left it."""
     if _group is not None:
         raise ConfigError("this process has a model that several workers share already; close that first.")
 
 
 def join_group(rank: int, size: int, file: int, num_bytes: int, connections: list[int]) -> None:
-    """Be worker `rank` of `size` that exchange rows through the memory of `file`, `num_bytes` of zeros at first. If the
-    other end of one of `connections` hangs up, what runs or comes raises `RuntimeError` and no longer waits."""
+    """Join a group of `size` workers as worker `rank`. They exchange rows through the memory of `file`.
+
+    The memory is `num_bytes` zeros at first. If the other end of one of `connections` hangs up, running and later
+    exchanges raise `RuntimeError` instead of waiting."""
     global _group
     check_is_in_no_group()
     memory = np.frombuffer(mmap.mmap(file, num_bytes), np.uint8)
@@ -49,7 +51,7 @@ def join_group(rank: int, size: int, file: int, num_bytes: int, connections: lis
 
 
 def leave_group() -> None:
-    """What is recorded already may run no more."""
+    """Leave the group. Programs recorded before must not run any more."""
     global _group
     _group = None
 
@@ -74,7 +76,7 @@ def all_gather(x: NDArray[Any], begin: int, width: int) -> NDArray[Any]:
     check_inputs("all_gather", x=x)
     out = empty((x.shape[0], width), x.dtype)
     sizes = stride(x), x.shape[1], begin, width
-    each = FLOAT32.itemsize // x.itemsize  # nothing is computed: two of bfloat16 are carried as one number
+    each = FLOAT32.itemsize // x.itemsize  # nothing is computed, so two bfloat16 travel as one float32
     if any(size % each for size in sizes):
         raise ConfigError(f"columns {begin} to {begin + x.shape[1]} of {width} in {x.dtype} are not pairs.")
     row, own, first, all_own = (size // each for size in sizes)

@@ -1,7 +1,7 @@
 """Mixtures of experts in the native backend: routing, stacks of packed matrices, and their products.
 
-A stack is a list of packed matrices with their addresses side by side, so that an expert that no token chooses is never
-touched. Which tokens an expert has is found out when the step runs (csrc/cpu/experts.h).
+A stack is a list of packed matrices and an array of their addresses: the memory of an expert that no token chooses is
+never read. The tokens of each expert are found when the step runs (csrc/cpu/experts.h).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from octavo.ops.cpu_quantize import quantize
 
 @dataclass(frozen=True, slots=True)
 class PackedExperts:
-    """`matrices` are those of `weights` as the kernels take them."""
+    """A stack of experts. `matrices` are the same matrices as `weights`, in the form that the kernels take."""
 
     weights: tuple[PackedWeight, ...]
     matrices: _cpu.Matrices = field(repr=False)

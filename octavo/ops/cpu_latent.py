@@ -1,5 +1,5 @@
-"""Latent attention in the native backend: products by head, attention over the compressed cache that heads share
-(csrc/cpu/latent.h), and the index that may choose its keys (csrc/cpu/sparse_attention.h)."""
+"""Latent attention in the native backend: products by head, attention over the compressed cache that all heads share
+(csrc/cpu/latent.h), and the optional index that chooses keys (csrc/cpu/sparse_attention.h)."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def choose_keys(
     )  # fmt: skip
     out = empty((tokens, num_chosen), INT32)
     scratch = empty((_cpu.choose_scratch_rows(), num_chosen), INT64)
-    for merges in (False, True):  # what threads have found that shared the keys of a row
+    for merges in (False, True):  # the second call merges the results of threads that shared the keys of a row
         _cpu.choose_keys(
             query, stride(query), weights, stride(weights), tokens, cache.key, block_tables, stride(block_tables),
             block_tables.shape[1], query_start_loc, seq_lens, seq_lens.shape[0], heads, size, key_size,

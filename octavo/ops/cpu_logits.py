@@ -1,6 +1,6 @@
-"""Logits [N, V] to tokens on the native backend: what changes them, choosing, and measuring.
+"""From logits [N, V] to tokens on the native backend: masks and penalties, sampling, log-probabilities.
 
-`argmax` may be part of a recorded step. All others run between steps, on a few rows and lists.
+`argmax` may be part of a recorded step. All other functions run between steps, on a few rows and lists.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def top_tokens(logits: NDArray[Any], samples: NDArray[Any], count: int) -> tuple
 
 
 def _log_sums(logits: NDArray[Any], samples: NDArray[Any], temperatures: NDArray[Any]) -> NDArray[np.float64]:
-    """log(sum(exp(logits[samples] / temperatures))) of each of `samples` [M] -> [M]."""
+    """Return log(sum(exp(logits[samples] / temperatures))) for `samples` [M]: [M] float64."""
     rows, width = logits.shape
     assert logits.dtype == FLOAT32 and is_dense(logits)
     assert samples.dtype == INT64 and is_dense(samples)
@@ -118,7 +118,8 @@ def _log_sums(logits: NDArray[Any], samples: NDArray[Any], temperatures: NDArray
 def _rank(
     logits: NDArray[Any], samples: NDArray[Any], num_top: int, tokens: NDArray[Any] | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
-    """Of each of `samples` [M]: the ranks of `tokens` [M], if they are given, and its largest logits with their ids."""
+    """Return, for each of `samples` [M], the rank of its token (if `tokens` [M] is given), and the ids and values of
+    its K = min(num_top, V) largest logits: [M], [M, K] and [M, K]."""
     rows, width = logits.shape
     assert logits.dtype == FLOAT32 and is_dense(logits)
     assert samples.dtype == INT64 and is_dense(samples)

@@ -1,8 +1,8 @@
-"""Memory for what lives as long as a model: packed matrices, caches and the buffers of programs, in large pages.
+"""Memory in large pages for arrays that live as long as a model: packed matrices, caches, buffers of programs.
 
-A matrix of a small model is smaller than a large page (2 MiB), so matrices share chunks. It matters: one core was
-measured to read 26 GB/s from large pages and 16 from small ones, whose ends stop its prefetcher and each of which has
-to be looked up, in a virtual machine twice.
+A matrix of a small model is smaller than a large page (2 MiB), so matrices share chunks. Measured: one core reads
+26 GB/s from large pages and 16 GB/s from small pages. The end of a small page stops the prefetcher, and the address of
+each small page must be looked up (twice in a virtual machine).
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from numpy.typing import NDArray
 import octavo._cpu as _cpu
 from octavo.ops.cpu_arrays import address
 
-_CHUNK_BYTES = 64 << 20  # of addresses; memory is taken only where something is written
+_CHUNK_BYTES = 64 << 20  # reserved addresses; the system provides memory only for pages that are written
 _HUGE_PAGE_BYTES = 2 << 20
 _ALIGNMENT = 64  # a cache line
 
 
 class _Arena:
-    """Cuts chunks into pieces, one after the other. A chunk is given back when the last piece of it is gone."""
+    """Cuts chunks into pieces, one after the other. A chunk is freed when its last piece is gone."""
 
     def __init__(self) -> None:
         self._chunk: weakref.ref[NDArray[np.uint8]] | None = None
         self._used = 0
 
     def zeros(self, num_bytes: int) -> NDArray[np.uint8]:
-        """[num_bytes] uint8 of zeros, aligned to cache lines. They cost nothing until they are written."""
+        """Return [num_bytes] uint8 of zeros, aligned to cache lines. They take no memory until they are written."""
         chunk = None if self._chunk is None else self._chunk()
         if chunk is None or self._used + num_bytes > chunk.nbytes:
             chunk = np.zeros(max(num_bytes + _HUGE_PAGE_BYTES, _CHUNK_BYTES), np.uint8)
@@ -48,10 +48,10 @@ zeros = _Arena().zeros
 
 
 def release_pages(array: NDArray[Any]) -> None:
-    """Give the memory of an array back to the system, which gives other when it is next written. Its contents are lost.
-    Its address stays, so that programs which name it go on."""
+    """Give the memory of an array back to the system; its contents are lost. The next write gets new memory at the same
+    address, so programs that hold the address stay valid."""
     if sys.platform != "linux":
-        return  # elsewhere there is no such advice that holds at once
+        return  # other systems have no such call that takes effect at once
     page = mmap.PAGESIZE
     begin = -(-address(array) // page) * page
     end = (address(array) + array.nbytes) // page * page
@@ -61,8 +61,9 @@ def release_pages(array: NDArray[Any]) -> None:
 
 
 def empty_pages(num_bytes: int) -> NDArray[np.uint8]:
-    """[num_bytes] uint8, uninitialised and aligned to cache lines, which numpy's own memory is not; what fills at least
-    half of a large page begins with one, and its last page is large if at least half of it is used."""
+    """Return [num_bytes] uint8, uninitialised and aligned to cache lines (numpy's own memory is not).
+
+    An array of at least half a large page begins at a large page; its last page is large if at least half is used."""
     size = (num_bytes + _HUGE_PAGE_BYTES // 2) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
     alignment = _HUGE_PAGE_BYTES if size else _ALIGNMENT
     memory = np.empty(max(size, num_bytes) + alignment, np.uint8)

@@ -1,8 +1,7 @@
-"""Matrices into the panels of the native kernels, once, at load: which layout, how much memory, the calls that fill it.
+"""Packing of weight matrices into the panels of the native kernels, once, at load: layouts, memory, native calls.
 
-The packing itself is csrc/cpu/pack.cpp and pack_int.cpp, which read the file's bytes and write the panels, so that a
-matrix is never in memory twice: blocks, floats, and codes in words. Of formats that these do not read they get unpacked
-codes.
+csrc/cpu/pack.cpp and pack_int.cpp do the packing. They read the file's bytes (blocks, floats, or codes in words) and
+write panels, so a matrix is never in memory twice. Other formats are first unpacked to codes here.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ from octavo.quantization.unpacking import ROUNDED, words_of
 
 _PLAIN = ("F32", "F16", "BF16")  # formats of floats that stay floats
 _NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_QUANTIZED = {"INT8": "", "INT4": " 4"}  # formats of floats that the packer quantizes: how it calls them
-# Formats whose superblocks have a layout that keeps their scales as they are, and takes the bits of the file.
+_QUANTIZED = {"INT8": "", "INT4": " 4"}  # formats that the packer makes of floats: the suffix of its source format
+# Formats whose superblocks are packed with the file's own bits and scales.
 _KEPT: dict[str, int] = {name: getattr(_cpu, f"WEIGHT_{name}") for name in KEPT_ON_CPUS}
-# Formats whose scales are float16 numbers in the file already, and not products of two numbers.
+# Formats whose scales are single float16 numbers in the file, not products of two numbers.
 _PLAIN_SCALES = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"})
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A matrix in panels of 32 output channels (docs/kernels.md), or in rows, if it is looked up only; a bias is
-    float32, padded as the panels are.
+    """A matrix in panels of 32 output channels (docs/kernels.md), or in rows if it is only looked up. A bias is float32
+    and padded like the panels.
 
-    `matrix` is all that as the kernels take it; it points into `data` and `bias`. With an `order` [in_features] int32
-    input i of the panels is element order[i] of the rows that are multiplied.
+    `matrix` is the kernels' view of these fields; it points into `data` and `bias`. With an `order` [in_features]
+    int32, input i of the panels is element order[i] of the rows that are multiplied.
     """
 
     out_features: int
@@ -53,7 +52,7 @@ class PackedWeight:
     bias: NDArray[np.float32] | None
     matrix: _cpu.Matrix = field(repr=False)
     order: NDArray[np.int32] | None = None
-    is_precise: bool = False  # integers want rows as pairs (csrc/cpu/kernel_types.h: kQ16)
+    is_precise: bool = False  # an integer matrix takes each input row as a pair of rows (kernel_types.h: kQ16)
 
     @property
     def num_bytes(self) -> int:
@@ -69,24 +68,26 @@ class PackedWeight:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of a quantized row of inputs."""
+        """Return the number of blocks of a quantized row of inputs."""
         return int(-(-self.in_features // _cpu.QBLOCK))
 
     @property
     def row_bytes(self) -> int:
-        """Of a quantized row of inputs, or of a pair of them."""
+        """Return the bytes of a quantized row of inputs; of both rows of the pair if `is_precise`."""
         return (1 + self.is_precise) * self.num_blocks * int(_cpu.QBLOCK_BYTES)
 
     @property
     def row_code(self) -> int:
-        """The kernels' name of the type of such rows."""
+        """Return the kernels' code of the type of quantized input rows."""
         return int(_cpu.Q16 if self.is_precise else _cpu.Q8)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedStack:
-    """Integer matrices of one input, each in its own layout, whose outputs are side by side. A product is
-    one of each part into its columns. All parts but the last have whole panels: what adapters add is cut by panels."""
+    """Integer matrices of the same input, each in its own layout, whose outputs are side by side.
+
+    A product multiplies each part into its own columns. All parts but the last have whole panels, because adapters'
+    factors are cut at panels."""
 
     parts: tuple[PackedWeight, ...]
 
@@ -108,7 +109,7 @@ class PackedStack:
 
 
 def first_part(weight: LinearWeight) -> PackedWeight:
-    """The matrix itself, or the first of a stack: all of them take the same rows."""
+    """Return the matrix itself, or the first matrix of a stack: all matrices of a stack take the same input rows."""
     part = weight.parts[0] if isinstance(weight, PackedStack) else weight
     assert isinstance(part, PackedWeight)
     return part
@@ -119,7 +120,8 @@ def packed_weight(
     group: int = 0, minima: bool = False, factor: float = 1.0, order: NDArray[np.int32] | None = None,
     is_precise: bool = False,
 ) -> PackedWeight:  # fmt: skip
-    """Wrap a packed matrix of `shape` [N, K]. The bias [N] is not packed yet; with `gated` N counts gate and up."""
+    """Return a packed matrix of `shape` [N, K] with its bias [N], which is packed here. With `gated`, N counts gate
+    and up."""
     n, k = shape
     padded: NDArray[np.float32] | None = None
     if bias is not None:
@@ -143,7 +145,7 @@ def sum_by_segments(weight: LinearWeight, segments: int) -> int:
     """`SegmentOps.sum_by_segments`."""
     assert isinstance(weight, PackedWeight)
     block: int = weight.matrix.block
-    if weight.order is not None:  # such a matrix is not shared out
+    if weight.order is not None:  # a matrix with an order is not divided among workers
         return block
     while segments > 1 and weight.in_features % (segments * block):
         segments = segments // 2 if segments % 2 == 0 else 1
@@ -163,13 +165,13 @@ def pack_linear(
     if not floats:
         return _pack_runs(parts, bias, gated, is_precise)
     dtype = floats[0].tensors["data"].dtype.name
-    # Some of a file's matrices were not worth fewer bits: those next to them follow.
+    # Where a file keeps some of these matrices as floats, the quantized ones become floats too.
     arrays = [part.tensors["data"] if part.format in _PLAIN else dequantize(part, dtype) for part in parts]
     return _pack_floats(arrays, bias, gated)
 
 
 def _as_rows(table: NDArray[Any]) -> PackedWeight:
-    """table [N, K] of float32 or bfloat16, as it is, in memory of its own."""
+    """Return a copy of table [N, K], float32 or bfloat16, in rows."""
     format = _cpu.ROWS_F32 if code_of("pack_linear", table) == _cpu.F32 else _cpu.ROWS_BF16
     data = zeros(table.nbytes)
     data[:] = np.ascontiguousarray(table).view(np.uint8).reshape(-1)
@@ -179,8 +181,10 @@ def _as_rows(table: NDArray[Any]) -> PackedWeight:
 def _pack_runs(
     parts: Sequence[StoredWeight], bias: NDArray[Any] | None, gated: bool, is_precise: bool
 ) -> PackedWeight | PackedStack:
-    """Neighbours that one layout holds as they are become a matrix, and several such matrices a stack. Gate and up have
-    one layout, and so do parts whose columns have an order or whose last panels would not be whole."""
+    """Return `parts` as one matrix, or as a stack of matrices if neighbours have different layouts.
+
+    Neighbours of the same layout become one matrix. All parts share one layout if they are gate and up, if a part has
+    an order of columns, or if a matrix other than the last would end within a panel."""
     sources = [_source(part) for part in parts]
     runs = [list(run) for _, run in groupby(sources, lambda source: (source.kept, source.layout))]
     rows = [sum(source.num_rows for source in run) for run in runs]
@@ -225,8 +229,8 @@ def _pack_floats(parts: list[NDArray[Any]], bias: NDArray[Any] | None, gated: bo
 
 @dataclass(frozen=True, slots=True)
 class PackedIntegers:
-    """A packed integer matrix (csrc/cpu/kernel_types.h: Matrix) without its bias. Where `format` keeps superblocks,
-    `layout` is what products see of them."""
+    """A packed integer matrix (csrc/cpu/kernel_types.h: Matrix) without its bias. If `format` keeps superblocks,
+    `layout` is the layout that products see."""
 
     data: NDArray[np.uint8]
     num_out: int  # of all parts; gate and up together
@@ -239,8 +243,9 @@ class PackedIntegers:
 
 
 def pack_quantized(parts: Sequence[StoredWeight], gated: bool = False) -> PackedIntegers:
-    """`parts` on top of each other in one layout that holds them all; with `gated`, two of one shape alternate. Raises
-    `ConfigError` for formats that are not multiplied here, and for rows that are too long."""
+    """Return `parts` stacked in one layout that can hold all of them; with `gated`, panels of gate and up alternate.
+
+    Raises `ConfigError` for formats that these kernels do not multiply, and for rows that are too long."""
     return _pack_sources([_source(part) for part in parts], gated)
 
 
@@ -250,14 +255,14 @@ def _pack_sources(sources: Sequence[_Source], gated: bool) -> PackedIntegers:
     assert not gated or (len(sources) == 2 and sources[0].num_rows == sources[1].num_rows)
     order = common_order([source.order for source in sources])
     layout = common_layout(source.layout for source in sources)
-    # Words are read into a layout of their own bits; beside codes of more they are codes.
+    # The packer reads words only into a layout of the same number of bits; for a wider layout they become codes.
     sources = [source.unpacked() if source.layout.bits != layout.bits else source for source in sources]
     factor = _factor(sources)
     kept = {source.kept for source in sources}
     format = kept.pop() if len(kept) == 1 else None
     format = format or (_cpu.WEIGHT_INT4 if layout.bits == 4 else _cpu.WEIGHT_INT8)
     what = (num_out, num_in, factor, format, layout.group, layout.minima, gated)
-    # Zeros stand for weights of 0 where no part writes.
+    # Places that no part writes must stay 0: a weight of 0.
     data = zeros(_cpu.packed_bytes(_cpu.Matrix(0, 0, *what)))
     matrix = _cpu.Matrix(data, 0, *what)
     first_row = 0
@@ -274,14 +279,14 @@ def _pack_sources(sources: Sequence[_Source], gated: bool) -> PackedIntegers:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A part as the native packer takes it: `data` of a format that it reads, or `opened`: words, or codes, which are
-    put into a format."""
+    """A part as the native packer takes it: either `data` in a format that the packer reads, or `opened`, which is
+    words, or codes that `rows` brings into such a format."""
 
     layout: Layout
     num_rows: int
     num_in: int
-    format: int = -1  # of SOURCE_FORMATS; words have none
-    kept: int | None = None  # WEIGHT_* that keeps its superblocks
+    format: int = -1  # a value of SOURCE_FORMATS; -1 for words
+    kept: int | None = None  # the WEIGHT_* format that keeps this part's superblocks, if there is one
     has_half_scales: bool = False
     data: NDArray[Any] | None = None
     opened: Codes | PackedWords | None = None
@@ -291,11 +296,11 @@ class _Source:
         return None if self.opened is None else self.opened.order
 
     def unpacked(self) -> _Source:
-        """Without words."""
+        """Return this part with words unpacked to codes."""
         return _of_codes(self.opened.unpacked()) if isinstance(self.opened, PackedWords) else self
 
     def rows(self) -> NDArray[Any]:
-        """[num_rows, bytes or elements]"""
+        """Return the rows for the packer: [num_rows, bytes or elements]."""
         if self.data is not None:
             return self.data
         assert isinstance(self.opened, Codes)
@@ -314,14 +319,14 @@ def _source(part: StoredWeight) -> _Source:
         data = _dense(part.data)
         assert data.shape == part.shape
         return read(f"{_NAMES[data.dtype.name]}{_QUANTIZED[name]}", layout_of(name), data)
-    if name in ROUNDED:  # by the native packer, as floats that are quantized at load
+    if name in ROUNDED:  # read as floats, which the native packer quantizes
         return read("F32", layout_of("INT8"), dequantize(part))
     if name in BLOCK_TYPES and name in _cpu.SOURCE_FORMATS:
         data = _dense(part.data)
         assert data.dtype == UINT8
         return read(name, layout_of(name), data)
     if name == "FP8":
-        layout_of(name)  # which refuses it
+        layout_of(name)  # raises the error for FP8
     words = words_of(part)
     if words is None:
         return _of_codes(unpack(part), name)
@@ -365,7 +370,7 @@ def _pack_words(matrix: _cpu.Matrix, first_row: int, words: PackedWords, order: 
 
 
 def _stride_bytes(rows: NDArray[Any]) -> int:
-    # The stride of a single row means nothing; that many bytes are there.
+    # numpy's stride of a single row is arbitrary; return the bytes of the row.
     return rows.strides[0] if len(rows) > 1 else rows.shape[1] * rows.itemsize
 
 
@@ -375,8 +380,8 @@ def _dense(data: NDArray[Any]) -> NDArray[Any]:
 
 
 def _staged(codes: Codes) -> NDArray[np.uint8]:
-    """Rows of blocks as `Codes` in csrc/cpu/pack_int.cpp has them: of 32 elements the scales of both halves and the
-    minimum, float32, then the codes."""
+    """Return `codes` as rows of blocks, as `Codes` in csrc/cpu/pack_int.cpp reads them. A block of 32 elements has the
+    scales of both halves and the minimum, all float32, then the codes."""
     num_rows, num_in = codes.shape
     num_blocks = -(-num_in // 32)
     staged = np.zeros((num_rows, num_blocks), _BLOCK_OF_CODES)
@@ -393,8 +398,9 @@ _BLOCK_OF_CODES = np.dtype([("scales", np.float32, 2), ("minimum", np.float32), 
 
 
 def _factor(sources: Sequence[_Source]) -> float:
-    """A power of two that takes the scales into float16's range: 1 if they are float16 already; otherwise the largest
-    becomes 2^14 and more, which leaves the others 28 binary orders of magnitude at full precision."""
+    """Return the power of two that scales are divided by to fit into float16: 1 if all are float16 numbers already.
+
+    Otherwise the largest scale becomes 2^14 or more, so scales down to 2^-28 of the largest keep full precision."""
     if all(source.has_half_scales for source in sources):
         return 1.0
     largest = 0.0

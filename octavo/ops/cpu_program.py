@@ -1,8 +1,8 @@
-"""Recording the native backend: operations called inside `Program.record` are noted instead of run.
+"""Recording of the native backend: operations called inside `Program.record` are noted instead of run.
 
-What the model computes into is taken from a pool of buffers that live as long as the program, so that the addresses in
-the recorded calls stay good. A buffer whose arrays Python has dropped is given to later operations, as the calls will
-run in the order in which they were recorded.
+Outputs of recorded operations are buffers of a pool that lives as long as the program, so the addresses in recorded
+calls stay valid. When Python drops a buffer's last array, later operations may reuse the buffer: calls run in the order
+in which they were recorded.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from octavo.ops.cpu_memory import zeros
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """`np.empty`, out of the program that this thread is recording if there is one."""
+    """Return an empty array; it is from the pool of the program that this thread is recording, if there is one."""
     program = recording()
     return np.empty(shape, dtype) if program is None else program.pool.empty(shape, dtype)
 
 
 def recording() -> Program | None:
-    """The program that this thread is recording: what native calls are noted in, and nothing else."""
+    """Return the program in which this thread is recording native calls; None if it is not recording."""
     program: Program | None = _cpu.recording()
     return program
 
 
 def check_inputs(op: str, **inputs: NDArray[Any]) -> None:
-    """While a step is recorded: that what an operation reads or writes is of the step. Anything else was computed by
-    other means, once."""
+    """While a step is recorded, raise `RuntimeError` for arrays that are not of the step: they were computed once, by
+    other means than `octavo.ops`."""
     if _cpu.recording() is None:
         return
     for name, array in inputs.items():
@@ -47,28 +47,29 @@ def check_inputs(op: str, **inputs: NDArray[Any]) -> None:
 
 
 def check_runs_now(op: str) -> None:
-    """Refuse an operation that programs do not hold while one is recorded."""
+    """Raise `RuntimeError` while a step is recorded; called by operations that cannot be part of a program."""
     if _cpu.recording() is not None:
         raise RuntimeError(f"{op} cannot be part of a recorded step: call it once the step has run.")
 
 
 class Program(_cpu.Program):  # type: ignore[misc]  # native, without Python types
-    """The native calls of a model's step, replayed by one call for any number of rows up to those it was recorded with.
+    """The native calls of a model's step, replayed by one call for any number of rows up to the recorded number.
 
-    Inputs of the step must be kept by the caller, at their place. `run(num_tokens, num_seqs, num_samples)` leaves out
-    operations that would have no rows. It raises `IndexError` for a token id, position, row or slot in the inputs that
-    points nowhere, and `ValueError` for more rows than were recorded. `profile`, with the same arguments, replays call
-    by call -> the name of each and the nanoseconds that it took.
+    The caller must keep the step's inputs alive at the same addresses. `run(num_tokens, num_seqs, num_samples)` skips
+    operations without rows. It raises `IndexError` for a token id, position, row or slot in the inputs that is out of
+    range, and `ValueError` for more rows than were recorded. `profile`, with the same arguments, replays call by call
+    and returns the name and the nanoseconds of each call.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = _BufferPool()
-        self.held: list[object] = []  # for as long as its calls may run
+        self.held: list[object] = []  # objects that must live as long as the recorded calls may run
 
     @contextmanager
     def record(self, per_sample: bool) -> Iterator[None]:
-        """Note the operations that this thread calls: their rows are the step's tokens, or its samples."""
+        """Note the operations that this thread calls. Their rows are the step's samples if `per_sample`, else its
+        tokens."""
         super().record(per_sample)
         try:
             yield
@@ -77,32 +78,32 @@ class Program(_cpu.Program):  # type: ignore[misc]  # native, without Python typ
 
     @staticmethod
     def input(array: NDArray[Any]) -> StepArray:
-        """The same memory as an input of the step, whose values are read anew by each run."""
+        """Return the same memory as an input of the step. Each run reads the values that it has then."""
         return array.view(StepArray)
 
     @staticmethod
     def output(array: NDArray[Any]) -> NDArray[Any]:
-        """The same memory as an ordinary array, to be read and overwritten between runs."""
+        """Return the same memory as an ordinary array, to be read and overwritten between runs."""
         return array.view(np.ndarray)
 
 
 class _Lease:
-    """Memory that arrays are over; numpy keeps it for as long as there is one."""
+    """The owner of memory in numpy's eyes: numpy keeps the lease as long as an array over this memory exists."""
 
     __slots__ = ("__array_interface__", "__weakref__")
 
     def __init__(self, memory: NDArray[np.uint8], num_bytes: int) -> None:
-        # Not a view of numpy's: those keep the memory's first owner only, and would be gone at once.
+        # A numpy view cannot be the lease: arrays made of it keep only the memory's first owner alive, not the view.
         self.__array_interface__ = {
             "version": 3, "typestr": "|u1", "shape": (num_bytes,), "data": (address(memory), False)
         }  # fmt: skip
 
 
 class _BufferPool:
-    """Memory that is handed out as arrays and comes back when the last array over it is gone."""
+    """A pool of buffers that are handed out as arrays. A buffer is free again when the last array over it is gone."""
 
     def __init__(self) -> None:
-        self._buffers: list[NDArray[np.uint8]] = []  # every one, for as long as the pool lives
+        self._buffers: list[NDArray[np.uint8]] = []  # all buffers, free or not
         self._free: list[int] = []
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> StepArray:

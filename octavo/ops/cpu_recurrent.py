@@ -1,7 +1,7 @@
-"""Layers with a state in the native backend: short convolutions, selective scans, the gated delta rule and
-gated recurrences.
+"""Operations with a state in the native backend: short convolutions, selective scans, the gated delta rule and gated
+recurrences.
 
-A state lies in tiles of channels, so that a task reads it from end to end (csrc/cpu/recurrent.h).
+A state is stored in tiles of channels, so that a task reads contiguous memory (csrc/cpu/recurrent.h).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _sequences(
     op: str, num_floats: int, states: NDArray[Any], slot_mapping: NDArray[Any], query_start_loc: NDArray[Any],
     seq_lens: NDArray[Any],
 ) -> tuple[Any, ...]:  # fmt: skip
-    """What the kernels are told of the sequences and their states."""
+    """Check the sequences and their states; return the arguments that describe them to the kernels."""
     assert states.dtype == FLOAT32 and is_dense(states) and states.shape[1] >= num_floats
     assert slot_mapping.dtype == INT64 and query_start_loc.dtype == seq_lens.dtype == INT32
     assert is_dense(slot_mapping) and is_dense(query_start_loc) and is_dense(seq_lens)
@@ -40,7 +40,7 @@ def _sequences(
 
 
 def _by_row(x: NDArray[Any]) -> tuple[NDArray[Any], int]:
-    """Rows [T, ...], each of which is in one piece."""
+    """Return rows [T, ...] and their stride in elements; the elements of a row must be contiguous."""
     assert is_dense(x) and (x.ndim == 2 or x.shape[1] == 1 or x.strides[1] == x.shape[2] * x.itemsize)
     return x, stride(x)
 

@@ -1,5 +1,5 @@
-"""The CUDA backend: `octavo.ops.DeviceOps` over the Triton kernels of `octavo.ops.triton`, and torch's own functions
-where an operation is one of them."""
+"""The CUDA backend: `octavo.ops.DeviceOps` over the Triton kernels of `octavo.ops.triton`, and over torch's own
+functions for operations that torch has."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Collectives of the CUDA backend: processes of one host, each with a device, that share a model.
+"""Collectives of the CUDA backend, for processes of one host that share a model, each with a device.
 
-NCCL moves rows between the devices and adds none: what it adds up, and in which order, would depend on the size of the
-message. Sums are Triton's, in the tree of `SegmentOps`, so that they are the same bits whichever way rows take. All of
-it is work of the current stream and can be captured. In Triton's interpreter it is gloo that moves them.
+NCCL moves rows between devices but adds nothing: the order of its sums would depend on the size of the message. A
+Triton kernel adds in the tree of `SegmentOps`, so sums have the same bits for small and large messages. All work is on
+the current stream and can be captured. With Triton's interpreter, gloo moves the rows instead of NCCL.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from octavo.ops.triton import launch
 from octavo.ops.triton.rows import MAX_PARTS, sum_in_tree
 from octavo.ops.triton.schedule import sum_exchanges
 
-_JOIN_S = 10.0  # within which all are there, as they have opened their devices before
+_JOIN_S = 10.0  # time for all workers to join; they have opened their devices before
 _HUNG_UP = getattr(select, "POLLRDHUP", 0)
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renames it
 
-_size = 0  # of the group; 0: there is none
-_watch: _Watch | None = None  # of the group's other workers
+_size = 0  # number of workers in the group; 0: no group
+_watch: _Watch | None = None  # watches the group's other workers
 
 
 def check_is_in_no_group() -> None:
-    """Raises `ConfigError` in a process that has joined a group and not left it."""
+    """Raise `ConfigError` if this process has joined a group and not left it."""
     if dist.is_initialized():
         raise ConfigError(
             "this process has a model that several workers share already, or another group of torch.distributed; "
@@ -42,17 +42,19 @@ def check_is_in_no_group() -> None:
 
 
 def join_group(rank: int, size: int, file: int, connections: list[int]) -> None:
-    """Be worker `rank` of `size`, which find each other through the file of that descriptor, empty at first, which
-    nobody else has. If the other end of one of `connections` hangs up, nothing waits for the group any more. Raises
-    `ConfigError` where the others do not come."""
+    """Join a group of `size` workers as worker `rank`.
+
+    The workers find each other through `file`, the descriptor of a file that is empty at first and that nobody else
+    uses. If the other end of one of `connections` hangs up, the group is aborted, so that no kernel waits for it.
+    Raises `ConfigError` if the other workers do not join in time."""
     global _size, _watch
     check_is_in_no_group()
     device = launch.device()
     is_cuda = device.type == "cuda"
     for library in ("NCCL", "GLOO"):
-        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")  # all are on this host
-    # The store opens its file by name once more when it is destroyed, which is whenever the last of torch's references
-    # to it goes: by then the caller's descriptor may be another file's, so this one stays for as long as the process.
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")  # all workers are on this host
+    # The store opens its file by name again when it is destroyed, at a time that torch chooses. By then the caller's
+    # descriptor may belong to another file, so a duplicate stays open until the process ends.
     store = dist.FileStore(f"/proc/self/fd/{os.dup(file)}", size)  # type: ignore[attr-defined]
     try:
         store.set(f"worker {rank}", "")
@@ -65,7 +67,7 @@ def join_group(rank: int, size: int, file: int, connections: list[int]) -> None:
         raise ConfigError(f"worker {rank} of {size} has not found the others: {str(e).splitlines()[0]}") from None
     _size = size
     x = torch.zeros((size, 1), device=device)
-    for is_small in (True, False):  # what each way needs is there before memory is shared out
+    for is_small in (True, False):  # NCCL allocates for both kinds of exchange now, before memory is divided
         _add_up(x, None, is_small)
     from_first(x[:, 0].contiguous())
     if is_cuda:
@@ -74,9 +76,9 @@ def join_group(rank: int, size: int, file: int, connections: list[int]) -> None:
     _watch = _Watch(dist.group.WORLD, connections)
 
 
-@atexit.register  # torch's threads may end the process with an error where they are still there
+@atexit.register  # threads of torch that still run at exit may end the process with an error
 def leave_group() -> None:
-    """Without waiting for the others."""
+    """Leave the group without waiting for the other workers."""
     global _size, _watch
     _size, watch, _watch = 0, _watch, None
     if watch is not None:
@@ -86,7 +88,7 @@ def leave_group() -> None:
 
 
 class _Watch:
-    """Aborts a group once another process has ended. NCCL does not see it: its kernels would wait for ever."""
+    """Aborts the group when another worker's process ends. NCCL does not notice: its kernels would wait forever."""
 
     def __init__(self, group: dist.ProcessGroup, connections: list[int]) -> None:
         """`connections` stay open until `stop`."""
@@ -97,7 +99,7 @@ class _Watch:
 
     def stop(self) -> None:
         os.close(self._stop)
-        if threading.current_thread() is not self._thread:  # which may have been collecting garbage
+        if threading.current_thread() is not self._thread:  # garbage collection may call `stop` in this thread
             self._thread.join()
         os.close(self._stopped)
 
@@ -135,7 +137,7 @@ def _add_up(x: Tensor, bias: Tensor | None, is_small: bool) -> None:
 
 
 def all_gather(x: Tensor, begin: int, width: int) -> Tensor:
-    """`ParallelOps.all_gather`, where each worker has equally many columns, and the last ones may have fewer."""
+    """`ParallelOps.all_gather`. All workers have the same number of columns; the last workers may have fewer."""
     each = -(-width // _size)
     widths = [min(each, max(0, width - rank * each)) for rank in range(_size)]
     assert x.shape[1] == each or begin + x.shape[1] == width or x.shape[1] == 0
@@ -152,5 +154,5 @@ def from_first(x: Tensor) -> None:
 
 
 def _exchange(collective: Callable[..., Any], out: Tensor, x: Tensor) -> None:
-    if x.device.type != "meta":  # in outlines nothing moves
+    if x.device.type != "meta":  # outlines run on meta tensors, which have no data
         collective(out.view(-1), x.view(-1))

@@ -1,5 +1,6 @@
-"""What operations know of adapters: their factors, and the tables that hold these by slot. Callers have these names
-from `octavo.ops`.
+"""The types of adapters in operations: an adapter's factors, and the tables that hold factors by slot.
+
+Callers import these names from `octavo.ops`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from octavo.ops.arrays import HostArray
 
 @dataclass(frozen=True, slots=True)
 class FactorShape:
-    """Of what adapters may add to one product: projections of `widths` outputs side by side, each of its own factors;
-    `gated` as the matrix is. No rank is above `max_rank`. Adapters may replace a matrix of one projection that is
-    `replaceable`. Of a matrix whose rows are `looked_up` by token the rows are the outputs."""
+    """The shape of adapters' factors for one matrix.
+
+    The matrix consists of projections side by side with `widths` outputs; each projection has its own factors. `gated`
+    is true if the matrix is gate and up. Ranks are at most `max_rank`. Adapters may replace a matrix of one projection
+    if it is `replaceable`. If rows of the matrix are `looked_up` by token, these rows are its outputs."""
 
     num_in: int
     widths: tuple[int, ...]
@@ -28,7 +31,8 @@ class FactorShape:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """a [r, K] and b [N, r] float32: a projection becomes x W^T + (x a^T) b^T, a row looked up W[n] + b[n] a."""
+    """Low-rank factors a [r, K] and b [N, r], float32. A projection becomes x W^T + (x a^T) b^T, a looked-up row W[n] +
+    b[n] a."""
 
     a: HostArray
     b: HostArray
@@ -36,16 +40,17 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A matrix [N, K] float32 in the place of W."""
+    """A matrix [N, K] float32 that replaces W."""
 
     matrix: HostArray
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """What one adapter does to one matrix: low-rank factors of its projections, or others in their place, None for what
-    it leaves alone; then, over all outputs [N] float32, what the sum is multiplied with (DoRA, Liu et al. 2024),
-    and what is added. Rows that are looked up have neither of these."""
+    """One adapter's change to one matrix: for each projection low-rank factors, a replacement, or None for no change.
+
+    Then all outputs are multiplied by `scales` [N] float32 (DoRA, Liu et al. 2024), and `bias` [N] float32 is added.
+    Matrices that are looked up have neither."""
 
     projections: tuple[LowRank | Whole | None, ...]
     scales: HostArray | None = None
@@ -53,15 +58,15 @@ class Factors:
 
 
 class PackedFactors(Protocol):
-    """`Factors` as a backend reads them, on the host: pieces that may lie anywhere, each at a multiple of 64 bytes.
-    Those that are `constant` stay as they are there, so that several that are equal may be one."""
+    """`Factors` in a backend's layout, on the host: pieces of memory that may be placed independently, each at a
+    multiple of 64 bytes. `put` does not change pieces that are `constant`: equal constant pieces may share memory."""
 
     @property
     def pieces(self) -> tuple[HostArray, ...]: ...
     @property
     def constant(self) -> tuple[bool, ...]: ...
     def with_pieces(self, pieces: Sequence[HostArray]) -> Self:
-        """The same, whose pieces are these copies."""
+        """Return the same factors with these copies of the pieces."""
 
 
 _P = TypeVar("_P", bound=PackedFactors)
@@ -69,7 +74,7 @@ _P = TypeVar("_P", bound=PackedFactors)
 
 @dataclass(frozen=True, slots=True)
 class ExpertsFactors(Generic[_P]):
-    """One adapter's factors for a stack, one expert after the other, none of which share any."""
+    """One adapter's factors for a stack of experts, one expert after the other; experts share no factors."""
 
     experts: tuple[tuple[int, _P], ...]
 
@@ -87,32 +92,35 @@ class ExpertsFactors(Generic[_P]):
 
 
 class AdapterTable(Protocol):
-    """The factors that adapters have for one product, by slot; a slot without any adds nothing."""
+    """The factors of all loaded adapters for one matrix, by slot. A slot without factors adds nothing."""
 
     @property
     def shape(self) -> FactorShape: ...
     def pack(self, factors: Factors, page_bytes: int) -> Any:
-        """-> `PackedFactors` whose pieces take a page at most. Only host memory is touched: any thread may."""
+        """Return `PackedFactors` whose pieces are at most a page. It touches host memory only, so any thread may call
+        it."""
 
     def least_page_bytes(self) -> int:
-        """Bytes that a page must have, for the largest rank."""
+        """Return the least size of a page in bytes, for factors of the largest rank."""
 
     def largest(self, page_bytes: int) -> list[int]:
-        """Bytes of the pieces of an adapter of the largest rank that has everything, but replaces nothing."""
+        """Return the bytes of each piece of the largest adapter: all factors of the largest rank, scales and bias, no
+        replacements."""
 
     def put(self, slot: int, packed: Any, arena: Any, places: Sequence[int]) -> None:
-        """The slot's factors are those that lie in `arena` [bytes] uint8 of the device, each piece at its place."""
+        """Give the slot the `packed` factors. They lie in `arena` [bytes] uint8 on the device, pieces[i] at byte
+        places[i]."""
 
     def clear(self, slot: int) -> None: ...
 
 
 class ExpertsAdapterTable(Protocol):
-    """As `AdapterTable`, of a stack of experts whose matrices are all of the shape."""
+    """As `AdapterTable`, for a stack of experts whose matrices all have this shape."""
 
     @property
     def shape(self) -> FactorShape: ...
     def pack(self, factors: Mapping[int, Factors], page_bytes: int) -> Any:
-        """Of some of the experts. Projections that share an A have it once."""
+        """Return the packed factors of some experts, by expert number. An A that projections share is packed once."""
 
     def least_page_bytes(self) -> int: ...
     def largest(self, page_bytes: int) -> list[int]: ...
@@ -121,23 +129,23 @@ class ExpertsAdapterTable(Protocol):
 
 
 class Expand(NamedTuple):
-    """The second half of what adapters add to a product, in float32 before anything is rounded."""
+    """The argument of a product that adds adapters' shrunk rows times their B, in float32 before rounding."""
 
     table: Any  # `AdapterTable`
-    slots: Any  # of `AdapterOps.rows_by_adapter`
-    shrunk: Any  # of `Ops.shrink`
+    slots: Any  # the result of `AdapterOps.rows_by_adapter`
+    shrunk: Any  # the result of `AdapterOps.shrink`
 
 
 class Lookup(NamedTuple):
-    """What adapters make of rows that are looked up, in float32 before these are scaled and rounded."""
+    """The argument of `embedding` that changes looked-up rows by adapters, in float32 before scaling and rounding."""
 
     table: Any  # `AdapterTable`
-    slots: Any  # of `AdapterOps.rows_by_adapter`
+    slots: Any  # the result of `AdapterOps.rows_by_adapter`
 
 
 class ExpandExperts(NamedTuple):
-    """What adapters add to the products of experts, to each in float32 before anything is rounded."""
+    """The argument of `experts` that adds adapters' parts to each product, in float32 before rounding."""
 
-    slots: Any  # of `AdapterOps.rows_by_adapter`
+    slots: Any  # the result of `AdapterOps.rows_by_adapter`
     gate_up: Any  # `ExpertsAdapterTable`, or None
     down: Any

@@ -1,6 +1,6 @@
-"""FlashAttention (Dao 2023) as torch brings it, as `Ops.paged_attention`.
+"""`Ops.paged_attention` by torch's FlashAttention (Dao 2023).
 
-One split of the keys only: how many others it would take depends on the whole batch, and so would its results.
+The keys are always one split: FlashAttention chooses a number of splits by the whole batch, which changes results.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from octavo.ops import LayerKVCache
 
 @cache
 def why_not(dtype: str, cache_dtype: str, score_settings: Sequence[str] = ()) -> str | None:
-    """What stands in the way of its use; None if nothing does."""
+    """Return the reason why this kernel cannot be used; None if it can."""
     if dtype not in ("float16", "bfloat16") or cache_dtype != dtype:
         return "it takes 16-bit queries and a cache of their type"
     if score_settings:
@@ -36,7 +36,7 @@ def paged_attention(
     sliding_window: int = 0, softcap: float = 0.0, slopes: Tensor | None = None, sinks: Tensor | None = None,
     bidirectional: bool = False, distance_biases: Tensor | None = None, key_ends: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`Ops.paged_attention`. Rows that belong to no sequence may be anything."""
+    """`Ops.paged_attention`. Rows that belong to no sequence have arbitrary values."""
     from torch.nn.attention import varlen
 
     assert softcap == 0 and slopes is None and sinks is None and not bidirectional and distance_biases is None

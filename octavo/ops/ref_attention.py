@@ -1,4 +1,4 @@
-"""Attention of the reference over a paged cache [blocks, offset, heads, elements], rotation, and the cache itself."""
+"""The reference's attention over a paged cache [blocks, offset, heads, elements], rotation, and the cache itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from octavo.ops.torch_arrays import DTYPES
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, D]; cos, sin [T, 1, R/2]: rotate the first R elements of each head as two halves."""
+    """Return x [T, heads, D] with the first R elements of each head rotated as two halves; cos, sin [T, 1, R/2]."""
     half = cos.shape[-1]
     x32 = x.float()
     a, b, rest = x32[..., :half], x32[..., half : 2 * half], x32[..., 2 * half :]
@@ -50,13 +50,13 @@ def rotary_and_cache(
 
 
 def _bytes_of(x: Tensor) -> Tensor:
-    """Eight-bit floats as bytes: not every device copies them by index."""
+    """Return a view of eight-bit elements as bytes: not every device can index eight-bit floats."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
 def to_cache(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rows x [..., D] as the cache holds them, and their scales [...] (`LayerKVCache`). Rows that are not finite have
-    the scale NaN."""
+    """Return rows x [..., D] as the cache holds them, and their scales [...] (see `LayerKVCache`). The scale of a row
+    that is not finite is NaN."""
     largest = x.float().abs().amax(-1, keepdim=True)
     if dtype.itemsize > 1:
         return x.to(dtype), largest[..., 0]
@@ -91,7 +91,7 @@ def _attend(
     bidirectional: bool = False, distance_biases: Tensor | None = None, key_ends: Tensor | None = None,
     value_size: int | None = None, chosen: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`paged_attention`, of `chosen` [T, ...] keys only if these are given."""
+    """Return `paged_attention`; if `chosen` [T, ...] positions of keys are given, over these keys only."""
     num_tokens, num_heads, head_size = query.shape
     assert cache.value.shape[3] == (value_size or head_size)
     group = num_heads // cache.key.shape[2]
@@ -141,7 +141,7 @@ def latent_attention(
     if cache.scales is not None:
         scales = cache.scales.float()
         key, value = key * scales[..., :1], value * scales[..., 1:]
-    key = key[..., :rotated_size]  # an index's keys lie behind
+    key = key[..., :rotated_size]  # the index's keys follow the rotated elements
     joint = LayerKVCache(torch.cat([key, value], -1), torch.cat([key * 0, value], -1))
     both = torch.cat([rotated, query], -1)
     attended = _attend(both, joint, block_tables, query_start_loc, seq_lens, scale, chosen=chosen)

@@ -1,4 +1,4 @@
-"""Experts of the reference: how tokens choose them, and their products, one expert after the other."""
+"""The reference's experts: the choice of experts for each token, and their products, one expert after the other."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def route(
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
-    """Indices of the largest along the last dimension, largest first; of equals the first first."""
+    """Return the indices of the `count` largest along the last dimension, largest first; the first of equals wins."""
     return x.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 

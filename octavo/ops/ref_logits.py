@@ -1,4 +1,4 @@
-"""From logits to tokens, in the reference."""
+"""The reference's operations from logits to tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from octavo.ops.torch_arrays import to_torch
 
 
 def argmax(logits: Tensor) -> Tensor:
-    # NaN is the largest of all where there is one.
+    # amax returns NaN if a logit is NaN.
     return torch.where(logits.amax(-1).isfinite(), logits.argmax(-1), NO_TOKEN)
 
 
@@ -60,7 +60,7 @@ def sample(
 
 
 def exponentials(uniform: float, count: int) -> Tensor:
-    """[count] float64: the exponential number of each token, as `Ops.sample` has them."""
+    """Return the exponential random number of each token, as `Ops.sample` defines it: [count] float64."""
     bits = int(uniform * 2**53)
     low, high = bits & 0xFFFFFFFF, (bits >> 32) * 0x27D4EB2F
     tokens = np.arange(count, dtype=np.uint32)

@@ -1,5 +1,5 @@
-"""Products of the reference with matrices of any format, and what is computed of rows by themselves: embeddings, norms,
-activations, sums, means of some. What integers multiply is quantized here as backends do it.
+"""The reference's products with matrices of any format, and its operations on rows: embeddings, norms, activations,
+sums, pooling. Inputs of integer matrices are quantized here as backends quantize them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from octavo.quantization import StoredWeight, dequantize
 
 @dataclass(frozen=True, slots=True)
 class DenseWeight:
-    """An unpacked matrix [out_features, in_features]; gate lies before up. Of integers it is what they stand for, but
-    for the minima [out_features, ceil(in_features / 32)], which multiply sums of activations rounded to bfloat16."""
+    """An unpacked matrix [out_features, in_features]; gate lies before up.
+
+    A quantized matrix holds dequantized values without `minima` [out_features, ceil(in_features / 32)], which multiply
+    sums of activations rounded to bfloat16."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -50,8 +52,9 @@ def pack_linear(
     parts: Sequence[StoredWeight], bias: NDArray[Any] | None = None, gated: bool = False, looked_up: bool = False,
     is_precise: bool = False,
 ) -> DenseWeight:  # fmt: skip
-    """Matrices of few bits become what they stand for, in the type of the floats beside them or float32; so this is
-    the reference of products with activations that are not quantized."""
+    """Return the parts as one matrix; quantized parts are dequantized to the type of float parts, or to float32.
+
+    So products with this matrix are the reference of products whose activations are not quantized."""
     floats = [part.tensors["data"] for part in parts if part.format in ("F32", "F16", "BF16")]
     dtype = floats[0].dtype.name if floats else "float32"
     tensors = [to_torch(dequantize(part, dtype)) for part in parts]
@@ -59,9 +62,10 @@ def pack_linear(
 
 
 def _without_outliers(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., groups, 32] -> x with zeros for outliers, and those: of each 32 the elements, two at most, that exceed
-    3 times the next magnitude. Of the two ways to part them the one that takes more, if the largest is finite and at
-    least 2^-100."""
+    """Return x [..., groups, 32] with zeros for outliers, and the outliers with zeros elsewhere.
+
+    Outliers of a group are its one or two largest elements if they exceed 3 times the next magnitude; if both one and
+    two elements qualify, two are taken. A group has none if its largest magnitude is not finite or below 2^-100."""
     magnitudes = x.abs().nan_to_num(torch.inf)
     largest = magnitudes.amax(-1, keepdim=True)
     second = magnitudes.masked_fill(magnitudes >= largest, 0.0).amax(-1, keepdim=True)
@@ -78,12 +82,14 @@ def _without_outliers(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _quantized_groups(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., K] -> int8 times a float32 scale in float64, absmax / 127, and outliers: both [..., groups, 32]. A group
-    that is not finite is NaN; one below 2^-100 is zero."""
+    """Return x [..., K] quantized, and its outliers: both [..., groups, 32] float64.
+
+    Quantized elements are int8 times the float32 scale absmax / 127. A group with elements that are not finite becomes
+    NaN; a group whose absmax is below 2^-100 becomes zero."""
     groups = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % 32)).reshape(*x.shape[:-1], -1, 32)
     groups, outliers = _without_outliers(groups)
     absmax = groups.abs().amax(-1, keepdim=True)
-    # Two tensors are truly divided; a number over a tensor is a product with the reciprocal.
+    # torch divides two tensors exactly, but computes number / tensor as a product with the reciprocal.
     largest = torch.full_like(absmax, 127)
     q = (groups * (largest / absmax)).round()
     out = q.double() * (absmax / largest).double()
@@ -92,7 +98,7 @@ def _quantized_groups(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fake_quantize(x: Tensor) -> Tensor:
-    """x [..., K] as integer matrices see it, in float64."""
+    """Return x [..., K] as integer matrices see it: quantized and dequantized, in float64."""
     quantized, outliers = _quantized_groups(x)
     return (quantized + outliers).flatten(-2)[..., : x.shape[-1]]
 
@@ -120,7 +126,7 @@ def _float_output(x: Tensor, out_dtype: str | None) -> torch.dtype:
 
 
 def rounded(out: Tensor, dtype: torch.dtype, consumer: LinearWeight | None) -> Tensor:
-    """Outputs as the consumer takes them: in a `dtype`, if not quantized."""
+    """Return outputs as the consumer takes them: quantized, or in `dtype`."""
     return fake_quantize(out) if isinstance(consumer, DenseWeight) and consumer.is_quantized else out.to(dtype)
 
 

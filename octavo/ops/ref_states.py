@@ -1,4 +1,4 @@
-"""Layers of the reference that keep a state: convolutions and recurrences, token by token."""
+"""The reference's operations with a state: convolutions and recurrences, token by token."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from octavo.ops.ref_products import FACTORS
 def _over_states(
     size: int, states: Tensor, slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of each sequence that leave one state, and that state [size] as it is before them, zeroed where the sequence
-    begins; what is written there is kept."""
+    """Yield, for each run of a sequence's rows with the same slot, the rows and a view of their state [size].
+
+    The view holds the state before the rows, zeros at the beginning of a sequence. The caller writes the state after
+    the rows into it."""
     slots, bounds = slot_mapping.tolist(), query_start_loc.tolist()
     for (begin, end), seq_len in zip(pairwise(bounds), seq_lens.tolist(), strict=True):
         before: Tensor | None = None

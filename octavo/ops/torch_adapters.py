@@ -1,6 +1,6 @@
-"""What adapters add to products, over torch's tensors: factors as they are, found through a table by slot.
+"""LoRA adapters over torch's tensors: factors in plain layout, and tables that hold them by slot.
 
-The reference computes with it directly; `octavo.ops.triton.lora` has kernels.
+The reference computes with these directly; `octavo.ops.triton.lora` has kernels.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from octavo.ops.torch_arrays import DTYPES, to_torch
 
 @dataclass(frozen=True, slots=True)
 class TorchFactors:
-    """One adapter's factors for one matrix, as bytes: a [r, K] and b [N, r] of each projection that has some, or what
-    replaces it, then the scales and the bias."""
+    """One adapter's factors for one matrix, as bytes: for each projection a [r, K] and b [N, r], its replacement, or
+    nothing; then the scales and the bias."""
 
-    ranks: tuple[int, ...]  # 0 for a projection without factors, -1 for one that is replaced
+    ranks: tuple[int, ...]  # by projection: 0 without factors, -1 if it is replaced
     has_scales: bool
     has_bias: bool
     pieces: tuple[NDArray[np.uint8], ...]
@@ -37,9 +37,9 @@ class TorchFactors:
 
 @dataclass(frozen=True, slots=True)
 class SlotFactors:
-    """What `TorchFactors` are once they lie on the device."""
+    """`TorchFactors` as tensors on the device."""
 
-    projections: tuple[tuple[Tensor, Tensor] | Tensor | None, ...]  # those that are replaced have one tensor
+    projections: tuple[tuple[Tensor, Tensor] | Tensor | None, ...]  # (a, b); or the replacement; or nothing
     scales: Tensor | None
     bias: Tensor | None
 
@@ -84,7 +84,7 @@ class TorchAdapterTable:
             if rank == 0:
                 projections.append(None)
                 continue
-            if rank < 0:  # in several pieces, which need not be neighbours: a copy, as this is no backend to serve with
+            if rank < 0:  # a replacement, in pieces that may lie anywhere: copied, as the reference need not be fast
                 rows = [next(left).view(self.dtype).view(-1, self.shape.num_in)]
                 while sum(map(len, rows)) < width:
                     rows.append(next(left).view(self.dtype).view(-1, self.shape.num_in))
@@ -103,7 +103,7 @@ class TorchAdapterTable:
         return max(1, page_bytes // (self.shape.num_in * self.dtype.itemsize))
 
     def rows_by_slot(self, slots: Tensor) -> list[tuple[Tensor, SlotFactors]]:
-        """The rows of each adapter, and its factors."""
+        """Return, for each adapter in the step, the numbers of its rows and its factors."""
         found = []
         for slot in sorted(set(slots.tolist())):
             factors = self.slots[slot] if slot >= 0 else None
@@ -116,7 +116,7 @@ class TorchExpertsTable:
     """`ExpertsAdapterTable`: a table for each expert."""
 
     def __init__(self, shape: FactorShape, num_experts: int, num_slots: int, dtype: str) -> None:
-        # Projections that share their inputs' factors may have the ranks of all of them.
+        # Projections that share an A may have the sum of all their ranks.
         whole = replace(shape, max_rank=shape.max_rank * len(shape.widths))
         self.shape = shape
         self.experts = [TorchAdapterTable(whole, num_slots, dtype) for _ in range(num_experts)]
@@ -158,7 +158,7 @@ def rows_by_adapter(slots: Tensor) -> Tensor:
 
 
 def shrink_rows(x: Tensor, table: TorchAdapterTable, slots: Tensor) -> Tensor:
-    """x [T, K] -> [T, width], the ranks of projections one after the other."""
+    """Return x [T, K] times the A factors of each row's adapter: [T, width], the projections one after the other."""
     out = torch.zeros((len(x), table.width), dtype=table.dtype, device=x.device)
     for rows, factors in table.rows_by_slot(slots):
         parts = [
@@ -173,7 +173,7 @@ def shrink_rows(x: Tensor, table: TorchAdapterTable, slots: Tensor) -> Tensor:
 
 
 def expand_rows(y: Tensor, bias: Tensor | None, what: Expand) -> Tensor:
-    """y [T, N] float32, the product without its `bias` -> the sum of both products, with it."""
+    """Return y plus the adapters' parts plus `bias`; y [T, N] float32 is the base product without its bias."""
     table = what.table
     assert isinstance(table, TorchAdapterTable)
     y = y.clone()
@@ -195,7 +195,7 @@ def expand_rows(y: Tensor, bias: Tensor | None, what: Expand) -> Tensor:
 
 
 def looked_up(rows: Tensor, token_ids: Tensor, what: Lookup) -> Tensor:
-    """rows [T, K] float32 of the base -> what the adapters make of them."""
+    """Return rows [T, K] float32 of the base, changed by their adapters."""
     table = what.table
     assert isinstance(table, TorchAdapterTable)
     rows = rows.clone()

@@ -1,4 +1,4 @@
-"""From numpy's arrays to torch's tensors, also on a device that is not waited for; element types of torch by name."""
+"""Conversion of numpy arrays to torch tensors, uploads that do not wait for the device, and torch's types by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMES = (
     "uint8", "bool",
 )  # fmt: skip
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES}
-# What numpy has of another library, as integers of the same size.
+# Types that numpy gets from ml_dtypes: (integer type of the same size, torch's type).
 _AS_INTEGERS = {
     np.dtype(ml_dtypes.bfloat16): (np.dtype(np.int16), torch.bfloat16),
     np.dtype(ml_dtypes.float8_e4m3fn): (np.dtype(np.uint8), torch.float8_e4m3fn),
@@ -25,7 +25,7 @@ _AS_INTEGERS = {
 
 
 def to_torch(array: NDArray[Any]) -> Tensor:
-    """The same memory as a tensor on the CPU. It is the caller's not to write where the array is read-only."""
+    """Return the same memory as a tensor on the CPU. The caller must not write to it if the array is read-only."""
     if array.dtype.itemsize == 4 and array.dtype.kind == "u":
         array = array.view(np.int32)  # words of bits
     integers, dtype = _AS_INTEGERS.get(array.dtype, (array.dtype, None))
@@ -39,8 +39,10 @@ def to_torch(array: NDArray[Any]) -> Tensor:
 
 
 def upload(x: Tensor | NDArray[Any], device: torch.device) -> Tensor:
-    """`x` on `device`, in the order of the current stream. Out of pageable memory torch would copy it only once the
-    device has done all that it was given before; pinned memory is kept until the stream has read it."""
+    """Return `x` on `device`, copied in the order of the current stream, without waiting.
+
+    From pageable memory torch would wait until the device has finished all earlier work, so `x` is copied to pinned
+    memory first. torch keeps pinned memory until the stream has read it."""
     tensor = x if isinstance(x, Tensor) else to_torch(x)
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)

@@ -1,4 +1,4 @@
-"""Operations that are torch's own functions, on any of its devices: log-probabilities, indexing, copies of blocks.
+"""Operations by torch's own functions, on any torch device: log-probabilities, indexing, copies of blocks.
 
 The reference and the CUDA backend share them. Lists that the host makes are uploaded without waiting.
 """
@@ -36,7 +36,9 @@ def top_tokens(logits: Tensor, samples: NDArray[Any], count: int) -> tuple[Tenso
 
 
 def _top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Ids and values of the largest, of equals those of the lowest index: `topk` of numbers that are all different."""
+    """Return ids and values of the largest logits, of equals the lowest id first.
+
+    `topk` does not define the order of equals, so it gets integer keys that are all different."""
     bits = (logits + 0.0).view(torch.int32)  # the sum makes -0 a 0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # as the floats are
     width = logits.shape[1]
@@ -55,7 +57,7 @@ def replace_rows(x: Tensor, replacements: Tensor, indices: Tensor) -> None:
 def add_chosen(residual: Tensor, x: Tensor, ids: Tensor, weights: Tensor, first_id: int) -> None:
     passed = torch.where(ids >= first_id, weights, 0.0)
     factor = torch.zeros_like(passed[:, :1])
-    for j in range(ids.shape[1]):  # one by one: sums of whole rows may be added up in another order for more of them
+    for j in range(ids.shape[1]):  # one by one: torch may add in another order when there are more rows
         factor += passed[:, j : j + 1]
     residual.copy_(residual.float() + factor * x.float())
 
@@ -83,7 +85,7 @@ def add_bias(logits: Tensor, samples: NDArray[Any], tokens: NDArray[Any], values
 
 
 def _pieces(caches: Sequence[LayerKVCache]) -> list[Tensor]:
-    """The bytes of all layers' keys and values, [blocks, bytes of a block] each."""
+    """Return the bytes of all layers' keys and values, [blocks, bytes of a block] each."""
     return [part.view(torch.uint8).flatten(1) for cache in caches for part in cache.arrays]
 
 

@@ -1,7 +1,7 @@
-"""The reference backend: what each operation of `octavo.ops.Ops` means, in the plainest torch.
+"""The reference backend: the definition of each operation of `octavo.ops.Ops`, in the plainest torch.
 
-Every kernel is tested against it. It makes no promise about speed or about bitwise row independence. Its operations
-are in the modules `ref_*`, by kind; those without a kind are here.
+Every kernel is tested against it. It promises neither speed nor bitwise row independence. Its operations are in the
+modules `ref_*`, by kind; operations of no kind are here.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ place = to_torch
 
 
 def sum_by_segments(weight: LinearWeight, segments: int) -> int:
-    """Sums have no order here."""
+    """Return 1: the reference does not fix the order of sums, so it ignores segments."""
     return 1
 
 
@@ -83,9 +83,9 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def row_classes(max_rows: int, exactly: bool = True) -> list[int]:
-    """One function serves all."""
+    """Return `max_rows` only: the same code serves any number of rows."""
     return [max_rows]
 
 
 def begin_step(query_start_loc: Tensor, seq_lens: Tensor) -> None:
-    """Nothing is worked out beforehand."""
+    """Do nothing: the reference prepares nothing for a step."""
