@@ -45,14 +45,15 @@ class AltUpBlock:
         self._branch_norm = norm("laurel.post_laurel_norm")
         self._router_norm = norm("altup.router_norm", divisor=hidden_size)
         self._router = linear("altup.modality_router", count, hidden_size)
-        # Coefficients by how far the stream that they multiply lies behind the one that they are for; those of streams
-        # for themselves are changes of 1.
+        # Coefficients are sorted by shift: row shift * count + i multiplies stream (i + shift) % count in the sum of
+        # stream i. A stream's coefficient for itself (shift 0) is stored as its difference from 1.
         order = np.array([count * i + (i + shift) % count for shift in range(count) for i in range(count)])
         self._prediction = self._coefficients(parameters, f"{prefix}altup.prediction_coefs", order)
         self._correction = self._coefficients(parameters, f"{prefix}altup.correction_coefs", np.arange(count))
 
     def _coefficients(self, parameters: Parameters, name: str, order: Any) -> LinearWeight:
-        """[T, streams] to as many numbers as `order` has, the first of which are changes of 1."""
+        """Return a matrix from [T, streams] to [T, len(order)] coefficients. The first `streams` coefficients are
+        stored as differences from 1, so the matrix gets a bias of 1 for them."""
         matrix = parameters.weights.take(f"{name}.weight", (len(order), self._count))
         bias = (np.arange(len(order)) < self._count).astype(parameters.dtype)
         return self._ops.pack_linear([floats(np.ascontiguousarray(matrix[order]))], bias)
@@ -61,7 +62,7 @@ class AltUpBlock:
         self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache, second: Any = None,
         padded_embedding: Any = None,
     ) -> Array:  # fmt: skip
-        """residual [T, streams * H] -> the same after this layer"""
+        """Return the residual streams [T, streams * H] after this layer."""
         ops, size = self._ops, self._size
         streams = self._predicted(residual)
         first = streams[:, :size]
@@ -81,12 +82,12 @@ class AltUpBlock:
         return streams
 
     def _modalities(self, x: Array) -> Array:
-        """x [T, H] -> [T, streams], between -1 and 1"""
+        """Return the router's output for x [T, H]: [T, streams], between -1 and 1."""
         routed = self._ops.linear(self._router_norm.forward(x), self._router, self._dtype)
         return self._ops.activation(routed, "softcap", parameters=(1.0,))
 
     def _predicted(self, streams: Array) -> Array:
-        """[T, streams * H] -> the same: each the sum of all, by coefficients."""
+        """Return streams [T, streams * H], each of them a weighted sum of all given streams."""
         ops, size, count = self._ops, self._size, self._count
         coefficients = ops.linear(self._modalities(streams[:, :size]), self._prediction, self._dtype)
         predicted = ops.multiply(streams, coefficients[:, :count])

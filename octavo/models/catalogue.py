@@ -1,5 +1,5 @@
-"""The table of architectures, as `octavo models` prints it and docs/models.md shows it. What it says of an architecture
-is read off the description of a model of it, so that it is true.
+"""The table of architectures that `octavo models` prints and docs/models.md shows. Each line is computed from the
+description of an example model of the architecture, so that the table is true.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from octavo.models.multimodal_models import DECODERS, MEDIA_FAMILIES, decoders_o
 from octavo.models.readers import read
 from octavo.models.whisper import WHISPER, read_whisper
 
-# A model of every architecture may have these: 160 divides by all heads of keys and values, 24 layers by all patterns.
+# Sizes that fit every architecture: all numbers of key/value heads divide 160, all layer patterns divide 24 layers.
 EXAMPLE_SIZES: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 2560, "intermediate_size": 160, "num_hidden_layers": 24,
     "num_attention_heads": 160, "num_experts": 16, "num_experts_per_tok": 2, "has_standard_names": True,
 }  # fmt: skip
-# Which layers are what, where configurations say it one by one.
+# Further settings of architectures whose configurations must have them, such as lists of layer types.
 _EXAMPLE_LAYERS: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": {"attn_layer_indices": [9, 18]},
     "Gemma4ForCausalLM": {"attention_k_eq_v": True, "num_kv_shared_layers": 6, "enable_moe_block": True},
@@ -42,7 +42,7 @@ _EXAMPLE_LAYERS: dict[str, dict[str, Any]] = {
 }
 
 
-# Classes of an encoder, which stand in the line of its bare model.
+# Suffixes of an encoder's classes that are listed in the line of its bare model.
 _HEADS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 
 
@@ -71,7 +71,7 @@ def entries() -> list[Entry]:
         if others := [head for head in _HEADS if name.removesuffix("Model") + head in FAMILIES]:
             notes.append(f"also {', '.join(others)}")
         found.append(Entry(name, "native", formats, "; ".join(notes)))
-    heads_of_128 = {"hidden_size": 4096, "num_attention_heads": 32}  # which mrope_section shares out by default
+    heads_of_128 = {"hidden_size": 4096, "num_attention_heads": 32}  # default values of mrope_section need this size
     example = {"text_config": EXAMPLE_SIZES | heads_of_128, "image_token_index": 0, "audio_token_index": 0}
     for name, media in MEDIA_FAMILIES.items():
         decoders = decoders_of(name)
@@ -131,7 +131,7 @@ def _notes(model: ModelDescription) -> Iterator[str]:
 
 
 def _has(kind: type[_Part], what: Callable[[_Part], Any] = lambda _: True) -> Callable[[LayerDescription], bool]:
-    """Whether a layer has a part of the kind of which that is true."""
+    """Return a test of whether a layer has a part of this kind for which `what` is true."""
     return lambda layer: any(
         isinstance(part, kind) and bool(what(part))
         for part in (layer.attention, layer.parallel_mixer, layer.feed_forward)
@@ -187,7 +187,7 @@ _LAYER_NOTES: dict[Callable[[LayerDescription], Any], str] = {
 
 
 def as_text() -> str:
-    """Aligned columns."""
+    """Return the table as text in aligned columns."""
     rows = [HEADER, *entries()]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = ["  ".join([*(row[c].ljust(widths[c]) for c in range(3)), row.notes]).rstrip() for row in rows]

@@ -1,5 +1,5 @@
-"""The network of a `ModelDescription`: embedding, blocks, final norm, and output matrix or pooler. With bidirectional
-attention it is an encoder."""
+"""The network of a `ModelDescription`: embedding, blocks, final norm, and output matrix or pooler. A description with
+bidirectional attention gives an encoder."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ class Block:
 
     @property
     def cross_attention(self) -> CrossAttention | None:
-        """The block's cross attention, if it has one."""
+        """Return the block's cross attention, if it has one."""
         return self._attention if isinstance(self._attention, CrossAttention) else None
 
     def forward(
         self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache,
         second: TablesAndCache | None = None, *, padded_embedding: Array | None = None,
     ) -> Array:  # fmt: skip
-        """residual [T, H], which is overwritten -> the residual stream after this layer"""
+        """Return the residual stream after this layer; residual [T, H] is overwritten."""
         if self._layer.is_parallel:
             return self._forward_parallel(residual, batch, tables, cache)
         if self._attention is not None:
@@ -123,7 +123,7 @@ class Block:
         return deferred
 
     def _before(self, norm: Norm | None, residual: Array, layer: Mixer | FeedForwardLike) -> tuple[Array, Array]:
-        """-> the residual stream, and the layer's input: quantized if no other layer reads it."""
+        """Return the residual stream and the layer's input, which is quantized if only this layer reads it."""
         if self._layer.keeps_normed:
             normed = _normed(norm, residual, None)
             return normed, normed
@@ -168,14 +168,16 @@ def _quantizes(norm: Norm | None, consumer: LinearWeight | None) -> bool:
 class BlockLike(Protocol):
     @property
     def reads_float32(self) -> bool:
-        """Whether the residual stream may be float32 if the model's type is smaller."""
+        """Return whether the residual stream may be float32 if the model's type is smaller."""
 
     def forward(
         self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache,
         second: TablesAndCache | None = None, *, padded_embedding: Array | None = None,
     ) -> Array:  # fmt: skip
-        """residual [T, H], which is overwritten -> the residual stream after this layer. `second` is the cache of a
-        parallel mixer or of a reused layer; `padded_embedding` [T, 2 * H] is for a reused layer."""
+        """Return the residual stream after this layer; residual [T, H] is overwritten.
+
+        `second` is the cache of a parallel mixer or of a reused layer; `padded_embedding` [T, 2 * H] is for a reused
+        layer."""
 
 
 def _caches_of_layer(description: ModelDescription) -> list[range]:
@@ -193,7 +195,7 @@ BlockBuilder = Callable[[LayerDescription, int, Parameters, str], BlockLike]
 
 
 class Decoder:
-    """token ids -> hidden states -> logits or vectors."""
+    """The network: from token ids to hidden states, and from hidden states to logits or vectors."""
 
     is_recordable = True
 
@@ -239,8 +241,9 @@ class Decoder:
         self.on_layer_input: Callable[[int, Array], None] | None = None
 
     def _build_embedding(self, parameters: Parameters) -> None:
-        """Build everything before the first layer: the embedding, and what some models add to it or make of it. The
-        last stage has the embedding too if it is the output matrix."""
+        """Build everything before the first layer: the embedding, its projection and norm, positions, token types.
+
+        The last stage has the embedding too if it is the output matrix."""
         description = self.description
         is_first, is_last, shard = description.is_first_stage, description.is_last_stage, description.shard
         embedding_size = description.embedding_size or self.hidden_size
@@ -267,14 +270,14 @@ class Decoder:
             self._token_types = parameters.array(description.token_types_name, (description.token_types, width))
 
     def _build_embedding_carriers(self, parameters: Parameters) -> None:
-        """Build identity matrices that put the embedding next to hidden states: products can be recorded, copies
-        cannot."""
+        """Build identity matrices that write the embedding next to hidden states. A product with an identity matrix can
+        be recorded; a copy cannot."""
         description, size, dtype = self.description, self.hidden_size, parameters.dtype
         # For reused layers, which read rows [hidden, embedding].
         self._pad_embedding: LinearWeight | None = None
         if any(description.layers[i].reused is not None for i in description.stage):
             self._pad_embedding = parameters.packed(np.eye(2 * size, size, -size, dtype))
-        # For the next stage, which gets rows [residual streams, embedding].
+        # For the next stage, which reads rows [residual streams, embedding].
         self._append_embedding: LinearWeight | None = None
         if description.carries_embedding and not description.is_last_stage:
             width = description.stage_width
@@ -317,7 +320,7 @@ class Decoder:
         is_last, has_output = description.is_last_stage, self._has_output
         self._norm: Norm | None = None
         if description.norm is not None and is_last:
-            divisor = description.logits_divisor  # Granite divides its logits; dividing in the norm is the same
+            divisor = description.logits_divisor  # dividing in the norm gives the same as dividing logits (Granite)
             self._norm = Norm(description.norm, parameters, description.norm_name, self.hidden_size, divisor=divisor)
         self._pooler: Pooler | None = None
         if description.pooling is not None and is_last:
@@ -335,8 +338,10 @@ class Decoder:
             self._lm_head = parameters.linear([name], [self.vocab_size], size, self._output_bias, own=self._own_vocab)
 
     def _choose_stream_dtype(self) -> str:
-        """Return the type of the residual stream: float32 if all its readers quantize it, as sums of many layers in
-        bfloat16 are less exact than quantized products (docs/performance.md); otherwise the model's type."""
+        """Return the type of the residual stream: float32 if all its readers quantize it, otherwise the model's type.
+
+        float32 is worth its cost then, because sums of many layers in bfloat16 are less exact than quantized products
+        (docs/performance.md)."""
         # A pooler reads either type from the last norm.
         ends_float32 = self._norm is not None if self._pooler is not None else _quantizes(self._norm, self._lm_head)
         has_other_readers = self._projection_head is not None or self._token_inputs is not None
@@ -351,18 +356,18 @@ class Decoder:
 
     @property
     def _has_output(self) -> bool:
-        """Whether this stage makes logits."""
+        """Return whether this stage makes logits."""
         return self.description.pooling is None and self.description.is_last_stage
 
     @property
     def _output_bias(self) -> str | bool:
-        """The name of the output matrix's bias, if it has one."""
+        """Return the name of the output matrix's bias, or False if it has none."""
         has_bias = self.description.output_bias and self.description.pooling is None
         return f"{self.description.output_name}.bias" if has_bias else False
 
     def _padded_output(self, parameters: Parameters) -> LinearWeight:
-        """Return an output matrix with rows of zeros for tokens that checkpoints have no rows of; a bias keeps them
-        from being sampled."""
+        """Return the output matrix with added rows of zeros for tokens that have no rows in the checkpoint. A bias
+        keeps these tokens from being sampled."""
         description = self.description
         assert not description.tie_word_embeddings and not description.output_bias
         num_output_tokens = description.vocab_size - description.num_input_only_tokens
@@ -374,7 +379,7 @@ class Decoder:
 
     @property
     def matrices(self) -> tuple[NamedMatrix, ...]:
-        """The matrices that adapters may change. A tied matrix counts as two: embedding and output."""
+        """Return the matrices that adapters may change. A tied matrix counts as two: embedding and output."""
         return (*self._adaptable(), *(matrix for named in self._expert_matrices for matrix in named()))
 
     def _adaptable(self) -> Iterator[NamedMatrix]:
@@ -391,7 +396,7 @@ class Decoder:
                 yield matrix
 
     def num_weight_bytes(self) -> int:
-        """Bytes of the packed matrices."""
+        """Return the bytes of the packed matrices."""
         return self._num_weight_bytes
 
     @property
@@ -400,19 +405,20 @@ class Decoder:
 
     @property
     def embeds_alone(self) -> bool:
-        """Whether `embed` needs no other worker."""
+        """Return whether this worker can `embed` without other workers."""
         has_projection = self._projection is not None or self.description.embedding_size is None
         return self._embedding is not None and has_projection and self.description.shard.is_whole
 
     @property
     def makes_logits_alone(self) -> bool:
-        """Whether `output` needs no other worker."""
+        """Return whether this worker can compute `output` without other workers."""
         return self._lm_head is not None and self.description.shard.is_whole
 
     def forward(self, batch: StepBatch, caches: Sequence[LayerKVCache]) -> Array:
-        """-> hidden [T, H] before the final norm; after it in a model that pools; or, in a stage that is not the last,
-        rows [T, `stage_width`] of type `stream_dtype`. `caches` are the entries of `layer_caches` of this stage's
-        layers."""
+        """Return hidden states [T, H] before the final norm; after the final norm in a model that pools.
+
+        A stage that is not the last returns rows [T, `stage_width`]. `caches` belong to the entries of `layer_caches`
+        of this stage's layers."""
         description = self.description
         residual = embedded = self._start(batch) if batch.hidden_in is None else batch.hidden_in
         if batch.hidden_in is not None and description.carries_embedding:
@@ -430,7 +436,7 @@ class Decoder:
             residual = self._altup.expand(residual)
         own_caches = description.caches_of(description.stage)
         with_tables = {i: (batch.groups[self._group_of_cache[i]], c) for i, c in zip(own_caches, caches, strict=True)}
-        deferred: dict[int, Array] = {}  # by layer: added to the residual stream at its end
+        deferred: dict[int, Array] = {}  # layer -> the output that is added to the residual stream after this layer
         for layer, block in self._blocks.items():
             if self.on_layer_input is not None:
                 self.on_layer_input(layer, residual)
@@ -454,7 +460,7 @@ class Decoder:
         return residual if self._pooler is None else _normed(self._norm, residual, None)
 
     def _start(self, batch: StepBatch) -> Array:
-        """-> the input of the first layer, [T, H]."""
+        """Return the input of the first layer, [T, H]."""
         ops, description = self._ops, self.description
         residual = self.embed(batch.token_ids, self.stream_dtype)
         if batch.media_rows is not None:
@@ -469,30 +475,32 @@ class Decoder:
         return residual
 
     def write_encoder_kv(self, rows: Array, positions: Array, slots: Array, caches: Sequence[LayerKVCache]) -> None:
-        """Write the cross-attention keys and values of rows [N, H] of an encoder's output into `slots` [N] int64 of its
-        group. `positions` [N] int64 may be any; `caches` are as in `forward`."""
+        """Write the cross-attention keys and values of rows [N, H] of an encoder's output to `slots` [N] int64 of their
+        group. `positions` [N] int64 have no effect; `caches` are as in `forward`."""
         for layer, number in self.cross_layers:
             layer.write(rows, positions, slots, caches[number])
 
     @property
     def cross_layers(self) -> list[tuple[CrossAttention, int]]:
-        """The cross-attention layers of this stage, in order, each with the index of its cache among the stage's."""
+        """Return the cross-attention layers of this stage, in order, each with the index of its cache in the stage."""
         first = self.description.caches_of(self.description.stage).start
         found = [(block.cross_attention, i) for i, block in self._blocks.items() if isinstance(block, Block)]
         return [(layer, self._caches_of_layer[i][0] - first) for layer, i in found if layer is not None]
 
     def pool(self, hidden: Array, starts: Array, ends: Array) -> Array:
-        """hidden [T, H] -> vectors [N, size] float32: n pools the rows starts[n] .. ends[n] ([N] int64)."""
+        """Return vectors [N, size] float32; vector n pools rows starts[n] .. ends[n] ([N] int64) of hidden [T, H]."""
         assert self._pooler is not None, f"{self.description.architecture} was not described as a model that pools"
         return self._pooler.forward(hidden, starts, ends)
 
     def logits(self, hidden: Array) -> Array:
-        """hidden [N, H] -> [N, vocab_size] float32."""
+        """Return the logits [N, vocab_size] float32 of hidden states [N, H] before the final norm."""
         head = self._projection_head
         return self.output(_normed(self._norm, hidden, self._lm_head if head is None else head.consumer))
 
     def embed(self, token_ids: Array, dtype: str | None = None) -> Array:
-        """token_ids [T] int32 -> [T, H], without positions. The default `dtype` is the model's."""
+        """Return the embeddings [T, H] of token_ids [T] int32, without positions. The default `dtype` is the model's.
+
+        With `projects_last`, rows are not projected yet and have the embedding's size."""
         ops, multiplier = self._ops, self.description.embedding_multiplier
         assert self._embedding is not None, "the first stage embeds"
         if self._projection is None:
@@ -503,11 +511,11 @@ class Decoder:
         return ops.linear(embedded, self._projection, dtype or self._dtype)
 
     def normed(self, hidden: Array) -> Array:
-        """hidden [N, H] -> the final norm of it, not quantized."""
+        """Return the final norm of hidden [N, H], not quantized."""
         return _normed(self._norm, hidden, None)
 
     def output(self, hidden: Array) -> Array:
-        """hidden [N, H] after the final norm -> [N, vocab_size] float32."""
+        """Return the logits [N, vocab_size] float32 of hidden [N, H] after the final norm."""
         ops = self._ops
         assert self._lm_head is not None, "the last stage makes logits"
         if self._projection_head is not None:

@@ -1,11 +1,12 @@
 """Draft heads: small networks that make draft tokens from the model's hidden states, in their published layouts.
 
-A chain head (`EagleHead`, `Eagle3Head`) turns the hidden state of a position and the token that follows it into the
-hidden state of the next position, and that into its token's logits: EAGLE (Li et al. 2024, arXiv 2401.15077), EAGLE-3
-(Li et al. 2025, arXiv 2503.01840), and the multi-token prediction modules of DeepSeek-V3 (arXiv 2412.19437). It keeps
-keys and values as a model does, and its own hidden states stand in for the model's where those are not known yet.
+A chain head (`EagleHead`, `Eagle3Head`) computes the hidden state of the next position from the hidden state of a
+position and the token that follows it, and then logits from the new hidden state: EAGLE (Li et al. 2024, arXiv
+2401.15077), EAGLE-3 (Li et al. 2025, arXiv 2503.01840), and the multi-token prediction modules of DeepSeek-V3 (arXiv
+2412.19437). It has a KV cache like a model. At positions that the model has not computed yet, the head's own hidden
+states replace the model's.
 
-`MedusaHeads` (Cai et al. 2024, arXiv 2401.10774) guess each of the next tokens from one hidden state.
+`MedusaHeads` (Cai et al. 2024, arXiv 2401.10774) make each of the next tokens from one hidden state.
 """
 
 from __future__ import annotations
@@ -31,20 +32,21 @@ from octavo.models.families import FAMILIES
 from octavo.models.readers import read
 from octavo.ops import Array, LayerKVCache, LinearWeight, Ops
 
-# What a head's configuration calls itself -> the family that says how its layers differ from Llama's.
+# model_type of a head's configuration -> the family of its layers. Other heads have Llama's layers.
 _FAMILY_OF_TYPE = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "mistral": "MistralForCausalLM"}
-_NUM_TAPS = 3  # of EAGLE-3: low, middle and high layers
+_NUM_TAPS = 3  # EAGLE-3 reads the inputs of a low, a middle and a high layer
 
 
 class AuxHiddenStates:
-    """EAGLE-3's features: hidden states of three layers of the model, as one product with the head's first matrix."""
+    """EAGLE-3's features: the product of the head's first matrix with the hidden states of three of the model's
+    layers."""
 
     def __init__(self, parts: Mapping[int, LinearWeight], ops: Ops, dtype: str) -> None:
         self._parts, self._ops, self._dtype = parts, ops, dtype
-        self.features: Array | None = None  # [T, H], of the forward pass that was the last
+        self.features: Array | None = None  # [T, H], of the last forward pass
 
     def see(self, layer: int, hidden: Array) -> None:
-        """hidden [T, H] is about to enter the layer. Layers come in order."""
+        """Add hidden [T, H], the input of the layer, to the features if the head reads it. Called in layer order."""
         weight = self._parts.get(layer)
         if weight is None:
             return
@@ -57,15 +59,18 @@ class AuxHiddenStates:
 
 
 class HeadTarget(NamedTuple):
-    """The model that a head guesses for, as a worker has it, and what is not there of it: its description in one piece,
-    and a way to read what embeds or makes logits, for those of its workers who have a part of that or nothing."""
+    """The model that a head makes draft tokens for: this worker's part, the description of the whole model, and a
+    function that reads a further part.
+
+    Workers that have no whole embedding or output matrix read a copy with `read`."""
 
     model: Decoder
     description: ModelDescription
     read: Callable[[ModelDescription], Decoder]
 
     def tables(self, embeds: bool, outputs: bool) -> tuple[Decoder, Decoder]:
-        """Who `embeds` tokens, and who makes logits, as far as that is wanted: the model, or a copy of its matrices."""
+        """Return the network for embedding and the network for logits. Each is the model itself, or a copy of its
+        matrices if the head wants it (`embeds`, `outputs`) and this worker's part cannot do it alone."""
         model, whole = self.model, replace(self.description, token_inputs=None, altup=None)
         num_layers = len(whole.layers)
         embeds, outputs = embeds and not model.embeds_alone, outputs and not model.makes_logits_alone
@@ -78,27 +83,30 @@ class HeadTarget(NamedTuple):
 
 
 class ChainHead:
-    """What chain heads have in common: embedding and output matrix, which are the model's where the head has none. A
-    `Model` that reads `features` as well."""
+    """The base of chain heads: embedding and output matrix, which are the model's if the head has none of its own.
+
+    A chain head is a `Model` that also reads `features`."""
 
     is_recordable = True
-    # [most tokens of a step, hidden size]: what stands for the hidden states of the step's positions. To be set before
-    # anything is computed; as many rows are read as the step has tokens.
+    # [most tokens of a step, hidden size]: the hidden states of the step's positions, the model's or the head's own. It
+    # must be set before a step; the step reads as many rows as it has tokens.
     features: Array
-    rows: Array  # [the same] int64: 0, 1, ...
+    rows: Array  # [most tokens of a step] int64: 0, 1, ...
     layer_caches: tuple[LayerCacheSpec, ...]
-    matrices: tuple[NamedMatrix, ...] = ()  # none that adapters change
+    matrices: tuple[NamedMatrix, ...] = ()  # adapters do not change heads
 
     def __init__(
         self, target: HeadTarget, weights: Weights, parameters: Parameters, names: Mapping[str, str],
         own_vocab_size: int | None = None,
     ) -> None:  # fmt: skip
-        """`names` are those of the modules "embedding" and "output", of those that a head may have. Where it has fewer
-        tokens than the model it has `own_vocab_size`."""
+        """Take the head's own embedding and output matrix from `weights`, if they are there.
+
+        `names` maps "embedding" and "output" to the modules that such a head may have. `own_vocab_size` is the number
+        of the head's tokens, if it is smaller than the model's."""
         self.target, self._parameters, self._ops = target.model, parameters, parameters.ops
         self._dtype = parameters.dtype
         self.vocab_size, self.hidden_size = target.model.vocab_size, target.description.hidden_size
-        self.target_ids: NDArray[np.int64] | None = None  # the model's token for each of the head's, if it has fewer
+        self.target_ids: NDArray[np.int64] | None = None  # the model's token for each head token, if the head has fewer
         self._embedding: LinearWeight | None = None
         size = target.description.hidden_size
         if "embedding" in names and f"{names['embedding']}.weight" in weights:
@@ -109,64 +117,64 @@ class ChainHead:
         self._embedder, self._outputter = target.tables(self._embedding is None, self._output is None)
 
     def num_weight_bytes(self) -> int:
-        """Bytes of the packed matrices."""
+        """Return the bytes of the packed matrices."""
         copies = {self._embedder, self._outputter} - {self.target}
         return self._parameters.num_matrix_bytes + sum(copy.num_weight_bytes() for copy in copies)
 
     def features_of(self, hidden: Array) -> Array:
-        """What the head reads of the model's hidden states [T, H] before its final norm, or of what `AuxHiddenStates`
-        gave."""
+        """Return the head's features for hidden [T, H]: the model's hidden states before its final norm, or the
+        features of `AuxHiddenStates`."""
         raise NotImplementedError
 
     def forward(self, batch: StepBatch, caches: Sequence[LayerKVCache]) -> Array:
-        """-> hidden [T, H]: what stands for the features of the positions that follow."""
+        """Return hidden states [T, H], which replace the features of the next positions."""
         raise NotImplementedError
 
     def logits(self, hidden: Array) -> Array:
-        """hidden [N, H] -> [N, vocab_size] float32."""
+        """Return the logits [N, vocab_size] float32 of hidden [N, H]."""
         raise NotImplementedError
 
     def _embed(self, token_ids: Array) -> Array:
-        """[T] int32 -> [T, H]"""
+        """Return the embeddings [T, H] of token_ids [T] int32."""
         if self._embedding is None:
             return self._embedder.embed(token_ids)
         return self._ops.embedding(token_ids, self._embedding, self._dtype)
 
     def _project(self, hidden: Array) -> Array:
-        """hidden [N, H], normed if it is to be -> logits [N, V] float32"""
+        """Return the logits [N, V] float32 of hidden [N, H], which the caller has normed if the head norms it."""
         if self._output is None:
             return self._outputter.output(hidden)
         return self._ops.linear(hidden, self._output, "float32")
 
 
 class ModuleNames(NamedTuple):
-    """A module of multi-token prediction in the model's own checkpoint."""
+    """The names of a multi-token prediction module in the model's own checkpoint."""
 
     joint: str
     norms: tuple[str, str, str]  # of the embedding, of the hidden state, and of the result
-    layer: str  # prefix
-    tables: dict[str, str]  # embedding and output matrix, if it may have some
-    passes_normed: bool  # the next position gets its result after the norm
+    layer: str  # prefix of the layer's tensors
+    tables: dict[str, str]  # "embedding" and "output": modules that it may have of its own
+    passes_normed: bool  # the next position gets the module's result after the norm
 
 
 def module_names(description: ModelDescription, weights: Weights) -> ModuleNames | None:
-    """Of the first module, if the checkpoint has one that is known."""
-    prefix = f"{description.layer_prefix}{len(description.layers)}."  # DeepSeek-V3's and those like it
+    """Return the names of the first multi-token prediction module, if the checkpoint has one in a known layout."""
+    prefix = f"{description.layer_prefix}{len(description.layers)}."  # DeepSeek-V3 and models with its layout
     if description.num_unused_layers:
         norms = f"{prefix}enorm", f"{prefix}hnorm", f"{prefix}shared_head.norm"
         tables = {"embedding": f"{prefix}embed_tokens", "output": f"{prefix}shared_head.head"}
         return ModuleNames(f"{prefix}eh_proj", norms, prefix, tables, False)
-    if "mtp." in description.unused and "mtp.fc.weight" in weights:  # Qwen3-Next's and Qwen3.5's
+    if "mtp." in description.unused and "mtp.fc.weight" in weights:  # Qwen3-Next and Qwen3.5
         norms = "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"
         return ModuleNames("mtp.fc", norms, "mtp.layers.0.", {}, True)
     return None
 
 
 class EagleHead(ChainHead):
-    """A matrix from embedding and hidden state to the hidden size, and a layer or more of a decoder.
+    """A chain head: a matrix from embedding and hidden state to the hidden size, then one or more decoder layers.
 
-    EAGLE reads the model's hidden states after the final norm and gives such itself. Modules of multi-token prediction
-    (`module`) norm both inputs, and their result; their layer is `_module_layer`.
+    EAGLE reads the model's hidden states after the final norm, and its results are such states. A multi-token
+    prediction module (`module`) norms both inputs and its result; its layer is `_module_layer`.
     """
 
     def __init__(
@@ -182,7 +190,7 @@ class EagleHead(ChainHead):
             super().__init__(target, weights, parameters, names)
             layers = described(config, target.description).layers
             joint, layer_prefixes = "model.fc", [f"model.layers.{i}." for i in range(len(layers))]
-            if "model.layers.0.input_layernorm.weight" not in weights:  # what it reads comes from a norm already
+            if "model.layers.0.input_layernorm.weight" not in weights:  # EAGLE's features are normed already
                 layers = (replace(layers[0], attention_norm=None), *layers[1:])
         else:
             super().__init__(target, weights, parameters, module.tables)
@@ -216,8 +224,10 @@ class EagleHead(ChainHead):
 
 
 def _module_layer(description: ModelDescription) -> LayerDescription:
-    """Of a module of multi-token prediction: as the model's last one with attention. Where that reads the keys that a
-    layer before has chosen (GLM 5.2), the module has an index of its own, as there is no layer before it."""
+    """Return the layer of a multi-token prediction module: the model's last layer with attention.
+
+    If this layer reads keys that an earlier layer has chosen (GLM 5.2), the module has an index of its own, because no
+    layer comes before it."""
     layers = [layer for layer in description.layers if layer.attention and layer.attention.cache.kind != "state"]
     attention = layers[-1].attention
     if not isinstance(attention, MLADescription) or not attention.shares_index:
@@ -227,8 +237,10 @@ def _module_layer(description: ModelDescription) -> LayerDescription:
 
 
 class Eagle3Head(ChainHead):
-    """One layer whose attention reads embedding and features side by side. `aux_hidden_states` make the features of the
-    model's hidden states; later ones are the layer's own results."""
+    """A chain head of one layer whose attention reads embedding and features side by side.
+
+    `aux_hidden_states` computes features from the model's hidden states. Features of positions that the model has not
+    computed yet are the layer's own results."""
 
     def __init__(
         self, target: HeadTarget, config: Mapping[str, Any], weights: Weights, ops: Ops, max_positions: int, dtype: str
@@ -275,7 +287,7 @@ class Eagle3Head(ChainHead):
     def forward(self, batch: StepBatch, caches: Sequence[LayerKVCache]) -> Array:
         ops, num_tokens = self._ops, batch.token_ids.shape[0]
         normed = self._hidden_norm.forward(self.features[:num_tokens])
-        # What layers add to must not be what is read.
+        # The residual stream must be a copy: layers add to it, and `features` must stay unchanged.
         residual = normed if self._adds_normed else ops.take_rows(self.features, self.rows[:num_tokens])
         embedded = self._input_norm.forward(self._embed(batch.token_ids))
         self._attention.forward(embedded, batch, batch.groups[0], caches[0], normed).add_to(residual)
@@ -288,7 +300,7 @@ class Eagle3Head(ChainHead):
 
 
 def described(config: Mapping[str, Any], target: ModelDescription) -> ModelDescription:
-    """The layers of a head. Raises `LoadError` if they do not fit the model."""
+    """Return the description of a head's layers. Raises `LoadError` if they do not fit the model."""
     name = _FAMILY_OF_TYPE.get(str(config.get("model_type")), "LlamaForCausalLM")
     try:
         description = read(name, FAMILIES[name], {"max_position_embeddings": 2048} | dict(config))
@@ -303,7 +315,9 @@ def described(config: Mapping[str, Any], target: ModelDescription) -> ModelDescr
 
 
 def aux_layers(config: Mapping[str, Any], target: ModelDescription) -> list[int]:
-    """The layers whose inputs EAGLE-3 reads: those that its configuration names, or the authors' choice."""
+    """Return the layers whose inputs EAGLE-3 reads: from its configuration, or by the authors' default.
+
+    Raises `LoadError` if the model does not have these layers."""
     num_layers = len(target.layers)
     named = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     found = [int(layer) for layer in named or (2, num_layers // 2, num_layers - 3)]
@@ -313,8 +327,8 @@ def aux_layers(config: Mapping[str, Any], target: ModelDescription) -> list[int]
 
 
 class MedusaHeads:
-    """Some residual layers and an output matrix for each of the next tokens but one, over the hidden state after the
-    model's final norm. Modules have the names of the authors, or vLLM's."""
+    """One head for each draft token: residual layers and an output matrix, over the hidden state after the model's
+    final norm. Head i is for the token i + 2 places after the position. Modules have the authors' names or vLLM's."""
 
     def __init__(
         self, target: HeadTarget, config: Mapping[str, Any], weights: Weights, ops: Ops, max_positions: int, dtype: str
@@ -345,15 +359,15 @@ class MedusaHeads:
         ]
 
     def num_weight_bytes(self) -> int:
-        """Bytes of the packed matrices."""
+        """Return the bytes of the packed matrices."""
         return self._parameters.num_matrix_bytes
 
     def features_of(self, hidden: Array) -> Array:
-        """What the heads read of the model's hidden states [N, H] before its final norm."""
+        """Return the heads' input: the final norm of the model's hidden states [N, H]."""
         return self._target.normed(hidden)
 
     def logits(self, head: int, features: Array) -> Array:
-        """features [N, H] -> logits [N, V] float32 of the token that comes head + 2 places after the position."""
+        """Return the logits [N, V] float32 of the token head + 2 places after the position; features [N, H]."""
         ops = self._ops
         for layer in self._layers[head]:
             inner = ops.activation(ops.linear(features, layer, self._dtype), "silu")

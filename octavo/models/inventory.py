@@ -1,5 +1,5 @@
-"""What a checkpoint of a model must contain: found by running the model's constructor over weights that only take
-notes, so that it is stated once.
+"""The list of tensors that a model's checkpoint must contain. It is found by running the model's constructor over
+weights that only record requests, so that tensor names and shapes are stated in one place.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from octavo.ops import Ops
 
 
 def record(description: ModelDescription, weights: RecordingWeights, builder: Builder = build) -> None:
-    """Let the model's constructor take what it needs from `weights`."""
+    """Run the model's constructor over `weights`, which record the tensors that it takes."""
     builder(description, weights, cast(Ops, _NoOps()), 1, "float32")
 
 
 def adaptable_modules(description: ModelDescription) -> list[str]:
-    """Names of the checkpoint's modules whose products adapters may add to, and of tensors of all experts in which they
-    are: those of all stages and workers, of a model in stages; none of another, which has them itself."""
+    """Return the names of modules that adapters may change, and of tensors that stack them, for a model in stages.
+
+    The list covers all stages and workers. It is empty for a model of one stage, which knows all names itself."""
     if description.own_layers is None:
         return []
     whole = replace(description, own_layers=None)
@@ -31,21 +32,21 @@ def adaptable_modules(description: ModelDescription) -> list[str]:
 
 
 def required_tensors(description: ModelDescription, builder: Builder = build) -> list[RecordedTensor]:
-    """Every tensor that the model takes, once, in the order in which it is taken first."""
+    """Return every tensor that the model takes, once, in the order of first use."""
     weights = RecordingWeights("float32")
     record(description, weights, builder)
     return list({tensor.name: tensor for tensor in weights.tensors}.values())
 
 
 def repeated_tensors(description: ModelDescription) -> list[RecordedTensor]:
-    """Those that a step reads again, for each time: layers share them with layers before."""
+    """Return the tensors that a step reads more than once because several layers share them, once per repeated read."""
     weights = RecordingWeights("float32")
     record(description, weights)
     return weights.repeated
 
 
 class _NoOps:
-    """As much of `Ops` as constructors call, doing nothing."""
+    """The part of `Ops` that constructors call; its functions do nothing."""
 
     num_bytes, in_features, takes_float32 = 0, 0, False
 
@@ -53,7 +54,7 @@ class _NoOps:
         return array
 
     def pack_linear(self, *_: Any) -> _NoOps:
-        return _NoOps()  # another for each matrix
+        return _NoOps()  # a new object for each matrix, because matrices are told apart by identity
 
     def sum_by_segments(self, weight: _NoOps, segments: int) -> int:
         return 1

@@ -1,5 +1,5 @@
-"""Decoders some of whose layers attend to a picture (Llama 3.2 Vision): what sets these layers apart from those of the
-language model that they were put between. `octavo.models.multimodal_models` reads the rest.
+"""The cross-attention layers of Llama 3.2 Vision, which attend to a picture and stand between a language model's
+layers. `octavo.models.multimodal_models` reads the rest of the configuration.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from octavo.layers.attention import AttentionDescription
 from octavo.layers.cross_attention import CrossAttentionDescription
 from octavo.models.description import LayerDescription, ModelDescription
 
-# The defaults of the classes in transformers 5: checkpoints leave out what equals them.
+# The defaults of the classes in transformers 5: checkpoints leave out settings that equal them.
 _LAYERS = (3, 8, 13, 18, 23, 28, 33, 38)
 _VISION: dict[str, Any] = {"image_size": 448, "patch_size": 14, "max_num_tiles": 4}
-NUM_PICTURES = "max_pictures_in_a_row"  # of a configuration, where there may be several; Octavo's own
-_NUM_MORE_TOKENS = 8  # which have an embedding, and of which one stands for a picture
+NUM_PICTURES = "max_pictures_in_a_row"  # a setting of Octavo's own: the most pictures that a token sees
+_NUM_MORE_TOKENS = 8  # tokens with an embedding but no row in the output matrix; one of them stands for a picture
 
 
 def with_cross_attention(
     description: ModelDescription, text: Mapping[str, Any], vision: Mapping[str, Any], num_pictures: int = 1
 ) -> ModelDescription:
-    """The decoder as its `text_config` and the tower's `vision_config` have it, of whose pictures a token sees
-    `num_pictures` at most. Raises `LoadError`."""
+    """Return the decoder with its cross-attention layers, by its `text_config` and the tower's `vision_config`.
+
+    A token sees `num_pictures` pictures at most. Raises `LoadError` for settings that are not built."""
     if description.tie_word_embeddings:
         raise LoadError("an output matrix that is the embedding (tie_word_embeddings = True) is not built yet.")
     num_tokens = tile_rows(vision) * max_tiles(vision) * num_pictures
@@ -42,7 +43,7 @@ def with_cross_attention(
 
 
 def tile_rows(vision: Mapping[str, Any]) -> int:
-    """Rows of one of a picture's tiles: of its patches, and of the class token."""
+    """Return the number of rows of one tile of a picture: a row for each patch, and one for the class token."""
     sizes = _VISION | dict(vision)
     return int((sizes["image_size"] // sizes["patch_size"]) ** 2 + 1)
 

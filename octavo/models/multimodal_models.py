@@ -1,5 +1,7 @@
-"""Models that see or hear: a tower and a projector, which transformers computes (`octavo.multimodal.tower`), before a
-decoder of `octavo.models.families`. Here is what their configurations say of the decoder, one line a family.
+"""Models that see or hear: a tower and a projector before a decoder of `octavo.models.families`.
+
+transformers computes tower and projector (`octavo.multimodal.tower`). This module reads the decoder's description from
+the model's configuration; each family is one entry of `MEDIA_FAMILIES`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from octavo.models.families import FAMILIES
 from octavo.models.mllama import NUM_PICTURES, with_cross_attention
 from octavo.models.readers import overlaid, read, rope_settings
 
-# The decoder of a `text_config`, by its model_type.
+# model_type of a `text_config` -> the architecture of its decoder.
 DECODERS = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -49,47 +51,48 @@ DECODERS = {
     "mllama_text_model": "LlamaForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",  # as Kimi's own files call it
 }
-# What the class of that type in transformers 5 has where checkpoints leave it out, as they do with what equals it; of
-# some families other values.
+# Defaults of the configuration classes in transformers 5, by model_type or by the family's class: checkpoints leave out
+# settings that equal their default.
 TEXT_DEFAULTS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("text_defaults.json").read_text())
-# Where experts lie otherwise than in the decoder's own checkpoints.
+# Names of experts, where they differ from those of the decoder's own checkpoints.
 _EXPERTS = {"qwen3_vl_moe_text": (stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj", is_transposed=True),)}
-# What is refused beside what the decoder's own architecture refuses, and what a class takes whatever config.json says.
+# Settings that are refused in addition to the decoder's own, and settings that a class ignores in config.json.
 _REFUSES = {"paddleocr_vl_text": ("use_bias",)}
 _FIXED: dict[str, dict[str, Any]] = {
     "glm_ocr_text": {"attention_bias": False}, "mllama_text_model": {"attention_bias": False, "mlp_bias": False},
 }  # fmt: skip
-# Those that go with any family that does not have one of its own.
+# Decoders that any family whose default decoder is among them may have.
 _ANY_FAMILY = ("llama", "mistral", "qwen2", "qwen3", "granite", "cohere2", "aria_text")
 
 
 @dataclass(frozen=True, slots=True)
 class MediaFamily:
-    """What the configurations of one class leave out when it equals these, and what sets its pictures apart."""
+    """One class of models with media: defaults of its configuration, and how its decoder gets the tower's rows."""
 
-    decoder: str  # the `model_type` of the text_config
-    token: int  # which a row stands in the place of
-    kind: Literal["image", "audio"] = "image"  # of the media that it takes
-    audio_token: int | None = None  # which a row of a sound beside pictures stands in the place of; None: it takes none
-    video_token: int | None = None  # which a row of a video stands in the place of; None: it takes none
-    shares_token: bool = False  # it takes videos, whose rows stand in the place of the same token as a picture's
-    may_tie_in_text: bool = False  # tie_word_embeddings of the text_config counts beside that of the whole
-    counts_pictures: bool = False  # a picture that is alone in its prompt is cut up, one among others is not
-    # How many pairs of elements a token's position in time, height and width turns (M-RoPE); None: it has one position.
+    decoder: str  # default `model_type` of the text_config
+    token: int  # default token that each row of a medium replaces
+    kind: Literal["image", "audio"] = "image"  # the kind of media that it takes
+    audio_token: int | None = None  # token that a row of a sound replaces, if it takes sounds beside pictures; or None
+    video_token: int | None = None  # token that a row of a video replaces; None: no videos, or `shares_token`
+    shares_token: bool = False  # it takes videos, whose rows replace the same token as a picture's
+    may_tie_in_text: bool = False  # embeddings are also tied if the text_config's tie_word_embeddings is true
+    counts_pictures: bool = False  # a picture alone in its prompt is cut into tiles, one of several pictures is not
+    # Numbers of pairs of elements that are rotated by the position in time, height and width (M-RoPE); None: a token
+    # has one position.
     sections: tuple[int, int, int] | None = None
-    interleaves: bool = False  # pairs of the three take turns, until those of height and width are used up
-    stacked_layers: tuple[int, ...] = ()  # of the tower, whose rows are added after the decoder's first layers
-    sees_ahead: Literal["", "picture", "prompt"] = ""  # of `ModelDescription`
-    sees_ahead_in_windows: bool = False  # as a "picture", in layers with a window, if the text_config says so
-    frames_prompts: bool = False  # the processor puts marks behind the last picture and at the end of the text
-    other_decoders: tuple[str, ...] = ()  # that models of the class may have
-    multiplies_rows: bool = True  # where the decoder multiplies embeddings, rows of pictures too
-    # By kind, the folder below the checkpoint's with the adapter that a prompt with such a medium takes; of several
-    # kinds in one prompt the first that is here.
+    interleaves: bool = False  # pairs alternate between time, height and width until height and width have all theirs
+    stacked_layers: tuple[int, ...] = ()  # layers of the tower whose rows are added after the decoder's first layers
+    sees_ahead: Literal["", "picture", "prompt"] = ""  # see `ModelDescription`
+    sees_ahead_in_windows: bool = False  # "picture" in layers with a window, if the text_config says so
+    frames_prompts: bool = False  # the processor puts marks after the last picture and at the end of the text
+    other_decoders: tuple[str, ...] = ()  # further decoders that models of the class may have
+    multiplies_rows: bool = True  # if the decoder multiplies embeddings, it multiplies rows of pictures too
+    # Kind of medium -> folder, below the checkpoint's, of the adapter for prompts with such a medium. For a prompt with
+    # several kinds the first kind listed here counts.
     adapters: Mapping[str, str] = field(default_factory=dict)
-    # Layers of the decoder attend to a picture's rows, which stand in the place of no token: `with_cross_attention`.
+    # Cross-attention layers of the decoder read a picture's rows; the rows replace no tokens: `with_cross_attention`.
     crosses: bool = False
-    longest_s: float | None = None  # what its tower hears of a sound; None: all that its processor takes
+    longest_s: float | None = None  # longest sound that its tower hears, in seconds; None: as its processor
 
     @property
     def sees_videos(self) -> bool:
@@ -170,14 +173,15 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
         "phi4_multimodal", 200010, audio_token=200011, adapters={"image": "vision-lora", "audio": "speech-lora"}
     ),
 }  # fmt: skip
-# Checkpoints' own names of classes that transformers has by others: of a code of their own, or from before it had them.
+# A checkpoint's name of a class -> the name in transformers. Such checkpoints have their own code, or are older than
+# the class in transformers.
 OTHER_NAMES = {
     "KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
     "LightOnOCRForConditionalGeneration": "LightOnOcrForConditionalGeneration",
     "PhiMoEForCausalLM": "PhimoeForCausalLM", "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
     "MPTForCausalLM": "MptForCausalLM", "LLaMAForCausalLM": "LlamaForCausalLM",
 }  # fmt: skip
-# Prefixes of what is not the decoder's.
+# Prefixes of tensors that belong to tower or projector, not to the decoder.
 _TOWERS = tuple(
     at + name
     for at in ("", "model.")
@@ -207,7 +211,8 @@ _TOWERS = tuple(
 
 
 def read_media(name: str, config: Mapping[str, Any]) -> ModelDescription:
-    """The decoder of the class `name`, one of `MEDIA_FAMILIES`. Raises `LoadError` for one that is not built."""
+    """Return the description of the decoder of class `name`, one of `MEDIA_FAMILIES`. Raises `LoadError` for a decoder
+    or a setting that is not built."""
     family = MEDIA_FAMILIES[name]
     text = _text_config(family, config)
     kind, built = text["model_type"], decoders_of(name)
@@ -221,7 +226,8 @@ def read_media(name: str, config: Mapping[str, Any]) -> ModelDescription:
     reader = replace(reader, refuses=(*reader.refuses, *_REFUSES.get(kind, ())))
     completed = {**text, **overlaid(defaults, text)}
     description = read(decoder, reader, {**completed, **_FIXED.get(kind, {})})
-    # Most files do not say it of the whole; the class's own default there is not what was trained (Mistral 3).
+    # Most files have no tie_word_embeddings outside of text_config, and the class's default is wrong for some trained
+    # models (Mistral 3); so only a given value counts.
     is_tied = description.tie_word_embeddings
     if (whole := config.get("tie_word_embeddings")) is not None:
         is_tied = bool(whole) or (family.may_tie_in_text and bool(text.get("tie_word_embeddings")))
@@ -263,7 +269,7 @@ def read_media(name: str, config: Mapping[str, Any]) -> ModelDescription:
 
 
 def vision_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says of what sees; a null says nothing."""
+    """Return the vision_config of config.json without nulls, which stand for defaults."""
     return _said(config.get("vision_config") or {})
 
 
@@ -276,22 +282,25 @@ def _has_text_config(config: Mapping[str, Any]) -> bool:
 
 
 def _text_config(family: MediaFamily, config: Mapping[str, Any]) -> dict[str, Any]:
-    """That of the decoder, which earlier files have beside everything else (Qwen2-VL)."""
+    """Return the decoder's configuration. Older files have no text_config; its settings are at the top (Qwen2-VL)."""
     text = dict(config["text_config"]) if _has_text_config(config) else {**config, "model_type": family.decoder}
     if text.get("model_type") is None:
         text["model_type"] = family.decoder
     if family.sees_ahead == "prompt":
-        text.pop("use_bidirectional_attention", None)  # which is that
+        text.pop("use_bidirectional_attention", None)  # it means the same as `sees_ahead`, which is set by the family
     for name in ("rope_scaling", "rope_parameters"):
         scaling = text.get(name) or {}
-        if "mrope" in (scaling.get("rope_type"), scaling.get("type")):  # what else turns is not stretched
+        if "mrope" in (
+            scaling.get("rope_type"),
+            scaling.get("type"),
+        ):  # "mrope" only means three positions: positions are not scaled
             text[name] = {**scaling, "rope_type": "default"}
     return text
 
 
 def _with_axes(layer: LayerDescription, family: MediaFamily, text: Mapping[str, Any]) -> LayerDescription:
-    """A layer whose tokens have three positions, if it looks at positions. Raises `LoadError` for sections that do not
-    fit its heads."""
+    """Return the layer with three positions for each token, if it has attention. Raises `LoadError` for sections that
+    do not fit its heads."""
     attention = layer.attention
     if not isinstance(attention, AttentionDescription):
         return layer
@@ -314,25 +323,25 @@ def _seeing_ahead_in_windows(layer: LayerDescription) -> LayerDescription:
 
 
 def decoders_of(name: str) -> list[str]:
-    """The types of decoders that models of the class `name` may have."""
+    """Return the model types of decoders that models of the class `name` may have."""
     family = MEDIA_FAMILIES[name]
     return list(_ANY_FAMILY) if family.decoder in _ANY_FAMILY else [family.decoder, *family.other_decoders]
 
 
 def media_token(config: Mapping[str, Any], name: str) -> int:
-    """The token that stands for a row of a picture or a sound."""
+    """Return the token that stands for a row of a picture, or of a sound if the class takes sounds only."""
     family = MEDIA_FAMILIES[name]
     return _token(config, family.kind, family.token)
 
 
 def audio_token(config: Mapping[str, Any], name: str) -> int | None:
-    """The token that stands for a row of a sound beside pictures; None where models of the class `name` take none."""
+    """Return the token that stands for a row of a sound, if class `name` takes sounds beside pictures; else None."""
     default = MEDIA_FAMILIES[name].audio_token
     return None if default is None else _token(config, "audio", default)
 
 
 def video_token(config: Mapping[str, Any], name: str) -> int | None:
-    """The token that stands for a row of a video; None where models of the class `name` take none."""
+    """Return the token that stands for a row of a video; None if class `name` takes no videos."""
     if MEDIA_FAMILIES[name].shares_token:
         return media_token(config, name)
     default = MEDIA_FAMILIES[name].video_token
@@ -340,12 +349,13 @@ def video_token(config: Mapping[str, Any], name: str) -> int | None:
 
 
 def media_adapters(config: Mapping[str, Any], name: str) -> Mapping[str, str]:
-    """By kind, where the adapters lie that prompts take by their media: of files that have some."""
+    """Return the folders of the adapters that prompts with media use, by kind of medium; empty if the checkpoint has
+    none."""
     return MEDIA_FAMILIES[name].adapters if config.get("has_lora_adapter", True) else {}
 
 
 def _token(config: Mapping[str, Any], kind: str, default: int) -> int:
-    if not _has_text_config(config):  # the settings of the tower may have it then
+    if not _has_text_config(config):  # then the tower's configuration may have the token
         of_tower = config.get("vision_config" if kind == "image" else f"{kind}_config") or {}
         config = {**of_tower, **_said(config)}
     found = [config.get(f"{kind}_token_{name}") for name in ("index", "id")]

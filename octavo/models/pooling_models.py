@@ -1,7 +1,8 @@
-"""Which models pool, and how: what the architecture says, then a sentence-transformers folder, then the user's flags.
+"""The decision whether a model pools, and how: by its architecture, then by a sentence-transformers folder, then by the
+user's flags.
 
-Encoders pool by themselves. Decoders do so where their class is the bare network or a classifier, where their folder is
-a sentence-transformers one, or where they are told to.
+Encoders always pool. A decoder pools if its class is the bare network or a classifier, if its folder is a
+sentence-transformers model, or if flags ask for it.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from octavo.models.readers import num_labels
 from octavo.pooling_params import PoolingConfig
 
 _EMBEDS = ("Model",)
-_BASES = {"Gemma3Text": "Gemma3"}  # classes of other names than their decoder's
+_BASES = {"Gemma3Text": "Gemma3"}  # a class's name before its suffix -> its decoder's
 _CLASSIFIES = ("ForSequenceClassification", "ForTokenClassification", "ForRewardModel", "ForProcessRewardModel")
-# --task, as older versions of vLLM have it, and what it asks for.
+# Value of --task, as in older versions of vLLM -> "embed" or "classify".
 TASKS = {
     "embed": "embed", "embedding": "embed", "token_embed": "embed", "encode": "embed", "classify": "classify",
     "token_classify": "classify", "score": "classify", "reward": "classify",
 }  # fmt: skip
 _ACTIVATIONS = {"Identity": "identity", "Sigmoid": "sigmoid", "Softmax": "softmax"}
-# As its model card has it.
+# The prompt template of Qwen3-Reranker's model card.
 _QWEN3_RERANKER = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -52,7 +53,8 @@ class PoolingFlags:
 
 
 def decoder_of(name: str) -> str:
-    """The decoder that an architecture is, with another head or none: itself if it is none of these."""
+    """Return the decoder (ForCausalLM) whose network architecture `name` has, with another head or none. Other
+    architectures are returned unchanged."""
     for suffix in (*_CLASSIFIES, *_EMBEDS):
         base = _BASES.get(name.removesuffix(suffix), name.removesuffix(suffix))
         if name.endswith(suffix) and f"{base}ForCausalLM" in FAMILIES:
@@ -63,7 +65,7 @@ def decoder_of(name: str) -> str:
 def with_pooling(
     name: str, description: ModelDescription, config: Mapping[str, Any], settings: PoolingConfig
 ) -> ModelDescription:
-    """`description` of architecture `name` (or of the decoder that it is) with what `settings` say of its pooling."""
+    """Return `description`, which is of architecture `name` or of its decoder, with pooling by `settings`."""
     own = description.pooling or _of_decoder(name, description, config, settings)
     heads = [*own.head]
     heads += [ProjectionHeadDescription(one.name, one.size, one.bias, one.activation) for one in settings.dense]
@@ -79,7 +81,7 @@ def _of_decoder(
 ) -> PoolingDescription:
     if settings.label_tokens:
         output = description.embedding_name if description.tie_word_embeddings else description.output_name
-        output, rows = config.get("classifier_matrix") or (output, None)  # GGUF files have only these rows of it
+        output, rows = config.get("classifier_matrix") or (output, None)  # GGUF files have only the labels' rows
         return PoolingDescription("LAST", (), tuple(settings.label_tokens), settings.is_difference, output, rows)
     if name.endswith(("ForRewardModel", "ForProcessRewardModel")):
         size = 1 if name.endswith("ForRewardModel") else num_labels(config)
@@ -101,7 +103,7 @@ def _of_decoder(
 def pooling_config(
     checkpoint: Checkpoint, description: ModelDescription, sentence: SentenceTransformer | None, flags: PoolingFlags
 ) -> PoolingConfig | None:
-    """How the model pools, or None where it generates. Raises `ConfigError` for flags that ask for the other."""
+    """Return how the model pools; None if it generates. Raises `ConfigError` for flags that contradict the model."""
     config = checkpoint.config
     name = str((config.get("architectures") or ["(none)"])[0])
     name = OTHER_NAMES.get(name, name)
@@ -185,7 +187,7 @@ def _classifier(
 
 
 def _activation(config: Mapping[str, Any], count: int) -> str:
-    """What a cross-encoder's configuration names, else what its problem is."""
+    """Return the activation of a classifier's outputs: as its configuration names it, else by its problem type."""
     given = (config.get("sentence_transformers") or {}).get("activation_fn")
     given = given or config.get("sbert_ce_default_activation_function")
     if given:
@@ -199,7 +201,8 @@ def _activation(config: Mapping[str, Any], count: int) -> str:
 
 
 def _overridden(settings: PoolingConfig, overrides: Mapping[str, Any]) -> PoolingConfig:
-    """Raises `ConfigError` for a setting that is not known or does not fit."""
+    """Return `settings` with the `overrides` of --pooler-config. Raises `ConfigError` for a setting that is unknown or
+    does not fit."""
     for name, value in overrides.items():
         if name not in _OVERRIDES:
             raise ConfigError(f"--pooler-config has {name}, which is not built; {', '.join(_OVERRIDES)} are.")

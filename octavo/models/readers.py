@@ -1,8 +1,8 @@
-"""config.json -> `ModelDescription`: what the configurations of all families have in common. `octavo.models.families`
-is the table of what differs.
+"""Reading of config.json into a `ModelDescription`: the part that is the same for all families. The table
+`octavo.models.families` has the differences.
 
-A setting that config.json leaves out has the default of the architecture's configuration class in transformers 5. One
-that is null is as if it were left out, where null says nothing of its own.
+A setting that config.json leaves out has the default of the architecture's configuration class in transformers 5. A
+null counts as left out, except for settings where null has a meaning (`_NULLABLE`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from octavo.models.description import LayerDescription, ModelDescription
 from octavo.ops import Routing
 
 Config = Mapping[str, Any]
-# Of the configuration and the layer's number. A value of a family's table that is none of these stands for itself.
+# A function of the configuration and the layer's number. Other values in a family's table stand for themselves.
 Setting = Callable[[Config, int], Any]
 
-# What most configuration classes have. Sizes have no default here: without them config.json is no model's.
+# Defaults of most configuration classes. Sizes have no default: config.json must have them.
 _DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": None,
     "head_dim": None,
@@ -45,13 +45,13 @@ _DEFAULTS: dict[str, Any] = {
     "moe_intermediate_size": None,
     "norm_topk_prob": True,
 }
-# What a class has instead, or beside these, by the architecture's name before that of its head. None is what follows
-# from other settings, by a rule of the family's table.
+# Defaults of single classes, which replace or extend `_DEFAULTS`, by the architecture's name without its head. None:
+# the value follows from other settings by a rule of the family's table.
 _OWN_DEFAULTS: dict[str, Config] = json.loads(Path(__file__).with_name("defaults.json").read_text())
-# Settings that a class does not have, though configurations of others have them: a stray one changes nothing.
+# Setting -> the classes that do not have it, though other classes do. In files of these classes it is ignored.
 _ABSENT: dict[str, list[str]] = json.loads(Path(__file__).with_name("absent_settings.json").read_text())
 _HEADS = re.compile("(ForCausalLM|LMHeadModel|Model|ForMaskedLM|For(Sequence|Token)Classification)$")
-# Names that configurations have for the same thing.
+# Standard name of a setting -> other names that configurations use for it.
 _ALIASES: dict[str, tuple[str, ...]] = {
     "hidden_size": ("n_embd", "d_model", "n_embed", "dim"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
@@ -85,7 +85,8 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "mamba_conv_bias": ("use_conv_bias",),
 }
 _STANDARD = {own: standard for standard, names in _ALIASES.items() for own in names}
-# What only training, losses, caches, tokenizers, other modules or the choice of a kernel read, or nobody any more.
+# Settings that are ignored on purpose: read by training, losses, caches, tokenizers, other modules or the choice of a
+# kernel only, or by nothing any more.
 _CHANGES_NOTHING = re.compile(
     r"""_\w+|\w*(dropout|pdrop|layerdrop|jitter|initializer|variance_scale|rescale|fp32|_loss_coef|loss_coefficient
     |loss_scaling_factor|token_id|scoring_func|version|precision)\w*
@@ -106,14 +107,14 @@ _CHANGES_NOTHING = re.compile(
     |sparse_pred_ignore_index""",
     re.VERBOSE,
 )
-# Settings of which null says that the model has none of it, or that it follows from others.
+# Settings where null has a meaning: the model has no such part, or the value follows from other settings.
 _NULLABLE = {
     "attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping", "global_head_dim", "head_dim",
     "hidden_size_per_layer_input", "intermediate_size", "logits_soft_cap", "mamba_d_ssm", "mlp_only_layers",
     "moe_intermediate_size", "n_shared_experts", "num_key_value_heads", "num_nextn_predict_layers", "q_lora_rank",
     "rms_norm_eps", "rotary_dim", "shared_expert_intermediate_size", "sliding_window", "swiglu_limit",
 }  # fmt: skip
-# Settings of several families, which count in those alone that have a default of them.
+# Settings of several families. They count only in families whose own defaults contain them.
 _OF_SOME = (
     "attention_bias", "attention_multiplier", "embedding_multiplier", "final_logit_softcapping", "logits_scaling",
     "mlp_bias", "residual_multiplier",
@@ -135,40 +136,42 @@ def layer_norm(**changes: Any) -> Setting:
 
 
 def routing(**changes: Any) -> Setting:
-    """A router by the usual settings; `changes` are values or settings."""
+    """Return a setting for a router with the usual settings and `changes`, which are values or settings."""
     usual = {"top_k": key("num_experts_per_tok"), "normalize": lambda c, _: bool(c["norm_topk_prob"])}
     return lambda c, i: Routing(**valued(usual | changes, c, i))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """How an architecture differs from Llama: fields of the descriptions, each with a value or a `Setting`. Some
-    settings count without a word here: of layers that are dense or guess, and those of `_OF_SOME`."""
+    """How an architecture differs from Llama: fields of the descriptions, each with a value or a `Setting`.
 
-    norm: Setting = field(default_factory=rms)  # every norm that is not said to be another
+    The reader also reads some settings that are not listed here: those of dense and sparse layers and of multi-token
+    prediction layers, and those of `_OF_SOME`."""
+
+    norm: Setting = field(default_factory=rms)  # all norms without an entry of their own
     attention: Mapping[str, Any] = field(default_factory=dict)
-    # Another description in the place of attention's; "attention"; or None, where the layer has neither.
+    # "attention"; the description of another mixer; or None for a layer without a mixer.
     mixer: Setting = lambda _, __: "attention"
-    rope: Mapping[str, Any] | None = field(default_factory=dict)  # None: nothing rotates
-    rope_kinds: tuple[str, ...] = ()  # of its own, beside `ROPE_KINDS`
+    rope: Mapping[str, Any] | None = field(default_factory=dict)  # None: no rotary positions
+    rope_kinds: tuple[str, ...] = ()  # kinds of rope scaling of its own, beside `ROPE_KINDS`
     feed_forward: Mapping[str, Any] = field(default_factory=dict)
-    has_feed_forward: Setting = lambda _, __: True  # whether the layer does
+    has_feed_forward: Setting = lambda _, __: True  # whether the layer has a feed-forward
     layer: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
-    # Fields of `ExpertsDescription`, for layers whose feed-forward is sparse, whose routing is that of `routing` if it
-    # is not said to be another; None: no layer has experts.
+    # Fields of `ExpertsDescription` for sparse layers; the default of "routing" is `routing()`. None: no layer has
+    # experts.
     experts: Mapping[str, Any] | None = None
-    # Where `mlp_layer_types` does not say it: all layers but the first ones.
+    # Whether the layer is sparse, if config.json has no `mlp_layer_types`. Default: all layers but the first ones.
     is_sparse: Setting = lambda c, i: i >= (c.get("first_k_dense_replace") or 0)
-    rotates: Setting = lambda _, __: True  # whether the layer does
-    # The type of a layer where `layer_types` does not say it; those of "sliding_attention" have the window. None: types
-    # of layers mean nothing here.
+    rotates: Setting = lambda _, __: True  # whether the layer rotates queries and keys
+    # The layer's type, if config.json has no `layer_types`. Layers of "sliding_attention" have the window. None: the
+    # architecture has no types of layers.
     layer_type: Setting | None = None
-    window_switch: str | None = None  # a setting without which no layer has the window
+    window_switch: str | None = None  # a setting that must be true for any layer to have the window
     refuses: tuple[str, ...] = ()  # settings that are not built
-    longest: tuple[str, ...] = ()  # settings, beside the usual one, of how long a context may be
-    num_layers: Setting = lambda c, _: c["num_hidden_layers"]  # descriptions, of which a layer may have several
-    pooling: Setting | None = None  # of a model that pools; None: it generates
+    longest: tuple[str, ...] = ()  # further settings that limit the length of contexts
+    num_layers: Setting = lambda c, _: c["num_hidden_layers"]  # number of descriptions; a layer may have several
+    pooling: Setting | None = None  # pooling of a model that pools; None: it generates
 
 
 class _Noted(dict[str, Any]):
@@ -188,17 +191,18 @@ class _Noted(dict[str, Any]):
 
 
 def read(name: str, family: Family, given: Config) -> ModelDescription:
-    """Raises `LoadError` for a setting that is not built, `KeyError` for one that is absent and has no default."""
+    """Return the description of the model of configuration `given`. Raises `LoadError` for a setting that is not built,
+    `KeyError` for a setting that is absent and has no default."""
     return _read(name, family, _merged(name, given))
 
 
 def unread(name: str, family: Family, given: Config) -> list[str]:
-    """The keys of config.json that change nothing, though somebody may have meant them to: those that nobody reads, and
-    those that the architecture's class does not have. Raises as `read`."""
+    """Return the keys of config.json that have no effect though a user may expect one: keys that no reader reads, and
+    keys that the architecture's class does not have. Raises as `read`."""
     config = _Noted(_merged(name, given))
     _read(name, family, config)
     own = _own_settings(name, given)
-    defaults = _OWN_DEFAULTS.get(_HEADS.sub("", name), {})  # of which this model may lack the layers
+    defaults = _OWN_DEFAULTS.get(_HEADS.sub("", name), {})  # some are for layers that this model may lack
     counts = config.read | {*family.refuses, *defaults, *_DEFAULTS}
     return sorted(
         key
@@ -239,19 +243,19 @@ def _read(name: str, family: Family, config: dict[str, Any]) -> ModelDescription
 
 
 def overlaid(defaults: Config, given: Config) -> dict[str, Any]:
-    """`defaults`, and what is `given` in their place, unless it is a null that says nothing."""
+    """Return `defaults` overridden by the `given` settings; nulls override only settings where null has a meaning."""
     config = dict(defaults)
     for setting, value in given.items():
         if value is not None or setting in _NULLABLE:
             config[setting] = value
-        elif isinstance(config.get(setting), bool):  # which transformers takes null for
+        elif isinstance(config.get(setting), bool):  # transformers takes null for False
             config[setting] = False
     return config
 
 
 def _own_settings(name: str, given: Config) -> Config:
-    """`given` without what the configuration class of the architecture does not have. Files in other formats say
-    what they have in standard names."""
+    """Return `given` without settings that the architecture's configuration class does not have. Files of other formats
+    (`has_standard_names`) keep all settings."""
     if given.get("has_standard_names"):
         return given
     class_name = _HEADS.sub("", name)
@@ -278,7 +282,7 @@ def _merged(name: str, given: Config) -> dict[str, Any]:
 
 
 def valued(settings: Mapping[str, Any], config: Config, layer: int) -> dict[str, Any]:
-    """What values and `Setting`s are for that layer."""
+    """Return the settings' values for this layer: a `Setting` is called, other values are kept."""
     return {name: value(config, layer) if callable(value) else value for name, value in settings.items()}
 
 
@@ -326,7 +330,7 @@ def _feed_forward(family: Family, config: Config, i: int) -> FeedForwardDescript
 
 
 def num_labels(config: Config) -> int:
-    """Of a classifier; transformers writes them only where they are not two."""
+    """Return the number of a classifier's labels. transformers writes labels only if there are not two."""
     return len(config.get("id2label") or ()) or int(config.get("num_labels") or 2)
 
 
@@ -335,7 +339,7 @@ def head_size(config: Config) -> int:
 
 
 def activation_of(name: str) -> str:
-    """What a kernel calls it."""
+    """Return the kernels' name of the activation that config.json calls `name`."""
     return _ACTIVATIONS.get(name, name)
 
 
@@ -353,7 +357,7 @@ def key(setting: str) -> Setting:
 
 
 def per_layer(setting: str) -> Setting:
-    """An entry of a list that has one for each layer at least."""
+    """Return a setting for the layer's entry of a list. It raises `LoadError` for a list with too few entries."""
 
     def find(config: Config, i: int) -> Any:
         values, num_layers = config[setting], config["num_hidden_layers"]
@@ -365,13 +369,15 @@ def per_layer(setting: str) -> Setting:
 
 
 def rope_settings(config: Config) -> dict[str, Any]:
-    """What transformers 5 writes as rope_parameters, for each type of layer where they differ; earlier versions wrote
-    rope_theta, and rope_scaling, which it prefers."""
+    """Return the settings of rotary positions.
+
+    transformers 5 writes them as rope_parameters, by type of layer if types differ. Earlier versions wrote rope_theta
+    and rope_scaling; if both exist, transformers prefers rope_scaling."""
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
 
 def attention_temperature(config: Config) -> AttentionTemperature | None:
-    """Llama 4's, as later models say it."""
+    """Return the attention temperature of Llama 4, in the settings of later models; None without them."""
     rope = rope_settings(config)
     rate = rope.get("llama_4_scaling_beta")
     return AttentionTemperature(float(rate), int(rope["original_max_position_embeddings"])) if rate else None
@@ -381,7 +387,9 @@ def rope_of(
     config: Config, i: int, size: int, changes: Mapping[str, Any], layer_type: str = "full_attention",
     own_kinds: Sequence[str] = (),
 ) -> RopeConfig:  # fmt: skip
-    """The rotation of heads of that size in layer i, with `changes` of a family's table and its `own_kinds`."""
+    """Return the rotation of heads of `size` elements in layer i, with a family's `changes` and `own_kinds`.
+
+    Raises `LoadError` for a rope scaling that is not built."""
     scaling = rope_settings(config)
     theta = config["rope_theta"]
     if layer_type in scaling:
@@ -389,8 +397,8 @@ def rope_of(
     elif layer_type == "sliding_attention" and config.get("rope_local_base_freq"):
         scaling, theta = {}, config["rope_local_base_freq"]
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    kind = "longrope" if kind == "su" else kind  # its first name
-    by_layer = config.get("layer_rope_theta")  # Granite's
+    kind = "longrope" if kind == "su" else kind  # an older name of longrope
+    by_layer = config.get("layer_rope_theta")  # Granite
     theta = float(by_layer[i] if by_layer else scaling.get("rope_theta") or theta)
     if kind not in (*ROPE_KINDS, *own_kinds):
         raise LoadError(f"rope scaling {kind!r} is not built yet; {', '.join(ROPE_KINDS)} are.")
@@ -398,13 +406,13 @@ def rope_of(
     rotary_dim = size if kind == "proportional" else int(size * partial)
     if config.get("rotary_dim") and not scaling.get("partial_rotary_factor"):
         rotary_dim = int(config["rotary_dim"])
-    if kind == "dynamic" and scaling.get("alpha"):  # HunYuan's, which depends on no length
+    if kind == "dynamic" and scaling.get("alpha"):  # HunYuan: the base does not depend on the length
         kind, theta = "default", theta * float(scaling["alpha"]) ** (rotary_dim / (rotary_dim - 2))
     longest = config["max_position_embeddings"]
     original = config.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
     original = int(longest if original is None or kind == "dynamic" else original)
     factor = float(scaling.get("factor") or (longest / original if kind in ("yarn", "longrope") else 1.0))
-    if kind == "ntk":  # GTE's: another base, and as linear as that leaves it (formula 6 of Su 2023, "RoPE upgrade")
+    if kind == "ntk":  # GTE: another base, and a linear factor for the rest (formula 6 of Su 2023, "RoPE upgrade")
         kind, theta, factor = "linear", theta * factor, factor ** (2 / rotary_dim)
     for name in ("short_factor", "long_factor") if kind == "longrope" else ():
         if len(scaling.get(name) or ()) != rotary_dim // 2:

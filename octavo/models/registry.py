@@ -1,7 +1,7 @@
-"""Which architectures run: each name with the reader of its configuration and the builder of its model.
+"""The registry of architectures: each name with the reader of its configuration and the builder of its model.
 
-The rest of the engine knows models by `describe`, `build` and the `Model` that comes of them. `register` adds an
-architecture from outside.
+The rest of the engine uses `describe`, `build` and the returned `Model` only. `register` adds an architecture from
+outside.
 """
 
 from __future__ import annotations
@@ -34,61 +34,61 @@ class Model(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def layer_caches(self) -> tuple[LayerCacheSpec, ...]:
-        """What each layer that keeps something keeps of a sequence; `group_layers` of them gives the order of
+        """Return the cache of each layer that has one. `group_layers` of this list gives the order of
         `StepBatch.groups`."""
 
     @property
     def is_recordable(self) -> bool:
-        """Whether it computes by operations of `Ops` only, so that a step can be captured."""
+        """Return whether the model computes by operations of `Ops` only, so that a step can be captured."""
 
     @property
     def matrices(self) -> tuple[NamedMatrix, ...]:
-        """The products that adapters may add to."""
+        """Return the matrices that adapters may change."""
 
     def num_weight_bytes(self) -> int:
-        """Bytes of the packed matrices."""
+        """Return the bytes of the packed matrices."""
 
     def forward(self, batch: StepBatch, caches: Sequence[LayerKVCache]) -> Array:
-        """-> hidden [T, H] before the final norm. Caches are those of `layer_caches`."""
+        """Return hidden states [T, H] before the final norm. `caches` belong to the entries of `layer_caches`."""
 
     def logits(self, hidden: Array) -> Array:
-        """hidden [N, H] -> [N, vocab_size] float32."""
+        """Return the logits [N, vocab_size] float32 of hidden [N, H]."""
 
 
 class PoolingModel(Model, Protocol):
-    """One that was described with pooling."""
+    """A model that was described with pooling."""
 
     def pool(self, hidden: Array, starts: Array, ends: Array) -> Array:
-        """hidden [T, H], rows starts[n] .. ends[n] of which are pooled ([N] int64) -> vectors [N, size] float32."""
+        """Return vectors [N, size] float32; vector n pools rows starts[n] .. ends[n] ([N] int64) of hidden [T, H]."""
 
 
 class StageModel(Model, Protocol):
-    """One of which other processes compute the layers before, or behind."""
+    """A model whose earlier or later layers other processes may compute."""
 
-    stream_dtype: str  # of hidden states between layers, which all stages must have alike
+    stream_dtype: str  # type of hidden states between layers; all stages must have the same
 
     @property
     def stage_width(self) -> int:
-        """Elements of what a token's row is on its way to the next."""
+        """Return the number of elements of a token's row that a stage sends to the next stage."""
 
 
 class CrossModel(Model, Protocol):
-    """One that attends to another network's output."""
+    """A model that attends to another network's output."""
 
     hidden_size: int
 
     @property
     def cross_layers(self) -> list[tuple[CrossAttention, int]]:
-        """The layers of this stage that do, in order, each with the number of its cache among the stage's."""
+        """Return the cross-attention layers of this stage, in order, each with the index of its cache in the stage."""
 
     def write_encoder_kv(self, rows: Array, positions: Array, slots: Array, caches: Sequence[LayerKVCache]) -> None:
-        """Have its cross attention keep what it reads of a sequence: of rows [N, H] of that output, in `slots` [N]
-        int64 of its group; `positions` [N] int64 are any. Caches are those of `forward`."""
+        """Write the cross-attention keys and values of rows [N, H] of the other network's output to `slots` [N] int64
+        of their group. `positions` [N] int64 have no effect; `caches` are as in `forward`."""
 
 
-# Raises `LoadError` for a setting that is not built, and `KeyError` for one that it needs and that is absent.
+# Raises `LoadError` for a setting that is not built, and `KeyError` for a needed setting that is absent.
 Reader = Callable[[Mapping[str, Any]], ModelDescription]
-# description, weights, backend, how many positions a sequence may have, element type
+# Arguments: description, weights, backend, most positions of a sequence, element type.
 Builder = Callable[[ModelDescription, Weights, Ops, int, str], Model]
 
 
@@ -100,17 +100,17 @@ _ARCHITECTURES: dict[str, tuple[Reader, Builder]] = {
 
 
 def register(name: str, reader: Reader, builder: Builder = Decoder) -> None:
-    """Let checkpoints whose config.json names architecture `name` be served, in this process."""
+    """Add an architecture: this process can then serve checkpoints whose config.json names `name`."""
     _ARCHITECTURES[name] = reader, builder
 
 
 def architectures() -> list[str]:
-    """Names of the architectures that run."""
+    """Return the names of all architectures that Octavo builds itself."""
     return sorted(_ARCHITECTURES)
 
 
 def by_transformers(config: Mapping[str, Any], impl: str) -> bool:
-    """Whether `describe` leaves the model to transformers."""
+    """Return whether `describe` leaves the model to transformers."""
     return impl == "transformers" or (impl == "auto" and decoder_of(_named(config)) not in _ARCHITECTURES)
 
 
@@ -122,10 +122,12 @@ def _named(config: Mapping[str, Any]) -> str:
 def describe(
     config: Mapping[str, Any], impl: str = "auto", code_folder: str | None = None, pooling: PoolingConfig | None = None
 ) -> ModelDescription:
-    """Read config.json. Raises `LoadError` for an architecture or a setting that is not built.
+    """Return the description of the model of config.json. Raises `LoadError` for an architecture or a setting that is
+    not built.
 
-    `impl` "octavo" and "transformers" say who computes the model; "auto" is Octavo where it can. `code_folder` is the
-    checkpoint whose own Python code transformers may run. With `pooling` it is a model that pools as that says.
+    `impl` is the code that computes the model, "octavo" or "transformers"; "auto" is Octavo if it builds the
+    architecture. `code_folder` is the checkpoint whose own Python code transformers may run. With `pooling`, the model
+    pools by this configuration.
     """
     given = _named(config)
     name = decoder_of(given)
@@ -151,8 +153,10 @@ def describe(
 
 
 def unread_settings(config: Mapping[str, Any], impl: str) -> list[str]:
-    """The keys of config.json that change nothing of a model that `describe` takes, though somebody may have meant them
-    to. What the configurations of models that see or hear, and of transformers', hold is not looked into."""
+    """Return the keys of config.json that have no effect though a user may expect one.
+
+    The list is empty for models with media, for models that transformers computes, and for other file formats: their
+    configurations are not checked."""
     name = decoder_of(_named(config))
     if name not in FAMILIES or by_transformers(config, impl) or config.get("has_standard_names"):
         return []
@@ -160,7 +164,7 @@ def unread_settings(config: Mapping[str, Any], impl: str) -> list[str]:
 
 
 def build(description: ModelDescription, weights: Weights, ops: Ops, max_positions: int, dtype: str) -> Model:
-    """The model that `describe` has described."""
+    """Return the model of a description that `describe` returned."""
     if description.impl == "transformers":
         from octavo.models.transformers_model import TransformersDescription, TransformersModel
 
@@ -181,7 +185,7 @@ def _describe_by_transformers(name: str, config: Mapping[str, Any], code_folder:
         ) from None
     try:
         return describe(config, code_folder)
-    except (LoadError, AttributeError, TypeError, ValueError) as e:  # configurations lack what others have
+    except (LoadError, AttributeError, TypeError, ValueError) as e:  # a configuration may lack attributes
         reason = str(e).rstrip(".")
         raise LoadError(
             f"architecture {name}{about} cannot run through transformers: {reason}. `octavo models` lists those that "

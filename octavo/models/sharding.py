@@ -1,5 +1,5 @@
-"""Splits a model among workers: shards of each layer (tensor parallelism), and layers by stage (pipeline parallelism).
-Refuses what cannot be split."""
+"""Division of a model among workers: shards of each layer (tensor parallelism), and layers by stage (pipeline
+parallelism). Models that cannot be split are refused."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ _GATHERING = (
     AttentionDescription, MambaDescription, LightningDescription, FeedForwardDescription, CrossAttentionDescription,
 )  # fmt: skip
 
-# Numbers of equal parts whose sum a layer's output may be; the first that divides the model's sizes is taken.
+# Numbers of equal parts whose sum a layer's output may be; the first number that divides the model's sizes is used.
 _SUMMANDS = (8, 4, 2, 3, 5, 7)
 
 
 def with_shard(
     description: ModelDescription, shard: Shard, shares_experts: bool = False, reproducible: bool | None = None
 ) -> ModelDescription:
-    """Return the model as worker `shard.rank` builds it, with its part of the experts if `shares_experts`. Raises
-    `ConfigError` for models that cannot be sharded so. With `reproducible` answers have the same bits for any number of
-    workers; None: if the model allows it."""
+    """Return the model as worker `shard.rank` builds it, with its part of the experts if `shares_experts`.
+
+    With `reproducible` answers have the same bits for any number of workers; None: if the model allows it. Raises
+    `ConfigError` for models that cannot be sharded so."""
     if not shard.is_whole:
         _check_can_shard(description, shard, shares_experts)
     if reproducible is not False and why_not_reproducible(description, shard.size) is None:
@@ -69,8 +70,10 @@ def why_not_reproducible(description: ModelDescription, size: int) -> str | None
 
 
 def _summands(description: ModelDescription) -> int:
-    """Return how many equal parts a layer's output is the sum of, for any number of workers: whole heads or experts,
-    equally many channels or inner elements. One if several workers are refused, or the sizes have no common divisor."""
+    """Return the number of equal parts whose sum a layer's output is, whatever the number of workers.
+
+    A part consists of whole heads or experts, or of equally many channels or inner elements. The number is 1 if several
+    workers are refused, or if no number of `_SUMMANDS` divides all sizes."""
     if any(_not_built(description).values()):
         return 1
     counts = set[int]()
@@ -105,9 +108,10 @@ def _check_can_shard(description: ModelDescription, shard: Shard, shares_experts
 
 
 def stage_layers(description: ModelDescription, num_stages: int, partition: Sequence[int] | None = None) -> list[range]:
-    """Return the layers of each stage: as many as `partition` says, otherwise as equally as possible. The first and the
-    last stage, which embed and make logits, have no more than others if the model can be cut anywhere. Raises
-    `ConfigError` for a wrong partition."""
+    """Return the layers of each stage: as many as `partition` says, otherwise divided as equally as possible.
+
+    The first stage also embeds and the last stage also makes logits; they have no more layers than other stages if the
+    model can be cut anywhere. Raises `ConfigError` for a wrong partition."""
     num_layers = len(description.layers)
     if partition is not None:
         if len(partition) != num_stages or sum(partition) != num_layers or min(partition) < 1:
@@ -121,7 +125,7 @@ def stage_layers(description: ModelDescription, num_stages: int, partition: Sequ
         if num_stages > num_layers:
             raise ConfigError(f"--pipeline-parallel-size {num_stages} is more than the model's {num_layers} layers.")
         each, left = divmod(num_layers, num_stages)
-        first = max(0, min(1, num_stages - 1 - left))  # that gets one more
+        first = max(0, min(1, num_stages - 1 - left))  # the first stage that gets one layer more
         counts = [each + (first <= stage < first + left) for stage in range(num_stages)]
         starts = _possible_starts(description)
         if not starts.issuperset(accumulate(counts[:-1])):
@@ -162,7 +166,7 @@ def with_stage(description: ModelDescription, layers: range) -> ModelDescription
 
 
 def _why_no_start(description: ModelDescription, start: int) -> str | None:
-    """Return why no stage can begin with a layer; None if one can."""
+    """Return why no stage can begin with layer `start`; None if a stage can."""
     for i, layer in enumerate(description.layers):
         attention = layer.attention
         if i < start <= i + layer.deferred_by:
@@ -183,7 +187,7 @@ def _possible_starts(description: ModelDescription) -> set[int]:
 def _equal_counts(starts: Sequence[int], num_layers: int, num_stages: int) -> list[int]:
     """Return the numbers of layers of each stage if stages begin only at `starts`: as equal as possible (least sum of
     squares). Empty if there are too few starts."""
-    best = {0: (0, list[int]())}  # by the layers that so many stages have: sum of squares, and each one's
+    best = {0: (0, list[int]())}  # layers that the stages so far have -> (least sum of squares, layers of each stage)
     for ends in [starts] * (num_stages - 1) + [[num_layers]]:
         longer = {}
         for end in ends:
@@ -202,7 +206,7 @@ def _not_built(description: ModelDescription) -> dict[str, bool]:
 
 
 def all_gather_size(description: ModelDescription) -> int:
-    """Return the most elements of a row that workers gather within a layer, or before the first."""
+    """Return the most elements of a row that workers gather within a layer, or before the first layer."""
     sizes = [description.embedding_size or description.hidden_size]
     if description.token_inputs is not None:
         sizes.append(len(description.checkpoint_layers) * description.token_inputs.size)
@@ -223,13 +227,13 @@ def _with_shard(layer: LayerDescription, shard: Shard) -> LayerDescription:
     elif isinstance(feed_forward, ExpertsDescription):
         shared_expert = None if feed_forward.shared is None else replace(feed_forward.shared, shard=shard)
         feed_forward = replace(feed_forward, shard=shard, shared=shared_expert)
-        feed_forward.own  # noqa: B018  # which may be refused
+        feed_forward.own  # noqa: B018  # raises `ConfigError` if the shard is refused
     attention, parallel_mixer = _sharded_mixer(layer.attention, shard), _sharded_mixer(layer.parallel_mixer, shard)
     reused = layer.reused
     if reused is not None:
         of_all, inner = reused.attention, replace(reused.feed_forward, shard=shard)
         reused = replace(reused, attention=replace(of_all, shard=shard), feed_forward=inner)
-        reused.attention.own_heads, reused.cache  # noqa: B018  # which may be refused
+        reused.attention.own_heads, reused.cache  # noqa: B018  # may raise too
     return replace(layer, attention=attention, parallel_mixer=parallel_mixer, feed_forward=feed_forward, reused=reused)
 
 
@@ -239,6 +243,6 @@ def _sharded_mixer(mixer: MixerDescription | None, shard: Shard) -> MixerDescrip
     assert isinstance(mixer, _SHARDABLE)
     shared: MixerDescription = replace(mixer, shard=shard)
     if isinstance(shared, AttentionDescription | CrossAttentionDescription):
-        shared.own_heads  # noqa: B018  # which may be refused
-    shared.cache  # noqa: B018  # likewise
+        shared.own_heads  # noqa: B018  # may raise too
+    shared.cache  # noqa: B018  # may raise too
     return shared

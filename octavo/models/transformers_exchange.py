@@ -1,6 +1,7 @@
-"""What is put into the networks of `transformers` in the place of its own modules: products, some of them together,
-embeddings, norms, activations, gated feed-forwards, the rotation of queries and keys. What a module computes is found
-out by running it, not by its class; what gives other numbers than ours stays as it is.
+"""Exchange of modules in networks of `transformers`: products (several of the same input become one), embeddings,
+norms, activations, gated feed-forwards, and the rotation of queries and keys are replaced by Octavo's operations.
+
+Running a module shows what it computes; its class does not. A module stays if its numbers differ from Octavo's.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from octavo.ops import Array, LinearWeight, Ops
 from octavo.ops.torch_arrays import to_torch
 
 _ROTATION = "apply_rotary_pos_emb"
-_EPSILONS = ("variance_epsilon", "eps", "epsilon")  # as classes of norms call it
-# Classes of activations that are exchanged, because torch's own round differently where a vector is not full.
+_EPSILONS = ("variance_epsilon", "eps", "epsilon")  # attribute names in classes of norms
+# Classes of activations that are exchanged: torch's own round differently at the end of a row that fills no vector.
 _ACTIVATIONS = {
     "SiLU": "silu", "SiLUActivation": "silu", "GELU": "gelu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh",
     "NewGELUActivation": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh",
@@ -36,8 +37,8 @@ _TORCH_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Bridge:
-    """Between torch's tensors and the arrays of a backend, which may be numpy's. Nothing is copied whose elements lie
-    in order."""
+    """Converts between torch's tensors and a backend's arrays, which may be numpy's. Tensors whose rows are contiguous
+    are not copied."""
 
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
@@ -46,12 +47,12 @@ class Bridge:
         self.device = torch.device("cpu") if self._takes_numpy else place.device
 
     def array(self, tensor: Tensor) -> Array:
-        # Operations take rows at any distance from each other.
+        # Operations accept any stride between rows.
         if tensor.stride(-1) != 1 or (tensor.dim() > 2 and tensor.stride(-2) != tensor.shape[-1]):
             tensor = tensor.contiguous()
         if not self._takes_numpy:
             return cast(Array, tensor)
-        if tensor.dtype is torch.bfloat16:  # numpy itself knows none
+        if tensor.dtype is torch.bfloat16:  # torch cannot convert it: numpy has no bfloat16 of its own
             return cast(Array, tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16))
         return cast(Array, tensor.numpy())
 
@@ -60,7 +61,7 @@ class Bridge:
 
 
 class _ByRows(nn.Module):
-    """An operation on rows [T, N] in the place of a module."""
+    """A module that calls an operation on rows [T, N]."""
 
     def __init__(self, operation: Callable[[Array], Array], bridge: Bridge) -> None:
         super().__init__()
@@ -72,8 +73,8 @@ class _ByRows(nn.Module):
 
 
 class _Part(nn.Module):
-    """One of the matrices that multiply the same tensor: some of the outputs of their common product, which the first
-    of them computes."""
+    """The replacement of one of several matrices that multiply the same tensor: it returns its columns of their common
+    product, which the first of them computes."""
 
     def __init__(self, product: _Common, begin: int, end: int) -> None:
         super().__init__()
@@ -90,11 +91,11 @@ class _Common:
         self._output: Tensor
 
     def of(self, x: Tensor, end: int) -> Tensor:
-        """All outputs; `end` is the last one that is wanted now."""
+        """Return all outputs of x. `end` is the end of the columns that the caller uses."""
         if x is not self._input:
             self._input, self._output = x, self._product(x)
         output = self._output
-        if end == self._size:  # nobody asks again
+        if end == self._size:  # the last matrix has its columns: forget the product
             self._input = None
             del self._output
         return output
@@ -111,14 +112,15 @@ class _Embedding(nn.Module):
 
 
 class _Rotation:
-    """In the place of `apply_rotary_pos_emb` for one attention module."""
+    """The replacement of `apply_rotary_pos_emb` for one attention module."""
 
     def __init__(self, original: Callable[..., tuple[Tensor, Tensor]]) -> None:
         self._original = original
-        self._given: tuple[Tensor, Tensor] | None = None  # what it has returned last
+        self._given: tuple[Tensor, Tensor] | None = None  # the last result
 
     def put_into(self, module: nn.Module) -> None:
-        """The module's own `forward` finds this by the function's name, and nobody else's does."""
+        """Give the module a copy of its `forward` whose globals have this object under the function's name. Other
+        modules keep the original function."""
         forward = type(module).forward
         names = forward.__globals__ | {_ROTATION: self}
         own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
@@ -126,12 +128,12 @@ class _Rotation:
         module.forward = MethodType(own, module)
 
     def is_last_before(self, query: Tensor, key: Tensor) -> bool:
-        """Whether attention gets what this has returned."""
+        """Return whether attention is called with the last result, unchanged."""
         return self._given is not None and self._given[0] is query and self._given[1] is key
 
 
 class NotedRotation(_Rotation):
-    """Finds out whether it turns two halves of a head, so that attention's own operation can do so."""
+    """Finds out whether the original function rotates two halves of a head, as Octavo's operation does."""
 
     def __call__(self, query: Tensor, key: Tensor, *given: Any, **named: Any) -> tuple[Tensor, Tensor]:
         rotated = self._original(query, key, *given, **named)
@@ -149,16 +151,16 @@ class NotedRotation(_Rotation):
 
 
 class StepRotations:
-    """Tables [T, R] of cosines and sines of a step's tokens, as `Ops.rotary_and_cache` takes them, and their rows."""
+    """Tables [T, R] of cosines and sines of a step's tokens, in the form that `Ops.rotary_and_cache` takes."""
 
     def __init__(self) -> None:
-        self._made: list[tuple[Tensor, Tensor, Tensor | None]] = []  # for each type of layer one
+        self._made: list[tuple[Tensor, Tensor, Tensor | None]] = []  # (cos, sin, table), one for each type of layer
 
     def begin(self) -> None:
         self._made.clear()
 
     def table(self, cos: Tensor, sin: Tensor) -> Tensor | None:
-        """cos, sin [1, T, R]; None if they are not of two halves."""
+        """Return the table of cos, sin [1, T, R]; None if their two halves differ."""
         for made_of_cos, made_of_sin, table in self._made:
             if made_of_cos is cos and made_of_sin is sin:
                 return table
@@ -169,7 +171,7 @@ class StepRotations:
 
 
 class LateRotation(_Rotation):
-    """Leaves queries and keys to the operation that writes keys to the cache, which rotates both by `table`."""
+    """Returns queries and keys unrotated; the operation that writes keys to the cache rotates both by `table`."""
 
     table: Tensor | None
 
@@ -184,7 +186,7 @@ class LateRotation(_Rotation):
 
 
 def rotation_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """The function by which an attention module rotates, if it calls one by the usual name."""
+    """Return the function by which an attention module rotates, if its `forward` calls one by the usual name."""
     forward = type(module).forward
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return None
@@ -192,16 +194,16 @@ def rotation_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | Non
 
 
 class Inputs:
-    """Which matrices were multiplied with which tensor, and in what state of that."""
+    """A record of the tensor that each matrix was multiplied with, and of that tensor's version."""
 
     def __init__(self) -> None:
-        self._seen: list[tuple[str, Tensor, int]] = []  # the tensors are kept, so that no two are taken for one
+        self._seen: list[tuple[str, Tensor, int]] = []  # tensors are kept alive, so that identities stay unique
 
     def note(self, name: str, x: Tensor) -> None:
         self._seen.append((name, x, x._version))
 
     def groups(self) -> tuple[tuple[str, ...], ...]:
-        """Those that follow each other with the same tensor, as nothing has been written into since."""
+        """Return the groups of successive matrices that multiply the same tensor, unchanged in between."""
         groups: list[list[str]] = []
         before: tuple[Tensor, int] | None = None
         for name, x, version in self._seen:
@@ -227,7 +229,10 @@ def noting_inputs(network: nn.Module) -> Iterator[Inputs]:
         if type(module) is nn.Linear
     ]
     try:
-        with torch.inference_mode(False), torch.no_grad():  # which counts what is written into a tensor
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):  # versions of tensors are counted only outside of inference mode
             yield inputs
     finally:
         for hook in hooks:
@@ -237,14 +242,14 @@ def noting_inputs(network: nn.Module) -> Iterator[Inputs]:
 def exchange(
     network: Any, parameters: Parameters, bridge: Bridge, is_tied: bool, same_inputs: Sequence[Sequence[str]]
 ) -> int:
-    """Put our modules into the network and the checkpoint's weights into the rest. -> bytes of the rest"""
+    """Replace modules by Octavo's and load the checkpoint's weights into the others. Return the bytes of the latter."""
     own_bytes, embedding, head = 0, network.get_input_embeddings(), network.get_output_embeddings()
     for names in same_inputs:
         if not _exchange_feed_forward(network, names, parameters, bridge):
             _exchange_together(network, names, parameters, bridge)
     modules = dict(network.named_modules())
     (embedding_name,) = [name for name, module in modules.items() if module is embedding]
-    tied: LinearWeight | None = None  # the embedding's matrix, which may be the head's too
+    tied: LinearWeight | None = None  # the embedding's matrix, also the head's if they are tied
     if type(embedding) is nn.Embedding or is_tied:
         tied = parameters.linear([embedding_name], [embedding.num_embeddings], embedding.embedding_dim)
     for name, module in modules.items():
@@ -272,7 +277,7 @@ def _put(network: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _exchange_together(network: nn.Module, names: Sequence[str], parameters: Parameters, bridge: Bridge) -> None:
-    """One product in the place of several of the same input, if they are alike."""
+    """Replace several products of the same input by one, unless only some of them have a bias."""
     linears = [cast(nn.Linear, network.get_submodule(name)) for name in names]
     has_bias = linears[0].bias is not None
     if any((linear.bias is not None) != has_bias for linear in linears):
@@ -285,7 +290,8 @@ def _exchange_together(network: nn.Module, names: Sequence[str], parameters: Par
 
 
 def _exchange_feed_forward(network: nn.Module, names: Sequence[str], parameters: Parameters, bridge: Bridge) -> bool:
-    """Two products in the place of a gated feed-forward that has those two matrices: whether it is one."""
+    """Replace a gated feed-forward whose gate and up are the matrices `names` by two products. Return False if the
+    matrices belong to no gated feed-forward."""
     parent = names[0].rpartition(".")[0]
     inner = [name.rpartition(".")[2] for name in names]
     module = network.get_submodule(parent)
@@ -310,7 +316,7 @@ def _exchange_feed_forward(network: nn.Module, names: Sequence[str], parameters:
 
 
 class _StandIn(nn.Module):
-    """In the place of a matrix: notes what it is given, and answers what was agreed on."""
+    """A module in place of a matrix that records its inputs and returns a fixed answer."""
 
     def __init__(self, answer: Tensor) -> None:
         super().__init__()
@@ -322,8 +328,9 @@ class _StandIn(nn.Module):
 
 
 def _gated(module: nn.Module, pair: Sequence[str]) -> tuple[str, str, str, str] | None:
-    """Whether the module is down(f(gate(x)) * up(x)), found out by running it with other matrices: the names of gate,
-    up and down, and f."""
+    """Return the names of gate, up and down, and of f, if the module computes down(f(gate(x)) * up(x)); else None.
+
+    This is found by running the module with other matrices."""
     children = dict(module.named_children())
     linears = {name: child for name, child in children.items() if type(child) is nn.Linear}
     kinds = [kind for child in children.values() if (kind := _activation_kind(child)) is not None]
@@ -340,7 +347,7 @@ def _gated(module: nn.Module, pair: Sequence[str]) -> tuple[str, str, str, str] 
             setattr(module, name, stand_in)
         with torch.inference_mode():
             result = module(x)
-    except Exception:  # of code that is made for other tensors
+    except Exception:  # the module's code may fail on these tensors
         return None
     finally:
         for name in stand_ins:
@@ -359,14 +366,16 @@ def _product(weight: LinearWeight, bridge: Bridge, out_dtype: str | None = None)
 
 
 def _fill(name: str, module: nn.Module, network: Any, parameters: Parameters, bridge: Bridge) -> int:
-    """Give a module its parameters, and its buffers: the checkpoint's, or what the network makes of its settings."""
+    """Give a module its parameters and buffers: from the checkpoint, or buffers as the network initialises them.
+
+    Returns the bytes of the parameters. Raises `LoadError` for a buffer that neither provides."""
     prefix, num_bytes = f"{name}." if name else "", 0
     buffers = dict(module.named_buffers(recurse=False))
     for key, buffer in buffers.items():
         unset = float("nan") if buffer.is_floating_point() else -1
         setattr(module, key, torch.full(buffer.shape, unset, dtype=buffer.dtype, device=bridge.device))
     if buffers:
-        network._init_weights(module)  # parameters are on the meta device still
+        network._init_weights(module)  # it does not touch parameters, which are still on the meta device
     for key, buffer in module.named_buffers(recurse=False):
         if prefix + key in parameters.weights:
             setattr(module, key, bridge.tensor(parameters.array(f"{prefix}{key}", tuple(buffer.shape))))
@@ -375,12 +384,12 @@ def _fill(name: str, module: nn.Module, network: Any, parameters: Parameters, br
     for key, parameter in module.named_parameters(recurse=False):
         tensor = bridge.tensor(parameters.array(f"{prefix}{key}", tuple(parameter.shape)))
         num_bytes += tensor.nbytes
-        setattr(module, key, nn.Parameter(tensor.clone(), False))  # the checkpoint's may alias its file
+        setattr(module, key, nn.Parameter(tensor.clone(), False))  # a tensor of the checkpoint may alias the file
     return num_bytes
 
 
 def _as_norm(module: nn.Module, bridge: Bridge) -> _ByRows | None:
-    """Our norm in the place of one that gives the same numbers."""
+    """Return Octavo's norm in place of an RMS norm that gives the same numbers; else None."""
     weight = getattr(module, "weight", None)
     eps = next((getattr(module, name) for name in _EPSILONS if hasattr(module, name)), 0)
     if "RMSNorm" not in type(module).__name__ or not isinstance(weight, Tensor) or weight.dim() != 1:

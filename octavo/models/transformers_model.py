@@ -1,10 +1,10 @@
-"""Architectures that Octavo does not build itself: `transformers` computes them, with our attention over the paged
-cache and our products, embedding, norms and gated feed-forwards put into its modules.
+"""Architectures that Octavo does not build itself. `transformers` computes them; Octavo's attention over the paged
+cache, products, embedding, norms and gated feed-forwards replace parts of its modules.
 
-`describe` runs the network once on the meta device, which computes shapes only, and notes how each layer calls its
-attention and which matrices multiply the same tensor. The rest of the engine knows of such a model only that its steps
-are not captured. `octavo.models.registry` imports this module when one is named: it needs the extra
-`octavo[transformers]`.
+`describe` runs the network once on the meta device, which computes shapes only. It notes how each layer calls its
+attention and which matrices multiply the same tensor. For the rest of the engine, the only difference of such a model
+is that its steps are not captured. `octavo.models.registry` imports this module only when such a model is asked for: it
+needs the extra `octavo[transformers]`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-# Threads of torch's own that wait by spinning would take the cores from the native kernels'. It reads this as it loads.
+# torch's own threads would spin while they wait and take cores from the native kernels. torch reads this variable when
+# it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -51,11 +52,11 @@ _ATTENTION = "octavo"
 _LAYER_TYPES = {
     "full_attention",
     "sliding_attention",
-}  # of configurations: one key and value a token, and at most a window
+}  # types with one key and value for each token, and at most a window
 
 
 class _Call(NamedTuple):
-    """What a layer of a network wants of its attention: query [1, Q, T, D], key and value [1, G, T, D] -> [1, T, Q, D].
+    """A layer's call of its attention: query [1, Q, T, D], key and value [1, G, T, D]. The answer is [1, T, Q, D].
 
     `settings` are the keyword arguments: scaling, sliding_window, softcap, s_aux (sinks [Q]) and more.
     """
@@ -73,7 +74,7 @@ class _Call(NamedTuple):
         return layer
 
     def description(self) -> AttentionDescription:
-        """Raises `LoadError` for what our attention cannot do."""
+        """Return the attention that the call asks for. Raises `LoadError` if Octavo's attention cannot compute it."""
         name, asked, key_size = type(self.module).__name__, self.settings, self.key.shape[3]
         if asked.get("is_causal") is False or getattr(self.module, "is_causal", True) is False:
             raise LoadError(f"{name} attends to positions that come later.")
@@ -92,20 +93,20 @@ class _Call(NamedTuple):
             num_kv_heads=self.key.shape[1],
             head_size=key_size,
             scale=key_size**-0.5 if scale is None else float(scale),
-            rope=None,  # the network has rotated them
+            rope=None,  # the network has rotated queries and keys
             window=asked.get("sliding_window") or 0,
             softcap=asked.get("softcap") or 0.0,
         )
 
 
-# Who answers the attention calls of the network that runs.
+# The function that answers the attention calls of the running network.
 _running: ContextVar[Callable[[_Call], Tensor]] = ContextVar("running")
 
 
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **settings: Any
 ) -> tuple[Tensor, None]:
-    """What the networks call in the place of their attention."""
+    """The attention function that is registered with transformers; networks call it for every layer."""
     return _running.get()(_Call(module, query, key, value, attention_mask, settings)), None
 
 
@@ -119,16 +120,16 @@ def _run_by(attend: Callable[[_Call], Tensor]) -> Iterator[None]:
         _running.reset(token)
 
 
-# What the functions of `masking_utils` are asked to add to the causal mask, or to leave out of it.
+# Arguments of functions of `masking_utils` that change the causal mask.
 _MASK_CHANGES = ("or_mask_function", "and_mask_function", "block_sequence_ids")
 
 
 @contextmanager
 def _refusing_masks() -> Iterator[None]:
-    """Raise `LoadError` where a network asks for another mask than the causal one, with a window or without.
+    """Raise `LoadError` if a network asks for another mask than the causal mask with or without a window.
 
-    transformers makes no mask for an attention whose masks it does not know, and says nothing. All functions that make
-    masks begin with one, in which their own arguments can be seen."""
+    For an attention function that it does not know, transformers makes no mask, without an error. Every function that
+    makes a mask first calls `_preprocess_mask_arguments`; its replacement looks at the caller's arguments."""
     original = masking_utils._preprocess_mask_arguments
 
     def look(*args: Any, **kwargs: Any) -> Any:
@@ -148,17 +149,17 @@ def _refusing_masks() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class TransformersDescription(ModelDescription):
-    """A network of transformers'. Of its layers only the attention is known."""
+    """A network of transformers. Only the attention of its layers is described."""
 
-    config: Any = None  # transformers' own
-    # Names of the modules of matrices that multiply one tensor, one after the other.
+    config: Any = None  # transformers' configuration
+    # Groups of modules whose matrices multiply the same tensor, one after the other.
     same_inputs: tuple[tuple[str, ...], ...] = ()
-    late_rotations: tuple[str, ...] = ()  # of the attention modules whose rotation `LateRotation` can do
-    allows_code: bool = False  # of the checkpoint
+    late_rotations: tuple[str, ...] = ()  # attention modules whose rotation `LateRotation` can replace
+    allows_code: bool = False  # whether the checkpoint's own Python code may run
 
 
 def describe(config: Mapping[str, Any], code_folder: str | None = None) -> TransformersDescription:
-    """Read config.json. `code_folder` is the checkpoint whose own Python code may be run.
+    """Return the description of the model of config.json. `code_folder` is the checkpoint whose Python code may run.
 
     Raises `LoadError`, with the reason, for a network that cannot be run with an exchanged attention.
     """
@@ -166,9 +167,9 @@ def describe(config: Mapping[str, Any], code_folder: str | None = None) -> Trans
     try:
         if code_folder is not None:
             known = type(AutoConfig.from_pretrained(code_folder, trust_remote_code=True)).from_dict(dict(config))
-            known.name_or_path = code_folder  # where the network's code is looked for
+            known.name_or_path = code_folder  # transformers looks here for the network's code
         else:
-            # Matrices come through `Weights`, whatever they are quantized with.
+            # `Weights` reads quantized matrices, so transformers must not know of the quantization.
             left_out = ("model_type", "quantization_config")
             given = {key: value for key, value in config.items() if key not in left_out}
             known = AutoConfig.for_model(str(config.get("model_type")), **given)
@@ -177,9 +178,9 @@ def describe(config: Mapping[str, Any], code_folder: str | None = None) -> Trans
         raise LoadError(
             f"transformers knows no model type {config.get('model_type')!r} ({first_line(e)}).{own}"
         ) from None
-    # Of configurations with parts the text's; what the engine asks is there.
+    # The part of the configuration for text, which has all settings that the engine needs.
     text = known.get_text_config()
-    # What these do to keys, or leave out of the mask, shows in long prompts only.
+    # Other layer types must be refused by name: in short prompts their attention looks like the usual one.
     if others := sorted(set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES):
         raise LoadError(f"its layers of the type {', '.join(others)} are more than attention over the keys of tokens.")
     description = TransformersDescription(
@@ -194,7 +195,7 @@ def describe(config: Mapping[str, Any], code_folder: str | None = None) -> Trans
         config=known,
         allows_code=code_folder is not None,
     )
-    # The usual way to compute experts, whose shapes do not depend on values, wants bfloat16.
+    # transformers' usual code for experts has shapes that do not depend on values, but needs bfloat16.
     network, seen = _network(description).to(torch.bfloat16), dict[int, AttentionDescription]()
     rotations, late = dict[str, NotedRotation](), list[str]()
     for name, module in network.named_modules():
@@ -217,7 +218,7 @@ def describe(config: Mapping[str, Any], code_folder: str | None = None) -> Trans
             hidden = _hidden(network, torch.zeros(1, 3, dtype=torch.long), torch.arange(3)[None])
     except LoadError:
         raise
-    except Exception as e:  # the network's own code, of which anything may come
+    except Exception as e:  # the network's own code may raise anything
         raise LoadError(f"{type(network).__name__} does not run in transformers this way ({first_line(e)}).") from None
     if sorted(seen) != list(range(text.num_hidden_layers)):
         raise LoadError(
@@ -237,7 +238,7 @@ def describe(config: Mapping[str, Any], code_folder: str | None = None) -> Trans
 
 
 def _network(description: TransformersDescription) -> Any:
-    """The network without weights."""
+    """Return the network without weights, on the meta device."""
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(
@@ -250,18 +251,18 @@ def _network(description: TransformersDescription) -> Any:
 
 
 def _hidden(network: Any, token_ids: Tensor, positions: Tensor) -> Tensor:
-    """token_ids, positions [1, T] -> [1, T, H], as the network's head gets it"""
+    """Return the hidden states [1, T, H] that the network's head reads; token_ids, positions [1, T]."""
     found: Tensor = network.base_model(input_ids=token_ids, position_ids=positions, use_cache=False).last_hidden_state
     return found
 
 
 class _Outputs(BaseModelOutputWithPast):  # type: ignore[misc]
     def __getattr__(self, name: str) -> None:
-        """Whatever else a head looks for is not there."""
+        """Return None for everything else that a head looks for."""
 
 
 class _Given(nn.Module):
-    """In the place of the network below its head: hidden states that have been computed."""
+    """A module in place of the network below its head: it returns hidden states that are already computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -269,7 +270,7 @@ class _Given(nn.Module):
 
     @property
     def decoder(self) -> _Given:
-        """What heads call that know only a part of the network below them."""
+        """Return itself: some heads call only this part of the network below them."""
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> _Outputs:
@@ -277,7 +278,7 @@ class _Given(nn.Module):
 
 
 class TransformersModel:
-    """See `octavo.models.registry.Model`."""
+    """A model that transformers computes. Its interface is `octavo.models.registry.Model`."""
 
     is_recordable = False  # a step is Python and torch's own operations
 
@@ -293,7 +294,7 @@ class TransformersModel:
         parameters = Parameters(weights, ops, max_positions, dtype)
         self._rotary = [parameters.rotary(None, attention.head_size) for attention in self._attentions]
         self._network = _network(description).to(getattr(torch, dtype))
-        self._network.config._experts_implementation = "eager"  # which computes each row by itself
+        self._network.config._experts_implementation = "eager"  # "eager" computes each row by itself
         own = exchange(
             self._network, parameters, self._bridge, description.tie_word_embeddings, description.same_inputs
         )
@@ -315,15 +316,15 @@ class TransformersModel:
 
     @property
     def matrices(self) -> tuple[NamedMatrix, ...]:
-        """None: adapters beside the modules of transformers are not built."""
+        """Return no matrices: adapters for models of transformers are not built."""
         return ()
 
     def num_weight_bytes(self) -> int:
-        """Bytes of the packed matrices, and of what transformers computes with."""
+        """Return the bytes of the packed matrices and of the parameters that transformers computes with."""
         return self._num_weight_bytes
 
     def forward(self, batch: StepBatch, caches: Sequence[LayerKVCache]) -> Array:
-        """-> hidden [T, H], as the head gets it. One cache a layer."""
+        """Return the hidden states [T, H] that the head reads. There is one cache for each layer."""
         self._batch, self._caches = batch, caches
         bridge = self._bridge
         self._step_rotations.begin()
@@ -333,7 +334,7 @@ class TransformersModel:
             return bridge.array(_hidden(self._network, token_ids[None], positions[None])[0])
 
     def logits(self, hidden: Array) -> Array:
-        """hidden [N, H] -> [N, vocab_size] float32. The network's own head, with whatever it does after its matrix."""
+        """Return the logits [N, vocab_size] float32 of hidden [N, H], by the network's own head."""
         self._given.hidden = self._bridge.tensor(hidden)[None]
         with _run_by(self._attend):
             tokens = torch.zeros(1, len(hidden), dtype=torch.long, device=self._given.hidden.device)
@@ -345,7 +346,7 @@ class TransformersModel:
         description, tables, cache = (
             self._attentions[layer], batch.groups[self._group_of_layer[layer]], self._caches[layer]
         )  # fmt: skip
-        # The cache has one size for both: smaller values, as in latent attention, are filled up with zeros.
+        # Keys and values have the same size in the cache: smaller values (latent attention) are padded with zeros.
         value, missing = call.value, description.head_size - value_size
         value = nn.functional.pad(value, (0, missing)) if missing else value
         rows, keys, values = (self._bridge.array(x[0].transpose(0, 1)) for x in (call.query, call.key, value))

@@ -1,6 +1,5 @@
-"""Models that write down what is said: an encoder of sound, which transformers computes
-(`octavo.multimodal.speech_encoder`), and a decoder that attends to its output.
-Here is what their configurations say of the decoder.
+"""Configuration reader of Whisper, a model that transcribes speech. This module describes the decoder, which attends to
+the encoder's output; transformers computes the encoder (`octavo.multimodal.speech_encoder`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.readers import activation_of
 
 WHISPER = "WhisperForConditionalGeneration"
-# The defaults of the class in transformers 5: checkpoints leave out what equals them.
+# The defaults of the class in transformers 5: checkpoints leave out settings that equal them.
 _WHISPER_DEFAULTS: dict[str, Any] = {
     "vocab_size": 51865, "d_model": 384, "decoder_layers": 4, "decoder_attention_heads": 6, "decoder_ffn_dim": 1536,
     "activation_function": "gelu", "max_source_positions": 1500, "max_target_positions": 448, "scale_embedding": False,
@@ -28,7 +27,7 @@ _NORM = NormDescription(1e-5, "layer", bias=True)
 
 
 def read_whisper(given: Mapping[str, Any]) -> ModelDescription:
-    """Raises `LoadError` for a setting that is not built."""
+    """Return the description of Whisper's decoder. Raises `LoadError` for a setting that is not built."""
     config = _WHISPER_DEFAULTS | dict(given)
     size, num_heads = config["d_model"], config["decoder_attention_heads"]
     if size % num_heads:

@@ -1,6 +1,8 @@
-"""The architectures: a table of dense ones, one of those with experts, one of those with latent attention, one of
-Mamba's, one of others with layers that keep a state, Gemma 4's, one of encoders. `settings` has what their entries
-share, `octavo.models.readers` reads config.json by them and by `defaults.json`, what config.json may leave out.
+"""The table of architectures, in modules by kind: `dense`; `moe` (experts); `deepseek` (latent attention);
+`mamba_hybrids` (Mamba); `linear_attention` (other layers with a state); `gemma_4`; `encoders`. `settings` has the
+settings that several of them share.
+
+`octavo.models.readers` reads config.json by this table, with defaults from `defaults.json`.
 """
 
 from octavo.models.families import deepseek, dense, encoders, gemma_4, linear_attention, mamba_hybrids, moe

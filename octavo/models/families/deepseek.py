@@ -1,4 +1,4 @@
-"""The architectures with latent attention: DeepSeek's, and those that follow them."""
+"""The architectures with latent attention: DeepSeek's, and others with the same attention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from octavo.models.readers import (
 
 
 def latent(**changes: Any) -> Callable[[Config, int], MLADescription]:
-    """Latent attention by the usual settings; `changes` are values or settings."""
+    """Return a setting for latent attention with the usual settings and `changes`, which are values or settings."""
 
     def find(config: Config, i: int) -> MLADescription:
         num_heads, plain, rotated = (config[n] for n in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
@@ -44,7 +44,8 @@ def latent(**changes: Any) -> Callable[[Config, int], MLADescription]:
 
 
 def _sharper(config: Config) -> float:
-    """Scores of stretched positions are multiplied with this (yarn's `mscale`, squared: queries' and keys')."""
+    """Return the factor of scores when positions are scaled: yarn's `mscale`, squared (once for queries, once for
+    keys)."""
     scaling = rope_settings(config)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     factor, all_dim = float(scaling.get("factor") or 1.0), float(scaling.get("mscale_all_dim") or 0.0)
@@ -60,12 +61,13 @@ def _is_sparse(config: Config, i: int) -> bool:
 
 
 def _rank_scale(rank: str) -> Callable[[Config, int], float]:
-    """What LongCat multiplies compressed vectors with, whose size the setting says."""
+    """Return a setting for LongCat's factor of compressed vectors; `rank` is the setting with their size."""
     return lambda c, _: (c["hidden_size"] / c[rank]) ** 0.5
 
 
 def _longcat_mixer(config: Config, i: int) -> MLADescription | None:
-    """Of a layer's three parts: attention and experts, a feed-forward, attention and a feed-forward."""
+    """Return the mixer of part i % 3 of a layer: attention and experts; a feed-forward; attention and a
+    feed-forward."""
     if i % 3 == 1:
         return None
     scales = {"query_scale": _rank_scale("q_lora_rank"), "latent_scale": _rank_scale("kv_lora_rank")}
@@ -76,7 +78,8 @@ _SHARED = {"shared": shared_expert(several("n_shared_experts"))}
 
 
 def _shares_index(config: Config, i: int) -> bool:
-    """Whether layer i reads the keys that were chosen for a layer before (GLM), as `transformers` finds it out."""
+    """Return whether layer i reads the keys that were chosen for an earlier layer (GLM), by the rule of
+    `transformers`."""
     if types := config.get("indexer_types") or config.get("index_topk_pattern"):
         return bool(types[i] in ("shared", "S"))
     every, first = max(config.get("index_topk_freq") or 1, 1), config.get("index_skip_topk_offset", 2)
@@ -84,7 +87,8 @@ def _shares_index(config: Config, i: int) -> bool:
 
 
 def _indexed(is_interleaved: bool, shares: Callable[[Config, int], bool] = lambda _, __: False) -> Family:
-    """An index chooses the keys that a query sees. Its rotated pairs are halves, or neighbours in the checkpoint."""
+    """Return a family whose attention reads the keys that an index chooses. In the checkpoint, the index's rotated
+    pairs are neighbours if `is_interleaved`, else two halves."""
 
     def index(config: Config, i: int) -> SparseIndexerDescription | None:
         if not config["index_topk"] or shares(config, i):
@@ -127,7 +131,7 @@ FAMILIES = {
         },
         experts=ROUTED | {"needs_correction": False},
         is_sparse=lambda c, i: i >= c["first_k_dense_replace"] and i % c["moe_layer_freq"] == 0,
-        model={  # released checkpoints have the norm in dense layers too, which do not use it
+        model={  # released checkpoints have this norm also in dense layers, which do not use it
             "unused": lambda c, _: tuple(
                 f"model.layers.{i}.post_mlp_layernorm" for i in range(c["num_hidden_layers"]) if not _is_sparse(c, i)
             )
@@ -174,7 +178,7 @@ FAMILIES = {
             "attention_norm": lambda _, i: f"input_layernorm.{i % 3 // 2}",
             "feed_forward_norm": lambda _, i: f"post_attention_layernorm.{i % 3 // 2}",
         },
-        # What guesses tokens, and what transformers writes of experts without weights.
+        # Tensors of multi-token prediction, and tensors that transformers writes for identity experts.
         model={"unused": lambda c, _: ("model.mtp.", *(
             f"model.layers.{i}.mlp.experts.{c['num_experts'] + e}."
             for i in range(c["num_hidden_layers"]) for e in range(c["zero_expert_num"] or 0)

@@ -1,7 +1,7 @@
-"""The dense architectures: each says how it differs from Llama.
+"""The dense architectures: each entry lists the differences from Llama.
 
-Where a configuration class computes what a setting is, so does a function here. Tensors have the names that checkpoints
-have, and those that `transformers` writes.
+A setting that a configuration class of transformers computes is computed by a function here. Tensors have the names in
+checkpoints and the names that `transformers` writes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _when(setting: str, value: Setting) -> Setting:
 
 
 def _gemma_3_window(config: Config, i: int) -> int:
-    """Where attention goes both ways the setting counts both sides."""
+    """Return the layer's window. With bidirectional attention the setting is the sum of both sides."""
     window = int(config["sliding_window"] or 0) if slides(config, i) else 0
     return window // 2 + 1 if window and config.get("use_bidirectional_attention") else window
 
@@ -203,10 +203,10 @@ FAMILIES = {
             "qk_norm_names": ("self_attn.query_layernorm", "self_attn.key_layernorm"),
         },
     ),
-    # A norm without weights of a rotated head is the norm of the head, rotated.
+    # NanoChat norms heads after the rotation; without weights the order makes no difference.
     "NanoChatForCausalLM": Family(
         norm=rms(has_weight=False), attention={"qk_norm": rms(has_weight=False)},
-        rope={"reversed": True, "attention_factor": 1.0},  # which would be normed away
+        rope={"reversed": True, "attention_factor": 1.0},  # a factor would have no effect: heads are normed
         feed_forward=_ungated("mlp.fc1", "mlp.fc2"), model={"embedding_norm": rms(has_weight=False)},
     ),
     "BitNetForCausalLM": Family(

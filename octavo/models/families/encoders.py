@@ -1,7 +1,7 @@
-"""The encoders: attention goes both ways, and what comes out is pooled. Each class of a family (the bare
-model, and those with heads for sequences and for tokens) is an architecture.
+"""The encoders: attention is bidirectional, and hidden states are pooled. Each class of a family (the bare model, and
+those with heads for sequences and for tokens) is an architecture.
 
-Tensors have the names that checkpoints have; a checkpoint of a bare model lacks the first part of them.
+Tensors have the checkpoints' names; in a checkpoint of a bare model names lack the first part.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _CLASSIFIER = "classifier"
 
 
 def _pooled(kind: str, *heads: Setting) -> Setting:
-    """Pooling, and the heads that the configuration makes."""
+    """Return a setting for pooling of this `kind` with these `heads`."""
     return lambda c, i: PoolingDescription(kind, tuple(head(c, i) for head in heads))
 
 
 def _dense(name: str, activation: str | None = None) -> Setting:
-    """As wide as the model."""
+    """Return a setting for a head of the model's hidden size."""
     return lambda c, _: ProjectionHeadDescription(name, c["hidden_size"], True, activation)
 
 
@@ -38,7 +38,8 @@ def _labels(name: str = _CLASSIFIER, bias: bool = True) -> Setting:
 def _classes(
     base: str, family: Family, prefix: str, sequences: Setting, tokens: Setting | None = None
 ) -> dict[str, Family]:
-    """The architectures of a family: `sequences` is the pooling of its classifier, `tokens` that of each token."""
+    """Return the architectures of a family. `sequences` is the pooling of its sequence classifier, `tokens` of its
+    token classifier."""
     unused = tuple(f"{at}{name}" for name in ("pooler.", "cls.", "lm_head.", "vocab_", "discriminator_", "generator_")
                    for at in ("", prefix))  # fmt: skip
     model = {**family.model, "unused": unused, "norm": family.model.get("norm"), "tie_word_embeddings": True}
@@ -56,7 +57,8 @@ def _bert(
     prefix: str, *, layers: str = "encoder.layer.", has_types: bool = True, counts_padding: bool = False,
     names: Mapping[str, str] = {}, **model: Any,
 ) -> Family:  # fmt: skip
-    """BERT (Devlin et al. 2019) and those with other names. RoBERTa's positions begin behind that of the padding."""
+    """Return the family of BERT (Devlin et al. 2019), or of a model that differs in `names`. With `counts_padding`
+    positions begin after the padding token's (RoBERTa)."""
 
     def offset(config: Config) -> int:
         return config["pad_token_id"] + 1 if counts_padding else 0
@@ -139,8 +141,8 @@ _MODERNBERT = replace(
 )  # fmt: skip
 
 
-_GATED = {"swiglu": "silu", "geglu": "gelu"}  # as its own files say
-# Its own checkpoints' names; rotary positions and a gate, and BERT's norms (Nussbaum et al. 2024).
+_GATED = {"swiglu": "silu", "geglu": "gelu"}  # names of activations in Nomic's files
+# Rotary positions, a gate, and BERT's norms (Nussbaum et al. 2024). Names are those of Nomic's own checkpoints.
 _NOMIC = Family(
     norm=layer_norm(), attention=_BOTH_WAYS | {"qkv_names": ("attn.Wqkv",), "output_name": "attn.out_proj"},
     feed_forward={
@@ -161,7 +163,7 @@ _NOMIC = Family(
 
 
 def _gte(prefix: str) -> Family:
-    """Rotary positions, a gate and BERT's norms too, with biases (Zhang et al. 2024)."""
+    """Return the family of GTE: rotary positions, a gate, BERT's norms, and biases (Zhang et al. 2024)."""
     return Family(
         norm=layer_norm(), rope_kinds=("ntk",),
         attention=_BOTH_WAYS | _BIASES | {"qkv_names": ("attention.qkv_proj",), "output_name": "attention.o_proj"},
@@ -203,7 +205,7 @@ FAMILIES: dict[str, Family] = {
     **_classes("Gte", _gte("gte."), "gte.", _pooled("CLS", _dense("gte.pooler.dense", "tanh"), _labels())),
     **_classes("New", _gte("new."), "new.", _pooled("CLS", _dense("new.pooler.dense", "tanh"), _labels())),
 }  # fmt: skip
-# Llama, both ways (Boizard et al. 2025).
+# Llama with bidirectional attention (Boizard et al. 2025).
 FAMILIES["EuroBertModel"] = FAMILIES["EuroBertForMaskedLM"] = Family(
     attention=_BOTH_WAYS, pooling=_pooled("MEAN"),
     model={"unused": ("lm_head.",), "tie_word_embeddings": True},

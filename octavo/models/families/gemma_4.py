@@ -1,5 +1,5 @@
-"""Gemma 3n and 4: layers of two sizes of heads, the last of which may read the keys and values of earlier ones, what
-each of them gets of the token itself, and experts beside a dense feed-forward.
+"""Gemma 3n and 4. Layers have heads of two sizes; late layers may read the keys and values of earlier layers; each
+layer has an embedding of its own; experts stand beside a dense feed-forward.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 def _layer_type(config: Config, i: int) -> str:
-    """The last layer sees everything, whatever is said of it."""
+    """Return the layer's type. The last layer has full attention, whatever config.json says."""
     if i == config["num_hidden_layers"] - 1:
         return "full_attention"
     return str(config["layer_types"][i])
 
 
 def _own(config: Config, i: int, setting: str, of_full: str) -> Any:
-    """A setting of layers that see everything: said by layer, as transformers 5 writes it, or once."""
+    """Return a setting that layers with full attention may have of their own: by layer, as transformers 5 writes it, or
+    `of_full` for all of them."""
     by_layer = {int(number): settings for number, settings in (config.get("per_layer_config") or {}).items()}
     if setting in by_layer.get(i, {}):
         return by_layer[i][setting]
@@ -50,7 +51,8 @@ def _rope(config: Config, i: int) -> RopeConfig:
 
 
 def _reads_layer(config: Config, i: int, type_of: Setting = _layer_type) -> int | None:
-    """Late layers have the keys and values of the last one of their type that has its own."""
+    """Return the layer whose keys and values layer i reads; None if it has its own. Late layers read those of the last
+    layer of their type that has its own."""
     first = config["num_hidden_layers"] - config["num_kv_shared_layers"]
     if i < first:
         return None
@@ -72,7 +74,7 @@ def _qkv_names(config: Config, i: int) -> tuple[str, ...]:
 
 
 def _window(config: Config, i: int) -> int:
-    if config["use_bidirectional_attention"] == "all":  # "vision" is of pictures only
+    if config["use_bidirectional_attention"] == "all":  # "vision" applies to pictures only
         raise LoadError("attention both ways in all layers of Gemma 4 is not built yet.")
     return int(config["sliding_window"]) if _layer_type(config, i) == "sliding_attention" else 0
 
@@ -116,7 +118,7 @@ def _token_inputs_3n(config: Config, i: int) -> TokenInputsDescription | None:
 
 
 def _unused_3n(config: Config, _: int) -> tuple[str, ...]:
-    """Checkpoints have keys and values of layers that read others', and scales that are not to be used."""
+    """Return unused tensors: keys and values of layers that read other layers', and scales if they are disabled."""
     layers = [f"model.layers.{i}." for i in range(config["num_hidden_layers"])]
     scales = [] if config["altup_correct_scale"] else [f"{layer}altup.correct_output_scale" for layer in layers]
     readers = [layer for i, layer in enumerate(layers) if _reads_layer_3n(config, i) is not None]

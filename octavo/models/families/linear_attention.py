@@ -1,4 +1,4 @@
-"""The architectures with layers of other kinds than Mamba's that keep a state, beside attention."""
+"""The architectures with attention and layers that keep a state, other than Mamba."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def _lightning(config: Config, i: int) -> LightningDescription:
 
 
 def _minimax_constants(config: Config, _: int) -> tuple[str, ...]:
-    """Checkpoints have what follows from the configuration."""
+    """Return unused tensors: checkpoints have constants that follow from the configuration."""
     names = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
     return tuple(f"model.layers.{i}.self_attn.{name}" for i in range(config["num_hidden_layers"]) for name in names)
 
 
 def _minimax_factors(kind: str) -> Setting:
-    """Of attention or lightning attention, and of the feed-forward."""
+    """Return a setting for the factors of (lightning) attention and feed-forward; `kind` is "alpha" or "beta"."""
 
     def find(config: Config, i: int) -> tuple[float, float]:
         name = "linear_attn" if config["layer_types"][i] == "linear_attention" else "full_attn"
@@ -110,12 +110,12 @@ def _olmo_delta(config: Config, i: int) -> GatedDeltaDescription:
 
 def _kimi_type(config: Config, i: int) -> str:
     listed = (config.get("linear_attn_config") or {}).get("full_attn_layers")
-    is_full = i + 1 in listed if listed is not None else i > 0 and i % 4 == 0  # listed from one on
+    is_full = i + 1 in listed if listed is not None else i > 0 and i % 4 == 0  # the list counts layers from 1
     return "full_attention" if is_full else "linear_attention"
 
 
 def _delta_by_element(config: Config, heads: int, size: int, kernel: int, **changes: Any) -> GatedDeltaDescription:
-    """With a decay for each element of a key (Kimi Team 2025)."""
+    """Return a gated delta rule with a decay for each element of a key (Kimi Team 2025)."""
     only_silu(config)
     return GatedDeltaDescription(
         heads, heads, size, size, kernel, NormDescription(config["norm_eps"]), decays_by_element=True,
@@ -141,7 +141,7 @@ def _bailing_mixer(config: Config, i: int) -> GatedDeltaDescription | MLADescrip
     names = {"name": "attention", "output_name": "dense"}
     if config["layer_types"][i] != "linear_attention":
         return latent(**names, gate_name="g_proj")(config, i)
-    # transformers gives head_dim another meaning as it writes.
+    # In files that transformers writes, head_dim has another meaning, and linear_head_dim has the size.
     size = config.get("linear_head_dim") or config["head_dim"]
     return _delta_by_element(
         config, config["num_attention_heads"], size, config["short_conv_kernel_size"],
@@ -175,7 +175,7 @@ _LFM_MODEL = {"norm_name": "model.embedding_norm", "tie_word_embeddings": lambda
 
 
 def _griffin_type(config: Config, i: int) -> str:
-    """Two recurrences, then attention, or what is said."""
+    """Return the layer's type by block_types, a pattern that repeats (default: two recurrences, then attention)."""
     kinds = config["block_types"]
     return "linear_attention" if kinds[i % len(kinds)] == "recurrent" else "full_attention"
 
@@ -188,7 +188,7 @@ def _griffin(config: Config, _: int) -> GatedRecurrenceDescription:
 
 
 def _root_in_bfloat16(config: Config, _: int) -> float:
-    """The root of the hidden size, of which eight bits are kept."""
+    """Return the square root of the hidden size, rounded to bfloat16's eight significant bits."""
     fraction, exponent = math.frexp(config["hidden_size"] ** 0.5)
     return math.ldexp(round(fraction * 256) / 256, exponent)
 
@@ -232,7 +232,7 @@ FAMILIES = {
     "Qwen3_5MoeForCausalLM": replace(_QWEN_3_5, experts=_QWEN_EXPERTS),
     "OlmoHybridForCausalLM": Family(
         layer_type=_delta_type, mixer=where_no_attention(_olmo_delta),
-        rotates=lambda c, _: rope_settings(c).get("rope_theta", 0) is not None,  # null says that nothing does
+        rotates=lambda c, _: rope_settings(c).get("rope_theta", 0) is not None,  # null means no rotation
         attention={"qk_norm": rms(), "qk_norm_scope": "all"},
         layer={
             "attention_norm": _olmo_norm("attention_layer_norm", None),

@@ -1,4 +1,4 @@
-"""The architectures with state spaces, Mamba's: alone, beside attention, and with a transformer that layers share."""
+"""The architectures with Mamba's state spaces: alone, with attention, and with a transformer that layers share."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from octavo.models.families.settings import (
 )
 from octavo.models.readers import Config, Family, Setting, activation_of, head_size, key, rope_of, routing
 
-_OWN_ACT = "mamba_hidden_act"  # where feed-forwards have another
+_OWN_ACT = "mamba_hidden_act"  # the activation of Mamba layers, if feed-forwards have another
 
 
 def _mamba(
     config: Config, num_heads: int, size: int, bias: str = "mamba_proj_bias", activation: str = "hidden_act",
     **changes: Any,
 ) -> MambaDescription:  # fmt: skip
-    """`bias` is the setting of those of the first and the last matrix, `activation` that of its kind."""
+    """Return a Mamba layer. `bias` names the setting for the biases of the first and the last matrix, `activation` the
+    setting for the activation."""
     only_silu(config, activation)
     usual = {"bias": config[bias], "output_bias": config[bias], "conv_bias": config["mamba_conv_bias"]}
     return MambaDescription(num_heads, size, config["mamba_d_state"], config["mamba_d_conv"], **usual | changes)
 
 
 def _mamba_1(config: Config, **changes: Any) -> MambaDescription:
-    """A channel is a head, and time steps are made by a product of this rank."""
+    """Return a Mamba 1 layer: each channel is a head, and time steps come from a product of rank mamba_dt_rank."""
     channels, rank = int(config["mamba_expand"] * config["hidden_size"]), config["mamba_dt_rank"]
     rank = math.ceil(config["hidden_size"] / 16) if rank == "auto" else int(rank)
     return _mamba(config, channels, 1, time_rank=rank, **changes)
@@ -48,7 +49,7 @@ def _mamba_2(config: Config, num_heads: int, size: int, **changes: Any) -> Mamba
 
 def _limits(config: Config) -> tuple[float, float]:
     low, high = config["time_step_limit"] or (0.0, math.inf)
-    # As transformers writes infinity.
+    # transformers writes infinity as a dict.
     return float(low), float(high["__float__"] if isinstance(high, dict) else high)
 
 
@@ -75,7 +76,7 @@ def _hybrid(config: Config, _: int, **changes: Any) -> MambaDescription:
 
 
 def _falcon(config: Config, i: int) -> MambaDescription:
-    """Of Falcon-H1, beside attention."""
+    """Return the Mamba layer of Falcon-H1, which runs in parallel to attention."""
     scale = config["ssm_in_multiplier"]
     if scale != 1.0 and config["mamba_proj_bias"]:
         raise LoadError("mamba_proj_bias with an ssm_in_multiplier, which is of the weights alone, is not built yet.")
@@ -87,7 +88,7 @@ def _falcon(config: Config, i: int) -> MambaDescription:
 
 
 def _falcon_scale(config: Config, _: int) -> float:
-    """Of scores: keys and the inputs of queries and keys are multiplied too."""
+    """Return the scale of scores. It includes the multipliers of keys and of the inputs of queries and keys."""
     return float(head_size(config) ** -0.5 * config["key_multiplier"] * config["attention_in_multiplier"] ** 2)
 
 
@@ -106,12 +107,12 @@ def _nemotron_type(config: Config, i: int) -> str:
 
 
 def _nemotron(config: Config, i: int) -> MambaDescription | None:
-    """A layer is this, attention, a feed-forward or experts."""
+    """Return the layer's Mamba layer, or None for a feed-forward or experts; each layer has one part only."""
     if config["layer_types"][i] in ("mlp", "moe"):
         return None
     heads, size = config["mamba_n_heads"], config["mamba_d_head"]
-    # transformers 5 limits time steps to time_step_min and more, with which biases begin. NVIDIA's own code, by which
-    # they were trained, and vLLM limit them by this setting, which is none: with the other perplexity is higher.
+    # transformers 5 limits time steps from below by time_step_min, a setting for the initial biases. NVIDIA's training
+    # code and vLLM use time_step_limit, which sets no limit in these models. Perplexity is higher with time_step_min.
     limit = _limits(config)
     return _mamba_2(config, heads, size, bias="use_bias", activation=_OWN_ACT, name="mixer", time_limit=limit)
 
@@ -132,7 +133,7 @@ def _zamba_2_type(config: Config, i: int) -> str:
 
 
 def _shares(config: Config, i: int) -> bool:
-    """Whether layer i has Zamba's transformer."""
+    """Return whether layer i has Zamba's shared transformer."""
     return bool(config["layer_types"][i] == "hybrid")
 
 
@@ -158,7 +159,8 @@ def _zamba_2(config: Config, i: int) -> MambaDescription:
 
 
 def _shared(module: str, up_names: tuple[str, ...]) -> Setting:
-    """The transformer of layer i. There may be several, which take turns; the first layer of each has its weights."""
+    """Return a setting for the shared transformer of layer i. There may be several transformers, which take turns; the
+    checkpoint has a transformer's weights in the first layer that uses it."""
 
     def find(config: Config, i: int) -> ReusedLayerDescription | None:
         if not _shares(config, i):

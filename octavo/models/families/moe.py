@@ -1,7 +1,7 @@
 """The architectures with experts.
 
-Tensors have the names that checkpoints have. What `transformers` 5 renames as it loads, and stacks, is read under both
-names where a model of either kind has been published.
+Tensors have the checkpoints' names. `transformers` 5 renames and stacks some tensors when it loads them; both names are
+read if models with either name have been published.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def _mimo_kv_heads(config: Config, i: int) -> int:
 
 
 def _mimo_window(config: Config, i: int) -> int:
-    """Beside itself a token sees as many as the setting of other engines says, which counts."""
+    """Return the layer's window. sliding_window_size, a setting of other engines, comes first: the number of positions
+    that a token sees beside itself."""
     before = config.get("sliding_window_size")
     window = config["sliding_window"] if before is None else before + 1
     return int(window) if slides(config, i) else 0
@@ -124,7 +125,8 @@ def _beam_rotates(config: Config, i: int) -> bool:
 
 
 def _beam_depth(keeps_stream: bool) -> Setting:
-    """Of attention and feed-forward of a layer: they are added so that the stream stays as large as it is."""
+    """Return a setting for the factors of the residual stream (`keeps_stream`), or of the outputs of attention and
+    feed-forward. Together they keep the magnitude of the residual stream."""
 
     def factor(added: int) -> float:
         return math.sqrt((added - 1) / added if keeps_stream else 1 / added)
@@ -172,7 +174,7 @@ FAMILIES = {
             "output_bias": False, "num_kv_heads": _mimo_kv_heads, "head_value_size": key("v_head_dim"),
             "window": _mimo_window, "sinks": _of_sliding("self_attn.attention_sink_bias", None),
         },
-        layer={"multipliers": lambda c, _: (c["attention_value_scale"] or 1.0, 1.0, 1.0)},  # of all values
+        layer={"multipliers": lambda c, _: (c["attention_value_scale"] or 1.0, 1.0, 1.0)},  # it stands for a factor of all values
         experts=CORRECTION | {"routing": SIGMOID_GROUPS}, is_sparse=lambda _, i: i > 0,
         layer_type=sliding(lambda _, i: i > 0 and (i + 1) % 6 != 0),
     ),
@@ -296,9 +298,10 @@ FAMILIES = {
         },
         is_sparse=_ernie_sparse, model={"output_bias": key("use_bias")},
     ),
-    # Queries see the keys of their own chunk in most layers: up to a chunk's length that is all keys.
+    # In most layers queries see only the keys of their own chunk. Contexts are limited to one chunk (`longest`), so
+    # queries see all keys.
     "Llama4ForCausalLM": Family(
-        # A norm without weights of a rotated head is the norm of the head, rotated.
+        # Llama 4 norms heads after the rotation; without weights the order makes no difference.
         attention={
             "qk_norm": lambda c, i: rms(has_weight=False)(c, i)
             if c["use_qk_norm"] and rotates_as_listed(c, i) else None,

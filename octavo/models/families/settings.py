@@ -1,4 +1,4 @@
-"""Settings that several families' tables are made of, dense ones, those with experts and those with states alike."""
+"""Settings that the tables of several families share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.layers.norm import NormDescription
 from octavo.layers.projection_head import ProjectionHeadDescription
 from octavo.models.readers import Config, Family, Setting, activation_of, key, per_layer, routing, valued
 
-# Norms around a layer, and only after it.
+# Norms before and after each part of a layer (AROUND), and only after each part (AFTER).
 AROUND = {
     "attention_post_norm": "post_attention_layernorm", "feed_forward_norm": "pre_feedforward_layernorm",
     "feed_forward_post_norm": "post_feedforward_layernorm",
@@ -20,19 +20,20 @@ AFTER = AROUND | {"attention_norm": None, "feed_forward_norm": None}
 
 
 def norms_of_sum(attention: str, feed_forward: str) -> dict[str, Any]:
-    """The layer's only norms, each of the stream with what was added to it (Vaswani et al. 2017)."""
+    """Return settings for layers with post norms only, applied to the residual stream after each part is added (Vaswani
+    et al. 2017)."""
     return {
         "norms_stream": True, "attention_norm": None, "feed_forward_norm": None, "attention_post_norm": attention,
         "feed_forward_post_norm": feed_forward,
     }  # fmt: skip
 
 
-# Of embedding and logits, where no setting is called that.
+# Factors of embedding and logits in models whose configurations name them otherwise or not at all.
 ROOT = {"embedding_multiplier": lambda c, _: c["hidden_size"] ** 0.5}
 LOGIT_SCALE = {"logits_divisor": lambda c, _: 1 / c["logit_scale"]}
-# Types of layers without attention.
+# Layer types without attention.
 _OTHER_TYPES = ("linear_attention", "mamba", "recurrent", "conv", "mlp", "moe")
-# Mixtral's names of experts, and those of files and of transformers 5.
+# Mixtral's names of experts, then the usual ones.
 W123 = (
     one_by_one("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3", "block_sparse_moe.experts.{}.w2"),
     *EXPERT_NAMES,
@@ -40,12 +41,12 @@ W123 = (
 
 
 def granite_rotates(config: Config, i: int) -> bool:
-    """A base of 0 is none."""
+    """Return whether the layer rotates. A base of 0 in layer_rope_theta means no rotation."""
     return config["layer_rope_theta"] is None or bool(config["layer_rope_theta"][i])
 
 
 def sliding(rule: Setting) -> Setting:
-    """The types of layers that have the window, by the rule, or do not."""
+    """Return a setting for the layer's type: "sliding_attention" if the rule is true, else "full_attention"."""
     return lambda c, i: "sliding_attention" if rule(c, i) else "full_attention"
 
 
@@ -55,8 +56,8 @@ LATE_SLIDE = sliding(lambda c, i: i >= c["max_window_layers"])
 
 
 def all_but_every(number: int, setting: str = "", first: int = 1) -> Setting:
-    """All layers but every n-th slide, where n is the setting or else the number. `first` = 0 counts from the first
-    one."""
+    """Return a setting for layer types where all layers but every n-th slide; n is the value of `setting`, else
+    `number`. With `first` = 0 the first layer is one of the n-th layers."""
 
     def slides(config: Config, i: int) -> bool:
         period = config.get(setting) or number
@@ -67,7 +68,7 @@ def all_but_every(number: int, setting: str = "", first: int = 1) -> Setting:
 
 
 def slides(config: Config, i: int) -> bool:
-    """Whether the layer has the window."""
+    """Return whether the layer has the window."""
     return bool(config["layer_types"][i] == "sliding_attention")
 
 
@@ -78,23 +79,25 @@ def rotates_as_listed(config: Config, i: int) -> bool:
 
 
 def rotates_unless_all_is_seen(config: Config, i: int) -> bool:
-    """Layers without the window do not rotate, in models that have one."""
+    """Return whether the layer rotates: in models with a window only layers with the window do."""
     return not config["sliding_window"] or slides(config, i)
 
 
 def only_silu(config: Config, setting: str = "hidden_act") -> None:
-    """Convolutions before a state have no other activation here. Raises `LoadError`."""
+    """Raise `LoadError` if the activation of convolutions before a state is not silu: no other is built."""
     if activation_of(config[setting]) != "silu":
         raise LoadError(f"{setting} = {config[setting]!r} before a state is not built yet; silu is.")
 
 
 def where_no_attention(mixer: Setting) -> Setting:
-    """In layers of other types. Those of unknown types are taken for attention's, which refuses them."""
+    """Return a setting for the mixer: `mixer` in layers of types without attention, else "attention". Layers of unknown
+    types count as attention, which refuses them."""
     return lambda c, i: mixer(c, i) if c["layer_types"][i] in _OTHER_TYPES else "attention"
 
 
 def shared_expert(size: Setting, name: str = "mlp.shared_experts", **changes: Any) -> Setting:
-    """The expert that sees every token, with `changes` of its description; without a size there is none."""
+    """Return a setting for the expert that sees every token, with `changes` of its description; None if its size is
+    0."""
     usual = {
         "intermediate_size": size, "activation": lambda c, _: activation_of(c["hidden_act"]),
         "up_names": (f"{name}.gate_proj", f"{name}.up_proj"), "down_name": f"{name}.down_proj",
@@ -106,7 +109,7 @@ def sparse_by_step(config: Config, i: int) -> bool:
     return i not in (config["mlp_only_layers"] or ()) and (i + 1) % config["decoder_sparse_step"] == 0
 
 
-# Of checkpoints, and of transformers 5.
+# Experts of Granite: names in checkpoints, then names in transformers 5.
 GRANITE_EXPERTS = {
     "shared": shared_expert(
         key("shared_intermediate_size"), up_names=("shared_mlp.input_linear",), down_name="shared_mlp.output_linear"
@@ -117,12 +120,12 @@ GRANITE_EXPERTS = {
         stacked("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
     ),
 }  # fmt: skip
-# Of DeepSeek-V3 and all that follow it.
+# The router of DeepSeek-V3 and of models with the same router.
 SIGMOID_GROUPS = routing(
     scoring="sigmoid", scale=key("routed_scaling_factor"), num_groups=key("n_group"), kept_groups=key("topk_group"),
     group_by_two=lambda c, _: c["topk_group"] < c["n_group"],
 )  # fmt: skip
-# Of checkpoints, of what transformers 5 makes of some, of GGUF files.
+# Names of the correction bias: in checkpoints, in some files of transformers 5, in GGUF files.
 CORRECTION_NAMES = (
     "mlp.gate.e_score_correction_bias", "mlp.gate.e_score_correction.bias", "mlp.e_score_correction_bias"
 )  # fmt: skip
@@ -130,12 +133,12 @@ CORRECTION = {"correction_names": CORRECTION_NAMES}
 
 
 def by_layer(setting: str) -> Setting:
-    """A value for all layers, or one for each."""
+    """Return a setting that is one value for all layers, or a list with a value for each layer."""
     return lambda c, i: c[setting][i] if isinstance(c[setting], list) else c[setting]
 
 
 def several(count: str, size: str = "moe_intermediate_size") -> Setting:
-    """So many shared experts are one that is so much wider."""
+    """Return a setting for the size of several shared experts, which are computed as one wider expert."""
     return lambda c, _: (c[count] or 0) * c[size]
 
 
