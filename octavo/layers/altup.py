@@ -1,7 +1,8 @@
-"""Alternating updates, AltUp (Baykal et al. 2023): there are several residual streams, in rows [T, streams * H]. A
-layer predicts all of them by small mixtures, computes with the first, and corrects all by the result.
+"""Alternating updates, AltUp (Baykal et al. 2023): a model with several residual streams, in rows [T, streams * H].
+Each layer predicts all streams as weighted sums, computes with the first stream, and corrects all streams by the
+result.
 
-Gemma 3n has them, with a low-rank branch beside attention (LAuReL: Menghani et al. 2024).
+Gemma 3n uses AltUp, with a low-rank branch beside attention (LAuReL: Menghani et al. 2024).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from octavo.ops import Array
 from octavo.quantization import StoredWeight
 
 PROJECTIONS, UNEMBED = "model.altup_projections", "model.altup_unembed_projections"  # a number follows
-_LEAST_SQUARE = 1e-10  # of what is divided by its magnitude
+_LEAST_SQUARE = 1e-10  # added to the mean square before a row is divided by its magnitude
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class AltUpDescription:
 
 
 class AltUp:
-    """Makes several residual streams of one before the first layer, and one of them after the last."""
+    """Expands one residual stream to several before the first layer, and merges them after the last layer."""
 
     def __init__(
         self, description: AltUpDescription, hidden_size: int, parameters: Parameters, is_first: bool, is_last: bool
@@ -40,7 +41,7 @@ class AltUp:
             names = (f"{name}.{i}.weight" for i in range(count - 1))
             return [parameters.weights.take_matrix(name, (size, size)) for name in names]
 
-        # The first stream is the embedding: a product with the identity puts it where it belongs.
+        # The first stream is the embedding itself: a product with the identity copies it to its place.
         own = floats(np.eye(size, dtype=parameters.dtype))
         self._projections = ops.pack_linear([own, *taken(PROJECTIONS)]) if is_first else None
         self._unembed = [ops.pack_linear([matrix]) for matrix in taken(UNEMBED)] if is_last else []
@@ -50,7 +51,8 @@ class AltUp:
         self._mean = parameters.mean_of(size)
 
     def expand(self, hidden: Array) -> Array:
-        """hidden [T, H] -> [T, streams * H]: the others as long as the first."""
+        """Return the residual streams [T, streams * H]: hidden [T, H], then projections of it, scaled to the same
+        magnitude."""
         ops, rows = self._ops, hidden.shape[0]
         assert self._projections is not None, "the first stage expands"
         residual_streams = ops.linear(hidden, self._projections, self._dtype)
@@ -61,7 +63,8 @@ class AltUp:
         return residual_streams
 
     def merge(self, residual_streams: Array) -> Array:
-        """[T, streams * H] -> the mean of the first and what each other one is in its place: [T, H]"""
+        """Return one stream [T, H]: the mean of the first stream and of the projections of the others, which are scaled
+        to the first stream's magnitude. residual_streams [T, streams * H]."""
         ops, size = self._ops, self._size
         first = residual_streams[:, :size]
         magnitude, merged = self._magnitude(first), None
@@ -78,6 +81,5 @@ class AltUp:
         return merged
 
     def _magnitude(self, x: Array) -> Array:
-        """x [T, H] -> the root of the mean square of each row, [T, 1]: the mean product of the row and what its norm
-        makes of it."""
+        """Return the root mean square of each row of x [T, H]: [T, 1]. It is computed as the mean of x * norm(x)."""
         return self._ops.linear(self._ops.multiply(x, self._norm.forward(x)), self._mean, self._dtype)

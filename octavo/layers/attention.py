@@ -20,20 +20,22 @@ from octavo.ops import Array, LayerKVCache
 
 @dataclass(frozen=True, slots=True)
 class GateDescription:
-    """What attended values are multiplied with: an activation of one more product of the layer's input."""
+    """A gate: attention's output is multiplied by an activation of one more product of the layer's input."""
 
-    name: str | None  # of its matrix; None: that of queries has a gate of equal size behind each head
+    name: str | None  # the gate's matrix; None: the matrix of queries has a gate of equal size after each head
     activation: Literal["sigmoid", "softplus"] = "sigmoid"
     by_head: bool = False  # one number for all values of a head
-    bias: str | None = None  # tensor [heads], added for all values of a head
+    bias: str | None = None  # tensor [heads]; a head's entry is added to all of its gates
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionDescription(ShardedHeads):
-    """Sizes in elements; `num_` are counts. Names are those of the checkpoint's modules, after the layer's prefix.
+    """The description of attention. Sizes are in elements, `num_` are counts. Names are those of the checkpoint's
+    modules, without the layer's prefix.
 
-    Three `qkv_names` are of query, key and value; a single one has them stacked: in `qkv_blocks` blocks of equally many
-    heads, in each of which they come in `qkv_order`. What has fewer of the three has names for those.
+    Three `qkv_names` are the modules of query, key and value. A single name is a module that has them stacked, in
+    `qkv_blocks` blocks of equally many heads; `qkv_order` is their order within a block. A layer without keys or values
+    of its own (`made_parts`) has names only for the parts that it computes.
     """
 
     num_heads: int
@@ -42,42 +44,42 @@ class AttentionDescription(ShardedHeads):
     scale: float  # of the scores
     rope: RopeConfig | None  # None: queries and keys are not rotated
     head_value_size: int | None = None  # None: the head size
-    window: int = 0  # how many positions a token sees, its own included; 0 is all
-    softcap: float = 0.0  # of the scores; 0 is none
-    alibi_max: float = 0.0  # scores fall with the distance, by 2^-this at least (Press et al. 2022); 0 is not
-    alibi_scale: float = 1.0  # of that
-    sinks: str | None = None  # tensor [heads] of scores that only take from the weights of keys
-    bidirectional: bool = False  # a token sees those after it too; a window counts to both sides
-    sees_ahead: bool = True  # where tokens of the model do (`ModelDescription.sees_ahead`)
-    # Tensor [buckets, heads] of what is added to scores by the bucket of the distance: its name, and how many buckets.
+    window: int = 0  # number of positions that a token sees, its own included; 0: all
+    softcap: float = 0.0  # soft cap of the scores; 0: none
+    alibi_max: float = 0.0  # ALiBi: the flattest slope is 2^-alibi_max (Press et al. 2022); 0: no slopes
+    alibi_scale: float = 1.0  # factor of the slopes
+    sinks: str | None = None  # tensor [heads]: scores of one more key without a value
+    bidirectional: bool = False  # a token also sees later tokens; a window extends to both sides
+    sees_ahead: bool = True  # whether this layer follows `ModelDescription.sees_ahead`
+    # Biases of scores by the bucket of the distance: name of the tensor [buckets, heads], and number of buckets.
     distance_biases: tuple[str, int] | None = None
     attention_temperature: AttentionTemperature | None = None
-    qkv_clip: float = 0.0  # queries, keys and values lie between this and its negative; 0 is none
+    qkv_clip: float = 0.0  # queries, keys and values are clipped to -qkv_clip .. qkv_clip; 0: no clipping
     qk_norm: NormDescription | None = None
-    qk_norm_scope: Literal["head", "heads", "all"] = "head"  # each head; with weights of its own; all heads together
-    norms_after_rotation: bool = False  # of query and key
-    value_norm: NormDescription | None = None  # of the values of each head; it has no weights
-    keys_are_values: bool = False  # values are what keys are before their norm and rotation: two `qkv_names`
-    reads_layer: int | None = None  # whose keys and values are this layer's too: it has queries alone, one `qkv_names`
-    output_norm: NormDescription | None = None  # of what the output matrix gets
+    qk_norm_scope: Literal["head", "heads", "all"] = "head"  # each head; each with its own weights; all heads together
+    norms_after_rotation: bool = False  # queries and keys are normed after the rotation
+    value_norm: NormDescription | None = None  # norm of the values of each head; it has no weights
+    keys_are_values: bool = False  # values are the keys before their norm and rotation; there are two `qkv_names`
+    reads_layer: int | None = None  # index of the layer whose keys and values this layer reads; one of `qkv_names`
+    output_norm: NormDescription | None = None  # norm of the output matrix's input
     gate: GateDescription | None = None
     qkv_bias: bool = False
-    keys_have_bias: bool = True  # where queries and values have one
-    output_bias: bool | str = False  # or the tensor's name
+    keys_have_bias: bool = True  # False: keys have no bias even if queries and values have one
+    output_bias: bool | str = False  # whether there is a bias, or its tensor's name
     qkv_names: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     qkv_blocks: int = 1
     qkv_order: str = "qkv"
     is_transposed: bool = False  # matrices are stored [inputs, outputs]
     output_name: str = "self_attn.o_proj"
-    input_size: int | None = None  # of query, key and value; None: the hidden size
-    num_inputs: int = 1  # arrays of that size that stand side by side in their input
+    input_size: int | None = None  # size of each input; None: the hidden size
+    num_inputs: int = 1  # number of inputs, which stand side by side in the columns of the matrices
     qk_norm_names: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     output_norm_name: str = ""
-    shard: Shard = WHOLE  # of the heads; what is not shared out yet is in `octavo.models.sharding`
+    shard: Shard = WHOLE  # this worker's heads; `octavo.models.sharding` refuses layers that cannot be sharded
 
     @property
     def all_gather_size(self) -> int:
-        """Elements of a row that all workers are brought, at most."""
+        """Return the most elements of a row that workers gather."""
         queries = self.head_size if self.qk_norm is not None and self.qk_norm_scope == "all" else 0
         return self.num_heads * max(queries, 0 if self.output_norm is None else self.value_size)
 
@@ -87,12 +89,12 @@ class AttentionDescription(ShardedHeads):
 
     @property
     def value_size(self) -> int:
-        """Of a head."""
+        """Return the size of a head's values."""
         return self.head_size if self.head_value_size is None else self.head_value_size
 
     @property
     def cache(self) -> LayerCacheSpec:
-        """What the layer keeps of each token. What attends both ways keeps it for a step only, whole texts."""
+        """Return the layer's cache of each token. With bidirectional attention, whole texts are cached for one step."""
         window = 0 if self.bidirectional else self.window
         return LayerCacheSpec(
             kind="window" if window else "full",
@@ -104,7 +106,7 @@ class AttentionDescription(ShardedHeads):
 
     @property
     def score_settings(self) -> tuple[str, ...]:
-        """What becomes of scores beyond their scale and the window: not every kernel does that."""
+        """Return the names of this layer's settings that not every attention kernel supports."""
         found = {
             "a soft cap": self.softcap, "ALiBi": self.alibi_max, "sinks": self.sinks,
             "attention both ways": self.bidirectional, "values of another size": self.value_size != self.head_size,
@@ -113,25 +115,26 @@ class AttentionDescription(ShardedHeads):
 
     @property
     def made_parts(self) -> str:
-        """Which of query, key and value are made of the input; the others are what those are, or another layer's."""
+        """Return which of query, key and value the layer computes from its input. Values may be keys; keys and values
+        may be another layer's."""
         if self.reads_layer is not None:
             return "q"
         return "qk" if self.keys_are_values else "qkv"
 
     @property
     def own_gates(self) -> range:
-        """Numbers that our heads' values are multiplied with, of those of all heads."""
+        """Return this worker's range of all heads' gates."""
         if self.gate is None:
             return range(0)
         return elements(self.own_heads, 1 if self.gate.by_head else self.value_size)
 
     @property
     def element_order(self) -> NDArray[np.intp]:
-        """The checkpoint's elements of a head as ours."""
+        """Return the order of a head's elements: for each of Octavo's elements the index of the checkpoint's."""
         return halves(self.rope, self.head_size)
 
     def row_orders(self) -> list[NDArray[np.intp]]:
-        """For each matrix of `qkv_names` the rows of our heads in our order."""
+        """Return, for each matrix of `qkv_names`, the checkpoint's rows of this worker's heads, in Octavo's order."""
         heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
         sizes = {"q": self.head_size, "k": self.head_size, "v": self.value_size}
         own = np.arange(self.head_size)
@@ -143,7 +146,7 @@ class AttentionDescription(ShardedHeads):
         within = {"q": self.element_order, "k": self.element_order, "v": np.arange(self.value_size)}
         parts = self.made_parts
         assert not self.keys_are_values or np.array_equal(self.element_order, own)
-        first = {}  # the first row of each head, [heads]
+        first = {}  # part -> the first row of each head, [heads]
         if len(self.qkv_names) == len(parts):
             first = {part: np.arange(count) * sizes[part] for part, count in heads.items()}
         else:
@@ -163,7 +166,7 @@ class AttentionDescription(ShardedHeads):
 
 
 class Attention:
-    """Queries, keys and values of one input by one product, the cache, and the output matrix."""
+    """Attention: one product for queries, keys and values, the paged cache, and the output matrix."""
 
     def __init__(
         self, description: AttentionDescription, hidden_size: int, parameters: Parameters, prefix: str
@@ -247,7 +250,7 @@ class Attention:
     def _qk_norm(
         self, norm: NormDescription, parameters: Parameters, name: str, heads: int, own: range
     ) -> Norm | SharedNorm:
-        """Of those of all `heads` that are our `own`."""
+        """Return the norm of queries or keys for this worker's `own` of all `heads`."""
         d, size = self.description, self.description.head_size
         if d.qk_norm_scope == "all":
             order = (np.arange(heads)[:, None] * size + d.element_order).reshape(-1)
@@ -259,8 +262,8 @@ class Attention:
         self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache, *others: Array,
         adapters: Adapters | None = None,
     ) -> Summand:  # fmt: skip
-        """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group. The `others` are the inputs that
-        stand beside it, [T, H] each."""
+        """Return the output [T, H] of hidden [T, H]. `tables` belong to the layer's cache group; the `others` are
+        further inputs, [T, H] each."""
         description, ops = self.description, self._ops
         qkv = ops.linear(hidden, self._qkv, self._dtype)
         for other, weight in zip(others, self._qkv_of_inputs[1:], strict=True):
@@ -303,7 +306,9 @@ class Attention:
         return self._ending.product(attended)
 
     def _write_cache(self, qkv: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Array:
-        """Keys and values of the step's tokens, out of [T, outputs of the product] -> queries [T, heads, D]."""
+        """Write keys and values of the step's tokens to the cache; return queries [T, heads, D].
+
+        `qkv` [T, outputs] is the product of the layer's input."""
         description, ops = self.description, self._ops
         size, first_key = description.head_size, self._query_size + self._gate_size
         both = first_key + self._key_size
@@ -338,7 +343,7 @@ class Attention:
 
     @staticmethod
     def _heads(x: Array, size: int) -> Array:
-        """[T, heads * size] -> [T, heads, size]"""
+        """Return x [T, heads * size] as [T, heads, size]."""
         return x.reshape(x.shape[0], -1, size)
 
     def _normed(self, query: Array, key: Array) -> tuple[Array, Array]:

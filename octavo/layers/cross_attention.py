@@ -1,8 +1,8 @@
-"""Attention to another network's output (Vaswani et al. 2017): the keys and values of a sequence are made of that once,
-and its tokens see all of them, or nothing of them.
+"""Attention to another network's output (Vaswani et al. 2017). Keys and values are computed from this output once for
+each sequence; a token sees all of them or none.
 
-They lie in the paged cache, in blocks of their own group: `write` puts them there when a sequence starts, `forward`
-reads them in every step. Workers share out heads, as in other attention.
+Keys and values lie in the paged cache, in blocks of their own group: `write` writes them when a sequence starts,
+`forward` reads them in every step. Heads are divided among workers, as in other attention.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from octavo.ops import Array, LayerKVCache
 
 @dataclass(frozen=True, slots=True)
 class CrossAttentionDescription:
-    """Sizes in elements; `num_` are counts. Where there are biases keys have none. Names are those of the checkpoint's
-    modules, after the layer's prefix."""
+    """The description of cross attention. Sizes are in elements, `num_` are counts. Keys never have a bias. Names are
+    those of the checkpoint's modules, without the layer's prefix."""
 
     num_heads: int
     head_size: int
     scale: float  # of the scores
-    num_tokens: int  # of the other network's output, at most
+    num_tokens: int  # the most rows of the other network's output
     num_kv_heads: int
     has_biases: bool = True
-    qk_norm: NormDescription | None = None  # of each head
-    has_cross_mask: bool = False  # some see nothing of that output: `StepBatch.cross_mask`
+    qk_norm: NormDescription | None = None  # norm of each head's query and key
+    has_cross_mask: bool = False  # some tokens see none of the output's rows: `StepBatch.cross_mask`
     query_name: str = "encoder_attn.q_proj"
     key_name: str = "encoder_attn.k_proj"
     value_name: str = "encoder_attn.v_proj"
@@ -45,12 +45,12 @@ class CrossAttentionDescription:
 
     @property
     def units(self) -> int:
-        """What workers share out."""
+        """Return the number of units that are divided among workers."""
         return self.num_heads
 
     @property
     def all_gather_size(self) -> int:
-        """Elements of a row that all workers are brought, at most: queries or keys, where somebody asks for them."""
+        """Return the most elements of a row that workers gather: queries (`keeps_query`) or `keys`, if asked for."""
         return self.num_heads * self.head_size
 
     @property
@@ -63,7 +63,7 @@ class CrossAttentionDescription:
 
     @property
     def cache(self) -> LayerCacheSpec:
-        """What the layer keeps of each sequence."""
+        """Return the layer's cache of each sequence."""
         return LayerCacheSpec(
             "cross", len(self.own_kv_heads), self.head_size, self.head_size, num_tokens=self.num_tokens
         )
@@ -73,7 +73,7 @@ class CrossAttentionDescription:
 
 
 class CrossAttention:
-    """One layer's, as `octavo.layers.mixer.Mixer`."""
+    """The cross attention of one layer, an `octavo.layers.mixer.Mixer`."""
 
     def __init__(
         self, description: CrossAttentionDescription, hidden_size: int, parameters: Parameters, prefix: str
@@ -94,7 +94,7 @@ class CrossAttention:
         )  # fmt: skip
         self._output = parameters.ending(f"{prefix}{description.output_name}", hidden_size, size, has_biases, shard)
         self._all_gather = AllGather(self._ops, shard, own, all_size, "elements of all heads")
-        self._norms: list[Norm] = []  # of queries and of keys
+        self._norms: list[Norm] = []  # the norm of queries, then the norm of keys
         if description.qk_norm is not None:
             self._norms = [
                 Norm(description.qk_norm, parameters, f"{prefix}{name}", description.head_size)
@@ -105,12 +105,12 @@ class CrossAttention:
         self._nothing = parameters.once(("nothing", len(own)), lambda: self._ops.place(nothing))
         self._no_rotation = parameters.rotary(None, description.head_size)
         self.keeps_query = False
-        self.query: Array | None = None  # [T, heads of all workers, D] float32 of the last step, where it is kept
+        self.query: Array | None = None  # [T, heads of all workers, D] float32 of the last step, if `keeps_query`
         self.consumer = self._query  # the only matrix that reads the layer's input
 
     def write(self, rows: Array, positions: Array, slots: Array, cache: LayerKVCache) -> None:
-        """The keys and values of rows [N, H] of the other network's output, into `slots` [N] int64. `positions` [N] are
-        any: nothing rotates."""
+        """Write the keys and values of rows [N, H] of the other network's output to `slots` [N] int64. `positions` [N]
+        have no effect, because nothing is rotated."""
         key_value = self._ops.linear(rows, self._key_value, self._dtype)
         key, value = self._heads(key_value[:, : self._kv_size]), self._heads(key_value[:, self._kv_size :])
         if self._norms:
@@ -118,7 +118,7 @@ class CrossAttention:
         self._ops.rotary_and_cache(key, key, value, positions, self._no_rotation, cache, slots)
 
     def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
-        """hidden [T, H] -> [T, H]"""
+        """Return the output [T, H] of hidden [T, H]."""
         query = self._heads(self._ops.linear(hidden, self._query, self._dtype))
         if self._norms:
             query = self._norms[0].forward(query)
@@ -133,8 +133,10 @@ class CrossAttention:
         return self._output.product(attended)
 
     def keys(self, cache: LayerKVCache, blocks: Sequence[int], heads: Sequence[int], most_rows: int) -> Array:
-        """The keys of `heads`, those of other workers too: [heads, blocks * block_size, D] float32. All call it, and
-        bring each other `most_rows` at a time. There must be as many heads of keys as of queries."""
+        """Return the keys of `heads` of all workers: [heads, blocks * block_size, D] float32.
+
+        All workers call this together and exchange `most_rows` rows at a time. The numbers of key heads and of query
+        heads must be equal."""
         if self.description.shard.is_whole:
             return self._ops.keys_of(cache, blocks, heads)
         own: Any = self._ops.keys_of(cache, blocks, range(len(self.description.own_kv_heads)))
@@ -146,5 +148,5 @@ class CrossAttention:
         return cast(Array, np.concatenate(parts).reshape(len(rows), -1, own.shape[-1]).swapaxes(0, 1)[list(heads)])
 
     def _heads(self, x: Array) -> Array:
-        """[T, heads * D] -> [T, heads, D]"""
+        """Return x [T, heads * D] as [T, heads, D]."""
         return x.reshape(x.shape[0], -1, self.description.head_size)

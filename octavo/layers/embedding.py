@@ -1,5 +1,5 @@
-"""Rows of a table by token. Workers share them out by columns: each looks up its part of every row, and the parts are
-brought together as they are, so that bits are those of one worker."""
+"""Embedding: a table's rows by token. With several workers each has some of the columns; the columns are gathered
+unchanged, so the bits are the same as with one worker."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from octavo.layers.tensor_parallel import Shard
 from octavo.ops import Array
 from octavo.quantization.formats import PLAIN
 
-_WHOLE_GROUPS = 256  # columns that a group of weights has at most
+_WHOLE_GROUPS = 256  # the most columns of a group of quantized weights; tables are cut at multiples of it
 
 
 class Embedding:
-    """Of a table whose columns cannot be cut, as those of a row with one scale, each worker has all. Only some
-    `columns` of its rows may be wanted. It may be the matrix that makes logits too."""
+    """An embedding, or only some `columns` of its rows. With `is_output` the matrix also makes logits.
+
+    If the columns cannot be cut, for example because a row has one scale, each worker has the whole table."""
 
     def __init__(
         self, name: str, num_rows: int, size: int, parameters: Parameters, shard: Shard, bias: bool | str = False,
@@ -41,7 +42,7 @@ class Embedding:
         )
 
     def forward(self, token_ids: Array, dtype: str, scale: float = 1.0) -> Array:
-        """[T] int32 -> [T, columns]"""
+        """Return the rows [T, columns] of token_ids [T] int32."""
         found = self._ops.embedding(token_ids, self.weight, dtype, scale)
         if self._all_gather is not None:
             found = self._all_gather.forward(found)

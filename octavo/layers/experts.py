@@ -1,8 +1,8 @@
 """Mixtures of experts (Shazeer et al. 2017): a router chooses, for each token, the few feed-forwards that see it.
 Shared experts, which see every token, stand beside them.
 
-Checkpoints have experts one by one or stacked in tensors; `EXPERT_NAMES` lists the ways, of which a layer takes the
-one that it finds. They are read and packed expert by expert.
+Checkpoints have experts one by one, or stacked in tensors; `EXPERT_NAMES` lists the usual names. A layer uses the names
+that it finds in the checkpoint. Matrices are read and packed expert by expert.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from octavo.quantization import StoredWeight
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Names of a layer's tensors of experts, after the layer's prefix: of gate and up, or of one that has both, or of
-    up where there are no gates, and of down. One with "{}" in it is a matrix of the expert of that number; another has
-    all experts, [experts, N, K]."""
+    """Names of the tensors of a layer's experts, without the layer's prefix.
+
+    `gate_up` has two names (gate and up), or one name of a tensor with both, or one name of up if there are no gates. A
+    name with "{}" is the matrix of the expert of that number; other tensors hold all experts, [experts, N, K]."""
 
     gate_up: tuple[str, ...]
     down: str
@@ -35,7 +36,7 @@ class ExpertNames:
     is_down_transposed: bool = False
     is_interleaved: bool = False  # gate and up of one tensor alternate
     is_flat: bool = False  # tensors of all experts are [experts * N, K]
-    confuses_peft: bool = False  # [experts, K, N], which PEFT is not told, so that it takes inputs for outputs
+    confuses_peft: bool = False  # tensors are [experts, K, N], but PEFT takes their inputs for outputs
 
 
 def one_by_one(gate: str, up: str, down: str) -> ExpertNames:
@@ -50,7 +51,7 @@ def stacked(
     )  # fmt: skip
 
 
-# As most checkpoints have them; as transformers 5 holds them in memory; as GGUF files do.
+# Names in most checkpoints; names of transformers 5 in memory; names of GGUF files.
 EXPERT_NAMES = (
     one_by_one("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
     stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
@@ -60,9 +61,11 @@ EXPERT_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class PartNorms:
-    """Norms before and after the shared expert, and before and after the others, all of which then see what enters the
-    layer: the names of their modules, after the layer's prefix. The router sees it by a norm without weights, times the
-    tensor `router_scale` [H] over the square root of H."""
+    """The norms before and after the shared expert, and before and after the other experts: names of modules, without
+    the layer's prefix.
+
+    Each norm before experts reads the layer's input. The router's input is the layer's input under a norm without
+    weights, times the tensor `router_scale` [H], divided by the square root of H."""
 
     norm: NormDescription
     before_shared: str
@@ -74,10 +77,11 @@ class PartNorms:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsDescription:
-    """Names are those of the checkpoint's modules, after the layer's prefix; of several, the first that is there.
+    """The description of a layer of experts. Names are those of the checkpoint's modules, without the layer's prefix;
+    of several names the first that the checkpoint has is used.
 
-    `shared` is the expert that sees every token. With `shared_gate_name` its output is multiplied with the sigmoid of
-    one more product, else with `shared_scale`.
+    `shared` is the expert that sees every token. Its output is multiplied by `shared_scale`, or, with
+    `shared_gate_name`, by the sigmoid of one more product.
     """
 
     num_experts: int
@@ -85,22 +89,22 @@ class ExpertsDescription:
     routing: Routing
     activation: str = "silu"
     gated: bool = True
-    clamp: tuple[float, float] | None = None  # of gpt-oss; see `Ops.experts`
+    clamp: tuple[float, float] | None = None  # the clamped activation of gpt-oss; see `Ops.experts`
     scales_inputs: bool = False  # weights multiply the experts' inputs
     bias: bool = False
     shared: FeedForwardDescription | None = None
     shared_scale: float = 1.0
     router_names: tuple[str, ...] = ("mlp.gate",)
     router_bias: bool = False
-    correction_names: tuple[str, ...] = ()  # of the bias for the choice; none: there is none
-    correction_is_row: bool = False  # it is stored as a matrix of one row
-    needs_correction: bool = True  # a checkpoint without it is refused
+    correction_names: tuple[str, ...] = ()  # names of the bias for the choice; empty: no bias
+    correction_is_row: bool = False  # the bias is stored as a matrix of one row
+    needs_correction: bool = True  # a checkpoint without the bias is refused
     names: tuple[ExpertNames, ...] = EXPERT_NAMES
     shared_gate_name: str | None = None
-    weight_scales: str | None = None  # tensor [experts] that the weights of chosen experts are multiplied with
-    num_identities: int = 0  # experts behind the others, without weights, that return what they see
-    part_norms: PartNorms | None = None  # None: all see what one norm has made of the layer's input
-    shard: Shard = WHOLE  # of the experts, whole ones, and of the inner elements of the shared one
+    weight_scales: str | None = None  # tensor [experts]: factors of the routing weights of chosen experts
+    num_identities: int = 0  # number of experts after the others that return their input
+    part_norms: PartNorms | None = None  # None: router and experts read the same normed input
+    shard: Shard = WHOLE  # this worker's experts (whole ones) and inner elements of the shared expert
 
     def __post_init__(self) -> None:
         if self.clamp is None and self.activation not in ACTIVATIONS:
@@ -117,12 +121,13 @@ class ExpertsDescription:
 
     @property
     def num_choices(self) -> int:
-        """Of the router."""
+        """Return the number of experts that the router chooses from."""
         return self.num_experts + self.num_identities
 
     @property
     def own(self) -> range:
-        """This worker's experts, as many as others have, or one more. Raises `ConfigError` if there is none."""
+        """Return this worker's experts; workers' numbers differ by one at most. Raises `ConfigError` if a worker would
+        have none."""
         rank, size = self.shard.rank, self.shard.size
         if size > self.num_experts:
             raise ConfigError(f"--tensor-parallel-size {size} is more than the {self.num_experts} experts.")
@@ -134,7 +139,7 @@ class ExpertsDescription:
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """What the experts of a layer add up to, [T, H] float32."""
+    """A summand: the sum of a layer's experts, [T, H] float32."""
 
     ops: Ops
     sum: Array
@@ -154,7 +159,7 @@ class Experts:
         self.description, self._ops = description, parameters.ops
         weights, num = parameters.weights, description.num_choices
         router = _first(weights, prefix, description.router_names, ".weight")
-        # The choice hangs on small differences: a router stays in floats where other matrices are quantized at load.
+        # The choice depends on small differences, so a router stays in floats if matrices are quantized at load.
         bias = weights.take(f"{router}.bias", (num,)) if description.router_bias else None
         self._router = parameters.packed(weights.take(f"{router}.weight", (num, hidden_size)), bias)
         own_bias = None if bias is None else np.asarray(bias, np.float32)
@@ -183,7 +188,7 @@ class Experts:
             self._shared = FeedForward(description.shared, hidden_size, parameters, prefix)
 
     def forward(self, hidden: Array) -> _Sum:
-        """hidden [T, H] -> [T, H]"""
+        """Return the output [T, H] of hidden [T, H]."""
         ops, parts = self._ops, self._parts
         if parts is not None:
             assert self._shared is not None
@@ -198,8 +203,9 @@ class Experts:
         return _Sum(ops, out)
 
     def _chosen(self, hidden: Array, routed: Array, beside: Array | None = None) -> Array:
-        """The sum [T, H] float32 of what the experts make of `hidden` that the router chooses by `routed` [T, H], and
-        of what each worker has `beside` them."""
+        """Return the sum [T, H] float32 of the chosen experts' outputs for `hidden`, over all workers.
+
+        `routed` [T, H] is the router's input. `beside` [T, H] is a part of the sum that each worker adds to its own."""
         ops, description = self._ops, self.description
         logits = ops.linear(routed, self._router, "float32")
         ids, weights = ops.route(logits, description.routing, self._correction, self._weight_scales)
@@ -230,12 +236,12 @@ class _Parts:
         self._router_scale = self._ops.place(scale * np.float32(hidden_size**-0.5))
 
     def routed(self, hidden: Array) -> Array:
-        """What the router sees of hidden [T, H]."""
+        """Return the router's input for hidden [T, H]."""
         return self._ops.rms_norm(hidden, self._router_scale, self._eps)
 
 
 class _GatedExpert:
-    """A shared expert whose weight is a sigmoid: a mixture of one."""
+    """A shared expert whose output is weighted by a sigmoid. It is computed as a mixture of one expert."""
 
     _ROUTING = Routing(1, "sigmoid", normalize=False)
 
@@ -263,13 +269,13 @@ class _GatedExpert:
 
 
 def _first(weights: Weights, prefix: str, names: tuple[str, ...], suffix: str = "") -> str:
-    """The first that the checkpoint has; the first of all if it has none, for an error that names it."""
+    """Return the first name that the checkpoint has; if it has none, the first name, for the error message."""
     found = [f"{prefix}{name}" for name in names]
     return next((name for name in found if f"{name}{suffix}" in weights), found[0])
 
 
 def _bias_of(name: str) -> str:
-    """The tensor of biases beside one of matrices, of all experts."""
+    """Return the name of the tensor of biases that belongs to a tensor of all experts' matrices."""
     return f"{name.removesuffix('weight')}bias" if name.endswith(".weight") else f"{name}_bias"
 
 
@@ -278,7 +284,7 @@ def _stacks(
 ) -> tuple[ExpertsWeight, ExpertsWeight]:
     weights, ops, num, size = parameters.weights, parameters.ops, description.num_experts, description.intermediate_size
     own = description.own
-    known = (*description.names, EXPERT_NAMES[2])  # GGUF files have one way for all
+    known = (*description.names, EXPERT_NAMES[2])  # GGUF files name experts alike in all architectures
     names = next((n for n in known if f"{prefix}{n.down.format(0)}" in weights), known[0])
     gate_up_bias = down_bias = None
     if description.bias:
@@ -291,8 +297,8 @@ def _stacks(
             gate_up_bias = np.concatenate([gate_up_bias[:, ::2], gate_up_bias[:, 1::2]], 1)
 
     def matrix(name: str, expert: int, rows: int, columns: int, is_transposed: bool) -> StoredWeight:
-        """[rows, columns] of an expert, which alone is read."""
-        untransposed_shape = None if rows == columns else (num, rows, columns)  # as transformers 5 may have saved it
+        """Return the matrix [rows, columns] of an expert; only this expert's part of the tensor is read."""
+        untransposed_shape = None if rows == columns else (num, rows, columns)  # transformers 5 may have saved this
         is_transposed = is_transposed and not weights.is_untransposed(f"{prefix}{name}", untransposed_shape)
         stored = (columns, rows) if is_transposed else (rows, columns)
         if "{}" in name:
@@ -336,7 +342,8 @@ def _named(
     description: ExpertsDescription, hidden_size: int, prefix: str, known: Sequence[ExpertNames],
     stacks: tuple[ExpertsWeight, ExpertsWeight],
 ) -> Iterator[NamedMatrix]:  # fmt: skip
-    """What adapters may change, by the names that a checkpoint, transformers or a GGUF file may have for it."""
+    """Yield the experts' matrices that adapters may change, with all names in checkpoints, transformers and GGUF
+    files."""
     size, own = description.intermediate_size, description.own
     halves = 2 if description.gated else 1
     for half_of_layer, stack in enumerate(stacks):

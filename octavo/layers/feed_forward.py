@@ -1,4 +1,5 @@
-"""Feed-forward layers: an activation between two matrices, or one that gates a third (Shazeer 2020)."""
+"""Feed-forward layers: an activation between two matrices, or an activated gate times a third matrix's output (Shazeer
+2020)."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ _LEAST_VARIANCE = 1e-10
 
 @dataclass(frozen=True, slots=True)
 class FeedForwardDescription:
-    """Names are those of the checkpoint's modules, after the layer's prefix. Raises `LoadError` for an activation that
-    is not built."""
+    """The description of a feed-forward. Names are those of the checkpoint's modules, without the layer's prefix.
+    Raises `LoadError` for an activation that is not built."""
 
     intermediate_size: int
     activation: str = "silu"
@@ -29,17 +30,17 @@ class FeedForwardDescription:
     bias: bool = False
     down_bias: bool | None = None  # None: as `bias`
     gate_multiplier: float = 1.0
-    inner_norm: NormDescription | None = None  # of what the second matrix gets
-    up_names: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # gate and up, one if they are stacked; ungated: up
+    inner_norm: NormDescription | None = None  # norm of the second matrix's input
+    up_names: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # gate and up; one name if stacked or ungated
     down_name: str = "mlp.down_proj"
     inner_norm_name: str = ""
-    up_first: bool = False  # stacked, up comes before gate
-    xielu: tuple[float, ...] = ()  # that activation's numbers, where they are no tensors: alpha_p, alpha_n, beta, eps
-    # Which share of the gates is to be nothing: what lies below so much of a normal distribution (Gemma Team 2025).
+    up_first: bool = False  # in a stacked matrix, up comes before gate
+    xielu: tuple[float, ...] = ()  # alpha_p, alpha_n, beta, eps of "xielu"; empty: read from the checkpoint's tensors
+    # Share of gates that become zero: gates below this quantile of a normal distribution (Gemma Team 2025).
     sparsity: float = 0.0
-    has_adapters: bool = False  # of gate and up together
+    has_adapters: bool = False  # a reused layer's adapters are added to gate and up
     is_transposed: bool = False  # matrices are stored [inputs, outputs]
-    shard: Shard = WHOLE  # of the intermediate size
+    shard: Shard = WHOLE  # this worker's part of the intermediate size
 
     def __post_init__(self) -> None:
         built = ACTIVATIONS if self.gated else (*ACTIVATIONS, "xielu")
@@ -52,7 +53,7 @@ class FeedForwardDescription:
 
     @property
     def all_gather_size(self) -> int:
-        """Elements of a row that all workers are brought."""
+        """Return the number of elements of a row that workers gather."""
         return self.intermediate_size if self.inner_norm is not None or self.sparsity else 0
 
     def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> FeedForward:
@@ -94,7 +95,7 @@ class FeedForward:
             self._parameters = _xielu_parameters(description.xielu or _taken_xielu(parameters, f"{prefix}mlp.act_fn"))
 
     def forward(self, hidden: Array, adapters: Adapters | None = None) -> Summand:
-        """hidden [T, H] -> [T, H]"""
+        """Return the output [T, H] of hidden [T, H]."""
         ops, activation = self._ops, self.description.activation
         consumer = self._down if self._inner_norm is None else None
         if self._sparse is not None or adapters is not None:
@@ -116,8 +117,8 @@ class FeedForward:
 
 
 class _Cutoff:
-    """How far x [T, I] lies above what so much of a normal distribution with its mean and deviation lies below. These
-    are of all workers' elements, which are brought to each."""
+    """Returns max(x - threshold, 0) for x [T, I]. A row's threshold is the quantile `below` of a normal distribution
+    with the row's mean and deviation, over all workers' elements."""
 
     def __init__(self, below: float, size: int, shard: Shard, own: range, parameters: Parameters) -> None:
         self._ops, self._dtype, self._own = parameters.ops, parameters.dtype, slice(own.start, own.stop)
@@ -127,9 +128,9 @@ class _Cutoff:
         self._mean = parameters.mean_of(size)
 
     def forward(self, x: Array) -> Array:
-        """x [T, own] -> the same shape"""
+        """Return the result for this worker's elements; x [T, own]."""
         ops, x = self._ops, self._all_gather.forward(x)
-        # The mean product of a row and what its norm makes of it is its deviation.
+        # The deviation of a row is the mean of x * norm(x).
         deviation = ops.multiply(x, ops.layer_norm(x, self._ones, None, _LEAST_VARIANCE))
         above = ops.activation(ops.layer_norm(x, self._ones, self._shift, _LEAST_VARIANCE), "relu")
         return ops.multiply(above, ops.linear(deviation, self._mean, self._dtype))[:, self._own]
@@ -143,6 +144,7 @@ def _taken_xielu(parameters: Parameters, name: str) -> tuple[float, ...]:
 
 
 def _xielu_parameters(numbers: tuple[float, ...]) -> tuple[float, ...]:
-    """Of x > 0: a x² + b x; of others: (e^min(x, eps) - 1 - x) c + b x (Huang & Schlag 2024)."""
+    """Return the parameters (a, c, b, e) of "xielu" in `Ops.activation`, from the checkpoint's alpha_p, alpha_n, beta
+    and eps (Huang & Schlag 2024)."""
     a, c, b, eps = numbers
     return float(np.logaddexp(0.0, a)), b + float(np.logaddexp(0.0, c)), b, eps

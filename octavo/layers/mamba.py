@@ -1,5 +1,5 @@
-"""State spaces in the place of attention, or beside it: Mamba 1 and 2. What they keep and how it is shared out among
-workers is as `octavo.layers.recurrent` says.
+"""State spaces in place of attention, or beside it: Mamba 1 and 2. `octavo.layers.recurrent` explains their states and
+their division among workers.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from octavo.ops import Array, LayerKVCache, LinearWeight
 
 @dataclass(frozen=True, slots=True)
 class MambaDescription(ShardedHeads):
-    """Mamba 2 (Dao & Gu 2024), or Mamba 1 (Gu & Dao 2023) where `time_rank` says that time steps come from a product
-    of that rank: each channel is a head then. Names are those of the checkpoint's modules, after `name`.
+    """Mamba 2 (Dao & Gu 2024), or, with a `time_rank`, Mamba 1 (Gu & Dao 2023). In Mamba 1 time steps come from a
+    product of rank `time_rank`, and each channel is a head. Names are those of the checkpoint's modules, after `name`.
 
-    Zamba's Mamba 1 has `tensors_by_group`: inner matrices of each group of channels, and x beside its gate.
+    Zamba's Mamba 1 has `tensors_by_group`: each group of channels has inner matrices of its own, and rows of x and of
+    the gate alternate in the first matrix.
 
-    B and C of a group are all workers' that have heads of it. What Mamba 1 makes of all channels each makes of all."""
+    Workers that have heads of the same group all compute its B and C. The inner matrix of Mamba 1 reads all channels,
+    so each worker computes this product whole."""
 
     num_heads: int
     head_size: int
@@ -38,10 +40,10 @@ class MambaDescription(ShardedHeads):
     num_groups: int = 1
     time_rank: int = 0
     time_limit: tuple[float, float] = (0.0, inf)
-    norm: NormDescription | None = None  # Mamba 2: of the gated output, by group
+    norm: NormDescription | None = None  # Mamba 2: norm of the gated output, by group
     norms_before_gate: bool = False
-    inner_norm: NormDescription | None = None  # Mamba 1: of what time steps are made from, and of B and C
-    multipliers: tuple[float, ...] = ()  # Mamba 2: of the gate, x, B, C and the time steps that the first matrix gives
+    inner_norm: NormDescription | None = None  # Mamba 1: norms of B, C and the low-rank input of time steps
+    multipliers: tuple[float, ...] = ()  # Mamba 2: factors of the first matrix's outputs: gate, x, B, C, time steps
     bias: bool = False
     output_bias: bool = False
     conv_bias: bool = True
@@ -63,7 +65,7 @@ class MambaDescription(ShardedHeads):
 
     @property
     def all_gather_size(self) -> int:
-        """Elements of a row that all workers are brought."""
+        """Return the number of elements of a row that workers gather."""
         return self.channels if self.time_rank or self.norm is not None else 0
 
     @property
@@ -101,7 +103,7 @@ class Mamba:
         self._conv = Convolution(
             parameters, {f"{prefix}conv1d": d.conv_width}, d.kernel, d.conv_bias, "silu", np.concatenate(convolved)
         )
-        # What inner matrices read: all channels of the groups that ours are in.
+        # Inner matrices read all channels of the groups that this worker has channels of.
         read = elements(d.own_groups, channels // d.num_groups)
         self._read = slice(read.start, read.stop)
         self._all_gather = None if read == own else AllGather(parameters.ops, d.shard, own, channels, "channels")
@@ -135,8 +137,8 @@ class Mamba:
     def _by_group(
         self, parameters: Parameters, prefix: str, d: MambaDescription, own: slice
     ) -> tuple[LinearWeight, LinearWeight]:
-        """Matrices of all groups that we have, with nothing where one's outputs meet another's inputs; time steps are
-        of our `own` channels of theirs."""
+        """Return the inner matrix and the matrix of time steps for this worker's groups. Both are block diagonal: zero
+        where outputs of one group meet inputs of another. Time steps are for the worker's `own` channels only."""
         take, rank, width = parameters.weights.take, d.time_rank, d.channels // d.num_groups
         inner = take(f"{prefix}x_proj_weight", (d.num_groups, rank + 2 * d.state_size, width), own=d.own_groups)
         time = take(f"{prefix}dt_proj_weight", (d.num_groups, width, rank), own=d.own_groups)
@@ -152,7 +154,7 @@ class Mamba:
         return parameters.packed(of_inputs), parameters.packed(matrix(time)[own])
 
     def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
-        """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
+        """Return the output [T, H] of hidden [T, H]; `tables` belong to the layer's cache group."""
         d, ops, output = self._part, self._ops, self._ending.weight
         num_tokens, channels, size = hidden.shape[0], d.channels, d.state_size
         projected = ops.linear(hidden, self.consumer, self._dtype)

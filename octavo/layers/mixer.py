@@ -1,4 +1,4 @@
-"""The interfaces of a decoder's layers: the description, which has the layer's cache and builds it, and the layer."""
+"""The interfaces of a decoder's layers: the layer, and its description, which states its cache and builds it."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from octavo.ops import Array, LayerKVCache, LinearWeight
 class FeedForwardLike(Protocol):
     @property
     def consumer(self) -> LinearWeight | None:
-        """The matrix that alone reads the layer's input, if there is one: a norm may quantize for it."""
+        """Return the only matrix that reads the layer's input, for which a norm may quantize; None if several do."""
 
     def forward(self, hidden: Array) -> Summand:
-        """hidden [T, H] -> [T, H]"""
+        """Return the output [T, H] of hidden [T, H]."""
 
 
 class Mixer(Protocol):
-    """Attention, or a layer in its place."""
+    """Attention, or a layer in place of attention."""
 
     @property
     def consumer(self) -> LinearWeight | None:
-        """As of `FeedForwardLike`."""
+        """As `FeedForwardLike.consumer`."""
 
     def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
-        """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
+        """Return the output [T, H] of hidden [T, H]; `tables` belong to the layer's cache group."""
 
 
 class MixerDescription(Protocol):
     @property
     def cache(self) -> LayerCacheSpec:
-        """The layer's cache of a sequence."""
+        """Return the layer's cache of a sequence."""
 
     def build(self, hidden_size: int, parameters: Parameters, prefix: str) -> Mixer:
-        """Build the layer. `prefix` begins the names of its modules."""
+        """Return the layer. The names of its modules begin with `prefix`."""

@@ -1,11 +1,11 @@
-"""Latent attention (DeepSeek-AI 2024): what is cached of a token is one compressed vector, from which the keys and
-values of all heads are made, and one rotated part of a key that all heads share. Of several workers each has all of
-that, and some of the heads.
+"""Latent attention (DeepSeek-AI 2024). The cache holds for each token one compressed vector, from which the keys and
+values of all heads follow, and one rotated part of a key that all heads share. With several workers each has the whole
+cache and some of the heads.
 
-Nothing is made from it here. A query is multiplied with its head's matrix of keys instead, so that it meets compressed
-vectors themselves, and what a head gathers of these is multiplied with its matrix of values ("absorbed" form). Prompts
-and decodes compute the same: the form in which keys and values are made adds up in another order, and an answer would
-depend on where its prompt is cut. See docs/kernels.md for what either costs.
+Keys and values are never computed here ("absorbed" form). A query is multiplied by its head's matrix of keys, so its
+scores are products with the compressed vectors. A head's weighted sum of compressed vectors is multiplied by its matrix
+of values. Prompts and decodes both use this form. The form that computes keys and values has another order of sums, so
+an answer would depend on where its prompt is cut. docs/kernels.md compares the costs of both forms.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from octavo.ops import Array, ExpertsWeight, IndexOps, LayerKVCache
 
 @dataclass(frozen=True, slots=True)
 class MLADescription(ShardedHeads):
-    """Sizes in elements. Names are those of the checkpoint's modules, after the layer's prefix and `name`.
+    """The description of latent attention. Sizes are in elements. Names are those of the checkpoint's modules, after
+    the layer's prefix and `name`.
 
-    A head's query has `qk_nope_head_dim` elements, then `rope.rotary_dim` that are rotated. With a `q_lora_rank`
+    A head's query has `qk_nope_head_dim` elements, then `rope.rotary_dim` rotated elements. With a `q_lora_rank`
     queries are compressed as well."""
 
     num_heads: int
@@ -44,21 +45,21 @@ class MLADescription(ShardedHeads):
     qk_rope_head_dim: int
     rope: RopeConfig | None  # None: nothing is rotated
     scale: float  # of the scores
-    norm: NormDescription  # of what is compressed
-    query_scale: float = 1.0  # of compressed queries after their norm
-    latent_scale: float = 1.0  # of compressed keys and values likewise
+    norm: NormDescription  # norm of compressed vectors
+    query_scale: float = 1.0  # factor of compressed queries after their norm
+    latent_scale: float = 1.0  # factor of compressed keys and values after their norm
     attention_temperature: AttentionTemperature | None = None
-    gate_name: str | None = None  # of a matrix to a number for each head, whose sigmoid its values are multiplied with
-    bias: bool = False  # of the matrices that compress, and of the last
+    gate_name: str | None = None  # matrix with one output for each head; its sigmoid multiplies the head's values
+    bias: bool = False  # whether the compressing matrices and the last matrix have a bias
     name: str = "self_attn"
     output_name: str = "o_proj"
-    shard: Shard = WHOLE  # of the heads
-    index: SparseIndexerDescription | None = None  # chooses the keys that a token reads; None: it reads all
-    shares_index: bool = False  # reads those that the index of a layer before has chosen
+    shard: Shard = WHOLE  # this worker's heads
+    index: SparseIndexerDescription | None = None  # chooses the keys that a token reads; None: it reads all keys
+    shares_index: bool = False  # the layer reads the keys that an earlier layer's index has chosen
 
     @property
     def cache(self) -> LayerCacheSpec:
-        """What the layer keeps of each token."""
+        """Return the layer's cache of each token."""
         index_size = 0 if self.index is None else self.index.head_size
         return LayerCacheSpec(
             "full", num_kv_heads=1, key_size=self.qk_rope_head_dim + index_size, value_size=self.kv_lora_rank
@@ -66,11 +67,11 @@ class MLADescription(ShardedHeads):
 
     @property
     def query_size(self) -> int:
-        """Of a head."""
+        """Return the size of a head's query."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     def query_order(self) -> NDArray[np.intp]:
-        """The checkpoint's rows of our heads' queries as ours, where a head's rotated elements come first."""
+        """Return the checkpoint's rows of this worker's queries in Octavo's order: rotated elements of a head first."""
         head = np.concatenate(
             [self.qk_nope_head_dim + halves(self.rope, self.qk_rope_head_dim), np.arange(self.qk_nope_head_dim)]
         )
@@ -87,7 +88,7 @@ class MLADescription(ShardedHeads):
 
 
 class MLA:
-    """Queries and compressed vectors, the cache, and the output matrix."""
+    """Latent attention: products for queries and compressed vectors, the paged cache, and the output matrix."""
 
     def __init__(self, description: MLADescription, hidden_size: int, parameters: Parameters, prefix: str) -> None:
         self.description, self._dtype = description, parameters.dtype
@@ -141,9 +142,11 @@ class MLA:
         self._attention_temperature = parameters.attention_temperature(d.attention_temperature)
 
     def _stacks(self, parameters: Parameters, prefix: str) -> list[ExpertsWeight]:
-        """For each of our heads the matrix from a query to the compressed vectors, and from these to a value. They are
-        floats, whatever the checkpoint has: keys' matrices are multiplied from the other side than they were quantized
-        for."""
+        """Return two stacks with a matrix for each of this worker's heads: from queries to compressed vectors, and from
+        compressed vectors to values.
+
+        They are floats whatever the checkpoint's format: the matrices of keys are multiplied from another side than the
+        side that they were quantized for."""
         d, ops, take, own = self.description, parameters.ops, parameters.weights.take, self.description.own_heads
         if f"{prefix}kv_b_proj.weight" in parameters.weights:
             size = d.qk_nope_head_dim + d.value_size
@@ -151,7 +154,7 @@ class MLA:
                 f"{prefix}kv_b_proj.weight", (d.num_heads * size, d.kv_lora_rank), own=elements(own, size)
             ).reshape(len(own), size, d.kv_lora_rank)
             keys, values = both[:, : d.qk_nope_head_dim].swapaxes(1, 2), both[:, d.qk_nope_head_dim :]
-        else:  # as GGUF files have them
+        else:  # GGUF files
             keys = take(f"{prefix}k_b_proj.weight", (d.num_heads, d.kv_lora_rank, d.qk_nope_head_dim), own=own)
             values = take(f"{prefix}v_b_proj.weight", (d.num_heads, d.value_size, d.kv_lora_rank), own=own)
         stacks = [
@@ -161,7 +164,7 @@ class MLA:
         return stacks
 
     def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
-        """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
+        """Return the output [T, H] of hidden [T, H]; `tables` belong to the layer's cache group."""
         d, ops, num_tokens = self.description, self._ops, hidden.shape[0]
         first = ops.linear(hidden, self.consumer, self._dtype)
         end = self._first_size + d.kv_lora_rank

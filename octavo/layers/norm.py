@@ -18,18 +18,18 @@ from octavo.ops import Array, LinearWeight
 class NormDescription:
     eps: float
     kind: Literal["rms", "layer"] = "rms"
-    bias: bool = False  # of LayerNorm
+    bias: bool = False  # whether a LayerNorm has a bias
     has_weight: bool = True
-    offset: float = 0.0  # added to the weights: 1 where they are stored as their distance from 1
+    offset: float = 0.0  # added to the weights: 1 if the checkpoint stores weights minus 1
 
 
 class Norm:
-    """One norm, whose weights are [size] or, where `heads` have their own, [heads, size], of which `own_heads` may be
-    the only ones that are wanted. With `groups` it is of as many equal parts of x [T, size].
+    """A norm with weights [size], or, if `heads` have weights of their own, [heads, size] or those of `own_heads`. With
+    `groups`, each of so many equal parts of x [T, size] is normed by itself.
 
-    The checkpoint's module is `name`, or with "{head}" in it one for each head. `order` is that of the elements where
-    it is not the checkpoint's. What the norm returns may be divided by a number, at no cost: its weights are. Weights
-    that are computed with become float32.
+    The checkpoint's module is `name`; a `name` with "{head}" stands for a module for each head. `order` is the order of
+    elements, if it is not the checkpoint's. The `divisor` divides the norm's output at no cost, because the weights are
+    divided. Weights that an offset or a divisor changes become float32.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Norm:
                 host = np.stack([weights.take(f"{name.format(head=i)}.{part}", (size,)) for i in range(heads)])
             else:
                 host = weights.take(f"{name}.{part}", shape)
-            if description.offset or divisor != 1.0:  # weight and bias are of one type
+            if description.offset or divisor != 1.0:  # for the bias too: weight and bias must have the same type
                 host = (host.astype(np.float32) + np.float32(offset)) / np.float32(divisor)
             if heads is not None and own_heads is not None:
                 host = host[own_heads.start : own_heads.stop]
@@ -69,7 +69,8 @@ class Norm:
         self._bias = take("bias", 0.0) if description.bias else None
 
     def forward(self, x: Array, consumer: LinearWeight | None = None) -> Array:
-        """x [..., size] -> the same shape; quantized if the `consumer` multiplies quantized activations."""
+        """Return the norm of x [..., size], in the same shape; quantized if the `consumer` multiplies quantized
+        activations."""
         if self._groups > 1:
             assert self._kind == "rms"
             parts = x.reshape(x.shape[0], self._groups, -1)
@@ -80,11 +81,12 @@ class Norm:
 
 
 class SharedNorm:
-    """A norm over all `size` elements of a row, or over `groups` equal parts of them, of which each worker has its
-    `own`: whole groups, or else all is brought to each of them, which computes all, so that its bits are those of one
-    worker.
+    """A norm over all `size` elements of a row, or over `groups` equal parts of it, when each worker has its `own`
+    elements.
 
-    It does not quantize where there are several, or bits have to be those of several: the whole row would be."""
+    If workers do not have whole groups, each gathers the whole row and computes the norm of all elements, so the bits
+    are the same as with one worker. The norm does not quantize if there are several workers, or if the bits must be
+    those of several workers: with one worker the whole row would be quantized."""
 
     def __init__(
         self, description: NormDescription, parameters: Parameters, name: str, size: int, shard: Shard, own: range,
@@ -100,7 +102,7 @@ class SharedNorm:
         self._norm = Norm(description, parameters, name, size, groups=groups, order=order)
 
     def forward(self, x: Array, consumer: LinearWeight | None = None) -> Array:
-        """x [T, own] -> the same shape; quantized as by `Norm`, or not."""
+        """Return the norm of x [T, own], in the same shape; only a whole model quantizes it as `Norm` does."""
         if self._all_gather is not None:
             return self._norm.forward(self._all_gather.forward(x))[:, self._own]
         return self._norm.forward(x, consumer if self._may_quantize else None)

@@ -1,7 +1,7 @@
-"""Where layers get their weights: tensors of a checkpoint on their way to a backend.
+"""`Parameters`: the way of weights from a checkpoint to a backend.
 
-Layers name what they need and what it is for; this module takes it from the checkpoint as the model is built, layer by
-layer, so that a checkpoint is never in memory twice.
+Layers name the tensors that they need and their purpose. This module reads and packs them while the model is built,
+layer by layer, so that a checkpoint is never in memory twice.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True, slots=True)
 class StackedModule:
-    """Where a module is in a tensor of all experts."""
+    """The place of a module in a tensor of all experts."""
 
-    name: str  # of the tensor
+    name: str  # the tensor's name
     expert: int
-    rows: slice  # of this expert's
-    is_untransposed: bool = False  # PEFT takes its inputs for its outputs
+    rows: slice  # the module's rows among those of this expert
+    is_untransposed: bool = False  # PEFT takes the tensor's inputs for its outputs
 
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """One of the checkpoint's modules in a packed matrix: what becomes of its rows, in this order."""
+    """One of the checkpoint's modules in a packed matrix. Its rows are first scaled, then ordered."""
 
     name: str
     num_stored: int  # rows in the checkpoint
-    scales: NDArray[np.float32] | None  # [num_stored] that they are multiplied with
-    order: NDArray[np.intp] | None  # [num_out] rows that are taken, in this order; None: all as they are
-    bias: NDArray[np.float32] | None  # [num_out] as it is packed
-    is_transposed: bool = False  # it is stored [inputs, outputs]
-    aliases: tuple[str, ...] = ()  # other names that adapters may have for it
-    stacked: tuple[StackedModule, ...] = ()  # and tensors that they may have it in
+    scales: NDArray[np.float32] | None  # [num_stored] factors of the rows
+    order: NDArray[np.intp] | None  # [num_out] the rows that are packed, in this order; None: all rows
+    bias: NDArray[np.float32] | None  # [num_out] in the packed order
+    is_transposed: bool = False  # the module is stored [inputs, outputs]
+    aliases: tuple[str, ...] = ()  # other names that adapters may use for the module
+    stacked: tuple[StackedModule, ...] = ()  # tensors of all experts in which adapters may have the module
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -60,12 +60,12 @@ class Module:
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        """Its own, and those of tensors that it is a part of."""
+        """Return the module's names, and the names of tensors that it is a part of."""
         return (*self.names, *(part.name for part in self.stacked))
 
     @property
     def num_out(self) -> int:
-        """Rows in the packed matrix."""
+        """Return the number of the module's rows in the packed matrix."""
         return self.num_stored if self.order is None else len(self.order)
 
 
@@ -77,49 +77,47 @@ class NamedMatrix:
     num_in: int
     gated: bool
     modules: tuple[Module, ...]
-    first_in: int = 0  # of the inputs that the checkpoint's matrices read
-    stored_in: int | None = None  # how many those are; None: as many
-    replaceable: bool = False  # adapters may bring another, of a single module
-    looked_up: bool = False  # it is no product: its rows are taken by token
-    expert: int | None = None  # of the stack that `weight` is
+    first_in: int = 0  # the first input of this matrix among the inputs of the checkpoint's modules
+    stored_in: int | None = None  # number of inputs of the checkpoint's modules; None: `num_in`
+    replaceable: bool = False  # adapters may replace the matrix, if it is a single module
+    looked_up: bool = False  # rows are looked up by token; there is no product
+    expert: int | None = None  # index in the stack of experts, if `weight` is a stack
 
     @property
     def all_in(self) -> int:
-        """How many inputs the checkpoint's matrices read."""
+        """Return the number of inputs of the checkpoint's modules."""
         return self.num_in if self.stored_in is None else self.stored_in
 
     @property
     def columns(self) -> slice:
-        """Its inputs among theirs."""
+        """Return this matrix's inputs among those of the checkpoint's modules."""
         return slice(self.first_in, self.first_in + self.num_in)
 
 
 class Parameters:
-    """The weights of one model that computes in `dtype` on one backend, for positions below `max_positions`."""
+    """Takes the weights of one model, which computes in `dtype` on one backend, for positions below `max_positions`."""
 
     def __init__(self, weights: Weights, ops: Ops, max_positions: int, dtype: str) -> None:
         self.weights, self.ops, self.max_positions, self.dtype = weights, ops, max_positions, dtype
-        self.num_matrix_bytes = 0  # of packed matrices
-        self.matrices: list[NamedMatrix] = []  # that `linear` has packed
-        # Those of each layer's experts, which are many: named when somebody asks.
+        self.num_matrix_bytes = 0  # bytes of all packed matrices
+        self.matrices: list[NamedMatrix] = []  # the matrices that `linear` has packed
+        # Functions that name the matrices of each layer's experts. They are called only on demand: there are many.
         self.expert_matrices: list[Callable[[], Iterator[NamedMatrix]]] = []
-        self._made: dict[object, object] = {}  # once, for all layers of the same settings
-        self.index: SparseIndexer | None = (
-            None  # of the last layer that has one: those after it may share what it chooses
-        )
+        self._made: dict[object, object] = {}  # key of `once` -> the object that layers share
+        self.index: SparseIndexer | None = None  # of the last layer with an index; later layers may share its choice
         self._has_warned = False
         self._is_precise = False
 
     @contextmanager
     def precise(self, wanted: bool) -> Iterator[None]:
-        """Meanwhile `linear` makes, if that is `wanted`, matrices whose inputs are quantized to sixteen bits and not to
-        eight, where a backend quantizes them. Gate and up, which are half of a layer and gain least, are left out."""
+        """Inside this context, if `wanted`, `linear` makes matrices whose inputs are quantized to 16 bits instead of 8,
+        on backends that quantize inputs. Gate and up are left out: they are half of a layer and gain least."""
         self._is_precise = wanted
         yield
         self._is_precise = False
 
     def array(self, name: str, shape: tuple[int, ...]) -> Array:
-        """A constant in the model's type: a norm, a table."""
+        """Return a constant in the model's type, such as a norm or a table."""
         return self.ops.place(self.weights.take(name, shape))
 
     def linear(
@@ -140,16 +138,20 @@ class Parameters:
         without_bias: Collection[str] = (),
         looked_up: bool = False,
     ) -> LinearWeight:
-        """Projections to `sizes` outputs of one input of `num_in` as one matrix: outputs side by side, or `gated`.
+        """Return projections of one input of `num_in` elements to `sizes` outputs as one packed matrix.
 
-        `names` are those of the checkpoint's modules: one a projection, or a single one that has them stacked, or that
-        GGUF files have in parts, NAME.0, NAME.1 and so on. `orders` are, of each, its rows in the order that is wanted;
-        stored `is_transposed` they are columns. `bias` may be the name of the tensor, or the biases themselves.
-        Projections, and their biases, may be multiplied with `scales`. Gate and up that are stacked the other way
-        round are `is_reversed`. The input may be a `part` (number, of how many) of what the checkpoint's matrices read,
-        each of `num_in`, or `columns`: the first of them, of how many. Of each projection only the rows that are `own`
-        may be wanted: the same ones of all, or others of each. Some of the modules may be `without_bias` where the
-        others have one. Rows that are `looked_up` are in no product.
+        Outputs are side by side, or gate and up if `gated`.
+        - `names`: the checkpoint's modules, one for each projection, or one module that has all of them stacked. GGUF
+          files may have the parts of a stacked module as NAME.0, NAME.1 and so on.
+        - `bias`: whether there is one, the name of its tensor, or the biases themselves. Modules in `without_bias` have
+          none although others have one.
+        - `orders`: for each module, the rows to take, in order (columns, if the module `is_transposed`).
+        - `is_reversed`: a stacked module has up before gate.
+        - `scales`: factors of the projections and their biases.
+        - `part`: (number, count) if the input is one of `count` equal parts of the modules' input.
+        - `columns`: (first, count) if the input is `num_in` of the modules' `count` inputs, from `first` on.
+        - `own`: the rows to take of each projection: one range for all, or a range for each.
+        - `looked_up`: rows are looked up and never multiplied.
         """
         stored_sizes = sizes if len(names) == len(sizes) else [sum(sizes)]
         if orders is not None and all(map(np.array_equal, orders, map(np.arange, stored_sizes))):
@@ -222,20 +224,21 @@ class Parameters:
         return packed
 
     def packed(self, matrix: NDArray[Any], bias: NDArray[Any] | None = None) -> LinearWeight:
-        """A matrix [N, K] of floats, which stay that where others are quantized at load. No adapter is told of it."""
+        """Return a packed matrix [N, K] of floats, which is never quantized at load. Adapters cannot change it."""
         weight = self.ops.pack_linear([floats(matrix)], bias)
         self.num_matrix_bytes += weight.num_bytes
         return weight
 
     def mean_of(self, size: int) -> LinearWeight:
-        """The matrix [1, size] whose product is the mean of a row."""
+        """Return the matrix [1, size] whose product is the mean of a row."""
         return self.once(("mean", size), lambda: self.packed(np.full((1, size), 1 / size, self.dtype)))
 
     def ending(
         self, name: str, num_out: int, num_in: int, bias: bool | str, shard: Shard, *, is_transposed: bool = False
     ) -> EndingMatrix:
-        """The matrix that ends a layer, with `num_in` inputs of those of all workers. Raises `ConfigError` where its
-        products must agree with those of other numbers of workers and cannot."""
+        """Return the matrix that ends a layer, with this worker's `num_in` inputs.
+
+        Raises `ConfigError` if its products must have the same bits for any number of workers and cannot."""
         weight = self.linear(
             [name], [num_out], num_in, bias if shard.is_whole else False, is_transposed=is_transposed,
             part=(shard.rank, shard.size),
@@ -250,7 +253,8 @@ class Parameters:
         return EndingMatrix(self.ops, weight, self.ops.place(taken), shard)
 
     def _sum_by_segments(self, name: str, weight: LinearWeight, shard: Shard) -> None:
-        """Half as many and so on where blocks of weights do not end where segments do."""
+        """Make products with `weight` sums of segments. Warn, or raise `ConfigError` if the shard `must_agree`, if this
+        worker's inputs do not end with a block of weights."""
         block = cast(SegmentOps, self.ops).sum_by_segments(weight, shard.own_summands)
         if shard.is_whole or weight.in_features % block == 0:
             return
@@ -262,7 +266,7 @@ class Parameters:
         self._has_warned = True
 
     def rotary(self, rope: RopeConfig | None, head_size: int) -> Array:
-        """The table of cosines and sines; without settings nothing rotates."""
+        """Return the table of cosines and sines; without `rope`, the table that rotates nothing."""
         if rope is None:
             return self._table(("identity",), lambda: identity_table(self.max_positions))
         key = rope, head_size
@@ -275,7 +279,8 @@ class Parameters:
         return None if settings is None else self._table((settings,), lambda: settings.table(self.max_positions))
 
     def distance_biases(self, name: str, num_buckets: int, num_heads: int, own: range) -> Array:
-        """What scores of our `own` heads get by the key's distance, [own, 2 * max_positions + BIAS_PADDING] float32."""
+        """Return the biases of scores by distance for this worker's `own` heads: [own, 2 * max_positions +
+        BIAS_PADDING] float32."""
 
         def make() -> NDArray[np.float32]:
             buckets = self.weights.take(name, (num_buckets, num_heads))[:, own].astype(np.float32)
@@ -288,7 +293,7 @@ class Parameters:
         return self.once(key, lambda: self.ops.place(make()))
 
     def once(self, key: object, make: Callable[[], _Made]) -> _Made:
-        """What several layers share, made for the first of them."""
+        """Return the object that layers with the same `key` share; `make` makes it for the first of them."""
         if key not in self._made:
             self._made[key] = make()
         else:

@@ -1,4 +1,4 @@
-"""Pools the hidden states of a text into one vector, or one for each token, and applies the projection heads behind
+"""Pooling of a text's hidden states into one vector, or into a vector for each token, and the projection heads after
 it."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from octavo.layers.projection_head import ProjectionHead, ProjectionHeadDescript
 from octavo.loading.weights import floats
 from octavo.ops import Array
 
-# By vLLM's names. Each token, the first and the last are means of one.
+# vLLM's name of a kind of pooling -> the operation's. "ALL", "CLS" and "LAST" pool single rows: means of one row.
 KINDS = {
     "ALL": "mean", "CLS": "mean", "LAST": "mean", "MEAN": "mean", "MAX": "max", "MEAN_SQRT": "mean_sqrt",
     "WEIGHTED_MEAN": "weighted_mean",
@@ -21,28 +21,28 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class PoolingDescription:
-    """What is pooled, and the head behind it.
+    """The kind of pooling, and the heads after it.
 
-    With `label_tokens` the head is the rows of the output matrix, named `output_name`, of these tokens; with
-    `is_difference` what the second has more than the first.
+    With `label_tokens` the head consists of these tokens' rows of the output matrix `output_name`. With `is_difference`
+    it is the second token's row minus the first token's.
     """
 
-    kind: str  # of `KINDS`
+    kind: str  # a key of `KINDS`
     head: tuple[ProjectionHeadDescription, ...] = ()
     label_tokens: tuple[int, ...] = ()
     is_difference: bool = False
     output_name: str = ""
-    output_rows: int | None = None  # None: the vocabulary's
+    output_rows: int | None = None  # rows of the output matrix; None: the vocabulary size
 
     def size(self, hidden_size: int) -> int:
-        """Of a vector."""
+        """Return the size of a vector."""
         if self.label_tokens:
             return 1 if self.is_difference else len(self.label_tokens)
         return self.head[-1].size if self.head else hidden_size
 
 
 class Pooler:
-    """Pools given ranges of rows: a text's, or single tokens, which stay as they are."""
+    """Pools given ranges of rows: whole texts, or single tokens, which stay unchanged."""
 
     def __init__(
         self, description: PoolingDescription, hidden_size: int, vocab_size: int, parameters: Parameters
@@ -63,7 +63,8 @@ class Pooler:
             self._labels = self._ops.pack_linear([floats(rows)])
 
     def forward(self, hidden: Array, starts: Array, ends: Array) -> Array:
-        """hidden [T, H] after the final norm; rows starts[n] .. ends[n] are pooled ([N] int64) -> [N, size] float32"""
+        """Return vectors [N, size] float32; vector n pools rows starts[n] .. ends[n] ([N] int64) of hidden [T, H], the
+        hidden states after the final norm."""
         has_head = self._labels is not None or bool(self._heads)
         pooled = self._ops.pool(hidden, starts, ends, self._kind, self._dtype if has_head else "float32")
         if self._labels is not None:

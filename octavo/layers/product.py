@@ -1,7 +1,7 @@
 """The last product of a layer, which is computed together with the addition to the residual stream.
 
-This saves one pass over the activations. Without it layers would return `ops.linear(x, weight, "float32")` and blocks
-would call `ops.add`, with equal bits.
+This saves one pass over the activations. A layer that returned `ops.linear(x, weight, "float32")`, and a block that
+called `ops.add`, would give the same bits.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ class Summand(Protocol):
     """A layer's output, before it is added to the residual stream."""
 
     def value(self, dtype: str = "float32") -> Array:
-        """-> [T, H]"""
+        """Return the output [T, H]."""
 
     def add_to(self, residual: Array, scale: float = 1.0) -> None:
-        """residual [T, H] += scale * value, in place, rounded once."""
+        """Add scale * value to residual [T, H] in place, rounded once."""
 
 
 class Adapters(Protocol):
-    """What a layer's adapters add to a reused layer's product."""
+    """The adapters of a layer for a product of the layer that it reuses."""
 
     def add_to(self, product: Array, x: Array) -> None:
-        """product [T, N] += that of the product's input x [T, K]"""
+        """Add the adapters' output for x [T, K], the product's input, to product [T, N] in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class SharedProduct:
-    """The sum of what each worker's x [T, K] times its matrix [H, K] is, in float32, plus the bias [H]."""
+    """The sum over all workers of x [T, K] times the worker's matrix [H, K], in float32, plus the bias [H]."""
 
     ops: ParallelOps
     x: Array
@@ -66,8 +66,8 @@ class SharedProduct:
 
 @dataclass(frozen=True, slots=True)
 class EndingMatrix:
-    """The matrix [H, K] that ends a layer, of which this worker has a share. Where there are several, the `bias` is
-    added to what all add up."""
+    """This worker's share [H, K] of the matrix that ends a layer. With several workers the `bias` is added to their
+    sum."""
 
     ops: Ops
     weight: LinearWeight
@@ -75,7 +75,7 @@ class EndingMatrix:
     shard: Shard = WHOLE
 
     def product(self, x: Array) -> Summand:
-        """x [T, K] times the matrix."""
+        """Return x [T, K] times the matrix, as a summand."""
         if self.shard.is_whole:
             return Product(self.ops, x, self.weight)
         return SharedProduct(cast(ParallelOps, self.ops), x, self.weight, self.bias)

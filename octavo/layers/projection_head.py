@@ -14,7 +14,7 @@ class ProjectionHeadDescription:
     """A matrix, then an activation, then a norm. Names are those of the checkpoint's modules."""
 
     name: str
-    size: int  # of its output
+    size: int  # size of the output
     bias: bool = False
     activation: str | None = None
     norm: NormDescription | None = None
@@ -30,8 +30,9 @@ class ProjectionHead:
             self._norm = Norm(description.norm, parameters, description.norm_name, description.size)
 
     def forward(self, hidden: Array, consumer: LinearWeight | None, dtype: str | None = None) -> Array:
-        """hidden [N, inputs] -> [N, size] in `dtype`, the model's unless said; as the `consumer` multiplies it, if
-        there is one and a norm."""
+        """Return the head's output [N, size] of hidden [N, inputs] in `dtype` (default: the model's).
+
+        If there is a norm, it quantizes for a `consumer` that multiplies quantized activations."""
         hidden = self._ops.linear(hidden, self.consumer, dtype or self._dtype)
         if self._activation == "tanh":
             hidden = self._ops.activation(hidden, "softcap", parameters=(1.0,))

@@ -1,9 +1,9 @@
-"""What stands in the place of attention and keeps a state of fixed size: short convolutions, the gated delta rule,
-lightning attention, gated recurrences; state spaces are in `octavo.layers.mamba`. A state lies in one block of the
-layer's cache: the convolution's rows, then the recurrence's numbers.
+"""Layers that replace attention and keep a state of fixed size: short convolutions, the gated delta rule, lightning
+attention, gated recurrences. State spaces are in `octavo.layers.mamba`. A state lies in one block of the layer's cache:
+first the convolution's rows, then the recurrence's numbers.
 
-Several workers share out heads, or channels where there are none. A description's `part` is what one of them has, as if
-it were all.
+Heads are divided among workers, or channels in layers without heads. A description's `part` describes one worker's part
+as if it were the whole layer.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from octavo.layers.tensor_parallel import WHOLE, Shard, ShardedHeads, elements
 from octavo.loading.weights import floats
 from octavo.ops import Array, ExpertsWeight, LayerKVCache, LinearWeight
 
-_TILE = 16  # channels that a state is padded to a multiple of: room for every backend's layout
+_TILE = 16  # states are padded to a multiple of this many channels: room for every backend's layout
 
 
 def state_of(kernel: int, conv_width: int, channels: int = 0, groups: int = 1, size: int = 0) -> LayerCacheSpec:
-    """Of a convolution over `kernel` tokens and a recurrence of `size` numbers a channel, in equal groups."""
+    """Return the cache of a convolution over `kernel` tokens and a recurrence of `size` numbers for each channel, in
+    equal `groups` of channels."""
     padded = groups * -(-channels // groups // _TILE) * _TILE
     num_floats = (kernel - 1) * conv_width + padded * size
     return LayerCacheSpec("state", num_bytes=-(-num_floats // _TILE) * 4 * _TILE)
 
 
 class Convolution:
-    """Over channels that have modules of their own, by name; of all of them those that are our `own`."""
+    """A convolution over this worker's `own` channels. `widths` maps the checkpoint's modules to their numbers of
+    channels; the channels of all modules are side by side."""
 
     def __init__(
         self, parameters: Parameters, widths: dict[str, int], kernel: int, bias: bool, activation: str,
@@ -54,17 +56,17 @@ class Convolution:
         return self._ops.causal_conv(x, self._weight, self._bias, self._activation, *_places(states, batch, tables))
 
     def behind(self, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> tuple[Array, Array, Array, Array]:
-        """Where the recurrence's numbers are."""
+        """Return the arguments of operations whose state follows the convolution's: the recurrence's numbers."""
         return _places(cache.key[:, self.num_floats :], batch, tables)
 
 
 def _places(states: Array, batch: StepBatch, tables: GroupTables) -> tuple[Array, Array, Array, Array]:
-    """As operations with states want them."""
+    """Return the last arguments of operations with states."""
     return states, tables.slot_mapping, batch.query_start_loc, batch.seq_lens
 
 
 def decay_rates(parameters: Parameters, name: str, *shape: int) -> NDArray[np.float32]:
-    """How fast a state decays: stored as the logarithm of its negative."""
+    """Return the decay rates of a state, which are negative: the checkpoint has the logarithm of their negatives."""
     rates: NDArray[np.float32] = -np.exp(parameters.weights.take(name, shape, "float32"))
     return rates
 
@@ -80,7 +82,7 @@ class ShortConvDescription:
 
     @property
     def units(self) -> int:
-        """What workers share out."""
+        """Return the number of units that are divided among workers."""
         return self.channels
 
     @property
@@ -108,7 +110,7 @@ class ShortConv:
         self._ending = parameters.ending(f"{prefix}out_proj", hidden_size, self._width, d.bias, d.shard)
 
     def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
-        """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
+        """Return the output [T, H] of hidden [T, H]; `tables` belong to the layer's cache group."""
         ops, width = self._ops, self._width
         projected = ops.linear(hidden, self.consumer, self._dtype)
         before, after, x = projected[:, :width], projected[:, width : 2 * width], projected[:, 2 * width :]
@@ -120,28 +122,30 @@ class ShortConv:
 class GatedDeltaDescription:
     """The gated delta rule (Yang et al. 2025). Names are those of the checkpoint's modules, after `name`.
 
-    `in_names` are of the matrices of query, key, value, gate, beta and decay, in this order: each its own; the first
-    three stacked; or two, where each key head's rows lie together: its query, key, values and gates, and its betas and
-    decays. GGUF files have the first of those two as query, key and value of all heads, and gates: those are three.
+    `in_names` are the matrices of query, key, value, gate, beta and decay, in this order:
+    - six names: a matrix for each;
+    - four names: the first three are stacked;
+    - two names: a matrix of query, key, value and gate, and a matrix of beta and decay; the rows of each key head are
+      together. GGUF files split the first matrix into two: query, key and value of all heads, and gates.
 
-    Where it `decays_by_element` each element of a head's key has a decay (Kimi Team 2025). With a `rank` gates and
-    decays are made by two matrices each, with so many numbers between."""
+    With `decays_by_element` each element of a head's key has a decay (Kimi Team 2025). With a `rank` gates and decays
+    come from two matrices each, with `rank` numbers between them."""
 
     num_key_heads: int
     num_value_heads: int
     key_size: int
     value_size: int
     kernel: int
-    norm: NormDescription  # of each head's output
+    norm: NormDescription  # norm of each head's output
     beta_scale: float = 1.0
     decays_by_element: bool = False
-    lowest: float = 0.0  # see `Ops.gated_delta`, as for the next one
-    alternates: bool = False
+    lowest: float = 0.0  # see `Ops.gated_delta`
+    alternates: bool = False  # see `Ops.gated_delta`
     rank: int = 0
     gate_activation: str = "silu"
-    rates_shape: tuple[int, ...] = ()  # as stored; none: [heads]
+    rates_shape: tuple[int, ...] = ()  # shape in the checkpoint; empty: [heads]
     in_names: tuple[str, ...] = ("in_proj_qkvz", "in_proj_ba")
-    conv_names: tuple[str, ...] = ("conv1d",)  # or of query, key and value
+    conv_names: tuple[str, ...] = ("conv1d",)  # one module, or modules of query, key and value
     norm_name: str = "norm"
     output_name: str = "out_proj"
     name: str = "linear_attn"
@@ -149,17 +153,18 @@ class GatedDeltaDescription:
 
     @property
     def units(self) -> int:
-        """What workers share out."""
+        """Return the number of units that are divided among workers."""
         return self.num_value_heads
 
     @property
     def own_values(self) -> range:
-        """Heads."""
+        """Return this worker's heads of values."""
         return self.shard.of(self.num_value_heads, "heads of values")
 
     @property
     def own_keys(self) -> range:
-        """Those that serve our heads of values: several workers', where these alternate or are more."""
+        """Return the heads of keys that serve this worker's heads of values. Several workers may have the same head of
+        keys. Raises `ConfigError` if the heads cannot be divided."""
         values, count = self.own_values, self.num_key_heads
         if not self.alternates:
             return self.shard.of_few(count, "heads of keys")
@@ -194,20 +199,21 @@ class GatedDeltaDescription:
         return self.num_value_heads * self.decays_of_head
 
     def convolved(self) -> NDArray[np.intp]:
-        """Our channels of query, key and value."""
+        """Return this worker's channels of query, key and value among all channels of the convolution."""
         keys, values, all_keys = self.own_keys, self.own_values, self.num_key_heads * self.key_size
         parts = [elements(keys, self.key_size)] * 2 + [elements(values, self.value_size)]
         begins = (0, all_keys, 2 * all_keys)
         return np.concatenate([begin + np.array(part) for begin, part in zip(begins, parts, strict=True)])
 
     def matrices(self, count: int) -> list[tuple[int, NDArray[np.intp]]]:
-        """Of so many matrices: how many rows each has, and those of our heads, in our order."""
+        """Return, for each of `count` matrices, its number of rows and the rows of this worker's heads, in Octavo's
+        order."""
         keys, values = self.own_keys, self.own_values
         heads, served = self.num_key_heads, self.num_value_heads // self.num_key_heads
 
         def by_key_head(num_keys: int, *sizes: int) -> NDArray[np.intp]:
-            """Of parts that lie together by key head; the first ones are of `num_keys` elements a head, the others of
-            so many a head of values."""
+            """Return this worker's rows of a matrix whose rows lie together by key head. A key head has two parts of
+            `num_keys` rows, then a part for each of `sizes` with that many rows for each of its heads of values."""
             of_values = [served * size for size in sizes]
             rows = np.arange(heads * (2 * num_keys + sum(of_values))).reshape(heads, -1)
             parts = np.split(rows, np.cumsum([num_keys, num_keys, *of_values])[:-1], 1)
@@ -246,13 +252,13 @@ class GatedDelta:
             names = [f"{prefix}{name}" for name in ("in_proj_qkv", "in_proj_z", d.in_names[1])]
         sizes, orders = zip(*d.matrices(len(names)), strict=True)
         own_gates = own.conv_width + (d.rank or own.num_value_heads * d.value_size)
-        self._ends = own_gates, own_gates + own.num_value_heads  # of gates and betas in that product
+        self._ends = own_gates, own_gates + own.num_value_heads  # ends of gates and of betas in the product's columns
         self.consumer = parameters.linear(names, sizes, hidden_size, orders=orders)
         widths = (d.conv_width,) if len(d.conv_names) == 1 else (keys, keys, values)
         convolved = {f"{prefix}{name}": width for name, width in zip(d.conv_names, widths, strict=True)}
         self._conv = Convolution(parameters, convolved, d.kernel, False, "silu", d.convolved())
         own_decays = elements(d.own_values, d.decays_of_head)
-        self._inner: list[LinearWeight] = []  # of gates and of decays
+        self._inner: list[LinearWeight] = []  # second matrices of gates and of decays, with a `rank`
         if d.rank:
             own_values = elements(d.own_values, d.value_size)
             self._inner = [
@@ -263,7 +269,7 @@ class GatedDelta:
         self._rates = self._ops.place(rates[d.own_values])
         decay_bias = parameters.weights.take(f"{prefix}dt_bias", (d.num_decays,), "float32")
         self._decay_bias = self._ops.place(decay_bias[own_decays])
-        # Queries and keys of length 1, and queries over the root of their size: norms with these weights.
+        # Norms with these weights give keys length 1, and queries length 1 over the root of their size.
         self._query_weight = self._ops.place(np.full(d.key_size, 1 / d.key_size, np.float32))
         self._key_weight = self._ops.place(np.full(d.key_size, d.key_size**-0.5, np.float32))
         self._norm = Norm(d.norm, parameters, f"{prefix}{d.norm_name}", d.value_size)
@@ -272,7 +278,7 @@ class GatedDelta:
         )
 
     def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
-        """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
+        """Return the output [T, H] of hidden [T, H]; `tables` belong to the layer's cache group."""
         d, ops, num_tokens = self._part, self._ops, hidden.shape[0]
         projected = ops.linear(hidden, self.consumer, self._dtype)
         heads, width, keys = d.num_value_heads, d.conv_width, d.num_key_heads * d.key_size
@@ -298,19 +304,19 @@ class GatedDelta:
 
 @dataclass(frozen=True, slots=True)
 class LightningDescription(ShardedHeads):
-    """Lightning attention (Qin et al. 2024): linear attention whose heads forget at rates of their own, with a gate and
-    a norm over all heads. Of two matrices: query, key and value of each head together, and the gate."""
+    """Lightning attention (Qin et al. 2024): linear attention with a decay rate for each head, a gate, and a norm over
+    all heads. There are two matrices: query, key and value, whose rows lie together by head, and the gate."""
 
     num_heads: int
     head_size: int
-    rate: float  # of all heads in this layer; that of head h is 2^(-8 (h + 1) / heads) times this
+    rate: float  # the decay rate of head h is rate * 2^(-8 (h + 1) / heads)
     norm: NormDescription
-    activation: str = "silu"  # of queries, keys and values
+    activation: str = "silu"  # activation of queries, keys and values
     shard: Shard = WHOLE
 
     @property
     def all_gather_size(self) -> int:
-        """Elements of a row that all workers are brought."""
+        """Return the number of elements of a row that workers gather."""
         return self.num_heads * self.head_size
 
     @property
@@ -340,7 +346,7 @@ class Lightning:
         self._ending = parameters.ending(f"{prefix}out_proj", hidden_size, len(own), False, d.shard)
 
     def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
-        """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
+        """Return the output [T, H] of hidden [T, H]; `tables` belong to the layer's cache group."""
         d, ops, num_tokens = self.description, self._ops, hidden.shape[0]
         heads = len(d.own_heads)
         width = heads * d.head_size
@@ -357,18 +363,18 @@ class Lightning:
 
 @dataclass(frozen=True, slots=True)
 class GatedRecurrenceDescription(ShardedHeads):
-    """The real-gated linear recurrent unit behind a convolution, times a second branch (De et al. 2024). Its gates are
-    products of each head by itself."""
+    """The real-gated linear recurrent unit after a convolution, times a second branch (De et al. 2024). Each head has
+    gate matrices of its own."""
 
     width: int
     num_heads: int
     kernel: int
-    activation: str  # of the second branch
+    activation: str  # activation of the second branch
     shard: Shard = WHOLE
 
     @property
     def own(self) -> range:
-        """Channels."""
+        """Return this worker's channels."""
         return elements(self.own_heads, self.width // self.num_heads)
 
     @property
@@ -408,7 +414,7 @@ class GatedRecurrence:
         self._ending = parameters.ending(f"{prefix}linear_out", hidden_size, len(own), True, d.shard)
 
     def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
-        """hidden [T, H] -> [T, H]; `tables` are those of the layer's cache group."""
+        """Return the output [T, H] of hidden [T, H]; `tables` belong to the layer's cache group."""
         d, ops, num_tokens = self.description, self._ops, hidden.shape[0]
         projected = ops.linear(hidden, self.consumer, self._dtype)
         width = len(d.own)

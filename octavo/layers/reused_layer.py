@@ -21,14 +21,15 @@ from octavo.ops import Array, LayerKVCache
 
 @dataclass(frozen=True, slots=True)
 class ReusedLayerDescription:
-    """`adapter` is the layer's index among those that reuse it. The last matrix is the layer's own."""
+    """A use of a reused transformer layer. `adapter` is the using layer's index among all that use it. The last matrix
+    belongs to the using layer."""
 
-    name: str  # of the transformer, where the checkpoint has it
+    name: str  # name of the transformer's modules in the checkpoint
     attention: AttentionDescription
     feed_forward: FeedForwardDescription
     norm: NormDescription
     adapter: int = 0
-    adapter_rank: int = 0  # 0: there are none
+    adapter_rank: int = 0  # 0: no adapters
     adapts_attention: bool = False
 
     @property
@@ -40,7 +41,7 @@ class ReusedLayerDescription:
 
 
 class _Transformer:
-    """The reused weights."""
+    """The weights that all using layers share."""
 
     def __init__(self, description: ReusedLayerDescription, hidden_size: int, parameters: Parameters) -> None:
         d, name = description, description.name
@@ -60,7 +61,7 @@ class _Part:
 
 
 class _Adapters:
-    """Low-rank summands of a product, one for each of its parts."""
+    """Low-rank adapters of a product, one for each of its parts."""
 
     def __init__(
         self, parts: Sequence[_Part], num_in: int, rank: int, shard: Shard, parameters: Parameters
@@ -71,7 +72,7 @@ class _Adapters:
         self._up = [parameters.linear([f"{part.name}.1"], part.sizes, rank, own=part.own) for part in parts]
 
     def add_to(self, product: Array, x: Array) -> None:
-        """product [T, sum of sizes] += that of x [T, K]"""
+        """Add the adapters' outputs for x [T, K] to product [T, sum of sizes] in place."""
         ops, rank, begin = self._ops, self._rank, 0
         inner = ops.linear(x, self._down, self._dtype)
         for i, (size, up) in enumerate(zip(self._sizes, self._up, strict=True)):
@@ -110,8 +111,9 @@ class ReusedLayer:
     def forward(
         self, residual: Array, padded_embedding: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache
     ) -> Array:
-        """residual [T, H]; pair [T, 2 H], whose second half is the embedding and whose first half is overwritten ->
-        the residual stream with what the transformer adds to it, [T, H]"""
+        """Return residual [T, H] plus the transformer's output: [T, H].
+
+        The second half of padded_embedding [T, 2 H] is the embedding; the first half is overwritten."""
         ops, shared, first = self._ops, self._shared, padded_embedding[:, : self._size]
         ops.add(first, first, -1.0)
         ops.add(first, residual)
@@ -127,7 +129,8 @@ class ReusedLayer:
         return stream
 
     def _rounded(self, summand: Summand, place: Array) -> Array:
-        """Its value in the model's type; the sum of several workers, which is float32, takes the `place` [T, H]."""
+        """Return the summand's value in the model's type. With several workers the sum is float32 and is rounded by
+        writing it to `place` [T, H]."""
         if self._shard.is_whole:
             return summand.value(self._dtype)
         self._ops.add(place, place, -1.0)

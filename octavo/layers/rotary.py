@@ -1,4 +1,5 @@
-"""Rotary position embedding tables: cosines and sines for every position, with the configured stretching."""
+"""Rotary position tables: cosines and sines for every position, with the configured scaling. Also ALiBi slopes,
+attention temperatures and buckets of distances."""
 
 from __future__ import annotations
 
@@ -9,21 +10,21 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-_POSITIONS_AT_ONCE = 1024  # in float64: what is computed at once stays in a processor's cache
+_POSITIONS_AT_ONCE = 1024  # positions computed together: their float64 angles stay in a processor's cache
 _S3, _S5, _S7, _S9 = -0.16666659550425889, 0.008333066245959517, -0.00019809602892553602, 2.6057806182637604e-06
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding: its base, how many elements of a head turn, and how positions are stretched."""
+    """Settings of rotary positions: the base, the number of rotated elements of a head, and the scaling of positions."""
 
     theta: float
     rotary_dim: int
-    interleaved: bool = False  # the checkpoint's pairs are neighbours; ours are `halves`
-    reversed: bool = False  # turns the other way
+    interleaved: bool = False  # the checkpoint's pairs are neighbours; Octavo's are `halves`
+    reversed: bool = False  # rotates in the other direction
     kind: str = "default"  # one of `ROPE_KINDS`
     factor: float = 1.0
-    attention_factor: float = 1.0  # of cosines and sines
+    attention_factor: float = 1.0  # factor of cosines and sines
     original_max_position: int = 8192  # "llama3", "yarn", "longrope", "dynamic"
     low_freq_factor: float = 1.0  # "llama3"
     high_freq_factor: float = 4.0
@@ -32,13 +33,13 @@ class RopeConfig:
     truncate: bool = True
     short_factors: tuple[float, ...] = ()  # "longrope"
     long_factors: tuple[float, ...] = ()
-    num_turning: int = 0  # "proportional": elements of rotary_dim that do turn
-    # Of each pair: whether a token's position in time (0), height (1) or width (2) turns it. Empty: there is one only.
+    num_turning: int = 0  # "proportional": number of elements of rotary_dim that are rotated
+    # For each pair, the position that rotates it: time (0), height (1) or width (2). Empty: a token has one position.
     axes: tuple[int, ...] = ()
 
 
 def halves(rope: RopeConfig | None, size: int) -> NDArray[np.intp]:
-    """Which of a head's `size` elements, as the checkpoint has them, make a head whose rotated pairs are two halves."""
+    """Return the order of a head's `size` elements that turns the checkpoint's pairs into two halves."""
     order = np.arange(size)
     if rope is not None and rope.interleaved:
         order[: rope.rotary_dim] = order[: rope.rotary_dim].reshape(-1, 2).T.reshape(-1)
@@ -49,10 +50,10 @@ ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "pro
 
 
 def rotary_table(rope: RopeConfig, max_positions: int) -> NDArray[np.float32]:
-    """[max_positions, rotary_dim] float32: half of it cosines, half sines (Su et al. 2021).
+    """Return the table [max_positions, rotary_dim] float32: half of a row cosines, half sines (Su et al. 2021).
 
-    "dynamic" and "longrope" depend on the length of a sequence in `transformers`. Here they depend on how long one may
-    become, so that no answer depends on what else there is.
+    In `transformers`, "dynamic" and "longrope" depend on the length of a sequence. Here they depend on the most
+    positions that a sequence may have, so that the table is the same for all sequences.
     """
     frequencies = _frequencies(rope, max_positions)
     half = len(frequencies)
@@ -73,18 +74,18 @@ def rotary_table(rope: RopeConfig, max_positions: int) -> NDArray[np.float32]:
     if len(starts) == 1:
         fill(0)
         return table
-    with ThreadPoolExecutor() as pool:  # numpy leaves the interpreter's lock
+    with ThreadPoolExecutor() as pool:  # numpy releases the interpreter's lock
         for _ in pool.map(fill, starts):
             pass
     return table
 
 
 def _sine(angles: NDArray[np.float64], shift: float) -> NDArray[np.float64]:
-    """sin(angles + shift * pi) for shifts 0 and 0.5, within 0.61 units in the last place of float32.
+    """Return sin(angles + shift * pi) for shifts 0 and 0.5, within 0.61 units in the last place of float32.
 
-    Sines of float32 differ between libraries and processors in the last bit, and answers with them. This one is the
-    same everywhere: a polynomial in float64. Its coefficients were fitted to torch's sine on x86, which for angles up
-    to 10,000 differs in some 1 of 100,000 numbers; so answers are those of the versions that computed this in torch.
+    Sines of float32 differ in the last bit between libraries and processors, and so would answers. This function is the
+    same everywhere: a polynomial in float64. Its coefficients are fitted to torch's sine on x86. For angles up to
+    10,000 about 1 of 100,000 numbers differs from torch, so answers equal those of versions that used torch's sine.
     """
     half_turns = np.rint(angles * (1 / np.pi) - shift)
     rest = angles - half_turns * np.pi - shift * np.pi
@@ -95,13 +96,13 @@ def _sine(angles: NDArray[np.float64], shift: float) -> NDArray[np.float64]:
 
 
 def identity_table(max_positions: int) -> NDArray[np.float32]:
-    """The table that rotates no element, for layers without rotary positions: [max_positions, 0]."""
+    """Return the table that rotates no element, for layers without rotary positions: [max_positions, 0]."""
     return np.zeros((max_positions, 0), np.float32)
 
 
 def alibi_slopes(num_heads: int, largest: float) -> NDArray[np.float32]:
-    """[num_heads]: how much a head's scores fall with each position of distance: by powers of two down to -largest
-    (Press et al. 2022)."""
+    """Return ALiBi's slopes [num_heads]: a head's scores fall by its slope with each position of distance. Slopes are
+    powers of two down to 2^-largest (Press et al. 2022)."""
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2.0 ** (-largest * (i + 1) / power) for i in range(power)]
     between = [2.0 ** (-largest / 2 * (i + 1) / power) for i in range(0, 2 * power, 2)]
@@ -110,8 +111,10 @@ def alibi_slopes(num_heads: int, largest: float) -> NDArray[np.float32]:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTemperature:
-    """Queries are multiplied with 1 + rate * log(1 + p // length) to be as sharp among more keys (Nakanishi 2025), or
-    with (1 + p / length)^rate if it `is_power`. p is the position; the first one counts as `first`."""
+    """Factors of queries that keep attention as sharp among more keys (Nakanishi 2025).
+
+    The factor at position p is 1 + rate * log(1 + p // length), or (1 + p / length)^rate if it `is_power`. Positions
+    count from `first`."""
 
     rate: float
     length: int
@@ -119,7 +122,7 @@ class AttentionTemperature:
     is_power: bool = False
 
     def table(self, max_positions: int) -> NDArray[np.float32]:
-        """[max_positions]"""
+        """Return the factors by position: [max_positions] float32."""
         positions = np.arange(max_positions) + self.first
         if self.is_power:
             return ((1 + positions / self.length) ** self.rate).astype(np.float32)
@@ -127,7 +130,7 @@ class AttentionTemperature:
 
 
 def _frequencies(rope: RopeConfig, max_positions: int) -> NDArray[np.float32]:
-    """[rotary_dim / 2]: the angle from one position to the next, in float32 as `transformers` computes it."""
+    """Return the angles from one position to the next: [rotary_dim / 2], in float32 as `transformers` computes them."""
     theta, size, factor = np.float64(rope.theta), rope.rotary_dim, np.float32(rope.factor)
     if rope.kind == "dynamic":
         longer = max(max_positions, rope.original_max_position) / rope.original_max_position
@@ -143,7 +146,8 @@ def _frequencies(rope: RopeConfig, max_positions: int) -> NDArray[np.float32]:
     if rope.kind == "proportional":
         frequencies[rope.num_turning // 2 :] = 0
     if rope.kind == "llama3":
-        # Llama 3.1's rule: low frequencies are divided by the factor, high ones kept, those between interpolated.
+        # Llama 3.1's rule: low frequencies are divided by the factor, high frequencies are kept, frequencies in between
+        # are interpolated.
         wavelengths = np.float32(1.0) / frequencies * np.float32(2 * math.pi)
         turns = np.float32(1.0) / wavelengths * np.float32(rope.original_max_position)
         low, high = rope.low_freq_factor, rope.high_freq_factor
@@ -163,16 +167,18 @@ def _frequencies(rope: RopeConfig, max_positions: int) -> NDArray[np.float32]:
 
 
 def _dimension_of(turns: float, rope: RopeConfig) -> float:
-    """The dimension that turns so often over the original length."""
+    """Return the dimension that makes `turns` turns over the original length."""
     return rope.rotary_dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
 
 def distance_buckets(distances: NDArray[np.int64], num_buckets: int, longest: int = 128) -> NDArray[np.int64]:
-    """Buckets of the distances from queries to keys (Raffel et al. 2020): half for keys before and half for those
-    after; of each half one for each short distance, and the rest in logarithmic steps up to `longest`."""
+    """Return the buckets of distances from queries to keys (Raffel et al. 2020).
+
+    Half of the buckets are for earlier keys, half for later keys. In each half, each short distance has a bucket; the
+    other buckets are logarithmic steps up to `longest`."""
     half = num_buckets // 2
     exact, size = half // 2, np.abs(distances)
-    # In float32, as those who trained the tables computed it: at the borders it decides.
+    # In float32, as in training: rounding decides the bucket at the borders.
     steps = np.log(np.maximum(size, 1).astype(np.float32) / np.float32(exact)) / np.float32(math.log(longest / exact))
     far = np.minimum(exact + (steps * np.float32(half - exact)).astype(np.int64), half - 1)
     return np.where(size < exact, size, far) + np.where(distances > 0, half, 0)

@@ -1,9 +1,9 @@
-"""The index of DeepSeek sparse attention (DeepSeek-AI 2025): a few small heads that score the keys a token sees, of
-which its attention reads the best. Its keys lie behind those of the layer's attention in the cache. Who attends to what
-was chosen is `octavo.layers.mla`.
+"""The index of DeepSeek sparse attention (DeepSeek-AI 2025): a few small heads score the keys that a token sees, and
+attention reads only the best of them. The index's keys follow those of the layer's attention in the cache.
+`octavo.layers.mla` attends to the chosen keys.
 
-As in `transformers` no key of it is in eight bits, and no Hadamard transform comes before. Heads' weights, which are
-float32 there, are of the model's type.
+As in `transformers`, the index's keys are not stored in eight bits, and there is no Hadamard transform. The heads'
+weights have the model's type; in `transformers` they are float32.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from octavo.ops import Array, IndexOps, LayerKVCache
 
 @dataclass(frozen=True, slots=True)
 class SparseIndexerDescription:
-    """The first elements of a head are rotated as those of the attention, whose `rope` this is but for how the
-    checkpoint has them."""
+    """The description of an index. The first elements of a head are rotated as in the layer's attention: `rope` equals
+    the attention's, but the checkpoint may have another order of elements."""
 
     num_heads: int
     head_size: int
-    num_chosen: int  # keys that a token reads at most
+    num_chosen: int  # the most keys that a token reads
     rope: RopeConfig
 
     def element_order(self) -> NDArray[np.intp]:
-        """The checkpoint's elements of a head as ours."""
+        """Return the order of a head's elements: for each of Octavo's elements the index of the checkpoint's."""
         return halves(self.rope, self.head_size)
 
     def query_order(self) -> NDArray[np.intp]:
-        """The checkpoint's rows of all heads' queries as ours."""
+        """Return the checkpoint's rows of all heads' queries, in Octavo's order."""
         heads = np.arange(self.num_heads)[:, None] * self.head_size
         return (heads + self.element_order()).reshape(-1)
 
 
 class SparseIndexer:
-    """The norm of its keys, and the choice. The matrices are parts of those of the layer."""
+    """The norm of the index's keys, and the choice. Its matrices are packed with those of the layer."""
 
     def __init__(
         self, description: SparseIndexerDescription, parameters: Parameters, prefix: str, rotary: Array
@@ -50,10 +50,10 @@ class SparseIndexer:
         self.description, self._ops, self._rotary = description, cast(IndexOps, parameters.ops), rotary
         norm = NormDescription(eps=1e-6, kind="layer", bias=True)
         self._norm = Norm(norm, parameters, f"{prefix}k_norm", description.head_size, order=description.element_order())
-        self.chosen: Array | None = None  # of the step that was the last, for layers that read the same keys
+        self.chosen: Array | None = None  # the last step's choice, for later layers that share it
 
     def keys(self, x: Array, batch: StepBatch) -> Array:
-        """x [T, D], the product with the matrix of keys -> [T, 1, D], as the cache has them"""
+        """Return the keys [T, 1, D] as the cache holds them; x [T, D] is the product with the matrix of keys."""
         keys = self._norm.forward(x).reshape(x.shape[0], 1, self.description.head_size)
         self._ops.rotate(keys, batch.positions, self._rotary)
         return keys
@@ -61,8 +61,10 @@ class SparseIndexer:
     def choose(
         self, queries: Array, weights: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache
     ) -> None:
-        """queries [T, I * D], weights [T, I]: the products with their matrices. What they are multiplied with beside
-        (I and D to the power of -1/2) changes no choice."""
+        """Choose the step's keys and keep them in `chosen`.
+
+        queries [T, I * D] and weights [T, I] are products with their matrices. The usual factors (I and D to the power
+        of -1/2) are left out, because they do not change the choice."""
         d = self.description
         queries = queries.reshape(queries.shape[0], d.num_heads, d.head_size)
         self._ops.rotate(queries, batch.positions, self._rotary)

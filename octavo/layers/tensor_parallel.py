@@ -1,11 +1,11 @@
 """Tensor parallelism (Shoeybi et al. 2019, Megatron-LM): the shard of a layer that one of several workers holds.
 
-Matrices that read a layer's input are sharded by outputs, whole heads together; those that end the layer are sharded by
+Matrices that read a layer's input are sharded by outputs, in whole heads. Matrices that end a layer are sharded by
 inputs, so that each worker has a summand of every output. Every worker has the norms and the residual stream.
 
 A layer's output is a sum of parts. The parts are cut at the same places for any number of workers and added in the
-order of one tree, of which each worker has a branch. So the bits are the same for any number of workers (arXiv
-2511.17826 does so within the kernels of GPUs)."""
+order of one tree; each worker has a branch of the tree. So the bits are the same for any number of workers (arXiv
+2511.17826 does this within the kernels of GPUs)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from octavo.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The shard of worker `rank` of `size`. A layer's output is the sum of `summands` equal parts over all workers; if
-    that is just one a worker, bits depend on the number of workers. With `must_agree` models are refused whose bits
-    would."""
+    """The shard of worker `rank` of `size`.
+
+    A layer's output is the sum of `summands` equal parts over all workers. If each worker has just one part because
+    `summands` is 1, bits depend on the number of workers. With `must_agree` such models are refused."""
 
     rank: int = 0
     size: int = 1
@@ -34,8 +35,7 @@ class Shard:
         return max(1, self.summands // self.size)
 
     def of(self, count: int, what: str) -> range:
-        """Return this worker's range of `count` things, of which all have equally many. Raises `ConfigError` if that is
-        impossible."""
+        """Return this worker's range of `count` things. Raises `ConfigError` if workers cannot have equally many."""
         if count % self.size:
             sizes = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             raise ConfigError(
@@ -53,7 +53,7 @@ class Shard:
         return range(own, own + 1)
 
     def cut(self, count: int) -> range:
-        """Return this worker's range of `count` things, as equal as possible: the last worker may have fewer."""
+        """Return this worker's range of `count` things, as equal as possible: the last workers may have fewer."""
         each = -(-count // self.size)
         return range(min(self.rank * each, count), min((self.rank + 1) * each, count))
 
@@ -70,7 +70,7 @@ class ShardedHeads:
 
     @property
     def units(self) -> int:
-        """How many units are sharded."""
+        """Return the number of units that are divided among workers."""
         return self.num_heads
 
     @property
@@ -79,5 +79,5 @@ class ShardedHeads:
 
 
 def elements(own: range, size: int) -> range:
-    """Return the range of elements of things with `size` elements each."""
+    """Return the range of elements of the `own` things, which have `size` elements each."""
     return range(own.start * size, own.stop * size)

@@ -1,5 +1,5 @@
-"""What every layer gets of the token itself: a second, narrow embedding with rows for each layer, which a gate that
-reads the residual stream lets in after the layer's feed-forward (Gemma Team 2025, per-layer embeddings)."""
+"""Per-layer embeddings (Gemma Team 2025): a second, narrow embedding with a part for each layer. After the layer's
+feed-forward, this part times a gate, which reads the residual stream, is added to the residual stream."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from octavo.ops import Array, LinearWeight
 
 @dataclass(frozen=True, slots=True)
 class TokenInputsDescription:
-    """Sizes in elements."""
+    """The description of per-layer embeddings. Sizes are in elements."""
 
     vocab_size: int
-    size: int  # of what a layer gets
+    size: int  # size of a layer's part
     activation: str
     norm: NormDescription
-    num_streams: int = 1  # of the residual, side by side: the first lets in what is added to the others
-    input_scale: str | None = None  # tensor [H], after a layer's prefix, that what the gate reads is multiplied with
+    num_streams: int = 1  # residual streams, side by side: the gate reads the first; the others are added to
+    input_scale: str | None = None  # tensor [H], after a layer's prefix: a factor of the gate's input
 
 
 class TokenInputs:
-    """The embedding of all `layers` that are computed here, of `num_layers` of the model, and each one's gate and way
-    back into the residual stream."""
+    """The per-layer embedding of `layers`, this stage's part of the model's `num_layers`, and each layer's gate and
+    output matrix."""
 
     def __init__(
         self,
@@ -50,8 +50,9 @@ class TokenInputs:
         self._projection = parameters.linear(
             ["model.per_layer_model_projection"], [width], hidden_size, own=None if len(layers) == num_layers else own
         )
-        # The embedding is the mean of two that are independent: over the square root of two. What the norm sees is
-        # divided by the root of the hidden size, which its epsilon alone shows.
+        # A layer's part is the sum of a looked-up row and a projection of the first embedding, divided by the square
+        # root of 2. The projection is divided by the root of the hidden size before its norm; only the norm's epsilon
+        # depends on this factor.
         scaled = NormDescription(norm.eps * hidden_size, norm.kind, offset=norm.offset)
         self._projection_norm = Norm(scaled, parameters, "model.per_layer_projection_norm", size, divisor=2**0.5)
         self._scale = (size / 2) ** 0.5
@@ -69,7 +70,8 @@ class TokenInputs:
         return parameters.packed((matrix.astype(np.float32) * scale).astype(matrix.dtype))
 
     def embed(self, token_ids: Array, embedded: Array) -> Array:
-        """token_ids [T] int32, embedded [T, H] as the model's first layer gets it -> [T, layers * size]"""
+        """Return all layers' parts [T, layers * size] of token_ids [T] int32; embedded [T, H] is the input of the
+        model's first layer."""
         ops = self._ops
         found = self._embedding.forward(token_ids, self._dtype, self._scale)
         projected = ops.linear(embedded, self._projection, self._dtype)
@@ -78,7 +80,7 @@ class TokenInputs:
         return found
 
     def add_to(self, residual: Array, layer: int, inputs: Array) -> None:
-        """What the layer lets in of its part of `inputs` is added to the residual stream [T, streams * H]."""
+        """Add the layer's gated part of `inputs` to the residual stream [T, streams * H] in place."""
         ops, size, num_streams = self._ops, self._description.size, self._description.num_streams
         layer -= self._first
         width = residual.shape[1] // num_streams

@@ -174,7 +174,7 @@ FAMILIES = {
             "output_bias": False, "num_kv_heads": _mimo_kv_heads, "head_value_size": key("v_head_dim"),
             "window": _mimo_window, "sinks": _of_sliding("self_attn.attention_sink_bias", None),
         },
-        layer={"multipliers": lambda c, _: (c["attention_value_scale"] or 1.0, 1.0, 1.0)},  # it stands for a factor of all values
+        layer={"multipliers": lambda c, _: (c["attention_value_scale"] or 1.0, 1.0, 1.0)},  # a factor of values
         experts=CORRECTION | {"routing": SIGMOID_GROUPS}, is_sparse=lambda _, i: i > 0,
         layer_type=sliding(lambda _, i: i > 0 and (i + 1) % 6 != 0),
     ),
