@@ -16,7 +16,7 @@ _S3, _S5, _S7, _S9 = -0.16666659550425889, 0.008333066245959517, -0.000198096028
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Settings of rotary positions: the base, the number of rotated elements of a head, and the scaling of positions."""
+    """Settings of rotary positions: the base, the number of rotated elements of a head, the scaling of positions."""
 
     theta: float
     rotary_dim: int

@@ -1,5 +1,5 @@
-"""Triton kernels, one module a family: what `octavo.ops.cuda` is made of.
+"""The Triton kernels of `octavo.ops.cuda`, one module for each family of kernels.
 
-Nothing here waits for a stream and grids depend on shapes only, so that every operation can be captured into a CUDA
-graph. With `TRITON_INTERPRET=1` all of it runs on the CPU, which is how it is tested without a GPU.
+Nothing here waits for a stream, and grids depend on shapes only, so every operation can be captured into a CUDA graph.
+With `TRITON_INTERPRET=1` all kernels run on the CPU; tests without a GPU use this.
 """

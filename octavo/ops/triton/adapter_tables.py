@@ -1,7 +1,7 @@
-"""Where adapters' factors lie on a device: a row of numbers for each slot of a table, which kernels find them by.
+"""Tables of adapters' factors on a device. A table has a row of numbers for each slot, by which kernels find factors.
 
-`pack` cuts one adapter's factors for one matrix into pieces that fit pages, on the host; `put` says where they went.
-`octavo.ops.triton.lora` computes with them.
+`pack` cuts one adapter's factors for one matrix into pieces that fit pages, on the host; `put` writes the pieces'
+addresses to the table. `octavo.ops.triton.lora` computes with them.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from octavo.ops.torch_arrays import DTYPES, to_torch, upload
 from octavo.ops.triton import launch
 from octavo.ops.triton.tiles import KIND, REPLACES, SCALES, UNIT
 
-PANEL = 64  # outputs that a program expands at a time
-RANK_UNIT = 8  # ranks are padded to whole 16 bytes
-_PIECE_BYTES = 64 << 10  # of rows that lie together, where the first factors are no larger
+PANEL = 64  # number of outputs that a program expands at a time
+RANK_UNIT = 8  # ranks are padded to multiples of 8: 16 bytes of 16-bit elements
+_PIECE_BYTES = 64 << 10  # bytes of rows in a piece; pieces are larger if A is larger
 
-# A row of `TritonAdapterTable.entries`: addresses, 0 for none, and numbers. `RANKS`, in units, and what follows are by
-# projection; behind them come the addresses of the pieces of B, those of one projection after those of another.
-# (`KIND` and `SCALES` are what products read: `tiles`.) A slot without factors has kind 0.
+# A row of `TritonAdapterTable.entries` holds addresses (0: none) and numbers: kind, scales, bias; then for each
+# projection its rank (in units); then for each projection the address of A; then the addresses of the pieces of B, one
+# projection after the other. Products read `KIND` and `SCALES` (see `tiles`). A slot without factors has kind 0.
 BIAS, RANKS = 2, 3
-ADDS = 1  # a kind, as `REPLACES` is
+ADDS = 1  # the kind of low-rank factors; `REPLACES` is the kind of a replacement
 
 
 @dataclass(frozen=True, slots=True)
 class PackedFactors:
-    """One adapter's factors for one matrix: a [r, K] and pieces of b [n, r] of each projection, or of what replaces the
-    matrix [n, K], then scales and bias [columns] float32. `fields` are the numbers of a row of the table that have
-    their addresses."""
+    """One adapter's factors for one matrix: for each projection a [r, K] and pieces of b [n, r], or pieces [n, K] of the
+    matrix's replacement; then scales and bias [columns] float32. fields[i] is the field of a table's row that holds the
+    address of pieces[i]."""
 
-    numbers: tuple[tuple[int, int], ...]  # that are no addresses: field, value
+    numbers: tuple[tuple[int, int], ...]  # (field, value) of fields that are no addresses
     fields: tuple[int, ...]
     pieces: tuple[NDArray[np.uint8], ...]
 
@@ -51,8 +51,8 @@ class PackedFactors:
 
 
 class TritonAdapterTable:
-    """`AdapterTable` of a device. What a product adds is in columns: those of one projection after those of another; of
-    gated matrices each side is padded to whole units, as their rows are."""
+    """`AdapterTable` of a device. The adapters' part of a product has a column for each output, one projection after the
+    other. In gated matrices, gate and up are padded to whole units, like the matrix's rows."""
 
     def __init__(self, shape: FactorShape, num_slots: int, dtype: str) -> None:
         self.shape, self.dtype = shape, DTYPES[dtype]
@@ -75,7 +75,7 @@ class TritonAdapterTable:
         if shape.replaceable:
             most = max(most, -(-shape.widths[0] // self.whole_rows))
         self.entry_size = self.first_b + most
-        # [panels, 5] int32: its projection, the first of its rows there, its first column, how many, its piece's field
+        # [panels, 5] int32: projection, first row in the projection, first column, number of columns, field of the piece
         panels = [
             (i, row, begin + row, min(PANEL, width - row), self.first_b + before + row // self.piece_rows)
             for i, (width, begin, before) in enumerate(
@@ -136,7 +136,7 @@ class TritonAdapterTable:
         return min(self.whole_rows, self.shape.widths[0]) * self.stride_a * self.dtype.itemsize
 
     def _cut(self, matrix: NDArray[Any], stride: int, rows: int, first_field: int) -> list[tuple[int, Tensor]]:
-        """Pieces of so many rows of a matrix [n, m], of which rows become `stride` long."""
+        """Return a matrix [n, m] as (field, piece) with `rows` rows in each piece, padded to `stride` columns."""
         padded = np.zeros((len(matrix), stride), np.float32)
         padded[:, : matrix.shape[1]] = matrix
         whole = to_torch(padded).to(self.dtype)
@@ -160,10 +160,10 @@ def entry_of(size: int, packed: PackedFactors, arena: Tensor, places: Sequence[i
 
 
 class TritonExpertsTable:
-    """`ExpertsAdapterTable` of a device: a table whose slots are those of pairs, `slot * num_experts + expert`."""
+    """`ExpertsAdapterTable` of a device: a table with a slot for each pair, `slot * num_experts + expert`."""
 
     def __init__(self, shape: FactorShape, num_experts: int, num_slots: int, dtype: str) -> None:
-        # Projections that share their inputs' factors may have the ranks of all of them.
+        # Projections that share an A may have the sum of all their ranks.
         whole = replace(shape, max_rank=shape.max_rank * len(shape.widths))
         self.shape, self.num_experts = shape, num_experts
         self.pairs = TritonAdapterTable(whole, num_slots * num_experts, dtype)
@@ -198,7 +198,7 @@ def _padded(size: int, multiple: int) -> int:
 
 
 def _rows_of_piece(row_bytes: int, at_least: int) -> int:
-    """How many rows lie together: whole panels, about as many bytes as a page must have anyway."""
+    """Return the number of rows of a piece: whole panels, about as many bytes as a page must have anyway."""
     return max(1, max(_PIECE_BYTES, at_least) // (row_bytes * PANEL)) * PANEL
 
 

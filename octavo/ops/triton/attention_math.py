@@ -1,7 +1,7 @@
 """The arithmetic of attention's kernels: tiles of cached keys and values, scores, and sums of online softmax.
 
-Fused multiply-adds are written out and the compiler forms no others (see `launch`), so that two places that sum the
-same give the same bits.
+Fused multiply-adds are written out, and the compiler adds no others (see `launch`). So the same sum in two places of the
+code has the same bits.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def finite(x):
-    """The maximum that exponents are taken relative to, also where nothing has been seen yet."""
+    """Return the maximum that is subtracted from exponents: x, or 0 if no key has been seen yet."""
     return tl.where(x == float("-inf"), 0.0, x)
 
 
 @triton.jit
 def merged(acc, row_max, row_sum, split_acc, split_max, split_sum):
-    """Add a split's sums to those of the splits before it. A split without visible keys changes nothing."""
+    """Return the sums of the earlier splits with a split's sums added. A split without visible keys changes nothing."""
     new_max = tl.maximum(row_max, split_max)
     before = tl.exp2(row_max - finite(new_max))
     added = tl.exp2(split_max - finite(new_max))
@@ -39,35 +39,35 @@ def hide(scores, key, position, last, WINDOW: tl.constexpr):
 
 @triton.jit
 def normalized(acc, row_sum):
-    """Rows that have seen no key are zeros."""
+    """Return sums divided by the sum of weights; rows that have seen no key are zeros."""
     return acc * tl.where(row_sum > 0, 1.0 / row_sum, 0.0)[:, None]
 
 
 @triton.jit
 def soft_capped(x, CAP: tl.constexpr):
-    """CAP * tanh(x / CAP)"""
+    """Return CAP * tanh(x / CAP)."""
     e = tl.exp2(x * (2 * LOG2E / CAP))
     return CAP - (2 * CAP) / (e + 1)
 
 
 @triton.jit
 def sink_weight(sinks, head, row_max, mask):
-    """The weight of one more key, relative to the maximum of a row."""
+    """Return the weight of the sink, one more key, relative to the maximum of a row."""
     sink = tl.load(sinks + head, mask=mask, other=float("-inf"))
     return tl.exp2(sink * LOG2E - finite(row_max))
 
 
 @triton.jit
 def exact_dot(a, b, acc):
-    if _INTERPRETED:  # it takes bfloat16 for integers
+    if _INTERPRETED:  # the interpreter multiplies bfloat16 as integers
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
 def as_query(x, DTYPE: tl.constexpr):
-    """Loaded keys or values in the dtype of the query. Bytes are float8_e4m3fn for GPUs that cannot convert it: its
-    exponent and mantissa lie in float16 as in a number that is 2^-8 times as large."""
+    """Return loaded keys or values in the dtype of the query. Bytes are float8_e4m3fn on GPUs that cannot convert it:
+    its exponent and mantissa, moved to their places in float16, make a number 2^-8 times as large."""
     if x.dtype == tl.uint8:
         bits = x.to(tl.uint16)
         x = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
@@ -76,7 +76,7 @@ def as_query(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def block_of(table, first_key, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The cache's block of a tile of keys or, where blocks are smaller, of each key."""
+    """Return the cache's block of a tile of keys; if blocks are smaller than tiles, the block of each key."""
     if BLOCK_SIZE < BLOCK_N:
         first_key += tl.arange(0, BLOCK_N)
     return tl.load(table + first_key // BLOCK_SIZE, mask=first_key < end, other=0)
@@ -87,7 +87,7 @@ def load_tile(
     cached, block, first_key, end, kv_head, KV_HEADS: tl.constexpr, D: tl.constexpr, D_P2: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys or values. Those from `end` on are zeros: a weight of 0 would not hide a value that is NaN."""
+    """Return a tile of keys or values. Rows from `end` on are zeros, because 0 times NaN is NaN."""
     n = tl.arange(0, BLOCK_N)
     row = (block * BLOCK_SIZE + (first_key + n) % BLOCK_SIZE) * KV_HEADS + kv_head  # numbers below 2^31
     return load_rows(cached, row, first_key + n < end, D, D, D_P2)
@@ -95,7 +95,7 @@ def load_tile(
 
 @triton.jit
 def load_rows(cached, row, exists, STRIDE: tl.constexpr, D: tl.constexpr, D_P2: tl.constexpr):
-    """The first D elements of rows, which lie STRIDE apart. Those that do not exist are zeros."""
+    """Return the first D elements of rows, which lie STRIDE apart. Rows that do not exist are zeros."""
     d = tl.arange(0, D_P2)
     mask = exists[:, None]
     if D < D_P2:
@@ -108,8 +108,8 @@ def load_scales(
     scales, block, first_key, end, kv_head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     SCALED: tl.constexpr,
 ):  # fmt: skip
-    """-> the scales of a tile's keys and of its values [BLOCK_N], two bfloat16 in an int32, where they have some.
-    They stay together until they are used, for the sake of registers."""
+    """Return the scales of a tile's keys and values [BLOCK_N]: two bfloat16 in an int32 each. Without SCALED the result
+    has no meaning. The two stay packed until they are used, to save registers."""
     n = tl.arange(0, BLOCK_N)
     if SCALED:
         row = (block * BLOCK_SIZE + (first_key + n) % BLOCK_SIZE) * KV_HEADS + kv_head
@@ -119,8 +119,8 @@ def load_scales(
 
 @triton.jit
 def scaled(x, scales, LEFT: tl.constexpr, SCALED: tl.constexpr):
-    """Scores or weights [rows, keys] times what `load_scales` brought for them, where it did: those of keys are the
-    lower half, LEFT by 16, those of values the upper one."""
+    """Return scores or weights [rows, keys] times the scales of `load_scales`, if SCALED. Scales of keys are the lower
+    half of each int32 (LEFT = 16), scales of values the upper half (LEFT = 0)."""
     if SCALED:
         x = x * ((scales << LEFT) & -0x10000).to(tl.float32, bitcast=True)[None, :]
     return x
@@ -132,9 +132,10 @@ def weigh(
     score_scale, scale, TILE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     BY_DISTANCE: tl.constexpr, MASKS_ALL: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """-> (weights of a tile of keys, what earlier sums are multiplied with, the split's new maximum and sum). The key
-    at `last` is the last that a row sees; up to `seen_by_all` all rows see them, as far as windows let them. `slope` is
-    that of ALiBi, or where in `by_distance` a row has what is added to the score of key 0."""
+    """Return (weights of a tile of keys, factor of earlier sums, the split's new maximum, its new sum).
+
+    A row sees keys up to `last`; all rows see keys up to `seen_by_all`, except for windows. `slope` is ALiBi's slope,
+    or the place in `by_distance` of a row's bias for key 0."""
     keys = tile_key + tl.arange(0, BLOCK_N)
     if SOFTCAP > 0:
         scores = soft_capped(scores * score_scale, SOFTCAP)

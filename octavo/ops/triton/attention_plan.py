@@ -1,8 +1,8 @@
-"""Which program of paged attention computes what: splits of keys at fixed places, and items of work for programs that
-fetch them.
+"""The plan of paged attention: keys are split at fixed places, and programs fetch items of work.
 
-The plan is made on the device, from the lengths, once a step for all layers alike (`begin_step`): a captured graph
-follows the lengths of the batch that it is replayed with, and wide block tables cost nothing while sequences are short.
+The plan is made on the device from the lengths, once a step for all layers with the same shapes (`begin_step`). So a
+captured graph follows the lengths of the batch that it is replayed with, and wide block tables cost nothing while
+sequences are short.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 
 from octavo.ops.triton import launch, schedule
 
-SPLIT_KEYS = 256  # of the first splits; a multiple of every BLOCK_N
-_SPLITS_PER_LEVEL = tl.constexpr(16)  # then their size doubles,
-_NUM_LEVELS = tl.constexpr(5)  # up to 4096: larger ones would be all that some program does for one long sequence
+SPLIT_KEYS = 256  # keys of the first splits; a multiple of every BLOCK_N
+_SPLITS_PER_LEVEL = tl.constexpr(16)  # after this many splits their size doubles
+_NUM_LEVELS = tl.constexpr(5)  # sizes up to 4096 keys: with larger splits one program would hold up a long sequence
 LENGTHS = ["query_start_loc", "seq_lens"]
-SEQS_AT_ONCE = 256  # that a plan or a search in it looks at in one turn
+SEQS_AT_ONCE = 256  # number of sequences that a plan, or a search in it, reads in one turn
 SPLIT_OVERHEAD = schedule.SPLIT_OVERHEAD
 
 
 @triton.jit
 def split_of(key, SPLIT: tl.constexpr):
-    """The split that a key belongs to."""
+    """Return the split that a key belongs to."""
     level = key * 0
     for i in tl.static_range(1, _NUM_LEVELS):
         level += (key // (_SPLITS_PER_LEVEL * SPLIT) + 1 >= (1 << i)).to(tl.int32)
@@ -36,14 +36,14 @@ def split_of(key, SPLIT: tl.constexpr):
 
 @triton.jit
 def split_begin(split, SPLIT: tl.constexpr):
-    """The first key of a split."""
+    """Return the first key of a split."""
     level = tl.minimum(split // _SPLITS_PER_LEVEL, _NUM_LEVELS - 1)
     return (_SPLITS_PER_LEVEL * ((1 << level) - 1) + (split - _SPLITS_PER_LEVEL * level << level)) * SPLIT
 
 
 @triton.jit
 def first_visible_key(keys, tokens, WINDOW: tl.constexpr):
-    """The first key that the last `tokens` positions of `keys` see."""
+    """Return the first key that any of the last `tokens` positions of `keys` sees."""
     first = keys * 0
     if WINDOW > 0:
         first = tl.maximum(keys - tokens - WINDOW + 1, 0)
@@ -61,11 +61,11 @@ def _plan_kernel(
     TILE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
     OVERHEAD: tl.constexpr, SEQS: tl.constexpr,
 ):  # fmt: skip
-    """One program. `plan` becomes how many items there are of split sequences and in all, then for each sequence the
-    end of its items among those of split sequences, the end among the others, and its first place among the partial
-    sums, or -1 if it is not split.
+    """One program writes `plan`: the number of items of split sequences, the number of all items; then for all sequences
+    the end of their items among those of split sequences, the end among the other items, and the first place among
+    partial sums (-1 if the sequence is not split).
 
-    An item is a tile of query tokens, or one split of a sequence whose tokens are one tile, times a key/value head.
+    An item is a key/value head of a tile of query tokens, or of one split of a sequence whose tokens are one tile.
     """
     total, num_items = 0, 0
     for first in range(0, num_seqs, SEQS):
@@ -74,7 +74,7 @@ def _plan_kernel(
         )
         total += tl.sum(num_tiles * cost, 0) * KV_HEADS
         num_items += tl.sum(num_tiles, 0) * KV_HEADS
-    # `schedule.wants_split` says why.
+    # `schedule.wants_split` explains the rule.
     idle = (num_programs - num_items % num_programs) % num_programs
     splits_end, tiles_end, partials_end = 0, 0, 0
     for first in range(0, num_seqs, SEQS):
@@ -106,7 +106,7 @@ def _work(
     first, query_start_loc, seq_lens, num_seqs, TILE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     WINDOW: tl.constexpr, SEQS: tl.constexpr,
 ):  # fmt: skip
-    """Of SEQS sequences: tokens, tiles of them, tiles of keys that each of these passes over at most, splits."""
+    """Return, for SEQS sequences: tokens, tiles of tokens, the most tiles of keys that such a tile reads, splits."""
     seqs = first + tl.arange(0, SEQS)
     start = tl.load(query_start_loc + seqs, mask=seqs < num_seqs, other=0)
     tokens = tl.load(query_start_loc + seqs + 1, mask=seqs < num_seqs, other=0) - start
@@ -117,8 +117,7 @@ def _work(
 
 @triton.jit
 def sequence_of(item, plan, num_seqs, SEQS: tl.constexpr):
-    """The sequence that an item is of. Items of split sequences come first, so that what is left for the end is
-    short."""
+    """Return the sequence of an item. Items of split sequences come first, so that short items remain for the end."""
     num_split_items = tl.load(plan)
     is_split = item < num_split_items
     ends = plan + tl.where(is_split, 2, 2 + num_seqs)
@@ -132,7 +131,7 @@ def sequence_of(item, plan, num_seqs, SEQS: tl.constexpr):
 
 @triton.jit
 def keys_seen(token, query_start_loc, seq_lens, num_seqs, SEQS: tl.constexpr):
-    """-> (the sequence of a token, how many keys it sees). A token of no sequence sees none."""
+    """Return (the sequence of a token, the number of keys that it sees). A token of no sequence sees none."""
     seq = tl.zeros([], tl.int32)
     for first in range(0, num_seqs, SEQS):
         seqs = first + tl.arange(0, SEQS)
@@ -146,9 +145,9 @@ def keys_seen(token, query_start_loc, seq_lens, num_seqs, SEQS: tl.constexpr):
 
 @triton.jit
 def locate(item, seq, plan, query_start_loc, num_seqs, KV_HEADS: tl.constexpr):
-    """-> (the sequence's place among partial sums, key/value head, split or tile, first token, number of tokens).
+    """Return (the sequence's place among partial sums, key/value head, split or tile, first token, number of tokens).
 
-    The last of a sequence come first: late splits are longer, and late tiles have more keys."""
+    The last items of a sequence come first: late splits are longer, and late tiles have more keys."""
     partial = tl.load(plan + 2 + 2 * num_seqs + seq, volatile=True)
     num_split_items = tl.load(plan, volatile=True)
     is_split = item < num_split_items
@@ -161,7 +160,7 @@ def locate(item, seq, plan, query_start_loc, num_seqs, KV_HEADS: tl.constexpr):
 
 @triton.jit
 def rows_of(partial, part, seq_tokens, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """-> (first token of the item's tile, rows of the sequence [BLOCK_M], which are of this tile [BLOCK_M]).
+    """Return (first token of the item's tile, rows of the sequence [BLOCK_M], whether a row is in this tile [BLOCK_M]).
 
     A sequence has GROUP rows for each token."""
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
@@ -172,14 +171,14 @@ def rows_of(partial, part, seq_tokens, GROUP: tl.constexpr, BLOCK_M: tl.constexp
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The lengths of a step, and the plans that its layers have made of them so far."""
+    """The lengths of a step, and the plans that layers have made for them so far."""
 
     query_start_loc: Tensor
     seq_lens: Tensor
     plans: dict[tuple[int, ...], Tensor]
 
 
-_steps: dict[int, _Step] = {}  # by stream: the one that is under way
+_steps: dict[int, _Step] = {}  # stream -> its current step
 
 
 def begin_step(query_start_loc: Tensor, seq_lens: Tensor) -> None:
@@ -188,8 +187,8 @@ def begin_step(query_start_loc: Tensor, seq_lens: Tensor) -> None:
 
 
 def plan_of(query_start_loc: Tensor, seq_lens: Tensor, *key: int) -> Tensor:
-    """Who computes what, for layers alike in `key`: number of partial sums, of programs, of key/value heads, tokens and
-    keys of a tile, window. Made once a step, where the lengths are those that it has begun with."""
+    """Return the plan for layers with the same `key`: number of partial sums, programs and key/value heads, tokens and
+    keys of a tile, window. It is made once a step if the lengths are the arrays of `begin_step`."""
     step = _steps.get(launch.stream(seq_lens.device))
     if step is None or step.query_start_loc is not query_start_loc or step.seq_lens is not seq_lens:
         step = _Step(query_start_loc, seq_lens, {})

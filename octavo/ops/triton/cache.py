@@ -1,7 +1,7 @@
-"""The cache of keys and values: its memory, what a step writes into it, and copies of whole blocks.
+"""The cache of keys and values: its memory, the writes of a step, and copies of whole blocks.
 
-Keys and values both lie as [num_blocks, block_size, kv_heads, head_size]. Those of one byte have scales beside them:
-[num_blocks, block_size, kv_heads, 2] bfloat16, of keys and of values.
+Keys and values are [num_blocks, block_size, kv_heads, head_size]. One-byte elements have scales in an array of their
+own, [num_blocks, block_size, kv_heads, 2] bfloat16: the key's scale, then the value's.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from octavo.ops import LayerKVCache
 from octavo.ops.torch_arrays import DTYPES, upload
 from octavo.ops.triton import launch
 
-_ELEMENTS_PER_PROGRAM = 1024  # of the heads that a program rotates
-_COPY_WORDS = 2048  # of 8 bytes, that a program copies at a time
+_ELEMENTS_PER_PROGRAM = 1024  # elements of the heads that a program rotates
+_COPY_WORDS = 2048  # number of 8-byte words that a program copies at a time
 
 
 def allocate_kv_cache(
@@ -48,14 +48,15 @@ def allocate_kv_cache(
 
 @triton.jit
 def _to_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
-    """x, clamped to what the type holds and rounded to nearest even, as bytes. Not every GPU has an instruction."""
+    """Return x as bytes of an eight-bit float, clamped to its range, rounded to nearest even. Some GPUs have no
+    instruction for this."""
     bits = x.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     size = tl.minimum(tl.abs(x), LARGEST)
     shift: tl.constexpr = 23 - MANTISSA
     bits = size.to(tl.int32, bitcast=True)
     normal = ((bits + ((1 << (shift - 1)) - 1) + ((bits >> shift) & 1)) >> shift) - ((127 - BIAS) << MANTISSA)
-    # Adding 2^23 rounds the multiples of the least number to integers, in the low bits.
+    # Adding 2^23 rounds multiples of the smallest number to integers, which are then in the low bits.
     least = size * (2.0 ** (BIAS - 1 + MANTISSA)) + 8388608.0
     subnormal = least.to(tl.int32, bitcast=True) - 0x4B000000
     code = tl.where(size < 2.0 ** (1 - BIAS), subnormal, normal)
@@ -65,13 +66,13 @@ def _to_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.conste
 
 @triton.jit
 def _largest(x):
-    """Of each row the largest magnitude, infinite if there is a NaN."""
+    """Return the largest magnitude of each row; infinity if the row has a NaN."""
     return tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
 
 
 @triton.jit
 def _scale(largest, KIND: tl.constexpr):
-    """The scales of rows (`LayerKVCache`): exact as bfloat16, 0 where there is nothing to divide."""
+    """Return the scales of rows (`LayerKVCache`): exact in bfloat16, 0 for rows of zeros."""
     if KIND == 0:
         return largest
     else:
@@ -86,8 +87,8 @@ def _scale(largest, KIND: tl.constexpr):
 
 @triton.jit
 def _cached(x, scale, pointer, KIND: tl.constexpr):
-    """Rows x [.., ..] float32 as the cache holds them. KIND is 0 for floats of the step, 8 for int8, or the bits of an
-    eight-bit float's mantissa."""
+    """Return rows x [.., ..] float32 as the cache holds them. KIND is 0 for the step's float type, 8 for int8, or the
+    number of mantissa bits of an eight-bit float."""
     if KIND == 0:
         return x.to(pointer.dtype.element_ty)
     else:
@@ -120,7 +121,7 @@ def _rotary_and_cache_kernel(
     position = tl.load(positions + token)
     h = tl.arange(0, HEADS_PER_PROGRAM)
     r = tl.arange(0, HALF_P2)
-    at = position + r * 0  # may be anything for a padded token
+    at = position + r * 0  # a padded token may have any position
     if AXES:
         axis = tl.load(axes + r, mask=r < R // 2, other=0)
         at = tl.load(positions + axis * axis_stride + token)
@@ -167,7 +168,7 @@ def _rotary_and_cache_kernel(
         if R < KEY_D:
             cached = key_cache + (slot * KV_HEADS + head)[:, None] * (KEY_D + INDEX_D) + rest[None, :]
             tl.store(cached, _cached(others, key_scale, key_cache, KIND), mask=is_rest)
-        if INDEX_D > 0:  # of the one head there is
+        if INDEX_D > 0:  # there is only one head
             i = tl.arange(0, INDEX_P2)
             x = tl.load(index_key + token * index_stride + i, mask=i < INDEX_D, other=0.0)
             tl.store(key_cache + slot * (KEY_D + INDEX_D) + KEY_D + i, x, mask=i < INDEX_D)
@@ -212,8 +213,8 @@ def rotary_and_cache(
     slot_mapping: Tensor, query_scales: Tensor | None = None, axes: Tensor | None = None,
     index_key: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """`IndexOps.rotary_and_cache`. `key` stays as it is. Tokens whose slot is -1 write nothing, whatever their
-    position."""
+    """`IndexOps.rotary_and_cache`. `key` is not changed. Tokens whose slot is -1 write nothing to the cache, whatever
+    their position."""
     num_tokens, num_heads, head_size = query.shape
     index_size = 0 if index_key is None else index_key.shape[2]
     num_kv_heads, key_size, value_size = *key.shape[1:], value.shape[2]
@@ -259,7 +260,7 @@ def rotary_and_cache(
 
 @triton.jit(do_not_specialize=["num_pairs", "num_caches", "num_words"])
 def _copy_kernel(addresses, pairs, num_pairs, num_caches, num_words, WORDS: tl.constexpr):
-    """`addresses` [num_caches]: where the tensors begin; `pairs` [num_pairs, 2] blocks of `num_words` 8-byte words."""
+    """Copy blocks of `num_words` 8-byte words by `pairs` [num_pairs, 2] in the tensors at `addresses` [num_caches]."""
     parts = (num_words + WORDS - 1) // WORDS
     w = tl.arange(0, WORDS)
     for piece in range(tl.program_id(0), num_pairs * num_caches * parts, tl.num_programs(0)):
@@ -273,16 +274,16 @@ def _copy_kernel(addresses, pairs, num_pairs, num_caches, num_words, WORDS: tl.c
 
 
 def copy_blocks(pairs: Sequence[tuple[int, int]], caches: Sequence[LayerKVCache]) -> None:
-    """`DeviceOps.copy_blocks`: all layers are one launch, as a copy-on-write is a few blocks and launches for each
-    layer would make it a hundred times dearer. Scales, and the layers of a draft model, which may be smaller, are
-    launches of their own."""
+    """`DeviceOps.copy_blocks`. One launch copies all layers with blocks of equal size: a copy-on-write is a few blocks,
+    and a launch for each layer would make it a hundred times as expensive. Scales and a draft model's layers, whose
+    blocks have other sizes, get launches of their own."""
     parts = [part for cache in caches for part in cache.arrays]
     for num_bytes in {part[0].nbytes: None for part in parts}:
         _copy_parts(pairs, [part for part in parts if part[0].nbytes == num_bytes], num_bytes)
 
 
 def _copy_parts(pairs: Sequence[tuple[int, int]], tensors: Sequence[Tensor], num_bytes: int) -> None:
-    """Blocks of tensors in which each has `num_bytes`."""
+    """Copy blocks in tensors whose blocks have `num_bytes` each."""
     device = tensors[0].device
     num_words, rest = divmod(num_bytes, 8)
     assert rest == 0 and all(tensor.is_contiguous() for tensor in tensors)
@@ -297,7 +298,7 @@ def _copy_parts(pairs: Sequence[tuple[int, int]], tensors: Sequence[Tensor], num
 
 
 def _independent(pairs: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """Cut the list into runs whose copies may happen in any order: usually one."""
+    """Yield runs of pairs whose copies may happen in any order; usually there is one run."""
     run: list[tuple[int, int]] = []
     read: set[int] = set()
     written: set[int] = set()

@@ -1,18 +1,20 @@
-"""The index that chooses the keys of latent attention (DeepSeek-AI 2025): scores of all keys that a token sees, and of
-these the best.
+"""The index that chooses the keys of latent attention (DeepSeek-AI 2025): it scores all keys that a token sees and
+chooses the best.
 
-Four steps of rows, as many at a time as have room for their scores in `_SCRATCH_BYTES`; what limits each is in
-docs/kernels.md.
+Three kernels run on as many rows at a time as have room for their scores in `_SCRATCH_BYTES`. docs/kernels.md explains
+the limits of each.
 
-1. `_score_kernel`, programs (row, part): tiles of keys against all heads of a token. What is summed up over heads is
-   kept as an integer that has the order of the score.
-2. `_count_kernel`, programs (row, part), four times: how many scores have each value of the next eight bits, among
-   those whose bits before are those of the last score that is chosen (a radix selection, from the highest bits down).
-3. `_pick_kernel`, a program a row: the positions of the scores above that one, and of its equals the first.
+1. `_score_kernel`, programs (row, part): scores of tiles of keys for all heads of a token. The sum over heads is stored
+   as an integer with the same order as the score.
+2. `_count_kernel`, programs (row, part), called four times: a radix selection from the highest bits down. It counts the
+   values of the next eight bits, among scores whose higher bits equal those of the last chosen score.
+3. `_pick_kernel`, a program for each row: the positions of scores above the last chosen score, and of the first scores
+   equal to it.
 
-Where few rows have many keys, parts let all programs take some of them. Counts are integers, a tile of keys lies at a
-fixed position and is summed by itself, so who computed it leaves no trace. Nothing is read back: rows that have no
-more keys than are chosen pass by each step with a glance at their length, and are given all of them at the end.
+If few rows have many keys, a row's keys are divided into parts for several programs. Counts are integers, and a tile of
+keys has a fixed position and a sum of its own, so results do not depend on the program that computes them. Nothing is
+read back to the host. Rows with no more keys than are chosen only read their length in steps 1 and 2; step 3 chooses
+all of their keys.
 """
 
 from __future__ import annotations
@@ -28,18 +30,18 @@ from octavo.ops.triton import launch
 from octavo.ops.triton.attention_math import block_of, exact_dot, load_rows
 from octavo.ops.triton.attention_plan import LENGTHS, SEQS_AT_ONCE, keys_seen
 
-_SCRATCH_BYTES = 64 << 20  # of scores: 128 rows of 131,072 keys
+_SCRATCH_BYTES = 64 << 20  # bytes of scores: 128 rows of 131,072 keys
 _PROGRAMS_PER_MULTIPROCESSOR = 4
-_MAX_HEADS = 128  # whose products with a tile of keys a program has in registers
-_TILE = 1024  # scores that are counted at a time
-_LEVELS = tl.constexpr(4)  # of eight bits
+_MAX_HEADS = 128  # a program keeps the products of all heads with a tile of keys in registers
+_TILE = 1024  # number of scores that are counted at a time
+_LEVELS = tl.constexpr(4)  # levels of eight bits
 _VALUES = tl.constexpr(256)
 _SIGN = tl.constexpr(-0x80000000)
 
 
 @triton.jit
 def _ordered(x):
-    """float32 -> int32 whose bits, as those of an unsigned number, are in the order of x. Both zeros are equal."""
+    """Return float32 x as int32 whose bits, read as an unsigned number, have the order of x. Both zeros are equal."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) | _SIGN)
 
@@ -54,7 +56,8 @@ def _score_kernel(
     E_P2: tl.constexpr, KEY_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_CHOSEN: tl.constexpr,
     BLOCK_N: tl.constexpr, SEQS: tl.constexpr,
 ):  # fmt: skip
-    """Programs (row, part): `scores` [rows, width]. The first part sets up what the next steps want to know."""
+    """Programs (row, part) write `scores` [rows, width]. The first part also writes the row's `ends` and clears its
+    `counts` for the next kernels."""
     row, part = tl.program_id(0), tl.program_id(1)
     token = first_token + row
     seq, end = keys_seen(token, query_start_loc, seq_lens, num_seqs, SEQS)
@@ -80,8 +83,8 @@ def _score_kernel(
 
 @triton.jit
 def _narrowed(counts, num_levels, NUM_CHOSEN: tl.constexpr):
-    """-> (the bits of the last score that is chosen, as far as `num_levels` of `counts` tell, then zeros; how many of
-    the scores that share these bits are chosen)."""
+    """Return (the highest bits of the last chosen score, known from `num_levels` levels of `counts`, then zeros; the
+    number of chosen scores among those that share these bits)."""
     value = tl.arange(0, _VALUES)
     bits = num_levels * 0
     wanted = bits + NUM_CHOSEN
@@ -96,7 +99,7 @@ def _narrowed(counts, num_levels, NUM_CHOSEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["level"])
 def _count_kernel(scores, counts, ends, width, level, NUM_CHOSEN: tl.constexpr, TILE: tl.constexpr):
-    """Programs (row, part)."""
+    """Programs (row, part) add to the row's `counts` of the next eight bits."""
     row, part = tl.program_id(0), tl.program_id(1)
     end = tl.load(ends + row)
     end = tl.where(end > NUM_CHOSEN, end, 0)
@@ -116,7 +119,7 @@ def _count_kernel(scores, counts, ends, width, level, NUM_CHOSEN: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["first_token"])
 def _pick_kernel(scores, counts, ends, out, first_token, width, NUM_CHOSEN: tl.constexpr, TILE: tl.constexpr):
-    """A program a row: `out` [T, NUM_CHOSEN]."""
+    """A program for each row writes `out` [T, NUM_CHOSEN]."""
     row = tl.program_id(0)
     end = tl.load(ends + row)
     chosen = out + (first_token + row).to(tl.int64) * NUM_CHOSEN

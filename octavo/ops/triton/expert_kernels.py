@@ -1,7 +1,7 @@
 """Mixtures of experts: routing, stacks of packed weights, and their products.
 
-Rows are put in order of their experts, each expert's from a new tile on, so that a tile of a product has one matrix.
-There are as many tiles as the numbers of rows and experts may need; those that routing leaves empty end at once.
+Rows are sorted by expert, and each expert's rows begin with a new tile, so that a tile of a product has one matrix.
+There are as many tiles as so many rows and experts may need; programs of tiles that routing leaves empty end at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SCORINGS = ("softmax", "sigmoid", "sparsemixer")
 
 @triton.jit
 def _largest(x, index, free, SIZE: tl.constexpr):
-    """The largest that is free, and its index: the first of equals, NaN the smallest."""
+    """Return the largest free element and its index. The first of equals wins; NaN counts as the smallest."""
     x = tl.where(x == x, x, -float("inf"))
     best = tl.max(tl.where(free, x, -float("inf")), 0)
     return best, tl.min(tl.where(free & (x == best), index, SIZE), 0)
@@ -43,7 +43,7 @@ def _route(
     HAS_SCALES: tl.constexpr, BIAS_LOGITS: tl.constexpr, NUM_GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr,
     BY_TWO: tl.constexpr, NORMALIZE: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """One program a row."""
+    """One program for each row."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, SIZE)
     x = tl.load(logits + row * stride + index, mask=index < NUM, other=-float("inf"))
@@ -125,12 +125,12 @@ def route(
 
 @dataclass(frozen=True, slots=True)
 class StackedWeight:
-    """Packed weights of one layout. The tensors of `weight` are those of all experts, one below the other; its sizes
-    are those of one."""
+    """Packed weights of one layout. The tensors of `weight` hold all experts, one below the other; its sizes are those
+    of one expert."""
 
     num_experts: int
     weight: PackedWeight
-    factors: Tensor | None  # [num_experts] float32, of matrices of codes
+    factors: Tensor | None  # [num_experts] float32, for matrices of codes
 
     @property
     def out_features(self) -> int:
@@ -145,7 +145,7 @@ class StackedWeight:
         return self.weight.num_bytes
 
 
-# The tensors of a packed weight.
+# Kind of packed weight -> names of its tensors.
 _STACKED = {
     FloatWeight: ("data", "bias"),
     IntWeight: ("codes", "scales", "bias"),
@@ -154,7 +154,7 @@ _STACKED = {
 
 
 def stack_experts(experts: Iterable[LinearWeight], num_experts: int) -> StackedWeight:
-    """`Ops.stack_experts`. An expert is copied to its place as soon as it is there."""
+    """`Ops.stack_experts`. Each expert is copied to its place as soon as it is read."""
     first: PackedWeight | None = None
     stacks: dict[str, Tensor] = {}
     factors: list[float] = []
@@ -180,7 +180,7 @@ def stack_experts(experts: Iterable[LinearWeight], num_experts: int) -> StackedW
             rows = len(tensors[name])
             stack[e * rows : (e + 1) * rows] = tensors[name]
         factors.append(expert.factor if isinstance(expert, IntWeight) else 1.0)
-        if next(iter(stacks.values())).is_meta:  # outlines of experts are alike, and a model may have 10,000
+        if next(iter(stacks.values())).is_meta:  # in outlines all experts are equal; a model may have 10,000
             factors *= num_experts
             break
     assert first is not None and len(factors) == num_experts
@@ -190,13 +190,13 @@ def stack_experts(experts: Iterable[LinearWeight], num_experts: int) -> StackedW
 
 
 def _tile_rows(num_tokens: int, top_k: int, num_experts: int) -> int:
-    """Rows of a tile, of which an expert's last is half empty on average. Bits do not depend on it."""
+    """Return the number of rows of a tile. On average an expert's last tile is half empty. Bits do not depend on it."""
     return 16 if row_class(num_tokens) * top_k <= 16 * num_experts else 64
 
 
 def _group(ids: Tensor, num_experts: int, block_t: int) -> tuple[Tensor, Tensor]:
-    """ids [T, top_k] -> the expert of each tile [tiles] int32, or -1; and where each entry's row goes [T, top_k] int64,
-    or -1 if its expert is none."""
+    """Return the expert of each tile [tiles] int32 (-1: none), and the row of each entry of ids [T, top_k] int64 (-1 if
+    the id is no expert)."""
     flat = ids.reshape(-1)
     number = torch.arange(num_experts + 1, dtype=torch.int32, device=ids.device)
     is_expert = (flat >= 0) & (flat < num_experts)
@@ -207,7 +207,7 @@ def _group(ids: Tensor, num_experts: int, block_t: int) -> tuple[Tensor, Tensor]
     most = min(num_experts, len(flat)) + len(flat) // block_t
     tile_experts = torch.searchsorted(ends, torch.arange(most, device=ids.device), right=True).int()
     tile_experts = torch.where(tile_experts < num_experts, tile_experts, -1)
-    # From the place in the order to the row: each expert's rows begin with a tile.
+    # The distance from the place in the order to the row, because each expert's rows begin with a tile.
     shift = torch.nn.functional.pad((ends - num_tiles) * block_t - begins[:-1], (0, 1))
     rows = torch.arange(len(flat), device=ids.device) + shift[experts.long()]
     rows = torch.where(experts < num_experts, rows, -1)
@@ -219,7 +219,7 @@ def _gather(
     x, rows, weights, out, stride, out_stride, WIDTH: tl.constexpr, TOP_K: tl.constexpr, SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, c): piece c of row n // TOP_K, times weight n if SCALED, in row rows[n]."""
+    """Program (n, c) writes piece c of row n // TOP_K, times weight n if SCALED, to row rows[n]."""
     n = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + n)
@@ -233,13 +233,13 @@ def _gather(
 def _clamped_gate(
     x, out, slope, limit, stride, WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Program (n, c): piece c of the gated row n. Gate and up alternate by UNIT."""
+    """Program (n, c) computes piece c of the gated row n. Gate and up alternate in units of UNIT columns."""
     n = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = x + n * stride + column // UNIT * (2 * UNIT) + column % UNIT
     gate = tl.load(at, mask=column < WIDTH, other=0.0)
     up = tl.load(at + UNIT, mask=column < WIDTH, other=0.0)
-    gate = tl.where(gate > limit, limit, gate)  # NaN for NaN
+    gate = tl.where(gate > limit, limit, gate)  # keeps NaN
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     gated = gate / (1.0 + tl.exp(-slope * gate)) * (up + 1.0)
     tl.store(out + n * WIDTH + column, gated.to(out.dtype.element_ty), mask=column < WIDTH)
@@ -249,7 +249,7 @@ def _clamped_gate(
 def _combine(
     y, rows, weights, out, WIDTH: tl.constexpr, TOP_K: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Program (t, c): piece c of the sum of token t's rows of y, in their order."""
+    """Program (t, c) computes piece c of the sum of token t's rows of y, in the order of rows."""
     t = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -302,7 +302,7 @@ def experts(
     if codes_dtype is not None and not scales_inputs:
         x = x if x.dtype is torch.uint8 else quantize_rows(x, codes_dtype)
         x = x.view(torch.int32)
-    # Rows start at multiples of 16 bytes.
+    # Rows must start at multiples of 16 bytes.
     width, unit = x.shape[1], 16 // x.element_size()
     inputs = torch.empty((num_rows, -(-width // unit) * unit), dtype=x.dtype, device=device)[:, :width]
     by_pieces(
@@ -321,7 +321,7 @@ def experts(
         inner = quantize_rows(inner, down.weight.activation_dtype)
     y = torch.empty((num_rows, down.out_features), dtype=torch.float32, device=device)
     _product(inner, down, y, STORE, groups, adapted, None if expand is None else expand.down)
-    # Rows are in the order of experts, and so are a token's.
+    # Sorting a token's rows puts them in the order of experts, because rows are sorted by expert.
     rows, choice = rows.sort(-1)
     by_pieces(
         _combine, num_tokens, down.out_features, 1024, y, rows, weights.gather(1, choice), out, TOP_K=top_k,
@@ -334,7 +334,7 @@ def _gated(
     x: Tensor, gate_up: StackedWeight, groups: Groups, dtype: torch.dtype, activation: str,
     clamp: tuple[float, float] | None, adapted: ExpertRows | None,
 ) -> Tensor:  # fmt: skip
-    """-> [rows, width of the gate], of which rows start at multiples of 16 bytes"""
+    """Return the gated (or activated) product [rows, width of the gate]; rows start at multiples of 16 bytes."""
     is_gated = gate_up.weight.gated
     table = None if adapted is None else adapted.expand.gate_up
     width = gate_up.out_features // (2 if is_gated else 1)

@@ -1,8 +1,8 @@
-"""What kernels are launched with: facts about the device that grids and tiles are chosen by.
+"""Facts about the device by which grids and tiles are chosen, and the launch of kernels over pieces of rows.
 
-Every launch says `enable_fp_fusion=False`: sums and products are rounded as they are written, and fused where a kernel
-has `tl.fma`. Otherwise the compiler decides, and variants of a kernel that batches choose between (a sum in one piece
-or in chunks, whole tiles or masked ones) may be fused in different places; Triton's default also changes with 3.10."""
+Every launch passes `enable_fp_fusion=False`: sums and products are rounded as written, and fused only by `tl.fma`.
+Otherwise the compiler decides, and may fuse at different places in variants of a kernel that depend on the batch (a sum
+in one piece or in chunks, whole tiles or masked tiles). Triton's default also changes with 3.10."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import triton
 
-_INTERPRETED_MULTIPROCESSORS = 4  # a small machine, so that tests see programs take several pieces of work each
+_INTERPRETED_MULTIPROCESSORS = 4  # a small number, so that in tests a program takes several pieces of work
 
 
 class _Outlines(threading.local):
-    """Whether this thread launches nothing: see `octavo.ops.triton.outline`."""
+    """Thread-local state: with `on_launch` set, this thread launches nothing (see `octavo.ops.triton.outline`)."""
 
     on_launch: Any = None
 
@@ -26,7 +26,7 @@ outlines = _Outlines()
 
 
 def device() -> torch.device:
-    """Where kernels run: the CUDA device that is current, or the interpreter's memory, or in outlines nowhere."""
+    """Return the device of kernels: the current CUDA device; "cpu" in the interpreter; "meta" in outlines."""
     return torch.device("meta") if outlines.on_launch is not None else _device()
 
 
@@ -35,7 +35,7 @@ def _device() -> torch.device:
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device, or a few for the interpreter's."""
+    """Return the number of streaming multiprocessors of a CUDA device; a small number in the interpreter."""
     return _num_multiprocessors(_device() if device.type == "meta" else device)
 
 
@@ -47,7 +47,7 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability, as (9, 0). The interpreter stands for a Hopper."""
+    """Return the compute capability, such as (9, 0), which is also the interpreter's (Hopper)."""
     return _capability(_device() if device.type == "meta" else device)
 
 
@@ -57,15 +57,15 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def stream(device: torch.device) -> int:
-    """The stream that launches go to; outlines have their own."""
+    """Return the stream that launches go to; outlines have a number of their own."""
     if device.type == "meta":
         return -1
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def by_pieces(kernel: Any, rows: int, width: int, largest: int, *args: Any, **constants: Any) -> None:
-    """Launch a `kernel` whose program (n, c) computes piece c of row n, which has BLOCK of a row's WIDTH elements: no
-    more than `largest`."""
+    """Launch a `kernel` whose program (n, c) computes piece c of row n: BLOCK of the row's WIDTH elements, at most
+    `largest`."""
     if rows and width:
         block = min(triton.next_power_of_2(width), largest)
         kernel[(rows, triton.cdiv(width, block))](

@@ -1,11 +1,10 @@
-"""Products with matrices whose elements are multiplied as they lie in memory: floats, and (`SCALED`) eight-bit numbers
-with a scale for each output channel, by activations with a scale for each token.
+"""Products with matrices whose elements are multiplied as stored: floats, and (`SCALED`) eight-bit numbers with a scale
+for each output channel, times activations with a scale for each token.
 
-A program computes a tile of channels by tokens over all of k. Which tile is chosen by the model of `schedule`. Where
-there are fewer tokens than make the tensor cores the limit, all multiprocessors must read weights all the time:
-channels may then be dealt out evenly, so that a program of a small matrix has fewer than its tile holds, and the rest
-of the tile is masked. That wastes sums, which are not what such a product waits for, and needs no second pass over
-partial sums, as splitting k would."""
+A program computes a tile of channels by tokens over all of k. The model in `schedule` chooses the tile. With few tokens
+the tensor cores are not the limit, and all multiprocessors must read weights all the time. Then channels may be divided
+evenly among programs: a program of a small matrix has fewer channels than its tile, and the rest of the tile is masked.
+This wastes sums, which are not the limit, and needs no second pass over partial sums, unlike splits of k."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ from octavo.ops.triton.tiles import (
 )
 
 
-# `slots` begin at any token where those are of a part of a step.
+# `slots` may be part of a step's array, so its address may have any alignment.
 @triton.jit(do_not_specialize=["num_rows", "units"], do_not_specialize_on_alignment=["slots"])
 def _linear(
     x, x_scales, w, w_scales, bias, tile_experts, out, num_rows, width, num_in, units, stride_x, stride_xs, stride_w,
@@ -42,10 +41,11 @@ def _linear(
     EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, PROMOTE: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """x [num_rows, num_in], w [width or, gated, 2 * width, num_in] -> the epilogue of x w^T in `out` [num_rows, width].
+    """Write the epilogue of x w^T to `out` [num_rows, width]; x [num_rows, num_in], w [width, num_in], or [2 * width,
+    num_in] if gated.
 
-    A program writes `units` times 8 columns of it. GROUPED w is a stack of such matrices, and each tile of BLOCK_T rows
-    has one of them, or none."""
+    A program writes `units` times 8 columns. With GROUPED, w is a stack of such matrices, and each tile of BLOCK_T rows
+    is multiplied by one of them, or by none."""
     first, first_t = place(width, num_rows, units * UNIT, BLOCK_T, GROUP_T)
     SIDES: tl.constexpr = 2 if EPILOGUE >= GATED else 1
     first_n, rows, num_out = first * SIDES, units * (UNIT * SIDES), width * SIDES
@@ -92,9 +92,9 @@ def _linear(
     )  # fmt: skip
 
 
-# In the order in which they are preferred. Bytes of k rather than elements: types of one, two and four bytes then take
-# the same memory. Hopper's instruction takes 64 channels a group of four warps; a tile fills a multiprocessor's memory,
-# or half of it, so that one program reads while the other begins or ends.
+# Tiles in order of preference. k is in bytes, not elements, so that types of one, two and four bytes take the same
+# memory. Hopper's instruction takes 64 channels for each group of four warps. A tile fills a multiprocessor's shared
+# memory, or half of it: then one program reads while another begins or ends.
 _HOPPER = (
     Tile(64, 16, 256, 4, 5),
     Tile(64, 16, 512, 4, 5),
@@ -125,8 +125,8 @@ def choose_tile(
     capability: tuple[int, int], multiprocessors: int, num_rows: int, num_out: int, row_bytes: int, dtype: torch.dtype,
     unit: int, block_t: int | None = None,
 ) -> tuple[Tile, int]:  # fmt: skip
-    """The tile for a product with a matrix of `num_out` rows of `row_bytes`, and how many channels of it a program
-    computes, which is a multiple of `unit`. `block_t` is the tokens of a tile where they are given."""
+    """Return the tile for a product with a matrix of `num_out` rows of `row_bytes`, and the number of its channels that a
+    program computes, a multiple of `unit`. `block_t` fixes the number of tokens of a tile."""
     num_rows = schedule.row_class(num_rows)
     hopper = capability[0] in LARGE_SHARED
     if dtype is torch.float32:
@@ -136,7 +136,7 @@ def choose_tile(
     tiles = [t for t in (_HOPPER if hopper else _AMPERE) if most <= 4 * t.block_t <= 4 * most]
     if block_t is not None:
         tiles = [t for t in tiles if t.block_t == block_t]
-    # Without what would spill registers: 8-bit floats have two sums each on Hopper.
+    # Leave out tiles that would spill registers: on Hopper each product of 8-bit floats has two sums.
     if dtype is torch.float8_e4m3fn and hopper:
         tiles = [t for t in tiles if t.block_n * t.block_t <= 128 * 32 * t.num_warps // 8 * 4 and t.block_t < 256]
     elif dtype.itemsize == 1 and not hopper:
@@ -153,17 +153,17 @@ def launch(
     x: Tensor, x_scales: Tensor | None, w: Tensor, w_scales: Tensor | None, bias: Tensor | None, out: Tensor,
     epilogue: tl.constexpr, scale: float = 1.0, groups: Groups | None = None, added: Added | None = None,
 ) -> None:  # fmt: skip
-    """The epilogue of x [T, K] w^T, w [N, K], in the rows of `out`. The scales [T], [N] are for eight-bit elements.
-    `added` is by rows of x.
+    """Launch the product: the epilogue of x [T, K] w^T, w [N, K], in the rows of `out`.
 
-    With `groups` w is a stack [experts * N, K]."""
+    The scales [T], [N] are for eight-bit elements. `added` has a row for each row of x. With `groups`, w is a stack
+    [experts * N, K]."""
     num_rows, num_in = x.shape
     num_out = w.shape[0] // (1 if groups is None else groups.num_experts)
     if num_rows == 0:
         return
     sides = 2 if epilogue.value >= GATED.value else 1
     width, unit = num_out // sides, UNIT.value * sides
-    # Experts are as one matrix of which each tile of rows reads its part: as if each had one such tile.
+    # The tile is chosen as if the stack were one matrix and each expert had one tile of rows.
     rows_alike, block_t = (num_rows, None) if groups is None else (groups.block_t, groups.block_t)
     tile, rows = choose_tile(
         capability(x.device), num_multiprocessors(x.device), rows_alike, w.shape[0], num_in * w.element_size(), w.dtype,
