@@ -1,4 +1,4 @@
-"""Media in, placeholders and rows out: `pictures` and `sounds` decode and check, `processor` makes of each what a tower
-reads and of a prompt the tokens that stand for it, `tower` computes the rows. torch, transformers, Pillow and soundfile
-are imported where a model needs them.
+"""Media in, placeholders and rows out. `pictures`, `sounds` and `videos` decode and check media. `processor` makes the
+tower's input of each medium, and puts placeholder tokens into the prompt. `tower` computes the rows. torch,
+transformers, Pillow and soundfile are imported where a model needs them.
 """

@@ -1,5 +1,5 @@
-"""Sound as a model hears it, by the model's own feature extractor: log-mel spectra, of which its encoder reads thirty
-seconds at a time. The front end's half of a model that hears; the other is `speech`.
+"""Log-mel spectra of sounds, made by the model's own feature extractor. The encoder reads windows of thirty seconds of
+a spectrum. This module runs in the front end; `speech_encoder` runs in the core.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from octavo.request import MediaArray, MediaInput, MediaItem
 
 logger = logging.getLogger(__name__)
 
-FRAME_S = 0.01  # of a spectrum
+FRAME_S = 0.01  # seconds from one frame of a spectrum to the next
 
 
 @dataclass(frozen=True, slots=True)
 class Spectrum:
-    """Of a sound, which may be longer than what the encoder reads at once."""
+    """The spectrum of a sound. It may be longer than the encoder's window."""
 
-    values: NDArray[np.float32]  # [bins, frames], of a short sound with silence behind it
-    seconds: float  # of the sound itself
+    values: NDArray[np.float32]  # [bins, frames]; a short sound is padded with silence
+    seconds: float  # length of the sound, without padding
 
     @property
     def num_heard_frames(self) -> int:
-        """Without the silence behind it."""
+        """Return the number of frames without the padding."""
         return math.ceil(round(self.seconds / FRAME_S, 3))
 
     @property
@@ -42,35 +42,35 @@ class Spectrum:
         return int(self.values.shape[1])
 
     def window(self, first: int, num_frames: int) -> Spectrum:
-        """`num_frames` from the frame `first` on; zeros stand behind the end, as in transformers."""
+        """Return `num_frames` frames from frame `first` on, padded with zeros behind the end, as in transformers."""
         values = self.values[:, first : first + num_frames]
         behind = num_frames - values.shape[1]
         return Spectrum(np.pad(values, ((0, 0), (0, behind))) if behind else values, num_frames * FRAME_S)
 
 
 class AudioFeatureExtractor:
-    """Of one model. Threads may share it."""
+    """The feature extractor of one model. Threads may share it."""
 
     def __init__(self, config: SoundConfig) -> None:
         self.config = config
         self.metrics = MediaMetrics("audio")
         self._lock = Lock()
         self._extractor: Any = None
-        # It takes seconds to import, which the first sound should not wait for.
+        # The import takes seconds; the first sound should not wait for it.
         Thread(target=self._warm_up, name="octavo-sounds", daemon=True).start()
 
     @property
     def window_frames(self) -> int:
-        """Of a spectrum, that the encoder reads at once."""
+        """Return the number of spectrum frames that the encoder reads at once."""
         return 2 * self.config.num_rows
 
     def decode(self, data: bytes) -> sounds.Samples:
-        """The sound of a file. Raises `RequestError`."""
+        """Return the samples of a sound file. Raises `RequestError`."""
         with self.metrics.phase("audio", "decode"):
             return sounds.from_bytes(data, self.config.max_bytes, self.config.max_seconds)
 
     def hear(self, samples: sounds.Samples) -> Spectrum:
-        """Raises `LoadError` where the extractor cannot be loaded."""
+        """Return the spectrum of a sound. Raises `LoadError` if the extractor cannot be loaded."""
         self._load()
         self.metrics.count("audio", "taken")
         is_long = len(samples) > self._extractor.n_samples
@@ -80,8 +80,8 @@ class AudioFeatureExtractor:
         return Spectrum(np.asarray(found["input_features"][0], np.float32), len(samples) / RATE)
 
     def take(self, given: object, salt: str | None) -> tuple[MediaItem, MediaInput]:
-        """What a prompt hears, of its `multi_modal_data`: audio is a window of a `Spectrum`, samples at 16 kHz, or a
-        pair of samples and their rate. Raises `RequestError`."""
+        """Return the item and the input of a prompt's one sound, from its `multi_modal_data`. The value of "audio" is a
+        window of a `Spectrum`, samples at 16 kHz, or a pair of samples and their rate. Raises `RequestError`."""
         audio = given.get("audio") if isinstance(given, dict) and set(given) == {"audio"} else None
         if isinstance(audio, list) and len(audio) == 1 and not isinstance(audio[0], int | float):
             [audio] = audio
@@ -103,11 +103,11 @@ class AudioFeatureExtractor:
     def _warm_up(self) -> None:
         try:
             self._load()
-        except Exception as e:  # the first request with a sound gets it too
+        except Exception as e:  # the first request with a sound raises the error too
             logger.error("the extractor of features cannot be loaded: %s", e)
 
     def _load(self) -> None:
-        """Raises `LoadError`."""
+        """Load the extractor once. Raises `LoadError`."""
         with self._lock:
             if self._extractor is not None:
                 return

@@ -1,8 +1,8 @@
-"""Files of media from where a request says they are: `http:` and `https:` addresses, and `file:` below one folder.
+"""Fetch media files from the addresses in a request: `http:`, `https:`, and `file:` below one allowed folder.
 
-Addresses come from strangers, and this machine may reach what they may not. So a host is resolved once, each of its
-addresses has to be public, and the connection goes to one of those and nowhere else; a redirect is a new address to
-check. Time, redirects and bytes are bounded while they pass. Error texts name no address and no file.
+Addresses come from strangers, and this machine may reach hosts that strangers may not. So a host is resolved once, all
+its addresses must be public, and the connection goes to one of these addresses. Each redirect is checked like a new
+address. Time, redirects and bytes are bounded during the transfer. Error texts name no address and no file.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from octavo.media_kinds import KINDS
 if TYPE_CHECKING:
     import httpx
 
-MAX_CONNECTIONS = 64  # at once; further ones wait, without their time running
+MAX_CONNECTIONS = 64  # at once; further fetches wait, and their timeout starts only when they do
 _MAX_ADDRESS = 8192  # characters; more than any server takes
 _HEADERS = {"Accept-Encoding": "identity", "User-Agent": "octavo"}
 _REDIRECTS = (301, 302, 303, 307, 308)
 
 
-# What Python's own test lets pass, in some versions at least: of IANA's special registries, addresses that carry others
-# of IPv4 in themselves, and the metadata of Azure and Oracle's clouds.
+# Networks that `ipaddress.is_global` accepts, in some Python versions at least: entries of IANA's special registries,
+# addresses that embed an IPv4 address, and the metadata services of the clouds of Azure and Oracle.
 _NOT_PUBLIC = [
     ipaddress.ip_network(network)
     for network in (
@@ -44,7 +44,7 @@ _NOT_PUBLIC = [
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is of the public internet; those that carry another one in themselves are not."""
+    """Return whether an IP address is on the public internet. Addresses that embed another address are not."""
     found = ipaddress.ip_address(address)
     if any(found in network for network in _NOT_PUBLIC):
         return False
@@ -52,7 +52,8 @@ def is_public(address: str) -> bool:
 
 
 class MediaConnector:
-    """By the bounds of one engine. Fetches in a loop of its own, in a thread that starts with the first."""
+    """Fetches media within the bounds of one engine. It has an event loop of its own, in a thread that starts with the
+    first fetch."""
 
     def __init__(self, config: MediaConfig) -> None:
         self._config, self._kind = config, KINDS[config.kind]
@@ -61,7 +62,7 @@ class MediaConnector:
         self._starting = Lock()
 
     def fetch(self, url: str) -> Future[bytes]:
-        """The file at `url`. The future raises `RequestError`; cancelled, it closes the connection."""
+        """Start to fetch the file at `url`. The future raises `RequestError`; cancelling it closes the connection."""
         with self._starting:
             loop = self._loop
         return asyncio.run_coroutine_threadsafe(self._fetch(url), loop)
@@ -76,8 +77,8 @@ class MediaConnector:
     def _transport(self) -> httpx.AsyncHTTPTransport:
         import httpx
 
-        # Without httpx's client, which would keep cookies: by address, and so for all hosts that share one. No proxy of
-        # the environment, which would resolve names itself, and no connection that another host opened.
+        # No httpx client: it would keep cookies by address, and share them among hosts with the same address. No proxy
+        # of the environment: it would resolve names itself. No kept connections: another host may have opened them.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         return httpx.AsyncHTTPTransport(verify=httpx.create_ssl_context(), trust_env=False, limits=limits)
 
@@ -95,7 +96,7 @@ class MediaConnector:
                     return await self._follow(httpx.URL(url))
             except TimeoutError:
                 raise self._refusal(f"it did not arrive within {limit_s:g} s (--media-fetch-timeout).") from None
-            except (httpx.InvalidURL, UnicodeError):  # of names that are none in IDNA
+            except (httpx.InvalidURL, UnicodeError):  # UnicodeError: the name is not valid in IDNA
                 raise self._refusal("its url is not a valid address.") from None
             except (httpx.HTTPError, OSError):
                 raise self._refusal("its server cannot be reached, or does not answer as it should.") from None
@@ -124,7 +125,7 @@ class MediaConnector:
             raise self._refusal("its url is of none of the domains that are allowed here (--allowed-media-domains).")
 
     async def _send(self, address: httpx.URL) -> httpx.Response:
-        """The response, without its body, of the first of a host's addresses that can be reached."""
+        """Return the response, without its body, from the first of the host's addresses that can be reached."""
         import httpx
 
         host, port = address.raw_host.decode("ascii"), address.port or {"http": 80, "https": 443}[address.scheme]
@@ -163,7 +164,7 @@ class MediaConnector:
         return bytes(body)
 
     def _read(self, url: str) -> bytes:
-        """The file of a file: URL. What is not there is answered as what is not allowed."""
+        """Return the content of a file: URL. A missing file and a forbidden file get the same error."""
         if self._config.allowed_folder is None:
             raise self._refusal("its url is of a file, and none are allowed here (--allowed-local-media-path).")
         refused = self._refusal("its url is of no readable file below --allowed-local-media-path.")
@@ -172,7 +173,7 @@ class MediaConnector:
             path = Path(unquote(parts.path)).resolve(strict=True)
             if parts.netloc not in ("", "localhost") or not path.is_relative_to(self._config.allowed_folder):
                 raise refused
-            # A pipe would wait for its writer, and a link that has just been put there would lead elsewhere.
+            # Opening a pipe would wait for its writer. A link that was put there after `resolve` would lead elsewhere.
             with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                     raise refused
@@ -185,13 +186,13 @@ class MediaConnector:
 
 
 def needs_fetching(url: str) -> bool:
-    """Whether a medium's URL says where it is, not what it is."""
+    """Return whether a medium's URL is an address to fetch from, and not a data: URL."""
     return url[:5].lower() != "data:"
 
 
 async def fetch_all(connector: MediaConnector, urls: Sequence[str]) -> dict[str, bytes]:
-    """The files of those URLs that say where one is, all at once. Raises `RequestError` as soon as one is refused, and
-    lets go of the others."""
+    """Return the files of the URLs that need fetching, by URL, fetched concurrently. As soon as one is refused, the
+    others are cancelled and `RequestError` is raised."""
     futures = {url: connector.fetch(url) for url in dict.fromkeys(urls) if needs_fetching(url)}
     try:
         found = await asyncio.gather(*map(asyncio.wrap_future, futures.values()))

@@ -1,10 +1,10 @@
-"""The process that decodes what strangers send: for each file it forks a child, which has bounds on its memory and its
-time, and may die of the file.
+"""The process that decodes files from strangers. It forks a child for each file. The child has bounds on memory and
+time, and may crash without harm.
 
-`decoding` starts it, and sends it one end of a socket for each file, with the byte that stands for its kind. The child
-says `STARTED`, by which `decoding` knows that neither hangs. It reads a line of JSON with its bounds, of which
-`seconds` may be less than `DECODE_S`, and the file; it answers with `DONE` or `REFUSED`, how many bytes follow, and
-these. A child that says nothing has died.
+`decoding` starts the process. For each file it sends one end of a socket, with a byte that names the kind of medium.
+The child sends `STARTED`, which proves that neither process hangs. It reads a line of JSON with its bounds, then the
+file; the bound `seconds` may be less than `DECODE_S`. It answers with `DONE` or `REFUSED`, the number of bytes that
+follow, and these bytes. A child that closes the socket without an answer has died.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import socket
 import struct
 from typing import Any
 
-# By kind: the byte that stands for it, and what its children need, imported once for all of them. The first of the
-# modules has `decode(data, limits)`, which gives what is known of the medium and its bytes, or raises `Refused`.
+# By kind: the byte that names it, and the modules that its children need, imported once for all of them. The first
+# module has `decode(data, limits)`, which returns a dictionary about the medium and its decoded bytes, or raises
+# `Refused`.
 DECODERS = {
     "image": (
         b"i",
@@ -40,24 +41,24 @@ DECODE_S = 60
 
 
 class Refused(Exception):
-    """What is wrong with the file, in words for whoever has sent it."""
+    """The file is refused. The text tells its sender what is wrong with it."""
 
 
 def main() -> None:
     """Serve the socket that is standard input until its other end is closed."""
     modules = dict(DECODERS.values())
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for
     with socket.socket(fileno=0) as control:
         while True:
             byte, descriptors, _, _ = socket.recv_fds(control, 1, 1)
             if not byte:
                 return
-            with contextlib.suppress(ImportError, OSError):  # the child finds the same
+            with contextlib.suppress(ImportError, OSError):  # the child meets the same error
                 for name in modules[byte]:
                     importlib.import_module(name)
             if os.fork() == 0:
                 control.close()
-                with contextlib.suppress(BaseException):  # decoders of strangers' bytes raise what they like
+                with contextlib.suppress(BaseException):  # decoders may raise anything on strangers' bytes
                     _answer(socket.socket(fileno=descriptors[0]), modules[byte][0])
                 os._exit(0)
             os.close(descriptors[0])
@@ -81,15 +82,15 @@ def _answer(connection: socket.socket, decoder: str) -> None:
 
 
 def _set_bounds(memory_bytes: int, seconds: float) -> None:
-    import resource  # which Windows has not
+    import resource  # not on Windows
 
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # whatever the server was started with
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the server may have been started with another action
     signal.setitimer(signal.ITIMER_REAL, seconds)
     for bound, value in {
         resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_FSIZE: 0,  # of files that it may write
+        resource.RLIMIT_FSIZE: 0,  # the child may not write files
         resource.RLIMIT_CPU: DECODE_S,
         resource.RLIMIT_AS: memory_bytes,
     }.items():
-        with contextlib.suppress(ValueError, OSError):  # a system may have lower bounds, or none
+        with contextlib.suppress(ValueError, OSError):  # the system's limit may be lower, or absent
             resource.setrlimit(bound, (value, value))

@@ -1,6 +1,6 @@
-"""Files of strangers to the bytes that are in them, by a process that has bounds and may die (`decoder_process`). It is
-started with the first file, and again when it is gone or hangs. What it refuses is told as it says; of all else that
-goes wrong, only that it did.
+"""Decode strangers' files in a process that has bounds and may die (`decoder_process`). The process starts with the
+first file, and again when it has died or hangs. A refusal passes on the decoder's own reason; any other failure is told
+without details.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from octavo.multimodal.decoder_process import DECODE_S, DECODERS, DONE, LENGTH, 
 
 # Isolated from the environment and the working directory.
 _SCRIPT = "import sys; sys.path[:] = sys.argv[1:]; from octavo.multimodal.decoder_process import main; main()"
-_GRACE_S = 10.0  # beside what it grants itself
-# Until a child says that it has been forked. The first of a kind waits for imports, of a second or so.
+_GRACE_S = 10.0  # added to the child's own time limit
+# How long to wait until a child says `STARTED`. The first child of a kind waits for imports, about a second.
 _START_S = 30.0
-_TRIES = 2  # of a file whose process hung, or was ended as others found that it hangs
+_TRIES = 2  # for a file whose process hung, or was killed because another thread found it hanging
 _MAX_REASON = 300
 
 
 class DecoderProcess:
-    """Threads may share it."""
+    """Starts the decoder process and sends files to it. Threads may share it."""
 
     def __init__(self) -> None:
         self._start_s = _START_S
@@ -41,8 +41,8 @@ class DecoderProcess:
         self._control: socket.socket | None = None
 
     def decode(self, kind: MediaKind, data: bytes, limits: Mapping[str, Any]) -> tuple[dict[str, Any], bytearray]:
-        """What is known of the medium of a file, and its bytes, by the decoder of the kind. `memory_bytes` of `limits`
-        bounds all that it takes, and `seconds` how long, if that is less than `DECODE_S`. Raises `RequestError`."""
+        """Return a dictionary about the decoded medium, and its decoded bytes. `memory_bytes` of `limits` bounds the
+        child's whole memory; `seconds` of `limits` bounds its time, if less than `DECODE_S`. Raises `RequestError`."""
         for _ in range(_TRIES):
             connection, process = self._connected(DECODERS[kind.name][0])
             with connection:
@@ -63,7 +63,7 @@ class DecoderProcess:
                 return found, answer
             if status == REFUSED:
                 raise kind.refusal(answer.decode(errors="replace")[-_MAX_REASON:])
-            if process is self._process:  # else it may have been ended with the child in it
+            if process is self._process:  # otherwise another thread may have killed this child with its process
                 limit_s = limits.get("seconds", DECODE_S)
                 if time.monotonic() - begin >= limit_s:
                     raise kind.refusal(f"it cannot be decoded within {limit_s:g} s.")
@@ -76,24 +76,24 @@ class DecoderProcess:
         )
 
     def close(self) -> None:
-        """End the process. A file that is being decoded is decoded to its end, unless the process hangs."""
+        """End the process. It finishes the file that it is decoding, unless it hangs."""
         with self._lock:
             self._end()
 
     def _connected(self, byte: bytes) -> tuple[socket.socket, subprocess.Popen[bytes] | None]:
-        """This side of a socket whose other one a child reads that decodes what the byte stands for, and the process
-        that is to fork the child."""
+        """Return our end of a socket, and the process that forks the child reading the other end. `byte` names the kind
+        of medium."""
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             try:
                 socket.send_fds(self._running(), [byte], [theirs.fileno()])
-            except OSError:  # it is gone, or has long read nothing
+            except OSError:  # the process has died, or no longer reads
                 self._end()
                 socket.send_fds(self._running(), [byte], [theirs.fileno()])
             return ours, self._process
 
     def _end_hung(self, process: subprocess.Popen[bytes] | None) -> None:
-        """End a process that does not fork, and what it has forked, where another thread has not done so."""
+        """Kill a hanging process and its children, unless another thread already has."""
         with self._lock:
             if process is not None and process is self._process:
                 _kill(process)
@@ -113,24 +113,24 @@ class DecoderProcess:
     def _running(self) -> socket.socket:
         if self._control is None:
             self._control, theirs = socket.socketpair()
-            self._control.settimeout(self._start_s)  # to write: what a process that hangs does not read
+            self._control.settimeout(self._start_s)  # for writing to a process that hangs and does not read
             with theirs:
                 self._process = subprocess.Popen(
                     [sys.executable, "-I", "-c", _SCRIPT, *sys.path],
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # a process with threads is not to be forked
-                    start_new_session=True,  # a terminal's signals are for whoever decides when it ends
+                    env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # a process with threads must not fork
+                    start_new_session=True,  # signals of the terminal must not reach the process
                 )
         return self._control
 
 
 def _exchanged(connection: socket.socket, data: bytes, limits: Mapping[str, Any]) -> tuple[bytes, bytearray]:
-    """What a child says of a file: how it went, which is nothing if the child has died, and its answer."""
+    """Send a file to a child and return its status and its answer. The status is empty if the child has died."""
     answer = bytearray()
     connection.settimeout(DECODE_S + _GRACE_S)
-    with contextlib.suppress(OSError):  # it may end before it has read all, or anything
+    with contextlib.suppress(OSError):  # the child may end before it has read everything
         with contextlib.suppress(BrokenPipeError):
             connection.sendall(json.dumps(limits).encode() + b"\n")
             connection.sendall(data)
@@ -138,7 +138,7 @@ def _exchanged(connection: socket.socket, data: bytes, limits: Mapping[str, Any]
         with connection.makefile("rb") as file:
             head = file.read(1 + LENGTH.size)
             length = LENGTH.unpack(head[1:])[0] if len(head) == 1 + LENGTH.size else 0
-            if 0 < length <= limits["memory_bytes"]:  # what has taken the child over may say anything
+            if 0 < length <= limits["memory_bytes"]:  # a file that has taken over the child may send any length
                 answer = bytearray(length)
                 if file.readinto(answer) == length:
                     return head[:1], answer
@@ -146,7 +146,7 @@ def _exchanged(connection: socket.socket, data: bytes, limits: Mapping[str, Any]
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process with its children, which are in a group of their own."""
+    """Kill a process and its children, which form a process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 

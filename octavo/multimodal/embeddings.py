@@ -1,8 +1,8 @@
-"""Rows of a tower that a request brings in the place of a picture, a sound or a video (`image_embeds`, `audio_embeds`,
-`video_embeds`): tensors [tokens, hidden_size] as a tower and a projector make them, in base64 a file of `torch.save` or
-of safetensors.
+"""Embeddings that a request brings in place of a picture, a sound or a video (`image_embeds`, `audio_embeds`,
+`video_embeds`). They are tensors [tokens, hidden_size] as a tower and a projector compute them, sent as base64 of a
+`torch.save` file or a safetensors file.
 
-A file is read without PyTorch and without running anything from it. Sizes are checked before values are looked at.
+Files are read without PyTorch, and no code in them runs. Sizes are checked before values.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from octavo.media_kinds import KINDS, VIDEO
 from octavo.multimodal.sound_decoder import MAX_CHANNELS
 
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
-_OF_VIDEO = ("fps", "frames_indices", "total_num_frames", "second_per_grid_ts")  # beside its rows and their grid
+_OF_VIDEO = ("fps", "frames_indices", "total_num_frames", "second_per_grid_ts")  # keys of a video, with rows and grid
 _MAX_FRAMES, _MOST = 1 << 20, 1000
 
 
 @dataclass(frozen=True, slots=True)
 class FrameTimes:
-    """Where in a video the frames were that its rows were made of."""
+    """The positions, in the original video, of the frames that the rows were computed from."""
 
-    rate: float | None = None  # frames a second of all; None: not known
-    indices: tuple[int, ...] | None = None  # of each frame, of `total`; None: those of all
+    rate: float | None = None  # frames a second of the original video; None: not known
+    indices: tuple[int, ...] | None = None  # position of each frame, below `total`; None: all frames were used
     total: int | None = None
-    grid_s: float | None = None  # seconds between places of the grid; None: by the others
+    grid_s: float | None = None  # seconds from one grid place to the next; None: computed from the other fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,40 +46,41 @@ class Embeddings:
     """The rows of one medium."""
 
     rows: NDArray[np.float32]  # [1 + D, tokens, hidden_size]
-    grid: tuple[int, int, int] | None = None  # of patches, in time, height and width
-    times: FrameTimes = FrameTimes()  # of a video
+    grid: tuple[int, int, int] | None = None  # numbers of patches in time, height and width
+    times: FrameTimes = FrameTimes()  # used only for videos
 
     @property
     def nbytes(self) -> int:
         return self.rows.nbytes
 
     def content_hash(self, kind: str, salt: str | None) -> bytes:
-        """SHA-256 over all of it, what it stands in the place of, and the salt that keeps tenants apart."""
+        """Return the SHA-256 of the embeddings, the kind of medium, and the salt that keeps tenants apart."""
         digest = hashlib.sha256(repr((salt or "", "embeddings", kind, self.rows.shape, self.grid, self.times)).encode())
         digest.update(self.rows.data)
         return digest.digest()
 
 
 class EmbeddingsReader:
-    """Within the bounds of one kind of media of an engine."""
+    """Reads embeddings within an engine's bounds for one kind of media."""
 
     def __init__(self, config: MediaConfig) -> None:
         self._config, self._kind = config, KINDS[config.kind]
         self._refusal = self._kind.refusal
 
     def is_one(self, given: object) -> bool:
-        """Whether a value of `multi_modal_data` is the rows of one medium."""
+        """Return whether a value of `multi_modal_data` is the embeddings of one medium."""
         if isinstance(given, Mapping | Embeddings):
             return True
         if self._kind is VIDEO:
-            return False  # an array is of frames
+            return False  # an array holds frames
         shape: tuple[int, ...] = getattr(given, "shape", ())
         # Samples of a sound are [n] or [n, channels].
         return len(shape) == 2 and (self._kind.name != "audio" or shape[1] > MAX_CHANNELS)
 
     def read(self, given: object) -> Embeddings:
-        """A tensor or an array [tokens, hidden_size], a file of such in base64, or one of these under the part's name
-        beside `image_grid_thw`; of a video beside `video_grid_thw` and the times of its frames. Raises
+        """Return the embeddings in a value of a request. The value is a tensor or an array [tokens, hidden_size],
+        base64 of a file with one, or a mapping. A mapping has one of these under "image_embeds" or "audio_embeds", and
+        `image_grid_thw`; for a video under "video_embeds", with `video_grid_thw` and the times of its frames. Raises
         `RequestError`."""
         if isinstance(given, Embeddings):
             return given
@@ -108,7 +109,7 @@ class EmbeddingsReader:
     def _times(self, given: Mapping[Any, Any]) -> FrameTimes:
         said: list[Any] = [given.get(name) for name in _OF_VIDEO]
         rate, indices, total, grid_s = said
-        if isinstance(grid_s, list | tuple) and len(grid_s) == 1:  # vLLM's form: one a video
+        if isinstance(grid_s, list | tuple) and len(grid_s) == 1:  # vLLM's form: one number for each video
             grid_s = grid_s[0]
         elif getattr(grid_s, "shape", None) in ((), (1,)):
             grid_s = grid_s.item()
@@ -130,7 +131,7 @@ class EmbeddingsReader:
         if isinstance(given, str) and len(given) // 4 * 3 - 2 > self._config.max_bytes:
             raise self._kind.too_many_bytes(self._config.max_bytes)
         rows = float_rows(read_tensor(given), parts * hidden, self._config.cache_tokens)
-        # A tower's rows for early layers lie behind its last ones.
+        # Each row has the tower's last output first, then the parts for early layers.
         return np.ascontiguousarray(rows.reshape(-1, parts, hidden).swapaxes(0, 1))
 
     def _grid(self, given: object) -> tuple[int, int, int] | None:
@@ -149,11 +150,12 @@ class EmbeddingsReader:
 
 
 def read_tensor(given: object) -> NDArray[Any]:
-    """A tensor, an array, or a file of one in base64. Raises `ValueError`: what follows "the embeddings"."""
+    """Return the array in a tensor, an array, or base64 of a tensor file. Raises `ValueError` with a text that
+    completes the sentence "the embeddings ..."."""
     if isinstance(given, str):
         return _from_base64(given)
     try:
-        if type(given).__module__ == "torch":  # which has types that numpy lacks
+        if type(given).__module__ == "torch":  # torch has types that numpy lacks
             tensor: Any = given
             tensor = tensor.detach().cpu()
             is_bfloat16 = str(tensor.dtype) == "torch.bfloat16"
@@ -164,7 +166,7 @@ def read_tensor(given: object) -> NDArray[Any]:
 
 
 def float_rows(found: NDArray[Any], width: int, limit: int) -> NDArray[np.float32]:
-    """Rows [N, width], of which there are `limit` at most. Raises `ValueError` as `read_tensor`."""
+    """Return the array as float32 rows [N, width], N up to `limit`. Raises `ValueError` like `read_tensor`."""
     if found.ndim == 3 and found.shape[0] == 1:
         found = found[0]
     if found.ndim != 2 or found.shape[1] != width or not 0 < found.shape[0] <= limit:
@@ -193,8 +195,8 @@ def _from_base64(given: str) -> NDArray[Any]:
 def in_place_of(
     processor: Any, grid: tuple[int, int, int], times: FrameTimes, positions_per_s: float
 ) -> tuple[str, float]:
-    """What stands in a prompt for the rows of a video, whose `grid` is one of patches, and how far its places in time
-    are apart as positions. Raises `RequestError`."""
+    """Return the prompt text that stands for a video's rows, and the distance in positions between its places in time.
+    `grid` counts patches. Raises `RequestError`."""
     from transformers.video_utils import VideoMetadata
 
     merged = processor.video_processor.temporal_patch_size

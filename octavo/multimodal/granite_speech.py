@@ -1,5 +1,5 @@
-"""What Granite Speech's processor makes of a sound. That of `transformers` takes a mel spectrogram from torchaudio, of
-which there is no wheel for each torch; here torch computes the same, in the same order of operations.
+"""Granite Speech's processor of sounds. The one in `transformers` computes mel spectrograms with torchaudio, which has
+no wheel for every torch. This one computes the same with torch, in the same order of operations.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _RANGE = 8.0  # powers of ten below the loudest that are told apart
 
 
 class GraniteSpeechProcessor:
-    """Called as the processors of `transformers` are that replace placeholders in a text, here with one sound."""
+    """Processes one sound. It is called like the `transformers` processors that replace placeholders in a text."""
 
     audio_token = "<|audio|>"
 
@@ -42,8 +42,8 @@ class GraniteSpeechProcessor:
         self._filters = torch.from_numpy(mel_filter_bank(num_bins, num_mels, 0.0, RATE / 2, RATE)).float()
 
     def __call__(self, *, audio: list[Any], **_: Any) -> dict[str, Any]:
-        """Of a sound two frames of mel features side by side for each step of the encoder, [1, steps, 2 * mels], and as
-        many tokens as its projector makes of these."""
+        """Return the features of a sound, two mel frames side by side for each encoder step, [1, steps, 2 * mels], and
+        as many placeholder tokens as the projector makes rows."""
         import torch
 
         [samples] = audio
@@ -60,7 +60,7 @@ class GraniteSpeechProcessor:
         }
 
     def _features(self, samples: Tensor) -> Tensor:
-        """[steps, 2 * mels]."""
+        """Return the mel features of samples, [steps, 2 * mels]."""
         import torch
 
         settings = self.feature_extractor
@@ -76,17 +76,17 @@ class GraniteSpeechProcessor:
 
 
 class _Settings(dict[str, int]):
-    """As `transformers` has those of a processor's half."""
+    """Settings of the feature extractor, with the `to_dict` method that `transformers` has."""
 
     def to_dict(self) -> dict[str, int]:
         return dict(self)
 
 
 def _settings(folder: str) -> dict[str, int]:
-    """Of the feature extractor, as its files have them."""
+    """Return the feature extractor's settings from the checkpoint's files."""
     from transformers import SequenceFeatureExtractor
 
     found, _ = SequenceFeatureExtractor.get_feature_extractor_dict(folder)
-    if (size := found.get("feature_size")) is not None:  # as saved files call it
+    if (size := found.get("feature_size")) is not None:  # the name of `n_mels` in saved files
         found["n_mels"] = size
     return {name: int(found.get(name, default)) for name, default in _DEFAULTS.items()}

@@ -1,4 +1,4 @@
-"""The languages of Whisper, by the codes of its tokens (<|en|>), and other English names of theirs."""
+"""Whisper's languages by the code in its tokens (<|en|>), and alternative English names of languages."""
 
 LANGUAGES = dict(
     one.split(" ", 1)

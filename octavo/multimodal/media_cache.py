@@ -1,4 +1,4 @@
-"""What has become of media, for later requests with the same ones: decoded, and as the model's processor makes them."""
+"""A cache of media for later requests with the same media: decoded, and as the model's processor prepared them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class _CachedMedium(NamedTuple):
 
 
 class MediaCache:
-    """The latest used of one model, in so many bytes. Threads may share it."""
+    """The most recently used media of one model, up to `max_bytes`. Threads may share it."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -23,7 +23,7 @@ class MediaCache:
         self._num_bytes = 0
 
     def keep(self, key: Hashable, value: Any, num_bytes: int) -> None:
-        """In the place of what had the key before. What is larger than all of the room is not kept."""
+        """Keep a value, and drop the previous value of the key. A value larger than the whole cache is not kept."""
         with self._lock:
             self._drop(key)
             if num_bytes > self._max_bytes:
@@ -34,7 +34,7 @@ class MediaCache:
                 self._drop(next(iter(self._kept)))
 
     def find(self, key: Hashable) -> Any:
-        """None where nothing has the key, or no longer."""
+        """Return the value of a key; None if it is not, or no longer, in the cache."""
         with self._lock:
             if key not in self._kept:
                 return None
@@ -47,5 +47,5 @@ class MediaCache:
 
 
 def medium_bytes(medium: Any) -> int:
-    """Of an array, or of a picture in RGB."""
+    """Return the size in bytes of an array, or of a picture in RGB."""
     return int(medium.nbytes) if hasattr(medium, "nbytes") else medium.width * medium.height * 3

@@ -1,4 +1,4 @@
-"""Media as requests bring them, up to what the model's processor takes."""
+"""Turns media in a request into decoded media for the model's processor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from octavo.multimodal.media_cache import MediaCache, medium_bytes
 
 
 class MediaLoader:
-    """How media of one kind come in, within the bounds of a `MediaConfig` of that kind."""
+    """Loads media of one kind within the bounds of that kind's `MediaConfig`."""
 
     def __init__(self, config: MediaConfig, kept: MediaCache) -> None:
         self.config = config
@@ -34,18 +34,18 @@ class MediaLoader:
             )
 
     def is_many(self, given: object) -> bool:
-        """Whether a value of `multi_modal_data` is a sequence of media."""
+        """Return whether a value of `multi_modal_data` is a sequence of media."""
         if self.embeddings.is_one(given):
             return False
         return self.reader.is_many(given) or (self.kind is not VIDEO and len(getattr(given, "shape", ())) == 3)
 
     def normalized(self, given: object) -> Any:
-        """The medium of a value. Raises `RequestError`."""
+        """Return the medium in a value of `multi_modal_data`. Raises `RequestError`."""
         return self.embeddings.read(given) if self.embeddings.is_one(given) else self.reader.normalized(given)
 
     def read(self, url: str, file: bytes | None, salt: str | None) -> Any:
-        """The medium of a data: URL, or of the file that was fetched from `url`: decoded, unless it was so lately for
-        the same salt. Raises `RequestError`."""
+        """Return the medium of a data: URL, or of the file that was fetched from `url`. It comes from the cache if it
+        was recently decoded for the same salt. Raises `RequestError`."""
         data = self.kind.data_of(url, self.config.max_bytes) if file is None else file
         key = "file", self.kind.name, salt or "", hashlib.sha256(data).digest()
         if (medium := self._kept.find(key)) is None:

@@ -1,5 +1,5 @@
-"""What Phi-4-multimodal's processor makes of a picture or of a sound. That of `transformers` asks for torchvision; here
-are its two halves without, the one for pictures after the class `Phi4MultimodalImageProcessor` of transformers 5.
+"""Phi-4-multimodal's processor of pictures and sounds. The one in `transformers` needs torchvision; this one does not.
+The half for pictures follows the class `Phi4MultimodalImageProcessor` of transformers 5.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from octavo.media_kinds import IMAGE
 from octavo.multimodal.sound_decoder import RATE
 
 _SIDE = {"height": 448, "width": 448}
-_MIN_SIDE = 10  # of a picture in its tiles
+_MIN_SIDE = 10  # pixels of the shorter side of a picture that is fitted into its tiles
 _DEFAULTS: dict[str, Any] = {
     "size": _SIDE, "patch_size": 14, "dynamic_hd": 36, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
     "rescale_factor": 1 / 255,
 }  # fmt: skip
-# What a file may say of these is what is built.
+# Settings of which only these values are built.
 _FIXED = {"do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 3}
 
 
 class PictureTiles:
-    """Cuts a picture into tiles in its own proportions (HD), before which all of it stands as a tile of its own."""
+    """Cuts a picture into tiles that keep its proportions (HD). The first tile is an overview of the whole picture."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        """Of a file's settings. Raises `ValueError` for those that are not built."""
+        """Take the settings of the checkpoint's file. Raises `ValueError` for settings that are not built."""
         self._settings = {name: settings.get(name, default) for name, default in _DEFAULTS.items()}
         for name, built in _FIXED.items():
             if settings.get(name, built) != built:
@@ -40,9 +40,9 @@ class PictureTiles:
         return self._settings
 
     def __call__(self, picture: Any) -> dict[str, Any]:
-        """Of a picture: tiles [1, tiles, 3, side, side], which of their patches are of the picture and not beside it
-        [1, tiles, patches, patches], the size of all tiles together [1, 2], and the number of rows [1]. Raises
-        `RequestError` for one that is too long for its width."""
+        """Return the arrays of a picture: the tiles [1, tiles, 3, side, side]; a mask of the patches that show the
+        picture and no padding [1, tiles, patches, patches]; the size of all tiles together [1, 2]; the number of rows
+        [1]. Raises `RequestError` for a picture too long for its width."""
         import torch
         from torch.nn.functional import interpolate, pad
 
@@ -66,7 +66,7 @@ class PictureTiles:
         tiles = whole.reshape(3, rows, side, columns, side).permute(1, 3, 0, 2, 4).reshape(-1, 3, side, side)
         masks = seen.reshape(rows, num_patches, columns, num_patches).transpose(1, 2)
         masks = masks.reshape(-1, num_patches, num_patches)
-        # A row is of four patches, those at the edge of two or one; behind each line of them stands a mark.
+        # A row stands for 2 x 2 patches, at an edge for two or one. Each line of rows is followed by a separator row.
         num_rows = sum(
             int(of_lines.sum()) + int(of_lines[:, 0].sum())
             for of_lines in (torch.ones(num_patches, num_patches)[::2, ::2], _every_second(masks, rows, columns))
@@ -75,18 +75,18 @@ class PictureTiles:
             "image_pixel_values": torch.cat([overview[None], tiles])[None].numpy(),
             "image_attention_mask": torch.cat([torch.ones(1, num_patches, num_patches), masks])[None].numpy(),
             "image_sizes": np.array([[rows * side, columns * side]]),
-            "num_img_tokens": np.array([num_rows + 1]),  # and one between the tiles and the overview
+            "num_img_tokens": np.array([num_rows + 1]),  # and a separator row between the tiles and the overview
         }
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
-        """Columns and rows of tiles: as many as the picture has room for, or where that is too many those of the
-        nearest proportions."""
+        """Return the columns and rows of tiles that cover the picture; if these are too many, the grid with the nearest
+        proportions."""
         side, most = self._side, int(self._settings["dynamic_hd"])
         columns, rows = math.ceil(width / side), math.ceil(height / side)
         if columns * rows <= most:
             return columns, rows
-        # Of equal proportions the largest that the picture fills by more than half. Grids of as many tiles come in the
-        # order of transformers, which is that of a set.
+        # Of grids with equal proportions, the largest wins that the picture fills by more than half. Grids with equally
+        # many tiles are tried in the order of a set, as in transformers.
         grids = {(i, j) for n in range(1, most + 1) for i in range(1, n + 1) for j in range(1, n + 1) if i * j <= most}
         best, difference = (1, 1), math.inf
         for columns, rows in sorted(grids, key=math.prod):
@@ -96,7 +96,7 @@ class PictureTiles:
         return best
 
     def _fitted(self, width: int, height: int, columns: int, rows: int) -> tuple[int, int]:
-        """The height and width that a picture of these has in its tiles."""
+        """Return the height and width of the picture after it is scaled to fit its tiles."""
         by_width, by_height = columns * self._side / width, rows * self._side / height
         if by_width < by_height:
             return int(height * by_width), columns * self._side
@@ -104,18 +104,18 @@ class PictureTiles:
 
 
 def _every_second(masks: Any, rows: int, columns: int) -> Any:
-    """Of tiles' patches every second one in height and in width, as one picture."""
+    """Return the masks of all tiles put together as one picture, with every second patch in height and in width."""
     found = masks[:, ::2, ::2]
     size = found.shape[-1]
     return found.reshape(rows, columns, size, size).transpose(1, 2).reshape(rows * size, columns * size)
 
 
 class Phi4Processor:
-    """Called as the processors of `transformers` are that replace placeholders in a text, here with one picture or one
-    sound."""
+    """Processes one picture or one sound. It is called like the `transformers` processors that replace placeholders in
+    a text."""
 
     def __init__(self, folder: str, _token_id: int) -> None:
-        """Raises `OSError` or `ValueError`."""
+        """Load the settings and the tokenizer in `folder`. Raises `OSError` or `ValueError`."""
         from transformers import AutoTokenizer, Phi4MultimodalFeatureExtractor
         from transformers.image_processing_base import ImageProcessingMixin
 
@@ -128,8 +128,8 @@ class Phi4Processor:
     def __call__(
         self, *, images: list[Any] | None = None, audio: list[Any] | None = None, is_beside: bool = False, **_: Any
     ) -> dict[str, Any]:
-        """Of a picture what `PictureTiles` makes of it. Of a sound its frames, [1, frames, mels], and as many tokens as
-        the encoder leaves of them; with `is_beside` that there are pictures beside it."""
+        """Return the arrays of a picture from `PictureTiles`, or of a sound: its frames [1, frames, mels], and as many
+        placeholder tokens as the encoder makes rows. `is_beside` says that the sound's prompt has pictures too."""
         if images:
             made = self.image_processor(images[0])
             return self._with_text(made, self.image_token, int(made["num_img_tokens"][0]))

@@ -1,5 +1,5 @@
-"""Pictures as models see them, of files (for `decoder_process`) and of Pillow's images: RGB, upright and without
-transparency, of those that move the first frame. The size that a header gives is checked before any pixels are made.
+"""Decodes pictures to RGB, upright and without transparency, from files (for `decoder_process`) and from Pillow images.
+Of an animation it takes the first frame. The size in the header is checked before pixels are decoded.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MIN_SIDE = 2  # a picture of one pixel is a mistake or an attack; processors take its sides for channels
-# Of a JPEG: each is a pass over all of the picture, however few bytes it has (bugzilla.redhat.com/1344214: 20,000
-# in 1.2 MB took 40 s where they were of 32 megapixels). Progressive ones have some ten.
+# Scans of a JPEG. Each is a pass over the whole picture, however few bytes it has (bugzilla.redhat.com/1344214: 20,000
+# scans of 32 megapixels in 1.2 MB took 40 s). Progressive files have about ten.
 MAX_SCANS = 500
 MAX_ASPECT = 50  # processors scale the shorter side to a fixed size, and the longer one grows with it
 
 
 def decode(data: bytes, limits: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
-    """The size of the picture of a file of `FORMATS`, and its pixels. Raises `Refused`."""
+    """Return the size of the picture in a file of `FORMATS`, and its pixels. Raises `Refused`."""
     from PIL import Image, features
 
     max_pixels = limits["max_pixels"]
@@ -29,12 +29,12 @@ def decode(data: bytes, limits: dict[str, Any]) -> tuple[dict[str, Any], list[by
         if not features.check("webp"):
             raise Refused("it is a WebP file, which the Pillow of this server is built without.")
         check_size(size, max_pixels)
-    # What is compressed has no such mark in it, and thumbnails one each.
+    # Compressed data cannot contain a scan marker; a thumbnail adds one each.
     if data[:2] == b"\xff\xd8" and data.count(b"\xff\xda") > MAX_SCANS:
         raise Refused(f"it has more than {MAX_SCANS} scans.")
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            check_size(image.size, max_pixels)  # of the header
+            check_size(image.size, max_pixels)  # the size in the header
             image.load()
             found = upright(image)
     except Image.DecompressionBombError:
@@ -43,8 +43,8 @@ def decode(data: bytes, limits: dict[str, Any]) -> tuple[dict[str, Any], list[by
 
 
 def _webp_size(data: bytes) -> tuple[int, int] | None:
-    """What the header of a WebP file says (RFC 9649): libwebp makes room for frames as soon as it has opened one. None
-    of any other file."""
+    """Return the size in the header of a WebP file (RFC 9649), or None for other files. It must be checked before the
+    file is opened, as libwebp allocates the frames on opening."""
     head = data[:30]
     if len(head) < 30 or head[:4] != b"RIFF" or head[8:12] != b"WEBP":
         return None
@@ -60,12 +60,12 @@ def _webp_size(data: bytes) -> tuple[int, int] | None:
 
 
 def upright(image: Image) -> Image:
-    """A picture in RGB, turned by its EXIF orientation; what is transparent is on white. Pillow raises what it likes of
-    a broken one."""
+    """Return the picture in RGB, turned by its EXIF orientation, transparent parts on white. Pillow may raise any
+    exception for a broken picture."""
     from PIL import Image, ImageOps
 
     turned = ImageOps.exif_transpose(image)
-    if turned.mode.startswith("I;16"):  # Pillow clips what is above 255
+    if turned.mode.startswith("I;16"):  # Pillow would clip values above 255
         turned = turned.point(lambda value: value / 256).convert("L")
     if turned.has_transparency_data:
         turned = turned.convert("RGBA")

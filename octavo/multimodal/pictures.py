@@ -1,9 +1,9 @@
-"""Pictures as they come: base64 `data:` URLs, files that `connector` has fetched, or Pillow's images of a caller in the
-same process. What comes out is RGB, upright and without transparency, and known by a hash.
+"""Reads pictures of requests: base64 `data:` URLs, files that `connector` has fetched, or Pillow images of a caller in
+the same process. The results are RGB, upright and without transparency, and are identified by a hash.
 
-What strangers send is checked in the order in which it costs: the length of the text, the bytes, and then, in a process
-with bounds, the size that the header gives and the pixels. Error texts say what is wrong with the picture, and nothing
-of the machine.
+Checks of strangers' pictures run from cheap to costly: the length of the text, the bytes, and then, in a process with
+bounds, the size in the header and the pixels. Error texts say what is wrong with the picture, and nothing about the
+machine.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from octavo.multimodal.picture_decoder import MIN_SIDE, check_size, upright
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# Of the process that decodes: what it is itself, and the copies that Pillow makes of four bytes a pixel.
+# Memory of the decoding process: its own, and for each pixel the copies of four bytes that Pillow makes.
 _MEMORY_BYTES, _BYTES_A_PIXEL = 1 << 30, 32
-_RATIOS = (1.0, 4 / 3, 3.0)  # of sides: into how many tiles a picture is cut depends on them
+_RATIOS = (1.0, 4 / 3, 3.0)  # ratios of sides; the number of tiles depends on them
 
 
 class PictureReader:
-    """Of one engine's bounds: a `MediaReader`."""
+    """Reads pictures within one engine's bounds. It is a `MediaReader`."""
 
     def __init__(self, config: MediaConfig) -> None:
         self._config = config
@@ -59,12 +59,12 @@ class PictureReader:
 
 
 def from_url(url: str, max_bytes: int, max_pixels: int) -> Image:
-    """The picture of a `data:` URL, as `normalized` leaves it. Raises `RequestError`."""
+    """Return the picture of a `data:` URL, in the form of `normalized`. Raises `RequestError`."""
     return from_bytes(IMAGE.data_of(url, max_bytes), max_bytes, max_pixels)
 
 
 def from_bytes(data: bytes, max_bytes: int, max_pixels: int) -> Image:
-    """The picture of a file, as `normalized` leaves it. Raises `RequestError`."""
+    """Return the picture in a file, in the form of `normalized`. Raises `RequestError`."""
     from PIL import Image
 
     if len(data) > max_bytes:
@@ -75,7 +75,7 @@ def from_bytes(data: bytes, max_bytes: int, max_pixels: int) -> Image:
 
 
 def normalized(image: Any, max_pixels: int) -> Image:
-    """A Pillow image as RGB: turned upright by its EXIF orientation, what is transparent on white. Raises
+    """Return a Pillow image as RGB, turned upright by its EXIF orientation, transparent parts on white. Raises
     `RequestError`."""
     from PIL import Image
 
@@ -91,7 +91,7 @@ def normalized(image: Any, max_pixels: int) -> Image:
 
 
 def content_hash(image: Image, settings: str, salt: str | None) -> bytes:
-    """SHA-256 over all that a tower's rows depend on, and the salt that keeps tenants apart."""
+    """Return the SHA-256 of everything that a tower's rows depend on, and of the salt that keeps tenants apart."""
     digest = hashlib.sha256(repr((salt or "", settings, image.mode, image.size)).encode())
     digest.update(image.tobytes())
     return digest.digest()

@@ -1,6 +1,5 @@
-"""Pictures or sounds, and prompts, as a model takes them, by the model's own processor: the values that its tower
-reads, and as many placeholder tokens as the tower gives rows. The front end's half of a model that sees or hears; the
-other is `tower`.
+"""Prepares media and prompts with the model's own processor: the arrays that the tower reads, and a prompt with as many
+placeholder tokens as the tower gives rows. This module runs in the front end; `tower` runs in the core.
 """
 
 from __future__ import annotations
@@ -36,41 +35,41 @@ logger = logging.getLogger(__name__)
 
 
 _PARTS = {"image": "image_processor", "audio": "feature_extractor", "video": "video_processor"}  # of a processor
-# What it makes of a video: some towers take frames as pictures.
+# Arrays of a processed video. Some towers take the frames as pictures.
 _OF_VIDEO = (
     "pixel_values_videos", "video_grid_thw", "video_position_ids", "num_frames_per_video", "pixel_values",
     "pixel_attention_mask", "target_sizes_videos", "video_merge_sizes", "video_compression_mask",
 )  # fmt: skip
-_NUM_GUESSES = 8  # of the size of a medium that fits
-# What a processor makes of the text.
+_NUM_GUESSES = 8  # tries to find a medium's size that fits
+# Arrays of the text in a processor's output.
 _OF_TEXT = ("attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
 class MediaContext(NamedTuple):
-    """What the processing of a medium depends on beside itself: the prompt's others."""
+    """Facts about the prompt's other media that the processing of a medium depends on."""
 
-    number: int = 1  # as many of its own kind as make a difference
-    has_pictures: bool = False  # beside a sound
+    number: int = 1  # media of its own kind, up to the number that makes a difference
+    has_pictures: bool = False  # the medium is a sound, and the prompt has pictures too
 
 
 _ALONE = MediaContext()
 
 
 class Processed(NamedTuple):
-    """What stands for a medium in a prompt, and what the tower reads."""
+    """A processed medium: the text that stands for it in a prompt, and the input of the tower."""
 
     text: str
     input: MediaInput
 
 
 class MediaProcessor:
-    """Of one model. Threads may share it."""
+    """Processes the media of one model. Threads may share it."""
 
     def __init__(self, config: MediaConfig) -> None:
         self.config = config
         self._kept = MediaCache(config.kept_bytes)
         self._loaders: dict[str, MediaLoader] = {config.kind: MediaLoader(config, self._kept)}
-        self._tokens: dict[str, int] = {config.kind: config.token_id}  # by kind, which a row stands in the place of
+        self._tokens: dict[str, int] = {config.kind: config.token_id}  # by kind: the token that each row replaces
         if (audio := config.audio) is not None:
             bounds = replace(config, kind="audio", max_count=audio.max_count, max_bytes=audio.max_bytes)
             self._loaders[AUDIO.name] = MediaLoader(bounds, self._kept)
@@ -79,24 +78,24 @@ class MediaProcessor:
             bounds = replace(config, kind="video", max_count=video.max_count, max_bytes=video.max_bytes)
             self._loaders[VIDEO.name] = MediaLoader(bounds, self._kept)
             self._tokens[VIDEO.name] = video.token_id
-        self.kinds = tuple(loader.kind for loader in self._loaders.values())  # that the model takes
+        self.kinds = tuple(loader.kind for loader in self._loaders.values())  # kinds that the model takes
         self.metrics = MediaMetrics(*self._loaders)
         self._lock = Lock()
         self._processor: Any = None
         self._settings: dict[str, str] = {}  # by kind
         self._found_marks: dict[str, tuple[str, str, str]] = {}  # likewise
-        # It takes seconds to import, which the first medium should not wait for.
+        # The import takes seconds; the first medium should not wait for it.
         Thread(target=self._warm_up, name="octavo-processor", daemon=True).start()
 
     @property
     def placeholders(self) -> dict[str, str]:
-        """By kind, the text that stands for a medium in a prompt. Raises `LoadError`."""
+        """Return, by kind, the text that stands for a medium in a prompt. Raises `LoadError`."""
         self._load()
         return {name: str(getattr(self._processor, f"{name}_token")) for name in self._loaders}
 
     def media(self, given: object, uuids: object, salt: str | None) -> dict[str, list[Any]]:
-        """By kind, the media of `multi_modal_data` and their names, `multi_modal_uuids`. Raises `RequestError` for any
-        that are refused."""
+        """Return, by kind, the media of `multi_modal_data`; `multi_modal_uuids` names them. Raises `RequestError` if
+        one is refused."""
         if not isinstance(given, Mapping) or set(given) - set(self._loaders):
             values = ", or ".join(f"{kind.name}: {kind.values}" for kind in self.kinds)
             raise RequestError(
@@ -125,19 +124,20 @@ class MediaProcessor:
         return found
 
     def open(self, media: Sequence[SentMedium], salt: str | None = None) -> dict[str, list[Any]]:
-        """By kind, the media of a caller in the same process: URLs, which are fetched at once and waited for, and
-        values. Raises `RequestError`."""
+        """Return, by kind, the media of a caller in the same process. Values are read; URLs are fetched concurrently,
+        and the call waits for them. Raises `RequestError`."""
         self._check_numbers(media)
         futures = {url: self._loaders[kind].connector.fetch(url) for kind, url in _to_fetch(media)}
         return self.decode(media, {url: future.result() for url, future in futures.items()}, salt)
 
     def needs_fetching(self, media: Sequence[SentMedium]) -> bool:
-        """Whether any of a prompt's media says where it is. Raises `RequestError` for more than a prompt may have."""
+        """Return whether any of a prompt's media must be fetched. Raises `RequestError` for more than a prompt may
+        have."""
         self._check_numbers(media)
         return bool(_to_fetch(media))
 
     async def fetch(self, media: Sequence[SentMedium]) -> dict[str, bytes]:
-        """By URL, the files of those of a prompt's media that say where they are. Raises `RequestError`."""
+        """Return, by URL, the files of a prompt's media that must be fetched. Raises `RequestError`."""
         self._check_numbers(media)
         files: dict[str, bytes] = {}
         for name, loader in self._loaders.items():
@@ -147,7 +147,8 @@ class MediaProcessor:
         return files
 
     def decode(self, media: Sequence[SentMedium], files: Mapping[str, bytes], salt: str | None) -> dict[str, list[Any]]:
-        """By kind, the media of a conversation, of which `files` have been fetched. Raises `RequestError`."""
+        """Return, by kind, the decoded media of a conversation. `files` has the fetched ones by URL. Raises
+        `RequestError`."""
         found: dict[str, list[Any]] = {}
         for one in media:
             read = partial(self._read, one.kind, files, salt)
@@ -155,7 +156,7 @@ class MediaProcessor:
         return found
 
     def _read(self, kind: MediaKind, files: Mapping[str, bytes], salt: str | None, given: object) -> Any:
-        """The medium of a URL, of embeddings, or of a value. Raises `RequestError`."""
+        """Return the medium of a URL, of embeddings, or of a value. Raises `RequestError`."""
         loader = self._loaders[kind.name]
         if not isinstance(given, str | SentEmbeddings):
             return loader.normalized(given)
@@ -165,8 +166,8 @@ class MediaProcessor:
             return loader.read(given, files.get(given), salt)
 
     def _medium(self, sent: SentMedium, salt: str | None, read: Callable[[Any], Any]) -> Any:
-        """What `read` makes of one, which is kept under its name if it has one; or what the name stands for. Raises
-        `RequestError`."""
+        """Return the medium that `read` makes of `sent`, and keep it under its uuid if it has one. If only a uuid was
+        sent, return the medium that is kept under it. Raises `RequestError`."""
         kind, given, uuid = sent
         key = "uuid", kind.name, salt or "", uuid
         try:
@@ -178,7 +179,7 @@ class MediaProcessor:
                     "(--mm-processor-cache-gb). Send it again."
                 )
         except RequestError as error:
-            error.param = kind.part  # what is refused is the fault of a part of a message
+            error.param = kind.part  # the refused medium is a part of a message
             raise
         if given is not None and uuid is not None:
             self._kept.keep(key, medium, medium_bytes(medium))
@@ -195,10 +196,10 @@ class MediaProcessor:
         salt: str | None,
         encode: Callable[[str], list[int]],
     ) -> tuple[list[int], tuple[MediaItem, ...], list[MediaInput]]:
-        """A prompt with one placeholder a medium -> its tokens, with what the processor makes of each medium in the
-        place of that; the runs of tokens that stand for rows; and what the tower makes those of. A prompt of text is
-        expanded before `encode` makes tokens of it, as the processor does. Raises `RequestError` if there are not as
-        many placeholders as media.
+        """Expand a prompt that has one placeholder for each medium. Return its tokens, with the processor's text in
+        place of each placeholder; the runs of tokens that stand for rows; and the tower's inputs for these rows. A
+        prompt of text is expanded before `encode` makes tokens of it, as the processor does. Raises `RequestError` if
+        the numbers of placeholders and media differ.
         """
         if isinstance(prompt, str):
             kind_of = {text: name for name, text in self.placeholders.items()}
@@ -220,7 +221,7 @@ class MediaProcessor:
         return token_ids, self._items(token_ids, [one.input for one in found]), list(inputs.values())
 
     def largest(self, max_tokens: int) -> list[MediaInput]:
-        """Those media of each kind that ask the most of a tower, of those that `max_tokens` of a prompt have room for.
+        """Return, for each kind, the media that cost a tower most among those that fit into `max_tokens` of a prompt.
         Raises `LoadError`."""
         self._load()
         found: list[MediaInput] = []
@@ -230,7 +231,7 @@ class MediaProcessor:
                 try:
                     first, *others = loader.reader.largest(share)
                     made = self._process(loader, first, b"").input
-                except RequestError:  # more than the model takes
+                except RequestError:  # too large for the model
                     share /= 2
                     continue
                 if made.num_tokens <= max_tokens:
@@ -241,7 +242,7 @@ class MediaProcessor:
         return found
 
     def _items(self, token_ids: Sequence[int], media: Sequence[MediaInput]) -> tuple[MediaItem, ...]:
-        """The runs of tokens that stand for the rows of `media`, which have them one after the other."""
+        """Return the runs of tokens that stand for the rows of `media`, in the order of `media`."""
         tokens = set(self._tokens.values())
         places = [i for i, token in enumerate(token_ids) if token in tokens]
         if self.config.tile_rows and len(places) == len(media):
@@ -260,7 +261,7 @@ class MediaProcessor:
                 [place for _, place in run] for _, run in groupby(enumerate(of_one), lambda entry: entry[1] - entry[0])
             ]
             grid = one.grid
-            if grid is not None:  # text between the frames of a video
+            if grid is not None:  # a video whose frames have text between them
                 grid = grid[0] // len(runs), grid[1], grid[2]
             for run_places in runs:
                 items.append(MediaItem(run_places[0], len(run_places), one.content_hash, row, grid, one.time_step))
@@ -269,8 +270,8 @@ class MediaProcessor:
         return tuple(items)
 
     def _processed(self, media: Mapping[str, Sequence[Any]], names: Sequence[str], salt: str | None) -> list[Processed]:
-        """The media of one prompt in the order of its placeholders, which are of the kinds `names`; each different one
-        processed once. Raises `RequestError`."""
+        """Return the processed media of one prompt in the order of its placeholders, whose kinds are `names`. Equal
+        media are processed once. Raises `RequestError`."""
         for name, loader in self._loaders.items():
             if (count := len(media.get(name, ()))) != names.count(name):
                 raise RequestError(
@@ -300,8 +301,8 @@ class MediaProcessor:
         return self._numbered(names, [found[digest] for digest in digests])
 
     def _numbered(self, names: Sequence[str], found: list[Processed]) -> list[Processed]:
-        """`found` with the number that each has among the prompt's of its kind, where the processor writes numbers:
-        each was processed as the first."""
+        """Return `found` with each medium's number in its text, for processors that write numbers. A medium's number
+        counts the prompt's earlier media of its kind; each was processed alone, with number 0."""
         start, end = (getattr(self._processor, f"image_id_{side}_token", "") for side in ("start", "end"))
         numbers = [names[:i].count(name) for i, name in enumerate(names)] if start else []
         for i, number in enumerate(numbers):
@@ -310,7 +311,7 @@ class MediaProcessor:
         return found
 
     def _made(self, loader: MediaLoader, medium: Any, digest: bytes, context: MediaContext) -> Processed:
-        """What `_process` makes of it, or has made lately of the same."""
+        """Return the result of `_process`, from the cache if it has it."""
         key = "made", digest
         made: Processed | None = self._kept.find(key)
         if made is None:
@@ -319,8 +320,9 @@ class MediaProcessor:
         return made
 
     def _process(self, loader: MediaLoader, medium: Any, digest: bytes, context: MediaContext = _ALONE) -> Processed:
-        """A medium as the model's processor makes it in such company, alone so that no other has to do with it. Raises
-        `RequestError` for a sound of which the model would hear a part, or nothing."""
+        """Return a medium as the model's processor makes it in this `context`. Each medium is processed alone, so that
+        no other can change it. Raises `RequestError` for a sound that the model would hear only in part, or not at
+        all."""
         if isinstance(medium, Embeddings):
             return self._process_embeddings(loader, medium, digest)
         if loader.kind is VIDEO:
@@ -340,7 +342,7 @@ class MediaProcessor:
             **({"sampling_rate": RATE} if is_sound else {}),
             **({"is_beside": True} if context.has_pictures else {}),
             return_text_replacement_offsets=True,
-            return_tensors="pt",  # some processors make no others
+            return_tensors="pt",  # some processors return only torch tensors
             add_special_tokens=False,
         )
         text = found.pop("text_replacement_offsets")[0][0]["replacement"]
@@ -352,14 +354,14 @@ class MediaProcessor:
             if name not in _OF_TEXT:
                 arrays.append(_array(name, values if name == "batch_num_images" else values[: len(values) // number]))
         grid = None
-        if "image_grid_thw" in found:  # of patches, squares of which make a row
+        if "image_grid_thw" in found:  # the grid counts patches; a square of them makes a row
             merge = self._processor.image_processor.merge_size
             time, height, width = found["image_grid_thw"][0].tolist()
             grid = time, height // merge, width // merge
         return Processed(text, MediaInput(digest, int(num_tokens), tuple(arrays), grid))
 
     def _process_tiles(self, picture: Any, digest: bytes) -> Processed:
-        """A picture whose rows stand in the place of no token: its token stays as it is."""
+        """Return a processed picture whose rows replace no token: layers attend to them, and its token stays."""
         found = self._processor.image_processor([[picture]], return_tensors="np")
         [[num_tiles]] = found.pop("num_tiles")
         arrays = tuple(_array(name, values) for name, values in found.items())
@@ -367,7 +369,7 @@ class MediaProcessor:
         return Processed(self.placeholders[IMAGE.name], MediaInput(digest, num_rows, arrays))
 
     def _process_video(self, video: Video, digest: bytes) -> Processed:
-        """Frames that have been sampled, as the model's processor makes them. Raises `RequestError`."""
+        """Return a video's sampled frames as the model's processor makes them. Raises `RequestError`."""
         assert self.config.video is not None
         count, height, width, _ = video.frames.shape
         metadata = {
@@ -384,7 +386,7 @@ class MediaProcessor:
                 return_tensors="pt",
                 add_special_tokens=False,
             )
-        except ValueError:  # frames too small for it, or too many
+        except ValueError:  # the frames are too small for the processor, or too many
             raise VIDEO.refusal(
                 f"the model's processor takes no {count} frames of {width} x {height} pixels."
             ) from None
@@ -403,7 +405,8 @@ class MediaProcessor:
         return Processed(replaced["replacement"], MediaInput(digest, num_tokens, tuple(arrays), grid, step))
 
     def _process_embeddings(self, loader: MediaLoader, given: Embeddings, digest: bytes) -> Processed:
-        """Rows in the place of a medium: the marks around one's tokens, and as many tokens as there are rows."""
+        """Return embeddings as a processed medium. Its text has the marks that surround a medium's tokens, and a token
+        for each row."""
         kind, num_tokens = loader.kind, given.rows.shape[1]
         array = MediaArray(EMBEDDINGS, given.rows.dtype.name, given.rows.shape, given.rows.tobytes())
         if (of_tile := self.config.tile_rows) > 0:
@@ -427,8 +430,8 @@ class MediaProcessor:
         return Processed(before + token * num_tokens + behind, MediaInput(digest, num_tokens, (array,), grid))
 
     def _marks(self, loader: MediaLoader) -> tuple[str, str, str]:
-        """What stands before the rows of a medium, in the place of each of them, and behind them: by an example, the
-        first time. Raises `RequestError` for models with marks between them."""
+        """Return the text before a medium's rows, the text for each row, and the text behind them. The first call finds
+        them by processing an example. Raises `RequestError` for models with marks between rows."""
         kind = loader.kind
         if (found := self._found_marks.get(kind.name)) is None:
             example = self._process(loader, loader.reader.example(), b"")
@@ -448,11 +451,11 @@ class MediaProcessor:
     def _warm_up(self) -> None:
         try:
             self._load()
-        except Exception as e:  # the first request with a medium gets it too
+        except Exception as e:  # the first request with a medium raises the error too
             logger.error("the processor of media cannot be loaded: %s", e)
 
     def _load(self) -> None:
-        """Raises `LoadError`."""
+        """Load the processor once. Raises `LoadError`."""
         with self._lock:
             if self._processor is not None:
                 return
@@ -469,13 +472,14 @@ class MediaProcessor:
 
 
 def _array(name: str, values: Any) -> MediaArray:
-    """Of a tensor or an array. Llama 4's are bfloat16, which numpy does not know, nor towers in float32."""
+    """Return a tensor or an array as a `MediaArray`. Llama 4's tensors are bfloat16, which numpy lacks and float32
+    towers do not take; they become float32."""
     found = np.ascontiguousarray(values.float() if str(values.dtype) == "torch.bfloat16" else values)
     return MediaArray(name, found.dtype.name, found.shape, found.tobytes())
 
 
 def _split(token_ids: Sequence[int], placeholders: Mapping[int, str]) -> tuple[list[str], list[list[int]]]:
-    """What the placeholders of a prompt stand for, in order, and what is between them."""
+    """Return the kinds of a prompt's placeholders, in order, and the tokens before, between and behind them."""
     names: list[str] = []
     parts: list[list[int]] = [[]]
     for token in token_ids:
@@ -488,7 +492,7 @@ def _split(token_ids: Sequence[int], placeholders: Mapping[int, str]) -> tuple[l
 
 
 def _to_fetch(media: Sequence[SentMedium]) -> list[tuple[str, str]]:
-    """The kinds and the URLs of those that say where they are."""
+    """Return the kind and the URL of each medium that must be fetched."""
     return [(one.kind.name, one.given) for one in media if isinstance(one.given, str) and needs_fetching(one.given)]
 
 

@@ -1,5 +1,5 @@
-"""Prompts that are embeddings (`prompt_embeds`): a tensor [tokens, hidden_size], as transformers' embedding makes it of
-tokens. To the engine they are a medium whose rows stand in the place of a prompt's tokens, all of them.
+"""Prompts given as embeddings (`prompt_embeds`): a tensor [tokens, hidden_size], like the output of transformers'
+embedding. The engine treats them as a medium whose rows replace all tokens of the prompt.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from octavo.request import EMBEDDINGS, MediaArray, MediaInput, MediaItem
 
 
 class PromptEmbedsReader:
-    """Of one model."""
+    """Reads embedded prompts for one model."""
 
     def __init__(self, config: PromptEmbedsConfig) -> None:
         self._config = config
 
     def take(self, given: object, salt: str | None) -> tuple[MediaItem, MediaInput]:
-        """A tensor, an array, or a file of one in base64 -> where its rows stand, and these. Raises `RequestError`."""
+        """Return the item and the input of a tensor, an array, or base64 of a tensor file: the place of the rows, and
+        the rows. Raises `RequestError`."""
         try:
             rows = float_rows(read_tensor(given), self._config.hidden_size, self._config.max_rows)[None]
         except ValueError as e:

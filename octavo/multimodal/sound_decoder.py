@@ -1,4 +1,4 @@
-"""Samples at 16 kHz of a file of sound, for `decoder_process`."""
+"""Decodes sound files to samples at 16 kHz, for `decoder_process`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from octavo.multimodal.decoder_process import Refused
 RATE = 16_000
 RATES = (4_000, 384_000)
 MAX_CHANNELS = 8
-# As libsndfile names them; AIFF, raw samples and others are not taken.
+# By libsndfile's names. AIFF, raw samples and others are refused.
 FORMATS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3", "MPEG")
 _BLOCK_FRAMES = 1 << 16
 
 
 def decode(data: bytes, limits: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
-    """The file's samples as float32 of one channel at 16 kHz. Raises `Refused`."""
+    """Return the file's samples as float32, one channel, 16 kHz. Raises `Refused`."""
     import numpy as np
     import soundfile
     import soxr
@@ -32,7 +32,7 @@ def decode(data: bytes, limits: dict[str, Any]) -> tuple[dict[str, Any], list[by
             if not 1 <= channels <= MAX_CHANNELS:
                 raise Refused(f"it has {channels} channels; {MAX_CHANNELS} are the most.")
             resampler = soxr.ResampleStream(rate, RATE, 1, "float32")
-            num_frames = 0  # counted: what the header says of them need not be true
+            num_frames = 0  # counted, as the header may lie
             while len(block := file.read(_BLOCK_FRAMES, "float32", always_2d=True)):
                 num_frames += len(block)
                 if num_frames > max_seconds * rate:

@@ -1,7 +1,7 @@
-"""Files of sound as they come, and samples as models hear them: one channel of float32 at 16 kHz.
+"""Reads sounds of requests into samples for models: one channel of float32 at 16 kHz.
 
-What strangers send is decoded in a process of its own, which has bounds on its memory and its time and may die of a
-file without harm to anybody else. Whoever asks for a sound is told what is wrong with it, and nothing of the machine.
+Strangers' files are decoded in a separate process, which has bounds on memory and time and may crash without harm.
+Error texts say what is wrong with the sound, and nothing about the machine.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from octavo.media_kinds import AUDIO
 from octavo.multimodal.decoding import decode
 from octavo.multimodal.sound_decoder import MAX_CHANNELS, RATE, RATES
 
-_MEMORY_BYTES = 1 << 30  # of the decoding process, beside the samples
+_MEMORY_BYTES = 1 << 30  # memory of the decoding process, without the samples
 
-Samples = NDArray[np.float32]  # [n], 16,000 a second
+Samples = NDArray[np.float32]  # [n], 16,000 samples a second
 
 
 class SoundReader:
-    """Of one engine's bounds: a `MediaReader`."""
+    """Reads sounds within one engine's bounds. It is a `MediaReader`."""
 
     def __init__(self, config: MediaConfig) -> None:
         self._config = config
@@ -36,7 +36,8 @@ class SoundReader:
         return from_array(given, self._config.max_seconds)
 
     def is_many(self, given: object) -> bool:
-        """A list of numbers is one sound, and so is a pair of samples and their rate."""
+        """Return whether a value is several sounds. A list of numbers is one sound; so is a pair of samples and their
+        rate."""
         return isinstance(given, list) and not (given and isinstance(given[0], int | float))
 
     def example(self) -> Samples:
@@ -51,7 +52,7 @@ class SoundReader:
 
 
 def from_bytes(data: bytes, max_bytes: int, max_seconds: float) -> Samples:
-    """The sound of a file. Raises `RequestError`."""
+    """Return the samples of a sound file. Raises `RequestError`."""
     if len(data) > max_bytes:
         raise too_many_bytes(max_bytes)
     limits = {"max_seconds": max_seconds, "memory_bytes": _MEMORY_BYTES + int(max_seconds * RATE * 8)}
@@ -63,8 +64,8 @@ def from_bytes(data: bytes, max_bytes: int, max_seconds: float) -> Samples:
 
 
 def from_array(given: Any, max_seconds: float) -> Samples:
-    """The sound of a caller in the same process: samples at 16 kHz [n], or a pair of samples [n] or [n, channels] and
-    their rate. Raises `RequestError`."""
+    """Return the samples of a caller in the same process. It gives samples [n] or [n, channels] at 16 kHz, or a pair of
+    such samples and their rate. Raises `RequestError`."""
     rate: Any = RATE
     if isinstance(given, tuple) and len(given) == 2:
         given, rate = given
@@ -88,7 +89,7 @@ def from_array(given: Any, max_seconds: float) -> Samples:
 
 
 def checked(samples: Samples, max_seconds: float) -> Samples:
-    """Samples that a model may hear. Raises `RequestError`."""
+    """Return samples clipped to -1 to 1, after checking their number and that all are finite. Raises `RequestError`."""
     if not len(samples):
         refuse("it has no samples.")
     if len(samples) > max_seconds * RATE + 1:
@@ -99,14 +100,15 @@ def checked(samples: Samples, max_seconds: float) -> Samples:
 
 
 def content_hash(values: NDArray[np.float32], salt: str | None, settings: str = "") -> bytes:
-    """SHA-256 over all that an encoder's output depends on, and the salt that keeps tenants apart."""
+    """Return the SHA-256 of everything that an encoder's output depends on, and of the salt that keeps tenants
+    apart."""
     digest = hashlib.sha256(repr((salt or "", settings, values.shape, values.dtype.name)).encode())
     digest.update(np.ascontiguousarray(values).data)
     return digest.digest()
 
 
 def too_many_bytes(max_bytes: int) -> RequestError:
-    """What a sound's file is refused with that is too large."""
+    """Return the error for an uploaded sound file that is too large."""
     return _of_file(AUDIO.too_many_bytes(max_bytes))
 
 
@@ -119,7 +121,7 @@ def refuse(reason: str) -> NoReturn:
 
 
 def refusal(reason: str) -> RequestError:
-    """What a sound is refused with that has been uploaded."""
+    """Return the error for an uploaded sound."""
     return _of_file(AUDIO.refusal(reason))
 
 

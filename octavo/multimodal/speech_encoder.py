@@ -1,5 +1,5 @@
-"""What a model hears: the output of its encoder, which transformers computes on the device of the decoder, thirty
-seconds at a time. The core's half of a model that hears; the other is `listening`.
+"""Computes the output of a speech model's encoder with transformers, on the decoder's device, thirty seconds at a time.
+This module runs in the core; `audio_features` runs in the front end.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ class SpeechEncoder:
     """The encoder of a Whisper checkpoint, without its decoder."""
 
     def __init__(self, folder: str, device: str = "cpu", dtype: str = "float32") -> None:
-        """It computes in `dtype` on torch's `device`, as "cpu" or "cuda:0". Raises `LoadError`."""
-        # As in `Tower`: torch's threads would take the cores from the native kernels'.
+        """Load the encoder. It computes in `dtype` on torch's `device`, such as "cpu" or "cuda:0". Raises
+        `LoadError`."""
+        # As in `Tower`: waiting threads of torch would spin and take cores from the native kernels.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         import torch
         import transformers
@@ -30,7 +31,7 @@ class SpeechEncoder:
         try:
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
             config.decoder_layers = 0
-            with quiet(transformers.logging):  # it would report the decoder's weights as left over
+            with quiet(transformers.logging):  # transformers would report the decoder's weights as unused
                 model, report = transformers.WhisperForConditionalGeneration.from_pretrained(
                     folder, config=config, dtype=self._dtype, output_loading_info=True
                 )
@@ -42,15 +43,15 @@ class SpeechEncoder:
         to_device(self._encoder, self._device)
 
     def example(self) -> MediaInput:
-        """A window; all are equally long."""
+        """Return a silent window. All windows are equally long."""
         config = self._encoder.config
         shape = (1, config.num_mel_bins, 2 * config.max_source_positions)
         array = MediaArray("input_features", "float32", shape, bytes(4 * prod(shape)))
         return MediaInput(b"", config.max_source_positions, (array,))
 
     def rows(self, given: MediaInput) -> Rows:
-        """[num_tokens, H] of one window at a time: their bits must not depend on other requests. Raises `RequestError`
-        where the device has no memory for it."""
+        """Return the encoder's rows of one window, [num_tokens, H]. Windows are computed one at a time, so that their
+        bits do not depend on other requests. Raises `RequestError` if the device has no memory for the window."""
         import torch
 
         [features] = given.arrays

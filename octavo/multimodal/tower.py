@@ -1,6 +1,6 @@
-"""What a model sees of a picture, or hears of a sound: the rows that its tower and projector make, which transformers
-computes on the device of the decoder, and which are kept on the host for later turns. The core's half of
-such a model; the other is `processor`.
+"""Computes the rows of pictures, sounds and videos: the output of the model's tower and projector, by transformers on
+the decoder's device. Rows are kept on the host for later turns. This module runs in the core; `processor` runs in the
+front end.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from octavo.request import EMBEDDINGS, MediaInput
 
 logger = logging.getLogger(__name__)
 
-_NICENESS = 10  # of the tower's threads
+_NICENESS = 10  # added niceness of the tower's threads
 _OF_DECODER = re.compile(r"\b(language_model|text_model|lm_head)\b")
-Rows = NDArray[np.float32]  # [1 + D, tokens, H]: in the place of embeddings, and after each of the first D layers
+Rows = NDArray[np.float32]  # [1 + D, tokens, H]: rows[0] replaces embeddings, rows[1 + i] is added after layer i
 
 
 class Tower:
@@ -44,9 +44,9 @@ class Tower:
         dtype: str = "float32",
         hears_too: bool = False,
     ) -> None:
-        """Of media of `kind`, "image" or "audio", or of both where it `hears_too`; its rows are multiplied by
-        `multiplier`. It computes in `dtype` on torch's `device`, as "cpu" or "cuda:0". Raises `LoadError`."""
-        # torch's threads would wait by spinning, and take the cores from the native kernels': read when they start.
+        """Load the tower for media of `kind`, "image" or "audio"; with `hears_too` for both. Its rows are multiplied by
+        `multiplier`. It computes in `dtype` on torch's `device`, such as "cpu" or "cuda:0". Raises `LoadError`."""
+        # Waiting threads of torch would spin and take cores from the native kernels. Torch reads this when they start.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         import torch
         import transformers
@@ -55,25 +55,25 @@ class Tower:
         try:
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
             is_quantized = hasattr(config, "quantization_config")
-            if is_quantized:  # the decoder: its tensors are none of transformers' concern
+            if is_quantized:  # only the decoder is quantized, and transformers does not load it
                 del config.quantization_config
             text = getattr(config, "text_config", config)
             text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
-            for name in ("layer_types", "mlp_layer_types"):  # one entry a layer
+            for name in ("layer_types", "mlp_layer_types"):  # lists with an entry for each layer
                 if getattr(text, name, None):
                     setattr(text, name, [])
             for name in ("hidden_size_per_layer_input", "num_kv_shared_layers"):  # Gemma 4's
                 if getattr(text, name, None):
                     setattr(text, name, 0)
-            is_phi4 = config.model_type == "phi4_multimodal"  # which is built of both only
+            is_phi4 = config.model_type == "phi4_multimodal"  # transformers builds it with both towers only
             if kind == "image" and not is_phi4 and getattr(config, "audio_config", None) is not None:
                 config.audio_config = None  # the other tower of models with two
             name = config.architectures[0]
             builder = getattr(transformers, OTHER_NAMES.get(name, name))
-            with quiet(transformers.logging):  # it would report the decoder's weights as left over
+            with quiet(transformers.logging):  # transformers would report the decoder's weights as unused
                 model, report = builder.from_pretrained(
                     folder, config=config, dtype=self._dtype, ignore_mismatched_sizes=True, output_loading_info=True,
-                    adapter_kwargs={"subfolder": "none"},  # of the decoder, for which transformers would look here
+                    adapter_kwargs={"subfolder": "none"},  # transformers would look here for the decoder's adapters
                 )  # fmt: skip
         except (OSError, ValueError, AttributeError) as e:
             raise LoadError(f"the tower of {folder} cannot be loaded: {str(e).splitlines()[0]}") from None
@@ -93,15 +93,15 @@ class Tower:
             if not hears_too:
                 extend.audio_embed = None
             for layer in extend.image_embed.img_processor.encoder.layers:
-                layer.self_attn.is_causal = False  # which SigLIP's is not; torch's would be of tiles without a mask
+                layer.self_attn.is_causal = False  # as in SigLIP; torch would make tiles without a mask causal
         if config.model_type == "mllama":
             features = partial(_of_mllama, self._model)
         to_device(self._model, self._device)
         self._features = getattr(self._model, f"get_{kind}_features", None) or features
 
     def rows(self, given: MediaInput) -> Rows:
-        """Of one medium at a time: their bits must not depend on other requests. Raises `RequestError` where the device
-        has no memory for it."""
+        """Return the rows of one medium. Media are computed one at a time, so that their bits do not depend on other
+        requests. Raises `RequestError` if the device has no memory for the medium."""
         with memory_refused():
             return self._rows(given)
 
@@ -122,17 +122,17 @@ class Tower:
                 arguments[array.name] = values.to(self._dtype) if values.is_floating_point() else values
         with torch.inference_mode():
             features = compute(**arguments, return_dict=True)
-        # Each one tensor [tiles, tokens, H], or a list of such of its own number of tokens a picture;
-        # of sounds also [tokens, H].
+        # Each part is a tensor [tiles, tokens, H], or a list of tensors with a number of tokens for each picture; for
+        # sounds also [tokens, H].
         pooled = getattr(features, "pooler_output", None)
-        if pooled is None:  # Llama 4's, of the tower alone
+        if pooled is None:  # Llama 4 returns the output of the tower alone
             with torch.inference_mode():
                 pooled = self._model.multi_modal_projector(features.last_hidden_state)
         parts = [pooled, *(getattr(features, "deepstack_features", None) or ())]
         tensors = [part if isinstance(part, torch.Tensor) else torch.cat(list(part)) for part in parts]
         rows = torch.stack([one.reshape(-1, one.shape[-1]) for one in tensors]).float().mul(self._multiplier)
         kept = next((array for array in given.arrays if array.name == "video_compression_mask"), None)
-        if kept is not None:  # VideoLLaMA 3's: what a frame has like the one before reaches no token
+        if kept is not None:  # VideoLLaMA 3 drops rows of patches like those of the frame before
             rows = rows[:, torch.from_numpy(np.frombuffer(kept.values, bool).copy()).to(rows.device)]
         found: Rows = rows.cpu().numpy()
         if found.shape[1] != given.num_tokens:
@@ -141,8 +141,8 @@ class Tower:
 
 
 def to_device(model: Any, device: Any) -> None:
-    """Move a network of torch, which is then there for threads of any stream. Steps have a stream of their own: what
-    other threads compute goes to torch's default one, which theirs does not wait for."""
+    """Move a torch network to a device, and wait until it is there. Other threads compute on torch's default stream; a
+    step has a stream of its own, which does not wait for the default stream."""
     import torch
 
     if device.type == "cuda":
@@ -152,14 +152,15 @@ def to_device(model: Any, device: Any) -> None:
 
 
 def _of_qwen2_audio(model: Any, input_features: Any, feature_attention_mask: Any, return_dict: bool) -> Any:
-    """What Qwen2-Audio has of a sound, [tokens, H]; its class in transformers 5 makes that only within a whole step."""
+    """Return Qwen2-Audio's rows of a sound, [tokens, H]. Its class in transformers 5 computes them only within a whole
+    forward pass."""
     import torch
     from transformers.masking_utils import create_bidirectional_mask
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
     tower, device = model.audio_tower, input_features.device
     [num_seen], [num_rows] = tower._get_feat_extract_output_lengths(feature_attention_mask.sum(-1))
-    num_positions = (input_features.shape[-1] - 2) // 2 + 1  # as many as the tower's convolutions leave
+    num_positions = (input_features.shape[-1] - 2) // 2 + 1  # the tower's convolutions leave as many
     inputs = input_features.new_zeros(1, num_positions, 1)
     is_sound = (torch.arange(num_positions, device=device) < num_seen).long()[None]
     mask = create_bidirectional_mask(config=tower.config, inputs_embeds=inputs, attention_mask=is_sound)
@@ -177,8 +178,8 @@ def _of_phi4_multimodal(
     is_beside_pictures: Any = None,
     return_dict: bool = True,
 ) -> Any:
-    """What Phi-4-multimodal has of a picture, or of a sound, [1, tokens, H]; its class in transformers 5 makes that
-    only within a whole step."""
+    """Return Phi-4-multimodal's rows of a picture or of a sound, [1, tokens, H]. Its class in transformers 5 computes
+    them only within a whole forward pass."""
     import torch
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
@@ -198,8 +199,8 @@ def _of_phi4_multimodal(
 
 
 def _of_mllama(model: Any, pixel_values: Any, aspect_ratio_ids: Any, aspect_ratio_mask: Any, return_dict: bool) -> Any:
-    """What Llama 3.2 Vision has of a picture, [tokens, H], without tiles of padding; its class in transformers 5 makes
-    that only within a whole step."""
+    """Return Llama 3.2 Vision's rows of a picture, [tokens, H], without padding tiles. Its class in transformers 5
+    computes them only within a whole forward pass."""
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
     seen = model.vision_model(pixel_values, aspect_ratio_ids, aspect_ratio_mask, return_dict=return_dict)
@@ -208,7 +209,7 @@ def _of_mllama(model: Any, pixel_values: Any, aspect_ratio_ids: Any, aspect_rati
 
 
 def _check_floats(model: Any, unexpected: Iterable[str], folder: str) -> None:
-    """Raise `LoadError` if a matrix of the tower comes with tensors that a matrix of floats does not have."""
+    """Raise `LoadError` if the tower is quantized: one of its matrices has tensors that a matrix of floats has not."""
     matrices = [name for name, _ in model.named_parameters() if name.endswith(".weight")]
     for name in sorted(unexpected):
         if any(matrix.removesuffix("weight") in name for matrix in matrices):
@@ -217,7 +218,7 @@ def _check_floats(model: Any, unexpected: Iterable[str], folder: str) -> None:
 
 @contextmanager
 def quiet(log: Any) -> Iterator[None]:
-    """Let transformers' logger say errors only."""
+    """Reduce transformers' logger to errors, without progress bars."""
     verbosity, shows_progress = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
     log.disable_progress_bar()
@@ -231,7 +232,7 @@ def quiet(log: Any) -> Iterator[None]:
 
 @contextmanager
 def memory_refused() -> Iterator[None]:
-    """Raise `RequestError` where the device has no memory left."""
+    """Raise `RequestError` if the device runs out of memory."""
     import torch
 
     try:
@@ -246,13 +247,13 @@ def memory_refused() -> Iterator[None]:
 
 
 class ReceivedRows:
-    """The rows of media on workers other than the first, which has the tower."""
+    """The rows of media on a worker without a tower. Only the first worker has the tower."""
 
     def __init__(self) -> None:
         self._rows: dict[bytes, Rows] = {}
 
     def take(self, rows: Mapping[bytes, Rows], in_use: set[bytes]) -> None:
-        """`rows` by content, of pictures of the next plan. Those that neither are among them nor `in_use` go."""
+        """Add `rows`, by content hash, of pictures of the next plan. Older rows that are not `in_use` are dropped."""
         kept = {digest: found for digest, found in self._rows.items() if digest in in_use}
         self._rows = {**kept, **rows}
 
@@ -261,7 +262,7 @@ class ReceivedRows:
 
 
 class BroughtRows:
-    """In the place of a tower: rows that requests bring, which are multiplied by `multiplier`."""
+    """Replaces a tower where requests bring rows: multiplies these rows by `multiplier`."""
 
     def __init__(self, multiplier: float) -> None:
         self._multiplier = multiplier
@@ -276,38 +277,39 @@ def _brought(given: MediaInput, multiplier: float) -> Rows:
 
 
 class RowMaker(Protocol):
-    """What makes rows of media."""
+    """Computes rows of media: a tower, an encoder or `BroughtRows`."""
 
     def rows(self, given: MediaInput) -> Rows: ...
 
 
 def _yield_to_steps() -> None:
-    """Lower the priority of the calling thread and its children: the threads of a step wait
-    for each other, and for each that is not running. Linux alone has priorities of threads."""
+    """Lower the priority of the calling thread and its children, because a step waits for all its threads, including
+    one that has no core. Only Linux has priorities of threads."""
     if sys.platform == "linux":
         os.nice(_NICENESS)
 
 
 class TowerCache:
-    """The rows of pictures, by content: those of requests that are under way, and others as long as there is room for
-    so many tokens. Made in a thread, one picture after the other; everything else is the core's thread's."""
+    """A cache of pictures' rows, by content hash. It keeps the rows of running requests, and others within
+    `max_tokens`. A thread makes the rows, one picture after the other; all other methods belong to the core's
+    thread."""
 
     def __init__(self, tower: RowMaker, max_tokens: int) -> None:
         self._tower, self._max_tokens = tower, max_tokens
-        self._entries: OrderedDict[bytes, tuple[int, Future[Rows]]] = OrderedDict()  # the latest used last
+        self._entries: OrderedDict[bytes, tuple[int, Future[Rows]]] = OrderedDict()  # least recently used first
         self._thread = ThreadPoolExecutor(1, "octavo-tower", _yield_to_steps)
         self.num_runs = 0  # of the tower
         self._num_queries = self._num_hits = 0
-        self.is_making = False  # in the tower's thread
-        self._seconds = self._told_seconds = 0.0  # of the tower's thread, and of the core's
+        self.is_making = False  # written by the tower's thread
+        self._seconds = self._told_seconds = 0.0  # written by the tower's thread; by the core's thread
 
     @property
     def num_tokens(self) -> int:
         return sum(count for count, _ in self._entries.values())
 
     def prepare(self, inputs: Sequence[MediaInput], in_use: set[bytes]) -> list[Future[Rows]] | None:
-        """The rows of a request's pictures, which are not forgotten while they are `in_use`; None where there is no
-        room for them beside those that are now. A request that is alone always has room."""
+        """Start the rows of a request's pictures and return their futures. They are kept while they are `in_use`.
+        Return None if the rows in use leave no room for them; without rows in use there is always room."""
         wanted = {one.content_hash: one.num_tokens for one in inputs}
         used = {digest: count for digest, (count, _) in self._entries.items() if digest in in_use}
         if used and sum((used | wanted).values()) > self._max_tokens:
@@ -331,7 +333,7 @@ class TowerCache:
         return found
 
     def try_out(self, given: MediaInput) -> None:
-        """Make rows that nobody keeps, where others will be made."""
+        """Compute rows in the tower's thread and discard them."""
         self._thread.submit(self._tower.rows, given).result()
 
     def take_stats(self) -> tuple[int, int, float]:
@@ -351,7 +353,7 @@ class TowerCache:
             self._seconds += time.monotonic() - start
 
     def rows(self, content_hash: bytes) -> Rows:
-        """Of a picture that is in use, and ready."""
+        """Return the rows of a picture that is in use and ready."""
         return self._entries[content_hash][1].result()
 
     def _counts(self) -> dict[bytes, int]:

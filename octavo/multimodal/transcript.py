@@ -1,6 +1,6 @@
-"""What was said and when: a window's tokens cut into segments at their timestamps, and segments as subtitles.
+"""Cuts a window's tokens into segments at their timestamps, and writes segments as subtitles.
 
-Cut as transformers' Whisper does it, which follows the paper's code (Radford et al. 2022).
+The cuts are those of transformers' Whisper, which follows the paper's code (Radford et al. 2022).
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-TIMESTAMP_S = 0.02  # from one timestamp to the next
-TIMESTAMP_FRAMES = 2  # of the spectrum
+TIMESTAMP_S = 0.02  # seconds from one timestamp to the next
+TIMESTAMP_FRAMES = 2  # spectrum frames from one timestamp to the next
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens of one stretch of a sound, timestamps included, and when it is, in seconds from the beginning."""
+    """Tokens of one stretch of a sound, timestamps included, and its start and end in seconds from the sound's
+    beginning."""
 
     start: float
     end: float
@@ -23,12 +24,13 @@ class Segment:
 
 
 def split(tokens: Sequence[int], first_timestamp: int, seek: int, num_frames: int) -> tuple[list[Segment], int]:
-    """The segments of a window of `num_frames` that begins at the frame `seek`, and by how many frames the next window
-    begins later: where the last whole segment ends, if another one has begun, else behind this window.
+    """Return the segments of a window, and the number of frames from its start to the next window's start. The window
+    has `num_frames` frames and begins at frame `seek`. The next window begins at the end of the last whole segment if
+    another segment has begun after it, otherwise behind this window.
     """
     offset = seek * TIMESTAMP_S / TIMESTAMP_FRAMES
     stamps = [token >= first_timestamp for token in tokens]
-    ends_alone = stamps[-2:] == [False, True]  # nothing is said behind it
+    ends_alone = stamps[-2:] == [False, True]  # nothing is said after the last timestamp
     cuts = [i + 1 for i in range(len(stamps) - 1) if stamps[i] and stamps[i + 1]]
     if not cuts:
         seen = [token - first_timestamp for token in tokens if token >= first_timestamp]
@@ -37,7 +39,7 @@ def split(tokens: Sequence[int], first_timestamp: int, seek: int, num_frames: in
     if ends_alone:
         cuts.append(len(tokens))
     else:
-        cuts[-1] += 1  # the timestamp that another segment begins with tells that this one is whole
+        cuts[-1] += 1  # the next segment's first timestamp proves that this segment is whole
     segments, begin = [], 0
     for cut in cuts:
         part = list(tokens[begin:cut])
@@ -51,13 +53,13 @@ def split(tokens: Sequence[int], first_timestamp: int, seek: int, num_frames: in
 
 
 def compression_ratio(text: str) -> float:
-    """How much shorter zlib makes a text: of one that repeats itself, much."""
+    """Return a text's length divided by its length after zlib. Repetitive texts have a high ratio."""
     data = text.encode()
     return len(data) / len(zlib.compress(data))
 
 
 def as_srt(segments: Sequence[tuple[float, float, str]]) -> str:
-    """SubRip, of (start, end, text)."""
+    """Return (start, end, text) segments as SubRip."""
     return "".join(
         f"{number}\n{_clock(start, ',')} --> {_clock(end, ',')}\n{_subtitle(text)}\n\n"
         for number, (start, end, text) in enumerate(segments, 1)
@@ -65,13 +67,13 @@ def as_srt(segments: Sequence[tuple[float, float, str]]) -> str:
 
 
 def as_vtt(segments: Sequence[tuple[float, float, str]]) -> str:
-    """WebVTT, of (start, end, text)."""
+    """Return (start, end, text) segments as WebVTT."""
     cues = (f"{_clock(start, '.')} --> {_clock(end, '.')}\n{_subtitle(text)}\n\n" for start, end, text in segments)
     return "WEBVTT\n\n" + "".join(cues)
 
 
 def _subtitle(text: str) -> str:
-    """What neither format takes for anything else: an empty line ends a cue, an arrow is of its times."""
+    """Return a text without the syntax of both formats: an empty line would end a cue, and an arrow separates times."""
     return " ".join(text.split()).replace("-->", "->")
 
 

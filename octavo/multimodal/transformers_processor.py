@@ -1,11 +1,11 @@
-"""A model's own processor, as transformers has it, without what cannot be had of it here."""
+"""Loads a model's own processor from transformers, without the parts whose dependencies are missing here."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
 
-# In the place of transformers' own, which ask for what cannot be had: the modules and classes by the model's type.
+# By model type: the module and class that replace transformers' own processor, whose dependencies are missing here.
 _OWN = {
     "voxtral": ("voxtral", "VoxtralProcessor"),
     "granite_speech": ("granite_speech", "GraniteSpeechProcessor"),
@@ -19,14 +19,14 @@ def load_processor(folder: str, token_id: int, sees_videos: bool = False) -> Any
     from transformers import AutoConfig, AutoProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    # Pillow's arithmetic, whether torchvision is installed or not: the same picture has the same rows.
+    # Always Pillow's arithmetic, even with torchvision installed: the same picture must have the same rows.
     options = {"backend": "pil", "trust_remote_code": False}
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if config.model_type in _OWN:
         module, name = _OWN[config.model_type]
         return getattr(import_module(f"octavo.multimodal.{module}"), name)(folder, token_id)
     known = PROCESSOR_MAPPING.get(type(config), None)
-    if config.model_type == "glm_ocr":  # which is not listed there
+    if config.model_type == "glm_ocr":  # the mapping lacks it
         known = transformers.Glm46VProcessor
     if known is not None and "video_processor" in known.get_attributes():
         return (with_videos if sees_videos else without_videos)(known).from_pretrained(folder, **options)
@@ -34,26 +34,26 @@ def load_processor(folder: str, token_id: int, sees_videos: bool = False) -> Any
 
 
 class _NoVideos:
-    """In the place of a processor's half for videos, whose settings some classes copy."""
+    """Replaces a processor's half for videos; every attribute is None. Some classes copy its settings."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 def _place(processor: Any) -> int:
-    """Of a processor's half for videos among its arguments."""
+    """Return the position of the half for videos among a processor's arguments."""
     return int(processor.get_attributes().index("video_processor"))
 
 
 def without_videos(processor: Any) -> Any:
-    """A class of processors without its half for videos, which cannot be made where torchvision is not installed."""
+    """Return a subclass of a processor without the half for videos, which needs torchvision."""
     from transformers import ProcessorMixin
 
     class Base(ProcessorMixin):  # type: ignore[misc]
         video_processor = _NoVideos()
 
         def __init__(self, *args: Any, video_processor: None = None, **options: Any) -> None:
-            place = _place(processor)  # some classes hand it on by its name, some by its place
+            place = _place(processor)  # some classes pass it by name, some by position
             super().__init__(*args[:place], *args[place + 1 :], **options)
 
     class Processor(processor, Base):  # type: ignore[misc]
@@ -71,7 +71,8 @@ def without_videos(processor: Any) -> Any:
 
 
 def with_videos(processor: Any) -> Any:
-    """A class of processors whose half for videos is torchvision's, which no other is built of."""
+    """Return a subclass of a processor with the half for videos, which exists only for torchvision; other parts use
+    Pillow."""
     from transformers import AutoVideoProcessor
 
     class Processor(processor):  # type: ignore[misc]
@@ -80,7 +81,7 @@ def with_videos(processor: Any) -> Any:
             found: list[Any] = without_videos(processor)._get_arguments_from_pretrained(folder, *args, **options)
             found[_place(processor)] = videos = AutoVideoProcessor.from_pretrained(folder, trust_remote_code=False)
             if hasattr(videos, "stack_frames"):
-                videos.stack_frames = 1  # several of a second side by side are of frames that it samples itself
+                videos.stack_frames = 1  # it stacks only frames that it samples itself
             return found
 
     return Processor

@@ -1,4 +1,4 @@
-"""Sampled frames of a file of video, in RGB, and where in it they are, for `decoder_process`."""
+"""Decodes sampled frames of a video file to RGB, with their positions in the video, for `decoder_process`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import Any
 
 from octavo.multimodal.decoder_process import Refused
 
-# By what a file begins with: no other format is opened, some of which lead to other files.
+# By the first bytes of a file. No other format is opened, as some formats refer to other files.
 _FORMATS = {b"ftyp": "mp4", b"\x1a\x45\xdf\xa3": "matroska"}
 CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg4")
 _MIN_SIDE = 2
 _MAX_ASPECT = 50
-_RATES = (0.1, 240.0)  # frames a second that are believed
+_RATES = (0.1, 240.0)  # plausible frames a second
 
 
 def decode(data: bytes, limits: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
-    """What is known of the video, and its sampled frames in RGB. Raises `Refused`."""
+    """Return a dictionary about the video (size, positions of frames, rate, total), and its sampled frames in RGB.
+    Raises `Refused`."""
     import av
 
     form = _FORMATS.get(data[4:8]) or _FORMATS.get(data[:4])
@@ -58,7 +59,7 @@ def _check_size(width: int, height: int, limits: dict[str, Any]) -> None:
 
 
 def _frames_of(file: Any, limits: dict[str, Any]) -> tuple[int, float]:
-    """How many frames there are and how many a second, counted: what headers say of that need not be true."""
+    """Return the number of frames and the frames a second. Packets are counted, as headers may lie."""
     stream = _stream_of(file, limits)
     times, count = [], 0
     for packet in file.demux(stream):
@@ -82,7 +83,7 @@ def _frames_of(file: Any, limits: dict[str, Any]) -> tuple[int, float]:
 
 
 def _sampled(count: int, rate: float, limits: dict[str, Any]) -> list[int]:
-    """The places of frames at equal distances, the first and the last among them."""
+    """Return the positions of frames at equal distances, including the first and the last."""
     wanted = limits["num_frames"]
     if limits["fps"]:
         wanted = min(wanted, max(1, int(count / rate * limits["fps"])))
@@ -92,7 +93,8 @@ def _sampled(count: int, rate: float, limits: dict[str, Any]) -> list[int]:
 
 
 def _decoded(file: Any, wanted: set[int], limits: dict[str, Any]) -> tuple[dict[int, bytes], list[int], int]:
-    """By its place the pixels of each frame that is wanted; their size, and how many frames have been seen."""
+    """Return the pixels of each wanted frame by position, the frames' height and width, and the number of frames
+    seen."""
     stream = _stream_of(file, limits)
     frames: dict[int, bytes] = {}
     size: list[int] = []

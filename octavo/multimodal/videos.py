@@ -1,8 +1,7 @@
-"""Files of video as they come, and frames as models see them: in RGB, sampled at equal distances before they are
-converted.
+"""Reads videos of requests into frames for models: RGB, sampled at equal distances before they are converted.
 
-What strangers send is decoded in a process of its own, which has bounds on its memory and its time and may die of a
-file without harm to anybody else. Whoever asks for a video is told what is wrong with it, and nothing of the machine.
+Strangers' files are decoded in a separate process, which has bounds on memory and time and may crash without harm.
+Error texts say what is wrong with the video, and nothing about the machine.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from octavo.config import MediaConfig, VideoConfig
 from octavo.media_kinds import VIDEO
 from octavo.multimodal.decoding import decode
 
-_MEMORY_BYTES = 2 << 30  # of the decoding process, beside the frames and the file
+_MEMORY_BYTES = 2 << 30  # memory of the decoding process, without the frames and the file
 _MIN_SIDE = 2
 _MAX_ASPECT = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """Frames of a video, and where in it they were."""
+    """Frames of a video, and their positions in it."""
 
     frames: NDArray[np.uint8]  # [frames, height, width, 3]
-    indices: tuple[int, ...]  # of each frame, of `total`
+    indices: tuple[int, ...]  # position of each frame, below `total`
     total: int
-    rate: float | None = None  # frames a second of all; None: not known
+    rate: float | None = None  # frames a second of the original video; None: not known
 
     @property
     def nbytes(self) -> int:
@@ -39,7 +38,7 @@ class Video:
 
 
 class VideoReader:
-    """Of one engine's bounds: a `MediaReader`."""
+    """Reads videos within one engine's bounds. It is a `MediaReader`."""
 
     def __init__(self, config: MediaConfig) -> None:
         assert config.video is not None
@@ -71,7 +70,7 @@ class VideoReader:
 
 
 def from_bytes(data: bytes, config: VideoConfig, max_frame_pixels: int) -> Video:
-    """The video of a file. Raises `RequestError`."""
+    """Return the video in a file. Raises `RequestError`."""
     if len(data) > config.max_bytes:
         raise VIDEO.too_many_bytes(config.max_bytes)
     limits = {
@@ -85,9 +84,9 @@ def from_bytes(data: bytes, config: VideoConfig, max_frame_pixels: int) -> Video
 
 
 def normalized(given: Any, config: VideoConfig) -> Video:
-    """The video of a caller in the same process: frames [frames, height, width, 3] of uint8, or a pair of these and a
-    dictionary with `fps`, and `frames_indices` and `total_num_frames` of frames that are sampled. All of them are seen.
-    Raises `RequestError`."""
+    """Return the video of a caller in the same process. It gives frames [frames, height, width, 3] of uint8, or a pair
+    of such frames and a dictionary. The dictionary may have `fps`, and for sampled frames `frames_indices` and
+    `total_num_frames`. The model sees all given frames. Raises `RequestError`."""
     if isinstance(given, Video):
         return given
     more: Any = {}

@@ -1,5 +1,5 @@
-"""What Voxtral's processor makes of a sound. That of `transformers` asks for mistral-common, whose tokenizer it leaves
-the text to; here the tokenizer is the model's own, as for all models.
+"""Voxtral's processor of sounds. The one in `transformers` needs mistral-common, whose tokenizer handles its text. Here
+the model's own tokenizer handles the text, as for all models.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import numpy as np
 from octavo.multimodal.sound_decoder import RATE
 
 _MARK = "[BEGIN_AUDIO]"  # before the rows of a sound
-_FRAMES_PER_ROW = 8  # the tower's convolutions halve them, and its projector takes four side by side
+_FRAMES_PER_ROW = 8  # the tower's convolutions halve the frames, and the projector joins four of these
 
 
 class VoxtralProcessor:
-    """Called as the processors of `transformers` are that replace placeholders in a text, here with one sound."""
+    """Processes one sound. It is called like the `transformers` processors that replace placeholders in a text."""
 
     audio_token = "[AUDIO]"
 
@@ -28,7 +28,8 @@ class VoxtralProcessor:
         self._token_id = token_id
 
     def __call__(self, *, audio: list[Any], **_: Any) -> dict[str, Any]:
-        """Of a sound as many windows of thirty seconds as it needs, with silence behind it, [windows, bins, frames]."""
+        """Return the windows of a sound, each thirty seconds, padded with silence, [windows, bins, frames], and its
+        tokens."""
         [samples], extractor = audio, self.feature_extractor
         found = extractor(
             samples,

@@ -1,7 +1,7 @@
-"""When each word was said: what a Whisper's tokens attend to in the sound, brought into order by dynamic time warping,
-and tokens put together to words. Called by the transcriber for those who ask for it.
+"""Finds when each word was said. Dynamic time warping orders the places in the sound that Whisper's tokens attend to,
+and tokens are joined into words. The transcriber calls this module for requests that ask for word times.
 
-As in the paper's code (Radford et al. 2022) and in `transformers`, whose times these are.
+The method is that of the paper's code (Radford et al. 2022); the times are those of `transformers`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DIAGONAL, _DOWN, _RIGHT = range(3)
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """What is said from `start` to `end`, in seconds from the beginning of the sound."""
+    """A word that is said from `start` to `end`, in seconds from the beginning of the sound."""
 
     text: str  # with the space before it
     start: float
@@ -31,7 +31,8 @@ class Word:
 
 
 def attention(alignment: bytes, num_tokens: int, num_heads: int, num_rows: int) -> NDArray[np.float32]:
-    """[A, T, rows]: what each of T tokens attends to, by A heads, of `RequestOutput.alignment`."""
+    """Return the attention weights [A, T, rows] of A heads and T tokens, from the bytes of
+    `RequestOutput.alignment`."""
     values = np.frombuffer(alignment, np.float32)
     size = len(values) // (num_heads * (num_tokens + num_rows))
     queries = values[: num_tokens * num_heads * size].reshape(num_tokens, num_heads, size).transpose(1, 0, 2)
@@ -43,17 +44,19 @@ def attention(alignment: bytes, num_tokens: int, num_heads: int, num_rows: int) 
 
 
 def token_times(weights: NDArray[np.float32], filter_width: int) -> NDArray[np.float64]:
-    """[T]: when each of T tokens ends, in seconds from the beginning of the window, of what they attend to,
-    [A, T, rows], each row 0.02 s of the sound. `filter_width` of the median is odd."""
+    """Return when each of T tokens ends, [T], in seconds from the beginning of the window. `weights` [A, T, rows] is
+    their attention; each row is 0.02 s of the sound. `filter_width` is the width of the median filter, an odd
+    number."""
     deviation = weights.std(-2, keepdims=True)
-    # A row that all tokens see alike tells nothing of them.
+    # A row that all tokens attend to equally says nothing about any token.
     weights = (weights - weights.mean(-2, keepdims=True)) / np.where(deviation == 0, 1, deviation)
     mean = np.mean([_median(one, filter_width) for one in weights], 0)
     return np.asarray(warp(-mean.astype(np.float64)) * TIMESTAMP_S, np.float64)
 
 
 def _median(x: NDArray[np.float32], width: int) -> NDArray[np.float32]:
-    """[T, rows], each element the median of `width` beside it in its row, which is mirrored at both ends."""
+    """Return the running median along rows, [T, rows]. Each element is the median of the `width` elements around it;
+    ends are mirrored."""
     beside = width // 2
     if x.shape[-1] <= beside:
         return x
@@ -63,14 +66,14 @@ def _median(x: NDArray[np.float32], width: int) -> NDArray[np.float32]:
 
 
 def warp(costs: NDArray[np.float64]) -> NDArray[np.int64]:
-    """[T]: the column at which each row of costs [T, N] begins on the cheapest way from the first corner to the last,
-    by steps to the right, down, and both at once (Sakoe & Chiba 1978). Sums are float32, as in `transformers`."""
+    """Return the column, [T], at which each row of costs [T, N] begins on the cheapest path from the first corner to
+    the last. Steps go right, down, or both at once (Sakoe & Chiba 1978). Sums are float32, as in `transformers`."""
     num_rows, num_columns = costs.shape
     flipped = costs[:, ::-1]
     steps = np.empty((num_rows + num_columns + 1, num_rows + 1), np.int8)  # by diagonal and row
     before, last = np.full((2, num_rows + 1), np.inf, np.float32)  # sums of two diagonals, by row
     before[0] = 0
-    for diagonal in range(2, num_rows + num_columns + 1):  # all places of one follow from the two before
+    for diagonal in range(2, num_rows + num_columns + 1):  # a diagonal depends only on the two before
         first, end = max(1, diagonal - num_columns), min(num_rows, diagonal - 1) + 1
         both, down, right = before[first - 1 : end - 1], last[first - 1 : end - 1], last[first:end]
         by_both, by_down = (both < down) & (both < right), (down < both) & (down < right)
@@ -91,8 +94,8 @@ def warp(costs: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def words_of(tokens: Sequence[int], decode: Callable[[list[int]], str], language: str) -> list[tuple[str, list[int]]]:
-    """Words of text tokens, each with the places of its tokens: punctuation belongs to the word that it is beside.
-    Of languages that write no spaces every character is one. `language` is a code."""
+    """Return the words of text tokens, each with the positions of its tokens. Punctuation belongs to the word beside
+    it. In languages without spaces every character is a word. `language` is a code."""
     found: list[tuple[str, list[int]]] = []
     for text, places in _characters(tokens, decode):
         begins = text.startswith(" ") or text.strip() in string.punctuation
@@ -104,7 +107,8 @@ def words_of(tokens: Sequence[int], decode: Callable[[list[int]], str], language
 
 
 def _characters(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> list[tuple[str, list[int]]]:
-    """The least runs of tokens that are whole characters."""
+    """Return the shortest runs of tokens that decode to whole characters, each with its text and the positions of its
+    tokens."""
     replacement = "\N{REPLACEMENT CHARACTER}"
     whole = decode(list(tokens))
     found: list[tuple[str, list[int]]] = []
@@ -114,7 +118,7 @@ def _characters(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> li
         places.append(place)
         text = decode([tokens[i] for i in places])
         at = num_characters + text.find(replacement)
-        # Where the whole text has one too, the sound was written down so.
+        # If the whole text has the replacement character here too, the model wrote it, and the character is complete.
         if replacement not in text or at >= len(whole) or whole[at] == replacement:
             found.append((text, places))
             places = []
