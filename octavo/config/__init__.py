@@ -1,8 +1,8 @@
 """What users set (`EngineArgs`, in `engine_args.py`) and what the engine is built from (`EngineConfig`, in
 `engine_config.py`).
 
-`creation.py` goes from one to the other: it finds the model, fills in what was left open and refuses what cannot be
-honoured, with a module for each of the groups that take more than a line. Nothing here imports torch.
+`creation.py` turns `EngineArgs` into `EngineConfig`: it finds the model, fills in the flags that were left open and
+refuses flags that cannot be honoured. Larger groups of flags have modules of their own. Nothing here imports torch.
 """
 
 from octavo.config.engine_args import AsyncEngineArgs, EngineArgs
@@ -23,7 +23,7 @@ from octavo.config.engine_config import (
     VideoConfig,
 )
 
-VllmConfig = EngineConfig  # as vLLM calls it
+VllmConfig = EngineConfig  # vLLM's name
 
 __all__ = [
     "AsyncEngineArgs",

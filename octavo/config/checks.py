@@ -1,4 +1,4 @@
-"""What can be said of flags before a model has been found: values out of range, and what the device does not do."""
+"""Checks of flags that need no model: values out of range, and features that the device does not have."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from octavo.config.wording import listed, on_device
 from octavo.errors import ConfigError
 from octavo.hardware import why_not_cuda
 
-# What a model's generation_config.json may say for requests that leave it out.
+# Sampling fields whose default may come from a model's generation_config.json.
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _GENERATION_OVERRIDES = (*SAMPLING_DEFAULTS, "max_new_tokens", "eos_token_id")
 _BLOCK_SIZES = {"cpu": (8, 16, 32), "cuda": (8, 16, 32, 64, 128, 256)}
 
 
 def check(args: EngineArgs) -> str:
-    """Refuse what cannot be honoured on the device that is chosen. Returns that. Raises `ConfigError`."""
+    """Check the flags for the chosen device, and return this device. Raises `ConfigError` for flags that it cannot
+    honour."""
     args.check_flags()
     device = _device(args)
     _check_values(args)
@@ -38,7 +39,7 @@ def _device(args: EngineArgs) -> str:
 
 
 def _check_values(args: EngineArgs) -> None:
-    """Of what means the same on every device."""
+    """Check the flags that mean the same on every device."""
     if args.max_model_len is not None and args.max_model_len <= 0 and args.max_model_len != AUTO_LENGTH:
         raise ConfigError(f"--max-model-len must be greater than 0, got {args.max_model_len}.")
     unknown = set(args.override_generation_config or {}) - {*_GENERATION_OVERRIDES}

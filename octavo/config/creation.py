@@ -1,4 +1,4 @@
-"""Flags to an `EngineConfig`: the model is found, and what was left open follows from it."""
+"""Turns flags into an `EngineConfig`: finds the model, and derives the settings that were left open from it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
         description = describe(checkpoint.config, args.model_impl, code_folder)
     pooling, checkpoint = pooling_of(args, checkpoint, description)
     check_shared(args, description, device)
-    # Tokens of a prompt that see later ones are computed in one step, and are not those of another prompt.
+    # If tokens of a prompt see later tokens, a step computes the whole prompt, and its blocks are not shared.
     whole_prompts = pooling.whole_prompts if pooling is not None else description.sees_ahead == "prompt"
     enable_chunked_prefill = args.enable_chunked_prefill and not whole_prompts
     if args.kv_cache_memory_bytes is not None and pooling is not None and pooling.whole_prompts:
@@ -104,7 +104,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
             swap_space_bytes=int(args.swap_space * GIB),
             enable_prefix_caching=args.enable_prefix_caching
             and not whole_prompts
-            and not description.num_cross_tokens,  # what tokens are depends on what is heard
+            and not description.num_cross_tokens,  # keys and values of tokens depend on the sound or the pictures too
             is_scratch=pooling is not None and pooling.whole_prompts,
             dtype=cache_dtype(args, dtype, device),
         ),
@@ -147,7 +147,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
 def _max_model_len(
     args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, pooling: PoolingConfig | None
 ) -> int:
-    """Raises `ConfigError` for more than the model's positions."""
+    """Return the longest sequence in tokens. Raises `ConfigError` if the flag exceeds the model's positions."""
     config = checkpoint.config.get("text_config") or checkpoint.config
     longest = longest_context(config, description.max_position_embeddings)
     if args.max_model_len is None or args.max_model_len == AUTO_LENGTH:
@@ -161,7 +161,7 @@ def _max_model_len(
 
 
 def _step_budget(args: EngineArgs, enable_chunked_prefill: bool, max_model_len: int) -> int:
-    """Tokens in a step at most. Raises `ConfigError` if there are prompts that would never fit."""
+    """Return the most tokens in a step. Raises `ConfigError` if a prompt could never fit."""
     budget = args.max_num_batched_tokens or max(
         DEFAULT_MAX_BATCHED_TOKENS, 0 if enable_chunked_prefill else max_model_len
     )
@@ -175,7 +175,7 @@ def _step_budget(args: EngineArgs, enable_chunked_prefill: bool, max_model_len: 
 
 
 def _generation_config(args: EngineArgs, checkpoint: Checkpoint) -> dict[str, Any]:
-    """What counts of what the checkpoint says of requests that leave something out."""
+    """Return the generation config in effect: defaults for requests that leave fields out."""
     given = checkpoint.generation_config if args.generation_config == "auto" else args.override_generation_config
     return given or {}
 
@@ -196,7 +196,7 @@ def _default_sampling_params(args: EngineArgs, checkpoint: Checkpoint) -> dict[s
 
 
 def _cpus(args: EngineArgs) -> list[int] | None:
-    """The processors of --cpu-threads-bind, in order."""
+    """Return the processors of --cpu-threads-bind, in order."""
     if args.cpu_threads_bind is None:
         return None
     cpus: list[int] = []
@@ -216,10 +216,10 @@ def _cpus(args: EngineArgs) -> list[int] | None:
 
 
 def _code_folder(args: EngineArgs, checkpoint: Checkpoint) -> str | None:
-    """The folder whose Python code may be run."""
+    """Return the folder whose Python code may run, or None."""
     if not args.trust_remote_code or "auto_map" not in checkpoint.config:
         return None
     if not by_transformers(checkpoint.config, args.model_impl):
-        return None  # nothing of it runs
+        return None  # none of its code runs
     logger.warning("--trust-remote-code: Python code of %s runs in this server", checkpoint.path)
     return checkpoint.path

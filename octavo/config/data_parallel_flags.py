@@ -1,5 +1,5 @@
-"""The flags of several engines, checked: which of them are on this host, whether they have one server or each host its
-own, and who starts those of other hosts."""
+"""Checks the flags of several engines: which engines are on this host, whether all hosts share a server or each has its
+own, and who starts the engines of other hosts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from octavo.node_token import check_token
 
 
 def local_engines(args: EngineArgs) -> range:
-    """The engines of this host."""
+    """Return the numbers of this host's engines."""
     if args.data_parallel_rank is not None:
         return range(args.data_parallel_rank, args.data_parallel_rank + 1)
     first = args.data_parallel_start_rank
@@ -22,17 +22,18 @@ def local_engines(args: EngineArgs) -> range:
 
 
 def has_own_server(args: EngineArgs) -> bool:
-    """Whether this host's engines have a server of their own, and others another one."""
+    """Return whether this host's engines have a server of their own, and other engines another."""
     return args.data_parallel_rank is not None or args.data_parallel_hybrid_lb
 
 
 def joins_others(args: EngineArgs) -> bool:
-    """Whether engines of other hosts are behind the server of this one, or the other way round."""
+    """Return whether one server serves engines of this host and of other hosts."""
     return len(local_engines(args)) < args.data_parallel_size and not has_own_server(args)
 
 
 def engine_hosts_config(args: EngineArgs) -> EngineHostsConfig | None:
-    """None where all engines are on this host. Raises `ConfigError` for flags that other hosts cannot be told."""
+    """Return the hosts of the engines, or None if all engines are on this host. Raises `ConfigError` for flags that
+    cannot be sent to other hosts."""
     own = local_engines(args)
     if len(own) == args.data_parallel_size:
         return None
@@ -44,7 +45,8 @@ def engine_hosts_config(args: EngineArgs) -> EngineHostsConfig | None:
 
 
 def flags_for_ray(args: EngineArgs, backend: str) -> dict[str, Any]:
-    """What hosts that Ray starts are told, to whom the flag of that name says nothing any more."""
+    """Return the flags for hosts that Ray starts; the flag named `backend` is reset to its default, as these hosts must
+    not start others. Raises `ConfigError` if a flag is a function."""
     flags = {f.name: getattr(args, f.name) for f in fields(EngineArgs)} | {backend: getattr(EngineArgs, backend)}
     if any(map(callable, flags.values())):
         raise ConfigError(f"{_name(backend)} ray tells other hosts the flags: none may be a function.")
@@ -52,13 +54,13 @@ def flags_for_ray(args: EngineArgs, backend: str) -> dict[str, Any]:
 
 
 def check_ray_is_here(flag: str) -> None:
-    """Raises `ConfigError`."""
+    """Raise `ConfigError` if Ray is not installed. `flag` is the flag that asks for it."""
     if find_spec("ray") is None:
         raise ConfigError(f"{flag} ray needs Ray: pip install 'octavo[ray]', on all hosts.")
 
 
 def check_data_parallel(args: EngineArgs, device: str) -> None:
-    """Raises `ConfigError` for engines that cannot be shared out among hosts as is asked for."""
+    """Raise `ConfigError` if the engines cannot be spread over hosts as the flags ask."""
     size = args.data_parallel_size
     if not 0 < args.data_parallel_rpc_port < 65536:
         raise ConfigError(f"--data-parallel-rpc-port must be between 1 and 65535, got {args.data_parallel_rpc_port}.")
@@ -90,7 +92,7 @@ def check_data_parallel(args: EngineArgs, device: str) -> None:
             "--max-model-len auto is not built yet with engines on several hosts, which may have room for different "
             "lengths: give a number."
         )
-    if args.data_parallel_backend != "ray":  # for which a token is made
+    if args.data_parallel_backend != "ray":  # with Ray, Octavo makes a token
         check_token(args.data_parallel_address, "--data-parallel-address")
 
 

@@ -22,18 +22,19 @@ AUTO_LENGTH = -1  # --max-model-len auto
 
 
 def num_tokens(text: str) -> int:
-    """The value of --max-model-len. Raises `ValueError`."""
+    """Parse the value of --max-model-len. Raises `ValueError`."""
     return AUTO_LENGTH if text == "auto" else number_with_unit(text)
 
 
 def milliseconds(text: str) -> float | None:
-    """The value of --target-step-time. Raises `ValueError`."""
+    """Parse the value of --target-step-time. Raises `ValueError`."""
     return None if text == "auto" else float(text)
 
 
 @dataclass(kw_only=True)
 class EngineArgs(Flags):
-    """What a user can set. Field `max_model_len` is flag `--max-model-len` and keyword `max_model_len` of `LLM`."""
+    """Every flag of the engine. Field `max_model_len` is flag `--max-model-len` and keyword `max_model_len` of
+    `LLM`."""
 
     model: str = flag("", "Hugging Face id, folder or .gguf file; empty is SmolLM2-135M-Instruct.")
     tokenizer: str | None = flag(None, "Hugging Face id, folder or .gguf file of the tokenizer; default: the model's.")
@@ -330,7 +331,7 @@ class EngineArgs(Flags):
     def __post_init__(self) -> None:
         if isinstance(self.served_model_name, str):
             self.served_model_name = [self.served_model_name]
-        self.dtype = cast(Dtype, str(self.dtype).removeprefix("torch."))  # scripts give types of torch too
+        self.dtype = cast(Dtype, str(self.dtype).removeprefix("torch."))  # scripts may pass torch's types
         if isinstance(self.max_model_len, str):
             try:
                 self.max_model_len = num_tokens(self.max_model_len)
@@ -343,12 +344,12 @@ class EngineArgs(Flags):
             self.target_step_time = None
 
     def create_engine_config(self, usage_context: object = None) -> EngineConfig:
-        """Find the model, settle the defaults and check every combination. `usage_context` is for vLLM's statistics of
-        use, of which there are none.
+        """Find the model, settle the defaults and check every combination. `usage_context` is accepted for vLLM's sake
+        and ignored: Octavo collects no usage statistics.
 
         Raises `ConfigError` for a flag that cannot be honoured, `LoadError` for a model that cannot be found or read.
         """
-        # Imported here because it reads these flags, and most users of `EngineArgs` never get this far.
+        # Imported here, as that module imports this one, and most users of `EngineArgs` never create a configuration.
         from octavo.config.creation import create_engine_config
 
         return create_engine_config(self)
@@ -356,7 +357,8 @@ class EngineArgs(Flags):
 
 @dataclass(kw_only=True)
 class AsyncEngineArgs(EngineArgs):
-    """`EngineArgs` under the name that users of the async engine know, with what `AsyncLLMEngine` logs of requests."""
+    """`EngineArgs` under the name that users of the async engine know, with the flags for `AsyncLLMEngine`'s logs of
+    requests."""
 
     enable_log_requests: bool = flag(False, "Log requests.", is_flag=False)
     disable_log_requests: bool = flag(True, "The opposite, by the older name.", is_flag=False)

@@ -24,7 +24,8 @@ class PoolerConfig(dict[str, Any]):
 
 
 class HfConfig(SimpleNamespace):
-    """A configuration of `transformers` as attributes, those within it too, for programs that look at it."""
+    """A configuration of `transformers` as attributes, for programs that read it. Nested configurations are attributes
+    too."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__(
@@ -39,45 +40,45 @@ class HfConfig(SimpleNamespace):
         return dict(self._settings)
 
     def get_text_config(self) -> HfConfig:
-        """That of the language model, where there is one apart."""
+        """Return the language model's own configuration if there is one, otherwise this configuration."""
         found = getattr(self, "text_config", None)
         return found if isinstance(found, HfConfig) else self
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which model, in which type, for sequences of which length."""
+    """The model, the type of its activations, and its longest sequence."""
 
     checkpoint: Checkpoint
     served_model_names: list[str]
-    dtype: str  # "float32", "bfloat16" or "float16", as torch has them
+    dtype: str  # "float32", "bfloat16" or "float16", torch's names
     max_model_len: int
     vocab_size: int
     seed: int | None
-    quantization: str | None = None  # of weights of floats, as they are loaded: "int8", "int4" or "fp8"
+    quantization: str | None = None  # of float weights while loading: "int8", "int4" or "fp8"
     num_precise_layers: int = 0  # `ModelDescription.num_precise_layers`
-    may_shorten: bool = False  # max_model_len, to what the KV cache holds
-    chat_template: str | None = None  # a file, a template or a name of one, in the place of the model's own
-    impl: str = "auto"  # "octavo" or "transformers": who computes it
-    code_folder: str | None = None  # whose own Python code may be run
+    may_shorten: bool = False  # max_model_len may be lowered to the size of the KV cache
+    chat_template: str | None = None  # a file, a template or a template's name; None: the model's
+    impl: str = "auto"  # "octavo" or "transformers": the code that computes the model
+    code_folder: str | None = None  # folder whose Python code may run
     default_sampling_params: dict[str, Any] = field(default_factory=dict)  # for fields that a request leaves out
-    default_max_tokens: int | None = None  # for chats that leave it out; None: as many as fit
-    pooling: PoolingConfig | None = None  # of a model that pools; others generate
-    max_logprobs: int = MAX_LOGPROBS  # of a position that a request may ask for; -1: all
+    default_max_tokens: int | None = None  # for chats that do not say max_tokens; None: as many as fit
+    pooling: PoolingConfig | None = None  # None: the model generates
+    max_logprobs: int = MAX_LOGPROBS  # a request may ask for so many a position; -1: all
 
     @property
     def model(self) -> str:
-        """What --model named."""
+        """Return the value of --model."""
         return self.checkpoint.name
 
     @property
     def hf_config(self) -> HfConfig:
-        """The settings of config.json, or what a GGUF file has in their place, as attributes."""
+        """Return the settings of config.json, or their counterparts in a GGUF file, as attributes."""
         return HfConfig(self.checkpoint.config)
 
     @property
     def hf_text_config(self) -> HfConfig:
-        """Those of the language model, where config.json has them apart."""
+        """Return the language model's settings if config.json has them apart, otherwise all settings."""
         return self.hf_config.get_text_config()
 
     def get_hidden_size(self) -> int:
@@ -85,7 +86,7 @@ class ModelConfig:
 
     @property
     def tokenizer(self) -> str:
-        """Where the tokenizer's files are."""
+        """Return the path of the tokenizer's files."""
         return self.checkpoint.tokenizer_path
 
     @property
@@ -106,10 +107,10 @@ class CacheConfig:
     gpu_memory_utilization: float
     swap_space_bytes: int
     enable_prefix_caching: bool
-    dtype: str  # of the cache; the model's, int8 or an eight-bit float's
-    memory_bytes: int | None = None  # of each device, in the place of a share
-    is_scratch: bool = False  # nothing is kept from step to step: it holds the texts of a step, of one layer at a time
-    # Blocks of the device and of the host, as vLLM calls them; None until the engine is ready.
+    dtype: str  # the model's type, int8 or an eight-bit float
+    memory_bytes: int | None = None  # on each device; replaces the share of memory
+    is_scratch: bool = False  # no KV is kept between steps; the cache holds one step, one layer at a time
+    # Blocks on the device and on the host, by vLLM's names; None until the engine is ready.
     num_gpu_blocks: int | None = None
     num_cpu_blocks: int | None = None
 
@@ -128,14 +129,14 @@ class SchedulerConfig:
     policy: str
     preemption_mode: str
     check_invariants: bool = False
-    target_step_s: float | None = None  # that a step may take while streams wait for it; None: auto, 0: any
-    starts_at_pictures: bool = False  # layers attend to pictures, to others from each picture's token on
-    whole_pictures: bool = False  # the tokens of a picture see each other, so that a step computes all of them
+    target_step_s: float | None = None  # longest step while streams wait; None: auto, 0: no bound
+    starts_at_pictures: bool = False  # layers attend to pictures, and change to the next at its token
+    whole_pictures: bool = False  # tokens of a picture see each other: one step computes them all
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """How many workers and engines there are, as vLLM calls that: read off `EngineConfig`, which has it."""
+    """The numbers of workers and engines, under vLLM's names. `EngineConfig.parallel_config` makes it."""
 
     tensor_parallel_size: int
     pipeline_parallel_size: int
@@ -146,7 +147,7 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
-        """Workers of an engine."""
+        """Return the number of workers of an engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
@@ -176,8 +177,8 @@ class LoRAConfig:
     roots: list[str]  # absolute
     may_update: bool  # clients may load and unload adapters
     download_dir: str | None = None
-    memory_bytes: int | None = None  # of the device; None: of `max_loras` of the largest rank on all products
-    takes_requests: bool = True  # callers name adapters; else a prompt's media choose among the model's own
+    memory_bytes: int | None = None  # on the device; None: enough for `max_loras` of the largest rank
+    takes_requests: bool = True  # callers name adapters; False: a prompt's media choose the model's own
 
     @property
     def max_lora_rank(self) -> int:
@@ -186,21 +187,21 @@ class LoRAConfig:
 
 @dataclass(frozen=True, slots=True)
 class VideoConfig:
-    """Videos of a model that sees: what stands for them, and how many and how large."""
+    """Videos of a model that sees: their token in a prompt, and their bounds in number and size."""
 
     token_id: int  # of the prompt, one for each row
     max_count: int  # of a prompt
     max_bytes: int  # of a file
     max_seconds: float
-    max_pixels: int  # of all frames that are sampled
-    num_frames: int  # that are sampled at most
-    fps: float | None = None  # of a second at most; None: as many as these are
-    positions_per_s: float = 1.0  # in time, where positions follow from seconds
+    max_pixels: int  # of all sampled frames together
+    num_frames: int  # sampled at most
+    fps: float | None = None  # frames sampled a second at most; None: up to num_frames
+    positions_per_s: float = 1.0  # for models whose positions follow from seconds
 
 
 @dataclass(frozen=True, slots=True)
 class HeardConfig:
-    """Sounds of a model that sees too: what stands for them, and how many and how large."""
+    """Sounds of a model that also sees: their token in a prompt, and their bounds in number and size."""
 
     token_id: int  # of the prompt, one for each row
     max_count: int  # of a prompt
@@ -209,50 +210,52 @@ class HeardConfig:
 
 @dataclass(frozen=True, slots=True)
 class MediaConfig:
-    """Pictures or sounds: what stands for them, where their tower and processor are, and how many and how large."""
+    """Media of a model: their token in a prompt, the folder of their tower and processor, and their bounds in number
+    and size."""
 
     kind: Literal["image", "audio", "video"]
     folder: str  # of the checkpoint
     token_id: int  # of the prompt, one for each row
-    row_multiplier: float  # of the tower's rows, where a decoder multiplies whatever it is given
+    row_multiplier: float  # for the tower's rows, if the model scales its embeddings
     max_count: int  # of a prompt
     max_bytes: int  # of a file
     max_pixels: int  # of a picture
     max_seconds: float  # of a sound
     cache_tokens: int
-    video: VideoConfig | None = None  # None: no videos are taken
-    audio: HeardConfig | None = None  # beside pictures; None: no sounds are taken there
+    video: VideoConfig | None = None  # None: no videos
+    audio: HeardConfig | None = None  # beside pictures; None: no sounds
     hidden_size: int = 0  # of a row of the tower
-    num_parts: int = 1  # rows of a token: others are for early layers
-    tile_rows: int = 0  # of one of a picture's tiles, which layers attend to; 0: rows stand in the place of tokens
-    max_tiles: int = 0  # of a picture, of such a model
-    has_grids: bool = False  # positions follow from those of pictures
-    takes_embeddings: bool = False  # rows in the place of pictures
-    kept_bytes: int = 1 << 30  # of media that are kept for later requests
-    frames_prompts: bool = False  # marks behind the last picture and at the end of a prompt of text
-    counts_pictures: bool = False  # a picture alone in its prompt is processed in another way than one of several
-    longest_s: float | None = None  # what the model hears of a sound; None: all
-    adapters: Mapping[str, str] = field(default_factory=dict)  # folders: of a kind's prompts, the first that has media
-    allowed_folder: str | None = None  # of file: URLs, without links in it; None: none are
-    allowed_domains: list[str] = field(default_factory=list)  # in lower case; none: all are
-    allows_private: bool = False  # addresses that are not of the public internet
+    num_parts: int = 1  # rows of each token: the first is its embedding, others are for early layers
+    tile_rows: int = 0  # rows of a tile of a picture that layers attend to; 0: rows replace tokens
+    max_tiles: int = 0  # of a picture, if tile_rows > 0
+    has_grids: bool = False  # positions follow from the grids of media
+    takes_embeddings: bool = False  # requests may bring rows in place of media
+    kept_bytes: int = 1 << 30  # size of the cache of media for later requests
+    frames_prompts: bool = False  # the processor adds marks behind the last picture and at the end of a text
+    counts_pictures: bool = False  # a prompt's only picture is processed otherwise than one of several
+    longest_s: float | None = None  # longest sound that the model hears; None: any
+    adapters: Mapping[str, str] = field(default_factory=dict)  # by kind: the folder of the adapter for its prompts
+    allowed_folder: str | None = None  # for file: URLs, links resolved; None: no file: URLs
+    allowed_domains: list[str] = field(default_factory=list)  # lower case; empty: all domains
+    allows_private: bool = False  # addresses beyond the public internet
     fetch_timeout_s: float = 10.0
     max_redirects: int = 3
 
 
 @dataclass(frozen=True, slots=True)
 class PromptEmbedsConfig:
-    """Embeddings in the place of a prompt's tokens."""
+    """Embeddings in place of a prompt's tokens."""
 
     hidden_size: int
     max_rows: int
-    multiplier: float  # of the rows, to make what the model's own embedding makes of tokens
+    multiplier: float  # scales rows to the output of the model's own embedding
     cache_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class SoundConfig:
-    """Speech to write down: where its encoder and feature extractor are, and how much of it is taken."""
+    """Speech for a model that transcribes: the folder of its encoder and feature extractor, and the bounds of a
+    sound."""
 
     folder: str  # of the checkpoint
     num_rows: int  # of the encoder's output
@@ -263,61 +266,61 @@ class SoundConfig:
 
 @dataclass(frozen=True, slots=True)
 class NodesConfig:
-    """Hosts that share the stages, and which of them this is."""
+    """Hosts that share the stages of a pipeline, and the number of this host."""
 
     size: int = 1
     rank: int = 0
-    master_addr: str = "127.0.0.1"  # of node 0, where the others join; empty: that which Ray has of it
+    master_addr: str = "127.0.0.1"  # of node 0, where the others join; empty: its address in Ray
     master_port: int = 29501
-    ray_flags: dict[str, Any] | None = None  # `EngineArgs` of the other nodes, which Ray starts; None: by hand
-    have_been_complete: bool = False  # so that one which is missing now is waited for
+    ray_flags: dict[str, Any] | None = None  # `EngineArgs` of nodes that Ray starts; None: started by hand
+    have_been_complete: bool = False  # all nodes were there once: a missing node is waited for
 
 
 @dataclass(frozen=True, slots=True)
 class EngineHostsConfig:
-    """Hosts that engines are shared out among, and which engines are this one's."""
+    """Hosts that the engines are spread over, and the engines of this host."""
 
     num_local: int
-    start_rank: int  # of its first engine; 0 on the host of the server, if there is one server
-    address: str  # of that host, where the others join; empty: that which Ray has of it
+    start_rank: int  # number of this host's first engine; 0 on the host of a shared server
+    address: str  # of the host with the server, where the others join; empty: its address in Ray
     port: int
-    ray_flags: dict[str, Any] | None = None  # `EngineArgs` of the other hosts, which Ray starts; None: by hand
-    have_servers: bool = False  # each host one of its own, which no other joins
+    ray_flags: dict[str, Any] | None = None  # `EngineArgs` of hosts that Ray starts; None: started by hand
+    have_servers: bool = False  # each host has a server of its own, which no other host joins
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """All that an engine core needs to start. Plain data: it crosses to the core's process as JSON."""
+    """Everything that an engine core needs to start. Plain data: it goes to the core's process as JSON."""
 
     model: ModelConfig
     cache: CacheConfig
     scheduler: SchedulerConfig
     device: str  # "cpu" or "cuda"
     log_stats: bool
-    enforce_eager: bool = False  # nothing is captured, call by call
+    enforce_eager: bool = False  # no captured graphs
     attention_backend: str = "auto"
     tensor_parallel_size: int = 1  # workers that share each layer
-    enable_expert_parallel: bool = False  # of which each has whole experts
-    reproducible_parallel: bool | None = None  # bits are those of any number of them; None: where they can be
-    pipeline_parallel_size: int = 1  # stages that share the layers out, of so many workers each
+    enable_expert_parallel: bool = False  # each worker has whole experts
+    reproducible_parallel: bool | None = None  # same bits for any number of workers; None: if possible
+    pipeline_parallel_size: int = 1  # stages that split the layers, each with tensor_parallel_size workers
     pipeline_layer_partition: list[int] | None = None  # layers of each stage
     nodes: NodesConfig = NodesConfig()
-    data_parallel_size: int = 1  # engines, of one server or several
-    data_parallel_rank: int = 0  # of this one
-    engine_hosts: EngineHostsConfig | None = None  # None: all of them are here
+    data_parallel_size: int = 1  # engines, behind one server or several
+    data_parallel_rank: int = 0  # number of this engine
+    engine_hosts: EngineHostsConfig | None = None  # None: all engines are on this host
     cpu_threads: int | None = None  # None: as many as fit
-    cpus: list[int] | None = None  # one for each thread
+    cpus: list[int] | None = None  # a processor for each thread
     speculative: SpeculativeConfig | None = None
     draft: ModelConfig | None = None  # the draft model; it drafts for sequences up to its max_model_len
-    disable_additional_properties: bool = False  # where a schema names properties and says nothing of others
+    disable_additional_properties: bool = False  # for schemas that do not mention others
     lora: LoRAConfig | None = None  # None: no adapters are served
     media: MediaConfig | None = None  # None: neither pictures nor sounds are taken
-    sound: SoundConfig | None = None  # None: it writes down no speech
+    sound: SoundConfig | None = None  # None: the model does not transcribe
     prompt_embeds: PromptEmbedsConfig | None = None  # None: prompts are tokens
 
     @property
     def num_slots(self) -> int:
-        """Requests that run at once at most, in all engines of the server."""
+        """Return the most requests that run at once, in all engines of the server."""
         return self.scheduler.max_num_seqs * len(self.served_ranks)
 
     @property
@@ -345,7 +348,7 @@ class EngineConfig:
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:
-        """What requests may want, as vLLM calls that."""
+        """Return the tasks that requests may ask for, by vLLM's names."""
         if self.model.pooling is not None:
             return self.model.pooling.tasks
         return ("generate",) if self.sound is None else ("generate", "transcription")
@@ -355,14 +358,14 @@ class EngineConfig:
         return self.speculative
 
     def stages(self, description: ModelDescription) -> list[range]:
-        """The layers of each stage. Raises `ConfigError`."""
+        """Return the layers of each stage. Raises `ConfigError`."""
         from octavo.models.sharding import stage_layers
 
         return stage_layers(description, self.pipeline_parallel_size, self.pipeline_layer_partition)
 
     @property
     def local_ranks(self) -> range:
-        """The engines that are on this host."""
+        """Return the numbers of this host's engines."""
         if self.engine_hosts is None:
             return range(self.data_parallel_size)
         first = self.engine_hosts.start_rank
@@ -370,17 +373,19 @@ class EngineConfig:
 
     @property
     def place(self) -> int:
-        """Of this engine among those of its host."""
+        """Return this engine's index among its host's engines."""
         return self.data_parallel_rank - self.local_ranks.start
 
     @property
     def served_ranks(self) -> range:
-        """The engines behind the server: all of them, or those of this host where each has a server of its own."""
+        """Return the numbers of the engines behind the server: all, or this host's if each host has a server of its
+        own."""
         hosts = self.engine_hosts
         return self.local_ranks if hosts is not None and hosts.have_servers else range(self.data_parallel_size)
 
     def replica(self, rank: int) -> EngineConfig:
-        """That of one of the engines of a host, with its share of the memory; GPUs are each one's own."""
+        """Return the configuration of this host's engine `rank`, with its share of the host's memory. GPU memory is not
+        shared: each engine has GPUs of its own."""
         size, cache = len(self.local_ranks), self.cache
         num_bytes = cache.memory_bytes
         own = replace(
@@ -392,7 +397,7 @@ class EngineConfig:
         return replace(self, data_parallel_rank=rank, cache=own)
 
     def when_ready(self, max_model_len: int, num_blocks: int, num_host_blocks: int) -> EngineConfig:
-        """With what the core has found."""
+        """Return the configuration with the sizes that the core has found."""
         cache = replace(self.cache, num_gpu_blocks=num_blocks, num_cpu_blocks=num_host_blocks)
         nodes = replace(self.nodes, have_been_complete=True)
         return replace(self.with_max_model_len(max_model_len), cache=cache, nodes=nodes)

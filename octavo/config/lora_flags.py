@@ -1,4 +1,4 @@
-"""The flags of adapters, checked, and what a model's own adapters ask for: `LoRAConfig`."""
+"""Checks the flags of adapters and makes the `LoRAConfig`, also for adapters that a model brings itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ MAX_LORA_RANK = 512
 
 
 def lora_config(args: EngineArgs, impl: str, device: str, dtype: str, media: MediaConfig | None) -> LoRAConfig | None:
-    """None where no adapters are served. Raises `ConfigError` for what cannot be honoured."""
+    """Return the configuration of adapters, or None if none are served. Raises `ConfigError` for flags that cannot be
+    honoured."""
     own = list(media.adapters.values()) if media is not None else []
     if own:
         _check_beside_own(args)
@@ -56,7 +57,7 @@ def lora_config(args: EngineArgs, impl: str, device: str, dtype: str, media: Med
 
 
 def _check_beside_own(args: EngineArgs) -> None:
-    """Raise `ConfigError` for what is not built beside adapters that media choose."""
+    """Raise `ConfigError` for flags that are not built together with adapters that media choose."""
     for what, is_so in {
         "--enable-lora": args.enable_lora,
         "--reproducible-parallel": bool(args.reproducible_parallel) and args.tensor_parallel_size > 1,
@@ -69,9 +70,10 @@ def _check_beside_own(args: EngineArgs) -> None:
 
 
 def _of_own(folders: list[str], dtype: str) -> LoRAConfig:
-    """As large as a model's own adapters, all of which a step may have."""
+    """Return the configuration for a model's own adapters. It has room for all of them in one step. Raises
+    `ConfigError`."""
     max_rank, modules = 1, set[str]()
-    is_open = False  # any module may be changed
+    is_open = False  # an adapter may change any module
     for folder in folders:
         path = Path(folder) / ADAPTER_FILE
         config = read_json(str(path))
@@ -83,7 +85,7 @@ def _of_own(folders: list[str], dtype: str) -> LoRAConfig:
         if isinstance(targets, list):
             modules.update(targets)
         else:
-            is_open = True  # an expression says which
+            is_open = True  # a regular expression names the modules
     return LoRAConfig(
         max_loras=len(folders),
         max_rank=max_rank,
@@ -98,7 +100,7 @@ def _of_own(folders: list[str], dtype: str) -> LoRAConfig:
 
 
 def _lora_module(text: str) -> LoRAModule:
-    """`name=path`, or a JSON object. Raises `ConfigError`."""
+    """Parse an adapter: `name=path`, or a JSON object. Raises `ConfigError`."""
     fields: dict[str, Any] = {}
     if text.lstrip().startswith("{"):
         try:

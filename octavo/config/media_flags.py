@@ -1,4 +1,4 @@
-"""The flags of media, checked: `MediaConfig`."""
+"""Checks the flags of media and makes the `MediaConfig`."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from octavo.speculative_config import HEAD_METHODS
 
 ADAPTER_FILE = "adapter_config.json"  # PEFT's
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-_FLAGS = (  # which a model that neither sees nor hears could only ignore
+_FLAGS = (  # flags that a model without media could only ignore
     "limit_mm_per_prompt", "language_model_only", "allowed_local_media_path", "allowed_media_domains",
     "allow_private_media_addresses", "enable_mm_embeds",
     "media_io_kwargs",
 )  # fmt: skip
 _MODULES = ("torch", "transformers")
 _DEFAULT_COUNT = 8  # of a prompt
-_NUM_FRAMES, _MAX_FRAMES = 32, 768  # of a video; the most are those of Qwen2-VL's processor
+_NUM_FRAMES, _MAX_FRAMES = 32, 768  # frames of a video; the maximum is that of Qwen2-VL's processor
 _MAX_CACHE_GB = 1 << 20
 _PILLOW_PIXELS = 89_478_485  # PIL.Image.MAX_IMAGE_PIXELS: a quarter of a GiB of RGB
 
@@ -44,7 +44,8 @@ _PILLOW_PIXELS = 89_478_485  # PIL.Image.MAX_IMAGE_PIXELS: a quarter of a GiB of
 def media_config(
     args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, max_model_len: int, device: str
 ) -> MediaConfig | None:
-    """None where no media are taken. Raises `ConfigError` for what cannot be honoured."""
+    """Return the configuration of media, or None if no media are taken. Raises `ConfigError` for flags that cannot be
+    honoured."""
     limits = _limits(args)
     if args.max_image_pixels > _PILLOW_PIXELS:
         raise ConfigError(
@@ -57,7 +58,7 @@ def media_config(
     if not description.takes_media:
         for name in _FLAGS:
             if name == "language_model_only" and description.architecture in MEDIA_FAMILIES:
-                continue  # which it is anyway
+                continue  # true for this model anyway
             if getattr(args, name):
                 raise ConfigError(
                     f"--{name.replace('_', '-')} is for models that see or hear; {checkpoint.name} does not."
@@ -131,7 +132,7 @@ def media_config(
 
 
 def with_most_pictures(args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription) -> Checkpoint:
-    """The checkpoint of a model whose layers attend to pictures, with as many as a token may see: all of a prompt's."""
+    """Return the checkpoint with the number of pictures that a token's layers may attend to: all of a prompt's."""
     if not (description.takes_media and description.num_cross_tokens):
         return checkpoint
     count = 1 if args.language_model_only else max(1, _limits(args).get(IMAGE.name, _DEFAULT_COUNT))
@@ -139,7 +140,7 @@ def with_most_pictures(args: EngineArgs, checkpoint: Checkpoint, description: Mo
 
 
 def _check_crossing(args: EngineArgs, checkpoint: Checkpoint, device: str) -> None:
-    """Raise `ConfigError` for what is not built of models whose layers attend to a picture."""
+    """Raise `ConfigError` for features that are not built for models whose layers attend to a picture."""
     check_cross_attention(args, checkpoint, "models that attend to a picture", device, pools=False, is_decoder=True)
 
 
@@ -150,7 +151,8 @@ def _missing(*modules: str) -> list[str]:
 def _heard_config(
     args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, limits: dict[str, int]
 ) -> HeardConfig | None:
-    """None where a model that sees takes no sounds, or what decodes them is not there and nobody has asked for it."""
+    """Return the configuration of sounds beside pictures. None if the model takes no sounds, or if the decoder's
+    modules are missing and no flag asks for sounds; `ConfigError` if a flag does."""
     token, missing = audio_token(checkpoint.config, description.architecture), _missing(*AUDIO.modules)
     if token is not None and missing and limits.get(AUDIO.name):
         raise ConfigError(
@@ -163,8 +165,8 @@ def _heard_config(
 
 
 def _adapters(checkpoint: Checkpoint, description: ModelDescription, taken: tuple[str, ...]) -> dict[str, str]:
-    """By kind, the folders of the checkpoint's own adapters of the kinds that are `taken`. Raises `ConfigError` where
-    one is not there."""
+    """Return, by kind in `taken`, the folder of the checkpoint's own adapter. Raises `ConfigError` if one is
+    missing."""
     found = {}
     for kind, name in media_adapters(checkpoint.config, description.architecture).items():
         if kind not in taken:
@@ -182,7 +184,8 @@ def _adapters(checkpoint: Checkpoint, description: ModelDescription, taken: tupl
 def _video_config(
     args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, limits: dict[str, int]
 ) -> VideoConfig | None:
-    """None where the model takes no videos, or what takes them is not there and nobody has asked for it."""
+    """Return the configuration of videos. None if the model takes no videos, or if modules or the processor are missing
+    and no flag asks for videos; `ConfigError` if a flag does."""
     token, options = video_token(checkpoint.config, description.architecture), _video_options(args)
     missing = _missing(*VIDEO.modules)
     has_processor = _has_video_processor(Path(checkpoint.path))
@@ -211,8 +214,8 @@ def _video_config(
 
 
 def _has_video_processor(folder: Path) -> bool:
-    """Whether there is one, or a file from before processors of videos had their own. Whoever saves a processor where
-    torchvision is not installed saves none."""
+    """Return whether the folder has a processor of videos, or the file that older processors share with pictures. A
+    processor that was saved without torchvision has none."""
     whole = folder / "processor_config.json"
     if whole.exists() and "video_processor" in read_json(str(whole)):
         return True
@@ -220,7 +223,7 @@ def _has_video_processor(folder: Path) -> bool:
 
 
 def _video_options(args: EngineArgs) -> dict[str, Any]:
-    """What --media-io-kwargs says of videos. Raises `ConfigError`."""
+    """Return the options for videos in --media-io-kwargs. Raises `ConfigError`."""
     given = args.media_io_kwargs or {}
     if set(given) - {VIDEO.name} or not isinstance(found := given.get(VIDEO.name, {}), dict):
         raise ConfigError(f"--media-io-kwargs must have an object for video only, got {given!r:.80}.")
@@ -243,7 +246,7 @@ def _allowed_folder(given: str | None) -> str | None:
 
 
 def _limits(args: EngineArgs) -> dict[str, int]:
-    """By kind, how many media of it a prompt may have."""
+    """Return, by kind, how many media a prompt may have, as --limit-mm-per-prompt says. Raises `ConfigError`."""
     limits = args.limit_mm_per_prompt or {}
     if others := set(limits) - set(KINDS):
         raise ConfigError(f"--limit-mm-per-prompt has {', '.join(sorted(others))}; {', '.join(KINDS)} are built.")

@@ -1,4 +1,4 @@
-"""In which types a model's weights, activations and KV cache are held: what flags and files say of it together."""
+"""Finds the types of a model's weights, activations and KV cache from flags and files."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from octavo.models.description import ModelDescription
 logger = logging.getLogger(__name__)
 
 DTYPES = {"half": "float16", "float": "float32"}  # other names
-# Methods of --quantization: of weights of floats as they are loaded, and those that files have been quantized with.
+# Methods of --quantization: first those that quantize float weights while loading, then those of quantized files.
 _QUANTIZATIONS = {"cpu": ("int8", "int4"), "cuda": ("int8", "int4", "fp8")}
 _FILE_METHODS = (
     "gguf", "gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "mxfp4", "bitsandbytes",
 )  # fmt: skip
-# By default the first of so many layers is precise: what it turns on or off, as attention sinks, stays so in all others
-# (docs/performance.md).
+# The number of layers for which one layer, the first, is precise by default. What the first layer turns on or off, such
+# as attention sinks, stays on or off in all others (docs/performance.md).
 _LAYERS_OF_ONE_PRECISE = 10
-# Of --kv-cache-dtype, what is another type than the model's. No CPU multiplies eight-bit floats: fp8 asks for bytes.
+# Values of --kv-cache-dtype that differ from the model's type. No CPU multiplies eight-bit floats, so there fp8 is
+# int8.
 CACHE_BYTES = {"int8": "int8", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
 def model_dtype(args: EngineArgs, checkpoint: Checkpoint, device: str, is_encoder: bool) -> str:
-    """Of weights and activations, by torch's name. Raises `ConfigError` if the cache is to hold other floats."""
+    """Return the type of weights and activations, by torch's name. Raises `ConfigError` if --kv-cache-dtype asks for
+    other floats."""
     dtype = DTYPES.get(args.dtype, str(args.dtype))
     if dtype == "auto":
         stored = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-        if stored is None and is_encoder:  # of a time when none were stored as anything else
+        if stored is None and is_encoder:  # old encoders, which were always stored as float32
             stored = "float32"
-        if stored == "float32" and is_encoder and device == "cuda":  # whose tensor cores have none
+        if stored == "float32" and is_encoder and device == "cuda":  # tensor cores have no float32
             stored = "float16"
         kept = ("float32", "float16") if device == "cuda" else ("float32",)
         dtype = str(stored) if stored in kept else "bfloat16"
@@ -45,7 +47,7 @@ def model_dtype(args: EngineArgs, checkpoint: Checkpoint, device: str, is_encode
 
 
 def cache_dtype(args: EngineArgs, dtype: str, device: str) -> str:
-    """Of the KV cache, by torch's name; `dtype` is the model's."""
+    """Return the type of the KV cache, by torch's name. `dtype` is the model's."""
     if args.kv_cache_dtype == "fp8" and device == "cpu":
         logger.info("--kv-cache-dtype fp8 is int8 on CPUs; fp8_e4m3 insists on floats")
         return "int8"
@@ -65,7 +67,8 @@ def check_quantization(name: str, wanted: str | None, device: str) -> None:
 def precise_layers(
     args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, dtype: str, is_pooling: bool
 ) -> int:
-    """How many layers have inputs of sixteen bits. Raises `ConfigError` where none of them is quantized."""
+    """Return the number of layers that multiply quantized weights with sixteen-bit inputs. Raises `ConfigError` if the
+    model is not quantized."""
     wanted = args.precise_layers
     if wanted is None:
         return 0 if is_pooling else len(description.layers) // _LAYERS_OF_ONE_PRECISE
@@ -86,8 +89,8 @@ def precise_layers(
 
 
 def load_quantization(name: str, wanted: str | None, checkpoint: Checkpoint, device: str) -> str | None:
-    """The method by which weights of floats are quantized as they are loaded; one of files has to be theirs, or
-    `ConfigError` is raised. `name` is the setting's."""
+    """Return the method that quantizes float weights while loading, or None. Raises `ConfigError` for a method of files
+    that is not the checkpoint's. `name` is the setting's name."""
     if wanted is None:
         return None
     found = checkpoint.format

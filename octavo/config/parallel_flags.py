@@ -1,4 +1,4 @@
-"""The flags of several workers, checked before and after a model has been found."""
+"""Checks the flags of several workers, before and after a model has been found."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_GPUS = 8  # whose sums are one tree of `octavo.ops.cuda_collectives`
+MAX_GPUS = 8  # the most that one tree of sums in `octavo.ops.cuda_collectives` spans
 
 
 def check_parallel(args: EngineArgs, device: str) -> None:
-    """Raises `ConfigError` for what does not go together with several workers, or not yet."""
+    """Raise `ConfigError` for flags that do not work with several workers."""
     size, num_stages = args.tensor_parallel_size, args.pipeline_parallel_size
     check_data_parallel(args, device)
-    num_workers = len(local_engines(args)) * size * num_stages // num_nodes(args)  # of this host
+    num_workers = len(local_engines(args)) * size * num_stages // num_nodes(args)  # on this host
     if device == "cuda":
         _check_devices(args, num_workers)
     elif args.cpu_threads is not None and args.cpu_threads < num_workers:
@@ -86,22 +86,23 @@ def _check_devices(args: EngineArgs, num_workers: int) -> None:
 
 
 def is_reproducible(args: EngineArgs, device: str) -> bool | None:
-    """Of `EngineConfig`: products of GPUs are not cut into segments."""
+    """Return `EngineConfig.reproducible_parallel`. It is False on GPUs, which do not cut products into segments."""
     return args.reproducible_parallel if device == "cpu" else False
 
 
 def uses_ray(args: EngineArgs) -> bool:
-    """Whether Ray starts the nodes other than this one."""
+    """Return whether Ray starts the other nodes."""
     return args.distributed_executor_backend == "ray"
 
 
 def num_nodes(args: EngineArgs) -> int:
-    """Hosts that share the stages out; with Ray one for each, unless --nnodes says otherwise."""
+    """Return the number of hosts that share the stages. With Ray each stage has a host, unless --nnodes says
+    otherwise."""
     return args.pipeline_parallel_size if uses_ray(args) and args.nnodes == 1 else args.nnodes
 
 
 def nodes_config(args: EngineArgs) -> NodesConfig:
-    """Raises `ConfigError` for flags that other hosts cannot be told."""
+    """Return the hosts of the stages. Raises `ConfigError` for flags that cannot be sent to other hosts."""
     if not uses_ray(args):
         return NodesConfig(args.nnodes, args.node_rank, args.master_addr, args.master_port)
     flags = flags_for_ray(args, "distributed_executor_backend")
@@ -144,12 +145,12 @@ def _check_nodes(args: EngineArgs) -> None:
             f"{several} is not built yet with --data-parallel-size, except where each engine has a server of its own "
             "(--data-parallel-rank); leave one of them out."
         )
-    if not uses_ray(args):  # for which a token is made
+    if not uses_ray(args):  # with Ray, Octavo makes a token
         check_token(args.master_addr, "--master-addr")
 
 
 def layer_partition(args: EngineArgs) -> list[int] | None:
-    """Layers of each stage, where that is given. Raises `ConfigError`."""
+    """Return the number of layers of each stage, or None without --pipeline-layer-partition. Raises `ConfigError`."""
     given = args.pipeline_layer_partition
     if given is None:
         return None
@@ -163,7 +164,7 @@ def layer_partition(args: EngineArgs) -> list[int] | None:
 
 
 def check_shared(args: EngineArgs, description: ModelDescription, device: str) -> None:
-    """Raises `ConfigError` for a model that so many workers cannot share, or not yet."""
+    """Raise `ConfigError` if the workers of the flags cannot share the model."""
     size, num_stages = args.tensor_parallel_size, args.pipeline_parallel_size
     if size * num_stages == 1:
         return

@@ -1,4 +1,4 @@
-"""Whether and how a model pools: what the flags, its architecture and its sentence-transformers folder say."""
+"""Finds whether and how a model pools, from the flags, its architecture and its sentence-transformers folder."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from octavo.pooling_params import DenseConfig, PoolingConfig
 def pooling_of(
     args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription
 ) -> tuple[PoolingConfig | None, Checkpoint]:
-    """How the model pools, or None where it generates; and the checkpoint, with the tokens that judge by number.
-    Raises `ConfigError`."""
+    """Return how the model pools, or None if it generates; and the checkpoint, whose `classifier_from_token` becomes
+    token ids. Raises `ConfigError`."""
     runner: str = args.runner
     convert: str | None = None if args.convert in ("auto", "none") else args.convert
     if args.task == "generate":

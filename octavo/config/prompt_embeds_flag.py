@@ -1,4 +1,4 @@
-"""The flag of prompts that are embeddings, checked: `PromptEmbedsConfig`."""
+"""Checks --enable-prompt-embeds and makes the `PromptEmbedsConfig`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.loading.checkpoint import Checkpoint
 from octavo.models.description import ModelDescription
 from octavo.speculative_config import HEAD_METHODS
 
-# Where embeddings are multiplied with something: whether what transformers' embedding returns has been.
+# Models that scale embeddings: whether the output of transformers' embedding is already scaled.
 _MULTIPLIES_ITSELF = {
     "GemmaForCausalLM": True, "Gemma2ForCausalLM": True, "Gemma3ForCausalLM": True, "GraniteForCausalLM": False,
     "GraniteMoeForCausalLM": False,
@@ -20,7 +20,8 @@ _MULTIPLIES_ITSELF = {
 def prompt_embeds_config(
     args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, max_model_len: int, *, pools: bool
 ) -> PromptEmbedsConfig | None:
-    """None where prompts are tokens. Raises `ConfigError` for a model that takes no others, or not yet."""
+    """Return the configuration of prompts given as embeddings, or None without the flag. Raises `ConfigError` for
+    models that cannot take them."""
     if not args.enable_prompt_embeds:
         return None
     speculative, multiplier = speculative_config(args), description.embedding_multiplier

@@ -1,4 +1,4 @@
-"""The flags of sound, checked: `SoundConfig`, and what goes with no model that has cross attention."""
+"""Checks the flags of sound and makes the `SoundConfig`. It also checks flags of every model with cross attention."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _MODULES = ("torch", "transformers", "soundfile", "soxr")
 def check_cross_attention(
     args: EngineArgs, checkpoint: Checkpoint, models: str, device: str, *, pools: bool, is_decoder: bool = False
 ) -> None:
-    """Raise `ConfigError` for what cannot be had with attention to another network's output, which `models` have. One
-    that `is_decoder` is a language model that has such layers beside its own."""
+    """Raise `ConfigError` for flags that are not built for models with cross attention to another network's output.
+    `models` names them in the error. `is_decoder` says that the model is a language model with some such layers."""
     for what, is_so in {
         "for pooling": pools,
         "with --tensor-parallel-size on GPUs": device == "cuda" and args.tensor_parallel_size > 1 and not is_decoder,
@@ -35,7 +35,8 @@ def check_cross_attention(
 def sound_config(
     args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, device: str, *, pools: bool
 ) -> SoundConfig | None:
-    """None for a model that hears nothing. Raises `ConfigError` for what cannot be honoured."""
+    """Return the configuration of speech, or None for a model that does not transcribe. Raises `ConfigError` for flags
+    that cannot be honoured."""
     num_rows = description.num_cross_tokens
     if not num_rows or description.takes_media:
         return None

@@ -1,5 +1,5 @@
-"""Models of which an index chooses the keys that a token reads: where the index is left out, as it would choose all of
-them, and what does not go with it. Called as models and drafts are found."""
+"""Models with sparse attention, in which an index chooses the keys that a token reads. The index is left out if it
+would choose every key; otherwise an eight-bit cache is refused. Called when models and drafts are found."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from octavo.models.description import ModelDescription
 
 
 def needs_index(description: ModelDescription, max_model_len: int) -> bool:
-    """Whether contexts may have more keys than an index chooses."""
+    """Return whether a context may have more keys than the index chooses."""
     return 0 < description.num_chosen_keys < max_model_len
 
 
 def check_cache_of_index(kv_cache_dtype: str, description: ModelDescription, max_model_len: int) -> None:
-    """Raises `ConfigError` for a cache of eight bits: no scales go with the keys of an index."""
+    """Raise `ConfigError` for an eight-bit cache, as an index's keys have no scales."""
     if kv_cache_dtype in CACHE_BYTES and needs_index(description, max_model_len):
         raise ConfigError(
             f"--kv-cache-dtype {kv_cache_dtype} is not built yet for {description.architecture} beyond the "
@@ -27,7 +27,7 @@ def check_cache_of_index(kv_cache_dtype: str, description: ModelDescription, max
 
 
 def without_needless_index(checkpoint: Checkpoint, description: ModelDescription, max_model_len: int) -> Checkpoint:
-    """The checkpoint as of a model that has no index, if contexts are so short that it would choose every key."""
+    """Return the checkpoint, without an index if contexts are so short that it would choose every key."""
     if not description.num_chosen_keys or needs_index(description, max_model_len):
         return checkpoint
     return replace(checkpoint, config=dict(checkpoint.config) | {"index_topk": 0})

@@ -1,4 +1,4 @@
-"""The flags of speculation, checked, and the draft model's configuration."""
+"""Checks the flags of speculation and makes the draft model's configuration."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def draft_config(
 ) -> ModelConfig | None:
     """Return the draft model or head, if the method has one, with its own checkpoint and quantization.
 
-    Raises `ConfigError`, and `LoadError` for a checkpoint that cannot be found or read.
+    Raises `ConfigError` for settings that cannot be honoured, and `LoadError` for a checkpoint that cannot be found or
+    read.
     """
     if speculative is None or speculative.method not in DRAFT_METHODS:
         return None

@@ -1,4 +1,4 @@
-"""How errors of flags list values and name devices."""
+"""Helpers for error texts of flags: lists of values and names of devices."""
 
 from __future__ import annotations
 
