@@ -1,5 +1,6 @@
-"""What fits where and how fast (`octavo plan`), and what this machine can do (`octavo doctor`, `octavo collect-env`).
+"""Predicts which models fit a device and how fast they run (`octavo plan`), and reports on this machine (`octavo
+doctor`, `octavo collect-env`).
 
-Sizes come from the engine's own statements: a model's constructor, the specifications of its caches, the packers'
-layouts. Times come from steps that are measured here, or from the models of devices in `octavo.ops.triton.schedule`.
+Sizes come from the engine's own code: a model's constructor, the specifications of its caches, the layouts of packed
+weights. Times come from steps measured on this machine, or from the device models in `octavo.ops.triton.schedule`.
 """

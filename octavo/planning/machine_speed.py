@@ -1,6 +1,7 @@
-"""What this machine's processors give at best, measured with the native kernels in a second: bytes read and operations.
+"""Measures the best rates of this machine's processors with the native kernels, in about a second: bytes read and
+operations.
 
-Every rate is that of the fastest of a few tries, since other programs can only make one slower.
+Every rate is the fastest of a few tries, because other programs can only slow a try down.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from time import perf_counter
 import ml_dtypes
 import numpy as np
 
-_READ_BYTES = 384 << 20  # more than the last cache of most processors
-_MATRIX = (4096, 2048)  # of the products: [N, K]
+_READ_BYTES = 384 << 20  # larger than the last-level cache of most processors
+_MATRIX = (4096, 2048)  # [N, K] of the products
 _ROWS = 256
 _TRIES_S = 0.15  # for each figure
 
@@ -31,14 +32,14 @@ class MachineSpeed:
 
 @cache
 def measure_speed() -> MachineSpeed:
-    """Of the threads that `octavo.ops.load` has set."""
+    """Return the machine's speed with the threads that `octavo.ops.load` has set."""
     from octavo.ops import cpu
     from octavo.quantization import StoredWeight
 
     random = np.random.default_rng(0)
     n, k = _MATRIX
     numbers = random.standard_normal(_MATRIX, np.float32).astype(ml_dtypes.bfloat16)
-    # As many copies of a matrix as exceed the caches, read by products with one row.
+    # Enough copies of a matrix to exceed the caches, read by products with one row.
     wide = cpu.pack_linear([StoredWeight("BF16", {"data": numbers}, (n, k))] * (_READ_BYTES // numbers.nbytes))
     row = numbers[:1].copy()
     bytes_per_s = wide.num_bytes / best_s(partial(cpu.linear, row, wide))
@@ -53,7 +54,7 @@ def measure_speed() -> MachineSpeed:
 
 
 def best_s(call: Callable[[], object]) -> float:
-    """The shortest time of a call."""
+    """Return the shortest time of a call, in seconds."""
     call()
     best, end = float("inf"), perf_counter() + _TRIES_S
     while perf_counter() < end:

@@ -1,9 +1,9 @@
-"""What a model's steps cost on this machine's processors: a few are done by a part of the model, and the engine's own
-cost model is fitted to them.
+"""Measures what a model's steps cost on this machine's processors: a part of the model runs a few steps, and the
+engine's own cost model is fitted to their times.
 
-The part has the model's first layers, as many as make its weights larger than processors' caches, and at most 64 MiB
-of the output matrix: what they take is multiplied up. Its weights are random, in the formats of the model's, packed and
-multiplied as the engine does it, by a captured step of the engine's own runner.
+The part has enough of the model's first layers to exceed the processors' caches, and at most 64 MiB of the output
+matrix. Its times are scaled up to the whole model. Its weights are random, in the model's formats. A captured step of
+the engine's own runner computes it.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from octavo.plan import PlannedRow, StepPlan
 from octavo.planning.weight_formats import packed_weight_bytes
 from octavo.step_cost import StepCostModel, StepWork
 
-_LEAST_BYTES = 192 << 20  # of the part's layers, where the model has so many: more than most caches hold
+_LEAST_BYTES = 192 << 20  # of the part's layers, if the model has as many: exceeds most caches
 _MOST_VOCABULARY_BYTES = 64 << 20  # of the part's output matrix
-_MOST_TOKENS = 512  # of a step
+_MOST_TOKENS = 512  # in a step
 _MOST_ROWS = 32
-_PASSES = 3  # over all steps, so that no step is seen only while a neighbour is busy
+_PASSES = 3  # over all steps, so that a busy neighbour disturbs no step every time
 _TRIES_S = 0.03  # for each step in a pass
 _FITS = 40  # observations of each step
-# Around a step in the engine's core, by `benchmarks/step_overhead.py` in docs/performance.md: 483 us at 1 stream,
-# 1,676 at 256.
+# Time around a step in the engine's core: `benchmarks/step_overhead.py` in docs/performance.md has 483 us at 1 stream,
+# 1,676 us at 256.
 _HOST_STEP_S, _HOST_ROW_S = 0.48e-3, 4.7e-6
-# Steps that are measured: rows, tokens that they have computed, tokens that each computes now.
+# Measured steps: number of rows, tokens that each row has computed before, tokens that each row computes in the step.
 _STEPS = (
     (1, 127, 1), (1, 1023, 1), (4, 255, 1), (16, 255, 1), (32, 127, 1), (1, 0, 64), (1, 0, 256), (1, 512, 256),
     (1, 0, 512),
@@ -50,15 +50,15 @@ _STEPS = (
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A step of the part, and what follows for the model."""
+    """A step that was measured with the part, and its time scaled to the whole model."""
 
     work: StepWork
     seconds: float
 
 
 def measure_steps(config: EngineConfig, description: ModelDescription, weights: Weights, dtype: str) -> StepCostModel:
-    """The cost of steps of the model on this machine's processors, `weights` being random
-    (`octavo.planning.weight_formats`). Takes a second or two, and more where a layer of the model is large."""
+    """Return the cost model of the model's steps on this machine's processors. `weights` are random
+    (`octavo.planning.weight_formats`). Takes a second or two, longer for models with large layers."""
     part, layer_scale, vocabulary_scale = _part_of(description, weights, dtype)
     runner = _runner(config, part, weights, dtype)
     steps = [step for step in _STEPS if step[1] + step[2] <= config.model.max_model_len]
@@ -81,10 +81,10 @@ def measure_steps(config: EngineConfig, description: ModelDescription, weights: 
 
 
 def fitted(steps: Sequence[MeasuredStep]) -> StepCostModel:
-    """The cost model that a long time of such steps leads to."""
+    """Return the cost model that many observations of these steps lead to."""
     single = steps[0].seconds
     by_token = min(step.seconds / step.work.num_tokens for step in steps)
-    # What is not told apart stays in these proportions.
+    # Costs that the steps cannot tell apart keep these proportions.
     model = StepCostModel(
         (single * 0.8, single * 0.2, by_token, by_token, by_token / 8, by_token / 4, single / 1e5, by_token / 1e4)
     )
@@ -95,7 +95,7 @@ def fitted(steps: Sequence[MeasuredStep]) -> StepCostModel:
 
 
 def _part_of(description: ModelDescription, weights: Weights, dtype: str) -> tuple[ModelDescription, float, float]:
-    """The part, how much larger the model's layers are, and how much larger its vocabulary is."""
+    """Return the part, the ratio of the model's layers to the part's in bytes, and the ratio of their vocabularies."""
     vocabulary_bytes = 2 * description.vocab_size * description.hidden_size
     vocabulary_scale = max(1.0, vocabulary_bytes / _MOST_VOCABULARY_BYTES)
     num_tokens = int(description.vocab_size / vocabulary_scale)
@@ -113,7 +113,7 @@ def _part_of(description: ModelDescription, weights: Weights, dtype: str) -> tup
 
 
 def _runner(config: EngineConfig, description: ModelDescription, weights: Weights, dtype: str) -> Runner:
-    """A runner of the part, with a captured step and a cache that has been written."""
+    """Return a runner of the part, with a captured step and a cache whose pages have been written."""
     ops, device = load(config.cpu_threads, config.cpus), CpuDevice()
     block_size = config.cache.block_size
     longest = min(config.model.max_model_len, max(computed + tokens for _, computed, tokens in _STEPS) + block_size)
@@ -133,13 +133,13 @@ def _runner(config: EngineConfig, description: ModelDescription, weights: Weight
 
 
 def _write(cache: LayerKVCache) -> None:
-    """A page that was never written is read from one page of zeros."""
+    """Write the cache's pages. Reads of unwritten pages would all come from a single page of zeros."""
     for part in cache.arrays:
         part.view(np.uint8)[...] = 0
 
 
 def _times_s(runner: Runner, num_rows: int, num_computed: int, num_tokens: int, num_samples: int) -> list[float]:
-    """Of a step, as often as there is time for it."""
+    """Return the times of a step, repeated for `_TRIES_S`, in seconds."""
     table, [captured] = runner.table, runner.captured_steps
     per_row = -(-(num_computed + num_tokens) // table.block_size)
     order = np.random.default_rng(2).permutation(num_rows * per_row).astype(np.int32) + 1

@@ -1,6 +1,7 @@
-"""Makes a plan: what a model takes in memory, how many requests fit, how fast it will be and what limits it.
+"""Makes a plan of a model: its memory, how many requests fit, how fast it runs and what limits its speed.
 
-`make_plan` returns plain data, whose form `SCHEMA_VERSION` numbers: `octavo plan --json` prints it, `as_text` a table.
+`make_plan` returns plain data; `SCHEMA_VERSION` is the version of its form. `octavo plan --json` prints the data,
+`as_text` makes a table.
 """
 
 from __future__ import annotations
@@ -26,26 +27,27 @@ from octavo.step_cost import StepCost, StepWork
 SCHEMA_VERSION = 1
 GIB = 1 << 30
 _GPU_RESERVE_BYTES = GIB  # the CUDA context, kernels, activations of a step of 2,048 tokens
-# A limit that explains less than this of the time is not what to change.
+# A limit below this share of the time is not worth naming.
 _LEAST_SHARE = 0.4
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What `make_plan` is asked for."""
+    """The options of `make_plan`."""
 
     format: str = AS_IS
-    gpu: Gpu | None = None  # none: this machine's processors
+    gpu: Gpu | None = None  # None: this machine's processors
     num_gpus: int = 1
-    lengths: Sequence[int] = ()  # of requests, prompt and output
+    lengths: Sequence[int] = ()  # of requests: tokens of prompt and output
     prompt_tokens: int = 512
-    context: int = 256  # of sequences in decode steps
+    context: int = 256  # tokens of each sequence in decode steps
     batch_sizes: Sequence[int] = (1, 4, 16, 64)
-    measures: bool = True  # steps on this machine's processors
+    measures: bool = True  # whether to measure steps on this machine's processors
 
 
 def make_plan(config: EngineConfig, options: PlanOptions) -> dict[str, Any]:
-    """`config` is that of an engine on the CPU; what differs on a GPU is settled here. Reads no weights but headers.
+    """Return the plan as plain data. `config` is an engine's on the CPU; differences of GPUs are handled here. Reads
+    only the headers of weight files.
 
     Raises `ConfigError` and `LoadError`."""
     checkpoint, dtype = config.model.checkpoint, config.model.dtype
@@ -58,7 +60,7 @@ def make_plan(config: EngineConfig, options: PlanOptions) -> dict[str, Any]:
         )
     weights, notes = _weights(config, description, options)
     if options.format != AS_IS:
-        dtype = "bfloat16"  # of what is not quantized
+        dtype = "bfloat16"  # of weights that are not quantized
     try:
         recorded = RecordingWeights(dtype, weights)
         record(description, recorded)
@@ -107,7 +109,7 @@ def make_plan(config: EngineConfig, options: PlanOptions) -> dict[str, Any]:
 
 
 def _weights(config: EngineConfig, description: ModelDescription, options: PlanOptions) -> tuple[Weights, list[str]]:
-    """The weights that are planned for, by their formats, and what is to be said of them."""
+    """Return the weights that the plan is for, and notes about them. Raises `ConfigError`."""
     checkpoint, wanted = config.model.checkpoint, options.format
     if wanted != AS_IS:
         if wanted == "fp8" and options.gpu is None:
@@ -128,10 +130,10 @@ def _weights(config: EngineConfig, description: ModelDescription, options: PlanO
 def _caches(
     config: EngineConfig, description: ModelDescription, dtype: str, on_gpu: bool
 ) -> list[tuple[str, CacheSizes]]:
-    """The cache that is asked for first, then others."""
+    """Return cache types and their sizes: the configured type first, then alternatives."""
     own = dtype if config.cache.dtype == config.model.dtype else config.cache.dtype
     found = []
-    # As `check_cache_of_index` has it, no scales go with the keys of an index.
+    # No eight-bit cache for models with an index, whose keys have no scales (`check_cache_of_index`).
     bytes_too = () if description.num_chosen_keys else ("float8_e4m3fn" if on_gpu else "int8",)
     for name in dict.fromkeys((own, dtype, *bytes_too)):
         try:
@@ -154,7 +156,7 @@ def _cache(name: str, sizes: CacheSizes) -> dict[str, Any]:
 def _formats(
     config: EngineConfig, description: ModelDescription, options: PlanOptions, memory: int
 ) -> list[dict[str, Any]]:
-    """How large the weights are in each format."""
+    """Return the size of the weights in each format."""
     found = []
     parameters = model_work(description).num_parameters
     for name in FORMATS:
@@ -163,7 +165,7 @@ def _formats(
         try:
             own = weights_in(name, description)
             num_bytes, _ = packed_weight_bytes(description, own, "bfloat16", on_gpu=options.gpu is not None)
-        except (ConfigError, LoadError):  # a format that some of its matrices cannot have
+        except (ConfigError, LoadError):  # some matrices of the model cannot have this format
             continue
         found.append(
             {
@@ -181,7 +183,7 @@ def _lengths(longest: int) -> list[int]:
 
 
 def _gpu_memory(config: EngineConfig, options: PlanOptions, description: ModelDescription) -> int:
-    """Of one GPU, what weights and cache may have."""
+    """Return the bytes of one GPU that weights and cache may use."""
     assert options.gpu is not None
     logits_bytes = 3 * 4 * config.scheduler.max_num_seqs * description.vocab_size
     share = config.cache.gpu_memory_utilization
@@ -196,16 +198,16 @@ def _device(options: PlanOptions, memory: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """Weights and a cache in the memory of devices that share them."""
+    """A model's weights and cache in the memory of devices that share them."""
 
     config: EngineConfig
     options: PlanOptions
     weight_bytes: int
-    memory_bytes: int  # of a device
+    memory_bytes: int  # of one device
     sizes: CacheSizes
 
     def cache_bytes(self, num_devices: int) -> int:
-        """What is left for the cache, over all of them."""
+        """Return the bytes left for the cache, over all devices together."""
         left = num_devices * self.memory_bytes - self.weight_bytes
         return left if self.options.gpu else int(left * self.config.cache.cpu_memory_utilization)
 
@@ -214,12 +216,13 @@ class _Placed:
         return min(found, self.config.scheduler.max_num_seqs)
 
     def fits(self, num_devices: int) -> bool:
-        """Whether there is room for a request of the greatest length."""
+        """Return whether a request of the greatest length fits."""
         return self.sizes.num_requests(self.config.model.max_model_len, self.cache_bytes(num_devices)) > 0
 
 
 def _layout(placed: _Placed, description: ModelDescription, options: PlanOptions) -> dict[str, Any]:
-    """The least number of devices that hold the model and its longest request, and how often that is to be had."""
+    """Return the smallest number of devices that hold the model and its longest request, and how many such replicas the
+    devices make."""
     count = options.num_gpus if options.gpu else 1
     heads = [spec.num_kv_heads for spec in description.layer_caches if spec.num_kv_heads > 1]
     sizes = [n for n in (1, 2, 4, 8) if n <= count and all(h % n == 0 or n % h == 0 for h in heads)]
@@ -249,7 +252,7 @@ def _rates(
     timed: tuple[str, Weights, int, CacheSizes],
     plan: dict[str, Any],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Predicted rates of one replica."""
+    """Return the predicted rates of one replica: of prompts and of decode steps."""
     dtype, weights, weight_bytes, sizes = timed
     token_bytes = sizes.token_bytes, sizes.later_token_bytes
     limits = StepLimits(model_work(description), description.layer_caches, weight_bytes, token_bytes)
@@ -300,14 +303,14 @@ def _rates(
 
 
 def _chunks(length: int, chunk: int) -> Iterable[StepWork]:
-    """The steps of a prompt."""
+    """Yield the steps of a prompt."""
     for begin in range(0, length, chunk):
         end = min(length, begin + chunk)
         yield StepWork.of([(0, begin, end - begin, int(end == length), 1, ())])
 
 
 def as_text(plan: dict[str, Any]) -> str:
-    """The plan as a table for people."""
+    """Return the plan as tables for people."""
     model, device, layout = plan["model"], plan["device"], plan["layout"]
     lines = [
         f"{model['name']}: {model['architecture']}, {_count(model['num_parameters'])} parameters in "

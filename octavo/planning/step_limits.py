@@ -1,8 +1,8 @@
-"""What a step reads and computes at least, and how long a GPU needs for that.
+"""Computes the least that a step reads and computes, and the time that a GPU needs for it.
 
-`ModelWork` counts bytes and operations from a model's description. `GpuSteps` turns them into seconds by the machines
-of `octavo.ops.triton.schedule`: all products together and not tile by tile, as `benchmarks/gpu_limits.py` does it for
-dense models in bfloat16.
+`ModelWork` counts bytes and operations from a model's description. `GpuSteps` turns them into seconds with the machines
+of `octavo.ops.triton.schedule`. It takes all products together; `benchmarks/gpu_limits.py` goes tile by tile, for dense
+models in bfloat16.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from octavo.models.inventory import repeated_tensors, required_tensors
 from octavo.ops.triton.schedule import EXCHANGE_S, MACHINES, Machine, sum_exchanges
 from octavo.step_cost import StepWork
 
-# As `benchmarks/gpu_limits.py` counts them; of a layer's, those that are products or attention.
+# Counts of `benchmarks/gpu_limits.py`. Large kernels are products and attention.
 _KERNELS_PER_LAYER, _LARGE_PER_LAYER, _KERNELS_PER_STEP = 8, 5, 14
-_SMALL_KERNEL_S = 2.0e-6  # likewise: loads that wait for memory once or twice, and a store
-# The matrix rate that prompts' products reach of a large product's, and attention's beside it: likewise.
+_SMALL_KERNEL_S = 2.0e-6  # from the same script: one or two dependent loads from memory, and a store
+# Shares of a large product's rate that the products of prompts reach, and attention. From the same script.
 PREFILL_SHARE, ATTENTION_SHARE = 0.70, 0.45
-_SUMMED_BYTES = 4  # of an element of a row that devices add up, which is float32
+_SUMMED_BYTES = 4  # of an element of the rows that devices sum: float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Gpu:
 
 
 GPUS = {
-    # Its memory is slower: 1,555 GB/s in NVIDIA's data sheet, and 2,039 of the larger one.
+    # The smaller A100 has slower memory: 1,555 GB/s in NVIDIA's data sheet, 2,039 for the larger one.
     "a100-40gb": Gpu("A100 40 GB", 40 << 30, replace(MACHINES["a100"], copy_gbs=1300)),
     "a100": Gpu("A100 80 GB", 80 << 30, MACHINES["a100"]),
     "h100": Gpu("H100 80 GB SXM", 80 << 30, MACHINES["h100"]),
@@ -49,31 +49,33 @@ GPUS = {
 
 @dataclass(frozen=True, slots=True)
 class ModelWork:
-    """Of a model: parameters in matrices, by when they are read, and what attention does."""
+    """A model's parameters in matrices, by when a step reads them, and the operations of its attention."""
 
-    num_parameters: int  # of all matrices
-    layer_parameters: int  # read for every token, experts left out; for each layer that shares them
-    head_parameters: int  # of the output matrix: read where a token is sampled
-    expert_parameters: int  # of all experts of all layers
-    expert_share: float  # of the experts that a token takes
+    num_parameters: int  # in all matrices
+    layer_parameters: int  # read for every token, without experts; shared matrices count for each layer
+    head_parameters: int  # of the output matrix, which is read if a token is sampled
+    expert_parameters: int  # in all experts of all layers
+    expert_share: float  # share of the experts that a token takes
     attention: tuple[tuple[int, int], ...]  # by layer: multiplications for a query and a key, and the window or 0
     hidden_size: int
     num_layers: int
-    num_chosen: int = 0  # keys that a token reads at most, where an index chooses them
-    chosen_share: float = 0.0  # of a token's bytes in the cache, those that are read only where it is chosen
+    num_chosen: int = 0  # most keys that a token reads if an index chooses them; 0: no index
+    chosen_share: float = 0.0  # share of a token's cache bytes that are read only if it is chosen
 
     def read_share(self, num_tokens: int, num_samples: int) -> float:
-        """Of the weights' bytes, that a step reads: an embedding's rows are nothing, and experts are chosen evenly."""
+        """Return the share of the weights' bytes that a step reads. Rows of the embedding are neglected, and experts
+        are assumed to be chosen evenly."""
         experts = self.expert_parameters * (1 - (1 - self.expert_share) ** num_tokens)
         return (self.layer_parameters + self.head_parameters * bool(num_samples) + experts) / self.num_parameters
 
     def product_operations(self, num_tokens: int, num_samples: int) -> float:
-        """Multiplications and additions."""
+        """Return the multiplications and additions of a step's matrix products."""
         of_token = self.layer_parameters + self.expert_parameters * self.expert_share
         return 2 * (num_tokens * of_token + num_samples * self.head_parameters)
 
     def attention_operations(self, num_pairs: float, mean_context: float) -> float:
-        """For pairs of a query and a key of a layer without a window, whose rows see `mean_context` keys."""
+        """Return the multiplications and additions of attention. `num_pairs` counts pairs of a query and a key in a
+        layer without a window; rows see `mean_context` keys on average."""
         return sum(
             2 * size * num_pairs * (min(1.0, window / max(1.0, mean_context)) if window else 1.0)
             for size, window in self.attention
@@ -94,7 +96,7 @@ def model_work(description: ModelDescription) -> ModelWork:
         for mixer in (layer.attention, layer.parallel_mixer, layer.reused and layer.reused.attention):
             if isinstance(mixer, AttentionDescription):
                 attention.append((2 * mixer.num_heads * mixer.head_size, mixer.window))
-            elif isinstance(mixer, MLADescription):  # in absorbed form heads meet compressed vectors
+            elif isinstance(mixer, MLADescription):  # in absorbed form, heads multiply compressed vectors
                 num_chosen = description.num_chosen_keys if mixer.index is not None or mixer.shares_index else 0
                 attention.append((mixer.num_heads * (2 * mixer.kv_lora_rank + mixer.qk_rope_head_dim), num_chosen))
                 of_chosen += (mixer.kv_lora_rank + mixer.qk_rope_head_dim) * bool(num_chosen)
@@ -116,7 +118,8 @@ def _num_parameters(tensors: Sequence[RecordedTensor]) -> int:
 
 
 def cached_bytes(specs: Sequence[LayerCacheSpec], num_keys: int, num_rows: int, later: int, early: int) -> float:
-    """That rows read of `num_keys` in all: `early` bytes a token within the windows, `later` beyond them."""
+    """Return the cache bytes that rows read for `num_keys` keys in all: `early` bytes a token within the windows,
+    `later` bytes beyond them."""
     windows = [spec.window for spec in specs if spec.kind == "window"]
     if not windows or not num_rows:
         return float(num_keys * early)
@@ -126,22 +129,23 @@ def cached_bytes(specs: Sequence[LayerCacheSpec], num_keys: int, num_rows: int, 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What a step cannot be faster than, and why."""
+    """Lower bounds of a step's time, by cause."""
 
-    weights_s: float  # to read them
+    weights_s: float  # to read the weights
     cache_s: float  # to read keys and values
     products_s: float
-    attention_s: float  # to multiply them
+    attention_s: float  # to multiply queries, keys and values
     fixed_s: float = 0.0  # launches, and sums over devices
 
     @property
     def seconds(self) -> float:
-        """Of these, the largest that nothing overlaps: products read and multiply at once, then attention does."""
+        """Return the least time of the step. Products overlap reading and multiplying, and so does attention; attention
+        does not overlap products."""
         return max(self.weights_s, self.products_s) + max(self.cache_s, self.attention_s) + self.fixed_s
 
     @property
     def name(self) -> str:
-        """What takes most of it."""
+        """Return the cause with the largest bound."""
         found = {
             "memory bandwidth (weights)": self.weights_s, "memory bandwidth (cache)": self.cache_s,
             "arithmetic (products)": self.products_s, "arithmetic (attention)": self.attention_s,
@@ -152,7 +156,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of a device, or of several that share the work: what it reads, and multiplies and adds, in a second."""
+    """Rates of a device, or of several that share the work: bytes read, and multiplications and additions, a second."""
 
     bytes_per_s: float
     products_per_s: float
@@ -161,21 +165,21 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """A model in one format."""
+    """The limits of steps of a model in one format."""
 
     work: ModelWork
     specs: tuple[LayerCacheSpec, ...]
     weight_bytes: int
-    token_bytes: tuple[int, int]  # of the cache: within the windows, and beyond them
+    token_bytes: tuple[int, int]  # cache bytes of a token: within the windows, and beyond them
 
     def of(self, step: StepWork, rates: Rates) -> Limit:
         model, num_rows = self.work, max(1, step.num_samples, step.num_chunks)
         keys = cached_bytes(self.specs, step.num_keys, num_rows, *reversed(self.token_bytes))
-        if model.chosen_share and step.num_keys:  # the index reads its own keys of all
+        if model.chosen_share and step.num_keys:  # the index still reads its own keys of all tokens
             chosen = min(1.0, model.num_chosen * num_rows / step.num_keys)
             keys *= 1 - model.chosen_share * (1 - chosen)
         context = (step.num_keys + step.num_tokens / 2) / num_rows
-        # A token's own row multiplies the keys that it finds, as a chunk's do.
+        # A decode row multiplies with the keys in the cache and its own.
         pairs = step.num_chunk_pairs if step.num_chunks else step.num_keys + step.num_tokens
         return Limit(
             self.weight_bytes * model.read_share(step.num_tokens, step.num_samples) / rates.bytes_per_s,
@@ -187,7 +191,7 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class GpuSteps:
-    """`octavo.step_cost.StepCost` of a model on `num_devices` GPUs that share each layer."""
+    """The `octavo.step_cost.StepCost` of a model on `num_devices` GPUs that share each layer."""
 
     machine: Machine
     limits: StepLimits
@@ -206,6 +210,7 @@ class GpuSteps:
         return replace(self.limits.of(step, rates), fixed_s=fixed)
 
     def seconds(self, step: StepWork) -> float:
-        """Half of what products could do beside their longer part is not: so the tiles' model has it, within 10%."""
+        """Return the time of a step. Reading weights and multiplying overlap only by half of the shorter one; the tile
+        model of `benchmarks/gpu_limits.py` agrees within 10%."""
         limit = self.limit(step)
         return limit.seconds + min(limit.weights_s, limit.products_s) / 2

@@ -1,5 +1,5 @@
-"""A model's weights in formats that it might be served in, without a checkpoint: how large they are, and numbers in
-their place for steps that are measured.
+"""A model's weights in the formats that it could be served in, without a checkpoint: their sizes, and random numbers in
+their place for measured steps.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from octavo.quantization import StoredWeight
 from octavo.quantization.formats import AXES, BLOCK_TYPES, PLAIN, QUANTIZED_AT_LOAD
 
 AS_IS = "as-is"
-# What --format takes: floats, floats that are quantized as they are loaded, and GGUF's.
+# Values of --format: floats, floats quantized while loading, and GGUF formats.
 FORMATS = ("bf16", "int8", "int4", "fp8", "q8_0", "q5_k_m", "q4_k_m", "q4_0")
 _LAYER = re.compile(r"\.(\d+)\.")
-_SMALLER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # for rows that are no multiple of 256
+_SMALLER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # for rows whose length is no multiple of 256
 
 
 def weights_in(name: str, description: ModelDescription) -> Weights:
-    """Random weights of `description` in one of `FORMATS`."""
+    """Return random weights of `description` in one of `FORMATS`. Raises `ConfigError` for another name."""
     if name == "bf16":
         return DummyWeights("bfloat16", 0)
     if name in QUANTIZED_AT_LOAD:
@@ -41,8 +41,8 @@ def weights_in(name: str, description: ModelDescription) -> Weights:
 
 
 def weights_like(weights: Weights, description: ModelDescription, dtype: str) -> Weights:
-    """Random weights in the formats of `weights`, which are only looked at. A format that has several tensors is stood
-    in for by one that is packed into the same layout."""
+    """Return random weights in the formats of `weights`, whose values are not read. A format with several tensors is
+    replaced by a format that is packed into the same layout."""
     recorded = RecordingWeights(dtype, weights)
     record(description, recorded)
     return BlockWeights(dtype, {t.name: _stand_in(t) for t in recorded.tensors if t.is_matrix}, weights)
@@ -51,16 +51,16 @@ def weights_like(weights: Weights, description: ModelDescription, dtype: str) ->
 def packed_weight_bytes(
     description: ModelDescription, weights: Weights, dtype: str, *, on_gpu: bool = False, with_repeated: bool = False
 ) -> tuple[int, str]:
-    """Bytes that the model's matrices take once they are packed, and in what they are held. `with_repeated`, those that
-    layers share count for each of them: as a step reads them."""
+    """Return the bytes of the model's packed matrices, and the formats that hold them. With `with_repeated`, matrices
+    that layers share count once for each layer, as a step reads them."""
     recorded = RecordingWeights(dtype, weights)
     record(description, recorded)
     return recorded.packed_bytes(keeps_superblocks=not on_gpu, with_repeated=with_repeated)
 
 
 class BlockWeights(DummyWeights):
-    """Random weights, matrices in the formats that `formats` has for their names. `weights` says which tensors there
-    are; without them there is every one."""
+    """Random weights. `formats` gives the format of each matrix by name. `weights` says which tensors exist; without it
+    every tensor does."""
 
     def __init__(self, dtype: str, formats: Mapping[str, str], weights: Weights | None) -> None:
         super().__init__(dtype, 0)
@@ -90,8 +90,8 @@ class BlockWeights(DummyWeights):
 
 @cache
 def _random_bytes() -> NDArray[Any]:
-    """Without the two high bits, so that what is read of them as float16 is positive and below 2: the kernels' speed
-    does not depend on the numbers, but whether experts are chosen evenly does."""
+    """Return random bytes without the two high bits: read as float16 they are positive and below 2. The kernels' speed
+    does not depend on the numbers, but an even choice of experts does."""
     return np.random.default_rng(0).integers(0, 64, 1_048_583, np.uint8)
 
 
@@ -107,7 +107,7 @@ def _stand_in(tensor: RecordedTensor) -> str:
 
 
 def _block_format(name: str, tensor: RecordedTensor, description: ModelDescription) -> str:
-    """The format of GGUF's that a matrix has in llama.cpp's mixture `name` (its llama_tensor_get_type)."""
+    """Return the GGUF format of a matrix in llama.cpp's mixture `name` (its llama_tensor_get_type)."""
     tied, num_layers = description.tie_word_embeddings, len(description.layers)
     is_output = tensor.name.startswith(description.embedding_name if tied else description.output_name)
     found = {"q4_k_m": "Q4_K", "q5_k_m": "Q5_K"}.get(name, name.upper())
