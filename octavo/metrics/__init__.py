@@ -1,1 +1,2 @@
-"""What Octavo counts: `prometheus` holds it and writes it for Prometheus, `log_line` says it in one line for people."""
+"""Octavo's metrics: `prometheus` holds them and writes them for Prometheus, `log_line` logs them in one line for
+people."""

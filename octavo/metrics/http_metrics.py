@@ -1,4 +1,4 @@
-"""Counts and durations of HTTP requests, under the names of prometheus-fastapi-instrumentator, which vLLM has."""
+"""Counts and durations of HTTP requests, under the names of prometheus-fastapi-instrumentator, which vLLM uses."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
 BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-# Asked every few seconds by those who watch: they would be most of what is counted.
+# Monitors request these every few seconds: they would be most of the counts.
 EXCLUDED = frozenset({"/metrics", "/health", "/ping", "/version"})
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
 class HttpMetrics:
-    """Of one server. Labels have few values: a route is as it was declared, or "none", a status "2xx" or the like."""
+    """The HTTP metrics of one server. Labels have few values: a route is its declared pattern or "none", a status "2xx"
+    or the like."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str, str]] = Counter()  # by route, method, status
         self._seconds: dict[tuple[str, str], Histogram] = {}  # by route and method
 
     def record(self, method: str, route: str, status: int, seconds: float) -> None:
-        """An answer, a refusal too. That of a stream has ended when its last event has been sent."""
+        """Record an answer, including refusals. A stream's answer ends with its last event."""
         if route in EXCLUDED:
             return
         method = method if method in _METHODS else "other"
@@ -33,7 +34,7 @@ class HttpMetrics:
         self._seconds.setdefault((route, method), Histogram(BOUNDS_S)).observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
-        """Prometheus's collector protocol."""
+        """Yield the metrics: Prometheus's collector protocol."""
         from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
         counts = CounterMetricFamily(

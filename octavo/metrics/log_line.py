@@ -1,4 +1,4 @@
-"""The line that says every few seconds what the engine is doing. It also sets the gauges of recent averages."""
+"""Logs a line about the engine's work every few seconds, and sets the gauges of recent averages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INTERVAL_S = 10.0
 
 
 class LogLine:
-    """Measures what `metrics` has counted from one call of `sample` to the next."""
+    """Measures the growth of `metrics` from one call of `sample` to the next."""
 
     def __init__(self, metrics: EngineMetrics, now: float, prefix: str = "") -> None:
         self._metrics, self._prefix = metrics, prefix
@@ -22,7 +22,7 @@ class LogLine:
         self._was_active = False
 
     def sample(self, now: float) -> str | None:
-        """The line for the time since the last call; None when nothing ran then or in the interval before."""
+        """Return the line for the time since the last call; None if nothing ran in this interval and the one before."""
         metrics, before = self._metrics, self._seen
         self._seen = _counts(metrics, now)
         done = {name: count - before[name] for name, count in self._seen.items()}
@@ -32,7 +32,7 @@ class LogLine:
         metrics.requests_per_s = done["requests"] / elapsed_s
         last = metrics.last
         active = done["steps"] > 0 or last.num_running + last.num_waiting + last.num_swapped > 0
-        # One line more after the last activity shows that the engine has come to rest.
+        # A last line after the last activity shows that the engine has come to rest.
         shown, self._was_active = active or self._was_active, active
         if not shown:
             return None
@@ -52,7 +52,7 @@ class LogLine:
         return line
 
     def log(self, now: float) -> None:
-        """`sample`, and its line to the log."""
+        """Log the line of `sample`."""
         if (line := self.sample(now)) is not None:
             logger.info(line)
 
@@ -67,7 +67,7 @@ class LogLine:
 
 
 def _counts(metrics: EngineMetrics, now: float) -> dict[str, float]:
-    """What has been counted up to a moment, and that moment."""
+    """Return the counts up to the moment `now`, and `now`."""
     requests = sum(metrics.num_finished.values())
     return {**metrics.totals, "steps": metrics.num_steps, "requests": requests, "time_s": now}
 

@@ -1,4 +1,4 @@
-"""Media that came, and what it took to fetch, decode and process them, in the front end."""
+"""Counts of media in the front end, and the times to fetch, decode and process them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ BOUNDS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
 class MediaMetrics:
-    """Of one front end. Threads may share it."""
+    """The media metrics of one front end. Threads may share it."""
 
     def __init__(self, *kinds: str) -> None:
         self._kinds = kinds
         self._lock = Lock()
-        self._counts: Counter[tuple[str, str]] = Counter()  # by kind, and what became of them
+        self._counts: Counter[tuple[str, str]] = Counter()  # by kind and outcome
         self._seconds: dict[tuple[str, str], Histogram] = {}  # by kind and phase
 
     def count(self, kind: str, outcome: str) -> None:
@@ -34,7 +34,8 @@ class MediaMetrics:
 
     @contextmanager
     def phase(self, kind: str, name: str) -> Iterator[None]:
-        """Of one picture or sound, or of all that a prompt has to fetch; a refusal ends it too, and is counted."""
+        """Time a phase of one medium, or of all fetches of a prompt. A `RequestError` ends the phase and counts as
+        refused."""
         start = time.monotonic()
         try:
             yield
@@ -46,7 +47,7 @@ class MediaMetrics:
                 self._seconds.setdefault((kind, name), Histogram(BOUNDS_S)).observe(time.monotonic() - start)
 
     def collect(self) -> Iterator[Metric]:
-        """Prometheus's collector protocol."""
+        """Yield the metrics: Prometheus's collector protocol."""
         from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
         counts = CounterMetricFamily("octavo:media", "Media of requests, by kind and what became of them.",

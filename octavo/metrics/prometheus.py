@@ -1,7 +1,9 @@
-"""Counts and times of one engine, under vLLM's metric names (`octavo:` where it has none), in Prometheus's text format.
+"""Counts and times of one engine in Prometheus's text format, under vLLM's metric names, or `octavo:` names if vLLM has
+none.
 
-The engine's front end records once a step or once a request, never once a token: it adds to plain Python numbers, and
-only a scrape (`render`) builds Prometheus's objects. Nothing here is global, so two engines in one process do not meet.
+The engine's front end records once a step or once a request, never once a token. Recording adds to plain Python
+numbers; only a scrape (`render`) builds Prometheus's objects. Nothing here is global, so two engines in one process
+stay apart.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from octavo.stats import EngineStats
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-# Bounds of vLLM's histograms, which dashboards and alerts are written for.
+# Bounds of vLLM's histograms, which existing dashboards and alerts expect.
 # fmt: off
 TTFT_BOUNDS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
@@ -41,7 +43,7 @@ STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16
 PARAMS_N_BOUNDS = (1, 2, 5, 10, 20)
 POSITIONS = "vllm:spec_decode_num_accepted_tokens_per_pos"
 FINISH_REASONS = ("stop", "length", "abort", "error")
-# Fields of `EngineStats` that are added up, with the names and the help of their metrics.
+# Fields of `EngineStats` that are summed, with the names and help texts of their metrics.
 _COUNTERS = {
     "num_prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that were scheduled."),
     "num_generation_tokens": ("generation_tokens", "Tokens generated."),
@@ -54,8 +56,8 @@ _COUNTERS = {
     "num_media_hits": ("mm_cache_hits", "Media whose rows were found there."),
     "num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Those of them that the model sampled too."),
 }
-SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level, of which 0 is awake
-# The same, which vLLM has no names for.
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by sleep level; 0 is awake
+# More such fields, for which vLLM has no names.
 _OWN_COUNTERS = {
     "tower_s": ("tower_seconds", "What towers took to make rows of media."),
     "num_adapter_reads": ("adapter_reads", "Adapters read from disk."),
@@ -63,7 +65,7 @@ _OWN_COUNTERS = {
     "num_adapter_loads": ("adapter_loads", "Adapters copied to the device."),
     "num_adapter_evictions": ("adapter_evictions", "Adapters that gave their device memory to others."),
 }
-# The same of `RequestMetrics.intervals`.
+# Values of `RequestMetrics.intervals`, with the names and help texts of their metrics.
 _INTERVALS = {
     "e2e": ("e2e_request_latency_seconds", "Arrival to end."),
     "time_in_queue": ("request_queue_time_seconds", "Arrival to first scheduled."),
@@ -74,12 +76,12 @@ _INTERVALS = {
 
 
 def length_bounds(max_model_len: int) -> list[int]:
-    """1, 2, 5, 10, 20, 50, … up to the longest sequence."""
+    """Return bounds for lengths: 1, 2, 5, 10, 20, 50, … up to the longest sequence."""
     return [m * 10**e for e in range(len(str(max_model_len))) for m in (1, 2, 5) if m * 10**e <= max_model_len]
 
 
 class Histogram:
-    """Counts of values by upper bound, as Prometheus's `le` has it."""
+    """Counts of values by upper bound, like Prometheus's `le`."""
 
     def __init__(self, bounds: Sequence[float], name: str = "", help: str = "") -> None:
         self.bounds, self.name, self.help = bounds, name, help
@@ -95,13 +97,13 @@ class Histogram:
             self.observe(value)
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """(`le`, values up to it) for every bound and infinity."""
+        """Return (`le`, number of values up to it) for every bound and infinity."""
         names = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
         return list(zip(names, map(float, accumulate(self.counts)), strict=True))
 
 
 class _Family(NamedTuple):
-    """A metric of one engine, which has a value for each of the values of `labels`."""
+    """A metric of one engine, with a value for each combination of label values."""
 
     kind: str  # "counter", "gauge" or "histogram"
     name: str
@@ -111,28 +113,28 @@ class _Family(NamedTuple):
 
 
 class EngineMetrics:
-    """All metrics of one engine, and what a server shows with those of its others. Times are differences of
+    """All metrics of one engine. The server's first engine also renders those of the others. Times are differences of
     `time.monotonic`, in seconds."""
 
     def __init__(self, model_name: str, max_model_len: int, engine: int = 0) -> None:
         self.model_name = model_name
-        self.engine = engine  # its number, vLLM's label `engine`
+        self.engine = engine  # number of the engine, vLLM's label `engine`
         self.last = EngineStats()  # the gauges of the last step
         self.num_steps = 0
         self.totals: dict[str, float] = dict.fromkeys((*_COUNTERS, *_OWN_COUNTERS), 0)
-        self.accepted_by_position: list[int] = []  # draft tokens
+        self.accepted_by_position: list[int] = []  # accepted draft tokens, by position in the draft
         self.prompt_tokens_per_s = 0.0  # these three are set by `log_line`, over its interval
         self.generation_tokens_per_s = 0.0
         self.requests_per_s = 0.0
         self.num_finished = dict.fromkeys(FINISH_REASONS, 0)
         self.cache_config: dict[str, object] = {}  # labels of `vllm:cache_config_info`, known when the core is ready
         self.startup_s: dict[tuple[str, str], float] = {}  # by process and phase, in order
-        self.memory_bytes: dict[str, int] = {}  # what the core holds for as long as it lives, by kind
-        # Of all engines behind the server, this first.
+        self.memory_bytes: dict[str, int] = {}  # memory that the core holds all its life, by kind
+        # The metrics of all engines behind the server, this one first.
         self.of_engines: list[EngineMetrics] = [self]
-        self.others: list[Any] = []  # collectors whose metrics are shown with these
-        self.num_restarts = 0  # of the core, after it has died
-        self.max_loras = 0  # adapters that a step may have
+        self.others: list[Any] = []  # collectors whose metrics are rendered too
+        self.num_restarts = 0  # restarts of the core after it has died
+        self.max_loras = 0  # most adapters in a step
         self.sleep_level = 0  # 0 while the engine is awake
         lengths = length_bounds(max_model_len)
         # Arrival to first token in the client's queue.
@@ -163,7 +165,7 @@ class EngineMetrics:
             "Tokens of prompts that a step started, and tokens that it generated.",
         )
 
-        self.step_times = {  # vLLM has none of these
+        self.step_times = {  # not in vLLM
             "taken": Histogram(STEP_BOUNDS_S, "step_time", "Seconds that a step took."),
             "predicted": Histogram(STEP_BOUNDS_S, "step_time_predicted", "Seconds that it was expected to take."),
             "error": Histogram(ERROR_BOUNDS, "step_time_error", "Difference of both, as a share of what it took."),
@@ -171,15 +173,15 @@ class EngineMetrics:
 
     @property
     def all_requests_per_s(self) -> float:
-        """Of all engines behind the server."""
+        """Return the requests a second of all engines behind the server."""
         return sum(metrics.requests_per_s for metrics in self.of_engines)
 
     def record_startup(self, process: str, seconds: dict[str, float]) -> None:
-        """How long the phases of a process's start took, in order."""
+        """Record the seconds of each phase of a process's start, in order."""
         self.startup_s |= {(process, phase): value for phase, value in seconds.items()}
 
     def record_step(self, stats: EngineStats) -> None:
-        """One step of the core, as it reports it."""
+        """Record one step, as the core reports it."""
         self.last = stats
         self.num_steps += 1
         for name in self.totals:
@@ -205,8 +207,8 @@ class EngineMetrics:
         finish_reason: str | None,
         num_cached: int = 0,
     ) -> None:
-        """The end of a request, with the tokens of each of its sequences, and those of its prompt that were cached.
-        Phases that it never reached (an abort in the queue) are not counted."""
+        """Record the end of a request: the number of prompt tokens, how many of them were cached, and the tokens of
+        each sequence. Phases that the request never reached (an abort in the queue) are not counted."""
         reason = finish_reason or "abort"
         self.num_finished[reason] = self.num_finished.get(reason, 0) + 1
         self.prompt_lengths.observe(num_prompt)
@@ -227,13 +229,13 @@ class EngineMetrics:
             self.request_time_per_token_s.observe(intervals["time_in_model_decode"] / (num_per_sequence - 1))
 
     def render(self) -> tuple[bytes, str]:
-        """The exposition and its content type."""
+        """Return the metrics in Prometheus's text format, and their content type."""
         from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
         return generate_latest(self), CONTENT_TYPE_PLAIN_0_0_4
 
     def collect(self) -> Iterator[Metric]:
-        """Prometheus's collector protocol."""
+        """Yield the metrics: Prometheus's collector protocol."""
         from prometheus_client import ProcessCollector
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
@@ -255,7 +257,7 @@ class EngineMetrics:
             yield from collector.collect()
 
     def families(self) -> Iterator[_Family]:
-        """The metrics of this engine alone."""
+        """Yield the metrics of this engine alone."""
         for name, help, number in self._gauges():
             yield _Family("gauge", f"vllm:{name}", help, {(): number})
         for name, help, number in self._counters():
@@ -288,7 +290,7 @@ class EngineMetrics:
         adapters = {(str(self.max_loras), running, waiting): time.time()}
         labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
         yield _Family("gauge", "vllm:lora_requests_info", help, adapters, labels)
-        # What vLLM has no names for.
+        # Metrics that vLLM has no names for.
         help = "Time of the phases of the start."
         yield _Family("gauge", "octavo:startup_seconds", help, self.startup_s, ("process", "phase"))
         help = "Packed weights and KV cache, used or not."

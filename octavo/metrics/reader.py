@@ -1,6 +1,7 @@
-"""The metrics of engines as plain objects, which `LLM.get_metrics` returns: vLLM's classes, for its names.
+"""The metrics of engines as plain objects, for `LLM.get_metrics`. The classes are vLLM's, and so are the names of
+metrics.
 
-What is counted, and what it is called, is the business of `octavo.metrics.prometheus`.
+`octavo.metrics.prometheus` counts and names the metrics.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Gauge(Metric):
 
 @dataclass(slots=True)
 class Histogram(Metric):
-    """How many values there were up to each bound, "+Inf" among them, in all, and their sum."""
+    """The number of values up to each bound including "+Inf", the number of all values, and their sum."""
 
     count: int
     sum: float
@@ -48,7 +49,7 @@ class Histogram(Metric):
 
 
 def snapshot(metrics: EngineMetrics) -> list[Metric]:
-    """What the engines have counted so far."""
+    """Return the current metrics of all engines."""
     found: list[Metric] = []
     for one in metrics.of_engines:
         own = {"model_name": metrics.model_name, "engine": str(one.engine)}
