@@ -1,4 +1,5 @@
-"""Several hosts that serve one model: how they find each other, agree, and notice that one is gone."""
+"""Several hosts that serve one model: they find each other, check that their settings agree, and notice when one is
+lost."""
 
 from octavo.compat.parallel_state import (
     cleanup_dist_env_and_memory,

@@ -1,8 +1,8 @@
-"""TCP connections between the nodes of a group, each of which has shown the other that it knows the group's token.
+"""TCP connections between the nodes of a group. Both ends prove to each other that they know the group's token.
 
-Who is connected to sends a greeting and a nonce; the other answers with a nonce of its own and an HMAC of both; so does
-the first. Until then neither reads more than these few bytes. What follows is MessagePack, each message with its length
-in front, and neither encrypted nor signed.
+The listener sends a greeting and a nonce. The caller answers with its own nonce and an HMAC of both. The listener
+answers with another HMAC of both. Before that, neither end reads more than these few bytes. Later messages are
+MessagePack, each with its length in front, neither encrypted nor signed.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ _MAX_MESSAGE_BYTES = 1 << 20
 
 
 class HandshakeError(ConfigError):
-    """The other end of a connection is no node of this group. The message follows the name of its address."""
+    """The other end of a connection is no node of this group. The text continues a sentence that begins with its
+    address."""
 
 
 def show_address(address: tuple[str, int]) -> str:
-    """host:port."""
+    """Return an address as host:port."""
     host, port = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def listen(address: tuple[str, int]) -> socket.socket:
-    """Raises `OSError`."""
+    """Return a socket that listens at the address. Raises `OSError`."""
     family, _, _, _, found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -53,8 +54,8 @@ def listen(address: tuple[str, int]) -> socket.socket:
 
 
 def connect(address: tuple[str, int], token: bytes) -> socket.socket:
-    """A connection to a node that knows the token, and now knows that this one does. Raises `OSError` where there is
-    nobody, and `HandshakeError`."""
+    """Return a connection to a node, after both ends have proved that they know the token. Raises `OSError` if no node
+    answers, and `HandshakeError` if the other end fails the handshake."""
     connection = socket.create_connection(address, HANDSHAKE_S)
     try:
         _set_up(connection)
@@ -83,7 +84,8 @@ def connect(address: tuple[str, int], token: bytes) -> socket.socket:
 
 
 def accept(connection: socket.socket, token: bytes) -> None:
-    """The other side of `connect`, of a connection that has come. Raises `HandshakeError` and `OSError`."""
+    """Do the listener's part of the handshake of `connect` on an accepted connection. Raises `HandshakeError` and
+    `OSError`."""
     _set_up(connection)
     deadline = time.monotonic() + HANDSHAKE_S
     own = os.urandom(_NONCE_BYTES)
@@ -100,7 +102,7 @@ def accept(connection: socket.socket, token: bytes) -> None:
 
 
 def send_message(connection: socket.socket, message: msgspec.Struct) -> None:
-    """Raises `OSError`."""
+    """Send a message with its length in front. Raises `OSError`."""
     connection.sendall(framed(message))
 
 
@@ -110,7 +112,8 @@ def framed(message: msgspec.Struct) -> bytes:
 
 
 def receive_message(connection: socket.socket, timeout_s: float) -> bytes:
-    """Raises `EOFError`, `OSError` and, for what no node sends, `HandshakeError`."""
+    """Return the next message. Raises `EOFError`, `OSError`, and `HandshakeError` for a message that no node would
+    send."""
     deadline = time.monotonic() + timeout_s
     (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size, deadline))
     if length > _MAX_MESSAGE_BYTES:
@@ -119,7 +122,8 @@ def receive_message(connection: socket.socket, timeout_s: float) -> bytes:
 
 
 def split_messages(data: bytearray) -> list[bytes]:
-    """Take the whole messages out of what has been received of a stream. Raises `ValueError` for what no node sends."""
+    """Remove the complete messages from the received bytes of a stream, and return them. Raises `ValueError` for a
+    message that no node would send."""
     found = []
     while len(data) >= _LENGTH.size:
         (length,) = _LENGTH.unpack_from(data)
@@ -133,14 +137,14 @@ def split_messages(data: bytearray) -> list[bytes]:
 
 
 def release(connection: socket.socket) -> int:
-    """Its descriptor, for whoever takes it over, who waits as long as it takes."""
+    """Return the connection's descriptor to its next owner, without a timeout."""
     connection.settimeout(None)
     return connection.detach()
 
 
 def _set_up(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # Of nodes that wait for others: once all are there heartbeats are quicker.
+    # For nodes that still wait for others; once all have joined, heartbeats notice a loss sooner.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options: dict[str, Any] = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
     for name, value in options.items():
@@ -149,7 +153,8 @@ def _set_up(connection: socket.socket) -> None:
 
 
 def _receive(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
-    """Raises `EOFError` where there are fewer, `TimeoutError` and other `OSError`s."""
+    """Return exactly `num_bytes` bytes. Raises `EOFError` if the connection ends first, `TimeoutError` and other
+    `OSError`s."""
     found = bytearray()
     while len(found) < num_bytes:
         left_s = deadline - time.monotonic()

@@ -1,5 +1,4 @@
-"""The nodes of a group as node 0 sees them: it waits for the others, checks that they fit, and notices when one is
-gone."""
+"""Node 0's view of a group of nodes: it waits for the others, checks that they fit, and notices when one is lost."""
 
 from __future__ import annotations
 
@@ -24,12 +23,12 @@ from octavo.version import __version__
 
 logger = logging.getLogger(__name__)
 
-_FIRST_NOTICE_S, _NOTICE_S = 5.0, 30.0  # of nodes that are awaited
+_FIRST_NOTICE_S, _NOTICE_S = 5.0, 30.0  # when to log which nodes are missing
 _LOSS_CHECK_S = 0.2
 
 
 class Loss(NamedTuple):
-    """Of a node."""
+    """The loss of a node, in words."""
 
     for_clients: str  # without names of hosts and addresses
     for_log: str
@@ -39,23 +38,23 @@ class Loss(NamedTuple):
 
 
 class Starter(Protocol):
-    """Who starts the other nodes, where that is not the user."""
+    """Starts the other nodes, if the user does not."""
 
     def start(self, fail: Callable[[int, str, str], None]) -> None:
-        """`fail` is called by any thread when a node is not going to join, or has ended: with its rank, what it has
-        done, and more of it for the log."""
+        """Start the nodes. Any thread calls `fail` when a node will not join or has ended, with its rank, what
+        happened, and details for the log."""
         ...
 
     def close(self) -> None:
-        """End those that are left. May be called twice."""
+        """End the remaining nodes. May be called twice."""
         ...
 
 
 class NodeGroup:
-    """A group that is complete. `gather` makes it."""
+    """A group of nodes. `gather` makes it, and returns when it is complete."""
 
     def __init__(self, config: EngineConfig, starter: Starter | None = None) -> None:
-        """Raises `ConfigError` where this host cannot be listened at."""
+        """Raises `ConfigError` if this host cannot listen at the address."""
         self._starter = starter
         self._nodes, self._settings = config.nodes, settings_of(config)
         self._size = config.tensor_parallel_size
@@ -63,8 +62,8 @@ class NodeGroup:
         self._session = os.urandom(16)
         self._members: dict[int, Member] = {}
         self._heartbeats: list[Heartbeat] = []
-        self.controls: dict[int, int] = {}  # by number of the worker, the connection to it
-        self.links: list[int] = []  # from the last stage of the last node, by rank
+        self.controls: dict[int, int] = {}  # by number of the worker: the descriptor of its connection
+        self.links: list[int] = []  # by rank: descriptors of connections from the last node's last stage
         self.lost: Loss | None = None
         self._acts: list[Callable[[Loss], None]] = []
         self._lock = threading.Lock()
@@ -84,7 +83,8 @@ class NodeGroup:
 
     @classmethod
     def gather(cls, config: EngineConfig, starter: Starter | None = None) -> NodeGroup:
-        """Wait for all nodes. Raises `ConfigError` for one that does not fit, `LoadError` for one that is lost."""
+        """Wait for all nodes and return the complete group. Raises `ConfigError` for a node that does not fit,
+        `LoadError` for a node that is lost."""
         group = cls(config, starter)
         try:
             if starter is not None:
@@ -98,7 +98,7 @@ class NodeGroup:
         return group
 
     def on_loss(self, act: Callable[[Loss], None]) -> None:
-        """Have `act` called, by any thread, when a node is lost; at once if one is."""
+        """Have `act` called, by any thread, when a node is lost; immediately if a node is lost already."""
         with self._lock:
             self._acts.append(act)
             lost = self.lost
@@ -106,14 +106,15 @@ class NodeGroup:
             act(lost)
 
     def be_ready(self) -> None:
-        """All workers have loaded."""
+        """Tell the nodes that all workers have loaded, and shorten the allowed silence."""
         self._is_ready = True
         for heartbeat in self._heartbeats:
             heartbeat.be_strict()
             heartbeat.say(GroupReady())
 
     def close(self, error: str | None = None) -> None:
-        """Tell the others that nothing comes any more, and in a group that is not ready, why. May be called twice."""
+        """Tell the other nodes that the group has ended and why, and end them if a starter has started them. May be
+        called twice."""
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
         if was_closed:
@@ -143,7 +144,7 @@ class NodeGroup:
             if isinstance(caller.message, Join):
                 self._take(Member("node", caller.message, caller.connection, caller.host))
             else:
-                caller.connection.close()  # of a group that is no more
+                caller.connection.close()  # from an earlier group
         for rank, member in sorted(self._members.items()):
             behind = self._members.get(rank + 1)
             address = None if behind is None else (behind.host, behind.join.link_port)
@@ -155,7 +156,7 @@ class NodeGroup:
             self._heartbeats.append(Heartbeat(member.connection, str(member), lambda news: None, lose))
 
     def _take(self, member: Member) -> None:
-        """Raises `ConfigError` if it does not fit."""
+        """Let a node join, or refuse it. Raises `ConfigError` if it does not fit."""
         join = member.join
         wrong = None
         if join.version != __version__:
@@ -178,7 +179,7 @@ class NodeGroup:
         self._members[join.rank] = member
 
     def _wait_for_connections(self) -> None:
-        """Of the workers, after which the rows' are there too."""
+        """Wait for the connections of the other nodes' workers, and for those that carry rows."""
         own = self._num_seats // self._nodes.size
         links: dict[int, int] = {}
         while len(self.controls) < self._num_seats - own or len(links) < self._size:
@@ -197,7 +198,8 @@ class NodeGroup:
         self.links = [links[rank] for rank in range(self._size)]
 
     def _next_caller(self) -> Caller | None:
-        """None if there is none yet. Raises `LoadError` if a node is lost."""
+        """Return the next caller, or None if there is none within `_LOSS_CHECK_S`. Raises `LoadError` if a node is
+        lost."""
         if self.lost is not None:
             raise LoadError(f"{self.lost}.")
         try:

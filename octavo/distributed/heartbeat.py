@@ -1,4 +1,4 @@
-"""A connection between two nodes over which each tells the other that it is there, from a thread of its own."""
+"""A connection over which two nodes tell each other that they are alive, each from a thread of its own."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from octavo.distributed.connection import framed, split_messages
 from octavo.distributed.messages import Beat, Ended, GroupReady, News
 
 INTERVAL_S = 0.25
-# With an interval until it is looked at, less than 2 s. TCP sends again what is lost after 0.2, 0.6 and 1.4 s.
+# Together with an interval until the next check, less than 2 s. TCP resends lost packets after 0.2, 0.6 and 1.4 s.
 SILENCE_S = 1.5
-# Loading reads files under Python's lock, so that beats wait.
+# Loading reads files under Python's lock, which delays beats.
 SILENCE_OF_START_S = 60.0
 
 _decode = msgspec.msgpack.Decoder(News).decode
 
 
 class Heartbeat:
-    """One end. The thread calls `hear` with what the other says other than beats, and `lose` once when it has ended,
-    closed the connection or been silent for too long: with what it has done, without its name."""
+    """One end of the connection. Its thread calls `hear` with the other node's messages except beats. It calls `lose`
+    once if the other node has ended, closed the connection or been silent for too long; the argument says what the node
+    did, without its name."""
 
     def __init__(self, connection: socket.socket, name: str, hear: Callable[[News], None], lose: Callable[[str], None]):
         self._connection, self._hear, self._lose = connection, hear, lose
@@ -37,16 +38,16 @@ class Heartbeat:
         self._thread.start()
 
     def be_strict(self) -> None:
-        """All have loaded."""
+        """Shorten the allowed silence: all nodes have loaded."""
         self._silence_s = SILENCE_S
 
     def say(self, news: News) -> None:
-        """Tell the other, if it can still be told."""
+        """Send news to the other node, if the connection still works."""
         with self._lock, contextlib.suppress(OSError):
             self._connection.send(framed(news))
 
     def close(self, last: Ended | None = None, grace_s: float = 1.0) -> None:
-        """Say no more than `last`, and wait for the other to have it, but not for long."""
+        """Send `last`, close the connection, and wait up to `grace_s` for the other node to read it."""
         if self._is_closed.is_set():
             return
         if last is not None:
@@ -55,7 +56,7 @@ class Heartbeat:
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
         if threading.current_thread() is not self._thread:
-            self._thread.join(grace_s)  # which reads to the end
+            self._thread.join(grace_s)  # the thread reads until the other end closes
         self._connection.close()
 
     def _run(self) -> None:
@@ -64,7 +65,7 @@ class Heartbeat:
             self._lose(why)
 
     def _listen(self) -> str:
-        """Returns why it is over."""
+        """Send beats and read messages until the connection ends. Return why it ended."""
         poll = select.poll()
         poll.register(self._connection.fileno(), select.POLLIN)
         received = bytearray()
@@ -81,7 +82,7 @@ class Heartbeat:
             except (ValueError, msgspec.MsgspecError) as e:
                 return f"sends what no node would ({e})"
             now = time.monotonic()
-            if data is not None or now - looked > 3 * INTERVAL_S:  # or this process did not run itself
+            if data is not None or now - looked > 3 * INTERVAL_S:  # or this process itself was stopped
                 heard = now
             if now - heard > self._silence_s:
                 return f"has not been heard of for {self._silence_s:g} s"

@@ -1,4 +1,4 @@
-"""How a node asks node 0 to be taken: again and again while there is none, and not where it does not fit."""
+"""A node's requests to join node 0. It retries while node 0 cannot be reached, and gives up if it does not fit."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from octavo.errors import ConfigError, LoadError
 logger = logging.getLogger(__name__)
 
 _RETRY_S, _REFUSED_RETRY_S = 0.25, 1.0
-_NOTICE_S = 5.0  # after which one that cannot join says so, and gives up where another has its place
+_NOTICE_S = 5.0  # then a node that cannot join logs it, and gives up if another node has its place
 
 _decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
 def join(name: str, address: tuple[str, int], ask: Callable[[float | None], Answer], timeout_s: float | None) -> Joined:
-    """`ask` until the answer is `Joined`; it is given the time at which no answer is awaited any more, and raises as
-    `receive_answer` does. Raises `ConfigError` where the node called `name` is not taken, and `LoadError` after
+    """Call `ask` until the answer is `Joined`, and return the answer. `ask` gets the deadline for an answer, and raises
+    like `receive_answer`. Raises `ConfigError` if the node called `name` is refused, and `LoadError` after
     `timeout_s`."""
     begin = time.monotonic()
     deadline = None if timeout_s is None else begin + timeout_s
@@ -53,8 +53,8 @@ def join(name: str, address: tuple[str, int], ask: Callable[[float | None], Answ
 
 
 def receive_answer(connection: socket.socket, deadline: float | None) -> Answer:
-    """Node 0's, to a `Join`. Raises `OSError` and `EOFError` while there is no node 0, and `HandshakeError` for
-    something else in its place."""
+    """Return node 0's answer to a `Join`. Raises `OSError` and `EOFError` while there is no node 0, and
+    `HandshakeError` if something else is in its place."""
     left_s = 1e6 if deadline is None else max(1.0, deadline - time.monotonic())
     data = receive_message(connection, left_s)
     try:

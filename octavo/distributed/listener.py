@@ -1,5 +1,5 @@
-"""Where others connect to node 0: each caller is let in when it has shown that it knows the token and has said what it
-comes for. What becomes of it is `NodeGroup`'s business, for stages, and `EngineHosts`', for engines."""
+"""Accepts connections to node 0. A caller is accepted after it has proved that it knows the token and has sent its
+first message. `NodeGroup` handles callers for stages, `EngineHosts` callers for engines."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from octavo.node_token import group_token
 
 logger = logging.getLogger(__name__)
 
-_MAX_CALLERS = 64  # whose handshakes are under way
+_MAX_CALLERS = 64  # handshakes at once
 
 _decode = msgspec.msgpack.Decoder(FirstMessage).decode
 
 
 class Caller(NamedTuple):
-    """Who has connected, knows the token, and has said what for."""
+    """A connection that knows the token, with its first message."""
 
     message: FirstMessage
     connection: socket.socket
-    host: str  # its address
+    host: str  # address of the other end
 
 
 class Member(NamedTuple):
@@ -36,24 +36,24 @@ class Member(NamedTuple):
     kind: str  # "node" or "engine"
     join: Join
     connection: socket.socket
-    host: str  # its address
+    host: str  # address of the other end
 
     def __str__(self) -> str:
         return f"{self.kind} {self.join.rank} ({self.join.host}, {self.host})"
 
 
 class Listener:
-    """Open until `close`. `take` is called by many threads, with a caller each."""
+    """Listens until `close`. Many threads call `take`, each with one caller."""
 
     def __init__(self, address: tuple[str, int], take: Callable[[Caller], None]) -> None:
-        """Raises `OSError` where this host cannot be listened at."""
+        """Raises `OSError` if this host cannot listen at the address."""
         self._take = take
         self._handshakes = threading.BoundedSemaphore(_MAX_CALLERS)
         self._listener = listen(address)
         threading.Thread(target=self._listen, name="nodes", daemon=True).start()
 
     def close(self) -> None:
-        # Closing it would not wake the thread that accepts.
+        # Closing alone would not wake the accepting thread.
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
@@ -82,7 +82,8 @@ class Listener:
 
 
 def _first_message(data: bytes) -> FirstMessage:
-    """Raises `MsgspecError`. Another version's `Join` has its version, if nothing else."""
+    """Return the first message of a caller. Of a `Join` of another version only the version is read. Raises
+    `MsgspecError`."""
     try:
         message: FirstMessage = _decode(data)
         return message
@@ -95,12 +96,12 @@ def refuse(connection: socket.socket, answer: Refused) -> None:
         send_message(connection, answer)
         connection.shutdown(socket.SHUT_WR)
     except OSError:
-        pass  # which it sees by itself
+        pass  # the other node notices by itself
     connection.close()
 
 
 def has_gone(connection: socket.socket) -> bool:
-    """Whether the other end of a connection that nothing is awaited from has closed it, or is not reached any more."""
+    """Return whether the other end of an idle connection has closed it or cannot be reached any more."""
     try:
         return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""What nodes tell each other about the group. What workers tell each other is `octavo.execution.worker_messages`'s."""
+"""Messages between nodes about their group. Messages between workers are in `octavo.execution.worker_messages`."""
 
 from __future__ import annotations
 
@@ -6,69 +6,69 @@ import msgspec
 
 
 class Version(msgspec.Struct, tag="join", tag_field="kind"):
-    """What of a `Join` can be read whatever version it comes from."""
+    """The part of a `Join` that can be read from any version."""
 
     version: str
 
 
 class Join(msgspec.Struct, tag="join", tag_field="kind"):
-    """The first message of a connection to node 0, which stays open; the answer is `Joined` or `Refused`. Engines on
-    other hosts than their server's are nodes, too."""
+    """The first message on a connection to node 0, which stays open. The answer is `Joined` or `Refused`. Engines on
+    hosts without the server are nodes too."""
 
     version: str
     num_nodes: int
     rank: int
-    host: str  # its name, for messages
-    settings: dict[str, str]  # that all nodes must have alike, by name
-    link_port: int  # where it takes rows from the node before; 0: nowhere
+    host: str  # its name, for logs and errors
+    settings: dict[str, str]  # by name; must be equal on all nodes
+    link_port: int  # port at which it takes rows from the node before; 0: none
 
 
 class Control(msgspec.Struct, tag="control", tag_field="kind"):
-    """The first message of a connection between a worker of another node and the first worker."""
+    """The first message on a connection from a worker of another node to the first worker."""
 
     session: bytes
     worker_rank: int  # number of the worker
 
 
 class Rows(msgspec.Struct, tag="rows", tag_field="kind"):
-    """The first message of a connection that rows go over from a stage to the next."""
+    """The first message on a connection that carries rows from a stage to the next."""
 
     session: bytes
-    rank: int  # of the workers within their stages
+    rank: int  # rank of the workers within their stages
 
 
 class EngineLink(msgspec.Struct, tag="engine_link", tag_field="kind"):
-    """The first message of a connection between a server and one of its engines on another host."""
+    """The first message on a connection between a server and one of its engines on another host."""
 
     session: bytes
-    clock_s: float  # what `time.monotonic` is there
+    clock_s: float  # `time.monotonic` on the engine's host
 
 
 class Joined(msgspec.Struct, tag="joined", tag_field="kind"):
-    """All nodes are there."""
+    """The node has joined, and all nodes are there."""
 
-    session: bytes  # of this group: what belongs to an earlier one is refused
-    next_address: tuple[str, int] | None  # where the node behind takes rows; None: where node 0 listens
+    session: bytes  # of this group; messages of an earlier group are refused
+    next_address: tuple[str, int] | None  # where the next node takes rows; None: at node 0
 
 
 class Refused(msgspec.Struct, tag="refused", tag_field="kind"):
     reason: str
-    may_pass: bool = False  # it may do to ask again
+    may_pass: bool = False  # asking again may help
 
 
 class Beat(msgspec.Struct, tag="beat", tag_field="kind"):
-    """This node is there."""
+    """The sender is alive."""
 
 
 class GroupReady(msgspec.Struct, tag="ready", tag_field="kind"):
-    """All workers have loaded: from now on silence counts."""
+    """All workers have loaded. From now on a short silence means a loss."""
 
 
 class Ended(msgspec.Struct, tag="ended", tag_field="kind"):
-    """This node leaves the group."""
+    """The sender leaves the group."""
 
     reason: str
-    is_over: bool = False  # of node 0: nothing comes after this group
+    is_over: bool = False  # from node 0: no group will follow
 
 
 FirstMessage = Join | Control | Rows | EngineLink

@@ -1,5 +1,5 @@
-"""What all nodes of a group must have alike, so that their stages are those of one model: settings, and a digest of the
-checkpoint's configuration and of the names, types and shapes of its tensors. Where its files lie is each node's own."""
+"""Settings that must be equal on all nodes of a group, so that their stages form one model. They include digests of the
+checkpoint's configuration and of its tensors' names, types and shapes. The paths of files may differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import msgspec
 from octavo.config import EngineConfig
 from octavo.loading.file_weights import tensor_index
 
-# Paths, what only one of the nodes, or only the front end, has to do with, and what a ready engine has found.
+# Settings that may differ: paths, settings of a single node or of the front end, and values that a ready engine has
+# found.
 _OWN = (
     "nodes", "engine_hosts", "cpu_threads", "cpus", "log_stats", "cache.cpu_memory_utilization",
     "cache.gpu_memory_utilization", "cache.memory_bytes", "cache.num_gpu_blocks", "cache.num_cpu_blocks",
@@ -23,7 +24,8 @@ _OWN = (
 
 
 def settings_of(config: EngineConfig) -> dict[str, str]:
-    """By name, such as `scheduler.max_num_seqs`. Raises `LoadError` for files that cannot be read."""
+    """Return the settings by name, such as `scheduler.max_num_seqs`. Raises `LoadError` for files that cannot be
+    read."""
     found = {name: _text(value) for name, value in _flat(msgspec.to_builtins(config)) if not _is_own(name)}
     checkpoint = config.model.checkpoint
     found["model.config"] = _digest(checkpoint.config)
@@ -33,7 +35,7 @@ def settings_of(config: EngineConfig) -> dict[str, str]:
 
 
 def difference(own: dict[str, str], others: dict[str, str]) -> str | None:
-    """What another node has otherwise than node 0, whose settings are `own`, in words; None if nothing."""
+    """Return in words how another node's settings differ from node 0's (`own`); None if they do not."""
     names = [name for name in sorted(own.keys() | others.keys()) if own.get(name) != others.get(name)]
     return "; ".join(f"its {name} is {others.get(name)}, and node 0's {own.get(name)}" for name in names[:4]) or None
 

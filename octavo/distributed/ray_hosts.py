@@ -1,10 +1,10 @@
-"""Hosts of a cluster that Ray keeps: room on several of them, and an actor on each but this one, which does what
-`octavo serve --headless` does elsewhere. What that is, is the business of `octavo.execution.ray_nodes`, for stages, and
-`octavo.engine.ray_engines`, for engines.
+"""Reserves room on several hosts of a Ray cluster, and starts an actor on each host except this one. An actor does the
+work of `octavo serve --headless`: `octavo.execution.ray_nodes` defines it for stages, `octavo.engine.ray_engines` for
+engines.
 
-Ray finds the hosts, starts the actors with the flags of this one, and ends them; it knows nothing of steps and
-requests, for hosts connect to each other as they do without it. The actors and what they have of the hosts go with the
-process that has started them, however that ends.
+Ray finds the hosts, starts the actors with this host's flags, and ends them. It sees no steps and no requests: hosts
+connect to each other as they do without Ray. The actors and their reserved processors are released when the process
+that started them ends, however it ends.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ from octavo.node_token import TOKEN_VARIABLE
 
 logger = logging.getLogger(__name__)
 
-# Within which a start that cannot succeed says so. Ray itself would wait for ever for room, and for minutes for a
-# cluster that is not there.
+# After these times a start that cannot succeed fails. Ray itself would wait for ever for room, and for minutes for a
+# missing cluster.
 _PROBE_S, _ANSWER_S, _PLACEMENT_S = 4.0, 10.0, 6.0
-_CONNECT_S = 60.0  # to one that is
-_NOTICE_S = 30.0  # of room that is waited for
-# What a client of HTTP/2, which Ray speaks, begins with, and settings without an entry (RFC 9113, 3.4 and 4.1).
+_CONNECT_S = 60.0  # to a cluster that exists
+_NOTICE_S = 30.0  # between notices while waiting for room
+# Ray speaks HTTP/2. This is a client's preface and an empty settings frame (RFC 9113, 3.4 and 4.1).
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-_CARRIED = ("OCTAVO_", "HF_")  # variables of these names are those of this host on all hosts
+_CARRIED = ("OCTAVO_", "HF_")  # environment variables with these prefixes are copied to all hosts
 
-# Of a module that imports nothing which reads the environment: an actor changes that before it is called.
+# A function of a module whose imports do not read the environment: an actor changes the environment before the call.
 Serve = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What an actor is told."""
+    """The start message of an actor."""
 
     name: str  # in the log
     serve: Serve
     flags: dict[str, Any]
     environment: dict[str, str]
-    folder: str  # of the process that starts it, which names of files may be relative to
+    folder: str  # working directory of the starting process, for relative file names
     log_level: int
     log_format: str
 
 
 class RayNode:
-    """A host other than this one, as an actor. Ray's log calls it by this name."""
+    """An actor on another host. Ray's log shows this class name."""
 
     def run(self, start: _Start) -> str | None:
-        """Serve until that ends. Returns why it could not, if so."""
+        """Serve until the end. Return the error if serving failed, otherwise None."""
         os.environ.update(start.environment)
         with contextlib.suppress(OSError):
             os.chdir(start.folder)
@@ -70,12 +70,12 @@ class RayNode:
 
 
 class RayHosts:
-    """Room on so many hosts, of which this one is the first, and the actors on the others."""
+    """Reserved room on `size` hosts, this host first, and the actors on the other hosts."""
 
     def __init__(self, flag: str, size: int, num_cpus: int, advice: str, *, waits: bool = False) -> None:
-        """Connect to the cluster that this host belongs to, and reserve processors of its hosts. Raises `ConfigError`
-        without a cluster, or one that has too little, unless it `waits` for that: `flag` asks for it, and `advice` is
-        how to ask for less."""
+        """Connect to this host's cluster, and reserve processors on its hosts. Raises `ConfigError` without a cluster,
+        or if it has too little room and `waits` is false. The error names `flag`, the flag that asks for Ray, and
+        `advice`, how to ask for less."""
         import ray
 
         _connect(flag)
@@ -87,8 +87,8 @@ class RayHosts:
             os.environ[TOKEN_VARIABLE] = secrets.token_hex(32)
 
     def run(self, number: int, name: str, serve: Serve, flags: dict[str, Any]) -> str:
-        """Have an actor on the host of that number, the only one there, `serve` with these flags. Returns when it has
-        ended, with the reason."""
+        """Run `serve` with these flags in an actor on host `number`, its only actor. Return the reason when the actor
+        has ended."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -106,7 +106,7 @@ class RayHosts:
         return str(why).removesuffix(".")
 
     def close(self) -> None:
-        """End the actors, and let go of the room."""
+        """End the actors and release the room."""
         import ray
 
         with contextlib.suppress(Exception):  # Ray may have gone
@@ -145,7 +145,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _connect(flag: str) -> None:
-    """Be a driver of RAY_ADDRESS's cluster, or of this host's. Raises `ConfigError`."""
+    """Connect as a driver to the cluster at RAY_ADDRESS, or to this host's cluster. Raises `ConfigError`."""
     import ray
     from ray._private.services import canonicalize_bootstrap_address_or_die
 
@@ -163,7 +163,7 @@ def _connect(flag: str) -> None:
     try:
         address: str = canonicalize_bootstrap_address_or_die("auto")
         _probe(address)
-        # A thread, because Ray neither takes a timeout nor lets the main thread keep its SIGTERM.
+        # In a thread, because Ray takes no timeout and would replace the main thread's SIGTERM handler.
         threading.Thread(target=connect, args=(address,), name="Ray", daemon=True).start()
         connected.result(_CONNECT_S)
     except Exception as error:
@@ -176,12 +176,12 @@ def _connect(flag: str) -> None:
 
 
 def _probe(address: str) -> None:
-    """Raises `OSError` where nobody listens, or who does says nothing."""
+    """Raise `OSError` if nothing listens at the address, or if the listener does not answer."""
     host, _, port = address.rpartition(":")
     with socket.create_connection((host.strip("[]"), int(port)), _PROBE_S) as probe:
         probe.settimeout(_ANSWER_S)
         try:
-            with contextlib.suppress(ConnectionError):  # with TLS it hangs up, which is an answer too
+            with contextlib.suppress(ConnectionError):  # with TLS it hangs up, which counts as an answer
                 probe.sendall(_HELLO)
                 probe.recv(1)
         except TimeoutError:
