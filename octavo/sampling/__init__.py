@@ -1,1 +1,2 @@
-"""Logits to tokens: `processors` change logits as requests ask, `sampler` chooses, `random` has the numbers."""
+"""Turns logits into tokens: `processors` changes logits as requests ask, `sampler` chooses tokens, `random` makes
+random numbers."""

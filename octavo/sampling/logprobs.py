@@ -1,4 +1,5 @@
-"""Log-probabilities as requests see them: measured where the logits are, put into lists once they are on the host."""
+"""Log-probabilities for requests: measured on the device of the logits, and turned into lists once they are on the
+host."""
 
 from __future__ import annotations
 
@@ -15,20 +16,21 @@ from octavo.request import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLogprobs:
-    """Of N rows: tokens [N], their log-probabilities [N] and ranks [N], and of the K likeliest ones the tokens [N, K]
-    and log-probabilities [N, K]."""
+    """Log-probabilities of N rows. `arrays` has the tokens [N], their log-probabilities [N] and ranks [N], then the K
+    most likely tokens [N, K] and their log-probabilities [N, K]."""
 
     arrays: tuple[Array, Array, Array, Array, Array]
     num_top: NDArray[np.int64]  # [N]: how many of the K each row asks for
 
 
 def measure(ops: Ops, logits: Array, tokens: Array, num_top: NDArray[np.int64]) -> MeasuredLogprobs:
-    """Log-probabilities of `tokens` [N] and of each row's `num_top` [N] most likely ones under logits [N, V]."""
+    """Return the log-probabilities under logits [N, V] of `tokens` [N], and of each row's `num_top` [N] most likely
+    tokens."""
     return MeasuredLogprobs((tokens, *ops.logprobs(logits, tokens, int(num_top.max()))), num_top)
 
 
 def entries(arrays: Sequence[NDArray[Any]], num_top: NDArray[np.int64]) -> list[TokenLogprobs]:
-    """`MeasuredLogprobs.arrays`, on the host by now, as messages."""
+    """Return `MeasuredLogprobs.arrays` as messages. The arrays are on the host by now."""
     return [
         TokenLogprobs([max(token, 0), *top_tokens[:k]], [logprob, *top_values[:k]], rank)
         for token, logprob, rank, top_tokens, top_values, k in zip(

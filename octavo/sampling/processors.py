@@ -1,6 +1,7 @@
-"""What changes logits before a token is chosen: masks, biases, penalties, and the caller's own processors.
+"""Changes logits before tokens are chosen: masks, biases, penalties, and the caller's own processors.
 
-The cost of a step follows the tokens that it touches: what can be worked out once is kept in the row's `RowSettings`.
+A step costs in proportion to the tokens that it touches. Values that need computing only once are kept in the row's
+`RowSettings`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def process_logits(ops: Ops, logits: Array, special: list[SpecialSample]) -> dic
     """Apply everything that `special` samples ask for to logits [N, V] float32, in place.
 
     Order: biases and allowed tokens, bad words, minimum length, penalties, then the request's own processors. Returns
-    what went wrong in a caller's processor, by sample.
+    the errors of callers' processors, by sample.
     """
     _add_biases(ops, logits, special)
     masked = [(one.sample, _forbidden(one.settings, one.tokens)) for one in special]
@@ -32,14 +33,16 @@ def process_logits(ops: Ops, logits: Array, special: list[SpecialSample]) -> dic
 
 
 def _forbidden(settings: RowSettings, tokens: NDArray[np.int32]) -> list[int]:
-    """Tokens that would complete a bad word, and those that would end an output that is too short."""
+    """Return the tokens that would complete a bad word, and the tokens that would end an output before its minimum
+    length."""
     output = tokens[settings.num_prompt_tokens :]
     found = [
         word[-1]
         for word in settings.params.bad_words_token_ids or ()
         if len(word) == 1 or (len(word) - 1 <= len(output) and output[1 - len(word) :].tolist() == word[:-1])
     ]
-    # A grammar's masks see to it themselves, and let a sequence end that has nowhere else to go.
+    # A grammar's masks enforce the minimum length themselves, but let a sequence end if the grammar allows nothing
+    # else.
     if len(output) < settings.params.min_tokens and settings.params.grammar is None:
         found += settings.stop_token_ids
     return found
@@ -82,7 +85,7 @@ def _run_callers_processors(ops: Ops, logits: Array, special: list[SpecialSample
                         call(prompt.tolist(), output.tolist(), row)
                     ),
                 )
-            except Exception as e:  # the caller's code: its request fails, the others go on
+            except Exception as e:  # the caller's code failed: only its request fails
                 errors[one.sample] = f"logits processor {processor!r} failed: {type(e).__name__}: {e}"
                 break
         if has_nan and one.sample not in errors:
@@ -97,7 +100,7 @@ def _given_back(logits: Array) -> Array:
 
 
 def _flatten(pairs: Iterable[tuple[int, list[int] | NDArray[np.int64]]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """[(sample, tokens)] -> sample of each token, token: two int64 arrays of the same length."""
+    """Turn [(sample, tokens)] into two int64 arrays of the same length: the sample of each token, and the token."""
     pairs = list(pairs)
     samples = np.repeat(np.array([n for n, _ in pairs], np.int64), [len(tokens) for _, tokens in pairs])
     tokens = np.concatenate([np.asarray(tokens, np.int64) for _, tokens in pairs]) if pairs else samples

@@ -1,7 +1,8 @@
-"""Counter-based random numbers: one uniform number for each (seed, completion index, position), whatever is around it.
+"""Counter-based random numbers: one uniform number for each (seed, completion index, position), independent of other
+requests.
 
-A request that brings a seed therefore gets the same tokens alone, in any batch and after any preemption, and there is
-no generator state to keep, to copy at a fork or to restore.
+A request with a seed therefore gets the same tokens alone, in any batch and after any preemption. There is no generator
+state to keep, to copy at a fork or to restore.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 def uniform(
     seeds: NDArray[np.uint64], indices: NDArray[np.uint64], positions: NDArray[np.uint64]
 ) -> NDArray[np.float64]:
-    """[N] numbers in [0, 1) with 53 random bits: SplitMix64's finalizer (Steele et al. 2014) over three counters."""
+    """Return [N] numbers in [0, 1) with 53 random bits: SplitMix64's finalizer (Steele et al. 2014) over three
+    counters."""
     with np.errstate(over="ignore"):
         bits = _mix(_mix(_mix(seeds + _GOLDEN) + indices) + positions) >> np.uint64(11)
     return bits.astype(np.float64) * 2.0**-53

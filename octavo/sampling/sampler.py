@@ -1,8 +1,8 @@
-"""Chooses tokens: the likeliest, or drawn from their distribution with a number that the request's seed gives.
+"""Chooses tokens: the most likely one, or one drawn from the distribution with a random number from the request's seed.
 
-All of it is row-wise operations of the backend, so a sample is a function of its logits and its request alone, and
-nothing waits for a device: `sample_tokens` has it choose the tokens of a step, and measure whatever requests
-want to know of them; `SampledTokens.results` makes lists of that once it has happened.
+Sampling consists of row-wise operations of the backend, so a sample depends on its logits and its request alone.
+Nothing here waits for a device. `sample_tokens` starts the choice of a step's tokens and the measurement of their
+log-probabilities; `SampledTokens.results` turns the outcome into lists once it is on the host.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ NOTHING_TO_CHOOSE = (
 
 @dataclass(slots=True)
 class SampledTokens:
-    """What a step's samples are on the device. `tokens` [N] int64 has `NO_TOKEN` where there was none to choose."""
+    """A step's samples on the device. `tokens` [N] int64 is `NO_TOKEN` for a sample that had no token to choose."""
 
     tokens: Array
     errors: dict[int, str] = field(default_factory=dict)
-    wanted: list[int] = field(default_factory=list)  # the samples that `logprobs` are of
+    wanted: list[int] = field(default_factory=list)  # the samples that `logprobs` belongs to
     logprobs: MeasuredLogprobs | None = None
     offers: list[tuple[list[int], Array, Array]] = field(default_factory=list)
 
     def results(
         self, tokens: NDArray[np.int64], fetch: Callable[[Sequence[Array]], list[NDArray[Any]]]
     ) -> tuple[list[TokenLogprobs | None] | None, dict[int, str]]:
-        """Log-probabilities by sample, if any are asked for, and what went wrong by sample. `tokens` [N] are on the
-        host by now, and set right in place; `fetch` brings other arrays there."""
+        """Return the log-probabilities by sample, or None if none are asked for, and the errors by sample. `tokens` [N]
+        are on the host by now; `NO_TOKEN` in them is replaced by 0, in place. `fetch` brings other arrays to the
+        host."""
         errors = self.errors
         if tokens.min() < 0:
             errors = dict.fromkeys(np.flatnonzero(tokens == NO_TOKEN).tolist(), NOTHING_TO_CHOOSE) | errors
@@ -62,7 +63,7 @@ class SampledTokens:
 
 
 def write_settings(arrays: Any, batch: SamplingBatch) -> None:
-    """Write what `sample_tokens` needs of the batch into a step's arrays (`temperature` and so on), on the host."""
+    """Write the batch's settings for `sample_tokens` (`temperature` and so on) into a step's arrays on the host."""
     settings, count = batch.settings, len(batch.position)
     for name in ("temperature", "top_k", "top_p", "min_p"):
         getattr(arrays, name)[:count] = settings[name]
@@ -72,8 +73,8 @@ def write_settings(arrays: Any, batch: SamplingBatch) -> None:
 def sample_tokens(
     ops: Ops, logits: Array, best: Array, arrays: Any, batch: SamplingBatch | None, is_known: bool
 ) -> SampledTokens:
-    """logits [N, V] float32, which may be overwritten, and their argmax [N] int64 -> the step's samples. Without a
-    batch they are the most likely tokens. `is_known` says that the host can look at `best`."""
+    """Return the step's samples. `logits` [N, V] float32 may be overwritten; `best` [N] int64 is their argmax. Without
+    a batch the samples are the most likely tokens. `is_known` says that the host can read `best`."""
     if batch is None:
         return SampledTokens(best)
     masks, mask_errors = batch.masks()
@@ -82,7 +83,7 @@ def sample_tokens(
     wanted = np.flatnonzero(num_logprobs >= 0)
     if batch.special and follow_rules(ops, logits, batch.special):
         best = ops.argmax(logits)
-    raw = ops.rows_of(logits, wanted) if len(wanted) else None  # before penalties, as the model said
+    raw = ops.rows_of(logits, wanted) if len(wanted) else None  # the model's own logits, before penalties
     if batch.beams:
         score_beams(ops, logits, batch.beams)
     if is_known:
@@ -97,7 +98,7 @@ def sample_tokens(
     if batch.beams:
         sampled.offers = best_tokens(ops, logits, batch.beams)
     sampled.tokens = best
-    if (batch.settings["temperature"] > 0).any():  # after everything else: logits are lost
+    if (batch.settings["temperature"] > 0).any():  # last, because it overwrites the logits
         settings = arrays.temperature, arrays.top_k, arrays.top_p, arrays.min_p, arrays.uniforms
         sampled.tokens = ops.sample(logits, *(setting[: len(best)] for setting in settings))
     if raw is not None:
@@ -107,8 +108,8 @@ def sample_tokens(
 
 
 def _effective(masks: list[tuple[int, TokenMask]], best: Any, batch: SamplingBatch) -> list[tuple[int, TokenMask]]:
-    """The masks that change anything: where nothing but the likeliest token is asked for and it is allowed, they do
-    not."""
+    """Return the masks that can change the outcome. A mask changes nothing if the request takes the most likely token
+    and the mask allows this token."""
     temperature = batch.settings["temperature"]
     special = {one.sample for one in batch.special} | {n for n, _, _ in batch.beams}
     return [

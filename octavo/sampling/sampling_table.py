@@ -1,7 +1,7 @@
-"""What the sampler knows of each running sequence, held by row of the runner's tables, and gathered for a step.
+"""The sampling settings of each running sequence, by row of the runner's tables, gathered for each step.
 
-Numbers that every request has are arrays, so that a step gathers them with one call each. Whatever only some requests
-ask for (penalties, biases, masks) hides behind one flag a row, so that a plain batch pays nothing for it.
+Settings that every request has are arrays, so that a step gathers each with one call. Settings that only some requests
+use (penalties, biases, masks) are behind one flag a row, so that a plain batch pays nothing for them.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from octavo.sampling.beam_scores import Beams
 from octavo.sampling_params import LogitsProcessor, SamplingParams
 from octavo.structured_output.masks import GrammarCompiler, GrammarTable, TokenMask
 
-# What every request has, each an array.
+# The settings that every request has, each an array.
 _SETTINGS: dict[str, type[np.generic]] = {
     "temperature": np.float32,
     "top_p": np.float32,
-    "top_k": np.int64,  # 0 is all
+    "top_k": np.int64,  # 0: all tokens
     "min_p": np.float32,
     "seed": np.uint64,
     "index": np.uint64,
     "num_prompt_tokens": np.int64,
-    "num_logprobs": np.int64,  # -1 is none
+    "num_logprobs": np.int64,  # -1: none
 }
-_MAX_FLOAT32 = float(np.finfo(np.float32).max)  # beyond it a temperature would be infinite and its row NaN
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)  # a higher temperature would become infinite, and its row NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class Samples:
     rows: NDArray[np.int64]
     forks: NDArray[np.int64]
     lengths: NDArray[np.int64]  # tokens of the row before the sample, draft tokens included
-    # By row with draft tokens: the place of its first sample, and the draft tokens.
+    # For each row with draft tokens: the index of its first sample, and the draft tokens.
     drafted: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
     def valid(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which of the sampled `tokens` [N] are valid: not those after a rejected draft token."""
+        """Return which of the sampled `tokens` [N] are valid: tokens after a rejected draft token are not."""
         is_valid = np.ones(len(tokens), bool)
         for first, draft_tokens in self.drafted.values():
             sampled = tokens[first : first + len(draft_tokens) + 1].tolist()
@@ -54,7 +54,7 @@ class Samples:
 
 
 class RowSettings:
-    """The settings of one sequence that arrays do not hold, and what is worked out of them only once."""
+    """The settings of one sequence that are not in arrays, and values computed from them once."""
 
     def __init__(
         self, params: SamplingParams, num_prompt_tokens: int, stop_token_ids: list[int], is_embedded: bool = False
@@ -73,12 +73,12 @@ class RowSettings:
 
     @cached_property
     def bias(self) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
-        """Tokens and what is added to their logits."""
+        """Return the biased tokens, and the values to add to their logits; None without biases."""
         bias = self.params.logit_bias
         return (np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)) if bias else None
 
     def allowed_words(self, vocab_size: int) -> NDArray[np.int32] | None:
-        """[W] int32: the allowed tokens as bits, if not all are."""
+        """Return the allowed tokens as bits, [W] int32, or None if all tokens are allowed."""
         allowed = self.params.allowed_token_ids
         if self._allowed_words is None and allowed is not None:
             bits = np.zeros(-(-vocab_size // 32) * 32, bool)
@@ -88,10 +88,10 @@ class RowSettings:
 
 
 class SeenTokens:
-    """Counts the tokens of a growing sequence, reading each of them once."""
+    """Counts the tokens of a growing sequence, reading each token once."""
 
     def __init__(self, num_prompt_tokens: int, is_embedded: bool = False) -> None:
-        """Those of a prompt that `is_embedded` are none, and penalties do not know them."""
+        """A prompt that `is_embedded` has no tokens, so penalties ignore it."""
         self._num_prompt_tokens, self._is_embedded = num_prompt_tokens, is_embedded
         self._num_read = 0
         self._place: dict[int, int] = {}
@@ -99,8 +99,8 @@ class SeenTokens:
         self._counts = np.empty(0, np.float32)
 
     def of(self, tokens: NDArray[np.int32], num_settled: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The distinct tokens of prompt and output [K], and how often each is in the output [K]. Those from
-        `num_settled` on are draft tokens, counted for this call only."""
+        """Return the distinct tokens of prompt and output [K], and how often each occurs in the output [K]. Tokens from
+        `num_settled` on are draft tokens; they are counted for this call only."""
         if not self._num_read:
             self._read_prompt(tokens[: self._num_prompt_tokens])
         for token in tokens[self._num_read : num_settled].tolist():
@@ -134,16 +134,17 @@ class SeenTokens:
 
 
 def _with_prompt(processor: LogitsProcessor) -> LogitsProcessor:
-    """vLLM's older form takes (output_token_ids, logits), without the prompt."""
+    """Return the processor in the form (prompt, output, logits). vLLM's older form takes (output_token_ids, logits)
+    only."""
     try:
         num_parameters = len(inspect.signature(processor).parameters)
-    except (TypeError, ValueError):  # some builtins do not say
+    except (TypeError, ValueError):  # some builtins have no signature
         return processor
     if num_parameters != 2:
         return processor
     short: Any = processor
 
-    @wraps(processor)  # errors name it
+    @wraps(processor)  # errors name the caller's processor
     def with_prompt(prompt: list[int], output: list[int], logits: Any) -> Any:
         return short(output, logits)
 
@@ -155,8 +156,8 @@ class SpecialSample(NamedTuple):
 
     sample: int
     settings: RowSettings
-    tokens: NDArray[np.int32]  # of its row, before the sample
-    num_settled: int  # of those, the ones that are no draft tokens
+    tokens: NDArray[np.int32]  # tokens of its row before the sample
+    num_settled: int  # number of `tokens` before the draft tokens
 
 
 Masks = tuple[list[tuple[int, TokenMask]], dict[int, str]]
@@ -173,7 +174,8 @@ class SamplingBatch:
     settings: dict[str, NDArray[Any]]  # by name of `_SETTINGS`, [N]
     position: NDArray[np.uint64]  # [N]: output tokens before this one
     special: list[SpecialSample]
-    # Waits for the masks of samples that follow a grammar -> those, and why others cannot be followed any further.
+    # Waits for the masks of samples that follow a grammar. Returns the masks, and by sample why a grammar cannot be
+    # followed any further.
     masks: Callable[[], Masks] = _no_masks
     beams: Beams = field(default_factory=list)
 
@@ -186,7 +188,7 @@ class SamplingTable:
         self._grammars = None if compiler is None else GrammarTable(compiler, max_num_seqs)
         self._is_special = np.zeros(max_num_seqs, bool)
         self._values = {name: np.zeros(max_num_seqs, dtype) for name, dtype in _SETTINGS.items()}
-        self._beams: dict[int, tuple[int, float]] = {}  # rows of beams: tokens to offer, temperature
+        self._beams: dict[int, tuple[int, float]] = {}  # by row of a beam: number of tokens to offer, temperature
         self._needs_settings: set[int] = set()  # rows that ask for more than the most likely token
 
     def admit(self, admission: Admission) -> None:
@@ -200,10 +202,10 @@ class SamplingTable:
         num_logprobs = (params.logprobs or 0) if params.wants_logprobs else -1
         self._beams.pop(row, None)
         if params.use_beam_search:
-            # As many as could be chosen from this beam alone, were its likeliest tokens those that end it.
+            # Enough tokens for all sequences to continue this beam, even if its most likely tokens all end it.
             num_offered = max(params.num_sequences + len(admission.stop_token_ids), params.logprobs or 0)
             self._beams[row] = num_offered, params.temperature
-            temperature, num_logprobs = 0.0, -1  # they have log-probabilities of their own
+            temperature, num_logprobs = 0.0, -1  # beams have log-probabilities of their own
         values = (
             temperature, params.top_p, max(params.top_k, 0), params.min_p, admission.seed, admission.index,
             admission.num_prompt_tokens, num_logprobs,
@@ -217,8 +219,8 @@ class SamplingTable:
         (self._needs_settings.add if needs_settings else self._needs_settings.discard)(row)
 
     def build(self, samples: Samples, tokens: NDArray[np.int32]) -> SamplingBatch | None:
-        """Gather the settings of `samples`; `tokens` [max_num_seqs, max_model_len + 1] is the table of them. None when
-        all that they ask for is the most likely token."""
+        """Gather the settings of `samples`. `tokens` [max_num_seqs, max_model_len + 1] is the table of all rows'
+        tokens. Return None if all samples ask only for the most likely token."""
         rows, lengths = samples.rows, samples.lengths
         if self._needs_settings.isdisjoint(rows.tolist()):
             return None
@@ -240,7 +242,8 @@ class SamplingTable:
         )
 
     def advance(self, rows: NDArray[np.int64], forks: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
-        """`tokens` [N] were drawn for `rows` [N] and stand; fork 0 of a row continues it."""
+        """Advance the grammars by the valid `tokens` [N] that were drawn for `rows` [N]. Only fork 0 of a row continues
+        the row."""
         if self._grammars is None or self._grammars.is_empty:
             return
         if forks.any():

@@ -1,7 +1,8 @@
-"""What a model that writes down speech may say next: Whisper's rules of timestamps (Radford et al. 2022, and its code).
+"""Whisper's rules for timestamps (Radford et al. 2022, and its code): the tokens that a transcribing model may say
+next.
 
-They come before everything that a request asks for, and before log-probabilities are measured: these are of what the
-model may say.
+The rules apply before all settings of a request, and before log-probabilities are measured, which therefore cover only
+tokens that the rules allow.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from octavo.sampling_params import SpeechRules
 
 
 def follow_rules(ops: Ops, logits: Array, special: Sequence[SpecialSample]) -> bool:
-    """Mask what is not allowed in logits [N, V] float32, in place. Whether any sample has rules: a device is waited for
-    then, as they depend on what the model says."""
+    """Mask forbidden tokens in logits [N, V] float32, in place. Return whether any sample has rules. Samples with rules
+    make the host wait for the device, because the rules depend on the logits."""
     ruled = [(one, rules) for one in special if (rules := one.settings.params.speech) is not None]
     if not ruled:
         return False
@@ -37,20 +38,20 @@ def follow_rules(ops: Ops, logits: Array, special: Sequence[SpecialSample]) -> b
 
 
 def allowed_tokens(rules: SpeechRules, output: Sequence[int], logits: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """[V]: which may come after `output`, where `logits` [V] are the model's own.
+    """Return [V]: the tokens that may come after `output`. `logits` [V] are the model's own.
 
-    With timestamps: the first token is one; they come in pairs, or alone before the end; they do not go back; and if
-    all of them together are likelier than any other token, it is one of them.
+    With timestamps: the first token is a timestamp; timestamps come in pairs, or alone before the end; they never
+    decrease; and if all timestamps together are likelier than every other token, the next token is a timestamp.
     """
     allowed = np.ones(len(logits), bool)
     allowed[rules.suppressed] = False
     if not output:
         allowed[rules.suppressed_first] = False
     first = rules.first_timestamp
-    if not rules.has_times:  # as it was told
+    if not rules.has_times:  # the prompt asks for no timestamps
         allowed[first:] = False
         return allowed
-    allowed[first - 1] = False  # the token that says that there are none
+    allowed[first - 1] = False  # the token for "no timestamps"
     last_is_one = len(output) >= 1 and output[-1] >= first
     one_before_is = len(output) < 2 or output[-2] >= first
     if last_is_one and one_before_is:
