@@ -1,1 +1,2 @@
-"""`octavo bench`: what the engine costs and yields, measured from outside as a user would. One module a subcommand."""
+"""`octavo bench`: measures the engine's speed and memory from outside, as a user would. Each subcommand has a
+module."""

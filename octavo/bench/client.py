@@ -1,7 +1,8 @@
-"""Streaming requests as a benchmark sends them: one HTTP connection each, parsed as bytes come, times taken first.
+"""Streaming requests of benchmarks: one HTTP connection each. The time is taken as soon as bytes arrive, before they
+are parsed.
 
-The client shares its machine with the server under test, so a chunk costs it microseconds: a protocol of asyncio's own
-over llhttp (`httptools`), and typed JSON (`msgspec`). Nothing here decides when a request is sent.
+The client shares its machine with the server under test, so a chunk may cost only microseconds: this is an asyncio
+protocol over llhttp (`httptools`) with typed JSON (`msgspec`). The caller decides when a request is sent.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ import msgspec
 from octavo.errors import ConfigError
 from octavo.sse import EventReader
 
-TIMEOUT_S = 60  # of a question that is no request
+TIMEOUT_S = 60  # of requests that are not measured
 
 
 @dataclass(slots=True)
 class RequestResult:
-    """What became of one request. Times are seconds; `error` is None when it was answered whole."""
+    """The outcome of one request. Times are seconds; `error` is None if the answer is complete."""
 
     start: float  # time.perf_counter, when it was sent
     ttft_s: float = 0.0  # sent to first token
@@ -71,7 +72,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Target:
-    """Where requests go: an HTTP or HTTPS address and the headers that all of them carry."""
+    """The target of requests: an HTTP or HTTPS address, and the headers of every request."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         parts = urlsplit(url)
@@ -87,13 +88,13 @@ class Target:
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
 
     def message(self, body: Mapping[str, Any]) -> bytes:
-        """A whole POST request."""
+        """Return the bytes of a POST request."""
         data = _encode(body)
         length = f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n"
         return f"POST {self._path} HTTP/1.1\r\n{self._headers}{length}\r\n".encode() + data
 
     def get_json(self, path: str) -> Any:
-        """The body of a GET. Blocks. Raises `OSError` for everything that goes wrong."""
+        """Return the JSON body of a GET. Blocks. Raises `OSError` for every failure."""
         kind = http.client.HTTPConnection if self.ssl is None else http.client.HTTPSConnection
         with closing(kind(self.host, self.port, timeout=TIMEOUT_S)) as connection:
             try:
@@ -123,13 +124,13 @@ async def stream(target: Target, body: Mapping[str, Any]) -> RequestResult:
     finally:
         if transport is not None:
             transport.close()
-    if not answer.num_output_tokens:  # a server that gives no usage: a chunk is a token
+    if not answer.num_output_tokens:  # the server sent no usage: count each chunk as a token
         answer.num_output_tokens = len(answer.itls_s) + bool(answer.ttft_s)
     return answer
 
 
 class _EventReader(asyncio.Protocol):
-    """Sends one request as soon as there is a connection, and notes when each token of the answer comes."""
+    """Sends one request as soon as it is connected, and notes when each token of the answer arrives."""
 
     def __init__(self, answer: RequestResult, message: bytes, loop: asyncio.AbstractEventLoop) -> None:
         self.ended: asyncio.Future[None] = loop.create_future()
@@ -137,7 +138,7 @@ class _EventReader(asyncio.Protocol):
         self._message = message
         self._parser = httptools.HttpResponseParser(self)
         self._events = EventReader()
-        self._error = b""  # the body of an answer that is none
+        self._error = b""  # the body of an error response
         self._texts: list[str] = []
         self._now = 0.0
         self._last = 0.0
@@ -195,7 +196,7 @@ class _EventReader(asyncio.Protocol):
             delta = choice.delta
             text = delta.content or delta.reasoning_content
             if delta.role is not None and not text and delta.tool_calls is None:
-                return  # the answer's beginning, which holds no token
+                return  # the first chunk has a role and no token
         if text:
             self._texts.append(text)
         if answer.ttft_s:

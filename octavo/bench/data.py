@@ -1,7 +1,7 @@
-"""The prompts of the benchmarks: made of random tokens, taken from a file of conversations in ShareGPT's form, or from
-one of texts (`texts`).
+"""The prompts of benchmarks: random tokens, conversations from a file in ShareGPT's form, or texts from a file
+(`texts`).
 
-All are functions of the seed, so that two runs, or two servers, get the same requests.
+All prompts depend only on the seed, so that two runs, or two servers, get the same requests.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 DATASETS = ("random", "prefix_repetition", "sharegpt", "custom", "sonnet")
 _WITHOUT_FILE = ("random", "prefix_repetition")
-# What vLLM leaves out of ShareGPT: conversations too short to mean anything, and prompts and totals that are very long.
+# Like vLLM, leave out ShareGPT's very short conversations, and very long prompts and totals.
 _SHORTEST_TOKENS, _LONGEST_PROMPT_TOKENS, _LONGEST_TOTAL_TOKENS = 4, 1024, 2048
 _OUTPUT_LEN = 128
-_ATTEMPTS = 10  # at a text that has the wanted number of tokens
+_ATTEMPTS = 10  # to make a text with the wanted number of tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class BenchPrompt:
 
 
 def add_dataset_args(parser: argparse.ArgumentParser) -> None:
-    """vLLM's flags, of which `sample_prompts` reads the values, together with `seed`."""
+    """Add vLLM's flags of data sets. `sample_prompts` reads them, and `seed`."""
     group = parser.add_argument_group("dataset")
     group.add_argument("--dataset-name", choices=DATASETS, help="Default: sharegpt with a file, else random.")
     group.add_argument(
@@ -85,7 +85,7 @@ def add_dataset_args(parser: argparse.ArgumentParser) -> None:
 
 
 def positive_int(text: str) -> int:
-    """For argparse: an integer of 1 or more."""
+    """Parse an integer of 1 or more, for argparse."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
@@ -93,7 +93,7 @@ def positive_int(text: str) -> int:
 
 
 def sample_prompts(args: argparse.Namespace, tokenizer: ModelTokenizer) -> list[BenchPrompt]:
-    """The requests that the flags of `add_dataset_args` ask for. Raises `ConfigError`."""
+    """Return the prompts that the flags of `add_dataset_args` ask for. Raises `ConfigError`."""
     name, seed = args.dataset_name or ("sharegpt" if args.dataset_path else "random"), args.seed or 0
     if name in _WITHOUT_FILE:
         if args.dataset_path:
@@ -124,7 +124,7 @@ def sample_prompts(args: argparse.Namespace, tokenizer: ModelTokenizer) -> list[
         found = sharegpt_prompts(tokenizer, args.dataset_path, args.num_prompts, output_len=output_len, seed=seed)
     else:
         found = _from_texts(name, args, tokenizer)
-    # A file with too few is gone through again, as often as it takes.
+    # The prompts of a file with too few are repeated.
     return found if args.no_oversample else [found[i % len(found)] for i in range(args.num_prompts)]
 
 
@@ -154,7 +154,8 @@ def repeated_prefixes(
     *,
     seed: int = 0,
 ) -> list[BenchPrompt]:
-    """Prompts that begin with one of so many random prefixes, equally many each, in an order drawn from the seed."""
+    """Return prompts that begin with one of `num_prefixes` random prefixes, equally many for each, in an order drawn
+    from the seed."""
     if num_prompts < num_prefixes:
         raise ConfigError(
             f"--prefix-repetition-num-prefixes {num_prefixes} needs as many --num-prompts, got {num_prompts}."
@@ -177,7 +178,8 @@ def random_prompts(
     prefix_len: int = 0,
     seed: int = 0,
 ) -> list[BenchPrompt]:
-    """Prompts whose text has, as nearly as text can, the drawn number of random tokens."""
+    """Return prompts of random tokens. Their texts have the drawn numbers of tokens, or nearly so if decoding and
+    encoding do not agree."""
     if not 0 <= range_ratio < 1:
         raise ConfigError(f"--random-range-ratio must be in [0, 1), got {range_ratio}.")
     if prefix_len < 0:
@@ -195,7 +197,7 @@ def random_prompts(
     for num_input, num_output in zip(draw(input_len), draw(output_len), strict=True):
         wanted = prefix_len + int(num_input)
         ids = prefix + rng.choice(tokens, num_input).tolist()
-        # What decodes to text does not always encode to the same tokens: cut or fill until the number is right.
+        # Decoded tokens do not always encode to the same tokens: cut or fill until the number is right.
         for _ in range(_ATTEMPTS):
             text = tokenizer.decode(ids)
             ids = encode(tokenizer, text)
@@ -209,8 +211,8 @@ def random_prompts(
 def sharegpt_prompts(
     tokenizer: ModelTokenizer, path: str, num_prompts: int, *, output_len: int | None = None, seed: int = 0
 ) -> list[BenchPrompt]:
-    """The first question of each conversation, in an order drawn from the seed; its answer says how long ours is. So
-    many, or as many as there are."""
+    """Return the first question of up to `num_prompts` conversations, in an order drawn from the seed. The length of
+    the answer in the file is the number of output tokens, unless `output_len` is given."""
     try:
         conversations = json.loads(Path(path).read_text(encoding="utf-8"))
         turns = [entry.get("conversations") or entry.get("conversation") or [] for entry in conversations]

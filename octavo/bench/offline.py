@@ -1,6 +1,6 @@
-"""`octavo bench throughput` and `octavo bench latency`: what the engine does without a server.
+"""`octavo bench throughput` and `octavo bench latency`: measure the engine without a server.
 
-Also `python -m octavo.benchmark_throughput` and `octavo.benchmark_latency`, vLLM's older names.
+vLLM's older names work too: `python -m octavo.benchmark_throughput` and `octavo.benchmark_latency`.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def make_latency_parser(prog: str) -> FlagParser:
     group.add_argument("--num-iters", type=positive_int, default=30, help="Batches (default: %(default)s).")
     group.add_argument("--num-iters-warmup", type=int, default=10, help="Batches before (default: %(default)s).")
     _add_engine_args(parser)
-    # Every batch would find the prompts of the one before.
+    # Otherwise every batch would find the previous batch's prompts in the cache.
     parser.set_defaults(enable_prefix_caching=False)
     return parser
 
 
 def throughput(argv: Sequence[str] | None = None, *, prog: str = "octavo bench throughput") -> int:
-    """Measure and print; returns the exit code."""
+    """Measure and print. Return the exit code."""
     args = make_throughput_parser(prog).parse_args(argv)
 
     def bench() -> None:
@@ -102,7 +102,7 @@ def throughput(argv: Sequence[str] | None = None, *, prog: str = "octavo bench t
 
 
 def latency(argv: Sequence[str] | None = None, *, prog: str = "octavo bench latency") -> int:
-    """Measure and print; returns the exit code."""
+    """Measure and print. Return the exit code."""
     args = make_latency_parser(prog).parse_args(argv)
 
     def bench() -> None:
@@ -134,7 +134,7 @@ def latency(argv: Sequence[str] | None = None, *, prog: str = "octavo bench late
 
 
 def _add_engine_args(parser: argparse.ArgumentParser) -> None:
-    """Every engine flag, and how tokens are chosen."""
+    """Add every engine flag, and the flags of sampling and output."""
     parser.add_argument("model_positional", metavar="MODEL", nargs="?", help="The same as --model.")
     parser.add_argument("--n", type=positive_int, default=1, help="Sequences of a prompt (default: 1).")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1).")
@@ -166,7 +166,7 @@ def _adapter(args: argparse.Namespace) -> LoRARequest | None:
 def _requests(
     args: argparse.Namespace, tokenizer: ModelTokenizer, max_model_len: int
 ) -> tuple[list[PromptInput], list[SamplingParams]]:
-    """Raises `ConfigError` for those that do not fit."""
+    """Return the prompts and their sampling parameters. Raises `ConfigError` for a prompt that does not fit."""
     prompts, params = list[PromptInput](), list[SamplingParams]()
     for request in sample_prompts(args, tokenizer):
         _check_length(max_model_len, request.num_tokens, request.num_output_tokens)
@@ -178,7 +178,7 @@ def _requests(
 async def _generate_async(
     args: argparse.Namespace, engine_args: EngineArgs, adapter: LoRARequest | None
 ) -> tuple[list[RequestOutput], float]:
-    """The answers, and the seconds from when the engine was ready and got all requests at once."""
+    """Return the answers, and the seconds from sending all requests to a ready engine until the last answer."""
     from octavo.engine.async_engine import AsyncLLMEngine
 
     engine = AsyncLLMEngine.from_engine_args(engine_args)
@@ -200,7 +200,7 @@ async def _generate_async(
 
 
 def _sampling_params(args: argparse.Namespace, num_output_tokens: int) -> SamplingParams:
-    """Exactly that many tokens: the model does not end its answers."""
+    """Return parameters for exactly `num_output_tokens` tokens: the model does not end its answers."""
     return SamplingParams(
         n=args.n, temperature=args.temperature, ignore_eos=True, max_tokens=num_output_tokens,
         detokenize=not args.disable_detokenize,

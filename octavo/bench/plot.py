@@ -1,4 +1,4 @@
-"""Figures of the benchmarks, drawn by matplotlib (extra `bench`). SVG files follow the reader's light or dark page."""
+"""Draws figures of benchmarks with matplotlib (extra `bench`). SVG files adapt to a light or dark page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from octavo.errors import ConfigError, OctavoError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Text takes the reader's colour (a rule in the file); the others are seen well on white and on black.
+# Text takes the page's colour through a CSS rule in the file. The other colours are readable on white and on black.
 TEXT = "#57606a"
 BLUE, ORANGE, GREEN = "#2f81f7", "#d97706", "#16a36b"
 _RULE = "<style>svg{color:#57606a}@media (prefers-color-scheme:dark){svg{color:#adb8c2}}</style>"
@@ -25,14 +25,14 @@ _KINDS = (".svg", ".png", ".pdf")
 
 
 def check_plot_file(file: str) -> None:
-    """Raise `ConfigError` before anything is measured for a figure that could not be drawn."""
+    """Raise `ConfigError` for a figure that could not be drawn, before anything is measured."""
     if Path(file).suffix not in _KINDS:
         raise ConfigError(f"--plot {file} must end with {', '.join(_KINDS)}.")
     new_figure(1)
 
 
 def new_figure(num_panels: int, **options: Any) -> tuple[Figure, Sequence[Any]]:
-    """A row of empty panels in our style."""
+    """Return a figure with a row of empty panels in Octavo's style."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -53,7 +53,7 @@ def new_figure(num_panels: int, **options: Any) -> tuple[Figure, Sequence[Any]]:
 
 
 def save_figure(figure: Figure, file: Path, title: str) -> None:
-    """Raises `OctavoError` if the file cannot be written."""
+    """Write a figure to a file. Raises `OctavoError` if it cannot be written."""
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
     is_svg = file.suffix == ".svg"
@@ -61,7 +61,7 @@ def save_figure(figure: Figure, file: Path, title: str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(file, transparent=is_svg, dpi=150, metadata={"Date": None} if is_svg else None)
         if is_svg:
-            # One rule in the place of a colour: text and axes follow the reader's page.
+            # Replace the colour by a CSS rule, so that text and axes follow the page.
             svg = file.read_text(encoding="utf-8").replace(TEXT, "currentColor")
             svg = "\n".join(line.rstrip() for line in svg.splitlines()) + "\n"
             file.write_text(re.sub(r"(<svg [^>]*>)", rf"\1{_RULE}", svg, count=1), encoding="utf-8")
@@ -70,7 +70,7 @@ def save_figure(figure: Figure, file: Path, title: str) -> None:
 
 
 def plot_serving(file: Path, answers: Sequence[RequestResult], setting: str) -> None:
-    """How requests' latencies are distributed, and what the server gave while they ran."""
+    """Draw the distribution of requests' latencies, and the server's throughput over time."""
     good = [answer for answer in answers if answer.error is None]
     if not good:
         return
@@ -89,7 +89,7 @@ def plot_serving(file: Path, answers: Sequence[RequestResult], setting: str) -> 
         axis.set(title=title, xlabel="ms", ylabel="% of values up to it", ylim=(0, 101))
         axis.legend(frameon=False, loc="lower right")
     first.set_xlim(0, None)
-    token.set_xscale("log")  # a prompt that is computed beside it stretches a gap tenfold
+    token.set_xscale("log")  # a prompt computed in the same step makes a gap ten times longer
     begin = min(answer.start for answer in good)
     times = np.array([at - begin for answer in good for at in token_times_s(answer)])
     counts, edges = np.histogram(times, bins=np.linspace(0, times.max(), max(12, min(100, round(times.max())))))
@@ -99,7 +99,8 @@ def plot_serving(file: Path, answers: Sequence[RequestResult], setting: str) -> 
 
 
 def plot_sweep(file: Path, results: Sequence[Mapping[str, Any]], percentile: float) -> None:
-    """Latencies against throughput: a curve for each server, a point for each rate, as `serve` saves it."""
+    """Draw latencies against throughput from results that `serve` saves: a curve for each server, a point for each
+    rate."""
     curves: dict[str, list[Mapping[str, Any]]] = {}
     for result in results:
         if result["completed"]:

@@ -1,5 +1,5 @@
-"""What the answers of a serving benchmark add up to: the figures, under the names of vLLM's JSON, and their table; and
-how results of any benchmark become a file."""
+"""Computes the figures of a serving benchmark, under the names of vLLM's JSON, and their table. Also writes the results
+of any benchmark to a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from octavo.bench.client import RequestResult
 from octavo.errors import OctavoError
 
-# By name: the long one, and its heading.
+# By name: the abbreviation, and the heading in the table.
 METRICS = {
     "ttft": ("TTFT", "Time to First Token"),
     "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
@@ -25,7 +25,7 @@ _WIDTH = 50
 
 
 def tpot_s(answer: RequestResult) -> float:
-    """Mean time of the tokens after the first; 0 where there is but one."""
+    """Return the mean time of the tokens after the first, in seconds; 0 for a single token."""
     after_first = answer.num_output_tokens - 1
     return (answer.latency_s - answer.ttft_s) / after_first if after_first > 0 else 0.0
 
@@ -37,9 +37,9 @@ def summarize(
     percentiles: Sequence[float],
     goodput_ms: Mapping[str, float],
 ) -> dict[str, Any]:
-    """All figures of a run. Latencies are in milliseconds; only requests that were answered whole count in them.
+    """Return all figures of a run. Latencies are in milliseconds and cover only requests with complete answers.
 
-    `goodput_ms` are limits by metric (ttft, tpot, e2el): a good request keeps all of them.
+    `goodput_ms` has limits by metric (ttft, tpot, e2el); a good request meets all of them.
     """
     good = [answer for answer in answers if answer.error is None]
     num_input = sum(answer.num_prompt_tokens for answer in good)
@@ -80,7 +80,7 @@ def summarize(
 
 
 def details(answers: Sequence[RequestResult]) -> dict[str, Any]:
-    """What vLLM saves of each request with --save-detailed."""
+    """Return the values of each request that vLLM saves with --save-detailed."""
     return {
         "input_lens": [answer.num_prompt_tokens for answer in answers],
         "output_lens": [answer.num_output_tokens for answer in answers],
@@ -93,7 +93,7 @@ def details(answers: Sequence[RequestResult]) -> dict[str, Any]:
 
 
 def table(figures: Mapping[str, Any], shown: Sequence[str], percentiles: Sequence[float], setting: str) -> str:
-    """The figures for the terminal, laid out as vLLM does. `shown` are names of METRICS."""
+    """Return the figures as a table for the terminal, in vLLM's layout. `shown` are names of METRICS."""
     lines = [" Serving Benchmark Result ".center(_WIDTH, "="), setting]
     rows = {
         "Successful requests": figures["completed"],
@@ -127,7 +127,7 @@ def _by_request_ms(answer: RequestResult) -> dict[str, float]:
 
 
 def token_times_s(answer: RequestResult) -> list[float]:
-    """When its chunks came, as `answer.start` counts."""
+    """Return the arrival times of an answer's chunks, on the clock of `answer.start`."""
     times = [answer.start + answer.ttft_s]
     for itl in answer.itls_s:
         times.append(times[-1] + itl)
@@ -135,7 +135,7 @@ def token_times_s(answer: RequestResult) -> list[float]:
 
 
 def _busiest_second(answers: Sequence[RequestResult]) -> float:
-    """Chunks of the second in which most came, from the first request on."""
+    """Return the number of chunks in the busiest second. Seconds are counted from the first request."""
     if not answers:
         return 0.0
     begin = min(answer.start for answer in answers)
@@ -154,7 +154,8 @@ def _most_at_once(answers: Sequence[RequestResult]) -> int:
 
 
 def write_json(file: Path, data: Any, *, appends: bool = False) -> None:
-    """Where it `appends`, one line behind what there is. Raises `OctavoError` if the file cannot be written."""
+    """Write data as JSON to a file; with `appends`, as one line behind its content. Raises `OctavoError` if the file
+    cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(file, "a" if appends else "w", encoding="utf-8") as out:

@@ -1,9 +1,9 @@
-"""`octavo bench serve`: many clients against a running server, and what each of them sees.
+"""`octavo bench serve`: measures a running server as many clients see it.
 
-Open loop (`--request-rate`): requests come when they come, as users do, whatever the server is busy with. Closed loop
-(`--max-concurrency`): so many are under way at any time. Several rates, or several servers, are measured in turn and
-drawn as curves of throughput against latency. Flags, figures and JSON keys are vLLM's. Prompts are in `data`, the HTTP
-client in `client`, the arithmetic in `results`.
+Open loop (`--request-rate`): requests arrive at random times, like users, however busy the server is. Closed loop
+(`--max-concurrency`): at most this many requests run at a time. Several rates, or several servers, are measured in turn
+and drawn as curves of throughput against latency. Flags, figures and JSON keys are vLLM's. Prompts are in `data`, the
+HTTP client in `client`, the arithmetic in `results`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from octavo.processes import allow_files, event_loop_factory
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 _ALIASES = {"vllm": "openai"}
 _GOODPUT_METRICS = ("ttft", "tpot", "e2el")
-_READY_CHECK_S = 0.5  # between two looks at a server that is not ready
+_READY_CHECK_S = 0.5  # between two checks of a server that is not ready
 
 _PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 
@@ -120,12 +120,12 @@ def make_parser(prog: str) -> FlagParser:
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "octavo bench serve") -> int:
-    """Measure and print; returns the exit code, 1 if no request succeeded."""
+    """Measure and print. Return the exit code, 1 if no request succeeded."""
     args = make_parser(prog).parse_args(argv)
 
     def bench() -> None:
         plans = _plans(args)
-        allow_files()  # a connection is a file
+        allow_files()  # each connection is an open file
         results = []
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
             for plan in plans:
@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "octavo bench serve")
 
 
 def _plans(args: argparse.Namespace) -> list[Plan]:
-    """A run for each rate and server. Servers take turns, so that they meet the same weather."""
+    """Return a run for each rate and server. Servers take turns, so that other programs disturb all of them alike."""
     servers = [_server(word) for word in args.base_url or [f"http://{args.host}:{args.port}"]]
     if len(servers) > 1 and len({label for label, _ in servers} - {None}) < len(servers):
         raise ConfigError("--base-url with several servers needs a label for each, as octavo=http://host:port.")
@@ -160,13 +160,13 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
 
 
 def _server(word: str) -> tuple[str | None, str]:
-    """The label and the address of a --base-url."""
+    """Return the label and the address of a --base-url."""
     label, equals, url = word.partition("=")
     return (label, url) if equals and "://" not in label else (None, word)
 
 
 class Plan:
-    """One run: the flags, checked. `model` and `tokenizer` are known once the server has been asked."""
+    """One run, with checked flags. `model` and `tokenizer` are known after `ask_server`."""
 
     def __init__(self, args: argparse.Namespace, base: str, label: str | None, rate: float) -> None:
         self.args = args
@@ -201,7 +201,7 @@ class Plan:
             check_plot_file(args.plot)
 
     def ask_server(self) -> None:
-        """Fill in what was left open, from the server's list of models."""
+        """Fill in the model and the tokenizer from the server's list of models, if the flags do not name them."""
         self._wait_until_ready()
         if self.model and self.tokenizer:
             return
@@ -209,7 +209,7 @@ class Plan:
             card = self.target.get_json("/v1/models")["data"][0]
             name, root = str(card["id"]), str(card.get("root") or card["id"])
         except (OSError, LookupError, TypeError) as error:
-            if self.model:  # a server that does not say: the name must do
+            if self.model:  # the server has no list: use the model's name
                 self.tokenizer = self.tokenizer or self.model
                 return
             reason = getattr(error, "strerror", None) or error
@@ -218,7 +218,7 @@ class Plan:
         self.model = self.model or name
 
     def _wait_until_ready(self) -> None:
-        """For as long as --ready-check-timeout-sec says."""
+        """Wait for the server for up to --ready-check-timeout-sec."""
         deadline = time.monotonic() + self.args.ready_check_timeout_sec
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError):
@@ -227,14 +227,14 @@ class Plan:
             time.sleep(_READY_CHECK_S)
 
     def models(self, count: int) -> list[str]:
-        """What so many requests call the model: its name, or an adapter's each."""
+        """Return the model name of each of `count` requests: the model's, or an adapter's."""
         names = self.args.lora_modules or [self.args.served_model_name or self.model]
         if self.args.lora_assignment == "round-robin":
             return [names[i % len(names)] for i in range(count)]
         return [names[i] for i in np.random.default_rng(self.args.seed).integers(len(names), size=count)]
 
     def body(self, prompt: BenchPrompt, model: str) -> dict[str, Any]:
-        """The JSON of one request."""
+        """Return the JSON body of one request."""
         args = self.args
         body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
         if self.backend == "openai":
@@ -253,7 +253,7 @@ class Plan:
         return body | self.extra_body
 
     def setting(self) -> str:
-        """One line that says what load this was."""
+        """Return one line that describes the load of this run."""
         rate = "all at once" if math.isinf(self.rate) else f"{self.rate:g} requests/s"
         if self.ramp is not None:
             rate = f"{self.ramp.start:g} to {self.ramp.end:g} requests/s ({self.ramp.strategy})"
@@ -263,14 +263,14 @@ class Plan:
 
 
 class Ramp(NamedTuple):
-    """Requests a second that grow from the first request to the last."""
+    """A rate of requests that grows from the first request to the last."""
 
     strategy: str  # "linear" or "exponential"
     start: float
     end: float
 
     def rates(self, num_prompts: int) -> Any:
-        """At each of so many requests."""
+        """Return the rate at each of `num_prompts` requests."""
         progress = np.arange(num_prompts) / max(num_prompts - 1, 1)
         if self.strategy == "linear":
             return self.start + (self.end - self.start) * progress
@@ -278,7 +278,7 @@ class Ramp(NamedTuple):
 
 
 def _ramp(args: argparse.Namespace) -> Ramp | None:
-    """Raises `ConfigError`."""
+    """Return the ramp that the flags ask for, or None. Raises `ConfigError`."""
     strategy, start, end = args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps
     if strategy is None:
         if start is not None or end is not None:
@@ -297,9 +297,9 @@ def _ramp(args: argparse.Namespace) -> Ramp | None:
 
 
 def arrival_times(num_prompts: int, rate: float, burstiness: float, seed: int, ramp: Ramp | None = None) -> list[float]:
-    """Seconds from the start at which requests are sent: gamma-distributed gaps, scaled so that the last one comes at
-    exactly `num_prompts / rate`, as vLLM does, so that runs of one rate can be compared. With a `ramp` its rates hold,
-    and nothing is scaled."""
+    """Return the times at which requests are sent, in seconds from the start. Gaps are gamma-distributed. As in vLLM
+    they are scaled so that the last request is sent at exactly `num_prompts / rate`, which makes runs of one rate
+    comparable. With a `ramp` the gaps follow its rates, without scaling."""
     rng = np.random.default_rng(seed)
     if ramp is not None:
         grown: list[float] = np.cumsum(rng.gamma(burstiness, 1 / (ramp.rates(num_prompts) * burstiness))).tolist()
@@ -320,7 +320,7 @@ async def _measure(args: argparse.Namespace, plan: Plan) -> tuple[list[RequestRe
     models = plan.models(len(prompts))
     bodies = [plan.body(prompt, model) for prompt, model in zip(prompts, models, strict=True)]
     for _ in range(args.num_warmups):
-        # Another prompt than those to come, of which the server may keep the beginning.
+        # Not one of the measured prompts, because the server may keep its blocks.
         answer = await stream(plan.target, plan.body(BenchPrompt("Hello, who are you?", 6, 8), models[0]))
         if answer.error is not None:
             raise OctavoError(f"the first request failed, so the others are not sent: {answer.error}")
@@ -340,7 +340,7 @@ async def run_load(
     max_concurrency: int | None,
     show_progress: bool,
 ) -> tuple[list[RequestResult], float]:
-    """Send each body at its time, or as soon after that as the limit allows; the answers and the whole duration."""
+    """Send each body at its time, or as soon as the limit allows. Return the answers and the duration in seconds."""
     from tqdm import tqdm
 
     progress = tqdm(total=len(bodies), unit="req", dynamic_ncols=True, disable=not show_progress)
@@ -357,7 +357,7 @@ async def run_load(
     tasks = []
     begin = time.perf_counter()
     for body, at in zip(bodies, times, strict=True):
-        # Against the clock, not from request to request: delays do not add up.
+        # Wait by the clock, not from request to request, so that delays do not add up.
         if (wait_s := begin + at - time.perf_counter()) > 0:
             await asyncio.sleep(wait_s)
         tasks.append(asyncio.create_task(send(body)))
@@ -374,7 +374,7 @@ def _report(
     duration_s: float,
     prompts: Sequence[BenchPrompt],
 ) -> dict[str, Any]:
-    """Print the figures of a run, save them if that is wanted, and return what was, or would be, saved."""
+    """Print the figures of a run, save them if a flag asks for it, and return them in the saved form."""
     figures = summarize(answers, duration_s, percentiles=plan.percentiles, goodput_ms=plan.goodput_ms)
     print(table(figures, plan.shown, plan.percentiles, plan.setting()))
     for message, count in Counter(answer.error for answer in answers if answer.error is not None).items():

@@ -1,7 +1,8 @@
-"""`octavo bench startup`: starts `octavo serve` a few times, and shows where the time goes and what the core holds.
+"""`octavo bench startup`: starts `octavo serve` a few times, and shows the time of each phase and the memory of the
+core.
 
-The server tells its phases and sizes at /metrics; the peak of resident memory comes from the operating system. Two
-processes start at once: the rows of one process follow each other, the two columns of rows do not add up.
+The server reports its phases and sizes at /metrics; the peak of resident memory comes from the operating system. Two
+processes start at once: the phases of each process add up, those of both together do not.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ _MIB = 1 << 20
 class Start(msgspec.Struct):
     """One start of a server. Phases are in the order in which they happened."""
 
-    ready_s: float  # from the command to the first 200 of /health
+    ready_s: float  # from the command to the first 200 response of /health
     server_s: dict[str, float]
     core_s: dict[str, float]
-    first_token_s: float  # of the first request after that, with one token of output
+    first_token_s: float  # time of the first request, with one output token
     weight_bytes: int  # packed matrices
-    cache_bytes: int  # KV cache; what was never written is not resident
-    peak_bytes: int | None  # resident memory of the core at most, when it was ready; None where /proc is missing
+    cache_bytes: int  # KV cache; pages that were never written are not resident
+    peak_bytes: int | None  # peak resident memory of the core when it is ready; None without /proc
     peak_after_request_bytes: int | None
 
 
@@ -65,7 +66,7 @@ def make_parser(prog: str) -> FlagParser:
 
 
 def _own_parser() -> FlagParser:
-    """Flags that are not handed on to the server."""
+    """Return a parser of the flags that are not passed on to the server."""
     own = FlagParser(add_help=False)
     own.add_argument("--runs", type=positive_int, default=3, help="Starts to measure, after one that is not.")
     own.add_argument("--json", metavar="FILE", help="Write all figures there.")
@@ -73,13 +74,13 @@ def _own_parser() -> FlagParser:
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "octavo bench startup") -> int:
-    """Measure and print; returns the exit code."""
+    """Measure and print. Return the exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
-    make_parser(prog).parse_args(words)  # ends the process with --help or for a wrong flag
+    make_parser(prog).parse_args(words)  # exits for --help or a wrong flag
     args, flags = _own_parser().parse_known_args(words)
 
     def bench() -> None:
-        # The first one brings the files into the page cache.
+        # The first start only brings the files into the page cache.
         starts = [measure_start(flags) for _ in range(args.runs + 1)][1:]
         print(report(starts))
         if args.json is not None:
@@ -109,7 +110,7 @@ def measure_start(flags: Sequence[str]) -> Start:
             begun = time.monotonic()
             _get(f"{url}/v1/completions", {"prompt": "Hello", "max_tokens": 1})
             first_token_s = time.monotonic() - begun
-            # The rest of the time is the interpreter's, the command's imports' and the last poll's.
+            # The remaining time is that of the interpreter, the command's imports and the last poll.
             server = {"interpreter and command": ready_s - sum(phases["server"].values()), **phases["server"]}
             return Start(
                 ready_s=ready_s,
@@ -150,7 +151,8 @@ def _get(url: str, body: object = None) -> str:
 
 
 def _read_metrics(url: str) -> tuple[dict[str, dict[str, float]], dict[str, int]]:
-    """Seconds by process and phase, and bytes by kind. The server may note its own a moment after it is ready."""
+    """Return seconds by process and phase, and bytes by kind. The server may report its own phases a moment after it is
+    ready."""
     for _ in range(100):
         phases, memory = parse_metrics(_get(f"{url}/metrics"))
         if len(phases) == 2:
@@ -160,7 +162,7 @@ def _read_metrics(url: str) -> tuple[dict[str, dict[str, float]], dict[str, int]
 
 
 def parse_metrics(text: str) -> tuple[dict[str, dict[str, float]], dict[str, int]]:
-    """Seconds by process and phase, and bytes by kind, out of Prometheus's text format."""
+    """Parse Prometheus's text format into seconds by process and phase, and bytes by kind."""
     phases: dict[str, dict[str, float]] = {}
     memory: dict[str, int] = {}
     for name, label_text, value in _SAMPLE.findall(text):
@@ -183,7 +185,7 @@ def _core_pid(server_pid: int) -> int | None:
 
 
 def peak_bytes(pid: int | None) -> int | None:
-    """The most memory that a process has had resident so far (Linux)."""
+    """Return the peak resident memory of a process so far; None if it is not known (Linux only)."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -193,7 +195,7 @@ def peak_bytes(pid: int | None) -> int | None:
 
 
 def median(starts: Sequence[Start]) -> Start:
-    """The median of every figure for itself."""
+    """Return the median of every figure, each on its own."""
 
     def middle(values: list[Any]) -> Any:
         known = [value for value in values if value is not None]
@@ -207,7 +209,7 @@ def median(starts: Sequence[Start]) -> Start:
 
 
 def report(starts: Sequence[Start]) -> str:
-    """The figures as a table for the terminal: medians, and the spread of the whole."""
+    """Return the figures as a table for the terminal: medians, and the spread of the whole time."""
     figures, times = median(starts), [s.ready_s for s in starts]
     lines = [f"{'process':<8} {'phase':<26} {'s':>6}"]
     for process, phases in (("server", figures.server_s), ("core", figures.core_s)):

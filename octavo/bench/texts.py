@@ -1,4 +1,4 @@
-"""Prompts of the benchmarks out of a file of texts: vLLM's data sets "custom" and "sonnet"."""
+"""Prompts of benchmarks from files of texts: vLLM's data sets "custom" and "sonnet"."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SONNET_ASKS = "Pick as many lines as you can from these poem lines:\n"
 
 
 def custom_texts(path: str, output_len: int) -> list[tuple[str, int]]:
-    """The `prompt` of each line of a JSON Lines file, and how many tokens are to be generated: `output_len`, or the
-    line's own `output_tokens` where that is -1. Raises `ConfigError`."""
+    """Return the `prompt` of each line of a JSON Lines file, and its number of output tokens: `output_len`, or the
+    line's own `output_tokens` if `output_len` is -1. Raises `ConfigError`."""
     if output_len != -1 and output_len < 1:
         raise ConfigError(f"--custom-output-len must be at least 1, or -1 for what each line says, got {output_len}.")
     found = []
@@ -39,8 +39,8 @@ def sonnet_texts(
     tokenizer: ModelTokenizer, path: str, num_prompts: int, input_len: int, prefix_len: int, *, templates: bool,
     seed: int = 0,
 ) -> list[str]:  # fmt: skip
-    """Questions about lines drawn from a file, of about `input_len` tokens and never more, template included, that
-    begin with the same lines for about `prefix_len`. Raises `ConfigError`."""
+    """Return questions about lines drawn from a file. Each has about `input_len` tokens and never more, template
+    included. The first `prefix_len` tokens, about, are the same lines in all questions. Raises `ConfigError`."""
     lines = [line + "\n" for line in _lines(path)]
 
     def length(text: str) -> int:
@@ -60,14 +60,14 @@ def sonnet_texts(
     found = []
     for _ in range(num_prompts):
         chosen = shared + [lines[i] for i in rng.integers(len(lines), size=max(0, num_lines - num_shared))]
-        while length(_SONNET_ASKS + "".join(chosen)) > input_len:  # lines longer than others
+        while length(_SONNET_ASKS + "".join(chosen)) > input_len:  # the drawn lines were longer than average
             chosen.pop()
         found.append(_SONNET_ASKS + "".join(chosen))
     return found
 
 
 def as_chat(tokenizer: ModelTokenizer, text: str) -> str:
-    """A text as the chat template writes it where a user says it; as it is where there is no template."""
+    """Return a text as the chat template writes a user's message; unchanged if there is no template."""
     if tokenizer.chat_template is None:
         return text
     messages = [{"role": "user", "content": text}]
@@ -76,7 +76,7 @@ def as_chat(tokenizer: ModelTokenizer, text: str) -> str:
 
 def _lines(path: str) -> list[str]:
     try:
-        # Not splitlines, which cuts at U+2028 and others, which a line of JSON may have.
+        # Not splitlines: it also cuts at U+2028 and other characters that a line of JSON may contain.
         lines = [line for line in Path(path).read_text(encoding="utf-8").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
