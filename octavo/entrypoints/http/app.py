@@ -46,7 +46,7 @@ ROUTERS = [
         ui,
     )
 ]
-# Modules that no start waits for, with their routes.
+# Modules that are imported with the first request for one of their routes, and not at the start.
 LAZY_ROUTES = {
     "octavo.entrypoints.batch.batch_routes": (
         "GET /v1/files",
@@ -92,7 +92,7 @@ LAZY_ROUTES = {
 
 
 class _Router(Router):
-    """Finds routes without patterns by their path at once; a list would be gone through for each request."""
+    """Finds routes without patterns in a dictionary; Starlette searches a list for each request."""
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = self.plain.get(_below(scope["root_path"], scope["path"])) if scope["type"] == "http" else None
@@ -104,12 +104,12 @@ class _Router(Router):
 
     @cached_property
     def plain(self) -> dict[str, Route]:
-        """The routes without patterns."""
+        """Return the routes without patterns, by path."""
         return {route.path: route for route in self.routes if isinstance(route, Route) and "{" not in route.path}
 
 
 class _App(Starlette):
-    """Counts requests, and lets streams past our own middlewares, but not past those of --middleware."""
+    """Counts requests. Streams bypass Octavo's own middlewares, but not those of --middleware."""
 
     counts: HttpMetrics
     router: _Router
@@ -138,7 +138,7 @@ class _App(Starlette):
             self.counts.record(scope["method"], self._route(scope["path"]), status, time.monotonic() - begin)
 
     def _route(self, path: str) -> str:
-        """The path of the route that answers, as it was declared."""
+        """Return the declared path of the route that answers `path`; "none" if there is no such route."""
         path = _below(self.state.octavo.args.root_path.rstrip("/"), path)
         if path in self.router.plain:
             return path
@@ -150,19 +150,20 @@ class _App(Starlette):
 
 
 def _below(root_path: str, path: str) -> str:
-    """The path as routes have it: a proxy may have taken the root path off or not."""
+    """Return the path as routes declare it. A proxy may or may not have removed the root path."""
     return path[len(root_path) :] if root_path and path.startswith(root_path + "/") else path
 
 
 def _add_id(answer: MutableHeaders, request: Headers) -> None:
-    """X-Request-Id: what the answer says already, else the request's own, else a new one."""
+    """Set the answer's X-Request-Id: keep its own if it has one, otherwise take the request's, otherwise make a new
+    id."""
     if ID_HEADER not in answer:
         given = request.get(ID_HEADER)
         answer[ID_HEADER] = given if given is not None and re.match(ID_PATTERN, given) else uuid.uuid4().hex
 
 
 def build_app(engine: EngineClient, args: ServerArgs) -> Starlette:
-    """The application of a server that answers with `engine`, which need not be ready yet."""
+    """Return the application of a server with `engine`, which need not be ready yet."""
     state = ServerState(engine, args)
     routers = [*ROUTERS, engine_control.router] if args.is_dev_mode else ROUTERS
     specs: list[RouteSpec | LazyRoute] = [one for router in routers for one in router.specs]
@@ -182,7 +183,8 @@ def build_app(engine: EngineClient, args: ServerArgs) -> Starlette:
             app.add_middleware(BaseHTTPMiddleware, dispatch=middleware)
         else:
             app.add_middleware(cast(Any, middleware))
-    # The last one added is the outermost: CORS answers preflight requests, which bring no key, and marks errors too.
+    # The last middleware added is the outermost. CORS must be: it answers preflight requests, which bring no key, and
+    # adds its headers to errors too.
     app.add_middleware(AuthAndLimits, state=state, routes=routes)
     app.add_middleware(CORSMiddleware, **args.cors)
     return app

@@ -1,9 +1,9 @@
-"""What every request passes before its route: the API key, whether the server can take it, its content type, its body.
+"""Checks that every request passes before its route: the API key, whether the server can take it, its content type, its
+body.
 
-A plain ASGI middleware that wraps nothing of the answer, so that it costs a stream nothing per chunk. Refusals come in
-the order of their cost: a server that is too busy does not read what it will not do. Bodies are read no longer than
-allowed, and no slower, and routes find them whole; what was refused is never read to its end: `uvicorn_server` closes
-its connection.
+This is a plain ASGI middleware that does not wrap the answer, so it adds no cost to a stream's chunks. Cheap checks
+come first: a server that is too busy does not read bodies that it will refuse. Bodies are bounded in length and time,
+and routes get them whole. A refused body is never read to its end: `uvicorn_server` closes its connection.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from octavo.errors import RequestError
 
 OPEN_PATHS = ui.OPEN_PATHS | {"/health", "/ping", "/metrics", "/version", "/load", "/openapi.json", "/docs"}
 OPEN_PATHS |= {f"/docs/{name}" for name in PAGE_FILES}
-MAX_BODIES_HELD = 64  # times the longest body: as much memory may bodies take that have not arrived whole
+MAX_BODIES_HELD = 64  # bodies that are still arriving may take this many times the longest body
 _UNQUEUED_PREFIXES = ("/v1/chat/completions/", "/v1/files", "/v1/batches")
 UPLOAD_PATH = "/v1/files"
 AUDIO_PATHS = {"/v1/audio/transcriptions", "/v1/audio/translations"}
-_FORM_BYTES = 1 << 20  # of a form beside its file
-# Where a scope holds the body of a request from within the server. No client can set it.
+_FORM_BYTES = 1 << 20  # bytes of a form in addition to its file
+# Scope key of the body of a request from within the server. No client can set it.
 INTERNAL_BODY = "octavo.internal_body"
-# POST, but nothing waits in the engine's queue
+# POST routes whose requests do not wait in the engine's queue
 UNQUEUED_PATHS = DEV_MODE_PATHS | {
     "/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
@@ -49,7 +49,7 @@ UNQUEUED_PATHS = DEV_MODE_PATHS | {
 
 
 class AuthAndLimits:
-    """Answers 401, 405, 408, 413, 415, 429 or 503 itself and passes all other requests on.
+    """Answers a refused request itself, with 401, 405, 408, 413, 415, 429 or 503, and passes all others on.
 
     Health, metrics, load, version, the API's description and the page's own files need neither a key nor an engine.
     """
@@ -71,7 +71,7 @@ class AuthAndLimits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # A proxy may have taken the prefix off or not: the router, too, takes paths with it and without.
+        # A proxy may or may not have removed the prefix; the router accepts both.
         scope["root_path"] = self._root_path
         path: str = scope["path"]
         if path.startswith(self._root_path + "/"):
@@ -91,20 +91,20 @@ class AuthAndLimits:
         self._state.num_in_flight += 1
         try:
             if answer is None and method == "POST" and path == UPLOAD_PATH:
-                receive = self._files.limited(receive)  # the route stores it as it comes
+                receive = self._files.limited(receive)  # the route stores the file as it arrives
             elif answer is None and method == "POST" and path in AUDIO_PATHS:
                 receive = self._sounds.limited(receive)
             elif answer is None and method == "POST":
                 answer = await self._bodies.read(headers, receive)
                 if isinstance(answer, bytes) and uses_engine:
-                    answer = self._queue_full() or answer  # others may have come meanwhile
+                    answer = self._queue_full() or answer  # the queue may have filled while the body arrived
             if isinstance(answer, Response):
                 await answer(scope, receive, send)
                 return
             num_bytes = 0
             if answer is not None:
                 num_bytes, receive = len(answer), replay_body(answer, receive)
-                del answer  # whoever reads it has it: it is not to be kept for as long as an answer streams
+                del answer  # do not keep the body while the answer streams
             ARRIVAL.set(Arrival(time.monotonic(), headers, num_bytes))
             self._state.num_engine_requests += uses_engine
             try:
@@ -117,7 +117,7 @@ class AuthAndLimits:
             self._state.num_in_flight -= 1
 
     async def _handle_internal(self, scope: Scope, receive: Receive, send: Send, num_bytes: int) -> None:
-        """A request from within the server, which has passed here in another form."""
+        """Handle a request from within the server. Its original request has passed the checks already."""
         unavailable = await self._state.unavailable()
         if unavailable is not None:
             status, reason = unavailable
@@ -145,7 +145,7 @@ class AuthAndLimits:
         unavailable = await self._state.unavailable()
         if unavailable is not None:
             status, reason = unavailable
-            # A client that keeps its connection would not find the server that takes over.
+            # Close the connection, so that the client connects to the server that takes over.
             close = {"Connection": "close"} if status == "stopping" else None
             return error_response(reason, 503, code=f"engine_{status}", headers=close)
         if method != "POST":
@@ -153,7 +153,7 @@ class AuthAndLimits:
         if uses_engine and (full := self._queue_full()) is not None:
             return full
         if path in DEV_MODE_PATHS and headers.get("content-length", "0") == "0":
-            return None  # without a body, which needs no type
+            return None  # no body, so no content type is needed
         encoding = headers.get("content-encoding", "identity").strip().lower()
         if encoding not in ("", "identity"):
             return error_response(
@@ -165,7 +165,7 @@ class AuthAndLimits:
             if content_type == "multipart/form-data":
                 return None
             return error_response("A file must be sent as Content-Type: multipart/form-data.", 415)
-        # A browser sends text/plain across origins without asking; JSON it must ask for (CORS preflight).
+        # A browser sends text/plain across origins without asking; for JSON it must ask first (CORS preflight).
         is_empty = not content_type and headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
         if content_type != "application/json" and not is_empty:
             return error_response(
@@ -186,26 +186,26 @@ class AuthAndLimits:
 
 
 def _is_unqueued(path: str) -> bool:
-    """Whether a POST gives the engine nothing to do."""
+    """Return whether a POST to this path gives the engine nothing to do."""
     return path in UNQUEUED_PATHS or path.endswith("/cancel") or path.startswith(_UNQUEUED_PREFIXES)
 
 
 class ClientGoneError(Exception):
-    """The client hung up before its request was whole."""
+    """The client hung up before its request was complete."""
 
 
 class BodyReader:
-    """Reads the bodies of one server."""
+    """Reads request bodies within one server's bounds."""
 
     def __init__(self, max_bytes: int, timeout_s: float, file_flag: str = "--max-file-bytes") -> None:
-        """`file_flag` is what bounds files that are sent."""
+        """`file_flag` is the flag that errors about long files name."""
         self._max_bytes, self._file_flag = max_bytes, file_flag
         self._timeout_s = timeout_s
-        self._num_held_bytes = 0  # of bodies that have not arrived whole
+        self._num_held_bytes = 0  # of bodies that are still arriving
 
     async def read(self, headers: Headers, receive: Receive) -> bytes | Response:
-        """The body, or the answer to one that is too long (413), too slow (408) or one too many (503). Raises
-        `ClientGoneError`."""
+        """Return the body, or the error response to a body that is too long (413), too slow (408) or one too many
+        (503). Raises `ClientGoneError`."""
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self._max_bytes:
             return self._too_long(f"{length} bytes")
@@ -220,7 +220,7 @@ class BodyReader:
                     part = message.get("body", b"")
                     num_bytes += len(part)
                     self._num_held_bytes += len(part)
-                    if num_bytes > self._max_bytes:  # sent in chunks, without a length
+                    if num_bytes > self._max_bytes:  # a chunked body has no length
                         return self._too_long(f"more than {self._max_bytes} bytes")
                     parts.append(part)
                     if not message.get("more_body", False):
@@ -239,14 +239,14 @@ class BodyReader:
             self._num_held_bytes -= num_bytes
 
     def limited(self, receive: Receive) -> Receive:
-        """An ASGI `receive` of a body that is read by the route. It raises `RequestError` for one that is too long or
+        """Return an ASGI `receive` for a body that the route reads. It raises `RequestError` if the body is too long or
         too slow."""
         deadline = time.monotonic() + self._timeout_s
         num_bytes = 0
 
         async def receive_some() -> Message:
             nonlocal num_bytes
-            if num_bytes < 0:  # it is whole: what comes now is a client that leaves
+            if num_bytes < 0:  # the body is complete: only a disconnect can follow
                 return await receive()
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
@@ -277,7 +277,8 @@ class BodyReader:
 
 
 def replay_body(body: bytes, receive: Receive) -> Receive:
-    """An ASGI `receive` that gives a body which has been read, and then what the server says, such as a disconnect."""
+    """Return an ASGI `receive` that gives a body that was already read, and then the server's own messages, such as a
+    disconnect."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_body() -> Message:

@@ -1,7 +1,7 @@
-"""Work that outlives the request which asked for it: background responses and batches.
+"""Runs work that outlives its request: background responses and batches.
 
-While there is some, the store is told that this server lives, and tells what other servers' clients want to be
-cancelled.
+While there is such work, this server regularly tells the store that it is alive, and learns from the store which work
+clients of other servers want to cancel.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ logger = logging.getLogger("octavo.server")
 
 
 class Job(Protocol):
-    """Something to be done. It notes itself what comes of it."""
+    """Work to run in the background. It stores its own results."""
 
     async def run(self) -> None: ...
 
 
 class BackgroundJobs:
-    """The tasks of one server, by the ids of their objects."""
+    """The background tasks of one server, by the ids of their objects."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
@@ -36,12 +36,12 @@ class BackgroundJobs:
         self._beats: asyncio.Task[None] | None = None
 
     def get(self, id: str) -> Job | None:
-        """What this server is at."""
+        """Return this server's job with the id, or None."""
         return self._jobs.get(id)
 
     def start(self, id: str, job: Job, *, uses_engine: bool, is_awaited: bool = True) -> None:
-        """Have `job` done. `uses_engine`: it is one request to the engine. `is_awaited`: a server that stops waits for
-        it, as for a request."""
+        """Run `job` in the background. `uses_engine` counts it as one request to the engine. With `is_awaited` a
+        stopping server waits for it, as for a request."""
         self._state.num_in_flight += is_awaited
         self._state.num_engine_requests += uses_engine
         task = self._tasks[id] = asyncio.ensure_future(job.run())
@@ -59,7 +59,7 @@ class BackgroundJobs:
             self._beats = asyncio.ensure_future(self._beat())
 
     async def cancel(self, id: str) -> bool:
-        """Stop work and wait until it has; False if it is not this server's."""
+        """Cancel a job and wait until it has stopped. Return False if the job is not this server's."""
         task = self._tasks.get(id)
         if task is None:
             return False
@@ -68,7 +68,8 @@ class BackgroundJobs:
         return True
 
     async def cancel_anywhere(self, kind: str, id: str, is_under_way: Callable[[], Awaitable[bool]]) -> None:
-        """Stop work, also that of a server that shares the store, which gets some seconds to note that it has."""
+        """Cancel a job of this server or of another one that shares the store. Another server gets some seconds to
+        record that the job has stopped."""
         if await self.cancel(id):
             return
         await self._state.store.run(lambda database: database.ask_to_cancel(kind, id))
@@ -77,7 +78,7 @@ class BackgroundJobs:
             await asyncio.sleep(_CANCEL_POLL_S)
 
     async def ended(self) -> None:
-        """Return when there is nothing left, or in a few seconds."""
+        """Wait until all jobs have ended, for a few seconds at most."""
         if self._tasks:
             await asyncio.wait([*self._tasks.values()], timeout=_END_S)
         if self._beats is not None:

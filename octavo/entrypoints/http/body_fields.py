@@ -14,8 +14,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from octavo.entrypoints.chat.media_parts import MEDIA_PARTS, SoundFormat, as_part, is_embeds, read_embeds, read_part
 from octavo.errors import RequestError
 
-ID_PATTERN = r"^[!-~]{1,200}$"  # printable ASCII: it becomes a header and part of an id
-MAX_METADATA = 16  # pairs of what clients keep with an object
+ID_PATTERN = r"^[!-~]{1,200}$"  # printable ASCII: the id becomes a header and a part of other ids
+MAX_METADATA = 16  # most pairs of metadata with an object
 
 # Fields of OpenAI's or vLLM's API that are not built, with the values that ask for nothing. null always does.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
@@ -33,10 +33,10 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "moderation": (),
-    "prompt_cache_retention": ("in_memory", "24h"),  # how long is the cache's to decide
+    "prompt_cache_retention": ("in_memory", "24h"),  # the cache itself decides how long
     "prompt_embeds": (),
     "repetition_detection": (),
-    "return_mm_kwargs": (True, False),  # of routes that only render
+    "return_mm_kwargs": (True, False),  # for routes that only render
     "return_prompt_text": (False,),
     "return_token_ids": (False,),
     "return_token_offsets": (False,),
@@ -50,7 +50,7 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "watermarking": (False,),
     "web_search_options": (),
 }
-# What to do instead, where there is something.
+# For some of these fields, what to do instead.
 _INSTEAD = {
     "documents": 'chat_template_kwargs {"documents": [...]} gives them to the chat template',
     "echo": "completions have it, and a chat's last message is the client's own",
@@ -72,8 +72,8 @@ _INSTEAD = {
 
 
 def refuse_unbuilt(data: Any, built: Container[str] = ()) -> Any:
-    """Take the fields of `_NOT_BUILT` out of a request body, or refuse the first that asks for something. A field that
-    is `built` for this route stays."""
+    """Return a request body without the fields of `_NOT_BUILT`, except those in `built`, which this route has. Raises
+    `RequestError` for the first such field whose value asks for something."""
     if not isinstance(data, dict):
         return data
     unbuilt = [name for name in data if name in _NOT_BUILT and name not in built]
@@ -88,20 +88,20 @@ def refuse_unbuilt(data: Any, built: Container[str] = ()) -> Any:
 class RequestBody(BaseModel):
     """What a client sends. Unknown fields are refused."""
 
-    # Pydantic makes a class's validator with the first body of its kind, not while the server starts.
+    # Pydantic builds the validator with the first body of a class, not while the server starts.
     model_config = ConfigDict(strict=True, extra="forbid", defer_build=True)
 
 
 class ResponseModel(BaseModel):
     """What a client gets."""
 
-    # Pydantic makes a class's serializer with the first object of it, not while the server starts.
+    # Pydantic builds the serializer with the first object of a class, not while the server starts.
     model_config = ConfigDict(defer_build=True)
 
 
 def described(meaning: str, *, default: Any = None, **limits: float) -> Any:
-    """A field of a request body that may be left out, and what it means. `limits` (`minimum`, `maximum`) are only told:
-    `SamplingParams` checks them."""
+    """Return an optional field of a request body, with its meaning. `limits` (`minimum`, `maximum`) only go into the
+    description: `SamplingParams` checks them."""
 
     def add_limits(schema: dict[str, Any]) -> None:
         for kind in schema.get("anyOf", [schema]):
@@ -112,7 +112,7 @@ def described(meaning: str, *, default: Any = None, **limits: float) -> Any:
 
 
 def check_text(text: str) -> str:
-    """Raises `ValueError` for a text that is no Unicode."""
+    """Return the text. Raises `ValueError` if it is not valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -125,11 +125,11 @@ def _as_list(value: Any) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """16.0 is an integer to JSON Schema, and to clients whose language has one kind of number."""
+    """Turn 16.0 into 16. JSON Schema calls 16.0 an integer, and so do clients whose language has one kind of number."""
     return int(value) if type(value) is float and value.is_integer() else value
 
 
-# An integer that fits what comes after: the wire and the arrays have 64 bits.
+# An integer of up to 64 bits, as the wire and the arrays have.
 Int = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**63), lt=2**64)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, AfterValidator(check_text)]
@@ -142,7 +142,7 @@ def _is_token_ids(value: Any) -> bool:
 
 
 def _check_prompt(value: Any) -> list[str | list[int]]:
-    """A list of prompts, each text or token ids, out of the four forms that the API knows."""
+    """Turn the API's four forms of prompts into a list of prompts, each a text or token ids. Raises `ValueError`."""
     prompts = [value] if isinstance(value, str) or (value and _is_token_ids(value)) else value
     if not isinstance(prompts, list) or not all(isinstance(prompt, str) or _is_token_ids(prompt) for prompt in prompts):
         raise ValueError("should be a string, a list of token ids, or a list of strings or of lists of token ids")
@@ -179,7 +179,7 @@ Prompt = Annotated[str | list[int], PlainValidator(_check_one_prompt, json_schem
 
 
 def _check_content(value: Any) -> str:
-    """Text, or the joined text of a list of parts. Lines are what vLLM joins parts by."""
+    """Return a text, or the texts of a list of parts, joined by line breaks as in vLLM. Raises `ValueError`."""
     if isinstance(value, str):
         return check_text(value)
     if not isinstance(value, list):
@@ -197,8 +197,8 @@ def _check_text_part(part: Any) -> str:
 
 
 def _check_message_content(value: Any) -> str | list[dict[str, Any]] | None:
-    """Text, or a list of parts, of which pictures, sounds and embeddings have been read: the chat template says whether
-    texts are joined."""
+    """Return a text, or a list of parts in which media and embeddings have been read. Texts stay apart, because the
+    chat template decides whether to join them. Raises `ValueError`."""
     if value is None or not isinstance(value, list):
         return None if value is None else _check_content(value)
     return [_read_content_part(part) for part in value] or ""

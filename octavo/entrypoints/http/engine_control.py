@@ -1,5 +1,5 @@
-"""Engine control, as vLLM names it: sleep, pause, prefix cache. Only with --enable-server-dev-mode: whoever reaches
-these routes can stop the server from answering."""
+"""Routes that control the engine, with vLLM's names: sleep, pause, prefix cache. They exist only with
+--enable-server-dev-mode, because they can stop the server from answering."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Error bodies, OpenAI's and those of other APIs, and which error becomes which status.
+"""Turns errors into bodies, in the form of OpenAI or of another API, and into HTTP statuses.
 
 Every error that leaves the server passes through here: `RequestError` and friends from the engine, pydantic's
-validation errors, unknown routes, and whatever else escapes, of which the client sees "internal error" and no more.
+validation errors, unknown routes, and any unforeseen exception, for which the client sees only "internal error".
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from octavo.errors import EngineDeadError, EngineRestartingError, EngineStopping
 logger = logging.getLogger("octavo.server")
 
 RETRY_AFTER_S = 5
-# Unknown fields that users take for known ones, and those that they mean.
+# Unknown fields that users often send, and the fields that they mean.
 _SUGGESTED_FIELDS = {
     "enable_thinking": 'chat_template_kwargs {"enable_thinking": ...}',
     "lora_request": "model, which is the adapter's name",
@@ -33,7 +33,7 @@ _SUGGESTED_FIELDS = {
     "prompt_token_ids": "prompt, which takes token ids too",
     "thinking": 'chat_template_kwargs {"thinking": ...}',
 }
-# Routes of OpenAI's and vLLM's servers that none of ours answers.
+# Routes of OpenAI's and vLLM's servers that Octavo does not have.
 UNBUILT_PATHS = frozenset((
     "/v1/audio/speech", "/v1/realtime", "/v1/images/generations",
     "/v1/moderations", "/v1/conversations", "/v1/fine_tuning/jobs", "/v1/uploads", "/v1/vector_stores",
@@ -45,11 +45,11 @@ UNBUILT_PATHS = frozenset((
     "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
     "/get_world_size", "/abort_requests",
 ))  # fmt: skip
-# Routes of `engine_control`, which a server has that is told so.
+# Routes of `engine_control`, which exist with --enable-server-dev-mode only.
 DEV_MODE_PATHS = frozenset({
     "/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused", "/reset_prefix_cache",
 })  # fmt: skip
-MAX_MESSAGE_LENGTH = 1000  # messages quote what clients send, which may be megabytes
+MAX_MESSAGE_LENGTH = 1000  # messages quote values of clients, which may be megabytes
 
 
 class ErrorInfo(ResponseModel):
@@ -66,18 +66,18 @@ class ErrorResponse(ResponseModel):
 
 
 def error_body(message: str, status: int, *, param: str | None = None, code: str | None = None) -> bytes:
-    """The body in the form of the API that is spoken, in ASCII, so that a message may quote any string that a client
-    sent."""
+    """Return the error body in the form of the request's API. It is ASCII, so that a message may quote any string of a
+    client."""
     return json.dumps(ERROR_FORM.get()(_shorten(message), status, param and _shorten(param), code)).encode()
 
 
 def openai_error(message: str, status: int, param: str | None, code: str | None) -> dict[str, Any]:
-    """`{"error": {...}}`."""
+    """Return OpenAI's form of an error, `{"error": {...}}`."""
     kind = {429: "rate_limit_error"}.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-# Message, status, parameter and code to a body.
+# A function from message, status, parameter and code to a body.
 ErrorForm = Callable[[str, int, str | None, str | None], dict[str, Any]]
 ERROR_FORM: ContextVar[ErrorForm] = ContextVar("error_form", default=openai_error)  # of the request that a task answers
 
@@ -94,7 +94,7 @@ def error_response(
     code: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """An HTTP response with the OpenAI error body; a 503 says when to come back."""
+    """Return an HTTP response with an error body. A 503 also says when to come back."""
     headers = dict(headers or {})
     if status == 503:
         headers.setdefault("Retry-After", str(RETRY_AFTER_S))
@@ -104,7 +104,8 @@ def error_response(
 
 
 def error_fields(error: Exception) -> dict[str, Any]:
-    """What `error_body` and `error_response` take; an unforeseen error is logged here, with its traceback, once."""
+    """Return the arguments of `error_body` and `error_response` for an error. An unforeseen error is logged here, once,
+    with its traceback."""
     if isinstance(error, RequestError):
         return {"message": str(error), "status": error.status, "param": error.param, "code": error.code}
     if isinstance(error, EngineStoppingError):
@@ -119,12 +120,12 @@ def error_fields(error: Exception) -> dict[str, Any]:
 
 
 def stream_error_event(error: Exception) -> bytes:
-    """The error as a server-sent event: in mid-stream the status line has long been sent."""
+    """Return the error as a server-sent event, for streams, whose status line was sent before the error."""
     return b"data: " + error_body(**error_fields(error)) + b"\n\n"
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> RequestError:
-    """The first of pydantic's errors in one sentence that names the field."""
+    """Return the first of pydantic's errors as a sentence that names the field."""
     error, location = errors[0], errors[0]["loc"]
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, RequestError):
@@ -139,7 +140,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> RequestError:
         return RequestError(f"{param} is required.", param=param)
     message = _predicate(error)
     if error["type"].endswith("_type"):
-        # Of a field that may be of several types there is an error for each.
+        # A field with several types has an error for each type.
         others = [one for one in errors[1:] if _field_name(one["loc"]) == param and one["type"].endswith("_type")]
         message = " or ".join([message, *(_predicate(one).removeprefix("should be ") for one in others)])
     given = error.get("input")
@@ -148,7 +149,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> RequestError:
 
 
 _JSON_NAMES = {None: "null", True: "true", False: "false"}
-# What pydantic calls the types that a field may have, which stand in a location as if they were fields.
+# Pydantic's names of a field's types, which a location contains as if they were fields.
 _TYPE_LABEL = re.compile(r".*\[.*|(?:str|int|float|bool|list|dict|none|constrained-\w+)$")
 
 
@@ -163,7 +164,8 @@ def _field_name(location: Sequence[int | str]) -> str:
 
 
 def _predicate(error: Mapping[str, Any]) -> str:
-    """The message without its subject, as in "Input should be a valid integer": the field's name is the better one."""
+    """Return pydantic's message without its subject ("Input should be a valid integer"); the field's name becomes the
+    subject."""
     message = str(error["msg"]).removeprefix("Value error, ")
     return message[message.index(" should ") + 1 :] if " should " in message else message
 
@@ -173,19 +175,19 @@ async def _on_octavo_error(request: Request, error: Exception) -> Response:
 
 
 def refusal(error: Exception) -> Response:
-    """The response to a request that is not taken."""
+    """Return the response for an error that refuses a request."""
     retry_after_s = error.retry_after_s if isinstance(error, RequestError) else None
     headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
     return error_response(**error_fields(error), headers=headers)
 
 
 async def refuse_not_built(request: Request) -> Response:
-    """What answers the routes of `UNBUILT_PATHS`."""
+    """Answer a request for one of `UNBUILT_PATHS`."""
     return error_response(f"{request.url.path} is not built yet.", 404, code="not_built")
 
 
 async def _on_unexpected_error(request: Request, error: Exception) -> Response:
-    # Starlette raises it again for uvicorn to log.
+    # Starlette raises the error again, and uvicorn logs it.
     return error_response("Internal error.", 500, code="internal_error")
 
 
@@ -208,7 +210,7 @@ def method_not_allowed_message(method: str, path: str) -> str:
 
 
 def add_error_handlers(app: Starlette) -> None:
-    """Make every error of `app` an OpenAI error."""
+    """Make `app` answer every error with an error body."""
     app.add_exception_handler(RequestError, _on_octavo_error)
     app.add_exception_handler(EngineDeadError, _on_octavo_error)
     app.add_exception_handler(HTTPException, _on_http_exception)

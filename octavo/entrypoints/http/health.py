@@ -1,4 +1,4 @@
-"""What operators ask: /health, /ping, /version, /load, /metrics. None of it needs a key, a body or a ready engine."""
+"""Routes for operators: /health, /ping, /version, /load, /metrics. They need no key, no body and no ready engine."""
 
 from __future__ import annotations
 

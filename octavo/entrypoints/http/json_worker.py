@@ -1,8 +1,8 @@
-"""Large JSON bodies are parsed in a process of its own: the parser holds the interpreter's lock, and so its event loop,
-for as long as a body takes, which may be seconds.
+"""Parses large JSON bodies in a separate process. A parser holds the interpreter's lock while it parses a body, which
+may take seconds and would stop the event loop.
 
-The process first counts what a body has (`request_limits`), then parses it, and sends what it is in pieces. Each piece
-is put to the others in a moment, between which the event loop goes on.
+The process first counts a body's values (`request_limits`), then parses it and sends the value in pieces. The server
+adds each piece in a moment, and its event loop runs between pieces.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from octavo.entrypoints.http.request_limits import RequestLimits
 from octavo.errors import RequestError
 from octavo.processes import child_command
 
-MIN_BYTES = 1 << 20  # of what is parsed there; less takes a few milliseconds
-MIN_NODES = 10_000  # likewise
+MIN_BYTES = 1 << 20  # of a body for the process; smaller bodies parse in a few milliseconds
+MIN_NODES = 10_000  # values of a body for the process; bodies with fewer parse in a few milliseconds
 TIME_LIMIT_S = 60.0  # for one body; the longest take 2 s
 _PIECE_NODES = 2000
 _LENGTH = struct.Struct("<Q")
 _CHUNK_BYTES = 1 << 20
 
-# How a piece is put to what is there. A value ends the list or object that it is, or goes into the innermost one.
+# Kinds of pieces. A complete value is added to the innermost open list or object, or is the whole body.
 _VALUE, _LIST, _OBJECT, _ITEMS, _KEY, _END, _ERROR = range(7)
 
 
 def is_large(body: bytes) -> bool:
-    """Whether a body is for the process."""
+    """Return whether the process should parse this body."""
     if len(body) > MIN_BYTES:
         return True
     return body.count(b",") + body.count(b"[") + body.count(b"{") > MIN_NODES
 
 
 def parse_json(body: bytes, limits: RequestLimits) -> Any:
-    """What a body is, in this process. Raises `RequestError` for what is no JSON, and beyond the limits."""
+    """Parse a body in the calling process. Raises `RequestError` for invalid JSON, and for a body beyond the limits."""
     limits.refuse_json(body)
     try:
         return json.loads(body)
@@ -60,8 +60,8 @@ def parse_json(body: bytes, limits: RequestLimits) -> Any:
 
 
 class JsonWorker:
-    """The process. It is started with the first body, ends with its parent, and is replaced when a body was too much.
-    Calls may come from any thread; they wait for each other."""
+    """The separate process. It starts with the first body, ends with its parent, and is replaced after a body that took
+    too long or too much memory. Any thread may call it; calls wait for each other."""
 
     def __init__(self, limits: RequestLimits, time_limit_s: float = TIME_LIMIT_S) -> None:
         self._limits = {field.name: getattr(limits, field.name) for field in dataclasses.fields(RequestLimits)}
@@ -70,7 +70,7 @@ class JsonWorker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def parse(self, body: bytes) -> Any:
-        """What `parse_json` returns and raises."""
+        """Parse a body in the process. Returns and raises like `parse_json`."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._end()
@@ -87,18 +87,18 @@ class JsonWorker:
                 raise
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """End the process, if it runs."""
         with self._lock:
             self._end()
 
     def _ask(self, process: subprocess.Popen[bytes], body: bytes) -> Any:
-        """Raises `OSError` if no answer comes, or not in time."""
+        """Send a body and put the pieces of its value together. Raises `OSError` if no answer comes in time."""
         assert process.stdin is not None and process.stdout is not None
         deadline = time.monotonic() + self._time_limit_s
         for part in (_LENGTH.pack(len(body)), body):
             self._write(process.stdin.fileno(), part, deadline)
         value: Any = None
-        inner: list[Any] = []  # lists and objects that have not ended, the innermost last
+        inner: list[Any] = []  # open lists and objects, the innermost last
         keys: list[str] = []
         while True:
             kind, data = self._read_piece(process, deadline)
@@ -165,14 +165,14 @@ class JsonWorker:
 
 
 def pieces(value: Any) -> Iterator[tuple[int, bytes]]:
-    """A value in pieces of some `_PIECE_NODES` values each; a text is one piece however long."""
-    sizes: dict[int, int] = {}  # of lists and objects that are more than one piece, by id
+    """Yield a value in pieces of about `_PIECE_NODES` values each. A text is one piece, however long."""
+    sizes: dict[int, int] = {}  # by id: sizes of lists and objects that need several pieces
     _size(value, sizes)
     yield from _split(value, sizes)
 
 
 def _size(value: Any, sizes: dict[int, int]) -> int:
-    """How many values it has."""
+    """Return the number of values in a value, and note large ones in `sizes`."""
     if not isinstance(value, list | dict):
         return 1
     size = 1 + sum(_size(one, sizes) for one in (value if isinstance(value, list) else value.values()))
@@ -186,7 +186,7 @@ def _split(value: Any, sizes: dict[int, int]) -> Iterator[tuple[int, bytes]]:
         yield _VALUE, marshal.dumps(value)
         return
     yield (_LIST if isinstance(value, list) else _OBJECT), b""
-    items: Any = [] if isinstance(value, list) else {}  # the next ones that are small
+    items: Any = [] if isinstance(value, list) else {}  # small values for the next piece
     num_nodes = 0
     for key, one in enumerate(value) if isinstance(value, list) else value.items():
         is_large = id(one) in sizes
@@ -216,7 +216,7 @@ def _read_whole(file: BinaryIO, num_bytes: int) -> bytes:
 
 
 def main() -> None:
-    """Parse one body after the other, from standard input to standard output."""
+    """Parse bodies from standard input, one after the other, and write their pieces to standard output."""
     gc.disable()  # JSON has no cycles
     limits = RequestLimits(**json.loads(sys.argv[1]))
     given, answers = sys.stdin.buffer, sys.stdout.buffer

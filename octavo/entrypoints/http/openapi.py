@@ -1,7 +1,7 @@
-"""The API's description: what /openapi.json says beyond the routes' types (examples, streams, errors), and GET /docs.
+"""Describes the API: GET /openapi.json with examples, streams and errors beside the routes' types, and GET /docs.
 
-FastAPI makes the description from routes and models, once, when it is first asked for, and is imported then. /docs
-shows it, to read and to try, from files that come with a package: it works offline.
+FastAPI makes the description from routes and models with the first request for it, and is imported only then. /docs
+shows the description, to read and to try. Its files come with a package, so it works offline.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _EVENT = {
     "properties": {"data": {"type": "string", "description": "A chunk or an error as JSON, and [DONE] at the end."}},
     "required": ["data"],
 }
-# By path: media type, what each event or line of the stream is, what a stream looks like.
+# By path: the media type, the schema of each event or line, and an example of a stream.
 _STREAMS: dict[str, tuple[str, dict[str, Any], str]] = {
     "/v1/completions": (
         "text/event-stream",
@@ -132,14 +132,14 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
 
 
 class Description:
-    """What /openapi.json says of routes."""
+    """The description of routes for /openapi.json."""
 
     def __init__(self, specs: Sequence[RouteSpec | LazyRoute]) -> None:
         self._specs = specs
 
     @cached_property
     def schema(self) -> dict[str, Any]:
-        """Made when it is first asked for."""
+        """Return the description, which the first call makes."""
         from fastapi import FastAPI
 
         bug = {"model": ErrorResponse, "description": "A bug; the server's log has the traceback."}
@@ -151,7 +151,7 @@ class Description:
 
 
 def _complete(schema: dict[str, Any]) -> dict[str, Any]:
-    """Add to FastAPI's description, in place, what it does not know."""
+    """Add examples, streams and errors to FastAPI's description, in place, and return it."""
     for path, operations in schema["paths"].items():
         for operation in operations.values():
             _add_errors(operation, "AnthropicError" if path.startswith(ANTHROPIC_PREFIX) else "ErrorResponse")
@@ -172,7 +172,7 @@ def _complete(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_errors(operation: dict[str, Any], body: str) -> None:
-    """The errors that a route can answer with in the place of FastAPI's own 422, with `body`."""
+    """Replace FastAPI's own 422 by the errors of an operation. `body` is the schema of their bodies."""
     responses = operation["responses"]
     responses.pop("422", None)
     if body != "ErrorResponse":
@@ -219,6 +219,6 @@ async def docs_file(name: str) -> Response:
     """A file of the page."""
     if name not in PAGE_FILES:
         raise HTTPException(404)
-    import fastapi_offline  # brings Swagger UI; imported here because a server that starts has no use for it
+    import fastapi_offline  # has Swagger UI; imported here because the start does not need it
 
     return FileResponse(Path(fastapi_offline.__file__).parent / "static" / name)

@@ -1,4 +1,4 @@
-"""Lists that are read page by page, as OpenAI's API has them, and the parameters of a query."""
+"""Lists that clients read page by page, in OpenAI's form, and the parameters of queries."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MAX_LIMIT = 100
 
 @dataclass(frozen=True, slots=True)
 class PageQuery:
-    """Which page a client asks for."""
+    """The page that a client asks for."""
 
-    after: str | None  # the id of the last one of the page before
+    after: str | None  # id of the previous page's last object
     limit: int
     is_ascending: bool
 
@@ -50,7 +50,7 @@ class Page(ResponseModel):
 
     @classmethod
     def of(cls, found: Sequence[dict[str, Any]], query: PageQuery) -> Self:
-        """The page that `found` begins with, which has one object more where there are more."""
+        """Return the first page of `found`, which has at least one object more than the page if the list goes on."""
         data = list(found[: query.limit])
         ids = [one["id"] for one in data]
         return cls(
@@ -62,7 +62,7 @@ class Page(ResponseModel):
 
     @classmethod
     def of_whole(cls, items: Sequence[dict[str, Any]], query: PageQuery) -> Self:
-        """The page of a whole list, which is in the order of its making. Raises `RequestError`."""
+        """Return a page of the whole list `items`, which are in the order of creation. Raises `RequestError`."""
         rest = list(items) if query.is_ascending else list(reversed(items))
         if query.after is not None:
             place = next((i for i, item in enumerate(rest) if item["id"] == query.after), None)
@@ -73,7 +73,7 @@ class Page(ResponseModel):
 
 
 def page_query(raw: Request, *, limit: int = 20, order: str = "desc") -> PageQuery:
-    """What a query says. Raises `RequestError`."""
+    """Return the page that a query asks for. Raises `RequestError`."""
     order = raw.query_params.get("order", order)
     if order not in ("asc", "desc"):
         raise RequestError(f"order should be asc or desc, got {order!r:.60}.", param="order")
@@ -88,7 +88,7 @@ _BOOLEANS = {
 
 
 def read_boolean(text: str, name: str) -> bool:
-    """A boolean of a query or a form, as HTTP clients write them. Raises `RequestError`."""
+    """Parse a boolean of a query or a form, in the spellings of HTTP clients. Raises `RequestError`."""
     found = _BOOLEANS.get(text.strip().lower())
     if found is None:
         raise RequestError(f"{name} must be true or false, got {text!r:.40}.", param=name)
@@ -96,7 +96,7 @@ def read_boolean(text: str, name: str) -> bool:
 
 
 def read_integer(raw: Request, name: str, default: int, *, least: int, most: int = 2**31) -> int:
-    """A parameter of a query. Raises `RequestError`."""
+    """Return an integer parameter of a query, or `default`. Raises `RequestError`."""
     text = raw.query_params.get(name)
     if text is None:
         return default

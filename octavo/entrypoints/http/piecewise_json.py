@@ -1,7 +1,7 @@
-"""JSON of large answers, such as log-probabilities of a long prompt or many embeddings.
+"""Writes the JSON of large answers, such as log-probabilities of a long prompt or many embeddings.
 
-A serializer holds the interpreter's lock for as long as it is at it. Here it is called for some values at a time, so
-that an event loop goes on while a thread writes the rest.
+A serializer holds the interpreter's lock during a call. Here each call writes a limited number of values, so that the
+event loop runs between calls while a thread writes the answer.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import to_json
 
-MAX_PIECE_VALUES = 1000  # that are written in one call; a text counts for one
+MAX_PIECE_VALUES = 1000  # written in one call; a text counts as one value
 
 
 def is_large(value: object) -> bool:
-    """Whether `value` has more than `MAX_PIECE_VALUES` values."""
+    """Return whether `value` has more than `MAX_PIECE_VALUES` values."""
     return _left_of(value, MAX_PIECE_VALUES) < 0
 
 
 def encode_in_pieces(value: Any) -> bytes:
-    """`value`, made of models, maps, lists and what JSON has, as JSON."""
+    """Return `value` as JSON. It consists of models, mappings, lists and JSON's own types."""
     return b"".join(_pieces(value))
 
 
@@ -57,10 +57,10 @@ def _names(value: BaseModel) -> Iterable[str]:
 
 
 def _left_of(value: object, left: int) -> int:
-    """What is left of a number of values; below zero, it may be any."""
+    """Return `left` minus the number of values in `value`. Counting stops below zero."""
     if isinstance(value, BaseModel):
         if type(value).__pydantic_decorators__.model_serializers:
-            return left - 1  # it is written by itself, whole
+            return left - 1  # a model with its own serializer is written whole
         inner: Iterable[object] = (one for _, one in _fields(value))
     elif isinstance(value, Mapping):
         inner = value.values()

@@ -1,9 +1,9 @@
-"""Every limit of one request, and the errors of what is beyond: how many values a JSON body has and how deep they lie,
-and how much of what costs a processor each field may have. Bytes are limited where bodies are read (`auth_and_limits`),
-lengths of prompts by the engine, media by --limit-mm-per-prompt.
+"""The limits of one request, and the errors of requests beyond them: the number and depth of values in a JSON body, and
+the sizes of fields that cost processor time. `auth_and_limits` limits the bytes of bodies, the engine the lengths of
+prompts, --limit-mm-per-prompt the media.
 
-A limit is a field of `ServerArgs`. `refuse_json` looks at the bytes of a body, before anything is made of them, and
-`refuse_fields` at what they are, before any class reads it: fields are called alike in all APIs.
+Each limit is a field of `ServerArgs`. `refuse_json` checks the bytes of a body before they are parsed. `refuse_fields`
+checks the parsed body before any class validates it; fields have the same names in all APIs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import msgspec
 from octavo.errors import RequestError
 from octavo.flags import flag
 
-CONTAINER_NODES = 8  # values that a list or an object counts for, by what it takes to make and to collect
+CONTAINER_NODES = 8  # values that a list or an object counts for, by the cost to create and to collect it
 _STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))  # everything else
+_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))  # every byte but brackets
 _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 _STOPS = ("stop", "stop_sequences")
@@ -35,7 +35,7 @@ _CONVERSATIONS = ("messages", "input", "system")
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """The limits, as flags of the server."""
+    """The limits of a request, as flags of the server."""
 
     max_json_nodes: int = flag(
         1_000_000, f"Values in a JSON body at most; a list or an object counts for {CONTAINER_NODES}.", positive=True
@@ -57,10 +57,10 @@ class RequestLimits:
     )  # fmt: skip
 
     def refuse_json(self, body: bytes) -> None:
-        """Raise `RequestError` for a body with too many values, or values within too many others."""
+        """Raise `RequestError` for a body with too many values, or with values nested too deeply."""
         num_openers = body.count(b"[") + body.count(b"{")
         if self._most_nodes(body) <= self.max_json_nodes and num_openers <= self.max_json_depth:
-            return  # even if all of it were outside of strings
+            return  # within the limits even if no bracket were in a string
         rest = _STRINGS.sub(b"", body)
         num_nodes = self._most_nodes(rest)
         if num_nodes > self.max_json_nodes:
@@ -79,13 +79,14 @@ class RequestLimits:
 
     @staticmethod
     def _most_nodes(body: bytes) -> int:
-        """The values of a body whose strings are empty; of others it may have less."""
+        """Return the most values that a body can have. Commas and brackets in strings count too, so a body with strings
+        may have fewer."""
         num_openers = body.count(b"[") + body.count(b"{")
         return 1 + body.count(b",") + num_openers * CONTAINER_NODES
 
     def refuse_fields(self, fields: object) -> None:
-        """Raise `RequestError` for the first field that has too much of something. What is of a wrong type is for the
-        class of the body to refuse."""
+        """Raise `RequestError` for the first field beyond its limit. Fields of a wrong type are left for the body's
+        class to refuse."""
         if not isinstance(fields, dict):
             return
         for name in _STOPS:
@@ -105,8 +106,8 @@ class RequestLimits:
                 self._refuse("max_parts", name, len(messages) + num_parts, "messages and parts")
 
     def refuse_entries(self, name: str, num_each: int | None, num_tokens: int) -> None:
-        """Raise `RequestError` for more log-probabilities than an answer may have: `num_each`, beside its own, of each
-        of `num_tokens`."""
+        """Raise `RequestError` if an answer would have too many log-probabilities: for each of `num_tokens` its own and
+        `num_each` others."""
         if num_each is not None:
             self._refuse("max_logprob_entries", name, (1 + num_each) * num_tokens, "log-probabilities in all")
 
@@ -134,5 +135,5 @@ def _length(value: object) -> int:
 def _num_bytes(value: Any) -> int:
     try:
         return len(value.encode()) if isinstance(value, str) else len(msgspec.json.encode(value))
-    except UnicodeEncodeError:  # lone surrogates, which the class of the body refuses
+    except UnicodeEncodeError:  # lone surrogates; the body's class refuses them
         return 0

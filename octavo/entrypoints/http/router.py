@@ -1,7 +1,7 @@
-"""Routes: how a request reaches its handler, and how what the handler returns becomes an answer.
+"""Routes: they call the handler of a request, and turn its result into an answer.
 
-Handlers are declared as for FastAPI, which describes them for /openapi.json (see `openapi`) when that is first
-asked for. It has no part in answering: importing it would be a quarter of the server's start.
+Handlers are declared as for FastAPI, which describes them with the first request for /openapi.json (see `openapi`).
+FastAPI takes no part in answering: importing it would take a quarter of the server's start.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from octavo.entrypoints.http.json_worker import is_large, parse_json
 from octavo.errors import EngineDeadError, RequestError
 
 UnknownFields = Literal["error", "warn", "ignore"]
-_MAX_ROUNDS = 8  # of taking unknown fields out
+_MAX_ROUNDS = 8  # rounds of removing unknown fields
 _MAX_NAMED = 8  # fields in one warning
-MAX_INLINE_BYTES = 8192  # of a body that is read in the event loop: about a millisecond at worst, a list of messages
+MAX_INLINE_BYTES = 8192  # largest body for the event loop: about a millisecond at worst, for a list of messages
 
 logger = logging.getLogger("octavo.server")
 
@@ -39,15 +39,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RouteSpec:
-    """A handler takes the request, and by name the parameters of the path and the body as an object of its class."""
+    """A declared route. Its handler takes the request, the parameters of the path by name, and the body as an object of
+    its class."""
 
     method: str
     path: str
     handler: Handler
-    description: dict[str, Any]  # more that FastAPI's `add_api_route` is told
+    description: dict[str, Any]  # further arguments of FastAPI's `add_api_route`
 
     def endpoint(self) -> Endpoint:
-        """What answers a request."""
+        """Return the function that answers a request."""
         hints = get_type_hints(self.handler)
         hints.pop("return")
         of_request = [name for name, kind in hints.items() if kind is Request]
@@ -67,7 +68,7 @@ class RouteSpec:
 
 @dataclass(slots=True)
 class LazyRoute:
-    """A route of a module that is imported when the first request for it comes, or the first for the description."""
+    """A route of a module that is imported with the first request for the route, or for the description."""
 
     module: str  # has a `router`
     method: str
@@ -75,12 +76,12 @@ class LazyRoute:
     _endpoint: Endpoint | None = field(default=None, init=False)
 
     def load(self) -> RouteSpec:
-        """The route itself."""
+        """Import the module and return the route."""
         router: Router = importlib.import_module(self.module).router
         return next(one for one in router.specs if (one.method, one.path) == (self.method, self.path))
 
     def endpoint(self) -> Endpoint:
-        """What answers a request."""
+        """Return the function that answers a request."""
 
         async def endpoint(request: Request) -> Response:
             if self._endpoint is None:
@@ -91,7 +92,7 @@ class LazyRoute:
 
 
 def make_routes(specs: Sequence[RouteSpec | LazyRoute]) -> list[Route]:
-    """The routes that answer, one a path."""
+    """Return Starlette's routes, one for each path."""
     by_path: dict[str, dict[str, Endpoint]] = {}
     for one in specs:
         by_path.setdefault(one.path, {})[one.method] = one.endpoint()
@@ -104,14 +105,14 @@ def _route(path: str, endpoints: Mapping[str, Endpoint]) -> Route:
             return await endpoints["GET" if request.method == "HEAD" else request.method](request)
         except (RequestError, EngineDeadError, HTTPException, ClientDisconnect):
             raise
-        except Exception as error:  # here, where CORS headers are still put to the answer
+        except Exception as error:  # answered here, so that CORS headers are still added
             return error_response(**error_fields(error))
 
     return Route(path, endpoint, methods=list(endpoints))
 
 
 def methods_of(path: str, routes: Sequence[Route]) -> set[str] | None:
-    """The methods that a path has; None if there is no such path."""
+    """Return the methods that a path has; None if there is no such path."""
     scope = {"type": "http", "method": "", "path": path}
     for route in routes:
         if route.matches(scope)[0] is not Match.NONE:
@@ -147,19 +148,20 @@ class Router:
 
 
 async def whole_body(request: Request) -> bytes:
-    """What was sent, once: a request that is read by `request.body()` keeps a copy for as long as it is answered."""
+    """Return the body of a request, which can be read only once. `request.body()` would keep a copy until the answer is
+    complete."""
     return b"".join([part async for part in request.stream() if part])
 
 
 async def _read_body(request: Request, kind: type[BaseModel]) -> BaseModel:
-    """Raises `RequestError`."""
+    """Return the body of a request as an object of `kind`. Raises `RequestError`."""
     unknown: UnknownFields = request.app.state.octavo.args.unknown_fields
     return await read_json(request, await whole_body(request), lambda parsed: validate_body(parsed, kind, unknown))
 
 
 async def read_json(request: Request, body: bytes, use: Callable[[Any], T]) -> T:
-    """What `use` makes of a body. A long one is parsed and used in a thread, a large one parsed in another process.
-    Raises `RequestError`, for what is beyond the server's limits too."""
+    """Parse a body and return the result of `use`. A long body is parsed and used in a thread, a large one is parsed in
+    another process. Raises `RequestError`, also for a body beyond the server's limits."""
     state = request.app.state.octavo
     if not body:
         raise RequestError("The request has no body; send a JSON object.")
@@ -176,7 +178,7 @@ async def read_json(request: Request, body: bytes, use: Callable[[Any], T]) -> T
 
 
 def validate_body(parsed: Any, kind: type[BaseModel], unknown: UnknownFields) -> BaseModel:
-    """A body of its class. Raises `RequestError`."""
+    """Return a parsed body as an object of `kind`. Raises `RequestError`."""
     for _ in range(_MAX_ROUNDS):
         try:
             return kind.model_validate(parsed)
@@ -194,7 +196,8 @@ def validate_body(parsed: Any, kind: type[BaseModel], unknown: UnknownFields) ->
 
 
 def _remove_field(body: Any, location: Sequence[int | str]) -> None:
-    """Remove what pydantic found at `location`, which also holds names of classes where a field may be one of some."""
+    """Remove the field that pydantic found at `location`. A location also contains class names for fields with several
+    classes."""
     *way, last = location
     for part in way:
         if isinstance(part, int):

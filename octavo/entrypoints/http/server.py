@@ -1,9 +1,9 @@
 """The server process: binds the port, starts the engine, serves, and stops on a signal.
 
-The order is what makes the start fast. The port is bound first, so that a taken one costs no model load; then the
+The order makes the start fast. The port is bound first, so that a taken port costs no loading of a model; then the
 engine core's process is started, which imports its modules while this process finds the model, and loads the model
-while this process reads the tokenizer and imports the web framework; then the server answers, with 503 until the
-core is ready.
+while this process reads the tokenizer and imports the web framework; then the server answers, with 503 until the core
+is ready.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LOGGERS = ("octavo", "uvicorn", "asyncio", "opentelemetry")
 
 
 class _Started(NamedTuple):
-    """What there is before the event loop runs."""
+    """The parts of a server that exist before the event loop runs."""
 
     engine: EngineClient
     metrics: EngineMetrics
@@ -53,7 +53,7 @@ class _Started(NamedTuple):
 
 
 def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
-    """Serve until SIGINT or SIGTERM. Raises `OctavoError` when the server cannot start."""
+    """Serve until SIGINT or SIGTERM. Raises `OctavoError` if the server cannot start."""
     if _is_headless(engine_args, args):
         run_headless(engine_args, args)
         return
@@ -66,8 +66,8 @@ def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
 
 
 async def serve(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
-    """The same in an event loop that runs already, of the main thread; a task that is cancelled stops serving too. What
-    the loop does beside it stands still while the model is found and the tokenizer read."""
+    """Do the same as `run_server` in a running event loop of the main thread. Cancelling the task stops serving too.
+    The loop's other tasks stand still while the model is found and the tokenizer read."""
     if _is_headless(engine_args, args):
         run_headless(engine_args, args)
         return
@@ -78,9 +78,9 @@ async def serve(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
     finally:
         for number, handler in handlers.items():
             asyncio.get_running_loop().remove_signal_handler(number)
-            if handler is not None:  # None is one that was not Python's, which it cannot set again
+            if handler is not None:  # None: the handler was not Python's, and Python cannot restore it
                 signal.signal(number, handler)
-        gc.enable()  # where the start has failed
+        gc.enable()  # if the start has failed
         gc.unfreeze()
 
 
@@ -91,18 +91,19 @@ def _is_headless(engine_args: AsyncEngineArgs, args: ServerArgs) -> bool:
 
 @contextlib.contextmanager
 def _start(engine_args: AsyncEngineArgs, args: ServerArgs) -> Iterator[_Started]:
-    """Raises `OctavoError`, and `KeyboardInterrupt` for a signal before the event loop takes signals over."""
+    """Start everything up to the event loop. Raises `OctavoError`, and `KeyboardInterrupt` for a signal before the
+    event loop handles signals."""
     phases = Phases()
     args.check()
     configure_logging("server", names=LOGGERS, log_format=args.log_format)
     _warn_of_vllm_variables()
-    allow_files(args.max_connections + 256)  # so that it does not end connections before their own limit does
+    allow_files(args.max_connections + 256)  # the limit of files must not end connections before --max-connections does
     for number in _SIGNALS:  # SIGINT too: a parent may have had it ignored
         signal.signal(number, signal.default_int_handler)
     with _bind(args) as sock:
         registry = _start_prometheus(args)
         core = CoreProcess()
-        gc.disable()  # until all is imported: collections would find nothing
+        gc.disable()  # until all modules are imported: collections would find nothing
         phases.end("core process")
         try:
             config = engine_args.create_engine_config()
@@ -134,7 +135,8 @@ def _start(engine_args: AsyncEngineArgs, args: ServerArgs) -> Iterator[_Started]
 
 
 def run_headless(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
-    """Be a node beside node 0 until that ends, or SIGINT or SIGTERM. Raises `OctavoError` when it cannot join."""
+    """Run as a node beside node 0, until node 0 ends or SIGINT or SIGTERM. Raises `OctavoError` if the node cannot
+    join."""
     args.check()
     first, rank = engine_args.data_parallel_start_rank, engine_args.node_rank
     if not args.headless:
@@ -180,8 +182,8 @@ async def _serve(started: _Started) -> None:
     phases.end("HTTP server")
 
     async def watch() -> None:
-        """Raise what keeps the engine from starting, and later what ends it for good."""
-        # What was imported stays: collections need not look at it again, which would take 100 ms each time.
+        """Raise the error that keeps the engine from starting, and later the error that ends it for good."""
+        # Freeze imported objects: collections would scan them for 100 ms each time.
         gc.collect()
         gc.freeze()
         gc.enable()
@@ -224,12 +226,13 @@ async def _serve(started: _Started) -> None:
 
 @contextlib.contextmanager
 def _bind(args: ServerArgs) -> Iterator[socket.socket]:
-    """The listening socket. It listens at once, because a port that is only bound can be bound a second time."""
+    """Yield the listening socket. It listens immediately, because a port that is only bound could be bound a second
+    time."""
     if args.uds is not None:
         yield from _bind_path(args.uds)
         return
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-    # By its name asyncio knows that it is TCP, and sends small packets at once.
+    # With IPPROTO_TCP asyncio recognises TCP and sends small packets without delay.
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -243,7 +246,8 @@ def _bind(args: ServerArgs) -> Iterator[socket.socket]:
 
 
 def _bind_path(path: str) -> Iterator[socket.socket]:
-    """A listening socket in a folder, which goes when the server ends. One that nobody listens at is replaced."""
+    """Yield a socket that listens at a path. The path is removed when the server ends. An existing socket without a
+    listener is replaced."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             if Path(path).is_socket():
@@ -264,7 +268,7 @@ def _bind_path(path: str) -> Iterator[socket.socket]:
 
 
 def _warn_of_vllm_variables() -> None:
-    """Say of each variable of vLLM's that is set what it does here: nothing."""
+    """Warn of each of vLLM's variables that is set and has no effect here."""
     for name in sorted(os.environ):
         if name.startswith("VLLM_") and name not in HARMLESS:
             counterpart = COUNTERPARTS.get(name)
@@ -273,7 +277,7 @@ def _warn_of_vllm_variables() -> None:
 
 
 def _start_prometheus(args: ServerArgs) -> Any:
-    """The registry of the extra metrics port, or None."""
+    """Return the registry of the extra metrics port, or None without one."""
     if args.prometheus_port is None:
         return None
     import prometheus_client
@@ -287,7 +291,7 @@ def _start_prometheus(args: ServerArgs) -> Any:
 
 
 def _show_banner(config: EngineConfig, ready: Ready, args: ServerArgs, sock: socket.socket, seconds: float) -> None:
-    """What is served, what it may hold, and where."""
+    """Show what is served, how much it can hold, and its address."""
     model = config.model
     num_slots = ready.num_blocks * ready.block_size
     host, port = ("", 0) if args.uds is not None else sock.getsockname()[:2]

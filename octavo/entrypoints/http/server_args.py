@@ -1,7 +1,7 @@
-"""Every flag of the HTTP server once (`ServerArgs`), as `octavo.config.EngineArgs` does for the engine.
+"""Every flag of the HTTP server (`ServerArgs`); `octavo.config.EngineArgs` has those of the engine.
 
-`octavo serve` and `python -m octavo.entrypoints.openai.api_server` both fill it; `check` refuses what cannot be
-honoured before anything is started. No web framework is imported here.
+`octavo serve` and `python -m octavo.entrypoints.openai.api_server` both fill it. `check` refuses flags that cannot be
+honoured before anything starts. No web framework is imported here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
 @dataclass(frozen=True, kw_only=True)
 class ServerArgs(RequestLimits, Flags):
-    """What a user can set about the server. Field `api_key` is flag `--api-key`."""
+    """The flags of the server. Field `api_key` is flag `--api-key`."""
 
     host: str = flag("0.0.0.0", "Address to listen at.")
     port: int = flag(8000, "Port to listen at; 0 is any free one.")
@@ -155,12 +155,12 @@ class ServerArgs(RequestLimits, Flags):
 
     @property
     def is_dev_mode(self) -> bool:
-        """By the flag or the environment."""
+        """Return whether the flag or the environment enables dev mode."""
         return self.enable_server_dev_mode or os.environ.get("OCTAVO_SERVER_DEV_MODE") == "1"
 
     @property
     def api_keys(self) -> list[str]:
-        """The keys of the flag and of the environment."""
+        """Return the keys of the flag and of the environment."""
         return with_environment(self.api_key)
 
     @property
@@ -169,18 +169,18 @@ class ServerArgs(RequestLimits, Flags):
 
     @property
     def cors(self) -> dict[str, Any]:
-        """What starlette's CORSMiddleware is told. vLLM's form of a list, one text of JSON, is read too."""
+        """Return the arguments of Starlette's CORSMiddleware. Lists may also be in vLLM's form, one text of JSON."""
         lists = ("allowed_origins", "allowed_methods", "allowed_headers")
         found = {name.replace("allowed", "allow"): _words(name, getattr(self, name)) or ["*"] for name in lists}
         return {**found, "allow_credentials": self.allow_credentials}
 
     @property
     def access_log(self) -> bool:
-        """Whether every HTTP request is logged."""
+        """Return whether every HTTP request is logged."""
         return self.uvicorn_log_level in ("info", "debug", "trace") and not self.disable_uvicorn_access_log
 
     def check(self) -> None:
-        """Raise `ConfigError` for whatever cannot be honoured."""
+        """Raise `ConfigError` for flags that cannot be honoured."""
         self.check_flags()
         for name in ("port", "prometheus_port"):
             port = getattr(self, name)
@@ -226,7 +226,7 @@ class ServerArgs(RequestLimits, Flags):
 
     @property
     def middlewares(self) -> list[Any]:
-        """The classes and functions of --middleware. Raises `ConfigError`."""
+        """Return the classes and functions of --middleware. Raises `ConfigError`."""
         found = []
         for path in self.middleware:
             module, _, name = path.rpartition(".")
@@ -251,7 +251,7 @@ class ServerArgs(RequestLimits, Flags):
 
 
 def _words(name: str, given: list[str]) -> list[str]:
-    """The items of a list that may be written as one text of JSON. Raises `ConfigError`."""
+    """Return the items of a list that may be given as one text of JSON. Raises `ConfigError`."""
     if len(given) != 1 or not given[0].startswith("["):
         return given
     try:
@@ -264,7 +264,7 @@ def _words(name: str, given: list[str]) -> list[str]:
 
 
 def _run_plugin(path: str) -> None:
-    """Raises `ConfigError` for a file that does not run, or that is written against vLLM's classes."""
+    """Run the file of --tool-parser-plugin. Raises `ConfigError` if it fails, as files for vLLM's classes do."""
     try:
         runpy.run_path(path)
     except Exception as error:

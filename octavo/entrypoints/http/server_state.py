@@ -1,4 +1,4 @@
-"""What the routes share: the engine, the names it is served under, and how a request is admitted to it."""
+"""The state that routes share: the engine, its served names, and the admission of requests."""
 
 from __future__ import annotations
 
@@ -48,30 +48,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger("octavo.server")
 
 MAX_RETRY_AFTER_S = 120
-MAX_SOUNDS_HELD = 16  # that are being heard at once; others wait as files
-MAX_FETCHED_HELD = 32  # requests whose media are being fetched, or wait to be decoded; others wait as addresses
+MAX_SOUNDS_HELD = 16  # transcribed at once; other sounds wait as files
+MAX_FETCHED_HELD = 32  # requests whose media are fetched or wait to be decoded; other requests wait with addresses only
 ID_HEADER = "X-Request-Id"
 RANK_HEADER = "X-data-parallel-rank"
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """When a request was whole (`time.monotonic`), its headers, and the size of its body."""
+    """The time at which a request was complete (`time.monotonic`), its headers, and the size of its body."""
 
     at: float
     headers: Headers
-    num_bytes: int  # of the body
+    num_bytes: int  # size of the body
 
 
 class HasRequestId(Protocol):
-    """A body that may bring an id."""
+    """A request body that may have an id."""
 
     request_id: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """One prompt of a request, and what its answer must be where `SamplingParams` do not say it."""
+    """One prompt of a request, with settings of its answer that are not in `SamplingParams`."""
 
     prompt: str | list[int] | dict[str, Any]  # text, token ids, or an object with `prompt_embeds`
     add_special_tokens: bool
@@ -79,11 +79,11 @@ class PreparedPrompt:
     media: dict[str, list[Image]] | None = None  # `multi_modal_data`
 
 
-ARRIVAL: ContextVar[Arrival | None] = ContextVar("arrival", default=None)  # of the request that a task answers
+ARRIVAL: ContextVar[Arrival | None] = ContextVar("arrival", default=None)  # of the current task's request
 
 
 def requested_rank() -> int | None:
-    """The engine that the request at hand names by its header. Raises `RequestError` for what is no number."""
+    """Return the engine that the current request's header names, or None. Raises `RequestError` if it is no number."""
     arrival = ARRIVAL.get()
     given = None if arrival is None else arrival.headers.get(RANK_HEADER)
     if given is None:
@@ -123,34 +123,34 @@ class ServerState:
         self.fetched_held = asyncio.Semaphore(MAX_FETCHED_HELD)
         self.is_stopping = False
         self.num_in_flight = 0  # requests whose answers are not complete
-        self.num_engine_requests = 0  # those of them that are whole, and that the engine answers
+        self.num_engine_requests = 0  # complete requests that the engine answers
 
     @cached_property
     def store(self) -> Store:
-        """What is kept between requests; opened when something is first kept or looked for."""
+        """Return the store of objects kept between requests. It is opened with the first use."""
         from octavo.entrypoints.http.store import Store
 
         return Store(self.args.response_store, self.args.response_store_bytes)
 
     @cached_property
     def background(self) -> BackgroundJobs:
-        """Work that outlives its requests."""
+        """Return the jobs that outlive their requests."""
         from octavo.entrypoints.http.background_jobs import BackgroundJobs
 
         return BackgroundJobs(self)
 
     @cached_property
     def json_worker(self) -> JsonWorker:
-        """The process for large bodies."""
+        """Return the process that parses large bodies."""
         return JsonWorker(self.args)
 
     async def background_ended(self) -> None:
-        """Return when what works in the background has noted how far it is."""
+        """Wait until background jobs have stored their progress."""
         if "background" in self.__dict__:
             await self.background.ended()
 
     def close(self) -> None:
-        """Give back what was opened."""
+        """Close the store and the process, if they were opened."""
         if "store" in self.__dict__:
             self.store.close()
         if "json_worker" in self.__dict__:
@@ -158,7 +158,7 @@ class ServerState:
 
     @cached_property
     def formats(self) -> ModelFormats:
-        """How the model calls tools and reasons: what the flags name, else what is recognised."""
+        """Return the formats of the model's tool calls and reasoning: those that flags name, or recognised ones."""
         args, checkpoint, tokenizer = self.args, self.engine.config.model.checkpoint, self.engine.tokenizer
         found = model_formats(
             tokenizer,
@@ -173,7 +173,7 @@ class ServerState:
 
     @cached_property
     def thinking_tokens(self) -> tuple[int, int] | None:
-        """The tokens that begin and end the model's reasoning, where each is one."""
+        """Return the tokens that begin and end the model's reasoning; None unless each mark is one token."""
         style, tokenizer = self.formats.reasoning, self.engine.tokenizer.backend_tokenizer
         if style is None or style.has_channels:
             return None
@@ -181,7 +181,8 @@ class ServerState:
         return None if start is None or end is None else (start, end)
 
     def thinking_budget(self, num_tokens: int | None, reasoning: Reasoning | None) -> ThinkingBudget | None:
-        """What bounds the `reasoning` of an answer. Raises `RequestError` where it cannot be ended by one token."""
+        """Return the budget that bounds the `reasoning` of an answer, or None. Raises `RequestError` if one token
+        cannot end the reasoning."""
         if num_tokens is None or reasoning is None or num_tokens >= self.engine.config.model.max_model_len:
             return None
         if self.thinking_tokens is None:
@@ -195,7 +196,8 @@ class ServerState:
         return ThinkingBudget(num_tokens, None if reasoning.is_open else start, end, tuple(inputs.eos_token_ids), size)
 
     async def unavailable(self) -> tuple[str, str] | None:
-        """(status, reason) while no request can be taken: loading, restarting, dead or stopping."""
+        """Return (status, reason) while no request can be taken (loading, restarting, dead or stopping); otherwise
+        None."""
         if self.is_stopping:
             return "stopping", "The server is stopping."
         try:
@@ -207,15 +209,15 @@ class ServerState:
         return None if self.engine.is_ready else ("loading", "The model is still being loaded; try again in a moment.")
 
     def queue_retry_after_s(self) -> int | None:
-        """Seconds after which a client should come back while as many requests wait as may, or None.
+        """Return the seconds after which a client should come back if the queue is full, otherwise None.
 
-        That is the number of waiting requests divided by the rate at which requests have ended lately.
+        The time is the number of waiting requests divided by the recent rate of finished requests.
         """
         limit = self.args.max_queue_len
         if limit is None:
             return None
         stats = self.engine.stats
-        # The core's count is a step old; what has come since then is bounded by the slots.
+        # The core's count is a step old. Requests beyond the slots must wait, whatever the count says.
         num_beyond_slots = self.num_engine_requests - self.engine.config.num_slots
         num_waiting = max(stats.num_waiting + stats.num_swapped, num_beyond_slots)
         if num_waiting < max(limit, 1) and num_beyond_slots < limit:
@@ -224,15 +226,15 @@ class ServerState:
         return min(max(math.ceil(num_waiting / rate), 1), MAX_RETRY_AFTER_S) if rate > 0 else RETRY_AFTER_S
 
     def check_ttft(self, num_tokens: int, wanted_s: float | None = None) -> None:
-        """Raise `RequestError` (429) if a prompt would have its first token later than `wanted_s` and --max-ttft allow,
-        because of those that are before it. What it says of the time to come back holds if no others come."""
+        """Raise `RequestError` (429) if earlier requests would delay a prompt's first token beyond `wanted_s` or
+        --max-ttft. The time to come back in the error assumes that no other requests arrive."""
         limits_s = [limit for limit in (wanted_s, self.args.max_ttft) if limit is not None]
         if not limits_s:
             return
         limit_s, forecast, stats = min(limits_s), self.engine.forecast, self.engine.stats
         predicted_s = forecast.seconds(num_tokens)
         rate = 0.0 if self.engine.metrics is None else self.engine.metrics.all_requests_per_s
-        if stats.num_running >= self.engine.config.num_slots and rate > 0:  # others must end before it
+        if stats.num_running >= self.engine.config.num_slots and rate > 0:  # another must end first
             predicted_s = max(predicted_s, (stats.num_waiting + stats.num_swapped + 1) / rate)
         if predicted_s <= limit_s:
             return
@@ -252,8 +254,8 @@ class ServerState:
         )
 
     def resolve_model(self, name: str | None) -> str:
-        """The name to answer under. Raises `RequestError` (404) for a model that is not served here."""
-        if not name:  # clients that have no use for it send ""
+        """Return the model name for the answer. Raises `RequestError` (404) for a model that is not served here."""
+        if not name:  # some clients send "" for any model
             return self.model_names[0]
         if name in self.model_names:
             return name
@@ -268,16 +270,16 @@ class ServerState:
         )
 
     async def _adapter_of(self, name: str | None) -> AdapterSource | None:
-        """The adapter that a request names as its model."""
+        """Return the adapter that a request names as its model, or None."""
         names = self.adapters
         if not name or names is None or name in self.model_names:
             return None
         if name in names.named:
             return names.named[name].source
-        return await run_off_loop(lambda: names.find(name), length=MAX_INLINE_LENGTH + 1)  # it may be a large file
+        return await run_off_loop(lambda: names.find(name), length=MAX_INLINE_LENGTH + 1)  # its file may be large
 
     def log_pooling(self, name: str, requests: Sequence[EngineRequest]) -> None:
-        """One line for the texts of a request to a model that pools."""
+        """Log one line about the texts of a request to a model that pools."""
         if not self.args.logs_requests:
             return
         num_tokens = sum(len(request.prompt.token_ids) for request in requests)
@@ -286,7 +288,8 @@ class ServerState:
         logger.info("%s: %d texts of %d tokens %s", name, len(requests), num_tokens, options, extra=fields)
 
     def response_id(self, prefix: str, body: HasRequestId, raw: Request) -> tuple[str, dict[str, str]]:
-        """The response's id and headers: from the body's `request_id` or the header X-Request-Id, or a new one."""
+        """Return the response's id and headers. The id comes from the body's `request_id` or the header X-Request-Id,
+        or is new."""
         given = body.request_id or raw.headers.get(ID_HEADER)
         if given is None:
             request_id = uuid.uuid4().hex
@@ -297,8 +300,9 @@ class ServerState:
         return f"{prefix}-{request_id}", {ID_HEADER: request_id} if self.args.enable_request_id_headers else {}
 
     def _with_few_logprobs(self, request: EngineRequest) -> EngineRequest:
-        """A request whose answer has no more log-probabilities than it may: one that says how many tokens it wants is
-        refused if these have more, with `RequestError`, and one that does not say ends where they would."""
+        """Return the request, limited so that its answer has no more log-probabilities than --max-logprob-entries. A
+        request with `max_tokens` raises `RequestError` if its tokens would have too many; another request gets a
+        smaller `max_tokens`."""
         params, num_prompt = request.params, len(request.prompt.token_ids)
         self.args.refuse_entries("prompt_logprobs", params.prompt_logprobs, num_prompt)
         if params.logprobs is None:
@@ -322,11 +326,12 @@ class ServerState:
         clamps_max_tokens: bool = False,
         scores_prompt: bool = False,
     ) -> tuple[Prompt, AsyncGenerator[RequestOutput, None]]:
-        """Check one prompt of a request, and make its generator, which starts it when it is first asked for an output.
+        """Check one prompt of a request, and return its generator. The generator submits the request when it is asked
+        for its first output.
 
-        `prepare` says what is asked; for long bodies, and where there is a grammar, it runs in a thread. A body of
-        several prompts brings a `length` for each. Returns the prompt too. Raises `RequestError` here, before any
-        response has been started.
+        `prepare` makes the prompt. For long bodies, and with a grammar, it runs in a thread. A body of several prompts
+        gives the `length` of each. Returns the prompt too. Raises `RequestError` here, before any response has been
+        started.
         """
         self.engine.inputs.refuse_if_it_pools()
         arrival = ARRIVAL.get()
@@ -362,7 +367,7 @@ class ServerState:
             process, length=length, has_grammar=has_grammar or structure is not None, media=media
         )
         request = self._with_few_logprobs(request)
-        name = f"{response_id}-{request.request_id}"  # clients choose response ids and may repeat them
+        name = f"{response_id}-{request.request_id}"  # response ids come from clients and may repeat
         if self.args.logs_requests:
             log_request(logger, name, request.prompt, params, self.args.max_log_len)
         limits_s = [limit for limit in (body.timeout, self.args.max_request_time) if limit is not None]
@@ -377,6 +382,6 @@ class ServerState:
 
 
 def state_of(request: Request) -> ServerState:
-    """The state of the server that `request` came to."""
+    """Return the state of the server that received `request`."""
     state: ServerState = request.app.state.octavo
     return state

@@ -1,9 +1,9 @@
-"""What the server keeps between requests: responses, stored chats, files, batches. One SQLite database, in memory or
-in a file that several servers may share.
+"""Objects that the server keeps between requests: responses, stored chats, files, batches. They are in one SQLite
+database, in memory or in a file that several servers may share.
 
-An object has a kind, an id, a JSON body, and an `extra` that is only read with it. Long contents are chunks beside it.
-Work that is under way has an owner, a server that says every few seconds that it still lives; what a dead one has left
-behind is known by its silence. All access is in one thread of its own, an operation a transaction.
+An object has a kind, an id, a JSON body, and an optional `extra`. Long contents are separate chunks. Unfinished work
+has an owner, a server that reports every few seconds that it is alive; work of a silent server is abandoned. All access
+is in one separate thread; each operation is a transaction.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from octavo.errors import ConfigError, RequestError
 T = TypeVar("T")
 
 BEAT_S = 2.0
-DEAD_AFTER_S = 30.0  # without a beat
-_BUSY_S = 10.0  # that an operation waits for another server's
-_VERSION = 1  # of the tables
+DEAD_AFTER_S = 30.0  # seconds without a beat
+_BUSY_S = 10.0  # time that an operation waits for another server's operation
+_VERSION = 1  # version of the tables
 _PAGE_BYTES = 4096
-_EVICTED = ("response", "chat")  # kinds of which the oldest make room
+_EVICTED = ("response", "chat")  # kinds whose oldest objects are deleted to make room
 _EVICTED_AT_ONCE = 16
 _TABLES = """
 CREATE TABLE objects (
@@ -44,7 +44,7 @@ CREATE TABLE owners (owner TEXT PRIMARY KEY, beat REAL NOT NULL) WITHOUT ROWID;
 
 
 class StoreError(RequestError):
-    """The store has no room, or its disk has none, or it cannot be read. Nothing of the operation was kept."""
+    """The store or its disk is full, or the store cannot be read. The operation had no effect."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, status=503, code="store_failed")
@@ -52,27 +52,27 @@ class StoreError(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An object as it was read."""
+    """An object read from the store."""
 
     id: str
     body: bytes
     extra: bytes | None
-    is_abandoned: bool  # it was under way, and its server is gone
+    is_abandoned: bool  # unfinished, and its server is dead
 
 
 class Database:
-    """The objects. Of one thread; `Store` is for the event loop. `max_bytes` bounds what it holds."""
+    """The database of objects, of up to `max_bytes`. Only one thread may use it; `Store` is for the event loop."""
 
     def __init__(self, path: str | None, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self.owner = uuid.uuid4().hex
         try:
-            if path is not None:  # SQLite's own would be readable to all; its side files have the mode of this one
+            if path is not None:  # SQLite would create it readable for all; its side files get the mode of this file
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
             self._db = sqlite3.connect(
                 path or ":memory:", timeout=_BUSY_S, isolation_level=None, check_same_thread=False
             )
-            self._db.execute("PRAGMA journal_mode = WAL")  # readers and a writer at once; a kill loses nothing written
+            self._db.execute("PRAGMA journal_mode = WAL")  # readers and a writer at once; a kill loses no written data
             self._db.execute("PRAGMA synchronous = NORMAL")
             with self.transaction():
                 (version,) = self._db.execute("PRAGMA user_version").fetchone()
@@ -87,26 +87,26 @@ class Database:
             raise ConfigError(f"--response-store {path} cannot be used: {why}.") from None
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the database."""
         self._db.close()
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """All of it or nothing. Raises `StoreError`."""
+        """Run the block as one transaction: all of its changes or none. Raises `StoreError`."""
         try:
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
                 self._db.execute("COMMIT")
             except BaseException:
-                if self._db.in_transaction:  # SQLite itself may have rolled it back
+                if self._db.in_transaction:  # SQLite itself may have rolled back already
                     self._db.execute("ROLLBACK")
                 raise
         except sqlite3.Error as error:
             raise StoreError(f"The server's store of responses failed: {error}.") from None
 
     def put(self, kind: str, id: str, body: bytes, extra: bytes | None = None, *, is_owned: bool = False) -> None:
-        """A new object, or another body for one that is there; `extra` stays if none is given."""
+        """Store a new object, or replace the body of an existing one. Without `extra` an existing one stays."""
         self._make_room(len(body) + len(extra or b""))
         self._db.execute(
             "INSERT INTO objects (kind, id, created, body, extra, owner) VALUES (?, ?, ?, ?, ?, ?) "
@@ -118,12 +118,12 @@ class Database:
             self.beat()
 
     def get(self, kind: str, id: str) -> Stored | None:
-        """The object, if it is there."""
+        """Return the object, or None."""
         found = self._db.execute(f"{_SELECT} WHERE kind = ? AND id = ?", (time.time(), kind, id)).fetchone()
         return None if found is None else _stored(found)
 
     def page(self, kind: str, *, after: str | None, limit: int, is_ascending: bool) -> list[Stored]:
-        """Up to `limit` objects in the order of their making, those after the one with the id `after`."""
+        """Return up to `limit` objects in the order of creation, beginning after the object with the id `after`."""
         sign, order = (">", "ASC") if is_ascending else ("<", "DESC")
         where, values = "kind = ?", [kind]
         if after is not None:
@@ -135,16 +135,16 @@ class Database:
         return [_stored(row) for row in rows]
 
     def delete(self, kind: str, id: str) -> bool:
-        """Whether there was one."""
+        """Delete an object and its content. Return whether it existed."""
         self._db.execute("DELETE FROM chunks WHERE id = ?", (id,))
         return self.forget(kind, id)
 
     def forget(self, kind: str, id: str) -> bool:
-        """Delete an object and leave its content, which another one has. Whether there was one."""
+        """Delete an object but not its content, which another object has too. Return whether it existed."""
         return self._db.execute("DELETE FROM objects WHERE kind = ? AND id = ?", (kind, id)).rowcount > 0
 
     def take(self, kind: str, id: str) -> bool:
-        """Make this server the owner of work that a dead one has left behind; False if another has been quicker."""
+        """Make this server the owner of a dead server's work. Return False if another server was quicker."""
         changed = self._db.execute(
             "UPDATE objects SET owner = ? WHERE kind = ? AND id = ? AND owner IS NOT NULL AND owner NOT IN "
             "(SELECT owner FROM owners WHERE beat > ?)",
@@ -154,11 +154,11 @@ class Database:
         return changed > 0
 
     def ask_to_cancel(self, kind: str, id: str) -> None:
-        """Let the owner know, with its next beat."""
+        """Ask the owner to cancel its work; the owner sees it with its next beat."""
         self._db.execute("UPDATE objects SET wants_cancel = 1 WHERE kind = ? AND id = ?", (kind, id))
 
     def beat(self) -> list[str]:
-        """This server lives. Returns the ids of its work that somebody wants to be cancelled."""
+        """Record that this server is alive. Return the ids of its work that should be cancelled."""
         now = time.time()
         self._db.execute("INSERT OR REPLACE INTO owners VALUES (?, ?)", (self.owner, now))
         self._db.execute("DELETE FROM owners WHERE beat < ?", (now - 100 * DEAD_AFTER_S,))
@@ -166,28 +166,28 @@ class Database:
         return [row[0] for row in rows]
 
     def add_chunks(self, id: str, chunks: Iterable[tuple[int, bytes]]) -> None:
-        """Numbered parts of an object's content; one that is there stays."""
+        """Add numbered chunks to an object's content. Existing chunks stay as they are."""
         for number, data in chunks:
             self._make_room(len(data))
             self._db.execute("INSERT OR IGNORE INTO chunks VALUES (?, ?, ?)", (id, number, data))
 
     def chunks(self, id: str, after: int, limit: int) -> list[tuple[int, bytes]]:
-        """Up to `limit` of the chunks whose numbers are greater than `after`, in their order."""
+        """Return up to `limit` chunks with numbers above `after`, in order."""
         return self._db.execute(
             "SELECT number, data FROM chunks WHERE id = ? AND number > ? ORDER BY number LIMIT ?", (id, after, limit)
         ).fetchall()
 
     def chunk_numbers(self, id: str) -> list[int]:
-        """Of the chunks that are there."""
+        """Return the numbers of an object's chunks."""
         return [row[0] for row in self._db.execute("SELECT number FROM chunks WHERE id = ?", (id,))]
 
     def num_chunk_bytes(self, id: str) -> int:
-        """Of all chunks together."""
+        """Return the bytes of an object's chunks together."""
         (found,) = self._db.execute("SELECT coalesce(sum(length(data)), 0) FROM chunks WHERE id = ?", (id,)).fetchone()
         return int(found)
 
     def abandoned(self, kind: str) -> list[Stored]:
-        """Work of servers that have ended."""
+        """Return the unfinished work of dead servers."""
         since = time.time() - DEAD_AFTER_S
         rows = self._db.execute(
             f"{_SELECT} WHERE kind = ? AND owner IS NOT NULL AND owner NOT IN "
@@ -197,16 +197,16 @@ class Database:
         return [_stored(row) for row in rows]
 
     def under_way(self, kind: str) -> list[Stored]:
-        """Work that has an owner, dead or alive."""
+        """Return the unfinished work of all servers, dead or alive."""
         rows = self._db.execute(f"{_SELECT} WHERE kind = ? AND owner IS NOT NULL", (time.time(), kind)).fetchall()
         return [_stored(row) for row in rows]
 
     def leave(self) -> None:
-        """This server ends: others may take over what it was at."""
+        """Record that this server ends, so that others may take over its work."""
         self._db.execute("DELETE FROM owners WHERE owner = ?", (self.owner,))
 
     def _make_room(self, num_bytes: int) -> None:
-        """Raises `StoreError` if the oldest responses and chats are not enough."""
+        """Delete the oldest responses and chats until `num_bytes` fit. Raises `StoreError` if they are not enough."""
         while self._num_bytes() + num_bytes > self._max_bytes:
             marks = ", ".join("?" * len(_EVICTED))
             rows = self._db.execute(
@@ -239,24 +239,25 @@ def _stored(row: Sequence[Any]) -> Stored:
 
 
 class Store:
-    """A database for the event loop."""
+    """Gives the event loop access to a database, which has its own thread."""
 
     def __init__(self, path: str | None, max_bytes: int) -> None:
         self.database = Database(path, max_bytes)
         self._thread = ThreadPoolExecutor(1, "octavo-store")
 
     async def run(self, work: Callable[[Database], T]) -> T:
-        """The result of `work`, which is one transaction. Raises `StoreError`, and whatever `work` does."""
+        """Run `work` as one transaction and return its result. Raises `StoreError`, and the errors of `work`."""
 
         def transact() -> T:
             with self.database.transaction():
                 return work(self.database)
 
-        # Shielded: a client that hangs up does not stop it half-way, and the thread's next work finds it ended.
+        # Shielded: a client that hangs up does not stop a transaction half-way, and the thread's next work finds it
+        # complete.
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, transact))
 
     def close(self) -> None:
-        """Wait for what is under way, and give the file back."""
+        """Wait for running operations and close the database."""
         with contextlib.suppress(StoreError):
             self._thread.submit(self._leave).result()
         self._thread.shutdown()

@@ -1,7 +1,7 @@
-"""Streams: server-sent events, merged generators, and what happens when a client hangs up.
+"""Streams: server-sent events, merged generators, and the end of a stream when its client hangs up.
 
-A chunk is made for every token of every stream, so chunks are put together from bytes that are made once a request
-(`ChunkWriter`); only what changes from chunk to chunk is encoded.
+Every token of every stream makes a chunk. So chunks are joined from bytes that are encoded once a request
+(`ChunkWriter`); only the parts that change are encoded for each chunk.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 encode_json = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
-SERVER_SEND = "octavo.server_send"  # where a scope holds the `send` that no middleware has wrapped
+SERVER_SEND = "octavo.server_send"  # scope key of the `send` that no middleware has wrapped
 
 
 class ChunkWriter:
@@ -42,7 +42,7 @@ class ChunkWriter:
         self._plain_tail = b',"logprobs":null,"finish_reason":null}]' + self._tail
 
     def text(self, index: int, field: bytes) -> bytes:
-        """The plain chunk of a running choice: `field` is its text or delta, encoded with its name."""
+        """Return the plain chunk of an unfinished choice. `field` is its text or delta, encoded with its name."""
         return self._choice_head(index) + field + self._plain_tail
 
     def choice(
@@ -56,8 +56,8 @@ class ChunkWriter:
         usage: bytes | None = None,
         chunk_fields: bytes = b"",
     ) -> bytes:
-        """Any chunk of a choice; `logprobs` and `usage` are JSON, `chunk_fields` what stands beside the choices, with a
-        comma before each."""
+        """Return any chunk of a choice. `logprobs` and `usage` are JSON; `chunk_fields` are fields beside the choices,
+        each with a comma before it."""
         rest = b',"logprobs":%b,"finish_reason":%b' % (logprobs or b"null", encode_json(finish_reason))
         if finish_reason is not None:
             rest += b',"stop_reason":' + encode_json(stop_reason)
@@ -65,7 +65,7 @@ class ChunkWriter:
         return b"".join((self._choice_head(index), field, rest, b"}]", chunk_fields, tail))
 
     def usage(self, usage: bytes) -> bytes:
-        """The last chunk, which has no choices."""
+        """Return the last chunk, which has the usage and no choices."""
         return self._head + b'],"usage":' + usage + b"}\n\n"
 
     def _choice_head(self, index: int) -> bytes:
@@ -76,15 +76,15 @@ class ChunkWriter:
 
 
 def named_event(event: Mapping[str, Any]) -> bytes:
-    """A server-sent event whose name is its `type`."""
+    """Return a server-sent event whose name is its `type`."""
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode_json(event))
 
 
 class EventStream(Response):
-    """Sends the events of a generator; closes it, which aborts the request, as soon as the client hangs up."""
+    """Sends the events of a generator. When the client hangs up, it closes the generator, which aborts the request."""
 
     media_type = "text/event-stream"
-    keep_alive = b": keep-alive\n\n"  # is sent when nothing else has been for a while; a comment
+    keep_alive = b": keep-alive\n\n"  # a comment, sent when nothing else has been sent for a while
 
     def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
         self._events = events
@@ -97,7 +97,8 @@ class EventStream(Response):
         await run_until_disconnect(self._send(send, scope.get(SERVER_SEND, send), idle_s), receive)
 
     async def _send(self, send: Send, send_body: Send, idle_s: float) -> None:
-        """Send the headers through the middlewares, and bodies past them: each would cost a coroutine a chunk."""
+        """Send the headers through the middlewares. Bodies bypass them, because each middleware would add a coroutine
+        to every chunk."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         keeper = _Keeper(self.keep_alive, send_body, idle_s) if idle_s and self.keep_alive else None
         try:
@@ -115,11 +116,11 @@ class EventStream(Response):
 
 
 class _Keeper:
-    """Sends a comment where nothing else has been sent for a while: proxies end a connection that is silent, as a
-    stream is while its request is queued. A timer, and a task only where there is something to send."""
+    """Sends a comment when nothing else has been sent for a while. Proxies end silent connections, and a stream is
+    silent while its request is queued. It is a timer, with a task only while there is something to send."""
 
     def __init__(self, comment: bytes, send_body: Send, idle_s: float) -> None:
-        self.has_sent = False  # since the last look
+        self.has_sent = False  # since the timer's last check
         self._comment, self._send_body, self._idle_s = comment, send_body, idle_s
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
@@ -141,8 +142,9 @@ class _Keeper:
 
 
 async def respond(work: Coroutine[Any, Any, BaseModel], raw: Request, headers: dict[str, str]) -> Response:
-    """The result of `work` as JSON; written by pydantic directly, which is several times faster than through Python
-    objects, and in a thread if it is large. 499, which nobody sees, where the client hung up."""
+    """Return a response with the result of `work` as JSON. Pydantic writes the JSON directly, which is several times
+    faster than through Python objects; a thread writes a large result. The status is 499, which nobody sees, if the
+    client hung up."""
     body = await run_until_disconnect(work, raw.receive)
     if body is None:
         return Response(status_code=499)
@@ -150,12 +152,12 @@ async def respond(work: Coroutine[Any, Any, BaseModel], raw: Request, headers: d
 
 
 async def encode_off_loop(value: Any) -> bytes:
-    """`value` as JSON, written in a thread if it is large."""
+    """Return `value` as JSON. A thread writes a large value."""
     return await run_off_loop(lambda: encode_in_pieces(value), length=MAX_INLINE_LENGTH + 1 if is_large(value) else 0)
 
 
 async def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
-    """The result of `work`, or None when the client hung up first and `work` was cancelled."""
+    """Return the result of `work`, or None if the client hung up first and `work` was cancelled."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
@@ -176,7 +178,8 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 async def merge(
     generators: Sequence[AsyncGenerator[RequestOutput, None]],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """The outputs of several generators as they come, each with its generator's index; closing closes all."""
+    """Yield the outputs of several generators as they come, each with its generator's index. Closing this generator
+    closes all of them."""
     if len(generators) == 1:
         try:
             async for output in generators[0]:

@@ -1,8 +1,8 @@
-"""The HTTP server around the application: uvicorn with our way to stop, and with limits on what a client may do before
-its request has begun, which uvicorn has none of. Bodies are limited in `auth_and_limits`.
+"""The HTTP server around the application. It adds to uvicorn its own way to stop, and limits on clients before their
+request has begun, which uvicorn lacks. Bodies are limited in `auth_and_limits`.
 
-A signal drains: /health and new requests answer 503 while those under way go on; when they are done, or their time is
-up, the server ends. A second signal ends it at once.
+A signal drains the server: /health and new requests get 503, while running requests go on. When they are done, or their
+time is up, the server ends. A second signal ends it immediately.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("octavo.server")
 
-HEAD_TIMEOUT_S = 20.0  # from the first byte, or from the connection, to the end of the headers
+HEAD_TIMEOUT_S = 20.0  # from the first byte, or from connecting, to the end of the headers
 MAX_HEAD_BYTES = 64 * 1024
-LINGER_S = 2.0  # in which a client may still send, and read, when its request was answered before its body had come
-KEEP_ALIVE_S = 30  # idle connections; longer than HTTP clients keep theirs, so that it is they who close
-FLUSH_TIMEOUT_S = 1.0  # for answers that were cut off to reach their clients, and traces their collector
+LINGER_S = 2.0  # for a client to go on sending and reading after an answer that came before its whole body
+KEEP_ALIVE_S = 30  # for idle connections; longer than clients keep theirs, so that the clients close them
+FLUSH_TIMEOUT_S = 1.0  # for aborted answers to reach their clients, and traces their collector
 
 
 class HttpServer(uvicorn.Server):
-    """`serve` returns when the server has been stopped by a signal or by `should_exit`."""
+    """The server. `serve` returns when a signal or `should_exit` has stopped it."""
 
     def __init__(self, engine: EngineClient, args: ServerArgs) -> None:
         app = build_app(engine, args)
         self._engine = engine
         self._state: ServerState = app.state.octavo
         self._app = app
-        self._batches: asyncio.Task[None] | None = None  # of servers that have ended, gone on with
-        _ = self._state.formats  # recognised now, so that no chat waits for it
+        self._batches: asyncio.Task[None] | None = None  # continues the batches of servers that have ended
+        _ = self._state.formats  # recognise the formats now, so that no chat waits
         self._shutdown_timeout_s = args.shutdown_timeout
         self._draining: asyncio.Task[None] | None = None
         options: dict[str, Any] = {
@@ -79,7 +79,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # uvicorn's own would raise the signal again after a clean stop, which makes the exit code -15.
+        # uvicorn's own handlers would raise the signal again after a clean stop, which makes the exit code -15.
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.stop)
@@ -93,7 +93,7 @@ class HttpServer(uvicorn.Server):
             self._batches = asyncio.ensure_future(take_over(self._app, self._state))
 
     def stop(self) -> None:
-        """Begin to drain; called again, end now."""
+        """Begin to drain; a second call ends the server immediately."""
         if self._draining is None:
             self._draining = asyncio.get_running_loop().create_task(self._drain())
         else:
@@ -115,7 +115,7 @@ class HttpServer(uvicorn.Server):
 
     async def _is_idle_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
-        # Polled, so that a request costs no more than the count.
+        # Polling costs each request only the update of a counter.
         while self._state.num_in_flight and time.monotonic() < deadline and not self.should_exit:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         return not self._state.num_in_flight
@@ -124,7 +124,7 @@ class HttpServer(uvicorn.Server):
         self._state.is_stopping = True
         for listener in self.servers:
             listener.close()
-        self._engine.shutdown()  # what is left, after a second signal, ends with an error event
+        self._engine.shutdown()  # after a second signal, the remaining requests end with an error event
         await super().shutdown(sockets)
         if self._batches is not None:
             self._batches.cancel()
@@ -135,19 +135,20 @@ class HttpServer(uvicorn.Server):
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """Refuses connections beyond `max_connections` and heads that are too long or too slow, as the API words errors.
+    """Refuses connections beyond `max_connections`, and heads that are too long or too slow, with the API's error
+    bodies.
 
-    Every state of a connection ends by itself: a head has `HEAD_TIMEOUT_S`, an idle connection `KEEP_ALIVE_S`, a client
-    that does not read `write_timeout_s`, and one that still sends a body which nobody reads `LINGER_S`.
+    Every state of a connection has a time limit: `HEAD_TIMEOUT_S` for a head, `KEEP_ALIVE_S` for an idle connection,
+    `write_timeout_s` for a client that does not read, and `LINGER_S` for a client that still sends an unread body.
     """
 
     def __init__(self, *args: Any, max_connections: int, write_timeout_s: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._max_connections = max_connections
         self._write_timeout_s = write_timeout_s
-        self._head_timer: asyncio.TimerHandle | None = None  # while a head is awaited
-        self._end_timer: asyncio.TimerHandle | None = None  # until the connection is aborted
-        self._is_lingering = False  # answered, and what still comes is dropped
+        self._head_timer: asyncio.TimerHandle | None = None  # runs while waiting for a head
+        self._end_timer: asyncio.TimerHandle | None = None  # aborts the connection
+        self._is_lingering = False  # answered; further data is dropped
         self._num_head_bytes = 0
         self._num_trailer_bytes = 0
 
@@ -175,7 +176,7 @@ class HttpProtocol(HttpToolsProtocol):
             if self._num_head_bytes > MAX_HEAD_BYTES:
                 self._refuse(431, f"The request's head is longer than {MAX_HEAD_BYTES} bytes.")
         elif idle_timer is not None and self.cycle is not None and self.cycle.response_complete:
-            self.timeout_keep_alive_task = idle_timer  # blank lines begin no request: the connection is still idle
+            self.timeout_keep_alive_task = idle_timer  # blank lines begin no request: still idle
             return
         if idle_timer is not None:
             idle_timer.cancel()
@@ -189,7 +190,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             super().on_header(name, value)
             return
-        # A trailer of a body in chunks, which no route reads: it is dropped, and there are not to be many.
+        # Trailers of a chunked body. No route reads them: they are dropped, and their bytes are limited.
         self._num_trailer_bytes += len(name) + len(value)
         if self._num_trailer_bytes > MAX_HEAD_BYTES:
             self._close()
@@ -222,13 +223,13 @@ class HttpProtocol(HttpToolsProtocol):
             self._close()
 
     def _close(self) -> None:
-        """Hang up when what was written has been read, but no later than a client has for that."""
+        """Hang up when the client has read all written data, or after `write_timeout_s`."""
         self.transport.close()
         self._end_within(self._write_timeout_s)
 
     def _close_answered(self) -> None:
-        """Hang up after an answer. A client whose body was not read to its end still sends it, and would find its
-        connection reset before it has read the answer: what comes is dropped for a while."""
+        """Hang up after an answer. If the request's body was not read to its end, the client still sends it, and a
+        reset would keep it from reading the answer. So further data is dropped for `LINGER_S`."""
         if self.cycle.more_body and not self._is_lingering and not self.transport.is_closing():
             self._is_lingering = True
             if self.transport.can_write_eof():
@@ -253,14 +254,14 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _on_slow_head(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            self._await_head()  # the next request of a client that still gets an answer
+            self._await_head()  # the client sends its next request while it still gets an answer
         elif self._num_head_bytes == 0:
             self._close()
         else:
             self._refuse(408, f"The request's head took longer than {HEAD_TIMEOUT_S:g} s.")
 
     def _refuse(self, status: int, message: str, code: str | None = None) -> None:
-        """Answer what is no request yet, and hang up."""
+        """Answer with an error before a request has begun, and hang up."""
         self._end_head()
         body = error_body(message, status, code=code)
         retry = f"Retry-After: {RETRY_AFTER_S}\r\n" if status == 503 else ""
@@ -273,20 +274,20 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class _ClosingTransport:
-    """The transport of one answer, which hangs up in the protocol's way."""
+    """The transport of one answer. Closing it hangs up in the protocol's way."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self.write, self.is_closing, self.close = transport.write, transport.is_closing, close
 
 
 class ResponseCycle(RequestResponseCycle):
-    """One request and its answer. An answer that begins before the request's body has come closes the connection, and
-    one to HTTP/1.0, which knows no chunks, ends with it."""
+    """One request and its answer. An answer that begins before the request's body has arrived closes the connection. An
+    answer without a length to HTTP/1.0, which has no chunks, ends with the connection."""
 
     _ends_with_connection = False
 
     def send(self, message: Any) -> Any:
-        """No coroutine of its own: streams pass here once a chunk."""
+        """Send a message without a coroutine of its own, because streams call this for every chunk."""
         if message["type"] == "http.response.start":
             if self.more_body:
                 self.keep_alive = False
