@@ -1,8 +1,8 @@
-"""What a chat's answer consists of: reasoning first, then content and tool calls, as deltas.
+"""Reads a chat's answer as deltas: first reasoning, then content and tool calls.
 
-The request, its prompt and the server's flags say how answers are to be read, and what they must be; a grammar is for
-what comes after the reasoning. A whole answer is what its deltas add up
-to. Deltas are of no API: each API writes them in its own form.
+The request, its prompt and the server's flags decide how answers are read and what they must contain. A grammar applies
+only after the reasoning. A whole answer is the sum of its deltas. Deltas belong to no API: each API writes them in its
+own form.
 """
 
 from __future__ import annotations
@@ -54,25 +54,25 @@ Delta = ReasoningDelta | TextDelta | CallDelta
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How the answers to one request are to be read."""
+    """How to read the answers to one request."""
 
     reasoning: Reasoning | None = None
     include_reasoning: bool = True
     new_tool_parser: Callable[[], ToolParser] | None = None
-    marks: tuple[str, ...] = ()  # texts that are looked for, and must be shown where they are special tokens
-    has_one_call: bool = False  # more are not wanted, and dropped
-    call_marks: tuple[str, ...] = ()  # that only calls begin with: a call ends reasoning that has not been ended
+    marks: tuple[str, ...] = ()  # texts that the reader looks for; must be detokenized even if they are special tokens
+    has_one_call: bool = False  # further calls are dropped
+    call_marks: tuple[str, ...] = ()  # begin only calls: such a mark ends open reasoning
     call_ids: CallIdForm = CallIdForm.LONG
-    used_ids: tuple[str, ...] = ()  # of the calls in the conversation
+    used_ids: tuple[str, ...] = ()  # ids of earlier calls in the conversation
 
     @property
     def is_plain(self) -> bool:
-        """Whether the text is the content as it is."""
+        """Return whether the whole text is content."""
         return self.reasoning is None and self.new_tool_parser is None
 
 
 def check_tool_choice(body: ChatCompletionRequest, formats: ModelFormats) -> None:
-    """Raise `RequestError` if the model may choose and the server does not know how it calls."""
+    """Raise `RequestError` if the model may choose to call tools, but the format of its calls is unknown."""
     if body.chosen_tools and body.tool_choice in (None, "auto") and formats.why_no_choice:
         raise RequestError(
             f'tool_choice "auto" is not possible: {formats.why_no_choice} "required", "none" and named functions are.',
@@ -81,7 +81,7 @@ def check_tool_choice(body: ChatCompletionRequest, formats: ModelFormats) -> Non
 
 
 def answer_format(body: ChatCompletionRequest, formats: ModelFormats, prompt: str) -> AnswerFormat:
-    """How the answers to `prompt` are to be read."""
+    """Return how to read the answers to `prompt`."""
     reasoning = None if formats.reasoning is None else Reasoning.after(prompt, formats.reasoning)
     marks = () if reasoning is None else reasoning.style.marks
     include = body.include_reasoning is not False
@@ -103,7 +103,8 @@ def _used_ids(body: ChatCompletionRequest) -> tuple[str, ...]:
 
 
 def forced_spelling(body: ChatCompletionRequest, form: ToolFormat | None) -> Spelling:
-    """How the calls that a request insists on are written: in the model's own format, where that says how."""
+    """Return the spelling of calls that a request forces: the model's own format if it can spell them, otherwise a list
+    in JSON."""
     tools = body.chosen_tools
     if isinstance(body.tool_choice, NamedToolChoice):
         name = body.tool_choice.function.name
@@ -122,8 +123,8 @@ def wanted_grammar(
     special_tokens: Mapping[str, int],
     budget: ThinkingBudget | None,
 ) -> WantedGrammar | None:
-    """What the answers must be, if anything: the calls that the request insists on, calls of `strict` functions if
-    there are calls, or `structure`; and no longer in reasoning than the `budget`."""
+    """Return the grammar of the answers, or None: the calls that the request forces, calls of `strict` functions if the
+    model calls, or `structure`. The `budget` bounds the reasoning."""
     content: ToolCalls | StructuredOutputsParams | None = structure
     is_parallel = body.parallel_tool_calls is not False
     if body.forces_calls:
@@ -148,21 +149,21 @@ def _has_strict_tools(body: ChatCompletionRequest) -> bool:
 
 
 def _strict_calls(body: ChatCompletionRequest, form: ToolFormat, is_parallel: bool) -> ToolCalls | None:
-    """Free text, after which there may be calls. A function that is not strict may have any object."""
+    """Return a grammar of free text, optionally followed by calls. A function that is not strict takes any object."""
     strict = {tool.function.name for tool in body.tools or () if tool.function.strict}
     schemas = {name: schema if name in strict else {"type": "object"} for name, schema in body.chosen_tools.items()}
     spelled = spelling(form, schemas)
-    if spelled is None or form is HARMONY:  # whose text is not free: it has channels
+    if spelled is None or form is HARMONY:  # Harmony's text is not free: it has channels
         return None
     return ToolCalls(schemas, spelled, is_parallel, trigger_marks(form))
 
 
 class AnswerReader:
-    """Reads the text of one choice, in pieces."""
+    """Reads the text of one choice in pieces."""
 
     def __init__(self, form: AnswerFormat) -> None:
         self.num_calls = 0
-        self._has_one_call, self._drops = form.has_one_call, False  # the call that is being read
+        self._has_one_call, self._drops = form.has_one_call, False  # whether the current call is dropped
         self._shows_reasoning = form.include_reasoning
         self._ids = CallIds(form.call_ids, form.used_ids)
         self._splitter = None
@@ -172,11 +173,11 @@ class AnswerReader:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether what comes now is reasoning."""
+        """Return whether the next text is reasoning."""
         return self._splitter is not None and self._splitter.is_inside
 
     def add(self, text: str, is_end: bool) -> list[Delta]:
-        """The deltas that `text` brings, and at the end those that were held back."""
+        """Return the deltas that `text` completes; at the end, also those held back."""
         deltas = self._split(self._splitter.add(text)) if self._splitter is not None else self._content(text)
         if is_end:
             if self._splitter is not None:
@@ -186,7 +187,7 @@ class AnswerReader:
         return deltas
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """What ended the answer, as the API names it."""
+        """Return the finish reason in the API's words."""
         return "tool_calls" if reason == "stop" and self.num_calls else reason
 
     def _split(self, parts: tuple[str, str]) -> list[Delta]:

@@ -1,8 +1,9 @@
-"""A conversation as the text that the model continues, by the tokenizer's chat template. For `LLM` and the server.
+"""Renders a conversation with the tokenizer's chat template as the text that the model continues. `LLM` and the server
+call it.
 
-A prompt has one format of calls. What a template does not write is written here in the model's format (Hermes' where
-nobody knows another one): the description of tools, in words, and the calls of the conversation. Results of calls are
-then messages of the user, the one role that every template has.
+A prompt has one format of calls. If the template writes no descriptions of tools or no calls, this module writes them:
+tools in words, and calls in the model's format, or Hermes' if it is unknown. Results of calls then become messages of
+the user, the only role that every template has.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ _HERMES_INSTRUCTIONS = """For each function call return a JSON object with the f
 
 
 def compile_chat_template(tokenizer: ModelTokenizer) -> None:
-    """Import Jinja, compile the model's own template and find out its traits, so that the first chat waits for none."""
-    with suppress(Exception):  # a wrong template is the chats' error, not the server's
+    """Import Jinja, compile the model's own template and find its traits, so that the first chat need not wait for
+    them."""
+    with suppress(Exception):  # a wrong template fails chats, not the server
         template_traits(tokenizer, tokenizer.get_chat_template())
 
 
@@ -54,15 +56,15 @@ def render_chat(
     placeholders: Mapping[str, str] | None = None,
     tool_format: ToolFormat | None = None,
 ) -> str:
-    """The prompt of a conversation. `chat_template`, a template or the name of one of the model's, takes the place of
-    the model's own; `template_options` are variables that the template may read. `tools`, in OpenAI's form, are the
-    template's to describe; if it does not, they are described in the system's message, or in the user's first one where
-    the template takes no system's. Calls are written in `tool_format`, or in the one that is recognised, where the
-    template does not write them. By `content_format` the template gets texts as they are ("string") or as lists of one
-    part ("openai"); "auto" is what it reads. To a template that knows nothing of parts of their type, those that are
-    not text are what `placeholders` has for it.
+    """Return the prompt of a conversation. `chat_template`, a template or the name of one of the model's, replaces the
+    model's own. `template_options` are variables for the template. The template describes `tools`, in OpenAI's form; if
+    it does not, the system message describes them, or the user's first message if the template takes no system message.
+    If the template does not write calls, they are written in `tool_format`, or in the recognised format.
+    `content_format` says whether the template gets texts as they are ("string") or as lists of one part ("openai");
+    "auto" follows the template. Parts other than text become texts of `placeholders` if the template does not know
+    their type.
 
-    Raises `RequestError` when there is no template or the template refuses the messages.
+    Raises `RequestError` if there is no template or the template refuses the messages.
     """
     if not (chat_template or tokenizer.chat_template):
         raise RequestError(
@@ -74,8 +76,8 @@ def render_chat(
         compile_template(template)
     except ValueError as error:
         raise RequestError(str(error), param="messages") from None
-    except Exception as error:  # Jinja's own, which is imported with the first template
-        param = "chat_template" if chat_template else None  # the model's own is no field of the request's
+    except Exception as error:  # an exception of Jinja, which is imported with the first template
+        param = "chat_template" if chat_template else None  # the model's own template is no field of the request
         raise RequestError(f"The chat template is not valid: {error}", param=param) from None
     options = dict(template_options or {})
     parameters = _parameters(type(tokenizer).apply_chat_template)
@@ -83,7 +85,7 @@ def render_chat(
         raise RequestError(
             f"chat_template_kwargs must not set {', '.join(sorted(reserved))}.", param="chat_template_kwargs"
         )
-    if "keeps_null_content" in parameters:  # the tokenizers of `transformers` leave a null out
+    if "keeps_null_content" in parameters:  # tokenizers of `transformers` omit null contents
         options["keeps_null_content"] = True
     traits = template_traits(tokenizer, template)
     conversation = [_normalised(message, as_text=traits.takes_text_arguments) for message in messages]
@@ -95,7 +97,7 @@ def render_chat(
         )
     has_calls = any(message.get("tool_calls") for message in conversation)
     if tool_format is None and ((tools and not traits.describes_tools) or (has_calls and not traits.writes_calls)):
-        from octavo.entrypoints.chat.tools.format_detection import model_formats  # chats without tools need none
+        from octavo.entrypoints.chat.tools.format_detection import model_formats  # not needed by chats without tools
 
         tool_format = model_formats(tokenizer).tools
     if tools and not traits.describes_tools:
@@ -104,7 +106,7 @@ def render_chat(
         conversation = [_with_written_calls(message, tool_format) for message in conversation]
     if not traits.writes_results or not (traits.describes_tools or traits.writes_calls):
         conversation = [_with_result_as_user(message) for message in conversation]
-    # OpenAI's "developer" is what models know as "system"; a template that knows it by name gets it as it is.
+    # Models call OpenAI's "developer" role "system". A template that knows "developer" gets it unchanged.
     if "developer" not in template:
         for message in conversation:
             if message.get("role") == "developer":
@@ -135,28 +137,28 @@ def render_chat(
 
     try:
         return _rendered_with_nulls(render, conversation)
-    except Exception as error:  # the template is the model's program, run on the caller's data
+    except Exception as error:  # the template is a program of the model: it may raise anything
         lines = str(error).splitlines() or [type(error).__name__]
         raise RequestError(f"The chat template refuses these messages: {lines[0]}", param="messages") from error
 
 
 @cache
 def _parameters(apply: Callable[..., Any]) -> frozenset[str]:
-    """The names that `apply_chat_template` has for something else than the template's variables."""
+    """Return the parameters of `apply_chat_template` that are not variables of the template."""
     return frozenset(inspect.signature(apply).parameters) - {"kwargs", "self"}
 
 
 def _rendered_with_nulls(
     render: Callable[[Sequence[Mapping[str, Any]]], str], conversation: Sequence[Mapping[str, Any]]
 ) -> str:
-    """What `render` makes of a conversation whose contents may be null. A template that fails because of one, or writes
-    its name, gets an empty text."""
+    """Render a conversation whose contents may be null. If the template fails because of a null, or writes "None", it
+    gets an empty text instead."""
     if not any(_is_null(message) for message in conversation):
         return render(conversation)
     with_texts = [{**message, "content": ""} if _is_null(message) else message for message in conversation]
     try:
         prompt = render(conversation)
-    except Exception:  # whatever the template's reason
+    except Exception:  # the template may raise anything
         return render(with_texts)
     if "None" in prompt:
         with suppress(Exception):
@@ -182,7 +184,7 @@ def _has_other_parts(message: Mapping[str, Any]) -> bool:
 
 
 def _knows(template: str, messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether it reads the types of all parts of `messages`."""
+    """Return whether the template reads the types of all parts of `messages`."""
     contents = [message.get("content") for message in messages]
     kinds = {part.get("type", "text") for content in contents if isinstance(content, list) for part in content}
     return all(f"'{kind}'" in template or f'"{kind}"' in template for kind in kinds - {"text"})
@@ -198,7 +200,7 @@ def _with_placeholders(message: Mapping[str, Any], placeholders: Mapping[str, st
 
 
 def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose content, if it is parts that are all text, is one text."""
+    """Return a message in which a content of text parts only is joined into one text."""
     content = message.get("content")
     if isinstance(content, list) and content and not _has_other_parts(message):
         return {**message, "content": "\n".join(str(part.get("text", "")) for part in content)}
@@ -206,8 +208,8 @@ def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _normalised(message: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
-    """A message as templates expect it: without an empty list of calls, with a content that is null rather than absent,
-    and with the arguments of calls as objects, or as JSON text."""
+    """Return a message as templates expect it: no empty list of calls, a content that is null and not absent, and the
+    arguments of calls as objects, or as JSON text."""
     result = dict(message)
     if result.get("role") == "assistant":
         result.setdefault("content", None)
@@ -225,7 +227,7 @@ def _normalised(message: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
 
 
 def _arguments(sent: Any) -> Any:
-    """The arguments of a call as an object; what is no object stays as it was sent."""
+    """Return the arguments of a call as an object; arguments that are no object stay unchanged."""
     if isinstance(sent, str):
         if not sent.strip():
             return {}
@@ -238,8 +240,8 @@ def _arguments(sent: Any) -> Any:
 def _describe_tools(
     messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], form: ToolFormat | None, traits: TemplateTraits
 ) -> list[dict[str, Any]]:
-    """`messages` with the description of `tools` in the system's message, or in the user's first one where the template
-    has no place for a system's."""
+    """Return `messages` with the description of `tools` in the system message, or in the user's first message if the
+    template takes no system message."""
     from octavo.entrypoints.chat.tools.call_spelling import written_calls
     from octavo.entrypoints.chat.tools.tool_formats import HERMES
 
@@ -271,7 +273,7 @@ def _describe_tools(
 
 
 def _with_written_calls(message: Mapping[str, Any], form: ToolFormat | None) -> dict[str, Any]:
-    """`message` with its calls as text, in the model's format."""
+    """Return `message` with its calls as text, in the model's format."""
     from octavo.entrypoints.chat.tools.call_spelling import written_calls
     from octavo.entrypoints.chat.tools.tool_formats import HERMES
 
@@ -288,7 +290,7 @@ def _with_written_calls(message: Mapping[str, Any], form: ToolFormat | None) -> 
 
 
 def _with_result_as_user(message: Mapping[str, Any]) -> dict[str, Any]:
-    """`message`, if it is a call's result, as one of the user."""
+    """Return `message`; the result of a call becomes a message of the user."""
     if message.get("role") != "tool":
         return dict(message)
     result = {name: value for name, value in message.items() if name != "tool_call_id"} | {"role": "user"}

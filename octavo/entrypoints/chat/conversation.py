@@ -1,7 +1,7 @@
-"""The way of one chat through the engine: its template, its prompt, and its answers as deltas.
+"""Takes one chat through the engine: its template, its prompt, and its answers as deltas.
 
-Every API that knows conversations (chat completions, Responses, Messages) makes a `ChatCompletionRequest` of what it
-was sent and reads the answers here; each only writes the deltas in its own form.
+Every API with conversations (chat completions, Responses, Messages) turns its request into a `ChatCompletionRequest`
+and reads the answers here. An API itself only writes the deltas in its own form.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What one output of the engine adds to an answer, and how far that is then."""
+    """The part of an answer that one output of the engine adds, and the totals so far."""
 
     deltas: list[Delta]
     token_ids: list[int]
-    logprobs: list[PositionLogprobs] | None  # of these tokens
-    finish_reason: str | None  # stop, length, tool_calls or abort; None while it goes on
-    stop_reason: int | str | None  # the stop text or token, or why it was aborted
+    logprobs: list[PositionLogprobs] | None  # of `token_ids`
+    finish_reason: str | None  # stop, length, tool_calls or abort; None while the answer goes on
+    stop_reason: int | str | None  # the stop text or token, or the reason of an abort
     num_prompt_tokens: int
     num_cached_tokens: int  # of the prompt
-    num_tokens: int  # of the answer so far
-    num_reasoning_tokens: int  # those of them before the reasoning's end
+    num_tokens: int  # tokens of the answer so far
+    num_reasoning_tokens: int  # tokens of the reasoning so far
 
 
 class Conversation:
-    """One chat request. `clamps_max_tokens`: a `max_tokens` that does not fit is as much as fits, not an error.
-    `ignores_unknown_effort`: `reasoning_effort` and `verbosity` are ignored where the model's template has no such
+    """One chat request. With `clamps_max_tokens`, a `max_tokens` that does not fit is lowered and no error. With
+    `ignores_unknown_effort`, `reasoning_effort` and `verbosity` are ignored if the model's template has no such
     variable."""
 
     def __init__(
@@ -77,18 +77,18 @@ class Conversation:
         self._params = params
         self._clamps_max_tokens = clamps_max_tokens
         self._refuses_unknown_effort = state.args.unknown_fields == "error" and not ignores_unknown_effort
-        self._files: dict[str, bytes] = {}  # of the media that had to be fetched, by URL
-        self._format = AnswerFormat()  # known when the prompt is
-        self.num_reasoning_tokens = 0  # of what has been read
+        self._files: dict[str, bytes] = {}  # fetched media files, by URL
+        self._format = AnswerFormat()  # set when the prompt is rendered
+        self.num_reasoning_tokens = 0  # in the outputs read so far
         self._readers = defaultdict[int, AnswerReader](lambda: AnswerReader(self._format))  # by choice
 
     @property
     def is_plain(self) -> bool:
-        """Whether the text of an answer is its content as it is. Known after `submit`."""
+        """Return whether the whole text of an answer is content. Known after `submit`."""
         return self._format.is_plain
 
     def read(self, completion: CompletionOutput) -> tuple[list[Delta], str | None]:
-        """What the next output of a choice adds, and the finish reason."""
+        """Return the deltas of a choice's next output, and the finish reason."""
         reader = self._readers[completion.index]
         was_reasoning = reader.is_reasoning
         deltas = reader.add(completion.text, is_end=completion.finish_reason is not None)
@@ -97,14 +97,14 @@ class Conversation:
         return deltas, reader.finish_reason(completion.finish_reason)
 
     def read_whole(self, completion: CompletionOutput) -> tuple[list[Delta], str | None]:
-        """What a whole choice is, and the finish reason."""
+        """Return the deltas of a whole choice, and the finish reason."""
         reader = AnswerReader(self._format)
         deltas = reader.add(completion.text, is_end=True)
         self.num_reasoning_tokens += self._num_reasoning(completion.token_ids, deltas)
         return deltas, reader.finish_reason(completion.finish_reason)
 
     def _num_reasoning(self, token_ids: list[int], deltas: list[Delta]) -> int:
-        """The tokens of a whole choice before its reasoning's end, and with that where it is a token."""
+        """Return the number of a whole choice's reasoning tokens, including the end mark if it is one token."""
         reasoning = self._format.reasoning
         if reasoning is None:
             return 0
@@ -117,7 +117,7 @@ class Conversation:
         return len(self._state.engine.inputs.encode(thought, add_special_tokens=False)) if thought else 0
 
     async def submit(self, response_id: str) -> tuple[Prompt, AsyncGenerator[RequestOutput, None]]:
-        """Check the request and make its generator. Raises `RequestError` for whatever is wrong with it."""
+        """Check the request and return its prompt and its generator. Raises `RequestError` for an invalid request."""
         async with self._fetched():
             with naming_prompt("messages"):
                 return await self._state.submit(
@@ -131,7 +131,7 @@ class Conversation:
                 )
 
     async def count_tokens(self, length: int) -> int:
-        """The tokens of the prompt; `length` is that of the request's body."""
+        """Return the number of the prompt's tokens. `length` is that of the request's body."""
 
         def count() -> int:
             prepared = self.prepare()
@@ -144,8 +144,8 @@ class Conversation:
 
     @asynccontextmanager
     async def _fetched(self) -> AsyncIterator[None]:
-        """Meanwhile the media that are elsewhere are here, for `prepare`: of so many requests at once that their files
-        fit into memory, however many wait to be decoded. Raises `RequestError`."""
+        """Fetch the conversation's media, and hold their files for `prepare` during the block. The number of requests
+        that hold files is limited, so that files fit into memory. Raises `RequestError`."""
         media = self._media()
         processor = self._state.engine.inputs.media_processor_of(media) if media else None
         if processor is None or not processor.needs_fetching(media):
@@ -161,7 +161,8 @@ class Conversation:
     async def progress(
         self, prompt: Prompt, outputs: AsyncGenerator[RequestOutput, None]
     ) -> AsyncGenerator[Progress, None]:
-        """The one answer of a request without `n`, from what `submit` gave; closing this aborts it."""
+        """Yield the progress of the only answer of a request without `n`. The arguments come from `submit`. Closing the
+        generator aborts the request."""
         num_tokens = 0
         try:
             async for output in outputs:
@@ -183,7 +184,7 @@ class Conversation:
             await outputs.aclose()
 
     def prepare(self) -> PreparedPrompt:
-        """Render the conversation, which says how its answers are to be read and what they must be."""
+        """Render the conversation, and find how to read its answers and what they must contain."""
         body, state, params = self._body, self._state, self._params
         tools = body.tools if body.chosen_tools else None
         effort = effort_options(state.engine.tokenizer, body, is_strict=self._refuses_unknown_effort)
@@ -205,23 +206,23 @@ class Conversation:
         marks = "".join(self._format.marks)
         special_tokens = state.engine.inputs.special_tokens
         if any(token in marks for token in special_tokens):
-            params.skip_special_tokens = False  # they must be read
+            params.skip_special_tokens = False  # the reader must see the marks
         budget = state.thinking_budget(body.thinking_token_budget, self._format.reasoning)
         grammar = wanted_grammar(body, self._format, state.formats, params.structured_outputs, special_tokens, budget)
-        # The template has put the special tokens in already.
+        # The template has added the special tokens already.
         embeds = embeds_of([message.content for message in body.messages])
         whole = with_embeds(prompt, embeds) if embeds else prompt
         return PreparedPrompt(whole, bool(body.add_special_tokens), grammar, media)
 
     def _kinds(self) -> set[str]:
-        """Of its media."""
+        """Return the kinds of the conversation's media."""
         return {medium.kind.name for medium in self._media()}
 
     def _media(self) -> list[SentMedium]:
         return media_of([message.content for message in self._body.messages])
 
     def _decoded(self) -> tuple[dict[str, list[Any]] | None, Mapping[str, str] | None]:
-        """The media of the conversation by kind, decoded, and the text that stands for one of each kind. Raises
+        """Return the decoded media of the conversation by kind, and by kind the text that stands for a medium. Raises
         `RequestError`."""
         if not (media := self._media()):
             return None, None
@@ -230,7 +231,7 @@ class Conversation:
 
 
 def make_chat(fields: Mapping[str, Any]) -> ChatCompletionRequest:
-    """The chat that another API's request amounts to. Raises `RequestError`."""
+    """Return the chat request for the fields of another API's request. Raises `RequestError`."""
     try:
         return ChatCompletionRequest.model_validate(fields)
     except ValidationError as error:
@@ -238,7 +239,8 @@ def make_chat(fields: Mapping[str, Any]) -> ChatCompletionRequest:
 
 
 def check_template_is_trusted(body: TemplateRequest, trusts_template: bool) -> None:
-    """Raise `RequestError` for a template of the request's own, before anything reads it, unless it may have one."""
+    """Raise `RequestError` if the request brings its own template and the server does not trust it. Called before
+    anything reads the template."""
     if body.chat_template is not None and not trusts_template:
         raise RequestError(
             "chat_template is taken where the server was started with --trust-request-chat-template; leave it out.",
@@ -260,10 +262,11 @@ def render_messages(
     takes_embeds: bool = False,
     tool_format: ToolFormat | None = None,
 ) -> str:
-    """The prompt that `messages` and `tools` make with the template's options of `body`, beside `options`; unless those
-    say otherwise it ends with the beginning of an answer if the model `generates` one. Each medium becomes what the
-    template makes of it, or what `placeholders` has for its kind; without those, media are refused, as are embeddings
-    unless a caller `takes_embeds`, and a template of `body` unless one `trusts_template`. Raises `RequestError`."""
+    """Return the prompt of `messages` and `tools`, with the template options of `body` and `options`. Unless the
+    options say otherwise, it ends with the beginning of an answer if the model `generates` one. The template writes
+    each medium, or `placeholders` has the text for its kind. Raises `RequestError` for media without `placeholders`,
+    for embeddings unless the caller `takes_embeds`, and for a template in `body` unless the caller
+    `trusts_template`."""
     check_template_is_trusted(body, trusts_template)
     if not takes_embeds and embeds_of([message.content for message in messages]):
         raise RequestError("parts of type prompt_embeds are built for chats and LLM.chat only.", param="messages")
@@ -285,7 +288,7 @@ def render_messages(
 
 
 def _for_template(message: ChatMessage) -> dict[str, Any]:
-    """A message as templates know it: without fields that are null, and with reasoning under its older name."""
+    """Return a message as templates expect it: no null fields, and reasoning under its older name."""
     fields = message.model_dump(exclude={"content"}, exclude_none=True)
     if (reasoning := fields.pop("reasoning", None)) is not None:
         fields.setdefault("reasoning_content", reasoning)

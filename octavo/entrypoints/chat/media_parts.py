@@ -1,5 +1,5 @@
-"""Pictures, videos and sounds in conversations: the parts of messages that they are, what templates get in their place,
-and the media themselves in order. For `LLM` and the server.
+"""Reads pictures, videos and sounds in conversations: parts of messages become media, and templates get placeholders
+for them. `LLM` and the server call it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from octavo.errors import RequestError
 from octavo.media_kinds import AUDIO, IMAGE, KINDS, VIDEO, SentEmbeddings, SentMedium, checked_uuid
 
-# Types of parts, and how one of each looks.
+# Types of parts, with an example of each.
 MEDIA_PARTS = {
     "image_url": '{"type": "image_url", "image_url": {"url": "data:..."}}',
     "video_url": '{"type": "video_url", "video_url": {"url": "data:..."}}',
@@ -21,21 +21,21 @@ MEDIA_PARTS = {
     "audio_embeds": '{"type": "audio_embeds", "audio_embeds": "base64 ..."}',
     "video_embeds": '{"type": "video_embeds", "video_embeds": {"video_embeds": "base64 ...", "video_grid_thw": [...]}}',
 }
-_VALUE_PARTS = {"image_pil": '{"type": "image_pil", "image_pil": PIL.Image}'}  # of scripts
+_VALUE_PARTS = {"image_pil": '{"type": "image_pil", "image_pil": PIL.Image}'}  # only from scripts
 _KIND_OF = {
     **{kind.part: kind for kind in KINDS.values()},
     **{"input_audio": AUDIO, "image_pil": IMAGE, "image_embeds": IMAGE, "audio_embeds": AUDIO},
     "video_embeds": VIDEO,
 }
 SoundFormat = Literal["wav", "mp3", "flac", "ogg"]
-EMBEDS_PART = '{"type": "prompt_embeds", "data": "base64 ..."}'  # embeddings in the place of a text
-# What a template gets in their place. No message has it, as nobody is told.
+EMBEDS_PART = '{"type": "prompt_embeds", "data": "base64 ..."}'  # embeddings in place of a text
+# Templates get this text in place of embeddings. It is random and secret, so no message can contain it.
 _EMBEDS_TEXT = f"[prompt_embeds {secrets.token_hex(16)}]"
 
 
 def read_part(part: Mapping[str, Any]) -> SentMedium:
-    """The medium of a part whose type is one of `MEDIA_PARTS`. A file in base64 becomes a data: URL. Raises
-    `ValueError`, whose text is what is wrong with it, and `RequestError`."""
+    """Return the medium of a part whose type is in `MEDIA_PARTS`. A file in base64 becomes a data: URL. Raises
+    `ValueError` with a text about the part, and `RequestError`."""
     kind = part["type"]
     if others := set(part) - {"type", kind, "uuid"}:
         raise ValueError(f"has a part with {', '.join(sorted(map(str, others)))}, which is not built yet")
@@ -49,7 +49,7 @@ def read_part(part: Mapping[str, Any]) -> SentMedium:
 
 
 class _WrongShape(Exception):
-    """How a part should look."""
+    """A part has the wrong form. The text shows the right form."""
 
 
 def _value_of(kind: str, given: object) -> Any:
@@ -67,7 +67,7 @@ def _value_of(kind: str, given: object) -> Any:
         if not isinstance(given, str | Mapping):
             raise _WrongShape(MEDIA_PARTS[kind])
         return SentEmbeddings(given)
-    known = {"url", "detail"} if kind == "image_url" else {"url"}  # one size is all that models here know
+    known = {"url", "detail"} if kind == "image_url" else {"url"}  # `detail` has no effect: models have one size
     if isinstance(given, Mapping) and not set(given) - known:
         given = given.get("url")
     if not isinstance(given, str):
@@ -76,12 +76,12 @@ def _value_of(kind: str, given: object) -> Any:
 
 
 def as_part(medium: SentMedium) -> dict[str, Any]:
-    """A part of a message that has been read."""
+    """Return the part of a message for a medium that has been read."""
     return {"type": "medium", "medium": medium}
 
 
 def media_of(contents: Sequence[object]) -> list[SentMedium]:
-    """The media of messages whose parts have been read, in order."""
+    """Return the media in the contents of messages, in order. The parts have been read."""
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return [medium for part in parts if (medium := _medium_in(part)) is not None]
 
@@ -92,25 +92,25 @@ def _medium_in(part: object) -> SentMedium | None:
 
 
 def is_embeds(part: object) -> bool:
-    """Whether a part of a message is embeddings in the place of a text."""
+    """Return whether a part of a message is embeddings in place of a text."""
     return isinstance(part, Mapping) and part.get("type") == "prompt_embeds"
 
 
 def read_embeds(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Such a part. Raises `ValueError`, whose text is what is wrong with it."""
+    """Return a checked part with embeddings. Raises `ValueError` with a text about the part."""
     if part.keys() != {"type", "data"} or part["data"] is None:
         raise ValueError(f"has a part that is not like {EMBEDS_PART}")
     return dict(part)
 
 
 def embeds_of(contents: Sequence[object]) -> list[Any]:
-    """The embeddings of messages, in order."""
+    """Return the embeddings in the contents of messages, in order."""
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return [part["data"] for part in parts if is_embeds(part)]
 
 
 def with_embeds(text: str, embeds: Sequence[Any]) -> dict[str, Any]:
-    """The prompt of a template's `text`, with these in their places. Raises `RequestError`."""
+    """Return the prompt of a rendered `text`, with the embeddings in their places. Raises `RequestError`."""
     texts = text.split(_EMBEDS_TEXT)
     if len(texts) != len(embeds) + 1:
         raise RequestError("the chat template does not have every part of type prompt_embeds once.", param="messages")
@@ -118,12 +118,12 @@ def with_embeds(text: str, embeds: Sequence[Any]) -> dict[str, Any]:
 
 
 def content_for_template(content: str | list[dict[str, Any]] | None) -> Any:
-    """The content of a message whose parts have been read, as templates know it."""
+    """Return a message's content as templates expect it. Its parts have been read."""
     return [_for_template(part) for part in content] if isinstance(content, list) else content
 
 
 def _for_template(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A part as templates know it: those of Qwen2-Audio look for a key, others for a type."""
+    """Return a part as templates expect it. Templates of Qwen2-Audio look for a key, others for a type."""
     if is_embeds(part):
         return {"type": "text", "text": _EMBEDS_TEXT}
     if (medium := _medium_in(part)) is None:
@@ -133,7 +133,7 @@ def _for_template(part: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message of a script's conversation with its media read. Raises `RequestError`."""
+    """Return a message of a script's conversation, with its media read. Raises `RequestError`."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -157,12 +157,12 @@ def read_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def message_for_template(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose media have been read, as templates know it."""
+    """Return a message as templates expect it. Its media have been read."""
     content = message.get("content")
     return {**message, "content": content_for_template(content)} if isinstance(content, list) else message
 
 
 def check_role(role: object) -> None:
-    """Raise `RequestError` where messages of a role have no media."""
+    """Raise `RequestError` for media in a message of a role that may not have any."""
     if role not in ("user", "tool"):
         raise RequestError("only messages of the user and of tools have pictures, videos or sounds.", param="messages")

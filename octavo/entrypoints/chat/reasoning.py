@@ -1,7 +1,7 @@
-"""Answers that begin with reasoning: where it ends, in a text that comes in pieces.
+"""Splits answers that begin with reasoning, in texts that arrive in pieces.
 
-A style is a pair of marks around the reasoning, as in `<think> … </think>`. What a chat template writes at the end of a
-prompt decides whether the answer begins inside of it, after it, or before it.
+A style is a pair of marks around the reasoning, as in `<think> … </think>`. The end of the rendered prompt decides
+whether the answer begins inside the reasoning, after it, or before it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from octavo.entrypoints.chat.tools.tool_parser import ToolParser
 
 
-_MAX_TRIALS = 32  # marks of calls in one answer's reasoning that begin none, before no other is looked at
+_MAX_TRIALS = 32  # false marks of calls in one answer's reasoning, after which no more are tried
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningStyle:
-    """`is_implied`: an answer begins with reasoning although no mark says so. Some models mark the content after it,
-    too. With `has_channels` an answer is Harmony's messages, of which each names its channel."""
+    """The marks of a model's reasoning. `is_implied`: an answer begins with reasoning even without a mark. Some models
+    mark the content after the reasoning, too. With `has_channels` an answer consists of Harmony's messages, each of
+    which names its channel."""
 
     start: str
     end: str
@@ -32,7 +33,7 @@ class ReasoningStyle:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What must be seen to read an answer."""
+        """Return the texts that must be visible to read an answer."""
         return (self.start, self.end, *filter(None, (self.answer_start, self.answer_end)))
 
 
@@ -77,12 +78,13 @@ class Reasoning:
     """The reasoning of one request's answers."""
 
     style: ReasoningStyle
-    is_open: bool  # an answer begins inside of the reasoning, or as if it did
+    is_open: bool  # an answer begins inside the reasoning, or is read as if it did
     is_optional: bool  # an answer may have none
 
     @classmethod
     def after(cls, prompt: str, style: ReasoningStyle) -> Reasoning | None:
-        """None if the prompt has ended the reasoning already, as templates do that are told not to think."""
+        """Return the reasoning of answers to `prompt`. None if the prompt has ended the reasoning already, as templates
+        do when thinking is off."""
         end = prompt.rstrip()
         if style.has_channels:
             return cls(style, is_open=False, is_optional=True)
@@ -96,17 +98,19 @@ class Reasoning:
 def new_splitter(
     reasoning: Reasoning, call_marks: Sequence[str] = (), new_tool_parser: Callable[[], ToolParser] | None = None
 ) -> ReasoningSplitter | ChannelSplitter:
-    """What takes one answer apart."""
+    """Return a splitter for one answer."""
     if reasoning.style.has_channels:
         return ChannelSplitter()
     return ReasoningSplitter(reasoning, call_marks, new_tool_parser)
 
 
 class ReasoningSplitter:
-    """Takes the text of one answer and gives (reasoning, content), the same in sum however the text is cut.
+    """Splits the text of one answer into (reasoning, content). The sums do not depend on how the text is cut into
+    pieces.
 
-    Line breaks next to the marks belong to neither. A call of a tool ends the reasoning too: models forget the mark.
-    What begins with one of `call_marks` within the reasoning is a call if a parser says so, and else reasoning.
+    Line breaks next to the marks belong to neither. A tool call ends the reasoning too, because models forget the end
+    mark. Text in the reasoning that begins with one of `call_marks` is a call if a parser reads one, otherwise
+    reasoning.
     """
 
     def __init__(
@@ -118,23 +122,23 @@ class ReasoningSplitter:
         self._style = reasoning.style
         self._call_marks = call_marks if new_tool_parser is not None else ()
         self._new_tool_parser = new_tool_parser
-        self._trial: ToolParser | None = None  # of what is held, which begins with a mark of calls
+        self._trial: ToolParser | None = None  # parser of the held text, which begins with a mark of calls
         self._num_trials = 0
-        self._num_tried = 0  # characters that the trial has
-        self._no_call = 0  # how many characters of what is held cannot begin a call
+        self._num_tried = 0  # characters given to the trial
+        self._no_call = 0  # characters at the beginning of the held text that cannot begin a call
         self._state = "inside" if reasoning.is_open else "before"
-        self._held = ""  # may be part of a mark, or line breaks before one
+        self._held = ""  # text that may be part of a mark, or line breaks before a mark
         self._is_at_start = True  # of the reasoning, or of the content
-        self._is_marked = False  # the content
-        self._before_call = ""  # line breaks between the reasoning and what may be a call
+        self._is_marked = False  # the content has marks
+        self._before_call = ""  # line breaks between the reasoning and a possible call
 
     @property
     def is_inside(self) -> bool:
-        """Whether what comes now is reasoning."""
+        """Return whether the next text is reasoning."""
         return self._state == "inside"
 
     def add(self, text: str) -> tuple[str, str]:
-        """The reasoning and the content that `text` completes."""
+        """Return the reasoning and the content that `text` completes."""
         self._held += text
         if self._state == "before":
             self._look_for_start()
@@ -142,10 +146,10 @@ class ReasoningSplitter:
         return reasoning, self._take_content() if self._state == "after" else ""
 
     def finish(self) -> tuple[str, str]:
-        """What is still held back when the answer ends."""
+        """Return the reasoning and the content still held back when the answer ends."""
         held, self._held = self._held, ""
         if self._state == "inside":
-            if self._trial is not None:  # the end of the answer may decide
+            if self._trial is not None:  # the end of the answer may decide whether it is a call
                 trial, self._trial = self._trial, None
                 if _has_call(trial.add(held[self._num_tried :]) + trial.finish()):
                     self._state = "after"
@@ -169,7 +173,7 @@ class ReasoningSplitter:
 
     def _take_reasoning(self) -> str:
         if self._is_at_start:
-            # An answer that is taken to begin inside may have the mark all the same.
+            # An answer that is assumed to begin inside the reasoning may still have the start mark.
             text = self._held.lstrip("\n")
             if self._style.start.startswith(text):
                 return ""
@@ -204,7 +208,8 @@ class ReasoningSplitter:
         return taken + given
 
     def _try_call(self) -> bool:
-        """Whether it is known if what is held, from a mark on, is a call. If so the reasoning has ended."""
+        """Return whether the held text, which begins with a mark, is known to be a call or not. A call ends the
+        reasoning."""
         assert self._trial is not None
         pieces = self._trial.add(self._held[self._num_tried :])
         self._num_tried = len(self._held)
@@ -218,7 +223,7 @@ class ReasoningSplitter:
         return True
 
     def _give_up(self, held: str) -> None:
-        """What begins with a mark of calls is none."""
+        """Note that the text after a mark of calls is no call."""
         self._held, self._no_call = self._before_call + held, len(self._before_call) + 1
         self._num_trials += 1
         if self._num_trials == _MAX_TRIALS:
@@ -258,9 +263,9 @@ def _sum(first: tuple[str, str], second: tuple[str, str]) -> tuple[str, str]:
 
 
 class ChannelSplitter:
-    """Takes an answer of Harmony's messages, as gpt-oss writes them, and gives (reasoning, content), the same in sum
-    however it is cut: the channel "analysis" is reasoning, and every other content. Calls stay in the content as the
-    format "openai" describes them. (github.com/openai/harmony, docs/format.md)"""
+    """Splits an answer of Harmony's messages, as gpt-oss writes them, into (reasoning, content). The sums do not depend
+    on how the text is cut. The channel "analysis" is reasoning, all others are content. Calls stay in the content, in
+    the form of the format "openai". (github.com/openai/harmony, docs/format.md)"""
 
     _RECIPIENT = re.compile(r"to=[\w.\-]{0,256}(?:\s[^<\n]{0,64})?")
     _CONSTRAINT = "<|constrain|>"
@@ -268,11 +273,11 @@ class ChannelSplitter:
 
     def __init__(self) -> None:
         self._held = ""
-        self._header: str | None = ""  # of the message that begins; None within one
+        self._header: str | None = ""  # header of the message that begins; None within a message
         self._channel = ""
 
     def add(self, text: str) -> tuple[str, str]:
-        """The reasoning and the content that `text` completes."""
+        """Return the reasoning and the content that `text` completes."""
         self._held += text
         parts = {True: "", False: ""}
         while (found := self._MARK.search(self._held)) is not None:
@@ -293,7 +298,7 @@ class ChannelSplitter:
         return parts[True], parts[False]
 
     def finish(self) -> tuple[str, str]:
-        """What is still held back when the answer ends."""
+        """Return the reasoning and the content still held back when the answer ends."""
         held, self._held = self._held, ""
         if self._header and "<|" not in self._header:
             held = self._header + held
@@ -301,7 +306,7 @@ class ChannelSplitter:
 
     @property
     def is_inside(self) -> bool:
-        """Whether what comes now is reasoning."""
+        """Return whether the next text is reasoning."""
         return self._header is None and self._channel == "analysis"
 
     @property
@@ -309,7 +314,7 @@ class ChannelSplitter:
         return self._channel.startswith("to=")
 
     def _take(self, text: str) -> str:
-        """What of `text` is the message's, not its header."""
+        """Return the part of `text` that belongs to the message and not to its header."""
         if self._header is None:
             return text
         header = self._header + text
@@ -320,14 +325,15 @@ class ChannelSplitter:
         return header
 
     def _may_begin_header(self, text: str) -> bool:
-        """Whether a message's header may begin with `text`: with a recipient, or a part of one. What begins with
-        another text is none, so that cuts do not decide."""
+        """Return whether `text` may begin a message's header: a recipient, or the beginning of a recipient. Any other
+        text begins no header, so that the result does not depend on how the text is cut."""
         text = text.lstrip().replace(self._CONSTRAINT, " ")
         text = text[: len(text) - held_back(text, self._CONSTRAINT)]
         return "to=".startswith(text[:3]) and (len(text) < 3 or self._RECIPIENT.fullmatch(text) is not None)
 
     def _begin(self) -> str:
-        """Begin a message by its header. What of that is content, because calls are read there."""
+        """Begin a message by its header. Return the part of the header that goes into the content, where calls are
+        read."""
         header, self._header = self._header or "", None
         channel = header.partition("<|channel|>")[2]
         recipient = re.search(r"to=([\w.\-]{1,256})", header)
@@ -336,7 +342,7 @@ class ChannelSplitter:
 
 
 def held_back(text: str, mark: str) -> int:
-    """Characters at the end of `text` that may turn out to begin `mark`."""
+    """Return the number of characters at the end of `text` that may begin `mark`."""
     for length in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:length]):
             return length

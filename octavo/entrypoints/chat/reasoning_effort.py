@@ -1,8 +1,8 @@
-"""OpenAI's `reasoning_effort` and `verbosity`, as variables of the model's own chat template.
+"""Turns OpenAI's `reasoning_effort` and `verbosity` into variables of the model's chat template.
 
-Templates differ in what they read: gpt-oss a level, Qwen 3 and GLM `enable_thinking`, Granite and DeepSeek V3.1
-`thinking`. A value that the template has no variable for is an error, unless the server was started with
-`--unknown-fields ignore`.
+Templates read different variables: gpt-oss a level, Qwen 3 and GLM `enable_thinking`, Granite and DeepSeek V3.1
+`thinking`. A value without a variable in the template is an error, unless the server was started with `--unknown-fields
+ignore`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ logger = logging.getLogger("octavo.server")
 
 _SWITCHES = ("enable_thinking", "thinking")
 _LEVELS = {"minimal": "low", "xhigh": "high", "max": "high"}  # templates know low, medium and high
-_BRACES = re.compile(r"\{[{%]|[%}]\}")  # of a fixed length: a search for both ends at once would be quadratic
+_BRACES = re.compile(r"\{[{%]|[%}]\}")  # each brace by itself: a search for pairs of braces would be quadratic
 
 
 def effort_options(tokenizer: ModelTokenizer, body: ChatCompletionRequest, *, is_strict: bool) -> dict[str, Any]:
-    """The template's variables for `reasoning_effort` and `verbosity` of `body`. Raises `RequestError` if `is_strict`
-    and the template has no such variable."""
+    """Return the template's variables for `reasoning_effort` and `verbosity` of `body`. Raises `RequestError` if
+    `is_strict` and the template has no such variable."""
     effort, verbosity = body.reasoning_effort, body.verbosity
     if (effort is None and verbosity is None) or not (body.chat_template or tokenizer.chat_template):
         return {}
@@ -38,7 +38,7 @@ def effort_options(tokenizer: ModelTokenizer, body: ChatCompletionRequest, *, is
         options = {name: effort != "none" for name in _SWITCHES if name in known}
         if "reasoning_effort" in known and effort != "none":
             options["reasoning_effort"] = _LEVELS.get(effort, effort)
-        # Medium is what OpenAI's models do when nothing is said.
+        # Medium is the default of OpenAI's models.
         if not options and (effort not in ("none", "medium") or (effort == "none" and "reasoning_effort" in known)):
             _refuse("reasoning_effort", effort, is_strict)
     if verbosity is not None:
@@ -58,14 +58,14 @@ def _refuse(name: str, value: str, is_strict: bool) -> None:
 
 @lru_cache(maxsize=16)
 def _variables(template: str) -> frozenset[str]:
-    """Which of the names that matter here a template reads as variables."""
+    """Return which of the names for effort and verbosity a template reads as variables."""
     code = " ".join(_code(template))
     names = ("reasoning_effort", "verbosity", *_SWITCHES)
     return frozenset(name for name in names if re.search(rf"(?<![.\w'\"]){name}\b(?!['\"])", code))
 
 
 def _code(template: str) -> Iterator[str]:
-    """What stands between the braces of a template, which is read once from left to right."""
+    """Yield the code between the braces of a template, in one pass from left to right."""
     begin = None
     for found in _BRACES.finditer(template):
         if begin is None:

@@ -1,7 +1,7 @@
-"""What a chat template takes and what it writes, found out by rendering small conversations.
+"""Finds what a chat template takes and writes, by rendering small conversations.
 
-`chat_template` renders by these traits, and `format_detection` reads the formats off what is rendered. Nothing is
-inferred from a template's text: templates hide what they do behind macros and variables.
+`chat_template` renders by these traits, and `format_detection` finds formats in the renderings. Nothing is inferred
+from a template's text, because templates use macros and variables.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ ANSWERED: dict[str, Any] = {"role": "assistant", "content": ANSWER}
 
 @dataclass(frozen=True, slots=True)
 class ProbeCall:
-    """A call in the conversations that are rendered."""
+    """A call in the rendered conversations."""
 
     name: str
     arguments: dict[str, Any]
-    short_id: str  # as Mistral's templates demand it
-    counted_id: str  # as Kimi K2's templates read it: the name is in it
+    short_id: str  # in the form of Mistral's templates
+    counted_id: str  # in the form of Kimi K2's templates, with the name
     long_id: str
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What a rendering of the call has, whatever its format."""
+        """Return the texts that a rendering of the call contains in every format."""
         return (self.name, *self.arguments, *map(str, self.arguments.values()))
 
     @property
@@ -46,7 +46,7 @@ class ProbeCall:
         return {"type": "function", "function": {"name": self.name, "description": "D.", "parameters": schema}}
 
 
-# No two of them have a name, a key, a value or an id in common: what two renderings share is the template's.
+# The calls share no name, key, value or id, so text that two renderings share comes from the template.
 CALLS = (
     ProbeCall("probe_name", {"first_key": "Vz7value", "second_key": 74}, "abcdefgh1", "functions.probe_name:0",
               "call_0123456789abcdef01234567"),
@@ -58,41 +58,41 @@ TOOLS = [call.tool for call in CALLS]
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """What follows the question where an answer has calls."""
+    """The text after the question in a rendering whose answer has calls."""
 
     calls: Sequence[ProbeCall]
     text: str
-    says: str = ""  # the answer's content before the calls
+    says: str = ""  # content of the answer before the calls
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """`parts_of`: the roles whose messages may have a list of parts as content, of which the template writes the
-    texts; with `takes_only_parts` a user's content must be one."""
+    """The traits of a template. `parts_of` has the roles whose content may be a list of parts, and whose texts the
+    template then writes. With `takes_only_parts` a user's content must be such a list."""
 
     describes_tools: bool
     writes_calls: bool
     writes_results: bool
     takes_system: bool
-    takes_text_arguments: bool  # a call's arguments are JSON text, not an object
-    needs_short_ids: bool  # of nine letters and digits
+    takes_text_arguments: bool  # arguments of a call are JSON text and not an object
+    needs_short_ids: bool  # ids of nine letters and digits
     parts_of: frozenset[str]
     takes_only_parts: bool
 
 
 def template_traits(tokenizer: ModelTokenizer, template: str) -> TemplateTraits:
-    """The traits of `template`, which is found out once for each template and set of special tokens."""
+    """Return the traits of `template`. They are computed once for each template and set of special tokens."""
     return _traits(template, _special_tokens(tokenizer))
 
 
 def rendered_calls(tokenizer: ModelTokenizer, template: str) -> list[Rendered]:
-    """What the template makes of one call, of another one, of both, and of a call after text; nothing for those that
-    it does not write."""
+    """Return the template's renderings of one call, of another call, of both, and of a call after text. Calls that the
+    template does not write are left out."""
     return list(_rendered(template, _special_tokens(tokenizer)))
 
 
 def rendered_answer(tokenizer: ModelTokenizer, template: str, tools: Any = None, **fields: Any) -> str | None:
-    """What follows the question where an answer has `fields`."""
+    """Return the text after the question in a rendering whose answer has `fields`."""
     answer = {**ANSWERED, **fields}
     return _after_question(_render(template, _special_tokens(tokenizer), [ASKED, answer], tools=tools))
 
@@ -109,12 +109,12 @@ def _render(template: str, special: _Special, messages: Sequence[Mapping[str, An
     variables = {"add_generation_prompt": False, "tools": None, "documents": None, **dict(special), **options}
     try:
         return render_template(template, messages, keeps_null_content=True, **variables)
-    except Exception:  # the template is the model's program
+    except Exception:  # the template is a program of the model: it may raise anything
         return None
 
 
 def _render_anyhow(template: str, special: _Special, messages: Sequence[Mapping[str, Any]]) -> str | None:
-    """A rendering without tools, or with some where the template fails without."""
+    """Return a rendering without tools, or with tools if the template fails without."""
     text = _render(template, special, messages)
     return _render(template, special, messages, tools=TOOLS) if text is None else text
 
@@ -141,8 +141,8 @@ def _result(call: ProbeCall, id_field: str) -> dict[str, Any]:
 
 
 def _holds(text: str | None, calls: Sequence[ProbeCall]) -> bool:
-    """Whether a rendering has the calls, with their arguments as a model writes them: not an object as Python shows it,
-    and not JSON within JSON."""
+    """Return whether a rendering has the calls, with arguments as a model writes them: not in Python's notation, and
+    not JSON within JSON."""
     if text is None or not all(part in text for call in calls for part in call.texts):
         return False
     squeezed = "".join(text.split())
@@ -152,8 +152,8 @@ def _holds(text: str | None, calls: Sequence[ProbeCall]) -> bool:
 
 @lru_cache(maxsize=64)
 def _way_of_calls(template: str, special: _Special) -> tuple[str, bool, str | None, bool] | None:
-    """The kind of id, whether arguments are text, the content and whether a result must follow, with which the template
-    writes a call. None if it writes none."""
+    """Return how the template writes a call: the kind of id, whether arguments are text, the content, and whether a
+    result must follow. None if it writes no calls."""
     call = CALLS[0]
     for id_field in ("short_id", "counted_id"):
         for as_text in (False, True):
@@ -222,7 +222,7 @@ def _writes_call_with(template: str, special: _Special, id_field: str, way: tupl
 def _writes_parts(
     template: str, special: _Special, role: str, calling: list[dict[str, Any]], id_field: str, asked: object = QUESTION
 ) -> bool:
-    """Whether the template writes the texts of a list of parts, one after the other."""
+    """Return whether the template writes the texts of a list of parts, in order."""
     content = [{"type": "text", "text": text} for text in _PARTS]
     message = {"role": role, "content": content}
     question = {"role": "user", "content": asked}

@@ -1,4 +1,4 @@
-"""Ids of calls, in the form that the model's format and its chat template demand."""
+"""Makes ids of calls in the form that the model's format and its chat template need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class CallIdForm(Enum):
-    """What ids look like."""
+    """The form of ids."""
 
     LONG = "call_ and 24 hexadecimal digits, as OpenAI's"
     SHORT = "nine letters and digits, as Mistral's templates demand them"
@@ -18,7 +18,7 @@ class CallIdForm(Enum):
 
 @dataclass(slots=True)
 class CallIds:
-    """Gives the calls of one answer their ids. `used` are those of the conversation before it."""
+    """Makes the ids of one answer's calls. `used` are the ids of earlier calls in the conversation."""
 
     form: CallIdForm = CallIdForm.LONG
     used: Iterable[str] = ()
@@ -30,8 +30,8 @@ class CallIds:
         self._taken, self._num_calls = set(used), len(used)
 
     def next(self, name: str, own: str = "") -> str:
-        """The id of a call of the function `name`. The model's `own` is kept if no other call has it and it has the
-        form."""
+        """Return the id of a call of the function `name`. The model's `own` id is kept if it has the form and no other
+        call has it."""
         new = own if own and own not in self._taken and self._fits(name, own) else self._new(name)
         self._taken.add(new)
         self._num_calls += 1

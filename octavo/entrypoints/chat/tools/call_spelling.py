@@ -1,5 +1,5 @@
-"""How calls are written in a format: for the grammars of answers that must be calls, for the reader of these, and for
-conversations whose template writes none."""
+"""Spells calls in a format. It serves the grammars of forced calls, the reader of forced calls, and conversations whose
+template writes no calls."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from octavo.structured_output.grammar import CallText, ParameterText, Spelling
 
 _NO_CONSTRAINTS = {"type", "title", "description", "default", "examples", "$comment", "anyOf", "oneOf",
                    "allOf"}  # fmt: skip
-_MAX_DEPTH = 8  # of references to references, and of choices in choices
+_MAX_DEPTH = 8  # of nested references and choices
 _OF_OBJECTS = {"type", "properties", "required", "additionalProperties", "title", "description", "$defs", "definitions",
                "$schema", "$comment", "strict"}  # fmt: skip
 
 
 def list_of_calls(tools: ToolSchemas) -> Spelling:
-    """`[{"name": "f", "parameters": {…}}, …]`, where the model has no format in which the calls could be written."""
+    """Return the spelling `[{"name": "f", "parameters": {…}}, …]`, for models without a format that could spell the
+    calls."""
     calls = {name: CallText(json.dumps({"name": name, "parameters": 0})[:-2], "}") for name in tools}
     return Spelling("[", "]", ", ", calls)
 
 
 def arguments_only(name: str) -> Spelling:
-    """The whole answer is the arguments of one function."""
+    """Return the spelling of an answer that is only the arguments of one function."""
     return Spelling("", "", "", {name: CallText("", "")})
 
 
 def spelling(form: ToolFormat, tools: ToolSchemas, num_earlier_calls: int = 0) -> Spelling | None:
-    """How `form` writes calls of `tools`, after `num_earlier_calls` in the conversation. None if there are values for
-    which it has no certain way."""
+    """Return how `form` spells calls of `tools`, after `num_earlier_calls` in the conversation. None if the format is
+    ambiguous for some values."""
     body = form.body
     opened, separator, start, end = form.open, form.separator, form.start, form.end
-    closed = "" if form.is_whole_answer else form.close  # which models write after a start that is skipped
+    closed = "" if form.is_whole_answer else form.close  # models write it after a skipped start
     if isinstance(body, JsonCalls):
         calls = {name: CallText(f"{{{_head_of_json(body, name)}: ", "}") for name in tools}
         if body.is_list:
@@ -74,7 +75,7 @@ def spelling(form: ToolFormat, tools: ToolSchemas, num_earlier_calls: int = 0) -
 
 
 def written_calls(form: ToolFormat, calls: Sequence[tuple[str, Any]]) -> str:
-    """Calls, names with arguments, as `form` writes them."""
+    """Return the text of `calls`, names with arguments, in `form`."""
     spelled = None if isinstance(form.body, KeyedValues) else spelling(form, {name: {} for name, _ in calls})
     if spelled is None:
         body = form.body
@@ -97,7 +98,7 @@ def _written_arguments(call: CallText, arguments: Any) -> str:
     if call.parameter is None or not isinstance(arguments, Mapping):
         return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     form, texts = call.parameter, []
-    is_json = form.after_value == ""  # Python's, where texts have quotes
+    is_json = form.after_value == ""  # otherwise Python's notation, in which texts have quotes
     for key, value in arguments.items():
         is_text = isinstance(value, str) and not is_json
         after_key = form.after_key_of_text if is_text else form.after_key_of_json
@@ -129,8 +130,8 @@ def _is_path(name: str) -> bool:
 
 
 def _parameters(schema: Mapping[str, Any], value_after: str | None) -> dict[str, list[str] | str | None] | None:
-    """For each parameter what it is where texts are written as they are (`value_after` ends them): "text", the texts of
-    an enumeration, or None for JSON. None if that does not say all of the schema."""
+    """Return the form of each parameter in a format that writes texts without quotes (`value_after` ends them): "text",
+    the texts of an enumeration, or None for JSON. Return None if these forms cannot express the whole schema."""
     properties = schema.get("properties", {})
     required = schema.get("required", [])
     if schema.keys() - _OF_OBJECTS or not isinstance(properties, Mapping) or schema.get("additionalProperties"):
@@ -151,7 +152,7 @@ def _parameters(schema: Mapping[str, Any], value_after: str | None) -> dict[str,
         one = resolve_ref(one, schema)
         kinds = schema_types(one, schema)
         if not kinds or ("string" in kinds and not kinds <= {"string", "null"}) or "unknown" in kinds:
-            return None  # a text could not be told from JSON
+            return None  # a text would look like JSON
         if "string" not in kinds:
             found[name] = None
         elif isinstance(values := one.get("enum", [one["const"]] if "const" in one else None), list):
@@ -174,7 +175,7 @@ def _parts_are_plain(schema: Mapping[str, Any]) -> bool:
 
 
 def resolve_ref(schema: Any, root: Mapping[str, Any]) -> Any:
-    """What a schema that is nothing but a reference to a definition of `root` refers to."""
+    """Return the schema that `schema` refers to, if it is only a reference into `root`."""
     for _ in range(_MAX_DEPTH):
         if not isinstance(schema, Mapping) or not isinstance(reference := schema.get("$ref"), str):
             break
@@ -189,7 +190,7 @@ def resolve_ref(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """The JSON types that a schema allows, as far as it says so at its top; "unknown" for what it does not say."""
+    """Return the JSON types that the top level of a schema allows, with "unknown" for types that it does not state."""
     schema = resolve_ref(schema, root)
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return set()
@@ -198,7 +199,7 @@ def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[st
     found = {kind for kind in kinds if isinstance(kind, str)}
     all_of = schema.get("allOf")
     for part in all_of if isinstance(all_of, list) else ():
-        if types := schema_types(part, root, depth + 1) - {"unknown"}:  # a value is of all of them
+        if types := schema_types(part, root, depth + 1) - {"unknown"}:  # a value has the types of all parts
             found = (found & types or found) if found else types
     for name in ("anyOf", "oneOf"):
         parts = schema.get(name)
@@ -211,7 +212,7 @@ def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[st
 
 
 def json_type(value: object) -> str:
-    """The name that JSON Schema has for the type of a value."""
+    """Return JSON Schema's name of a value's type."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "boolean"
     kinds = {str: "string", int: "integer", float: "number", list: "array", dict: "object"}

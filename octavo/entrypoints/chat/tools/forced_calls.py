@@ -1,5 +1,5 @@
-"""Answers that must be calls (`tool_choice` "required", or a function), whose grammar writes them in one spelling: the
-arguments are given as they come."""
+"""Reads answers that must be calls (`tool_choice` "required", or a function). Their grammar allows one spelling, so
+arguments are passed on as they arrive."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class ForcedCallsReader:
             for name, call in spelling.calls.items()
             for begin in (spelling.open, spelling.separator)
         }
-        # One head may begin with another.
+        # One head may begin with another head.
         self._ordered = sorted(self._heads, key=len, reverse=True)
         self._afters = {name: call.after for name, call in spelling.calls.items()}
         self._held = ""
-        self._name: str | None = None  # of the last call
-        self._scanner: JsonScanner | None = None  # within arguments
+        self._name: str | None = None  # name of the last call
+        self._scanner: JsonScanner | None = None  # set within arguments
 
     def add(self, text: str) -> list[Piece]:
         self._held += text
@@ -47,7 +47,7 @@ class ForcedCallsReader:
         return []
 
     def _skip_head(self) -> bool:
-        """Go to the next call's arguments, if what is before them has come."""
+        """Go to the next call's arguments. Return whether the text before them is complete."""
         text = self._held
         if self._name is not None:
             after = self._afters[self._name]
@@ -59,5 +59,5 @@ class ForcedCallsReader:
                 self._held, self._name = text[len(head) :], self._heads[head]
                 return True
             if head.startswith(text):
-                return False  # it may be this one
+                return False  # it may still become this head
         return False

@@ -1,10 +1,10 @@
-"""Which formats a model's tool calls and reasoning have, found out without being told.
+"""Recognises the formats of a model's tool calls and reasoning.
 
-In this order: what the checkpoint states (`response_template`), what its chat template makes of calls and of reasoning
-(`template_traits` renders them), and the marks of known families in the template. Of the formats that are known the one
-is taken that writes what the template writes; marks that none of them has are read off. Two calls that have nothing in
-common are rendered alone and together: what they share is the template's, and a format counts only if it reads all that
-was rendered, whole and in pieces. The idea of controlled differences is llama.cpp's (pull request 18675).
+Sources, in this order: the checkpoint's statement (`response_template`), the chat template's rendering of calls and
+reasoning (`template_traits` renders them), and marks of known families in the template. A known format is taken if it
+writes the same text as the template; unknown marks are derived from the renderings. Two calls with nothing in common
+are rendered alone and together, so text that they share comes from the template. A format counts only if it reads all
+renderings, whole and in pieces. The idea of controlled differences is llama.cpp's (pull request 18675).
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _HARMONY_MARK = "<|channel|>commentary"
 _MARK = r"<[^<>\s]{1,40}>|\[/?[A-Z_]{2,40}\]"
 _LAST_MARK = re.compile(rf"({_MARK})\s*\Z")
 _FIRST_MARK = re.compile(rf"\s*({_MARK})")
-# Of models whose templates do not write calls.
+# Formats of models whose templates do not write calls.
 _OF_MODEL_TYPES = {"gpt_oss": "openai", "llama4": "llama4_pythonic", "llama": "llama3_json", "mllama": "llama3_json"}
 # Formats that a template asks for in words.
 _INSTRUCTIONS = (
     ('{"name": function name, "parameters":', "llama3_json"), ("[func_name1(params_name1=", "pythonic"),
     ("<function_calls>", "olmo3"), ("```tool_code", "gemma3"), ("functools[", "phi4_mini_json"),
 )  # fmt: skip
-# What ends a turn, where no special token says so.
+# Marks that end a turn without being special tokens.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<end_of_turn>", "<turn|>", "<|end|>",
               "<|endoftext|>", "<|end_of_text|>", "</s>", "[e~[")  # fmt: skip
 _PIECE = re.compile(r"<[^<>\s]*>?|\[/?[A-Z_]+\]|\s+|[^\s<>\[\]]+|.", re.DOTALL)
@@ -67,7 +67,7 @@ _PIECE = re.compile(r"<[^<>\s]*>?|\[/?[A-Z_]+\]|\s+|[^\s<>\[\]]+|.", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class ModelFormats:
-    """How a model calls tools and reasons; None if it does not, or nobody knows."""
+    """The formats of a model's calls and reasoning; None if the model has none, or if they are unknown."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningStyle | None = None
@@ -83,7 +83,7 @@ def model_formats(
     model_type: str | None = None,
     response_template: Mapping[str, Any] | None = None,
 ) -> ModelFormats:
-    """The formats that are named, or recognised where it says `AUTO`."""
+    """Return the named formats; those named `AUTO` are recognised."""
     template: str | None = None
     with suppress(Exception):
         template = tokenizer.get_chat_template(None, TOOLS)
@@ -153,13 +153,13 @@ def _recognised_tools(tokenizer: ModelTokenizer, template: str, model_type: str 
     if form is not None:
         return form
     if not template_traits(tokenizer, template).describes_tools:
-        return HERMES  # in which `render_chat` describes them
+        return HERMES  # `render_chat` describes tools in this format
     marked = [form for form in _known() if (marks := trigger_marks(form)) and all(mark in template for mark in marks)]
     if marked:
         return max(marked, key=lambda form: sum(1 if mark.strip() in template else -1 for mark in form.marks))
     if model_type in _OF_MODEL_TYPES:
         return FORMATS[_OF_MODEL_TYPES[model_type]]
-    # Tokens that only calls have use for.
+    # Special tokens that are used only in calls.
     added = {token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
     return next((form for form in _known() if (marks := trigger_marks(form)) and added.issuperset(marks)), None)
 
@@ -169,7 +169,7 @@ def _known() -> list[ToolFormat]:
 
 
 def _cut_calls(tokenizer: ModelTokenizer, template: str) -> list[Rendered]:
-    """What the template makes of calls, without what it writes around any answer."""
+    """Return the template's renderings of calls, without the text around every answer."""
     plain = rendered_answer(tokenizer, template, TOOLS)
     if plain is None:
         return []
@@ -183,7 +183,7 @@ def _cut_calls(tokenizer: ModelTokenizer, template: str) -> list[Rendered]:
 
 
 def _without_thoughts(text: str) -> str:
-    """`text` without reasoning that is empty at its begin, which templates write before calls alone."""
+    """Return `text` without empty reasoning at its beginning, which templates write before calls without content."""
     for style in STYLES.values():
         after = text.lstrip().removeprefix(style.start.rstrip()).lstrip()
         if after.startswith(style.end):
@@ -192,15 +192,15 @@ def _without_thoughts(text: str) -> str:
 
 
 def _without_ends(text: str, ends: set[str]) -> str:
-    """`text` without the marks at its end that end a turn."""
+    """Return `text` without the marks of a turn's end."""
     while (end := next((end for end in ends if end and text.rstrip().endswith(end)), None)) is not None:
         text = text.rstrip().removesuffix(end)
     return text
 
 
 def _rendered_format(rendered: Sequence[Rendered]) -> ToolFormat | None:
-    """The format in which calls were rendered: a known one that writes them so, one that is read off, or a known one
-    that reads them."""
+    """Return the format of rendered calls: a known format that writes the same text, otherwise a derived format,
+    otherwise a known format that reads them."""
     known = [form for form in _known() if _reads(form, rendered)]
     found = [form for form in known if all(_writes(form, one) for one in rendered if len(one.calls) == 1)]
     if found:
@@ -212,14 +212,14 @@ def _rendered_format(rendered: Sequence[Rendered]) -> ToolFormat | None:
 
 
 def _writes(form: ToolFormat, one: Rendered) -> bool:
-    """Whether `form` writes the calls as they were rendered, blanks aside."""
+    """Return whether `form` writes the calls as rendered, apart from blanks."""
     return _squeezed(written_calls(form, [(call.name, call.arguments) for call in one.calls]), one) == _squeezed(
         one.text.replace(one.says, "", 1) if one.says else one.text, one
     )
 
 
 def _squeezed(text: str, one: Rendered) -> str:
-    for call in one.calls:  # formats may have a place for ids
+    for call in one.calls:  # formats may include ids
         for own_id in (call.short_id, call.long_id):
             text = re.sub(rf'"id"\s*:\s*"{own_id}"\s*,?|,?\s*"id"\s*:\s*"{own_id}"', "", text)
             text = re.sub(rf"\[CALL_ID\]{own_id}", "", text)
@@ -227,7 +227,7 @@ def _squeezed(text: str, one: Rendered) -> str:
 
 
 def _reads(form: ToolFormat, rendered: Sequence[Rendered]) -> bool:
-    """Whether `form` reads everything that was rendered, whole and in pieces, and leaves nothing."""
+    """Return whether `form` reads all renderings, whole and in pieces, without leftovers."""
     for one in rendered:
         if one.says and form.is_whole_answer:
             continue
@@ -237,7 +237,7 @@ def _reads(form: ToolFormat, rendered: Sequence[Rendered]) -> bool:
         parts = [one.text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(one.text)], strict=True)]
         for texts in ([one.text], parts):
             content, calls = _read(form, texts)
-            # Text before calls may be a turn of its own, whose end is not cut off.
+            # Text before calls may be a separate turn, whose end mark is not cut off.
             if calls != expected or not content.strip().startswith(one.says) or bool(content.strip()) != bool(one.says):
                 return False
     return True
@@ -255,7 +255,7 @@ def _read(form: ToolFormat, texts: Sequence[str]) -> tuple[str, list[tuple[str, 
 
 
 def _difference(text: str, plain: str) -> str:
-    """What stands in `text` where `plain` has the answer; marks are not cut in two."""
+    """Return the part of `text` in the place of the answer in `plain`. Marks are not cut in two."""
     before, _, after = plain.partition(ANSWER)
     begin = 0
     while begin < len(before) and text[begin : begin + 1] == before[begin]:
@@ -274,7 +274,7 @@ def _difference(text: str, plain: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where the body of a call stands in a text, and what it is."""
+    """The place of a call's body in a text, and the body."""
 
     begin: int
     end: int
@@ -282,19 +282,19 @@ class _Place:
 
 
 def _read_off(rendered: Sequence[Rendered]) -> ToolFormat | None:
-    """The format of calls whose marks nobody knows. None if it does not read all that it was made of."""
+    """Return a format derived from renderings with unknown marks. None if it does not read all of them."""
     alone = [one for one in rendered if len(one.calls) == 1 and not one.says]
     both = next((one for one in rendered if len(one.calls) == 2), None)
     for place_of in (_json_place, _named_place, _tags_place):
         forms = {_assembled(place_of, one, both) for one in alone}
-        form = forms.pop() if len(forms) == 1 else None  # what both calls have in common
+        form = forms.pop() if len(forms) == 1 else None  # both calls must give the same format
         if form is not None and _reads(form, rendered):
             return form
     return None
 
 
 def _assembled(place_of: Any, one: Rendered, both: Rendered | None) -> ToolFormat | None:
-    """The format of one call's text, with what stands between `both` calls."""
+    """Return the format of one call's text, with the text between the calls of `both`."""
     place = place_of(one.text, one.calls[0], 0)
     if place is None:
         return None
@@ -323,12 +323,12 @@ def _assembled(place_of: Any, one: Rendered, both: Rendered | None) -> ToolForma
 
 
 def _pieces(text: str) -> list[str]:
-    """Marks, blanks and words."""
+    """Return the marks, blanks and words of a text."""
     return _PIECE.findall(text)
 
 
 def _common_end(first: Sequence[str], second: Sequence[str]) -> list[str]:
-    """The pieces that both end with."""
+    """Return the pieces at the end of both sequences."""
     size = 0
     while size < min(len(first), len(second)) and first[-1 - size] == second[-1 - size]:
         size += 1
@@ -336,7 +336,7 @@ def _common_end(first: Sequence[str], second: Sequence[str]) -> list[str]:
 
 
 def _objects(core: str) -> Iterator[tuple[int, int, Any]]:
-    """JSON objects: begin, end, value."""
+    """Yield the JSON objects in a text: begin, end, value."""
     for found in re.finditer("{", core):
         if (end := JsonScanner().end(core, found.start())) is not None:
             value = load_json(core[found.start() : end])
@@ -399,7 +399,7 @@ def _recognised_reasoning(tokenizer: ModelTokenizer, template: str) -> Reasoning
         plain = rendered_answer(tokenizer, template) or ""
         if start is not None and end is not None and start[1] not in plain:
             return _style(start[1], end[1])
-    # Templates that drop the reasoning of earlier answers name its mark all the same.
+    # Templates that drop the reasoning of earlier answers still contain its mark.
     for style in dict.fromkeys(STYLES.values()):
         if style.end in template or (style.has_channels and style.start.partition("<|message|>")[0] in template):
             return _style(style.start, style.end, template)
@@ -407,7 +407,8 @@ def _recognised_reasoning(tokenizer: ModelTokenizer, template: str) -> Reasoning
 
 
 def _style(start: str, end: str, template: str = "") -> ReasoningStyle:
-    """The known style with these marks; of several the one whose marks of content are in the template."""
+    """Return the known style with these marks. Of several styles, prefer one whose marks of content are in the
+    template."""
     known = [style for style in STYLES.values() if (style.start, style.end) == (start, end) and not style.is_implied]
     known.sort(key=lambda style: bool(style.answer_start))
     marked = [style for style in known if style.answer_start and style.answer_start in template]

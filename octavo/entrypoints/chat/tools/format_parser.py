@@ -1,4 +1,5 @@
-"""Reading answers by the description of a format: one reader for all, which looks at each character of a call once."""
+"""Reads answers by the description of a format. One reader serves all formats, and looks at each character of a call
+once."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from octavo.entrypoints.chat.tools.python_calls import keyed_call, python_calls,
 from octavo.entrypoints.chat.tools.tool_formats import JsonCalls, KeyedValues, NamedJson, PythonCalls, Tags, ToolFormat
 from octavo.entrypoints.chat.tools.tool_parser import Call, Steps, TextParser, ToolSchemas, json_call, search, to_json
 
-_MAX_REREAD = 100_000  # characters that an answer may have in what looks like calls and is none, before all is content
+_MAX_REREAD = 100_000  # characters of false calls, after which the rest of an answer is content
 _MAX_HEAD = 512  # characters before the arguments of a `NamedJson`
-_MAX_KEY = 128  # characters of a key that no schema names, where it ends the argument before it
+_MAX_KEY = 128  # characters of a key without a schema that ends the argument before it
 _NAME = re.compile(r"[\w.\-]{1,256}")
 _NO_NAME = re.compile(r"[^\w.\-]")
 _NO_SEPARATOR = re.compile(r"[^;, \n\t]")
@@ -39,7 +40,7 @@ class FormatParser(TextParser):
         self._tag = form.body.name_before.strip() if isinstance(form.body, Tags) else ""
         self._marks = trigger_marks(form)
         self._any_mark = re.compile("|".join(map(re.escape, self._marks)))
-        self._blanks = ""  # before the last mark; they are content if it is
+        self._blanks = ""  # before the last mark; content if the mark is content
         self._head = _head(self._other) if isinstance(self._other, NamedJson) else None
         super().__init__(tools)
 
@@ -51,14 +52,14 @@ class FormatParser(TextParser):
         while num_reread <= _MAX_REREAD and (mark := (yield from self._find_mark())) is not None:
             begin = self._begin
             yield from self._read_section(mark)
-            if self._begin == begin:  # nothing was a call: what follows the mark is looked at again, for another one
+            if self._begin == begin:  # no call: search the text after the mark again for another mark
                 num_reread += self._seen - begin
                 self._give(self._blanks + mark)
             self._seen = self._begin
         yield from self._give_rest()
 
     def _find_mark(self) -> Steps[str | None]:
-        """Give the content before the next mark, and go behind that. None if there is none."""
+        """Give the content before the next mark, and go behind the mark. Return the mark, or None without one."""
         longest = max(map(len, self._marks))
         while (found := search(self._text, self._any_mark, max(self._begin, self._seen - longest + 1))) is None:
             self._seen = end = len(self._text)
@@ -66,7 +67,7 @@ class FormatParser(TextParser):
                 return None
             tail = self._text[max(self._begin, end - longest) :]
             end -= max(held_back(tail, mark) for mark in self._marks)
-            # Line breaks around calls are no content.
+            # Line breaks around calls are not content.
             self._give_until(self._begin + len(self._text[self._begin : end].rstrip()))
             yield
         before = self._text[self._begin : found.start()]
@@ -76,8 +77,8 @@ class FormatParser(TextParser):
         return found[0]
 
     def _read_section(self, mark: str) -> Steps[None]:
-        """Give the calls after a mark, each when it is whole, and forget them with the marks around them. A section
-        without calls is nothing."""
+        """Give the calls after a mark, each when it is complete, and drop the marks around them. Without a call,
+        nothing is dropped."""
         for opened, closed in ((self._open, self._close), (self._start, self._end)):
             if mark == opened and closed and (yield from self._skip_mark(closed)):
                 self._begin = self._seen
@@ -125,7 +126,8 @@ class FormatParser(TextParser):
         yield from self._give_rest()
 
     def _find_python(self) -> Steps[None]:
-        """Give the content before a list of calls of known functions, and these. Nothing if there is none."""
+        """Give the content before a list of calls of known functions, and the calls. Without such a list, give
+        nothing."""
         names = "|".join(map(re.escape, self._tools))
         start = re.compile(rf"\[\s{{0,32}}(?:{names})\s{{0,32}}\(")
         self._seen = self._begin
@@ -149,7 +151,7 @@ class FormatParser(TextParser):
                 self._begin = self._seen
 
     def _take_calls(self, is_after_tag: bool) -> Steps[list[Call] | None]:
-        """The calls that begin here, and go behind them. None if these are none."""
+        """Return the calls that begin here, and go behind them. Return None if the text is no call."""
         if not (yield from self._skip_spaces()):
             return None
         if self._json is not None and not is_after_tag and self._text[self._seen] in "{[":
@@ -183,7 +185,7 @@ class FormatParser(TextParser):
         calls = [
             json_call(item, names, body.name) or (json_call(item, names) if body.name != "name" else None)
             for item in items
-            # Where nothing else marks a call, an object with a name only is none.
+            # In a format without marks, an object with only a name is no call.
             if not self._form.is_whole_answer or (isinstance(item, dict) and item.keys() & set(names))
         ]
         found = [call for call in calls if call is not None]
@@ -212,8 +214,8 @@ class FormatParser(TextParser):
         return [Call(name, to_json(value), own_id)]
 
     def _fitting(self, name: str, arguments: Mapping[str, Any]) -> str | None:
-        """The function's name. Models write a counter in its place at times: then the only function is meant that takes
-        these arguments."""
+        """Return the function's name. Models sometimes write a counter instead; then the only function that takes these
+        arguments is meant."""
         if name in self._tools or not name.isdigit():
             return name
         fits = []
@@ -257,7 +259,7 @@ class FormatParser(TextParser):
             if value is None:
                 return None
             arguments[key] = value[0]
-        # The mark at the end of a call may have been forgotten.
+        # The model may have forgotten the mark at the end of a call.
         begin = self._seen
         for mark in filter(None, (self._end, self._close)):
             if (yield from self._skip_mark(mark)):
@@ -266,7 +268,7 @@ class FormatParser(TextParser):
         return None if end else [Call(name, to_json(arguments))]
 
     def _skip_self_closing(self, body: Tags) -> Steps[bool]:
-        """Go behind `/>` in the place of what follows a name, as in `<invoke name="f"/>`."""
+        """Go behind `/>` after a name, as in `<invoke name="f"/>`. Return whether it was there."""
         begin, mark = self._seen, body.name_after.strip()
         has_name_after = mark.endswith(">") and (len(mark) == 1 or (yield from self._skip_mark(mark[:-1])))
         if has_name_after and (yield from self._skip_mark("/>")):
@@ -277,8 +279,8 @@ class FormatParser(TextParser):
     def _take_value(
         self, body: Tags, key: str, attributes: str, schema: Mapping[str, Any], others: list[str] | None
     ) -> Steps[tuple[Any] | None]:
-        """The value of a parameter, and go behind the mark after it. Where that was forgotten the value ends at the
-        next of the `others` (any key if None), or with the call. None if nothing of that comes."""
+        """Return the value of a parameter, in a tuple, and go behind the mark after it. If the model forgot the mark,
+        the value ends at the next of the `others` (any key if None), or with the call. Return None if no end comes."""
         properties = schema.get("properties")
         own = properties.get(key) if isinstance(properties, Mapping) else None
         kinds = schema_types(own, schema)
@@ -288,7 +290,7 @@ class FormatParser(TextParser):
         begin = self._seen
         is_text = kinds == {"string"} or (says_text and (not kinds or "string" in kinds))
         if not is_text and (yield from self._skip_spaces()) and self._text[self._seen] in "{[":
-            value = yield from self._take_json()  # in which the mark may stand
+            value = yield from self._take_json()  # JSON may contain the mark
             if value is not None and (yield from self._skip_mark(mark)):
                 return (value,)
         self._seen = begin
@@ -304,17 +306,18 @@ class FormatParser(TextParser):
         return (parameter_value(text, kinds, says_text=says_text, says_json=says_json),)
 
     def _take_until_next(self, body: Tags, mark: str, others: list[str] | None) -> Steps[str | None]:
-        """The text before the next `mark`, and go behind that; or before whatever else ends an argument."""
+        """Return the text before the next `mark` and go behind the mark, or the text before anything else that ends an
+        argument."""
         keys = rf"[^<>\s]{{1,{_MAX_KEY}}}" if others is None else "|".join(map(re.escape, others))
         ends = [text for text in (body.end.strip(), self._end) if text]
-        stops: dict[str, str] = {}  # by the mark that each begins with
+        stops: dict[str, str] = {}  # by the mark at the beginning
         if keys:
             stops[body.key_before] = rf"{re.escape(body.key_before)}(?:{keys}){re.escape(body.key_after.strip())}"
         if len(ends) > 1:
             stops[ends[0]] = r"\s{0,8}".join(map(re.escape, ends))
         stop = re.compile("|".join(stops.values()) or r"(?!)")
         size = max([_MAX_KEY if others is None else 0, *map(len, others or ())])
-        size += sum(map(len, (body.key_before, body.key_after, mark, *ends))) + 8  # of a stop
+        size += sum(map(len, (body.key_before, body.key_after, mark, *ends))) + 8  # longest stop, in characters
         begins = re.compile("|".join(map(re.escape, (mark, *stops))))
         longest = max(map(len, (mark, *stops)))
         begin = scanned = self._seen
@@ -344,7 +347,7 @@ class FormatParser(TextParser):
         if not (yield from self._skip_spaces()):
             return None
         begin = self._seen
-        yield from self._skip_spaces(_NO_NAME)  # goes to what is no part of a name
+        yield from self._skip_spaces(_NO_NAME)  # goes to the end of the name
         name = self._text[begin : self._seen]
         return name if _NAME.fullmatch(name) else None
 
@@ -355,7 +358,7 @@ class FormatParser(TextParser):
                     return None
         begin = self._seen
         text = yield from self._take_until(self._end or self._close)
-        if text is None:  # the mark was forgotten
+        if text is None:  # the model forgot the mark
             text, self._seen = self._text[begin:], len(self._text)
         calls = python_calls(text)
         if calls is None and self._form.is_whole_answer and (read := python_list(text)) is not None:
@@ -364,8 +367,8 @@ class FormatParser(TextParser):
 
 
 def trigger_marks(form: ToolFormat) -> tuple[str, ...]:
-    """What only calls begin with, longest first; nothing if calls are the whole answer. Models forget the outer marks
-    at times, but tags with a name show by themselves that a call begins."""
+    """Return the marks that begin only calls, longest first; none if calls are the whole answer. Tags with a name are
+    included, because models sometimes forget the outer marks."""
     if form.is_whole_answer:
         return ()
     tag = form.body.name_before if isinstance(form.body, Tags) else ""
@@ -374,7 +377,8 @@ def trigger_marks(form: ToolFormat) -> tuple[str, ...]:
 
 
 def _head(body: NamedJson) -> re.Pattern[str]:
-    """What stands before the arguments, with single blanks. Models leave marks out at times; the name must be there."""
+    """Return a pattern of the text before the arguments, with single blanks. Marks are optional, as models sometimes
+    omit them; the name is required."""
     before = f"(?:{re.escape(body.before)})?" if body.before else ""
     own_id = body.may_have_id.replace("(", "(?P<id>", 1) if "(" in body.may_have_id else body.may_have_id
     may_have_id = f"(?P<id_part>{own_id})?" if own_id else "(?P<id_part>(?!))?"

@@ -1,4 +1,4 @@
-"""Values of parameters that are written between marks: what a text is, by the parameter's schema."""
+"""Turns texts between marks into values of parameters, by the parameters' schemas."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _MAX_DEPTH = 32  # of tags in tags
 
 
 def parameter_value(text: str, kinds: set[str], *, says_text: bool = False, says_json: bool = False) -> Any:
-    """The value of `text` whose schema allows `kinds` (none where there is no schema). What the call says of it decides
-    where the schema does not."""
+    """Return the value of `text`. Its schema allows `kinds` (empty without a schema). If the schema does not decide,
+    the call's own attribute (`says_text`, `says_json`) does."""
     known = kinds - {"unknown"}
     stripped = text.strip()
     if "string" in known and known <= {"string", "null"}:
@@ -31,7 +31,7 @@ def parameter_value(text: str, kinds: set[str], *, says_text: bool = False, says
         value = _literal(stripped, known)
         if value is _NOTHING:
             return text
-    if isinstance(value, str) and known and "string" not in known:  # a number in quotes
+    if isinstance(value, str) and known and "string" not in known:  # the model put a number in quotes
         inner = load_json(value)
         return inner if _fits(inner, known) else value
     return text if "string" in known and kinds == known and not _fits(value, known) else value
@@ -41,8 +41,8 @@ _NOTHING = object()
 
 
 def _literal(text: str, kinds: set[str]) -> Any:
-    """The value of a literal of Python's, or of a truth value in any case; `_NOTHING` for what the schema does not
-    allow."""
+    """Return the value of a Python literal, or of a truth value in any letter case; `_NOTHING` if the schema does not
+    allow it."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true" if not kinds or "boolean" in kinds or "string" not in kinds else _NOTHING
     if not kinds:
@@ -72,7 +72,8 @@ def _is_json(value: Any, depth: int = 0) -> bool:
 
 
 def nested_value(text: str, body: Tags, schema: Any, root: Mapping[str, Any], depth: int = 0) -> Any:
-    """The object or list that `text` writes with a tag for each key or item, or the value of a text."""
+    """Return the object or list that `text` writes with a tag for each key or item, otherwise the value of the plain
+    text."""
     schema = resolve_ref(schema, root)
     kinds = schema_types(schema, root)
     begin = re.compile(rf"\s*{re.escape(body.key_before)}([^<>\s/]+){re.escape(body.key_after)}")

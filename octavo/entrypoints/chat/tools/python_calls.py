@@ -1,4 +1,4 @@
-"""Calls in notations that are no JSON: Python's, and Gemma's keyed values."""
+"""Reads calls in notations other than JSON: Python's, and Gemma's keyed values."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 from octavo.entrypoints.chat.tools.tool_formats import KeyedValues
 from octavo.entrypoints.chat.tools.tool_parser import Call, load_json, to_json
 
-_CONSTANTS = {"true": True, "false": False, "null": None}  # which models write, too
+_CONSTANTS = {"true": True, "false": False, "null": None}  # models write JSON's constants, too
 _KEY = re.compile(r"([{,]\s*)([A-Za-z_][\w.\-]*)\s*:")
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
-# Quotes end a text where what follows goes on with the call: models leave apostrophes and line breaks as they are.
+# A quote ends a text only if the call continues after it, because models do not escape apostrophes and line breaks.
 _TEXTS = {
     quote: re.compile(rf"{quote}((?:[^\\]|\\.)*?){quote}(?=\s{{0,64}}(?:[,)\]}}:]|\Z))", re.DOTALL) for quote in "'\""
 }
@@ -24,13 +24,14 @@ _HEAD = re.compile(r"\s*([\w.\-]{1,256})\s*(?=\{)")
 
 
 def python_calls(text: str) -> list[Call] | None:
-    """The calls of `[f(a="b"), g()]`, or of one `f(a="b")` a line. None if it is anything else."""
+    """Return the calls of `[f(a="b"), g()]`, or of one `f(a="b")` a line. None for any other text."""
     calls = _parsed_calls(text)
     return _parsed_calls(_repaired(text)) if calls is None else calls
 
 
 def python_list(text: str) -> tuple[list[Call], int] | None:
-    """The calls of the list that `text` begins with, and where it ends. None if it does not begin with one."""
+    """Return the calls of the list at the beginning of `text`, and the list's end. None if `text` does not begin with a
+    list of calls."""
     depth, position, open_quotes = 0, 0, set[str]()
     while position < len(text):
         if (quoted := _text_at(text, position, open_quotes)) is not None:
@@ -45,8 +46,8 @@ def python_list(text: str) -> tuple[list[Call], int] | None:
 
 
 def _text_at(text: str, position: int, open_quotes: set[str]) -> re.Match[str] | None:
-    """The text in quotes that begins at `position`. `open_quotes` are those that nothing ends from an earlier place on,
-    which are not looked for again, so that reading takes linear time."""
+    """Return the quoted text that begins at `position`, or None. `open_quotes` has the quotes whose end was not found
+    from an earlier place; they are not searched again, so that reading takes linear time."""
     quote = text[position]
     if quote not in _TEXTS or quote in open_quotes:
         return None
@@ -57,8 +58,8 @@ def _text_at(text: str, position: int, open_quotes: set[str]) -> re.Match[str] |
 
 
 def _repaired(text: str) -> str:
-    """`text` with what models write and Python refuses as Python has it: line breaks and apostrophes in texts, numbers
-    that begin with zeros."""
+    """Return `text` as valid Python: line breaks and apostrophes in texts are escaped, and leading zeros of numbers
+    removed."""
     parts, position, begin, open_quotes = list[str](), 0, 0, set[str]()
     while position < len(text):
         if (quoted := _text_at(text, position, open_quotes)) is None:
@@ -76,7 +77,7 @@ def _escaped(found: re.Match[str]) -> str:
 
 def _parsed_calls(text: str) -> list[Call] | None:
     try:
-        # JSON's texts may escape a slash, which Python's do not.
+        # JSON's texts may escape a slash, Python's may not.
         statements = ast.parse(_ESCAPE.sub(lambda found: "/" if found[1] == "/" else found[0], text.strip())).body
         if not all(isinstance(statement, ast.Expr) for statement in statements):
             return None
@@ -95,7 +96,7 @@ def _call(node: ast.expr) -> Call:
         if keyword.arg is None:
             raise ValueError("** has no name")
         arguments[keyword.arg] = ast.literal_eval(_with_json_names(keyword.value))
-    # JSON's texts may escape a character as two surrogates, which belong together.
+    # JSON's texts may escape a character as two surrogates; join them.
     written = json.loads(json.dumps(arguments))
     return Call(ast.unparse(node.func), to_json(written))
 
@@ -115,12 +116,13 @@ def _constant(node: object) -> object:
 
 
 def keyed_call(text: str, body: KeyedValues) -> Call | None:
-    """The call of `call:f{city:"Paris",days:3}`, in which `body.quote` stands for the quotes. None if it is none."""
+    """Return the call of `call:f{city:"Paris",days:3}`, in which `body.quote` replaces the quotes. None if the text is
+    no such call."""
     text = text.strip()
     head = _HEAD.match(text, len(body.before)) if text.startswith(body.before) else None
     if head is None:
         return None
-    # Between every other pair of marks is a text; the rest is JSON but for its keys.
+    # Every second part is a text; the other parts are JSON with unquoted keys.
     parts = text[head.end() :].split(body.quote)
     written = [json.dumps(part) if i % 2 else _KEY.sub(_quoted_key, part) for i, part in enumerate(parts)]
     arguments = load_json("".join(written)) if len(parts) % 2 else None

@@ -1,8 +1,8 @@
-"""The formats in which models write calls of tools, as data: marks, and how name and arguments stand between them.
+"""The formats of tool calls as data: marks, and the form of name and arguments between them.
 
 `format_parser` reads answers by them, `call_spelling` writes them for grammars, `format_detection` finds a model's.
-Marks have the blanks that models write; where they are read, blanks around them do not matter. Sources are the models'
-chat templates as published. Names are those of vLLM's --tool-call-parser.
+Marks contain the blanks that models write; readers ignore blanks around marks. The sources are the models' published
+chat templates. The names are those of vLLM's --tool-call-parser.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-AUTO, NONE = "auto", "none"  # in the place of a name: recognise it, read no calls
+AUTO, NONE = "auto", "none"  # instead of a name: recognise the format; read no calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,37 +21,37 @@ class JsonCalls:
     name: str = "name"
     arguments: str = "arguments"
     is_list: bool = False
-    first: str = ""  # what is written before the name, within the object
+    first: str = ""  # text before the name, within the object
 
 
 @dataclass(frozen=True, slots=True)
 class NamedJson:
     """The name, then the arguments as a JSON object."""
 
-    before: str = ""  # the name
+    before: str = ""  # text before the name
     after: str = ""
     end: str = ""
-    call_id: str = ""  # after the name; `\\d` stands for the number of calls before this one
-    # Regular expression of what models write there at times. Its group is the call's id; without one the id is all of
-    # the head.
+    call_id: str = ""  # text after the name; `\\d` stands for the number of earlier calls
+    # Regular expression of an optional text after the name. Its group is the call's id; without a group the id is the
+    # whole head.
     may_have_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """The name, then each argument between marks: texts as they are, other values as JSON. `{key}` in `value_after` is
-    the key again."""
+    """The name, then each argument between marks: texts without quotes, other values as JSON. `{key}` in `value_after`
+    stands for the key."""
 
     name_before: str
     name_after: str
     key_before: str
     key_after: str
-    value_before: str  # after the key; attributes may stand before it
+    value_before: str  # after the key and its attributes
     value_after: str
     end: str = ""
-    text_attribute: str = ""  # says of a value that it is a text
+    text_attribute: str = ""  # attribute of a value that is a text
     json_attribute: str = ""
-    has_nested: bool = False  # objects and lists are such tags again, a list's of the name "item"
+    has_nested: bool = False  # objects and lists consist of nested tags; items of a list are named "item"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class PythonCalls:
 
 @dataclass(frozen=True, slots=True)
 class KeyedValues:
-    """`call:f{city:"Paris",days:3}`, with marks in the place of quotes."""
+    """`call:f{city:"Paris",days:3}`, with marks instead of quotes."""
 
     before: str
     quote: str
@@ -82,8 +82,8 @@ class ToolFormat:
     end: str = ""
     separator: str = "\n"
     close: str = ""
-    also: tuple[CallSyntax, ...] = ()  # what is read, too
-    skipped: tuple[str, ...] = ()  # may stand before calls that are the whole answer
+    also: tuple[CallSyntax, ...] = ()  # further forms that are read
+    skipped: tuple[str, ...] = ()  # texts allowed before calls that are the whole answer
 
     @property
     def is_whole_answer(self) -> bool:
@@ -91,7 +91,8 @@ class ToolFormat:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Texts that must be seen to read calls. Vocabularies may hold them, or parts of them, as special tokens."""
+        """Return the texts that must be visible to read calls. Vocabularies may have them, or parts of them, as special
+        tokens."""
         body = self.body
         texts = [self.open, self.start, self.end, self.close, *self.skipped]
         if isinstance(body, NamedJson):
@@ -114,7 +115,7 @@ _DEEPSEEK: Any = {
 
 
 def _invoke(prefix: str, **more: Any) -> Tags:
-    """MiniMax's tags, which others have with a prefix."""
+    """Return MiniMax's tags. Other models use them with a prefix."""
     begin = f"<{prefix}"
     return Tags(
         f'{begin}invoke name="', '">\n', f'{begin}parameter name="', '"', ">", f"</{prefix}parameter>\n",
@@ -146,7 +147,7 @@ _COHERE = ToolFormat(
 
 
 def _hunyuan_v3(suffix: str) -> ToolFormat:
-    """Checkpoints have the marks with a suffix, or without."""
+    """Return the format of Hunyuan V3. Checkpoints have its marks with or without a suffix."""
     return ToolFormat(
         Tags(
             "", f"<tool_sep{suffix}>\n", f"<arg_key{suffix}>", f"</arg_key{suffix}>", f"\n<arg_value{suffix}>",
@@ -253,5 +254,6 @@ FORMATS |= {alias: FORMATS[name] for alias, name in _ALIASES.items()}
 
 
 def register_tool_format(name: str, form: ToolFormat) -> None:
-    """Let --tool-call-parser and the recognition know a format by `name`, in the place of one that has it."""
+    """Register a format for --tool-call-parser and for recognition, under `name`. It replaces an earlier format of this
+    name."""
     FORMATS[name] = form

@@ -1,7 +1,8 @@
-"""What the readers of tool calls have in common.
+"""Common parts of the readers of tool calls.
 
-A reader takes the text of one answer in pieces and gives content and calls, the same in sum however the text is cut. A
-call is given when it is whole, since only then is it known to be one: what looks like a call and is none is content.
+A reader takes the text of one answer in pieces and gives content and calls. The sums do not depend on how the text is
+cut. A call is given when it is complete, because only then is it known to be a call; text that only looks like a call
+is content.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ ToolSchemas = Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments, 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A whole call, or (`name` None) a piece of the arguments of the last one. `id` is what the model wrote as one."""
+    """A whole call, or (`name` None) a piece of the last call's arguments. `id` is the id that the model wrote."""
 
     name: str | None
     arguments: str
@@ -27,7 +28,7 @@ class Call:
 
 Piece = str | Call  # content, or a call
 T = TypeVar("T")
-Steps = Generator[None, None, T]  # stops where more text must come, and goes on when it has
+Steps = Generator[None, None, T]  # pauses until more text has come
 
 _NO_SPACE = re.compile(r"\S")
 _JSON_MARKS = re.compile(r'\\.?|["\[\]{}]', re.DOTALL)
@@ -37,31 +38,31 @@ class ToolParser(Protocol):
     """Reads one answer."""
 
     def add(self, text: str) -> list[Piece]:
-        """What `text` completes."""
+        """Return the pieces that `text` completes."""
         ...
 
     def finish(self) -> list[Piece]:
-        """What is still held back when the answer ends."""
+        """Return the pieces still held back when the answer ends."""
         ...
 
 
 class TextParser:
-    """Holds the text of an answer as it comes, and reads on from where it stopped, so that no character of a call is
-    looked at twice. Formats say how to `_read`."""
+    """Holds the text of an answer as it arrives, and reads on from where it stopped, so that it looks at no character
+    of a call twice. Subclasses implement `_read`."""
 
     def __init__(self, tools: ToolSchemas) -> None:
         self._tools = tools
         self._text = ""
-        self._begin = 0  # of what has not been given
-        self._seen = 0  # characters that have been looked at
-        self._is_whole = False  # nothing more comes
-        self._pieces: list[Piece] = []  # that the text has completed
+        self._begin = 0  # begin of the text that has not been given
+        self._seen = 0  # characters already looked at
+        self._is_whole = False  # the answer is complete
+        self._pieces: list[Piece] = []  # completed pieces
         self._had_call = False
-        self._is_after_call = False  # and no content has come since
+        self._is_after_call = False  # no content since the last call
         self._reading = self._read()
 
     def add(self, text: str) -> list[Piece]:
-        # Python appends in place if there is no other reference.
+        # Without another reference Python appends in place.
         held, self._text = self._text, ""
         held += text
         self._text = held
@@ -86,20 +87,20 @@ class TextParser:
         self._begin = self._seen
 
     def _give(self, text: str) -> None:
-        """Give content; nothing but blanks after a call is none."""
+        """Give content. Text of only blanks after a call is dropped."""
         if text and not (self._is_after_call and text.isspace()):
             self._pieces.append(text)
             self._is_after_call = False
 
     def _give_until(self, end: int) -> None:
-        """Give the content before `end`, and forget it."""
+        """Give the content before `end`, and drop it from the held text."""
         self._give(self._text[self._begin : end])
         self._text = self._text[end:]
         self._seen -= end
         self._begin = 0
 
     def _give_rest(self) -> Steps[None]:
-        """All that comes from here on is content."""
+        """Give the rest of the answer as content."""
         while True:
             # Whether blanks after a call are content depends on what follows them.
             if not (self._is_after_call and self._text[self._begin :].isspace()):
@@ -108,14 +109,14 @@ class TextParser:
                 return
 
     def _more(self) -> Steps[bool]:
-        """Wait for more text. False if there is none, because the answer has ended."""
+        """Wait for more text. Return False if the answer has ended."""
         if self._is_whole:
             return False
         yield
         return True
 
     def _skip_spaces(self, others: re.Pattern[str] = _NO_SPACE) -> Steps[bool]:
-        """Go to the next of the `others`. False if there is none."""
+        """Go to the next match of `others`. Return False without one."""
         while (found := others.search(self._text, self._seen)) is None:
             self._seen = len(self._text)
             if not (yield from self._more()):
@@ -124,7 +125,7 @@ class TextParser:
         return True
 
     def _skip_mark(self, mark: str) -> Steps[bool]:
-        """Go behind spaces and `mark`. False, and nothing is skipped, if something else comes."""
+        """Go behind spaces and `mark`. If other text comes, skip nothing and return False."""
         begin = self._seen
         if (yield from self._skip_spaces()):
             while mark.startswith(self._text[self._seen : self._seen + len(mark)]):
@@ -137,7 +138,7 @@ class TextParser:
         return False
 
     def _take_until(self, mark: str) -> Steps[str | None]:
-        """The text before the next `mark`, and go behind that. None if there is none."""
+        """Return the text before the next `mark`, and go behind the mark. Return None without a mark."""
         begin = self._seen
         while (found := find(self._text, mark, max(begin, self._seen - len(mark) + 1))) < 0:
             self._seen = len(self._text)
@@ -147,7 +148,8 @@ class TextParser:
         return self._text[begin:found]
 
     def _take_json(self) -> Steps[Any]:
-        """The value of the JSON object or list that begins here, and go behind it. None if it has no end or is none."""
+        """Return the value of the JSON object or list that begins here, and go behind it. Return None if it has no end
+        or is not JSON."""
         begin, scanner = self._seen, JsonScanner()
         while (end := scanner.end(self._text, self._seen)) is None:
             self._seen = len(self._text)
@@ -158,7 +160,8 @@ class TextParser:
 
 
 def find(text: str, mark: str, begin: int) -> int:
-    """Every search for a mark goes through here, and through `search`, so that tests can count the work."""
+    """Return where `mark` begins, or -1. Every search for a mark goes through here or `search`, so that tests can count
+    the work."""
     return text.find(mark, begin)
 
 
@@ -167,11 +170,12 @@ def search(text: str, marks: re.Pattern[str], begin: int) -> re.Match[str] | Non
 
 
 def json_call(value: Any, argument_names: Sequence[str], key: str = "name") -> Call | None:
-    """A decoded `{"name": …, "arguments": {…}}` as a call, or None if it is none. The name stands at `key`."""
+    """Return a decoded `{"name": …, "arguments": {…}}` as a call, or None if it is no call. `key` is the key of the
+    name."""
     if not isinstance(value, dict) or not isinstance(value.get(key), str) or not value[key]:
         return None
     arguments: Any = next((value[name] for name in argument_names if name in value), {})
-    if isinstance(arguments, str):  # some models write the object as text
+    if isinstance(arguments, str):  # some models write the object as a text
         arguments = load_json(arguments)
     own_id = value.get("id")
     own_id = own_id if isinstance(own_id, str) else ""
@@ -179,17 +183,18 @@ def json_call(value: Any, argument_names: Sequence[str], key: str = "name") -> C
 
 
 def to_json(value: Any) -> str:
-    """Raises `ValueError` for NaN and the infinities, which Python reads and JSON does not have."""
+    """Return a value as JSON. Raises `ValueError` for NaN and the infinities, which Python reads but JSON does not
+    have."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a character, which JSON can only escape
+    except UnicodeEncodeError:  # a lone surrogate, which JSON can only escape
         return json.dumps(value)
     return text
 
 
 class JsonScanner:
-    """Finds the end of a JSON object or array in a text that comes in pieces, without reading anything twice."""
+    """Finds the end of a JSON object or array in a text that arrives in pieces, without reading a character twice."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -197,14 +202,15 @@ class JsonScanner:
         self._is_escaped = False
 
     def end(self, text: str, begin: int = 0) -> int | None:
-        """Where in `text`, of which it has seen what is before `begin`, the value ends; None if it goes on."""
+        """Return where in `text` the value ends; None if it goes on. Earlier calls have read the text before
+        `begin`."""
         if self._is_escaped and begin < len(text):
             begin += 1
             self._is_escaped = False
         for found in _JSON_MARKS.finditer(text, begin):
             mark = found[0]
             if mark[0] == "\\":
-                self._is_escaped = len(mark) == 1  # what it escapes has not come
+                self._is_escaped = len(mark) == 1  # the escaped character has not come yet
             elif mark == '"':
                 self._is_string = not self._is_string
             elif not self._is_string:
@@ -215,7 +221,8 @@ class JsonScanner:
 
 
 def load_json(text: str) -> Any:
-    """The value, or None if `text` is not JSON, as are NaN and numbers that Python takes for infinite."""
+    """Return the value of `text`, or None if it is not JSON. NaN and numbers that Python reads as infinite are not
+    JSON."""
     try:
         return json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError):
