@@ -91,7 +91,7 @@ __all__ = [
     "__version_tuple__",
 ]
 
-# vLLM's that there are not, and why.
+# Names of vLLM that Octavo lacks, and why.
 _ABSENT = {
     "ModelRegistry": "classes of vLLM's models cannot be plugged in; model_impl='transformers' runs more",
     "initialize_ray_cluster": "--distributed-executor-backend ray connects to the cluster",

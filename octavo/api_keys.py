@@ -15,7 +15,7 @@ def with_environment(keys: Sequence[str]) -> list[str]:
 
 
 class ApiKeys:
-    """The keys of which a client must send one. Without keys nobody has to."""
+    """The keys of a server. A client must send one of them, unless there are none."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
@@ -33,7 +33,7 @@ class ApiKeys:
         if x_api_key is not None:
             sent.append(x_api_key.strip())
         digests = [_digest(key.encode("latin-1")) for key in sent]  # headers are latin-1 to ASGI
-        # Digests have one length and every key is compared, so time tells nothing about the keys.
+        # Digests have equal lengths and every key is compared, so the time reveals nothing about the keys.
         matches = [hmac.compare_digest(one, expected) for one in digests for expected in self._digests]
         return any(matches)
 

@@ -8,11 +8,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class GroupTables:
-    """Where the tokens of a step lie in the cache of one group of layers."""
+    """The places of a step's tokens in the cache of one group of layers."""
 
-    # [T] int64: block * block_size + offset, -1 has no slot; of a state group the block for the state after it
+    # [T] int64: block * block_size + offset, or -1 without a slot; for a state group the block of the state after each
+    # token
     slot_mapping: Any
-    block_tables: Any  # [S, max_blocks] int32; not of a state group
+    block_tables: Any  # [S, max_blocks] int32; not for a state group
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +24,15 @@ class StepBatch:
     positions: Any  # [T] int64
     query_start_loc: Any  # [S + 1] int32: the tokens of sequence s are query_start_loc[s] .. query_start_loc[s + 1] - 1
     seq_lens: Any  # [S] int32: cached tokens, this step's included
-    sample_rows: Any  # [N] int64: tokens whose logits are sampled; one that starts forks comes several times
+    sample_rows: Any  # [N] int64: tokens whose logits are sampled; a token that starts forks comes several times
     groups: tuple[GroupTables, ...]  # by cache group
-    # Of models that take media: rows [1 + D, M, H] float32, of which the first M stand in the place of embeddings and
-    # others are added after the first D layers; and which of M each token has ([T] int32, -1: none).
+    # For models that take media: rows [1 + D, M, H] float32. media_rows[0] replaces embeddings, the others are added
+    # after the first D layers. media_indices [T] int32 is each token's row of M, or -1.
     media_rows: Any = None
     media_indices: Any = None
-    axis_positions: Any = None  # [3, T] int64: in time, height and width, of models whose tokens have three positions
-    key_ends: Any = None  # [T] int32: see `Ops.paged_attention`; of models whose tokens see later ones
+    axis_positions: Any = None  # [3, T] int64: time, height and width, for models whose tokens have three positions
+    key_ends: Any = None  # [T] int32: see `Ops.paged_attention`; for models whose tokens see later tokens
     cross_lens: Any = None  # [S] int32: rows of another network's output that each sequence attends to
-    cross_mask: Any = None  # [T] int32: 0 for tokens that see nothing of that output, -1 for others
-    hidden_in: Any = None  # [T, H] of the stream's type, overwritten: what the stage before has made of these tokens
+    cross_mask: Any = None  # [T] int32: 0 for tokens that see none of these rows, -1 for others
+    hidden_in: Any = None  # [T, H] in the stream's type, overwritten: hidden states from the previous stage
     token_types: Any = None  # [T] int64: 0 in the first text of a pair, 1 in the second

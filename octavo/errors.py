@@ -1,6 +1,6 @@
-"""The errors that users meet. Each message is one line that says what was asked, what was found and what to do.
+"""The errors that users see. Each message is one line: what was asked, what was found and what to do.
 
-Anything else that escapes is a bug of Octavo's own and keeps its traceback.
+Any other exception that escapes is a bug in Octavo and keeps its traceback.
 """
 
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class OctavoError(Exception):
-    """Base of every error that is the user's to act on; command lines print it without a traceback."""
+    """Base of every error that the user can fix. Command lines print it without a traceback."""
 
 
 class ConfigError(OctavoError, ValueError):
@@ -20,10 +20,10 @@ class LoadError(OctavoError):
 
 
 class RequestError(OctavoError, ValueError):
-    """A request that is refused at the door; it fails alone.
+    """A refused request. Other requests are not affected.
 
-    `param` names the field at fault, `status` is the HTTP status and `code` the OpenAI error code, where there is one.
-    After `retry_after_s` the same request may be taken.
+    `param` names the wrong field, `status` is the HTTP status and `code` the OpenAI error code, if there is one. After
+    `retry_after_s` the same request may succeed.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ _OF_A_PROMPT = ("prompt", "prompt_embeds", "multi_modal_data", "multi_modal_uuid
 
 @contextmanager
 def naming_prompt(field: str, index: int = 0, count: int = 1) -> Iterator[None]:
-    """Whatever is wrong with a prompt is said of the `field` that it comes from, and of several there are with its
-    `index`, from 0. What is wrong with all of them alike stays as it is."""
+    """Make errors about a prompt name the `field` that it comes from, and its `index`, from 0, if there are several.
+    Errors that concern all prompts alike stay unchanged."""
     try:
         yield
     except RequestError as error:
@@ -60,7 +60,7 @@ def naming_prompt(field: str, index: int = 0, count: int = 1) -> Iterator[None]:
 
 
 class DeviceMemoryError(OctavoError):
-    """A step did not find the device memory that it needs. None of it was computed; the engine goes on."""
+    """A step lacked device memory. Nothing of the step was computed, and the engine goes on."""
 
 
 class EngineDeadError(OctavoError):

@@ -30,13 +30,13 @@ def flag(
     short: str | None = None,
     is_flag: bool = True,
 ) -> Any:
-    """A field with the text of its flag. `positive` numbers are greater than zero. A list is given as `--f a b` or
-    `--f a --f b`; an object as JSON, or key by key as `--f.key value`. `parse` reads the text of a
-    value that is not written as its type is, and raises `ValueError`. From Python a value `may_be_function`. `short` is
-    another name, such as -tp; what is no flag is a keyword only.
+    """Return a dataclass field with the help of its flag. `positive` numbers are greater than zero. A list is given as
+    `--f a b` or `--f a --f b`; an object as JSON, or key by key as `--f.key value`. `parse` reads a value whose text
+    differs from its type's, and raises `ValueError`. With `may_be_function` Python callers may pass a function. `short`
+    is another name, such as -tp. With `is_flag` false the field is only a keyword.
 
-    Flags that are not `built` take only their default, which asks for nothing, so that launch scripts which spell it
-    out work; any other value is refused.
+    Flags that are not `built` accept only their default, which asks for nothing, so that launch scripts with the
+    default work; any other value is refused.
     """
     if default not in (None, "", []) and "default" not in help:
         help = f"{help} Default: {default}."
@@ -51,28 +51,28 @@ Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Takes flags with underscores as well as with hyphens, as vLLM does, but no abbreviations. Of flags that it does
-    not know it says what to do instead. `--help=WORD` shows the flags that have the word in their names."""
+    """Accepts flags with underscores and with hyphens, as vLLM does, but no abbreviations. For unknown flags it says
+    what to do instead. `--help=WORD` shows the flags with the word in their names."""
 
-    # What a command line says besides: words that come behind its own, from the namespace that these make.
+    # Returns more words for the command line, from its parsed arguments and its words; they come behind its own.
     more_words: Callable[[argparse.Namespace, Sequence[str]], Sequence[str]] | None = None
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """What argparse's does, and `parse_args` through it."""
+        """Parse like argparse, with Octavo's forms of flags. `parse_args` uses it."""
         words = _with_objects([*map(with_hyphens, sys.argv[1:] if args is None else args)])
         for word in words:
             if word.startswith("--help="):
                 self._show(word.removeprefix("--help=").replace("_", "-"))
-        # argparse would take an unknown flag with a space in its value, as JSON has, for a word of its own: a model.
+        # argparse would take an unknown flag with a space in its value, as in JSON, for a positional word: a model.
         unknown = [word for word in words if re.match(r"--\S+=.* ", word) and not self._knows(word)]
         namespace, others = super().parse_known_args([word for word in words if word not in unknown], namespace)
         return namespace, unknown + others
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """What argparse's does; the process ends with exit code 2 if a word is unknown."""
+        """Parse like argparse. An unknown word ends the process with exit code 2."""
         words = sys.argv[1:] if args is None else list(args)
         before = copy.deepcopy(namespace)
         found, unknown = self.parse_known_args(words, namespace)
@@ -85,7 +85,7 @@ class FlagParser(argparse.ArgumentParser):
         return found
 
     def _show(self, wanted: str) -> NoReturn:
-        """Print the help of some flags, or of `all`, and end the process."""
+        """Print the help of flags whose names contain `wanted`, or of `all`, and end the process."""
         formatter = self._get_formatter()
         num_found = 0
         for group in self._action_groups:
@@ -104,14 +104,14 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def with_hyphens(word: str) -> str:
-    """A word of a command line; a flag's name has hyphens."""
+    """Return a word of a command line, with hyphens in a flag's name."""
     name, equals, value = word.partition("=")
     flag_name, dot, key = name.partition(".")
     return flag_name.replace("_", "-") + dot + key + equals + value if word.startswith("--") else word
 
 
 def _with_objects(words: Sequence[str]) -> list[str]:
-    """Words with `--f={"key": value}` for each `--f.key value`. A value that is no JSON is a text."""
+    """Return words with `--f={"key": value}` for each `--f.key value`. A value that is not JSON is a text."""
     found: list[str] = []
     left = iter(words)
     for word in left:
@@ -130,18 +130,18 @@ def _with_objects(words: Sequence[str]) -> list[str]:
 
 
 class _Known(type):
-    """Of classes that say of a keyword that there is not what to do about it."""
+    """Metaclass of classes whose constructor says what to do about an unknown keyword."""
 
     __dataclass_fields__: dict[str, dataclasses.Field[Any]]
 
-    if not typing.TYPE_CHECKING:  # for whom the constructor's signature holds
+    if not typing.TYPE_CHECKING:  # type checkers use the constructor's signature
 
         def __call__(cls, *args: Any, **given: Any) -> Any:
             return super().__call__(*args, **known_arguments(cls.__name__, given, cls.__dataclass_fields__))
 
 
 class Flags(metaclass=_Known):
-    """Base of such dataclasses. Field `max_model_len` is flag `--max-model-len`."""
+    """Base of dataclasses whose fields are flags. Field `max_model_len` is flag `--max-model-len`."""
 
     @classmethod
     def add_cli_args(cls, parser: Parser, *, only: Collection[str] | None = None) -> Parser:
@@ -159,7 +159,7 @@ class Flags(metaclass=_Known):
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace, **fixed: Any) -> Self:
-        """The fields of `cls` out of parsed arguments, and those that are `fixed`."""
+        """Return an object of `cls` from parsed arguments and the `fixed` fields."""
         fields = [f for f in dataclasses.fields(cls) if f.metadata["is_flag"]]  # type: ignore[arg-type]
         names = [f.name for f in fields if hasattr(args, f.name)]
         return cls(**{name: getattr(args, name) for name in names}, **fixed)
@@ -196,7 +196,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _value_type(cls: type, name: str) -> Any:
-    """The type of a field, without the `None` of an optional one."""
+    """Return the type of a field, without `None` for an optional field."""
     hint = _hints(cls)[name]
     if isinstance(hint, types.UnionType):
         return next(t for t in typing.get_args(hint) if t is not type(None))
@@ -235,26 +235,27 @@ def _add_flag(group: argparse._ArgumentGroup, f: dataclasses.Field[Any], kind: A
 
 
 class _AddKeys(argparse.Action):
-    """An object given several times has the keys of all."""
+    """Merges the keys of an object that is given several times."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, {**(getattr(namespace, self.dest) or {}), **values})
 
 
 def _object(text: str) -> dict[str, Any]:
-    """A JSON object."""
+    """Parse a JSON object, for argparse."""
     value = json.loads(text)
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"a JSON {type(value).__name__} is no object: {text[:60]}")
     return value
 
 
-_object.__name__ = "JSON object"  # as argparse's errors call it
+_object.__name__ = "JSON object"  # the name in argparse's errors
 _UNITS = {unit: 1000**i for i, unit in enumerate("kmgt", 1)} | {unit: 1024**i for i, unit in enumerate("KMGT", 1)}
 
 
 def number_with_unit(text: str) -> int:
-    """A whole number, as it is or in units: 32k is 32,000, 32K is 32,768, 25.6k is 25,600. Raises `ValueError`."""
+    """Parse a whole number, with or without a unit: 32k is 32,000, 32K is 32,768, 25.6k is 25,600. Raises
+    `ValueError`."""
     number, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)
     value = float(number) * unit if "." in number and text[-1:].islower() else int(number) * unit
     if value != int(value):

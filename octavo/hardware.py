@@ -1,4 +1,4 @@
-"""Which devices this machine has, found out without importing torch: a server asks before it starts a core."""
+"""Finds this machine's devices without importing torch, because a server asks before it starts a core."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 
 @cache
 def num_cuda_devices() -> int:
-    """CUDA devices that the driver shows to this process; CUDA_VISIBLE_DEVICES counts. 0 without a driver."""
+    """Return the number of CUDA devices that the driver shows to this process, as limited by CUDA_VISIBLE_DEVICES. 0
+    without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -24,14 +25,14 @@ def num_cuda_devices() -> int:
 
 
 def with_devices(own: range) -> dict[str, str]:
-    """The environment in which a process has only these CUDA devices of those that this one has."""
+    """Return environment variables that limit a child process to these CUDA devices of this process."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(own.stop)))
     return {"CUDA_VISIBLE_DEVICES": ",".join(names.split(",")[own.start : own.stop])}
 
 
 @cache
 def why_not_cuda() -> str | None:
-    """What stands between this process and a CUDA device, and what to do about it; None if nothing does."""
+    """Return why this process cannot use a CUDA device, and what to do about it; None if it can."""
     if num_cuda_devices() == 0:
         return "no CUDA device was found: the driver (libcuda.so.1) is missing or shows none"
     if not _torch_has_cuda():
@@ -42,7 +43,7 @@ def why_not_cuda() -> str | None:
 
 
 def _torch_has_cuda() -> bool:
-    """As torch/version.py says. Importing torch would take seconds."""
+    """Return whether torch was built with CUDA, as torch/version.py says. Importing torch would take seconds."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return False

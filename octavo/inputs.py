@@ -1,4 +1,4 @@
-"""The forms of a prompt besides plain text, as types of dictionaries."""
+"""Types of dictionaries for the forms of a prompt besides plain text."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any, NotRequired, TypeAlias, TypedDict
 
 
 class TextPrompt(TypedDict):
-    """A text, which the tokenizer cuts."""
+    """A text, which is tokenized."""
 
     prompt: str
     cache_salt: NotRequired[str]
     multi_modal_data: NotRequired[dict[str, Any]]  # {"image": PIL.Image, or a list of them}
-    multi_modal_uuids: NotRequired[dict[str, Any]]  # {"image": its name for later prompts, or a list of such}
+    multi_modal_uuids: NotRequired[dict[str, Any]]  # {"image": its name for later prompts, or a list of names}
 
 
 class TokensPrompt(TypedDict):
@@ -25,8 +25,8 @@ class TokensPrompt(TypedDict):
 
 
 class EmbedsPrompt(TypedDict):
-    """Embeddings [tokens, hidden_size] in the place of tokens, with `enable_prompt_embeds`: a tensor, an array, or a
-    file of one in base64."""
+    """Embeddings [tokens, hidden_size] in place of tokens, with `enable_prompt_embeds`: a tensor, an array, or base64
+    of a tensor file."""
 
     prompt_embeds: Any
     prompt: NotRequired[str]  # what `RequestOutput.prompt` shows

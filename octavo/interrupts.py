@@ -1,4 +1,5 @@
-"""Ctrl-C in a program that has an engine in its own process: within a step it would leave half of that behind."""
+"""Delays Ctrl-C in a program with an engine in its own process, because an interrupt within a step would leave the step
+half done."""
 
 from __future__ import annotations
 
@@ -9,15 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_HANGS_S = 5.0  # after the first interrupt: more than a step takes that somebody waits for
+_HANGS_S = 5.0  # after the first interrupt: longer than any reasonable step
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """SIGINT waits for the end of the body, unless that hangs: one that comes long after the first comes at once."""
+    """Delay SIGINT until the end of the body. If the body hangs, a SIGINT long after the first one takes effect
+    immediately."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield  # no other thread is interrupted
+        yield  # Python interrupts only the main thread
         return
     waiting: list[FrameType | None] = []
     first = 0.0

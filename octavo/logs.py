@@ -1,4 +1,4 @@
-"""Where log lines go: to standard error, in one form for all processes, unless the program has its own logging.
+"""Sends log lines to standard error, in one form for all processes, unless the program has its own logging.
 
 The form is text for people, or JSON for machines: one object a line, with the traceback inside where there is one.
 """
@@ -11,22 +11,22 @@ import os
 import time
 
 TEXT, JSON = "text", "json"
-# What every LogRecord has; anything else came with `extra=`.
+# Fields of every LogRecord; other fields came with `extra=`.
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 
 _current_format = TEXT
 
 
 def current_format() -> str:
-    """The form that this process was told to log in, which those that it starts shall keep."""
+    """Return the log format of this process, which its child processes use too."""
     return _current_format
 
 
 def configure_logging(
     process: str, level: int = logging.INFO, names: tuple[str, ...] = ("octavo",), *, log_format: str = TEXT
 ) -> None:
-    """Show the lines of these loggers from `level` up, with the name of the process. A program that has set up handlers
-    of its own keeps them and gets the lines there."""
+    """Show the lines of these loggers from `level` up, with the name of the process. A program with its own handlers
+    keeps them and gets the lines there."""
     global _current_format
     _current_format = log_format
     handler = logging.StreamHandler()
@@ -44,8 +44,8 @@ def configure_logging(
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as one line of JSON: time (UTC), level, process, pid, logger, message, what came with `extra=`, and the
-    traceback as `exception`."""
+    """Formats a record as one line of JSON: time (UTC), level, process, pid, logger, message, fields of `extra=`, and
+    the traceback as `exception`."""
 
     def __init__(self, process: str) -> None:
         super().__init__()

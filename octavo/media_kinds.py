@@ -1,5 +1,5 @@
-"""What sets the kinds of media apart, from a request's field to the argument of a processor. How a file of each is
-decoded is in `octavo.multimodal`.
+"""The differences between kinds of media, from a request's field to the argument of a processor. `octavo.multimodal`
+decodes their files.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w-]+=[^;,]*)*);base64,"
 
 @dataclass(frozen=True, slots=True)
 class MediaKind:
-    """Pictures, sounds or videos."""
+    """A kind of media: pictures, sounds or videos."""
 
-    name: str  # in multi_modal_data, --limit-mm-per-prompt and metrics, and the type of a part as templates know it
+    name: str  # in multi_modal_data, --limit-mm-per-prompt, metrics, and as the type of a part in templates
     noun: str
-    part: str  # the type of a part of a message that has a URL
-    argument: str  # of transformers' processors
-    extra: str  # of Octavo's package
-    modules: tuple[str, ...]  # which decode and fetch it
-    verb: str  # what a model that takes it does
-    values: str  # what multi_modal_data has of it
-    media_types: tuple[str, ...]  # of data: URLs, the first where those say none, and of what is fetched
-    built: str  # the formats, in words
-    file: str  # of these, in words
+    part: str  # type of a message's part with a URL
+    argument: str  # argument of transformers' processors
+    extra: str  # extra of Octavo's package
+    modules: tuple[str, ...]  # Python modules that decode and fetch it
+    verb: str  # verb for a model that takes it
+    values: str  # its values in multi_modal_data, in words
+    media_types: tuple[str, ...]  # of data: URLs and fetched files; the first is the default of data: URLs
+    built: str  # the built formats, in words
+    file: str  # a file in these formats, in words
 
     def refusal(self, reason: str) -> RequestError:
-        """What a medium is refused with."""
+        """Return the error for a refused medium."""
         return RequestError(f"A {self.noun} is refused: {reason}", param=self.part, code=f"invalid_{self.name}")
 
     def too_many_bytes(self, max_bytes: int) -> RequestError:
-        """What a medium's file is refused with that is too large."""
+        """Return the error for a file that is too large."""
         return self.refusal(f"it has more than {max_bytes} bytes (--max-{self.name}-bytes).")
 
     def data_of(self, url: str, max_bytes: int) -> bytes:
-        """The file of a `data:` URL. Raises `RequestError`."""
+        """Return the file in a `data:` URL. Raises `RequestError`."""
         match = _DATA_URL.match(url, 0, 256)
         if match is None:
             raise self.refusal(f"its url must look like data:{self.media_types[0]};base64,...")
@@ -79,45 +79,46 @@ KINDS = {kind.name: kind for kind in (IMAGE, AUDIO, VIDEO)}
 
 
 class SentMedium(NamedTuple):
-    """A medium of a request as it was sent."""
+    """A request's medium as it was sent."""
 
     kind: MediaKind
     given: (
         Any  # a URL, `SentEmbeddings`, or a value of a caller in the same process; None: what was sent as `uuid` before
     )
-    uuid: str | None = None  # by which it is known to later requests
+    uuid: str | None = None  # its name for later requests
 
 
 class SentEmbeddings(NamedTuple):
-    """What is `given` in the place of a medium: what its tower would make of it."""
+    """Embeddings `given` in place of a medium: the output that its tower would have."""
 
-    value: Any  # in base64, alone or in an object beside its grid
+    value: Any  # base64, alone or in an object with its grid
 
 
 def checked_uuid(given: object) -> str | None:
-    """Raises `RequestError`."""
+    """Return the uuid of a medium. Raises `RequestError` if it is not a string of a valid length."""
     if given is not None and not (isinstance(given, str) and 0 < len(given) <= _MAX_UUID):
         raise RequestError(f"the uuid of a medium must be a string of 1 to {_MAX_UUID} characters.", param="uuid")
     return given
 
 
 class MediaReader(Protocol):
-    """Files and values of one kind as what processors take, within an engine's bounds."""
+    """Reads files and values of one kind into the form that processors take, within an engine's bounds."""
 
     def from_bytes(self, data: bytes) -> Any:
-        """The medium of a file. Raises `RequestError`."""
+        """Return the medium in a file. Raises `RequestError`."""
 
     def normalized(self, given: object) -> Any:
-        """The medium of a caller in the same process. Raises `RequestError`."""
+        """Return the medium of a caller in the same process. Raises `RequestError`."""
 
     def is_many(self, given: object) -> bool:
-        """Whether that is a sequence of media."""
+        """Return whether the value is a sequence of media."""
 
     def example(self) -> Any:
-        """Some medium."""
+        """Return an example of a medium."""
 
     def largest(self, share: float) -> list[Any]:
-        """Media of that share, up to 1, of what the bounds allow: one of each shape that makes a difference."""
+        """Return media of `share`, up to 1, of the size that the bounds allow: one for each shape that makes a
+        difference."""
 
     def content_hash(self, medium: Any, settings: str, salt: str | None) -> bytes:
-        """SHA-256 over all that a tower's rows depend on, and the salt that keeps tenants apart."""
+        """Return the SHA-256 of everything that a tower's rows depend on, and of the salt that keeps tenants apart."""

@@ -1,4 +1,4 @@
-"""The secret that the nodes of a group share, out of the environment."""
+"""The secret that the nodes of a group share, from the environment."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ TOKEN_VARIABLE = "OCTAVO_NODES_TOKEN"
 
 
 def group_token() -> bytes:
-    """The token of the environment; empty where there is none."""
+    """Return the token from the environment; empty if there is none."""
     return os.environ.get(TOKEN_VARIABLE, "").encode()
 
 
 def check_token(address: str, flag: str) -> None:
-    """Raises `ConfigError` where a group without a token could be reached from elsewhere."""
+    """Raise `ConfigError` if a group without a token could be reached from other hosts."""
     try:
         is_local = ipaddress.ip_address(address).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a request gives back: the objects that `LLM`, `AsyncLLMEngine` and the servers hand to their callers."""
+"""Outputs of requests: the objects that `LLM`, `AsyncLLMEngine` and the servers give to their callers."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ PositionLogprobs = dict[int, Logprob]
 
 
 class PromptPositions(Sequence[PositionLogprobs | None]):
-    """The entries of a prompt's tokens, of which the first has none. Each is made when it is asked for: those of a long
-    prompt take longer than others should wait."""
+    """The entries of a prompt's tokens; the first token has none. Each entry is made when it is asked for, because
+    making all entries of a long prompt would delay other requests."""
 
     def __init__(self, num_tokens: int, make: Callable[[int], PositionLogprobs]) -> None:
-        """`make` has the entry of a position that is not 0."""
+        """`make` returns the entry of a position other than 0."""
         self._num_tokens, self._make = num_tokens, make
 
     def __len__(self) -> int:
@@ -48,7 +48,7 @@ class PromptPositions(Sequence[PositionLogprobs | None]):
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion of a request. In a delta stream `text`, `token_ids` and `logprobs` hold only what is new."""
+    """One completion of a request. In a delta stream `text`, `token_ids` and `logprobs` hold only the new part."""
 
     index: int
     text: str
@@ -56,7 +56,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None  # "stop", "length" or "abort"; None while it runs
-    # The stop string or stop token id that ended it, or "schema_mismatch" where its `final_check` fails; None for
+    # The stop string or stop token id that ended it, or "schema_mismatch" if its `final_check` fails; None for
     # end-of-sequence.
     stop_reason: int | str | None = None
 
@@ -66,7 +66,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds of `time.monotonic`, and how often it was preempted."""
+    """The times of a request's events, in seconds of `time.monotonic`, and its number of preemptions."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -77,7 +77,7 @@ class RequestMetrics:
 
     @property
     def queued_ts(self) -> float:
-        """vLLM's newer names of these times."""
+        """Return the arrival time; like the next properties a newer name of vLLM."""
         return self.arrival_time
 
     @property
@@ -101,7 +101,7 @@ class RequestMetrics:
         return self.intervals().get("time_in_queue")
 
     def intervals(self) -> dict[str, float]:
-        """Seconds of what the request has been through; what it never reached is left out."""
+        """Return the seconds of the request's intervals. Intervals that it never reached are left out."""
         bounds = {
             "time_in_queue": (self.arrival_time, self.first_scheduled_time),
             "time_to_first_token": (self.arrival_time, self.first_token_time),
@@ -113,8 +113,8 @@ class RequestMetrics:
         return {name: end - begin for name, (begin, end) in bounds.items() if begin is not None and end is not None}
 
     def phases(self) -> Iterator[tuple[str, float, float]]:
-        """What the request has been through, one after the other: a phase's name, begin and end. The one that it was in
-        when it ended lasts to then; after its last token it is in none."""
+        """Yield the request's phases in order: name, begin and end. The phase in which the request ended lasts until
+        the end; after the last token there is no phase."""
         bounds = {
             "queue": (self.arrival_time, self.first_scheduled_time),
             "prefill": (self.first_scheduled_time, self.first_token_time),
@@ -134,33 +134,33 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    # None for the first token. A list in `LLM`; of asynchronous engines `PromptPositions`.
+    # None for the first token. A list in `LLM`; `PromptPositions` in asynchronous engines.
     prompt_logprobs: Sequence[PositionLogprobs | None] | None = None
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     num_accepted_prediction_tokens: int = 0  # of the request's prediction, by all completions
-    num_rejected_prediction_tokens: int = 0  # and those that were computed for nothing
-    # Of `SamplingParams.alignment_heads`, A of them: float32 queries [prompt tokens, A, D] and, behind them, the keys
-    # [A, rows, D] of what is heard.
+    num_rejected_prediction_tokens: int = 0  # tokens of the prediction that were rejected
+    # For A `SamplingParams.alignment_heads`: float32 queries [prompt tokens, A, D], then the keys [A, rows, D] of the
+    # sound.
     alignment: bytes | None = None
-    lora_request: LoRARequest | None = None  # the adapter that it was computed with, where Python named one
+    lora_request: LoRARequest | None = None  # the adapter that a Python caller named
 
     @property
     def encoder_prompt(self) -> None:
-        """vLLM's, of models whose encoder reads a text: there are none here."""
+        """Return None. vLLM's field for models whose encoder reads a text, which Octavo does not have."""
 
     @property
     def encoder_prompt_token_ids(self) -> None:
-        """Likewise."""
+        """Return None, like `encoder_prompt`."""
 
     @property
     def kv_transfer_params(self) -> None:
-        """vLLM's, of caches that move between servers, which is not built."""
+        """Return None. vLLM's field for caches that move between servers, which is not built."""
 
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """The vector [size] of a text, or those [tokens, size] of its tokens."""
+    """The vector [size] of a text, or the vectors [tokens, size] of its tokens."""
 
     data: Vectors
 
@@ -176,7 +176,7 @@ class EmbeddingOutput:
 
 @dataclass(slots=True)
 class ClassificationOutput:
-    """The probability of each class, or what the model says of it where nothing makes that one."""
+    """The probability of each class, or the model's raw score without an activation."""
 
     probs: list[float]
 
@@ -196,7 +196,7 @@ P = TypeVar("P")
 
 @dataclass(slots=True)
 class PoolingRequestOutput(Generic[O]):
-    """What a text, or a pair, gave."""
+    """The output of a text or a pair."""
 
     request_id: str
     outputs: O
@@ -206,7 +206,7 @@ class PoolingRequestOutput(Generic[O]):
     num_cached_tokens: int = 0
 
     def giving(self, outputs: P) -> PoolingRequestOutput[P]:
-        """The same in another form."""
+        """Return the same output with `outputs` in another form."""
         return PoolingRequestOutput(
             self.request_id, outputs, self.prompt_token_ids, self.finished, self.metrics, self.num_cached_tokens
         )
@@ -219,20 +219,20 @@ ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One answer of a beam search. `tokens` and `text` are of prompt and output; a token that ended it is not in them
-    unless `include_stop_str_in_output` asks for it, but counts in the score."""
+    """One answer of a beam search. `tokens` and `text` cover prompt and output. They include the token that ended the
+    answer only with `include_stop_str_in_output`; the score always counts it."""
 
     tokens: list[int]
-    logprobs: list[PositionLogprobs]  # of each output token, and of the best beside it
+    logprobs: list[PositionLogprobs]  # of each output token, with the best other tokens
     cum_logprob: float
     text: str
     finish_reason: str | None
     stop_reason: int | str | None
-    score: float  # what answers are ranked by: cum_logprob over (output tokens ** length_penalty)
+    score: float  # rank of the answer: cum_logprob / (output tokens ** length_penalty)
 
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """The answers of one prompt, best first: as many as there were beams."""
+    """The answers of one prompt, best first, as many as beams."""
 
     sequences: list[BeamSearchSequence]

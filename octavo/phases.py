@@ -1,4 +1,4 @@
-"""Where the time of a start goes: a stopwatch that names what it has seen. Servers show the result in their metrics."""
+"""A stopwatch for the phases of a start. Servers show its result in their metrics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import time
 
 
 class Phases:
-    """Seconds by phase, in order. Each call of `end` closes the phase that began where the one before it ended."""
+    """Seconds by phase, in order. Each call of `end` closes the current phase, which began when the previous one
+    ended."""
 
     def __init__(self, begun_at: float | None = None) -> None:
         self.begun_at = time.monotonic() if begun_at is None else begun_at
@@ -20,5 +21,5 @@ class Phases:
 
     @property
     def total(self) -> float:
-        """From the beginning to the end of the last phase."""
+        """Return the seconds from the beginning to the end of the last phase."""
         return self._last - self.begun_at

@@ -1,4 +1,4 @@
-"""What a caller may ask of a model that pools, `PoolingParams`, and what is known of the model, `PoolingConfig`."""
+"""`PoolingParams`, a request's settings for a model that pools, and `PoolingConfig`, the model's own settings."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import msgspec
 
 from octavo.errors import RequestError
 
-# What a request may want, by vLLM's names: one vector of a text or one of each token, as they are or as classes.
+# Tasks of requests, by vLLM's names: one vector for a text or one for each token, as embeddings or as classes.
 TASKS = ("embed", "token_embed", "classify", "token_classify")
 
 
 class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A field left out follows the model. Raises `RequestError` for a value that means nothing."""
+    """A request's settings. A field left out follows the model. Raises `RequestError` for an invalid value."""
 
-    task: str | None = None  # of `TASKS`
-    dimensions: int | None = None  # of an embedding: so many of its first elements (Kusupati et al. 2022)
-    use_activation: bool | None = None  # False: no length 1 for embeddings, no softmax or sigmoid for classes
-    truncate_prompt_tokens: int | None = None  # keep so many tokens of a text, -1 as many as the model takes
-    truncation_side: str = "right"  # where tokens are taken off
-    # Older names of `use_activation`, under which they are kept; so is an `activation` that is no text.
+    task: str | None = None  # one of `TASKS`
+    dimensions: int | None = None  # keep this many first elements of an embedding (Kusupati et al. 2022)
+    use_activation: bool | None = None  # False: do not normalize embeddings, no softmax or sigmoid for classes
+    truncate_prompt_tokens: int | None = None  # keep this many tokens of a text; -1: as many as the model takes
+    truncation_side: str = "right"  # side at which tokens are cut off
+    # Older names of `use_activation`; their values go there, and so does an `activation` that is no text.
     normalize: bool | None = None
     softmax: bool | None = None
-    # What the model says, once the request has been checked.
+    # Set from the model when the request is checked.
     kind: str = ""
     activation: Any = "identity"  # "normalize", "softmax", "sigmoid" or "identity"
-    num_skipped: int = 0  # tokens of an instruction, which are not pooled
+    num_skipped: int = 0  # tokens of an instruction that are not pooled
 
     def __post_init__(self) -> None:
         older = [self.normalize, self.softmax, None if isinstance(self.activation, str) else self.activation]
@@ -52,13 +52,13 @@ class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def is_by_token(self) -> bool:
-        """Whether each token has a vector."""
+        """Return whether each token has a vector."""
         return self.kind == "ALL"
 
 
 @dataclass(frozen=True, slots=True)
 class DenseConfig:
-    """A matrix that a sentence-transformers folder has behind pooling: its folder is also the prefix of its tensors."""
+    """A matrix after pooling in a sentence-transformers folder. `name` is its folder, and the prefix of its tensors."""
 
     name: str
     size: int  # of its output
@@ -68,38 +68,39 @@ class DenseConfig:
 
 @dataclass(frozen=True, slots=True)
 class PoolingConfig:
-    """How a model pools, and what its vectors are. Plain data: it crosses to the core's process."""
+    """How a model pools, and the form of its vectors. Plain data: it goes to the core's process."""
 
-    task: str  # of `TASKS`: what requests get that do not say it
-    kind: str  # of `octavo.layers.pooler.KINDS`
+    task: str  # one of `TASKS`: the default of requests
+    kind: str  # one of `octavo.layers.pooler.KINDS`
     size: int = 0  # elements of a vector
     dense: list[DenseConfig] = field(default_factory=list)
-    activation: str = "identity"  # what becomes of vectors; see `PoolingParams`
+    activation: str = "identity"  # applied to vectors; see `PoolingParams`
     labels: list[str] = field(default_factory=list)  # of classes
-    may_cut: bool = False  # the first elements of an embedding are one too
-    dimensions: list[int] = field(default_factory=list)  # how many, where only some numbers are good
-    default_dimensions: int | None = None  # of requests that do not say it
-    prompts: dict[str, str] = field(default_factory=dict)  # by name: what comes before a text
+    may_cut: bool = False  # the first elements of an embedding are an embedding too
+    dimensions: list[int] = field(default_factory=list)  # allowed numbers of elements; empty: any
+    default_dimensions: int | None = None  # for requests without `dimensions`
+    prompts: dict[str, str] = field(default_factory=dict)  # by name: a text put before each text
     default_prompt: str | None = None
     pools_prompts: bool = True
     whole_prompts: bool = True  # a text is computed in one step
-    label_tokens: list[int] = field(default_factory=list)  # whose rows of the output matrix are the classifier
+    label_tokens: list[int] = field(default_factory=list)  # their rows of the output matrix are the classifier
     is_difference: bool = False
     lowers_case: bool = False
-    score_template: str | None = None  # of one text for {instruction}, {query} and {document}
-    score_instruction: str = ""  # where a request has none
-    max_length: int | None = None  # tokens of a text that the model is good for, where it takes more
+    score_template: str | None = None  # makes one text of {instruction}, {query} and {document}
+    score_instruction: str = ""  # for requests without an instruction
+    max_length: int | None = None  # longest text that the model was made for; it may accept more
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """What requests may want."""
+        """Return the tasks that requests may ask for."""
         both = ("embed", "token_embed") if "embed" in self.task else ("classify", "token_classify")
         if self.kind == "ALL":
             return both[1:]
         return both if self.whole_prompts else both[:1]
 
     def settle(self, params: PoolingParams) -> PoolingParams:
-        """`params` with what the model says. Raises `RequestError` for what it cannot give."""
+        """Return `params` completed with the model's settings. Raises `RequestError` if the model cannot do what they
+        ask."""
         task = params.task or self.task
         if task not in self.tasks:
             raise RequestError(self._why_not(task), param="task")

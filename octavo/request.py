@@ -1,7 +1,7 @@
-"""A request as the engine knows it, and what it is told of it: the values that cross between front end and core.
+"""Requests and their outputs inside the engine: the values that cross between front end and core.
 
-Plain msgspec structs. Those that are made for each token hold no cycles, and the garbage collector is told not to look
-at them. How they become bytes is `octavo.engine.wire`'s.
+They are plain msgspec structs. Structs that are made for each token have no cycles and are excluded from garbage
+collection. `octavo.engine.wire` turns them into bytes.
 """
 
 from __future__ import annotations
@@ -17,37 +17,38 @@ from octavo.structured_output.final_check import FinalCheck
 
 
 class MediaItem(msgspec.Struct, frozen=True, array_like=True):
-    """A run of a prompt's tokens that stand for a picture, or for a part of one: between rows of patches, and between
-    tiles, there may be tokens of text."""
+    """A run of a prompt's tokens that stands for a picture, or for a part of a picture: tokens of text may separate
+    rows of patches, and tiles."""
 
-    position: int  # of its first token in the prompt
+    position: int  # index of its first token in the prompt
     num_tokens: int
     content_hash: bytes  # of the picture
-    first_row: int = 0  # of the picture's, that of its first token
-    # How its tokens lie in time, height and width, where positions follow from that.
+    first_row: int = 0  # the picture's row that belongs to its first token
+    # Numbers of its tokens in time, height and width, for models whose positions follow from a grid.
     grid: tuple[int, int, int] | None = None
-    time_step: float = 1.0  # between positions in time
-    num_rows: int = 0  # of another network's output, which layers attend to; such an item has no tokens
+    time_step: float = 1.0  # from one position in time to the next
+    num_rows: int = 0  # rows of encoder output that layers attend to; such an item has no tokens
 
     @property
     def num_positions(self) -> int:
-        """How many positions its tokens take: a model with axes places a video by its times, which may lie apart."""
+        """Return the number of positions that its tokens take. Models with axes place a video by its times, which may
+        be more than one position apart."""
         if self.grid is None:
             return self.num_tokens
         time, height, width = self.grid
-        # In float32, as `execution.media_table` counts. 1 << 40 is more than any model has, and less than overflows.
+        # In float32, like `execution.media_table`. 1 << 40 is more than any model has, and does not overflow.
         step = struct.unpack("f", struct.pack("f", min(self.time_step, float(1 << 20))))[0]
         return max(min(int((time - 1) * step) + 1, 1 << 40), height, width)
 
 
 def num_positions(num_tokens: int, media: Sequence[MediaItem]) -> int:
-    """How many positions a prompt of `num_tokens` takes, at least one for each token."""
+    """Return the number of positions that a prompt of `num_tokens` takes, at least one for each token."""
     return max(num_tokens, num_tokens + sum(item.num_positions - item.num_tokens for item in media))
 
 
 def seen_together(media: Sequence[MediaItem]) -> list[list[MediaItem]]:
-    """Runs of media that layers attend to: those that follow each other without a token between them, and that the
-    tokens behind them see, up to the next run."""
+    """Return runs of media that layers attend to. The media of a run follow each other directly; the tokens behind a
+    run see all of them, up to the next run."""
     runs: list[list[MediaItem]] = []
     for item in media:
         if runs and runs[-1][-1].position + 1 == item.position:
@@ -61,7 +62,7 @@ EMBEDDINGS = "embeddings"
 
 
 class MediaArray(msgspec.Struct, frozen=True, array_like=True):
-    """One of the arrays that a processor makes."""
+    """One array in a processor's output."""
 
     name: str
     dtype: str  # numpy's name
@@ -70,34 +71,35 @@ class MediaArray(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MediaInput(msgspec.Struct, frozen=True, array_like=True):
-    """What a tower makes the rows of a picture of. One array named `EMBEDDINGS` is those rows."""
+    """The input from which a tower computes a picture's rows. A single array named `EMBEDDINGS` holds the rows
+    themselves."""
 
     content_hash: bytes
-    num_tokens: int  # which have these rows
+    num_tokens: int  # tokens that get these rows
     arrays: tuple[MediaArray, ...]
-    grid: tuple[int, int, int] | None = None  # of `MediaItem`, or of as many as there are runs, one behind the other
+    grid: tuple[int, int, int] | None = None  # like `MediaItem.grid`; for several runs, their grids joined in time
     time_step: float = 1.0
 
 
 class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is to be continued, and everything that its keys and values depend on: two sequences share cached blocks
-    only where all of it agrees."""
+    """A prompt, and everything that its keys and values depend on. Two sequences share cached blocks only if all of it
+    agrees."""
 
     token_ids: list[int]
-    text: str | None = None  # where it came as text
-    adapter: str | None = None  # identity of the adapter that it is computed with
+    text: str | None = None  # if it came as text
+    adapter: str | None = None  # identity of its adapter
     media: tuple[MediaItem, ...] = ()  # in order of position
     cache_salt: str | None = None  # requests with different salts share no cached blocks
-    is_embedded: bool = False  # `media` are embeddings in the place of its tokens, or of some, which penalties ignore
-    second_start: int | None = None  # of a pair: the first token of the second text, for models that tell them apart
+    is_embedded: bool = False  # `media` has embeddings that replace all or some tokens; penalties ignore these
+    second_start: int | None = None  # in a pair: first token of the second text, for models that tell them apart
 
 
 class AdapterSource(msgspec.Struct, frozen=True, array_like=True):
-    """Where the adapter of an identity lies, and what it is called in messages."""
+    """The files of an adapter, and its name in messages."""
 
     identity: str  # a hash of its files' contents
     name: str
-    config: str | None  # file; None: the weights are a GGUF file, which says it all
+    config: str | None  # file; None: the weights are a GGUF file, which has the configuration
     weights: str  # file
     num_bytes: int = 0  # of the file
 
@@ -112,14 +114,14 @@ class EngineRequest(msgspec.Struct, tag="request", omit_defaults=True, weakref=T
     max_tokens: int  # output tokens at most, `max_model_len` already considered
     arrival_time: float  # seconds of time.monotonic, which processes of one machine share
     priority: int = 0  # lower goes first
-    max_ttft_s: float | None = None  # in which its first token is wanted
-    deadline: float | None = None  # `time.monotonic` at which it ends with what it has
-    pooling: PoolingParams | None = None  # vectors are wanted, and no output tokens
-    prediction: list[int] = []  # tokens of which its answer may largely consist
-    adapter: AdapterSource | None = None  # that of `prompt.adapter`
-    data_parallel_rank: int | None = None  # of the engine, among the server's, that is to have it; None: any
-    media: list[MediaInput] = []  # what `prompt.media` are made of; dropped once they are
-    final_check: FinalCheck | None = None  # of its answers' texts
+    max_ttft_s: float | None = None  # wanted time to the first token
+    deadline: float | None = None  # `time.monotonic` at which it ends with the tokens so far
+    pooling: PoolingParams | None = None  # the request asks for vectors and no output tokens
+    prediction: list[int] = []  # tokens that its answer is likely to contain
+    adapter: AdapterSource | None = None  # source of `prompt.adapter`
+    data_parallel_rank: int | None = None  # the server's engine that must take it; None: any
+    media: list[MediaInput] = []  # inputs for `prompt.media`; dropped once the rows are computed
+    final_check: FinalCheck | None = None  # check of its answers' texts
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
@@ -131,21 +133,21 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
 
 
 class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
-    """What one step added to one sequence of a request."""
+    """The part that one step added to one sequence of a request."""
 
     request_id: str
     index: int
     token_ids: list[int]
     finish_reason: str | None = None  # "stop", "length" or "error"
     stop_reason: int | None = None  # the stop token that ended it
-    logprobs: list[TokenLogprobs] | None = None  # one a token
+    logprobs: list[TokenLogprobs] | None = None  # one for each token
     prompt_logprobs: list[TokenLogprobs] | None = None  # for prompt positions 1.., once, with the first token
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     first_scheduled_time: float = 0.0  # time.monotonic
     error: str | None = None  # one line, when finish_reason is "error"
-    error_status: int = 400  # as HTTP has it: whose fault it is
+    error_status: int = 400  # the HTTP status for `error`
     num_accepted_prediction_tokens: int = 0  # tokens of the request's prediction that were accepted
     num_rejected_prediction_tokens: int = 0
-    vectors: bytes | None = None  # of a request for pooling: float32, one vector after the other
-    alignment: bytes | None = None  # of `alignment_heads`, once, with the first token; see `RequestOutput`
+    vectors: bytes | None = None  # for a request that pools: float32, one vector after the other
+    alignment: bytes | None = None  # for `alignment_heads`, once, with the first token; see `RequestOutput`

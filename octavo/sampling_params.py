@@ -1,7 +1,7 @@
-"""How a request wants its tokens chosen: one struct, checked when it is made, the same in Python, HTTP and on the wire.
+"""A request's sampling parameters: one struct, checked when it is made, the same in Python, HTTP and on the wire.
 
-The meaning of each field is carried out in `octavo.sampling` (logits to tokens) and `octavo.engine.output_processor`
-(stop strings, text). Field names and defaults are vLLM's.
+`octavo.sampling` (logits to tokens) and `octavo.engine.output_processor` (stop strings, text) implement the fields.
+Field names and defaults are vLLM's.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from octavo.errors import RequestError
 
 MAX_LOGPROBS = 20  # unless --max-logprobs says otherwise
 MAX_N = 128
-MAX_LENGTH_PENALTY = 10  # beyond it the powers of long outputs leave what floating-point numbers can hold
-# Sees (prompt_token_ids, output_token_ids, logits [vocab_size] float32) and returns the logits to use.
+MAX_LENGTH_PENALTY = 10  # beyond it powers of long lengths overflow floating-point numbers
+# Takes (prompt_token_ids, output_token_ids, logits [vocab_size] float32) and returns the logits to use.
 LogitsProcessor = Callable[[list[int], list[int], Any], Any]
 
 
 class RequestOutputKind(IntEnum):
-    """What each `RequestOutput` of a stream carries."""
+    """The content of each `RequestOutput` in a stream."""
 
     CUMULATIVE = 0  # everything since the start, in every output
-    DELTA = 1  # what is new since the last output
+    DELTA = 1  # the new part since the last output
     FINAL_ONLY = 2  # one output, when the request has finished
 
 
@@ -68,7 +68,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
 
     @classmethod
     def from_optional(cls, **given: Any) -> StructuredOutputsParams:
-        """Of fields that may be None; `json` may be a class of pydantic's too."""
+        """Make parameters from fields that may be None. `json` may also be a pydantic class."""
         schema: Any = given.get("json")
         if hasattr(schema, "model_json_schema"):
             given["json"] = schema.model_json_schema()
@@ -111,17 +111,17 @@ STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_t
 
 
 class SpeechRules(msgspec.Struct, frozen=True, array_like=True):
-    """What a model that writes down speech may say, by its tokens: see `octavo.sampling.timestamp_rules`."""
+    """The tokens that a transcribing model may say: see `octavo.sampling.timestamp_rules`."""
 
     suppressed: list[int]
-    suppressed_first: list[int]  # beside those, as the first token
-    end: int  # which the first tokens of the vocabulary, of text, come before
-    first_timestamp: int  # behind which there are others only
-    has_times: bool = False  # whether it writes them
-    last_initial: int | None = None  # the last timestamp that may come first
+    suppressed_first: list[int]  # also suppressed as the first token
+    end: int  # the end token; all smaller ids are text
+    first_timestamp: int  # all larger ids are timestamps
+    has_times: bool = False  # whether the answer has timestamps
+    last_initial: int | None = None  # largest timestamp allowed as the first token
 
 
-# Names that vLLM has, or people coming from other libraries try, and these parameters have not: what to do instead.
+# For parameters of vLLM or other libraries that Octavo lacks: what to do instead.
 _INSTEAD = {
     "do_sample": "temperature 0 is greedy, and any other samples",
     "flat_logprobs": "logprobs are a list of dictionaries",
@@ -143,9 +143,9 @@ _INSTEAD = {
 
 
 class _Named(type(msgspec.Struct)):  # type: ignore[misc]
-    """Says of a keyword that there is not what to do about it."""
+    """Metaclass whose constructor says what to do about an unknown keyword."""
 
-    if not TYPE_CHECKING:  # for whom the constructor's signature holds
+    if not TYPE_CHECKING:  # type checkers use the constructor's signature
 
         def __call__(cls, *args: Any, **given: Any) -> Any:
             try:
@@ -158,7 +158,7 @@ class _Named(type(msgspec.Struct)):  # type: ignore[misc]
                     if name in _INSTEAD and given[name] is not None and given[name] is not False:
                         raise RequestError(f"{name} is not built: {_INSTEAD[name]}.", param=name) from None
                 strange = [name for name in unknown if name not in _INSTEAD]
-                if not strange:  # callers pass on what they were not given
+                if not strange:  # callers pass on None for values that they were not given
                     return cls(*args, **{name: value for name, value in given.items() if name not in unknown})
                 close = [difflib.get_close_matches(name, cls.__struct_fields__, 1, 0.7) for name in strange]
                 advice = [f" Perhaps {found[0]} is meant." for found in close if found]
@@ -168,8 +168,8 @@ class _Named(type(msgspec.Struct)):  # type: ignore[misc]
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, metaclass=_Named):
     """Sampling parameters of one request.
 
-    Raises `RequestError` (a `ValueError`) naming the field, its value and the allowed range, also for a name of vLLM's
-    that is not built; `TypeError` for a name that nobody knows.
+    Raises `RequestError` (a `ValueError`) naming the field, its value and the allowed range, also for a parameter of
+    vLLM that is not built; `TypeError` for an unknown parameter.
     """
 
     n: int = 1
@@ -274,29 +274,30 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
 
     @classmethod
     def from_optional(cls, **given: Any) -> SamplingParams:
-        """Of parameters that may be None, which is as if they were left out; `max_tokens` of None is as many as
-        `max_model_len` allows."""
+        """Make parameters from values that may be None. None counts as left out, except for `max_tokens`: None allows
+        as many tokens as `max_model_len`."""
         optional = {name for name in cls.__struct_fields__ if name != "max_tokens"}
         return cls(**{name: value for name, value in given.items() if value is not None or name not in optional})
 
     def clone(self) -> SamplingParams:
-        """A copy that shares nothing with this but its logits processors."""
+        """Return a copy that shares only the logits processors."""
         processors = {id(processor): processor for processor in self.logits_processors or ()}
         return copy.deepcopy(self, processors)
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that the engine runs for this request; with beam search the beams."""
+        """Return the number of sequences that the engine runs for this request; with beam search the number of
+        beams."""
         return self.best_of or self.n
 
     @property
     def num_completions(self) -> int:
-        """Completions that come out of the engine: all sequences, or what a beam search has found best."""
+        """Return the number of completions from the engine: all sequences, or the best of a beam search."""
         return self.n if self.use_beam_search else self.num_sequences
 
     @property
     def follows_output(self) -> bool:
-        """Whether logits are changed by what has been put out so far, other than by a grammar."""
+        """Return whether the output so far changes the logits, other than through a grammar."""
         return bool(
             self.presence_penalty
             or self.frequency_penalty
@@ -309,7 +310,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the engine must report the log-probability of each sampled token."""
+        """Return whether the engine must report the log-probability of each sampled token."""
         return self.logprobs is not None or self.num_sequences > self.n or self.use_beam_search
 
     def _check_types(self) -> None:
@@ -387,7 +388,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             return
         if not -MAX_LENGTH_PENALTY <= self.length_penalty <= MAX_LENGTH_PENALTY:
             _refuse("length_penalty", self.length_penalty, f"between -{MAX_LENGTH_PENALTY} and {MAX_LENGTH_PENALTY}")
-        # What shapes the random choice among tokens, or ends a completion by its text, has no place in the search.
+        # Beam search does not support parameters of random sampling, nor ends by text.
         for name, is_idle in (
             ("top_p", self.top_p == 1),
             ("top_k", self.top_k <= 0),
@@ -410,7 +411,7 @@ class BeamSearchParams(msgspec.Struct, kw_only=False, omit_defaults=True):
     include_stop_str_in_output: bool = False
 
     def to_sampling_params(self) -> SamplingParams:
-        """The same search as parameters of a request. Raises `RequestError` for values out of range."""
+        """Return this search as sampling parameters of a request. Raises `RequestError` for values out of range."""
         if not _is_integer(self.beam_width) or not 1 <= self.beam_width <= MAX_N:
             _refuse("beam_width", self.beam_width, f"between 1 and {MAX_N}")
         return SamplingParams(
@@ -438,7 +439,8 @@ def _is_integer(value: object, limit: int = 2**63) -> bool:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether `text` can be encoded. Lone surrogates, which JSON can bring, are valid in Python's strings only."""
+    """Return whether `text` is valid Unicode. Lone surrogates, which JSON may contain, are valid only in Python's
+    strings."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,7 +1,6 @@
-"""What `--speculative-config` says, checked and completed: how draft tokens are made, and how many at most.
+"""The checked and completed value of `--speculative-config`: how draft tokens are made, and how many at most.
 
-`parse` reads the object and the older flags beside it. Nothing here loads a model or drafts anything; that is
-`octavo.speculative`'s.
+`parse` reads the object and the older flags. `octavo.speculative` loads models and drafts tokens.
 """
 
 from __future__ import annotations
@@ -13,23 +12,23 @@ from typing import Any
 
 from octavo.errors import ConfigError
 
-# Methods, and their default for the most draft tokens. Each of a draft model's tokens costs a step.
+# Methods, and their default of num_speculative_tokens. Each token of a draft model costs a step of it.
 HOST_METHODS = {"ngram": 16, "suffix": 24}
 DRAFT_METHODS = {"draft_model": 4, "eagle": 3, "eagle3": 3, "medusa": 3, "mtp": 1}
-HEAD_METHODS = ("eagle", "eagle3", "medusa", "mtp")  # whose models read what the model has computed
+HEAD_METHODS = ("eagle", "eagle3", "medusa", "mtp")  # methods whose models read the target model's hidden states
 _NOT_BUILT = ("mlp_speculator",)
 _ALIASES = {"[ngram]": "ngram", "prompt_lookup": "ngram", "draft": "draft_model"}
 _MAX_DRAFT_TOKENS = 128
-_LOOKUP = 5  # prompt_lookup_min and _max where both are left out
+_LOOKUP = 5  # default of prompt_lookup_min and _max
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """Fields have the names of `--speculative-config`'s keys."""
+    """The settings of speculation. Fields have the names of `--speculative-config`'s keys."""
 
     method: str
-    num_speculative_tokens: int  # the most: each step decides how many
-    model: str | None = None  # the draft model, of methods with one; the next fields are its
+    num_speculative_tokens: int  # the maximum; each step decides how many
+    model: str | None = None  # the draft model, for methods with one; the next fields belong to it
     revision: str | None = None
     quantization: str | None = None
     max_model_len: int | None = None
@@ -37,7 +36,7 @@ class SpeculativeConfig:
     enforce_eager: bool | None = None
     kv_cache_dtype: str | None = None
     use_heterogeneous_vocab: bool = False
-    prompt_lookup_min: int = _LOOKUP  # least tokens that must agree, and most that are compared
+    prompt_lookup_min: int = _LOOKUP  # fewest tokens that must agree; the next field: most tokens compared
     prompt_lookup_max: int = _LOOKUP
     suffix_decoding_max_tree_depth: int = 24
     suffix_decoding_max_cached_requests: int = 10000
@@ -45,7 +44,7 @@ class SpeculativeConfig:
     suffix_decoding_min_token_prob: float = 0.1
     # For benchmarks: by position, how often a draft token and all before it are accepted, whatever was sampled.
     synthetic_acceptance_rates: tuple[float, ...] | None = None
-    rejection_sample_method: str = "standard"  # or "synthetic": by these rates
+    rejection_sample_method: str = "standard"  # or "synthetic": by synthetic_acceptance_rates
 
 
 def parse(
@@ -57,8 +56,8 @@ def parse(
     prompt_lookup_max: int | None = None,
     prompt_lookup_min: int | None = None,
 ) -> SpeculativeConfig | None:
-    """`given` is the value of --speculative-config, the others are those of the older flags. None where nothing is to
-    be guessed. Raises `ConfigError` for what cannot be honoured."""
+    """Return the configuration of speculation, or None without one. `given` is the value of --speculative-config; the
+    other arguments are the older flags. Raises `ConfigError` for settings that cannot be honoured."""
     older = {
         "model": model,
         "num_speculative_tokens": num_speculative_tokens,
@@ -98,7 +97,7 @@ def parse(
 
 
 def _method(settings: dict[str, Any]) -> str:
-    """The method that is named, or follows from what is."""
+    """Return the named method, or the method that follows from the other settings. Raises `ConfigError`."""
     model, method = settings.get("model"), settings.get("method")
     if method is None:
         if model is None:
@@ -108,7 +107,7 @@ def _method(settings: dict[str, Any]) -> str:
             )
         method = _ALIASES.get(model, model if model in HOST_METHODS else "draft_model")
     method = _ALIASES.get(str(method), str(method))
-    if method.endswith("_mtp"):  # vLLM's names say whose module it is, which the model does as well
+    if method.endswith("_mtp"):  # vLLM's names include the model's family, which the model itself tells
         method = "mtp"
     if method in HOST_METHODS or method in DRAFT_METHODS:
         return method
@@ -134,14 +133,14 @@ def _check_types(settings: dict[str, Any]) -> None:
 
 
 def _check_others(settings: dict[str, Any], method: str) -> None:
-    """Settings of one method mean nothing to the others."""
+    """Raise `ConfigError` for settings of another method."""
     for prefix, theirs in (("prompt_lookup_", "ngram"), ("suffix_decoding_", "suffix")):
         if method != theirs and (found := [name for name in settings if name.startswith(prefix)]):
             raise ConfigError(f"{found[0]} is for the method {theirs}, and the method is {method}.")
 
 
 def _settle_lookup(settings: dict[str, Any]) -> None:
-    """One of the two stands for both."""
+    """Settle the bounds of the lookup. A bound that is left out equals the other. Raises `ConfigError`."""
     least = settings.setdefault("prompt_lookup_min", settings.get("prompt_lookup_max", _LOOKUP))
     most = settings.setdefault("prompt_lookup_max", least)
     if not 1 <= least <= most:

@@ -1,18 +1,18 @@
-"""Server-sent events, read as bytes come. For clients of ours: the terminal's and the benchmark's."""
+"""Reads server-sent events as bytes arrive, for Octavo's own clients: the terminal and the benchmark."""
 
 from __future__ import annotations
 
 
 class EventReader:
-    """Takes the bytes of one stream and gives the data of its events. Comments, names, ids and events without data,
-    which the format allows, are passed over (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
+    """Takes the bytes of one stream and returns the data of its events. Comments, names, ids and events without data
+    are skipped (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
 
     def __init__(self) -> None:
-        self._rest = b""  # an event that is not whole yet
-        self._ends_with_cr = False  # a line feed that follows belongs to it
+        self._rest = b""  # an incomplete event
+        self._ends_with_cr = False  # a following line feed belongs to the carriage return
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The data of the events that `data` completes."""
+        """Return the data of the events that `data` completes."""
         if data:
             if self._ends_with_cr:
                 data = data.removeprefix(b"\n")
@@ -25,7 +25,7 @@ class EventReader:
 
 
 def _data_of(event: bytes) -> bytes | None:
-    if event.startswith(b"data: ") and b"\n" not in event:  # nearly all of them
+    if event.startswith(b"data: ") and b"\n" not in event:  # nearly all events
         return event[6:]
     lines = []
     for line in event.removeprefix(b"\xef\xbb\xbf").split(b"\n"):

@@ -1,4 +1,4 @@
-"""Statistics of the engine core: its gauges and counters, as they cross to the front end with each step."""
+"""Statistics of the engine core: gauges and counters that go to the front end with each step."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
 
     num_running: int = 0
     num_waiting: int = 0
-    num_deferred: int = 0  # those of them whose grammar, adapter or media are being prepared
+    num_deferred: int = 0  # waiting requests whose grammar, adapter or media are being prepared
     num_swapped: int = 0
     num_blocks: int = 0
     num_blocks_used: int = 0  # referenced by a sequence
     num_host_blocks: int = 0
     num_host_blocks_used: int = 0
     num_slots_allocated: int = 0  # token slots of referenced blocks
-    num_slots_filled: int = 0  # those that hold a token
-    num_chunked_tokens: int = 0  # computed of prompts of which more is to be computed
-    prompt_token_s: float = 0.0  # how long a token of a prompt takes, beside what else runs; 0: not known yet
+    num_slots_filled: int = 0  # slots that hold a token
+    num_chunked_tokens: int = 0  # computed tokens of unfinished prompts
+    prompt_token_s: float = 0.0  # seconds for a token of a prompt, beside other running work; 0: not known yet
     num_preemptions: int = 0  # from here on: increments
-    num_prompt_tokens: int = 0  # of the prompts that were started, found in the cache or not
+    num_prompt_tokens: int = 0  # of started prompts, cached or not
     num_computed_tokens: int = 0  # prompt and output tokens that went through the model
     num_generation_tokens: int = 0
     num_prefix_queries: int = 0  # prompt tokens looked up in the prefix index
     num_prefix_hits: int = 0  # prompt tokens found there
-    step_s: float = 0.0  # what the steps took
-    predicted_step_s: float = 0.0  # and what they were expected to take
+    step_s: float = 0.0  # measured seconds of steps
+    predicted_step_s: float = 0.0  # predicted seconds of the same steps
     num_adapter_reads: int = 0  # from disk
-    adapter_read_s: float = 0.0  # from being asked for to being there
+    adapter_read_s: float = 0.0  # from request to arrival
     num_adapter_loads: int = 0  # onto the device
-    num_adapter_evictions: int = 0  # from there
+    num_adapter_evictions: int = 0  # from the device
     num_adapters_on_host: int = 0  # gauges, again
     num_adapters_on_device: int = 0
     running_adapters: list[str] = []  # names
     waiting_adapters: list[str] = []
     num_drafts: int = 0  # verified drafts, of one token or several
     num_draft_tokens: int = 0  # their tokens
-    num_accepted_tokens: int = 0  # those of them that stand
-    num_accepted_by_position: list[int] = []  # the same by position in the draft
-    num_media_queries: int = 0  # media of requests, looked up among those whose rows are kept
-    num_media_hits: int = 0  # those that were found there
-    tower_s: float = 0.0  # what the tower took for the others
+    num_accepted_tokens: int = 0  # accepted draft tokens
+    num_accepted_by_position: list[int] = []  # accepted draft tokens by position in the draft
+    num_media_queries: int = 0  # media of requests looked up in the cache of rows
+    num_media_hits: int = 0  # media whose rows were found
+    tower_s: float = 0.0  # seconds of the tower for the others

@@ -1,7 +1,7 @@
-"""What a step costs: `StepWork` says what it computes, `StepCostModel` how long that takes, fitted as steps happen.
+"""The cost of steps: `StepWork` is the work of a step, `StepCostModel` predicts its time and is fitted as steps happen.
 
-Nothing here knows a scheduler or a clock: whoever runs steps measures them and calls `observe`, and whoever plans them,
-predicts a wait or chooses between machines asks `seconds`. The same calls give the same numbers.
+Nothing here knows a scheduler or a clock. Code that runs steps measures them and calls `observe`; code that plans
+steps, predicts a wait or chooses between machines calls `seconds`. The same calls give the same numbers.
 """
 
 from __future__ import annotations
@@ -16,36 +16,34 @@ from typing import Protocol
 import numpy as np
 
 _MEMORY_STEPS = 200  # older steps of a kind count e times less
-_SPEED_STEPS = 15  # their median is the machine's present speed: seven of them may be disturbed without a trace
-_LARGEST_SURPRISE = 1.5  # times longer or shorter than predicted: what is measured beyond that is cut off
-_FIRST_SURPRISE = 20.0  # the same for the first step of a kind; for the second it is half of that, and so on
-_TRUST = 0.1  # weight of the start's proportions, in steps that were all one feature
-_FIRST_STEPS = (
-    50  # of a kind: everything is fitted in each; later one coefficient a step, which takes a tenth of the time
-)
-_BENDS = (8, 64)  # tokens at which a further one may begin to cost more, or less
+_SPEED_STEPS = 15  # their median is the machine's present speed; seven disturbed steps do not change it
+_LARGEST_SURPRISE = 1.5  # measured times are clipped to this factor around the prediction
+_FIRST_SURPRISE = 20.0  # the factor for the first step of a kind; half of it for the second, and so on
+_TRUST = 0.1  # weight of the start's proportions, in steps of a single feature
+_FIRST_STEPS = 50  # of a kind: each fits all coefficients; later steps fit one, in a tenth of the time
+_BENDS = (8, 64)  # numbers of tokens at which the cost of a further token may change
 
 
 @dataclass(slots=True)
 class StepWork:
-    """What a step computes. Empty steps cost what every step does."""
+    """The work of a step. An empty step has the fixed cost of every step."""
 
     num_tokens: int = 0
     num_samples: int = 0  # rows of logits
     num_chunks: int = 0  # rows of several tokens: parts of prompts, and draft tokens
-    num_keys: int = 0  # that rows find in the cache, to be read once for all tokens of a row
-    num_chunk_pairs: int = 0  # of a query and a key, in rows of several tokens
+    num_keys: int = 0  # keys in the cache; each row reads its keys once for all its tokens
+    num_chunk_pairs: int = 0  # pairs of a query and a key, in rows of several tokens
 
     @classmethod
     def of(cls, rows: Iterable[tuple[int, int, int, int, int, tuple[int, ...]]]) -> StepWork:
-        """Of a plan's rows (`octavo.plan.PlannedRow`)."""
+        """Return the work of a plan's rows (`octavo.plan.PlannedRow`)."""
         work = cls()
         for _, num_computed, num_tokens, num_sampled_positions, _, _ in rows:
             work.add(num_computed, num_tokens, num_sampled_positions)
         return work
 
     def add(self, num_computed: int, num_tokens: int, num_samples: int) -> None:
-        """A row that computes `num_tokens` behind `num_computed`."""
+        """Add a row that computes `num_tokens` behind `num_computed` tokens."""
         self.num_tokens += num_tokens
         self.num_samples += num_samples
         self.num_keys += num_computed
@@ -64,14 +62,14 @@ class StepWork:
             self.num_chunk_pairs -= _pairs(num_computed, count)
 
     def plus(self, num_computed: int, num_tokens: int, num_samples: int) -> StepWork:
-        """This, and a row more."""
+        """Return this work with one more row."""
         work = replace(self)
         work.add(num_computed, num_tokens, num_samples)
         return work
 
     def features(self) -> tuple[float, ...]:
-        """What the time is linear in, with coefficients that are not negative. Over the tokens it is bent: the first of
-        them cost little where reading the weights takes longer than multiplying by them."""
+        """Return the features in which the time is linear, with non-negative coefficients. The number of tokens is
+        split at bends: the first tokens cost little while reading the weights takes longer than multiplying."""
         few, many = _BENDS
         tokens = self.num_tokens
         return (
@@ -85,39 +83,39 @@ def _pairs(num_computed: int, num_tokens: int) -> int:
 
 
 class StepCost(Protocol):
-    """How long a step takes: `StepCostModel`, or a formula in tests."""
+    """Predicts the time of a step: `StepCostModel`, or a formula in tests."""
 
     def seconds(self, work: StepWork) -> float: ...
 
 
 class StepCostModel:
-    """Seconds of a step: a linear function of its features, which is fitted slowly, times the machine's present speed,
-    which is followed quickly, as neighbours and frequencies change it.
+    """Predicts the seconds of a step: a linear function of its features, fitted slowly, times the machine's present
+    speed, followed quickly, because other programs and clock frequencies change it.
 
     The function minimizes the squares of the relative errors, by coordinate descent from where it is (Lawson-Hanson's
     problem, kept up to date as in recursive least squares with forgetting). Steps with and without rows of several
-    tokens are forgotten each by steps of their kind, so that hours of decoding do not make it forget what prompts cost.
-    What steps do not tell apart stays in the proportions of the start.
+    tokens are two kinds; a kind is forgotten only as new steps of this kind come, so hours of decoding do not erase the
+    cost of prompts. Costs that steps cannot tell apart keep the proportions of the start.
 
-    Steps beside a tower take a factor longer, which only such steps teach, and which teach nothing else: pictures come
-    and go faster than the machine's speed is followed.
+    Steps beside a running tower take longer by a factor. Only such steps fit the factor, and they fit nothing else,
+    because pictures come and go faster than the machine's speed is followed.
     """
 
     def __init__(self, start: Iterable[float]) -> None:
-        """`start` are seconds for each of `StepWork.features`; one that is 0 stays 0."""
+        """`start` has seconds for each of `StepWork.features`; a 0 stays 0."""
         self._start = np.array(list(start))
-        self._shares = np.ones(len(self._start))  # of `_start`: what is fitted
+        self._shares = np.ones(len(self._start))  # fitted factors of `_start`
         self._coefficients = self._start.tolist()
         num = len(self._start)
         self._moments = np.zeros((2, num, num))
         self._targets = np.zeros((2, num))
-        self._ratios = deque[float](maxlen=_SPEED_STEPS)  # measured to predicted without the factor
-        self.slowness = 1.0  # a factor
-        self.tower_running = False  # a tower computes beside the steps that are asked about
-        self._ratios_with_tower = deque[float](maxlen=_SPEED_STEPS)  # likewise, of steps that had one
+        self._ratios = deque[float](maxlen=_SPEED_STEPS)  # measured time over prediction without slowness
+        self.slowness = 1.0  # factor of the machine's present speed
+        self.tower_running = False  # a tower runs beside the predicted steps
+        self._ratios_with_tower = deque[float](maxlen=_SPEED_STEPS)  # the same ratios, for steps beside a tower
         self._num_steps = [0, 0]  # by kind
         self._mean_surprise = 1.0
-        self._next = 0  # share to be fitted
+        self._next = 0  # next share to fit
 
     @classmethod
     def derived(cls, weight_bytes: int, key_bytes: int, bytes_per_s: float, operations_per_s: float) -> StepCostModel:
@@ -129,13 +127,13 @@ class StepCostModel:
         return cls((read_s, token_s / 2, token_s, token_s, token_s / 4, token_s, key_s, pair_s))
 
     def seconds(self, work: StepWork) -> float:
-        """What a step is expected to take now."""
+        """Return the predicted seconds of a step at the present speed."""
         base: float = sum(map(mul, self._coefficients, work.features()))
         beside = median(self._ratios_with_tower) if self.tower_running and self._ratios_with_tower else 0.0
         return max(self.slowness, beside) * base
 
     def observe(self, work: StepWork, seconds: float, had_neighbour: bool = False) -> None:
-        """A step has taken so long, with a tower beside it or not."""
+        """Learn from a step that took `seconds`. `had_neighbour` says that a tower ran beside it."""
         features = np.array(work.features())
         base = float(features @ self._coefficients)
         if had_neighbour:
@@ -148,7 +146,7 @@ class StepCostModel:
         self.slowness = median(self._ratios)
         largest = max(_LARGEST_SURPRISE, _FIRST_SURPRISE / self._num_steps[kind])
         surprise = _clipped(ratio / self.slowness, largest) / self._mean_surprise
-        # Disturbances make steps longer, never shorter: without this the function would grow as the factor shrinks.
+        # Disturbances only make steps longer: without this correction the function would grow as the factor shrinks.
         self._mean_surprise += (
             _clipped(ratio / self.slowness, _LARGEST_SURPRISE) - self._mean_surprise
         ) / _MEMORY_STEPS
@@ -163,7 +161,7 @@ class StepCostModel:
             self._fit(self._next)
 
     def _fit(self, i: int) -> None:
-        """The best value of one share while the others are as they are."""
+        """Set one share to its best value for the present values of the others."""
         moments = self._moments[0, i] + self._moments[1, i]
         target, share = float(self._targets[0, i] + self._targets[1, i]), float(self._shares[i])
         residual = target - float(moments @ self._shares) + _TRUST * (1 - share)

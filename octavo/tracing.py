@@ -1,8 +1,8 @@
-"""OpenTelemetry: a span a request, sent to `--otlp-traces-endpoint`, with the attributes that vLLM's spans have, and
-one below it for each phase of the engine.
+"""OpenTelemetry: sends a span for each request to `--otlp-traces-endpoint`, with the attributes of vLLM's spans, and a
+child span for each phase in the engine.
 
-The packages are an extra (`pip install 'octavo[otel]'`) and are imported only when the flag is given. The trace goes on
-from the request's `traceparent` header, where there is one.
+The packages are an extra (`pip install 'octavo[otel]'`) and are imported only with the flag. A request's `traceparent`
+header, if present, is the parent of its span.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROTOCOLS = ("grpc", "http/protobuf")
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raise `ConfigError` for what `Tracer` would fail at."""
+    """Raise `ConfigError` if `Tracer` would fail with this endpoint."""
     if "://" not in endpoint:
         raise ConfigError(f"--otlp-traces-endpoint must be a URL such as http://localhost:4317, got {endpoint}.")
     if _protocol() not in PROTOCOLS:
@@ -40,7 +40,7 @@ def check_endpoint(endpoint: str) -> None:
 
 
 def _protocol() -> str:
-    """As the variables of OpenTelemetry say; like vLLM's, the default is gRPC."""
+    """Return the protocol of OpenTelemetry's variables. The default is gRPC, as in vLLM."""
     environ = os.environ
     return (
         environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or PROTOCOLS[0]
@@ -65,7 +65,7 @@ class Tracer:
     async def trace(
         self, request: EngineRequest, outputs: AsyncGenerator[RequestOutput, None], headers: Mapping[str, str]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Hand on a request's outputs, and make its span when they end, however that is."""
+        """Yield a request's outputs, and make its span when they end, for whatever reason."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -109,7 +109,7 @@ class Tracer:
             "gen_ai.request.max_tokens": request.max_tokens,
             "gen_ai.request.n": params.n,
             "gen_ai.usage.num_sequences": params.num_sequences,
-            # The names of vLLM, and those that the conventions have come to.
+            # vLLM's names, and the newer names of the conventions.
             "gen_ai.usage.prompt_tokens": len(request.prompt.token_ids),
             "gen_ai.usage.input_tokens": len(request.prompt.token_ids),
             "gen_ai.usage.completion_tokens": num_tokens,
@@ -128,7 +128,7 @@ class Tracer:
         return int(monotonic_s * 1e9) + self._wall_offset_ns
 
     def flush(self, timeout_s: float) -> None:
-        """Send what is there. Blocks."""
+        """Send the finished spans. Blocks."""
         self._provider.force_flush(int(timeout_s * 1000))
 
 

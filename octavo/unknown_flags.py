@@ -1,4 +1,4 @@
-"""What to do about a flag that is unknown: vLLM's has a counterpart, or a reason for having none; others are misspelt.
+"""Advice on unknown flags: a counterpart of vLLM's flag or the reason for its absence, or the right spelling.
 
 `flags.FlagParser` asks for the words of a command line, `octavo serve` for the keys of its file, `LLM` for keywords.
 """
@@ -18,7 +18,7 @@ _MIXED = f"{_NEEDLESS}prompts are cut to steps of a length in time, see --target
 _OF_SPECULATION = f"{_NEEDLESS}each step verifies as many draft tokens as pay, see docs/speculation.md"
 _NO_CLASSES = "classes of vLLM's cannot be plugged in; leave it out"
 
-# By name, as fields are. Those that vLLM has, or had until a few versions ago, and Octavo has not.
+# Flags that vLLM has, or had until a few versions ago, and that Octavo lacks; by field name.
 _ADVICE = {
     "additional_config": _NOT_BUILT,
     "aggregate_engine_logging": f"{_NEEDLESS}the log has a line for all engines",
@@ -119,17 +119,17 @@ _ADVICE = {
     "worker_extension_cls": _NO_CLASSES,
     "worker_use_ray": "--distributed-executor-backend ray",
 }
-_ON_IN_VLLM = {"multi_step_stream_outputs", "use_tqdm_on_load"}  # False asks for something
+_ON_IN_VLLM = {"multi_step_stream_outputs", "use_tqdm_on_load"}  # true by default in vLLM: False asks for something
 
 
 def asks_for_nothing(name: str, value: object) -> bool:
-    """Whether it is a name of vLLM's that there is not here, with a value that is as if it were left out."""
+    """Return whether `name` is a flag of vLLM that Octavo lacks, and `value` means the same as leaving it out."""
     return name in _ADVICE and (value is None or (not value and name not in _ON_IN_VLLM))
 
 
 def known_arguments(caller: str, given: Mapping[str, object], known: Collection[str]) -> dict[str, Any]:
-    """The keywords that there are. Those of vLLM's that ask for nothing are left out, as callers pass on what they were
-    not given. Raises `TypeError` for others, with what to do instead."""
+    """Return the known keywords. Keywords of vLLM that ask for nothing are dropped, because callers pass on defaults.
+    Raises `TypeError` for other keywords, with advice."""
     asked = {name: value for name, value in given.items() if name in known or not asks_for_nothing(name, value)}
     if unknown := sorted(asked.keys() - set(known)):
         advice = advice_on(unknown, known)
@@ -138,8 +138,8 @@ def known_arguments(caller: str, given: Mapping[str, object], known: Collection[
 
 
 def advice_on(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """A line for each of `names` of which there is something to say, given the names that there are. Both are as fields
-    are called, or with hyphens."""
+    """Return a line of advice for each of `names` that has any. `known` are the existing names. Names are those of
+    fields, or have hyphens."""
     known = list(known)
     lines = [(name, _advice(name, known)) for name in names]
     return [f"{name}: {advice}." for name, advice in lines if advice]

@@ -1,7 +1,7 @@
-"""The variables of the environment that Octavo reads, and what each does.
+"""The environment variables that Octavo reads, and their meanings.
 
-`octavo collect-env` shows those that are set, and the documentation lists them; both ask here. Libraries
-(OpenTelemetry's, Hugging Face's, CUDA's) read more of their own.
+`octavo collect-env` shows those that are set, and the documentation lists all of them. Libraries (OpenTelemetry,
+Hugging Face, CUDA) read further variables.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ VARIABLES = {
     "RUNTIME_DIRECTORY": "Set by systemd: where the processes' sockets are, in the place of the temporary files'.",
     "PYTHONPATH": "Folders of modules, which the engine's processes search too. Relative ones are left out.",
 }
-# vLLM's that are taken (`ServerArgs.api_keys`), or with nothing to turn off: nothing is ever sent anywhere.
+# vLLM's variables that Octavo reads (`ServerArgs.api_keys`), or that turn off usage statistics, which Octavo never
+# sends.
 HARMLESS = {
     "VLLM_API_KEY", "VLLM_USAGE_STATS", "VLLM_USAGE_SOURCE", "VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK",
 }  # fmt: skip
-# What to use in the place of others.
+# Counterparts of other variables of vLLM.
 COUNTERPARTS = {
     "VLLM_SERVER_DEV_MODE": "--enable-server-dev-mode or OCTAVO_SERVER_DEV_MODE=1",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "OCTAVO_ALLOW_RUNTIME_LORA_UPDATING=1, with --enable-lora and --lora-root",
