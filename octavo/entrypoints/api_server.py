@@ -1,6 +1,6 @@
-"""`python -m octavo.entrypoints.api_server --model MODEL …`: vLLM's plain server, whose route is POST /generate.
+"""`python -m octavo.entrypoints.api_server --model MODEL …`: vLLM's plain server with the route POST /generate.
 
-It is the whole server under that name: `/generate` and `/health` are where scripts look for them.
+It is the whole server under vLLM's name, and has `/generate` and `/health` where scripts expect them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""An answer as content blocks, and the events that tell of them one by one.
+"""Builds an answer as content blocks, and as the events of a stream.
 
 Order: `message_start`; for each block `content_block_start`, `content_block_delta`*, `content_block_stop`;
-`message_delta` with the stop reason; `message_stop`. A whole message is what its events add up to.
+`message_delta` with the stop reason; `message_stop`. A whole message is the sum of its events.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Event = dict[str, Any]
 
 
 class MessageBuilder:
-    """The answer to one request."""
+    """Builds the answer to one request."""
 
     def __init__(self, body: MessagesRequest, message_id: str, model: str) -> None:
         self._max_tokens = body.max_tokens
         self._stops = body.stop_sequences or []
         self._hides_thinking = body.thinking is not None and body.thinking.display == "omitted"
-        self._arguments = ""  # of the call that is open
-        self._is_open = False  # the last block
+        self._arguments = ""  # of the open call
+        self._is_open = False  # whether the last block is open
         self.message: dict[str, Any] = {
             "id": message_id,
             "type": "message",
@@ -38,7 +38,7 @@ class MessageBuilder:
         }
 
     def add(self, progress: Progress) -> list[Event]:
-        """The events that `progress` brings."""
+        """Return the events that `progress` adds."""
         events: list[Event] = []
         if not self.message["usage"]:
             self.message["usage"] = _usage(progress)
@@ -72,7 +72,7 @@ class MessageBuilder:
         return [*events, self._delta({"type": "text_delta", "text": delta.text})]
 
     def _continue(self, block: dict[str, Any]) -> list[Event]:
-        """Go on with the last block if it is of this kind, or open this one."""
+        """Continue the last block if it is open and of the same kind, otherwise open `block`. Return the events."""
         if self._is_open and self.message["content"][-1]["type"] == block["type"]:
             return []
         return self._open(block)
@@ -111,7 +111,7 @@ class MessageBuilder:
             case "length":
                 fits = progress.num_tokens >= self._max_tokens
                 return "max_tokens" if fits else "model_context_window_exceeded", None
-            case "abort":  # its time was up
+            case "abort":  # the request's time was up
                 return "pause_turn", None
         if isinstance(progress.stop_reason, str) and progress.stop_reason in self._stops:
             return "stop_sequence", progress.stop_reason
@@ -126,7 +126,7 @@ class MessageBuilder:
 
 
 def _usage(progress: Progress) -> dict[str, int]:
-    """Input tokens are those that were computed; those of the cache are counted beside them."""
+    """Return Anthropic's usage. Input tokens are only the computed ones; cached tokens are counted separately."""
     return {
         "input_tokens": progress.num_prompt_tokens - progress.num_cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -136,7 +136,7 @@ def _usage(progress: Progress) -> dict[str, int]:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """The arguments of a call; none, if the answer was cut within them."""
+    """Return the arguments of a call; empty if the answer ended within them."""
     try:
         value = json.loads(arguments or "{}")
     except ValueError:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from octavo.entrypoints.http.body_fields import ResponseModel
 
-PREFIX = "/v1/messages"  # of the paths whose errors have this form
+PREFIX = "/v1/messages"  # paths with this prefix have errors of this form
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -31,6 +31,6 @@ class AnthropicError(ResponseModel):
 
 
 def anthropic_error(message: str, status: int, param: str | None, code: str | None) -> dict[str, Any]:
-    """`{"type": "error", "error": {...}}`; the message says what `param` and `code` would."""
+    """Return `{"type": "error", "error": {...}}`. `param` and `code` are omitted; the message has their content."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}}

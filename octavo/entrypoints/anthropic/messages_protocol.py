@@ -1,7 +1,7 @@
 """The bodies of Messages requests, with Anthropic's names (https://docs.claude.com/en/api/messages).
 
-What only says how to cache, bill or label a request is taken and changes no answer: `cache_control`, `metadata`,
-`service_tier` and the like. What asks for something that is not here is refused by name.
+Fields that only concern caching, billing or labels (`cache_control`, `metadata`, `service_tier` and the like) are
+accepted and change no answer. Fields that ask for missing features are refused by name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from octavo.errors import RequestError
 _NOTE = "Taken and without effect: it changes no answer."
 CacheControl = dict[str, Any]
 
-# Fields that ask for something that is not built, with the values that ask for nothing. null always does.
+# Fields that are not built, with the values that ask for nothing. null always asks for nothing.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "container": (),
     "fallbacks": ([],),
@@ -79,7 +79,7 @@ class ToolUseBlock(_Block):
 
 
 def _known_blocks(*kinds: str) -> BeforeValidator:
-    """Text becomes one block, and blocks of kinds that are not built are refused by name."""
+    """Return a validator that turns text into one block, and refuses blocks of other kinds by name."""
 
     def check(value: Any) -> Any:
         if isinstance(value, str):
@@ -148,7 +148,7 @@ class ToolDefinition(RequestBody):
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
     cache_control: CacheControl | None = None
-    eager_input_streaming: bool | None = None  # input is streamed as far as the model's format lets it be
+    eager_input_streaming: bool | None = None  # input is streamed as far as the model's format allows
     allowed_callers: list[Literal["direct"]] | None = None
     input_examples: list[dict[str, Any]] | None = None
     defer_loading: Literal[False] | None = None

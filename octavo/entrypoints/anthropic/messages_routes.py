@@ -49,11 +49,11 @@ async def create_message(body: MessagesRequest, raw: Request) -> Response:
     """Answer a conversation, in the form of Anthropic's API."""
     state = state_of(raw)
     chat = await run_off_loop(lambda: to_chat(body), length=_length())
-    if state.thinking_tokens is not None and body.thinking is not None:  # clients send it to any model
+    if state.thinking_tokens is not None and body.thinking is not None:  # clients send `thinking` to any model
         chat.thinking_token_budget = body.thinking.budget_tokens
     model = state.resolve_model(body.model)
     params = chat.to_sampling_params(state.engine.config.model.default_sampling_params)
-    # Agents say how much effort to make to any model, as they do whether to think.
+    # Agents send an effort to any model, as they do `thinking`.
     conversation = Conversation(chat, state, params, clamps_max_tokens=True, ignores_unknown_effort=True)
     request_id = uuid.uuid4().hex
     prompt, outputs = await conversation.submit(f"msg_{request_id}")

@@ -1,4 +1,4 @@
-"""A Messages request as a chat: turns become messages, blocks their content, reasoning and calls."""
+"""Turns a Messages request into a chat: turns become messages; blocks become content, reasoning and calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
-    """The chat that `body` asks for, with a stream of one answer. Raises `RequestError`."""
+    """Return the chat that `body` asks for, with a stream of one answer. Raises `RequestError`."""
     fields: dict[str, Any] = {
         "model": body.model,
         "messages": _messages(body),
@@ -51,7 +51,7 @@ def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
         named = {"type": "function", "function": {"name": choice.name}}
         fields["tool_choice"] = named if choice.type == "tool" else _CHOICES[choice.type]
         if choice.type in ("auto", "none") and not body.tools:
-            fields["tool_choice"] = None  # there is nothing to choose
+            fields["tool_choice"] = None  # there are no tools to choose from
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     output = body.output_config
     if output is not None and output.format is not None:
@@ -86,7 +86,8 @@ def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
 
 
 def _add_input(messages: list[dict[str, Any]], turn: Message) -> None:
-    """Results of tools are messages of their own; what else is said by the same role is one message."""
+    """Append a turn to `messages`. Each result of a tool is a message of its own; the other blocks of a role form one
+    message."""
     for block in turn.content:
         if isinstance(block, ToolResultBlock):
             messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _tool_result(block)})
@@ -108,7 +109,7 @@ def _append_text(messages: list[dict[str, Any]], role: str, text: str) -> None:
 
 
 def _append_image(messages: list[dict[str, Any]], role: str, block: ImageBlock) -> None:
-    """With a picture a message is a list of parts."""
+    """Append a picture to the role's last message, whose content becomes a list of parts."""
     if not messages or messages[-1]["role"] != role:
         messages.append({"role": role, "content": ""})
     content = messages[-1]["content"]
@@ -122,7 +123,7 @@ def _image_part(block: ImageBlock) -> dict[str, Any]:
 
 
 def _tool_result(block: ToolResultBlock) -> str | list[dict[str, Any]]:
-    """What a tool has found: text, or with a picture a list of parts."""
+    """Return the result of a tool: a text, or a list of parts if it has pictures."""
     blocks = block.content or []
     text = _text([one for one in blocks if isinstance(one, TextBlock)])
     mark = "Error: " if block.is_error and not text.lower().startswith("error") else ""
@@ -153,7 +154,8 @@ def _text(blocks: Sequence[TextBlock]) -> str:
 
 
 def _num_without_thinking(body: CountTokensRequest) -> int:
-    """How many of the assistant's first messages lose their thinking, by the request's `context_management`."""
+    """Return how many of the assistant's first messages lose their thinking, as the request's `context_management`
+    says. Raises `RequestError`."""
     edits = (body.context_management or {}).get("edits") or []
     num_cleared = 0
     for edit in edits if isinstance(edits, list) else [edits]:

@@ -1,7 +1,7 @@
-"""A sound written down by an engine, window by window: what a Whisper is asked of each, and where the next begins.
+"""Transcribes a sound window by window: asks a Whisper model about each window, and finds the start of the next.
 
-The way is that of transformers' `generate`: a sound of up to thirty seconds whose times nobody asks for is one answer;
-otherwise the model says when its segments begin and end, and the next window begins where the last whole one ends.
+The method is that of transformers' `generate`. A sound of up to thirty seconds is one answer if no times are asked for.
+Otherwise the model writes timestamps of segments, and the next window begins where the last whole segment ends.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _LEAST_WINDOWS = 64
 
 @dataclass(frozen=True, slots=True)
 class TranscriptionOptions:
-    """What is wanted of a sound."""
+    """The options of a transcription."""
 
     task: str  # "transcribe" or "translate"
-    language: str | None = None  # its code; None: it is detected
-    prompt: str | None = None  # what came before, in the style that is wanted
+    language: str | None = None  # language code; None: detect it
+    prompt: str | None = None  # preceding text, in the wanted style
     temperature: float = 0.0
     seed: int | None = None
-    has_times: bool = False  # whether segments' times are wanted
-    is_measured: bool = False  # whether log-probabilities are
-    has_words: bool = False  # whether words' times are; so are segments' then
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # more that `SamplingParams` are told
+    has_times: bool = False  # times of segments are wanted
+    is_measured: bool = False  # log-probabilities are wanted
+    has_words: bool = False  # times of words are wanted, and so times of segments
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # further arguments of `SamplingParams`
 
 
 @dataclass(slots=True)
 class WindowTranscript:
-    """What a window adds."""
+    """The part of a transcript that one window adds."""
 
     text: str
     segments: list[Segment]
@@ -60,7 +60,7 @@ class WindowTranscript:
 
 
 class SpeechTokens:
-    """The tokens by which a Whisper is told what to do. Raises `RequestError` where a checkpoint lacks them."""
+    """The tokens that tell a Whisper model what to do. Raises `RequestError` if a checkpoint lacks them."""
 
     def __init__(self, engine: EngineClient) -> None:
         self._vocabulary = vocabulary = engine.tokenizer.vocab
@@ -77,15 +77,15 @@ class SpeechTokens:
         self._suppressed = list(settings.get("suppress_tokens") or ())
         self._suppressed_first = list(settings.get("begin_suppress_tokens") or ())
         self._last_initial = settings.get("max_initial_timestamp_index")
-        # Layer and head of those that follow the sound.
+        # (layer, head) of the attention heads that follow the sound.
         self.alignment_heads = [(int(layer), int(head)) for layer, head in settings.get("alignment_heads") or ()]
 
     def task(self, name: str) -> int:
-        """The token of "transcribe" or "translate"."""
+        """Return the token of "transcribe" or "translate"."""
         return self._of(f"<|{name}|>")
 
     def rules(self, has_times: bool) -> SpeechRules:
-        """What may be said."""
+        """Return the rules for the tokens of an answer."""
         last = None if self._last_initial is None else self.first_timestamp + self._last_initial
         suppressed = self._suppressed, self._suppressed_first
         return SpeechRules(*suppressed, self.end, self.first_timestamp, has_times, last)
@@ -98,36 +98,36 @@ class SpeechTokens:
 
 
 class Transcriber:
-    """Of one engine."""
+    """Transcribes sounds with one engine."""
 
     def __init__(self, engine: EngineClient, data_parallel_rank: int | None = None) -> None:
         self._engine, self._rank = engine, data_parallel_rank
 
     @cached_property
     def tokens(self) -> SpeechTokens:
-        """Raises `RequestError` where the model has none."""
+        """Return the model's tokens for speech. Raises `RequestError` if it has none."""
         return SpeechTokens(self._engine)
 
     def language_of(self, name: str) -> str:
-        """The code of a language that is given by its code or its English name. Raises `RequestError`."""
+        """Return the code of a language, given its code or its English name. Raises `RequestError`."""
         code = CODES.get(name.lower(), name.lower())
         if code not in (self.tokens.languages or ("en",)):
             raise RequestError(f"The model does not write down the language {name!r:.40}.", param="language")
         return code
 
     def name_of(self, code: str) -> str:
-        """The English name of a language."""
+        """Return the English name of a language."""
         return LANGUAGES.get(code, code)
 
     def check(self, options: TranscriptionOptions) -> None:
-        """Raise `RequestError` for what the model cannot do."""
+        """Raise `RequestError` for options that the model does not support."""
         if options.task != "transcribe" and not self.tokens.languages:
             raise RequestError("The model knows English only, and translates nothing.", param="model")
         if options.has_words:
             self._check_heads()
 
     async def detect(self, spectrum: Spectrum, name: str) -> str:
-        """The code of the language that is spoken in the first window. `name` is what requests are shown as."""
+        """Return the code of the language in the first window. `name` names the request in logs."""
         languages = self.tokens.languages
         if not languages:
             return "en"
@@ -139,7 +139,7 @@ class Transcriber:
     async def transcribe(
         self, spectrum: Spectrum, options: TranscriptionOptions, language: str, name: str
     ) -> AsyncGenerator[WindowTranscript, None]:
-        """What is said, as it comes: window by window, or where no times are wanted of a short sound token by token."""
+        """Yield the transcript as it comes: window by window, or token by token for a short sound without times."""
         prompt = self._prompt(options, language, with_times := options.has_times or spectrum.num_frames > self._frames)
         params = SamplingParams(
             **{"max_tokens": None, **options.sampling}, temperature=options.temperature, seed=options.seed,
@@ -151,7 +151,7 @@ class Transcriber:
                 yield transcript
             return
         seek = num_windows = 0
-        # Segments that end soon after they begin would have a sound heard many times over.
+        # Very short segments would transcribe the same sound many times.
         max_windows = max(_LEAST_WINDOWS, 8 * math.ceil(spectrum.num_frames / self._frames))
         while seek < spectrum.num_frames:
             window, num_frames = spectrum.window(seek, self._frames), min(self._frames, spectrum.num_frames - seek)
@@ -175,7 +175,7 @@ class Transcriber:
             seek += step if step > 0 and num_windows < max_windows else num_frames
 
     def text(self, segment: Segment) -> str:
-        """Of its tokens, without timestamps and marks."""
+        """Return the text of a segment, without timestamps and marks."""
         words = [token for token in segment.tokens if token < self.tokens.end]
         return str(self._engine.tokenizer.decode(words))
 
@@ -190,7 +190,7 @@ class Transcriber:
                 tokens += output.token_ids
                 text = self.text(Segment(0, 0, tokens))
                 if not output.finished() and text.endswith("\N{REPLACEMENT CHARACTER}"):
-                    continue  # a character that is not whole yet
+                    continue  # an incomplete character
                 new, shown = text[len(shown) :], text
                 if new or output.finished():
                     yield WindowTranscript(new, [], 0, num_prompt_tokens=len(prompt), num_tokens=len(tokens))
@@ -207,7 +207,7 @@ class Transcriber:
         return found if has_times else [*found, tokens.no_timestamps]
 
     async def _no_speech_prob(self, window: Spectrum, name: str) -> float:
-        """What the model gives to nothing being said, where the language would come."""
+        """Return the probability of the no-speech token in the place of the language token."""
         token = self.tokens.no_speech
         params = SamplingParams(temperature=0, max_tokens=1, logprobs=0, allowed_token_ids=[token])
         found = await self._answer([self.tokens.start], window, params, name)
@@ -230,10 +230,10 @@ class Transcriber:
     async def _token_times(
         self, prompt: list[int], tokens: list[int], window: Spectrum, num_frames: int, name: str
     ) -> list[float]:
-        """When each of the tokens that were written down of a window ends, in seconds from its beginning; the sound
-        has `num_frames` from there on. The decoder reads them once more, all at once.
+        """Return when each token of a window's transcript ends, in seconds from the window's beginning, where the sound
+        has `num_frames` left. The decoder reads all tokens again in one step.
 
-        As in transformers the last one, which is the end as a rule, has the time of the one before.
+        As in transformers, the last token, usually the end token, gets the time of the token before it.
         """
         if len(tokens) < 2:
             return [0.0] * len(tokens)
@@ -246,7 +246,7 @@ class Transcriber:
         width = self._setting("median_filter_width", 7)
 
         def work() -> list[float]:
-            from octavo.multimodal.word_times import attention, token_times  # with numpy, as others of this module
+            from octavo.multimodal.word_times import attention, token_times  # with numpy, as others here
 
             weights = attention(alignment, len(found.prompt_token_ids), len(heads), num_rows)
             times = token_times(weights[:, len(prompt) :, :num_heard], width)
@@ -255,7 +255,7 @@ class Transcriber:
         return await run_off_loop(work, length=MAX_INLINE_LENGTH + 1)
 
     def _words(self, segments: list[Segment], times: list[float], seek: int, language: str) -> list[Word]:
-        """Of a window's segments, one behind the other, whose tokens end at `times`."""
+        """Return the words of a window's segments, in order. `times` has the end of each token."""
         from octavo.multimodal.word_times import Word, words_of
 
         offset, found, first = seek * TIMESTAMP_S / TIMESTAMP_FRAMES, [], 0
@@ -289,7 +289,7 @@ class Transcriber:
                 yield output
 
     def _setting(self, name: str, default: int) -> int:
-        """Of config.json, which leaves out what transformers takes for granted."""
+        """Return a setting of config.json, which omits transformers' defaults."""
         return int(self._engine.config.model.checkpoint.config.get(name, default))
 
     @property
@@ -300,7 +300,7 @@ class Transcriber:
 
 
 def segment_measures(transcript: WindowTranscript, text: str, temperature: float) -> dict[str, Any]:
-    """What verbose answers tell of a segment beside its text and times."""
+    """Return the fields of a segment in verbose answers, apart from its text and times."""
     return {
         "seek": transcript.seek,
         "temperature": temperature,

@@ -1,5 +1,5 @@
-"""POST /v1/audio/transcriptions and /v1/audio/translations: a file of sound in, what is said in it out, as text, JSON
-or subtitles, at once or as it is heard.
+"""POST /v1/audio/transcriptions and /v1/audio/translations: a sound file in, its transcript out, as text, JSON or
+subtitles, whole or as a stream.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class AudioRequest(RequestBody):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """What is said of how tokens are chosen, as `SamplingParams` has it."""
+        """Return the request's sampling fields, as arguments of `SamplingParams`."""
         names = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
         found = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.max_completion_tokens is not None:
@@ -158,7 +158,7 @@ async def _answer(raw: Request, task: str) -> Response:
         body = _body_of(form, task, state)
         job = TranscriptionJob(state, listener, body, raw, task)
         if body.stream:
-            # The form's file is gone when this returns, and so it is heard now.
+            # The form's file is deleted when this returns, so read the sound now.
             await state.sounds_held.acquire()
             try:
                 spectrum = await job.hear(upload)
@@ -171,7 +171,7 @@ async def _answer(raw: Request, task: str) -> Response:
 
 
 class _HeldStream(EventStream):
-    """Of one of the sounds that are held."""
+    """The stream of a sound that holds a place in `sounds_held`."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -198,13 +198,13 @@ def _body_of(form: FormData, task: str, state: ServerState) -> AudioRequest:
                 fields[name] = read(fields[name])
             except ValueError:
                 raise RequestError(f"{name} must be a number, got {fields[name]!r:.40}.", param=name) from None
-    for name in _IDLE_IF_FALSE & fields.keys():  # streams have their usage in any case
+    for name in _IDLE_IF_FALSE & fields.keys():  # streams always have their usage
         if read_boolean(fields.pop(name), name) and name == "use_beam_search":
             raise RequestError("use_beam_search is not built here; leave it out.", param=name)
     if (stream := fields.get("stream")) is not None:
         fields["stream"] = read_boolean(stream, "stream")
     if not fields.get("language", "-"):
-        del fields["language"]  # some clients send an empty field for none
+        del fields["language"]  # some clients send an empty field instead of none
     body = validate_body(fields, AudioRequest, state.args.unknown_fields)
     assert isinstance(body, AudioRequest)
     if body.timestamp_granularities and body.response_format != "verbose_json":
@@ -215,7 +215,7 @@ def _body_of(form: FormData, task: str, state: ServerState) -> AudioRequest:
 
 
 class TranscriptionJob:
-    """One sound on its way to its answer."""
+    """Answers a request for one sound."""
 
     def __init__(
         self, state: ServerState, listener: AudioFeatureExtractor, body: AudioRequest, raw: Request, task: str
@@ -235,7 +235,7 @@ class TranscriptionJob:
         self._transcriber.check(self._options)
 
     async def whole(self, upload: UploadFile) -> Response:
-        """The answer at once."""
+        """Return the whole answer."""
         async with self._state.sounds_held:
             spectrum = await self.hear(upload)
             language = await self._language(spectrum)
@@ -263,16 +263,16 @@ class TranscriptionJob:
         return PlainTextResponse(made, headers=self.headers)
 
     async def hear(self, upload: UploadFile) -> Spectrum:
-        """The sound of a file. Raises `RequestError`."""
+        """Return the spectrum of an uploaded sound file. Raises `RequestError`."""
 
         def work() -> Spectrum:
-            # Read here, so that no more files are in memory than are decoded at once.
+            # Read here, so that only as many files are in memory as are decoded at once.
             return self._listener.hear(self._listener.decode(upload.file.read(self._listener.config.max_bytes + 1)))
 
         return await run_off_loop(work, length=0, media=("audio",))
 
     async def events(self, spectrum: Spectrum) -> AsyncGenerator[bytes, None]:
-        """The answer as it comes."""
+        """Yield the answer as a stream of events."""
         whole, num_input, num_output = "", 0, 0
         language = await self._language(spectrum)
         async for transcript in self._transcriber.transcribe(spectrum, self._options, language, self._name):
@@ -287,7 +287,7 @@ class TranscriptionJob:
 
     def _count(self, transcript: WindowTranscript, num_input: int, num_output: int) -> tuple[int, int]:
         heard = transcript.num_prompt_tokens + self._listener.config.num_rows
-        if transcript.segments:  # a window of several
+        if transcript.segments:  # one of several windows
             return num_input + heard, num_output + transcript.num_tokens
         return heard, transcript.num_tokens
 
@@ -299,7 +299,7 @@ class TranscriptionJob:
         for transcript in heard:
             for segment in transcript.segments:
                 text = self._transcriber.text(segment)
-                # Silence is heard behind a short sound's end.
+                # Silence follows a short sound, so times may exceed its length.
                 start, end = (round(min(time, seconds), 2) for time in (segment.start, segment.end))
                 more = segment_measures(transcript, text, self._options.temperature)
                 found.append(

@@ -1,6 +1,6 @@
-"""Has the lines of a batch answered by the application, some at a time, as if they came over HTTP.
+"""Lets the application answer the lines of a batch, several at a time, as if they came over HTTP.
 
-Which requests there are and what is wrong with them is the routes' to say, so whatever they learn, batches can do.
+The routes check the requests, so batches support every feature of the routes.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from octavo.entrypoints.batch.batch_lines import Line, LineError, answer_line, c
 from octavo.entrypoints.http.auth_and_limits import INTERNAL_BODY
 from octavo.entrypoints.http.json_worker import is_large
 
-MAX_TRIES = 20  # of a request while the engine is started again or its queue is full
-MAX_WAIT_S = 15.0  # between two
+MAX_TRIES = 20  # of a request while the engine restarts or its queue is full
+MAX_WAIT_S = 15.0  # between two tries
 _RETRIED_STATUSES = (429, 503)
 
-# Number of a line, whether it was answered with success, and the line of the output.
+# Takes the number of a line, whether its answer is a success, and the line of the output.
 Write = Callable[[int, bool, bytes], Awaitable[None]]
 
 
 class BatchStopped(Exception):
-    """The engine takes no requests any more. What has been answered stands, and the rest can be gone on with."""
+    """The engine takes no more requests. Finished answers are kept, and the batch can be continued later."""
 
 
 async def answer_lines(
     app: Starlette, lines: AsyncIterable[tuple[int, bytes]], write: Write, *, at_once: int, endpoint: str | None = None
 ) -> None:
-    """Answer numbered lines, `at_once` at a time, and `write` each answer when it is there. A line that is too long is
-    given as it begins, without its line break. Raises `BatchStopped`, and what `write` raises."""
+    """Answer numbered lines, `at_once` at a time, and `write` each answer when it is ready. Of a line that is too long
+    only the beginning is given, without a line break. Raises `BatchStopped`, and the errors of `write`."""
     slots = asyncio.Semaphore(at_once)
     tasks: set[asyncio.Task[None]] = set()
     failures: list[BaseException] = []
@@ -55,7 +55,7 @@ async def answer_lines(
             task.add_done_callback(end)
         while tasks:
             await asyncio.wait(tasks)
-            await asyncio.sleep(0)  # their callbacks
+            await asyncio.sleep(0)  # let the tasks' callbacks run
         if failures:
             raise failures[0]
     finally:
@@ -70,7 +70,7 @@ async def _answer(app: Starlette, number: int, text: bytes, write: Write, endpoi
     try:
         if not text.endswith(b"\n"):
             raise LineError("The line is too long.")
-        if is_large(text):  # it is read as the body of a request is
+        if is_large(text):  # parse it like a large body of a request
             decode = app.state.octavo.json_worker.parse
             line = await run_off_loop(lambda: read_line(text, endpoint, decode), length=len(text), is_json=True)
         else:
@@ -83,7 +83,7 @@ async def _answer(app: Starlette, number: int, text: bytes, write: Write, endpoi
 
 
 async def _ask(app: ASGIApp, line: Line) -> tuple[int, bytes]:
-    """Status and body of the answer. Waits while the application says that it cannot answer now."""
+    """Return the status and body of a line's answer. Waits and tries again while the application cannot answer."""
     for _ in range(MAX_TRIES):
         status, headers, body = await call_app(app, line.url, line.body)
         if status not in _RETRIED_STATUSES:
@@ -95,7 +95,7 @@ async def _ask(app: ASGIApp, line: Line) -> tuple[int, bytes]:
 
 
 async def call_app(app: ASGIApp, path: str, body: bytes) -> tuple[int, Headers, bytes]:
-    """Status, headers and body of what `app` answers to a POST from within the server."""
+    """Send `app` a POST from within the server, and return the status, headers and body of the answer."""
     raw_headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     scope: dict[str, Any] = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
@@ -105,7 +105,7 @@ async def call_app(app: ASGIApp, path: str, body: bytes) -> tuple[int, Headers, 
     status, headers, parts = 500, Headers(), list[bytes]()
 
     async def receive() -> Message:
-        await asyncio.Event().wait()  # nobody hangs up
+        await asyncio.Event().wait()  # never: there is no client that could hang up
         raise AssertionError
 
     async def send(message: Message) -> None:

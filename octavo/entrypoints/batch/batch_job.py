@@ -1,7 +1,6 @@
-"""A batch of /v1/batches on its way: the lines of a stored file, answered in the background into stored files.
+"""Runs a batch of /v1/batches in the background: answers the lines of a stored file, and stores the answers in files.
 
-Answers are kept one by one, so that a server which takes over a batch, because the one before it has ended, goes on
-where that was.
+Each answer is stored as it comes, so that another server can continue the batch if this server ends.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from octavo.errors import RequestError
 logger = logging.getLogger("octavo.server")
 
 LIFETIME_S = 24 * 3600
-RETRY_S = 30.0  # after which a batch goes on that the engine has refused again and again
+RETRY_S = 30.0  # pause of a batch after repeated refusals by the engine
 ACTIVE_STATUSES = ("validating", "in_progress", "finalizing", "cancelling")
 
 
 class BatchJob:
-    """The work on one batch. `batch` is its object, and this server its owner."""
+    """The work on one batch. `batch` is its object; this server owns it."""
 
     def __init__(self, app: Starlette, state: ServerState, batch: dict[str, Any]) -> None:
         self._app = app
@@ -37,7 +36,7 @@ class BatchJob:
         self.batch = batch
 
     async def run(self) -> None:
-        """Answer what has no answer yet, and note what came of it."""
+        """Answer the remaining lines, and store the batch's final status."""
         batch = self.batch
         try:
             while not await self._answer_all():
@@ -48,17 +47,17 @@ class BatchJob:
         except TimeoutError:
             await self._end("expired")
         except BatchStopped as error:
-            # It stays under way, without an owner who lives: the next server goes on with it.
+            # It stays unfinished without a living owner: the next server continues it.
             logger.warning("batch %s stops, to be gone on with: %s", batch["id"], error)
-        except RequestError as error:  # of the store, or of a file that is not there any more
+        except RequestError as error:  # from the store, or because a file was deleted
             logger.error("batch %s: %s", batch["id"], error)
             batch["errors"] = {"object": "list", "data": [{"code": error.code, "message": str(error)}]}
             await self._end("failed")
 
     async def _answer_all(self) -> bool:
-        """Whether all lines have an answer then; else the engine takes no requests now. Raises `BatchStopped` when the
-        server ends."""
-        at_once = max(1, self._state.engine.config.scheduler.max_num_seqs // 2)  # others want to be served, too
+        """Answer the remaining lines. Return whether all lines have an answer; False if the engine takes no requests
+        now. Raises `BatchStopped` when the server ends."""
+        at_once = max(1, self._state.engine.config.scheduler.max_num_seqs // 2)  # leave room for other clients
         try:
             done = await self._begin()
             await answer_lines(
@@ -72,7 +71,7 @@ class BatchJob:
         return True
 
     async def _wait(self, seconds: float) -> None:
-        """Raises `BatchStopped` if the server ends meanwhile, and `TimeoutError` if the batch's time is up."""
+        """Wait. Raises `BatchStopped` if the server ends meanwhile, and `TimeoutError` if the batch's time is up."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self._state.is_stopping:
@@ -82,7 +81,7 @@ class BatchJob:
             await asyncio.sleep(min(1.0, seconds))
 
     async def _begin(self) -> set[int]:
-        """The numbers of the lines that have been answered."""
+        """Prepare the batch's files, and return the numbers of answered lines."""
         batch = self.batch
         if batch["output_file_id"] is None:
             num_lines = 0
@@ -122,13 +121,13 @@ class BatchJob:
 
     async def _write(self, number: int, is_good: bool, line: bytes) -> None:
         if self._state.is_stopping and is_good:
-            raise BatchStopped("the server is stopping")  # the answer may have been cut off
+            raise BatchStopped("the server is stopping")  # the answer may be incomplete
         batch = self.batch
         batch["request_counts"]["completed" if is_good else "failed"] += 1
         file_id = batch["output_file_id" if is_good else "error_file_id"]
 
         def write(database: Database) -> None:
-            stored_files.find(database, FILE, file_id)  # else its lines would be nobody's
+            stored_files.find(database, FILE, file_id)  # raises if the file was deleted; its lines would have no owner
             database.add_chunks(file_id, [(number, line)])
             stored_files.write(database, BATCH, batch, is_owned=True)
 
@@ -160,7 +159,7 @@ class BatchJob:
 
 
 async def take_over(app: Starlette, state: ServerState) -> None:
-    """Go on with the batches of servers that have ended, as long as this one lives."""
+    """Take over the batches of dead servers, until this server ends."""
 
     def take(database: Database) -> list[dict[str, Any]]:
         found = [stored_files.read(one) for one in database.abandoned(BATCH)]

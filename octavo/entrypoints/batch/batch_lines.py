@@ -1,7 +1,7 @@
-"""A line of a batch and the line that answers it (https://platform.openai.com/docs/guides/batch).
+"""Reads the lines of a batch, and writes the lines of its answers (https://platform.openai.com/docs/guides/batch).
 
-The id of an answer is made of the number and the checksum of its line, so that a batch which was interrupted finds out
-which lines have been answered, and whether they were the same.
+The id of an answer contains the number and the checksum of its line, so that an interrupted batch can find which lines
+have been answered, and whether the lines are unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from octavo.entrypoints.http.piecewise_json import encode_in_pieces, is_large
 from octavo.entrypoints.http.streaming import encode_json
 from octavo.errors import RequestError
 
-# What a line may ask for. Which of them are there is the application's to say.
+# URLs that a line may have. The application decides which of them exist.
 URLS = frozenset(
     (
         "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v2/embed",
@@ -30,7 +30,7 @@ _decode = msgspec.json.Decoder().decode
 
 
 class LineError(ValueError):
-    """What is wrong with a line, and its `custom_id` if that is known."""
+    """A line is invalid. It has the line's `custom_id` if that is known."""
 
     def __init__(self, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -47,12 +47,12 @@ class Line:
 
 
 def checksum(line: bytes) -> int:
-    """Of the text of a line."""
+    """Return the checksum of a line's text."""
     return zlib.crc32(line.strip())
 
 
 def read_line(line: bytes, endpoint: str | None = None, decode: Callable[[bytes], Any] = _decode) -> Line:
-    """The request of a line, which has to be for `endpoint` if there is one. `decode` reads its JSON. Raises
+    """Return the request in a line, which must be for `endpoint` if one is given. `decode` parses the JSON. Raises
     `LineError`."""
     try:
         value = decode(line)
@@ -80,7 +80,7 @@ def read_line(line: bytes, endpoint: str | None = None, decode: Callable[[bytes]
 
 
 def answer_line(number: int, sum: int, custom_id: str, status: int, body: bytes) -> bytes:
-    """The line for an answer, whatever its status. `body` is JSON."""
+    """Return the output line of an answer of any status. `body` is JSON."""
     if b"\n" in body:
         body = encode_json(_decode(body))
     return b'%b,"custom_id":%b,"response":{"status_code":%d,"request_id":"%b","body":%b},"error":null}\n' % (
@@ -89,14 +89,14 @@ def answer_line(number: int, sum: int, custom_id: str, status: int, body: bytes)
 
 
 def error_line(number: int, sum: int, error: LineError) -> bytes:
-    """The line for one that asks for nothing that could be answered."""
+    """Return the output line of an invalid line."""
     said = encode_json({"code": "invalid_line", "message": f"Request {number + 1}: {error}"})
     custom_id = encode_json(error.custom_id)
     return b'%b,"custom_id":%b,"response":null,"error":%b}\n' % (_head(number, sum), custom_id, said)
 
 
 def read_answered(line: bytes) -> tuple[int, int] | None:
-    """Number and checksum of the line that an answer is for; None if it is no answer of ours."""
+    """Return the number and checksum of the line that an output line answers; None if Octavo did not write it."""
     found = _ID.match(line)
     return None if found is None else (int(found[1]), int(found[2], 16))
 

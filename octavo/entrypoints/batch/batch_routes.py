@@ -229,7 +229,7 @@ async def _batch(raw: Request, batch_id: str) -> dict[str, Any]:
 
 
 async def _page(raw: Request, kind: str) -> list[dict[str, Any]]:
-    """The objects of a page, and one more if there is one."""
+    """Return the objects of a page, and the next object if there is one."""
     asked = page_query(raw)
 
     def read(database: Database) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
-"""A batch from a file to a file: answers are appended as they come, and a batch that was killed goes on where it was.
+"""Runs a batch from a file to a file. Answers are appended as they come, and a killed batch continues where it stopped.
 
-An answer is written in one piece. What a kill has left of the last one is cut off, and each line that has an answer is
-passed over. When all have one they are put into the order of the input. Memory is bounded: of each line of the input
-some bytes are kept, and the lines that are being answered.
+Each answer is written in one piece. An incomplete last answer is cut off, and answered lines are skipped. When all
+lines have an answer, the answers are put into the order of the input. Memory is bounded: it holds a few bytes for each
+line of the input, and the lines being answered.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
     from tqdm import tqdm
 
-_LINES_AT_ONCE = 64  # that are read before others may go on
+_LINES_AT_ONCE = 64  # lines read before other tasks may run
 
 
 def _lock(file: Any) -> None:
-    """Raises `OSError` if another process has locked it. Where there is no `fcntl` (Windows) nothing is locked."""
+    """Lock a file. Raises `OSError` if another process has locked it. Without `fcntl` (Windows) nothing is locked."""
     with contextlib.suppress(ImportError):
         import fcntl
 
@@ -35,15 +35,15 @@ def _lock(file: Any) -> None:
 
 
 class BatchFiles:
-    """Input and output of one batch. The output is this process's alone until `close`. Raises `ConfigError`."""
+    """The input and output of one batch. The output is locked until `close`. Raises `ConfigError`."""
 
     def __init__(self, input_path: Path, output_path: Path, max_line_bytes: int) -> None:
         self._input_path = input_path
         self._output_path = output_path
         self._max_line_bytes = max_line_bytes
-        self._sums = array("L")  # checksums of the lines that have been answered, by number; 0: not yet
+        self._sums = array("L")  # by number: checksums of answered lines; 0: not answered
         self.num_lines = 0
-        self.num_failed = 0  # of those that were answered by this object
+        self.num_failed = 0  # failed lines among those answered by this object
         try:
             with open(input_path, "rb") as file:
                 for _ in _lines(file, max_line_bytes):
@@ -59,11 +59,11 @@ class BatchFiles:
 
     @property
     def num_done(self) -> int:
-        """Lines that have an answer already."""
+        """Return the number of answered lines."""
         return sum(1 for one in self._sums if one)
 
     async def run(self, app: Starlette, *, at_once: int, progress: tqdm[Any]) -> None:
-        """Answer what has no answer yet. Raises `OSError` when the disk is full: what is there stands."""
+        """Answer the remaining lines. Raises `OSError` if the disk is full; written answers are kept."""
 
         async def write(number: int, is_good: bool, line: bytes) -> None:
             self._append(line)
@@ -74,9 +74,9 @@ class BatchFiles:
         os.fsync(self._output)
 
     def put_in_order(self) -> None:
-        """Have the answers, all of which are there, in the order of their lines. Raises `OSError` when the disk is
-        full: what is there stands."""
-        begins = array("Q", bytes(8 * self.num_lines))  # where the answer to each line does, by number
+        """Put the answers into the order of their lines, when all lines are answered. Raises `OSError` if the disk is
+        full; written answers are kept."""
+        begins = array("Q", bytes(8 * self.num_lines))  # by number: where a line's answer begins
         with open(self._output_path, "rb") as file:
             begin = 0
             for line in file:
@@ -103,7 +103,7 @@ class BatchFiles:
                 raise
 
     def close(self) -> None:
-        """Give the output back."""
+        """Close and unlock the output."""
         os.close(self._output)
 
     async def _left(self) -> AsyncIterator[tuple[int, bytes]]:
@@ -121,7 +121,7 @@ class BatchFiles:
                     )
 
     def _take_output(self) -> None:
-        """Lock the output and note which lines it has answers to."""
+        """Lock the output and find the answered lines."""
         try:
             _lock(self._output)
         except OSError:
@@ -130,7 +130,7 @@ class BatchFiles:
         with open(self._output_path, "rb") as file:
             for line in file:
                 if not line.endswith(b"\n"):
-                    break  # was being written
+                    break  # incomplete
                 found = read_answered(line)
                 if found is None or found[0] >= self.num_lines:
                     raise ConfigError(
@@ -161,7 +161,7 @@ def _sum(line: bytes) -> int:
 
 
 def _lines(file: object, max_bytes: int) -> Iterator[bytes]:
-    """The lines of a file that are not blank; the beginning of one that is too long."""
+    """Yield the lines of a file that are not blank; of a line that is too long only the beginning."""
     read = file.readline  # type: ignore[attr-defined]
     while line := read(max_bytes + 1):
         if len(line) > max_bytes and not line.endswith(b"\n"):

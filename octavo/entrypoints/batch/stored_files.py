@@ -1,6 +1,6 @@
-"""Files and batches as they are kept.
+"""Files and batches in the store.
 
-A file's content is chunks: pieces of what was uploaded, or the lines of a batch's output, by their numbers.
+A file's content is in numbered chunks: pieces of an upload, or lines of a batch's output.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from octavo.errors import RequestError
 
 FILE = "file"
 BATCH = "batch"
-UPLOAD = "upload"  # a file whose content is not all there yet
+UPLOAD = "upload"  # a file that is still being uploaded
 PIECE_BYTES = 1 << 18
 _PIECES_AT_ONCE = 4
 _decode = msgspec.json.Decoder().decode
 
 
 def new_file(filename: str, purpose: str, num_bytes: int) -> dict[str, Any]:
-    """A file object."""
+    """Return a new file object."""
     return {
         "id": f"file-{uuid.uuid4().hex}",
         "object": "file",
@@ -38,7 +38,7 @@ def new_file(filename: str, purpose: str, num_bytes: int) -> dict[str, Any]:
 
 
 def find(database: Database, kind: str, id: str) -> Stored:
-    """Raises `RequestError` (404)."""
+    """Return a stored object. Raises `RequestError` (404)."""
     stored = database.get(kind, id)
     if stored is None:
         raise RequestError(f"There is no {kind} {id!r:.100}.", status=404, code="not_found")
@@ -52,31 +52,31 @@ def read(stored: Stored) -> dict[str, Any]:
 
 
 def write(database: Database, kind: str, value: dict[str, Any], *, is_owned: bool = False) -> None:
-    """Keep an object."""
+    """Store an object."""
     database.put(kind, value["id"], encode_json(value), is_owned=is_owned)
 
 
 def begin_upload(database: Database, file: dict[str, Any]) -> None:
-    """Make room for a file that comes, where servers that ended meanwhile have left pieces of others."""
+    """Begin to store an upload. Delete unfinished uploads of dead servers first."""
     for left in database.abandoned(UPLOAD):
         database.delete(UPLOAD, left.id)
     write(database, UPLOAD, file, is_owned=True)
 
 
 def add_piece(database: Database, file_id: str, number: int, piece: bytes) -> None:
-    """Keep a piece of a file that comes."""
+    """Store a piece of an upload."""
     database.beat()
     database.add_chunks(file_id, [(number, piece)])
 
 
 def end_upload(database: Database, file: dict[str, Any]) -> None:
-    """All of it has come."""
+    """Store a file whose upload is complete."""
     database.forget(UPLOAD, file["id"])
     write(database, FILE, file)
 
 
 def delete(database: Database, file_id: str) -> None:
-    """Forget a file. Raises `RequestError` (404), and (409) while a batch needs it."""
+    """Delete a file. Raises `RequestError` (404), and (409) while a batch needs the file."""
     find(database, FILE, file_id)
     for stored in database.under_way(BATCH):
         batch = read(stored)
@@ -88,11 +88,11 @@ def delete(database: Database, file_id: str) -> None:
 
 
 async def read_content(store: Store, file_id: str) -> AsyncIterator[bytes]:
-    """What a file has, in pieces. Raises `RequestError` (404), also when it is deleted meanwhile."""
+    """Yield the content of a file in pieces. Raises `RequestError` (404), also if the file is deleted meanwhile."""
     after = -1
 
     def read(database: Database) -> list[tuple[int, bytes]]:
-        find(database, FILE, file_id)  # what is left of a deleted one is not to be taken for all of it
+        find(database, FILE, file_id)  # the rest of a deleted file must not look like its end
         return database.chunks(file_id, after, _PIECES_AT_ONCE)
 
     while chunks := await store.run(read):
@@ -102,7 +102,7 @@ async def read_content(store: Store, file_id: str) -> AsyncIterator[bytes]:
 
 
 async def read_lines(store: Store, file_id: str, max_bytes: int) -> AsyncIterator[tuple[int, bytes]]:
-    """The numbered lines of a file that are not blank; the beginning of one that is longer than `max_bytes`."""
+    """Yield the numbered lines of a file that are not blank; of a line longer than `max_bytes` only the beginning."""
     number, rest, is_too_long = 0, b"", False
     async for piece in read_content(store, file_id):
         *lines, rest = (rest + piece).split(b"\n")

@@ -1,4 +1,4 @@
-"""`octavo collect-env`: what to paste into an issue."""
+"""`octavo collect-env`: prints the facts for a bug report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def make_parser(prog: str) -> FlagParser:
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "octavo collect-env") -> int:
-    """Print it, and return the exit code."""
+    """Print the facts and return the exit code."""
     args = make_parser(prog).parse_args(argv)
 
     def run() -> None:

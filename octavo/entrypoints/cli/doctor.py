@@ -1,4 +1,4 @@
-"""`octavo doctor`: whether a server could run here, and what would be slow and why."""
+"""`octavo doctor`: reports whether a server could run on this machine, and what would be slow and why."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_parser(prog: str) -> FlagParser:
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "octavo doctor") -> int:
-    """Print what is found. Returns the exit code: 1 if a server could not run."""
+    """Print the findings. Return the exit code, 1 if a server could not run."""
     args = make_parser(prog).parse_args(argv)
     runs = True
 

@@ -11,7 +11,7 @@ from octavo.gateway.server import GatewayArgs, run_gateway
 
 
 def make_parser(prog: str) -> FlagParser:
-    """Every flag of the gateway."""
+    """Return a parser of every flag of the gateway."""
     parser = FlagParser(
         prog=prog, usage="%(prog)s [MODEL …] [--flags]", description="Serve many models behind one address."
     )
@@ -20,6 +20,6 @@ def make_parser(prog: str) -> FlagParser:
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "octavo gateway") -> int:
-    """Serve until a signal says to stop; returns the exit code."""
+    """Serve until a signal stops the gateway. Return the exit code."""
     args = make_parser(prog).parse_args(sys.argv[1:] if argv is None else argv)
     return run_command(lambda: run_gateway(GatewayArgs.from_cli_args(args), args.models))

@@ -1,4 +1,4 @@
-"""`octavo COMMAND …`. Knows the commands' names and imports only the one that is asked for, so that `octavo --help` is
+"""`octavo COMMAND …`. It knows the names of all commands and imports only the named one, so that `octavo --help` is
 quick."""
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from octavo.version import __version__
 
 
 class Command(NamedTuple):
-    """One of the words behind `octavo`."""
+    """A command of `octavo`."""
 
     module: str
-    run: str  # its function (argv, prog=...) -> exit code
-    help: str  # a line
-    parser: str = "make_parser"  # its function (prog) -> argparse's parser
+    run: str  # name of its function (argv, prog=...) -> exit code
+    help: str  # one line
+    parser: str = "make_parser"  # name of its function (prog) -> argparse's parser
 
 
 Commands = Mapping[str, Command]
@@ -53,12 +53,12 @@ BENCHMARKS: Commands = {
 
 
 def make_parser(prog: str = "octavo") -> argparse.ArgumentParser:
-    """All commands with all their flags, which imports them all: for what reads the tree."""
+    """Return a parser of all commands with all their flags, for readers of the whole tree. Imports all commands."""
     return _with_commands(_plain_parser(prog), COMMANDS)
 
 
 def make_bench_parser(prog: str) -> argparse.ArgumentParser:
-    """Likewise, of `octavo bench`."""
+    """Return a parser of all benchmarks of `octavo bench`, likewise."""
     return _with_commands(_bench_parser(prog), BENCHMARKS)
 
 
@@ -66,12 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     try:
         return _run_named(COMMANDS, sys.argv[1:] if argv is None else argv, _plain_parser("octavo"))
-    except KeyboardInterrupt:  # while a command is imported: how it ends later is its own business
+    except KeyboardInterrupt:  # while a command is imported; a running command handles it itself
         return 130
 
 
 def bench(argv: Sequence[str], *, prog: str) -> int:
-    """Run a measurement and return its exit code."""
+    """Run a benchmark and return its exit code."""
     return _run_named(BENCHMARKS, argv, _bench_parser(prog))
 
 
@@ -86,7 +86,7 @@ def _bench_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _run_named(commands: Commands, argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """Run the command that `argv` begins with. For anything else `parser` ends the process: --help, its own flags, and
+    """Run the command that `argv` begins with. Otherwise `parser` ends the process: for --help, its own flags, and
     unknown names."""
     if argv and argv[0] in commands:
         command = commands[argv[0]]
@@ -104,7 +104,7 @@ def _run_named(commands: Commands, argv: Sequence[str], parser: argparse.Argumen
 
 
 def _with_commands(parser: argparse.ArgumentParser, commands: Commands) -> argparse.ArgumentParser:
-    """`parser` with the parsers of all commands below it."""
+    """Return `parser` with the parsers of all commands as subparsers."""
     names = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser)
     for name, command in commands.items():
         make = getattr(importlib.import_module(command.module), command.parser)

@@ -1,4 +1,4 @@
-"""`octavo models`: which architectures run, and how."""
+"""`octavo models`: lists the supported architectures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`octavo plan [MODEL]`: what fits where and how fast, from the model's configuration alone."""
+"""`octavo plan [MODEL]`: predicts memory and speed from the model's configuration alone."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def make_parser(prog: str) -> FlagParser:
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "octavo plan") -> int:
-    """Print the plan. Returns the exit code: 1 if the model does not fit."""
+    """Print the plan. Return the exit code, 1 if the model does not fit."""
     args = make_parser(prog).parse_args(argv)
     fits = True
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "octavo plan") -> int
             if not is_here or "no weights" not in str(error):
                 raise
             config = replace(engine_args, load_format="dummy").create_engine_config()
-        if args.gpu and args.kv_cache_dtype in CACHE_BYTES:  # of which a CPU has fp8 as int8
+        if args.gpu and args.kv_cache_dtype in CACHE_BYTES:  # a CPU would turn fp8 into int8
             config = replace(config, cache=replace(config.cache, dtype=CACHE_BYTES[args.kv_cache_dtype]))
         plan = make_plan(config, options)
         fits = plan["layout"]["fits"]

@@ -1,6 +1,7 @@
-"""`octavo run-batch -i IN.jsonl -o OUT.jsonl [--model MODEL] --flags`: the requests of a file, answered into a file.
+"""`octavo run-batch -i IN.jsonl -o OUT.jsonl [--model MODEL] --flags`: answers the requests of a file into another
+file.
 
-The format is OpenAI's batch format. Called again after it was killed, it goes on with what has no answer yet.
+The format is OpenAI's batch format. Called again after a kill, it continues with the unanswered lines.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from octavo.logs import configure_logging
 if TYPE_CHECKING:
     from octavo.entrypoints.batch.run_batch_files import BatchFiles
 
-# The server's flags that say how a request is answered.
+# The server's flags that change answers.
 _SERVER_FLAGS = (
     "response_role", "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser", "unknown_fields",
     "max_body_bytes", "max_engine_restarts", "engine_ready_timeout", "engine_step_timeout",
@@ -38,7 +39,7 @@ def make_parser(prog: str) -> FlagParser:
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "octavo run-batch") -> int:
-    """Answer a file; returns the exit code."""
+    """Answer a file. Return the exit code."""
     args = make_parser(prog).parse_args(sys.argv[1:] if argv is None else argv)
     server_args = ServerArgs.from_cli_args(args, disable_log_requests=True)
     return run_command(
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "octavo run-batch") -
 
 
 def run_batch(engine_args: AsyncEngineArgs, args: ServerArgs, input_path: Path, output_path: Path) -> None:
-    """Raises `OctavoError` for what keeps it from answering; what has been answered stands."""
+    """Answer a batch. Raises `OctavoError` if it cannot go on; written answers are kept."""
     from octavo.entrypoints.batch.run_batch_files import BatchFiles
 
     args.check()
@@ -58,7 +59,7 @@ def run_batch(engine_args: AsyncEngineArgs, args: ServerArgs, input_path: Path, 
             print(f"{files.num_lines} requests have been answered already.", file=sys.stderr)
         else:
             asyncio.run(_run(engine_args, args, files))
-        files.put_in_order()  # which a kill may have kept from being done, too
+        files.put_in_order()  # also after a kill that came before this
     except OSError as error:
         raise OctavoError(f"{output_path} cannot be written: {error.strerror}; what is there stands.") from None
     finally:
@@ -80,7 +81,7 @@ async def _run(engine_args: AsyncEngineArgs, args: ServerArgs, files: BatchFiles
     )
     try:
         await engine.wait_ready()
-        at_once = 2 * engine.config.num_slots  # so that the engine never waits for us
+        at_once = 2 * engine.config.num_slots  # so that the engine never waits for requests
         num_done = files.num_done
         with tqdm(total=files.num_lines, initial=num_done, unit=" requests", smoothing=0.05) as progress:
             await files.run(build_app(engine, args), at_once=at_once, progress=progress)

@@ -1,6 +1,6 @@
 """`octavo serve [MODEL] --flags`: flags and a YAML file (`--config`) become `AsyncEngineArgs` and `ServerArgs`.
 
-The file is turned into the words of a command line, so that argparse checks both alike.
+The file becomes words of a command line, so that argparse checks both alike.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from octavo.unknown_flags import advice_on
 
 
 def make_parser(prog: str) -> FlagParser:
-    """Every flag of the engine and of the server."""
+    """Return a parser of every flag of the engine and of the server."""
     return add_flags(
         FlagParser(prog=prog, usage="%(prog)s [MODEL] [--flags]", description="Serve a model over the OpenAI API.")
     )
 
 
 def add_flags(parser: FlagParser) -> FlagParser:
-    """Give a parser these flags, and return it."""
+    """Add every flag of the engine and of the server to a parser, and return it."""
     parser.add_argument("model_tag", metavar="MODEL", nargs="?", help="The same as --model.")
     parser.add_argument("--config", metavar="FILE", help="YAML file of flags; those of the command line win.")
     parser.more_words = _words_of_config
@@ -41,12 +41,13 @@ def add_flags(parser: FlagParser) -> FlagParser:
 
 
 def parse_args(argv: Sequence[str], prog: str) -> tuple[AsyncEngineArgs, ServerArgs]:
-    """Raises `ConfigError` for a bad file; an unknown flag or a wrong type ends the process with exit code 2."""
+    """Parse a command line. Raises `ConfigError` for a bad file; an unknown flag or a wrong type ends the process with
+    exit code 2."""
     return both_args(make_parser(prog).parse_args(argv))
 
 
 def both_args(args: argparse.Namespace) -> tuple[AsyncEngineArgs, ServerArgs]:
-    """Of what a parser with these flags has found. Raises `ConfigError`."""
+    """Return the arguments of engine and server from a parser's result. Raises `ConfigError`."""
     engine_args, server_args = AsyncEngineArgs.from_cli_args(args), ServerArgs.from_cli_args(args)
     named = getattr(args, "model_tag", None)
     if named is None:
@@ -57,7 +58,7 @@ def both_args(args: argparse.Namespace) -> tuple[AsyncEngineArgs, ServerArgs]:
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "octavo serve") -> int:
-    """Serve until a signal says to stop; returns the exit code."""
+    """Serve until a signal stops the server. Return the exit code."""
 
     def serve() -> None:
         engine_args, server_args = parse_args(sys.argv[1:] if argv is None else argv, prog)
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "octavo serve") -> in
         except OctavoError as error:
             if server_args.log_format != JSON:
                 raise
-            configure_logging("server", log_format=JSON)  # unless that has been done
+            configure_logging("server", log_format=JSON)  # if it has not been done
             logging.getLogger("octavo.server").critical("%s", error)
             sys.exit(1)
 
@@ -82,7 +83,8 @@ def _words_of_config(args: argparse.Namespace, argv: Sequence[str]) -> list[str]
 
 
 def _config_flags(path: str, argv: Sequence[str]) -> list[str]:
-    """Words for the keys of the file that `argv` does not set. Keys are flags' names with - or _, without dashes."""
+    """Return words for the file's keys that `argv` does not set. Keys are names of flags, with - or _, without leading
+    dashes."""
     given = {with_hyphens(word).partition("=")[0] for word in argv if word.startswith("--")}
     hints = {name: hint for cls in (AsyncEngineArgs, ServerArgs) for name, hint in typing.get_type_hints(cls).items()}
     words: list[str] = []

@@ -1,4 +1,4 @@
-"""`octavo completion SHELL`: a script that lets a shell complete commands, flags and their choices.
+"""`octavo completion SHELL`: prints a script with which a shell completes commands, flags and their choices.
 
 The `shtab` package writes it from the commands' own parsers.
 """
@@ -13,7 +13,7 @@ from octavo.entrypoints.cli import run_command
 from octavo.flags import FlagParser
 
 SHELLS = ("bash", "zsh", "fish")
-_FILES = ("FILE", "MODEL")  # what stands for a value that may be a file
+_FILES = ("FILE", "MODEL")  # metavars of values that may be files
 
 
 def make_parser(prog: str) -> FlagParser:
@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "octavo completion") 
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Of a parser and of those below it."""
-    for action in parser._actions:  # as shtab finds them: argparse has no other way
+    """Yield the actions of a parser and of its subparsers."""
+    for action in parser._actions:  # like shtab: argparse has no public way
         yield action
         if isinstance(action, argparse._SubParsersAction):
             for below in action.choices.values():

@@ -1,4 +1,4 @@
-"""`octavo chat` and `octavo complete`: a running server in the terminal, streaming included."""
+"""`octavo chat` and `octavo complete`: use a running server from the terminal, with streaming."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_complete_parser(prog: str) -> FlagParser:
 
 
 def chat(argv: Sequence[str] | None = None, *, prog: str = "octavo chat") -> int:
-    """Talk until end of file (Ctrl-D), or ask the one question of --quick; returns the exit code."""
+    """Chat until end of file (Ctrl-D), or ask the question of --quick. Return the exit code."""
     args = make_chat_parser(prog).parse_args(argv)
 
     def run() -> None:
@@ -47,7 +47,7 @@ def chat(argv: Sequence[str] | None = None, *, prog: str = "octavo chat") -> int
             messages.append({"role": "user", "content": text})
             choices = client.stream("/chat/completions", messages=messages)
             answer = _print_answer(choices, lambda choice: choice["delta"].get("content") or "", goes_on=is_typed)
-            if answer is None:  # the question was not answered, so it is not part of the conversation
+            if answer is None:  # without an answer the question is dropped from the conversation
                 messages.pop()
             else:
                 messages.append({"role": "assistant", "content": answer})
@@ -56,7 +56,7 @@ def chat(argv: Sequence[str] | None = None, *, prog: str = "octavo chat") -> int
 
 
 def complete(argv: Sequence[str] | None = None, *, prog: str = "octavo complete") -> int:
-    """Continue each line typed until end of file, or the one text of --quick; returns the exit code."""
+    """Continue each typed line until end of file, or the text of --quick. Return the exit code."""
     args = make_complete_parser(prog).parse_args(argv)
 
     def run() -> None:
@@ -70,7 +70,7 @@ def complete(argv: Sequence[str] | None = None, *, prog: str = "octavo complete"
 
 
 def _make_parser(prog: str, description: str) -> FlagParser:
-    """Flags that say which server and model to talk to, and how."""
+    """Return a parser of flags for the server, the model and the answers."""
     parser = FlagParser(prog=prog, description=description)
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="The server's API (default: %(default)s).")
     parser.add_argument("--model", "--model-name", help="Default: the first that the server names.")
@@ -81,8 +81,8 @@ def _make_parser(prog: str, description: str) -> FlagParser:
 
 
 def _typed_lines() -> Iterator[str]:
-    """Lines that are not blank, until end of file. A person gets a prompt, editing and a history, and Ctrl-C drops what
-    is typed; a pipe gets none of that."""
+    """Yield lines that are not blank, until end of file. On a terminal there are a prompt, editing and a history, and
+    Ctrl-C drops the typed text; a pipe has none of these."""
     is_typed = sys.stdin.isatty()
     if is_typed:
         with suppress(ImportError):
@@ -106,8 +106,8 @@ def _typed_lines() -> Iterator[str]:
 def _print_answer(
     choices: Generator[dict[str, Any], None, None], text_of: Callable[[dict[str, Any]], str], *, goes_on: bool
 ) -> str | None:
-    """Print an answer as it comes, and return it. Where the program `goes_on` after it, Ctrl-C keeps what there is, and
-    an error is a line, after which None is returned."""
+    """Print an answer as it comes, and return it. If the program `goes_on` after it, Ctrl-C keeps the answer so far; an
+    error is printed as a line, and None is returned."""
     answer = ""
     try:
         for choice in choices:
@@ -129,7 +129,7 @@ def _print_answer(
 
 
 class ApiClient:
-    """A running server, as the arguments of `_make_parser` name it. Every failure is an `OctavoError`."""
+    """A client of the running server that the arguments of `_make_parser` name. Every failure is an `OctavoError`."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         url = urlsplit(args.url if "://" in args.url else "http://" + args.url)
@@ -148,7 +148,8 @@ class ApiClient:
         self.model: str = args.model or self._first_model()
 
     def stream(self, path: str, **body: Any) -> Generator[dict[str, Any], None, None]:
-        """The first choice of every chunk. Closing the iterator hangs up, which ends the request on the server."""
+        """Yield the first choice of every chunk. Closing the iterator hangs up, which ends the request on the
+        server."""
         body = {"model": self.model, "stream": True, **self._options, **body}
         with closing(self._request("POST", path, body)) as response:
             events = EventReader()
