@@ -1,5 +1,5 @@
-"""`LLM`: the engine for scripts. Many prompts in, all answers out, in order, all of it in the caller's process, unless
-there are several engines."""
+"""`LLM`: the engine for scripts. It takes many prompts and returns all answers in order. It runs in the caller's
+process, unless there are several engines."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ class LLM(PoolingMethods):
     """
 
     def __init__(self, model: str = "", **engine_args: Any) -> None:
-        # A logits processor of the caller's may compute with torch, whose threads would wait by spinning and take the
-        # cores from the native kernels'. It reads this when it starts its pool.
+        # The caller's logits processors may use torch, whose waiting threads would spin and take cores from the native
+        # kernels. Torch reads this when it starts its threads.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         configure_logging("engine")
         engine_args = known_arguments("LLM", engine_args, EngineArgs.__dataclass_fields__)
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=model, **engine_args))
         self.config, self.tokenizer = self.llm_engine.config, self.llm_engine.tokenizer
         self.inputs = self.llm_engine.inputs
-        self._runs = threading.RLock()  # one call's requests at a time, as each call steps the engine itself
+        self._runs = threading.RLock()  # one call at a time, because each call steps the engine itself
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
-        """The same of arguments that have been put together already."""
+        """Make an `LLM` from existing engine arguments."""
         return cls(**{field.name: getattr(engine_args, field.name) for field in fields(engine_args)})
 
     def __getattr__(self, name: str) -> Any:
-        """Only asked for names that there are not."""
+        """Raise `AttributeError` for an unknown name, with advice. Python calls this only for missing names."""
         advice = f": {ABSENT[name]}" if name in ABSENT else ""
         raise AttributeError(f"LLM has no {name}{advice}.", name=name, obj=self)
 
@@ -70,7 +70,7 @@ class LLM(PoolingMethods):
         self.close()
 
     def close(self) -> None:
-        """Give the memory of model and cache back. Nothing can be generated any more."""
+        """Free the memory of the model and the cache. The object cannot be used any more."""
         self.llm_engine.close()
 
     @property
@@ -83,18 +83,18 @@ class LLM(PoolingMethods):
         self.llm_engine.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Have the memory again that `sleep` freed, for "weights", the "kv_cache", or both."""
+        """Restore the memory that `sleep` freed, for "weights", the "kv_cache", or both."""
         self.llm_engine.wake_up(tags)
 
     def is_sleeping(self) -> bool:
         return self.llm_engine.is_sleeping()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget what has been computed for others to share."""
+        """Empty the prefix cache. Return whether it was emptied."""
         return self.llm_engine.reset_prefix_cache()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` and `chat` use when they are given no parameters: the model's own recommendations."""
+        """Return the parameters that `generate` and `chat` use by default: the model's own recommendations."""
         return SamplingParams(**self.config.model.default_sampling_params)
 
     @property
@@ -103,16 +103,16 @@ class LLM(PoolingMethods):
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:
-        """What the model does: "generate", or the tasks of one that pools."""
+        """Return the model's tasks: "generate", or the tasks of a model that pools."""
         return self.config.supported_tasks
 
     def get_metrics(self) -> list[Metric]:
-        """What has been counted so far, under vLLM's names: counters, gauges, histograms and vectors of
-        `octavo.v1.metrics.reader`. The same as `/metrics` of a server has."""
+        """Return the current metrics under vLLM's names: counters, gauges, histograms and vectors of
+        `octavo.v1.metrics.reader`. They are those of a server's `/metrics`."""
         return snapshot(self.llm_engine.metrics)
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer of the model, with `transformers`' names: `encode`, `decode`, `apply_chat_template`."""
+        """Return the model's tokenizer, with `transformers`' names: `encode`, `decode`, `apply_chat_template`."""
         return self.tokenizer
 
     def generate(
@@ -130,11 +130,11 @@ class LLM(PoolingMethods):
         """Complete prompts: text, token ids, `{"prompt": …}`, `{"prompt_token_ids": […]}`, `{"prompt_embeds": …}`, or a
         list of them.
 
-        `prompt_token_ids`, as earlier versions of vLLM had it, are those of the prompts, in their place or beside their
-        texts. `sampling_params` is one for all or one a prompt; so is `lora_request`, the adapter to compute with.
-        `use_tqdm` says whether there is a bar, or is what makes it (`functools.partial(tqdm, ...)`).
-        Raises `RequestError` before anything runs if a request is refused, and while it runs if its adapter cannot be
-        read, or one of its logits processors fails or leaves no token to choose.
+        `prompt_token_ids`, as in earlier versions of vLLM, are the prompts' tokens, instead of texts or in addition to
+        them. `sampling_params` is one for all prompts or one for each; so is `lora_request`, the adapter. `use_tqdm`
+        switches the progress bar on or off, or makes it (`functools.partial(tqdm, ...)`). Raises `RequestError` before
+        anything runs if a request is refused, and while it runs if its adapter cannot be read, or one of its logits
+        processors fails or leaves no token to choose.
         """
         refuse_kwargs(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
         prompts = as_prompts(prompts) if prompt_token_ids is None else _with_ids(prompts, prompt_token_ids)
@@ -166,7 +166,8 @@ class LLM(PoolingMethods):
         tokenization_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several: lists of `{"role": …, "content": …}`. `tools` are told to the model.
+        """Answer one conversation, or several: lists of `{"role": …, "content": …}`. The template describes `tools` to
+        the model.
 
         A message's content is text, or a list of parts: `{"type": "text", "text": …}`, and for models that see
         `{"type": "image_pil", "image_pil": PIL.Image}` and `{"type": "image_url", "image_url": {"url": …}}`, for those
@@ -211,7 +212,7 @@ class LLM(PoolingMethods):
         requests = []
         asked = zip(prompts, params, self._adapters_for(loras), strict=True)
         for index, (filled, one, adapter) in enumerate(asked):
-            with naming_prompt("messages", index, len(prompts)):  # the template has put special tokens in
+            with naming_prompt("messages", index, len(prompts)):  # the template has added special tokens
                 requests.append(self.inputs.process(filled, one, add_special_tokens=False, adapter=adapter))
         return self._generated(requests, loras, use_tqdm)
 
@@ -223,8 +224,8 @@ class LLM(PoolingMethods):
         use_tqdm: UseTqdm = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The likeliest continuations of each prompt, by `transformers`' rules (`generate(num_beams=...)`), of
-        `concurrency_limit` prompts at a time."""
+        """Return the most likely continuations of each prompt, by `transformers`' rules (`generate(num_beams=...)`).
+        Search `concurrency_limit` prompts at a time."""
         given, asked = as_prompts(prompts), params.to_sampling_params()
         loras = _one_each(given, lora_request)
         if concurrency_limit is not None and concurrency_limit < 1:
@@ -280,7 +281,7 @@ class LLM(PoolingMethods):
         self, requests: list[EngineRequest], loras: Sequence[LoRARequest | None], use_tqdm: UseTqdm
     ) -> list[RequestOutput]:
         for request in requests:
-            # Only the last output of each is returned: what comes between need not be put together.
+            # Only the last output of each request is returned, so earlier outputs need not be made.
             request.params.output_kind = RequestOutputKind.FINAL_ONLY
         outputs = [output for output in self.run(requests, use_tqdm) if isinstance(output, RequestOutput)]
         for output, lora in zip(outputs, loras, strict=True):
@@ -290,7 +291,7 @@ class LLM(PoolingMethods):
     def run(
         self, requests: list[EngineRequest], use_tqdm: UseTqdm
     ) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
-        """Have the engine compute requests, and return what they gave, in order. Calls of other threads wait."""
+        """Run requests in the engine, and return their outputs in order. Calls of other threads wait."""
         with self._runs:
             return self._run(requests, use_tqdm)
 
@@ -338,7 +339,7 @@ def _one_each(
 def _with_ids(
     texts: PromptInput | Sequence[PromptInput] | None, ids: list[int] | list[list[int]]
 ) -> Sequence[PromptInput]:
-    """Prompts of token ids, each with the text that it is shown with, if there are texts."""
+    """Return prompts of token ids, each with the text to show, if texts are given."""
     prompts = as_prompts(ids)
     if texts is None:
         return prompts

@@ -1,7 +1,7 @@
-"""What servers written for vLLM import from its module of this name."""
+"""Names that servers written for vLLM import from its module of this name."""
 
 from __future__ import annotations
 
 
 def cli_env_setup() -> None:
-    """vLLM sets by a variable how its workers are started. Octavo's need none, so that nothing is left to do."""
+    """Do nothing. vLLM sets a variable for the start of its workers; Octavo's workers need none."""

@@ -1,5 +1,5 @@
-"""`python -m octavo.entrypoints.openai.api_server --model MODEL …`, which is `octavo serve` under vLLM's name; and the
-names that programs written for vLLM import from its module, which are `vllm_compat.py`'s."""
+"""`python -m octavo.entrypoints.openai.api_server --model MODEL …`, `octavo serve` under vLLM's name. It also exports
+the names of `vllm_compat`, which programs written for vLLM import from this module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.processes import import_path
 if TYPE_CHECKING:
     from octavo.entrypoints.openai.vllm_compat import *  # noqa: F403
 
-# vLLM's that there are not, with what to do instead.
+# Names of vLLM's module that Octavo lacks, and what to do instead.
 _ABSENT = {
     "router": "app.add_route(path, function, methods=[...]) adds a route to what build_app returns",
     "run_server_worker": "run_server serves all engines from one process",
@@ -20,7 +20,7 @@ _ABSENT = {
 
 
 def __getattr__(name: str) -> Any:
-    """Loaded when it is asked for: a server that is started needs none of it."""
+    """Load a name of `vllm_compat` with its first use, because a server's start needs none of them."""
     if not name.startswith("_"):
         from octavo.entrypoints.openai import vllm_compat
 

@@ -42,13 +42,13 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
 
     def __init__(self, body: ChatCompletionRequest, raw: Request) -> None:
         super().__init__(body, raw)
-        if body.store:  # always a new id: it is what the chat is found by, and no client's to give
+        if body.store:  # always a new id: the stored chat is found by it, so clients may not choose it
             self._about["id"] = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self._conversation = Conversation(body, self._state, self._params)
         self._role = self._state.args.response_role
         self._prompt_token_ids: list[int] = []
-        self._kept: list[Delta] | None = [] if body.store else None  # of a stream that is to be stored
-        self._has_begun = False  # a stream
+        self._kept: list[Delta] | None = [] if body.store else None  # deltas of a stream that will be stored
+        self._has_begun = False  # whether the stream has begun
         self._finish_reason = "abort"
         self._stop_reason: int | str | None = None
 
@@ -95,7 +95,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
             usage=self._usage(),
             prompt_token_ids=self._prompt_token_ids if self._body.return_token_ids else None,
         )
-        if wants_logprobs:  # set here, where pydantic does not check each of them
+        if wants_logprobs:  # set here, so that pydantic does not check each entry
             response.prompt_logprobs = self._formatter.prompt(self._prompt_logprobs[0])
         return response
 
@@ -106,7 +106,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         )
 
     def _events(self, writer: ChunkWriter, prompt_index: int, output: RequestOutput, is_plain: bool) -> list[bytes]:
-        """The role of each choice, its text, its end."""
+        """Return the chunks of an output: the role of each choice, its text, its end."""
         events = []
         if not self._has_begun:
             self._has_begun = True
@@ -128,8 +128,8 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         return writer.choice(index, delta, usage=self._usage_so_far(), chunk_fields=prompt)
 
     def _event(self, writer: ChunkWriter, completion: CompletionOutput) -> bytes:
-        """Chunks with whatever the request asked for, one a delta, the last with log-probabilities and the end; empty
-        if there is nothing new."""
+        """Return a chunk for each delta. The last chunk has the log-probabilities and the finish reason. Empty if there
+        is nothing new."""
         logprobs = self._logprobs(completion)
         token_ids = b',"token_ids":' + encode_json(completion.token_ids) if self._body.return_token_ids else b""
         read, finish_reason = self._conversation.read(completion)
@@ -159,7 +159,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         return b"".join(chunks)
 
     def _end(self, finish_reason: str | None) -> str | None:
-        """As OpenAI says it: a model that was told which function to call did not stop to call one."""
+        """Return the finish reason in OpenAI's words: for a named function it is "stop" and not "tool_calls"."""
         is_named = isinstance(self._body.tool_choice, NamedToolChoice)
         return "stop" if finish_reason == "tool_calls" and is_named else finish_reason
 
@@ -170,7 +170,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
 
 
 def _fields(delta: Delta) -> dict[str, Any]:
-    """A delta as a chunk has it."""
+    """Return the fields of a delta in a chunk."""
     if isinstance(delta, TextDelta):
         return {"content": delta.text}
     if isinstance(delta, ReasoningDelta):
@@ -183,7 +183,7 @@ def _fields(delta: Delta) -> dict[str, Any]:
 
 
 def assistant_message(role: str, deltas: Iterable[Delta]) -> AssistantMessage:
-    """The message that `deltas` add up to."""
+    """Return the message that is the sum of `deltas`."""
     reasoning, content, calls = list[str](), list[str](), list[ToolCall]()
     for delta in deltas:
         if isinstance(delta, ReasoningDelta):

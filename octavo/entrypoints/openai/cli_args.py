@@ -1,4 +1,4 @@
-"""The server's flags under the names of vLLM's module, for programs that serve."""
+"""The server's flags under the names of vLLM's module, for programs that start a server."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from octavo.flags import FlagParser
 
 
 def make_arg_parser(parser: FlagParser) -> FlagParser:
-    """Give a `FlexibleArgumentParser` every flag of engine and server, and `--config`."""
+    """Add every flag of engine and server, and `--config`, to a `FlexibleArgumentParser`."""
     return add_flags(parser)
 
 
 def validate_parsed_serve_args(args: argparse.Namespace) -> None:
-    """Raise `ConfigError` for what the server cannot honour. What the engine cannot is found when it is made."""
+    """Raise `ConfigError` for flags that the server cannot honour. The engine checks its own flags when it is made."""
     _, server_args = both_args(args)
     server_args.check()

@@ -43,7 +43,8 @@ async def create_completion(body: CompletionRequest, raw: Request) -> Response:
 
 
 async def prompt_text(tokenizer: ModelTokenizer, prompt: Prompt, *, is_cut: bool) -> str:
-    """What an answer that repeats its prompt starts with; of a prompt that `is_cut`, what is left of it."""
+    """Return the text of a prompt for an answer that repeats it. A prompt that `is_cut` gives the text of its remaining
+    tokens."""
     if prompt.text is not None and not is_cut:
         return prompt.text
     return await run_off_loop(lambda: str(tokenizer.decode(prompt.token_ids)), length=len(prompt.token_ids))
@@ -51,12 +52,12 @@ async def prompt_text(tokenizer: ModelTokenizer, prompt: Prompt, *, is_cut: bool
 
 @dataclass(slots=True)
 class _Prompt:
-    """One prompt of the request and what is known of it so far."""
+    """One prompt of the request, and the state of its answers."""
 
-    echo: str | None  # its text, when the answer shall start with it
+    echo: str | None  # the prompt's text, if answers start with it
     token_ids: list[int]
-    begun: set[int] = field(default_factory=set)  # choices
-    offsets: dict[int, TextOffsets] = field(default_factory=dict)  # by choice, where logprobs are asked for
+    begun: set[int] = field(default_factory=set)  # indices of choices that have begun
+    offsets: dict[int, TextOffsets] = field(default_factory=dict)  # by choice, if logprobs are asked for
 
 
 class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
@@ -73,7 +74,7 @@ class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
             raise RequestError(f"prompt has {len(body.prompts)} entries; {MAX_PROMPTS} is the most.", param="prompt")
         adds_special = body.add_special_tokens is not False
         for index, given in enumerate(body.prompts):
-            await asyncio.sleep(0)  # let others go on between two prompts
+            await asyncio.sleep(0)  # let other tasks run between two prompts
             with naming_prompt("prompt", index, len(body.prompts)):
                 prompt, generator = await self._state.submit(
                     self._about["id"],
@@ -132,7 +133,7 @@ class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
         return events
 
     def _event(self, writer: ChunkWriter, index: int, prompt_index: int, completion: CompletionOutput) -> bytes:
-        """A chunk with whatever the request asked for; empty if there is nothing new."""
+        """Return a chunk of a choice, with the fields that the request asks for; empty if there is nothing new."""
         prompt = self._prompts[prompt_index]
         is_first = completion.index not in prompt.begun
         text, logprobs = self._take(prompt_index, completion)
@@ -155,13 +156,14 @@ class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
         )
 
     def _end(self, completion: CompletionOutput) -> tuple[str | None, int | str | None]:
-        """Why a choice ended: a prompt that is only scored has reached its length, whatever came after it."""
+        """Return why a choice ended. A prompt that is only scored ends with "length", whatever followed it."""
         if self._body.only_prompt and completion.finish_reason == "stop":
             return "length", None
         return completion.finish_reason, completion.stop_reason
 
     def _take(self, prompt_index: int, completion: CompletionOutput) -> tuple[str, CompletionLogprobs | None]:
-        """Text and log-probabilities that `completion` adds to its choice, after the echo if they are the first."""
+        """Return the text and log-probabilities that `completion` adds to its choice. The first ones include the
+        echo."""
         prompt = self._prompts[prompt_index]
         text, token_ids, positions = completion.text, completion.token_ids, completion.logprobs or []
         if self._body.only_prompt:
@@ -172,7 +174,7 @@ class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
         if prompt.echo is not None and completion.index not in prompt.begun:
             text = prompt.echo + text
             echoed = prompt.token_ids
-            # One after the other: those of a long prompt are not to be there all at once.
+            # A lazy chain: the entries of a long prompt must not be in memory all together.
             shown = itertools.chain(self._prompt_logprobs.get(prompt_index, [None] * len(echoed)), positions)
         prompt.begun.add(completion.index)
         if self._body.logprobs is None:
@@ -182,7 +184,7 @@ class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
         return text, self._formatter.completion(echoed + token_ids, shown, self._body.logprobs, offsets)
 
     def _offsets(self, prompt: _Prompt, completion: CompletionOutput) -> TextOffsets:
-        """Those of a choice, after its echo."""
+        """Return the text offsets of a choice, which begin after its echo."""
         if completion.index not in prompt.offsets:
             detokenizer = make_detokenizer(
                 self._state.engine.tokenizer.backend_tokenizer,

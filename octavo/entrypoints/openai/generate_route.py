@@ -1,6 +1,7 @@
-"""POST /generate: vLLM's plain route. One prompt and flat sampling parameters in, prompt and answer as one text out.
+"""POST /generate: vLLM's plain route. It takes one prompt with flat sampling parameters, and returns prompt and answer
+as one text.
 
-A stream is a line of JSON for each step, with all the text so far; an error in it is a line with the error body.
+A stream has a line of JSON for each step, with the whole text so far; an error is a line with the error body.
 """
 
 from __future__ import annotations

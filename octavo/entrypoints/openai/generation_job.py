@@ -1,5 +1,5 @@
-"""What completions and chat completions do alike: a request goes to the engine, and its outputs become one answer or
-the chunks of a stream."""
+"""The common part of completions and chat completions: it sends a request to the engine, and turns the outputs into one
+answer or the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from octavo.entrypoints.openai.response_bodies import (
 from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
-LENGTH_OF_ENTRY = 8  # a log-probability takes as long to write as so many characters to tokenize
+LENGTH_OF_ENTRY = 8  # writing a log-probability takes as long as tokenizing so many characters
 ChoiceT = TypeVar("ChoiceT", CompletionChoice, ChatChoice)
 
 
 class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
-    """One request on its way through the engine. When `submit` returns, all that can be refused has been checked."""
+    """Takes one request through the engine. When `submit` returns, every check that can refuse the request is done."""
 
     id_prefix: str
     chunk_kind: str  # the `object` of a stream's chunks
@@ -44,7 +44,7 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         model = state.resolve_model(body.model)
         self._params = body.to_sampling_params(state.engine.config.model.default_sampling_params)
         response_id, self._headers = state.response_id(self.id_prefix, body, raw)
-        # What the answer and each of its chunks begin with.
+        # The first fields of the answer and of each chunk.
         self._about: dict[str, Any] = {
             "id": response_id,
             "created": int(time.time()),
@@ -54,16 +54,16 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         as_ids = body.return_tokens_as_token_ids
         as_ids = state.args.return_tokens_as_token_ids if as_ids is None else as_ids
         self._formatter = LogprobsFormatter(state.engine.tokenizer, as_token_ids=as_ids)
-        self._generators: list[AsyncGenerator[RequestOutput, None]] = []  # one a prompt
+        self._generators: list[AsyncGenerator[RequestOutput, None]] = []  # one for each prompt
         self._prompt_logprobs: dict[int, Sequence[PositionLogprobs | None]] = {}  # by prompt
         self._num_prompt = 0  # tokens of all prompts
         self._num_cached: dict[int, int] = {}  # tokens, by prompt
         self._num_completion = 0
-        self._num_reasoning = 0  # those of them that are reasoning
+        self._num_reasoning = 0  # tokens of reasoning among them
         self._predictions: dict[int, tuple[int, int]] = {}  # accepted and rejected tokens, by prompt
 
     async def answer(self, raw: Request) -> Response:
-        """The whole answer, or its stream. Raises `RequestError` for whatever is wrong with the request."""
+        """Return the whole answer, or its stream. Raises `RequestError` for an invalid request."""
         await self.submit()
         if self._body.stream:
             return EventStream(self._stream(), self._headers)
@@ -71,29 +71,29 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
 
     @abstractmethod
     async def submit(self) -> None:
-        """Make the `_generators`. Raises `RequestError` for whatever is wrong with a prompt."""
+        """Make the `_generators`. Raises `RequestError` for an invalid prompt."""
 
     @abstractmethod
     def _choice(self, prompt_index: int, completion: CompletionOutput) -> ChoiceT:
-        """A whole choice."""
+        """Return a whole choice."""
 
     @abstractmethod
     def _response(self, choices: list[ChoiceT]) -> BaseModel:
-        """The whole answer."""
+        """Return the whole answer."""
 
     @abstractmethod
     def _events(self, writer: ChunkWriter, prompt_index: int, output: RequestOutput, is_plain: bool) -> list[bytes]:
-        """The chunks that `output` brings. An answer that `is_plain` has nothing but text, which is what most are."""
+        """Return the chunks for `output`. A plain answer (`is_plain`) has only text, like most answers."""
 
     @abstractmethod
     def _is_plain(self) -> bool:
-        """Whether the request asks for nothing but text."""
+        """Return whether the request asks only for text."""
 
     async def _collect(self) -> BaseModel:
         return self._response(await self._choices())
 
     async def _on_end(self) -> None:
-        """What is to be done when a stream is whole."""
+        """Called when a stream is complete."""
 
     async def _choices(self) -> list[ChoiceT]:
         choices: list[ChoiceT] = []
@@ -128,8 +128,8 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         yield DONE
 
     def _note(self, prompt_index: int, output: RequestOutput) -> int:
-        """Take in what an output says beside its text. Returns for how long a text it takes to write it,
-        by its log-probabilities."""
+        """Record an output's values beside its text. Return the length of a text that takes as long to write as its
+        log-probabilities."""
         self._num_cached[prompt_index] = output.num_cached_tokens
         if self._body.prediction is not None:
             self._predictions[prompt_index] = (
@@ -160,5 +160,5 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         )
 
     def _usage_so_far(self) -> bytes | None:
-        """For each chunk, if the request wants it."""
+        """Return the usage so far for each chunk, or None if the request does not want it."""
         return self._usage().model_dump_json().encode() if self._body.wants_continuous_usage else None

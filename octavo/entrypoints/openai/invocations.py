@@ -1,5 +1,5 @@
-"""POST /invocations: the one route that SageMaker calls. What is asked follows from the body's fields, as with vLLM,
-and is answered by the route that they belong to."""
+"""POST /invocations: the one route that SageMaker calls. As in vLLM, the body's fields decide which other route answers
+the request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def invocations(raw: Request) -> Response:
 
 
 def _path_of(given: Any, pooling: PoolingConfig | None) -> str:
-    """The route that a body is for. Raises `RequestError`."""
+    """Return the path of the route for a body. Raises `RequestError`."""
     if isinstance(given, dict):
         if pooling is None:
             for name, path in {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}.items():

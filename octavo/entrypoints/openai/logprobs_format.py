@@ -19,15 +19,14 @@ from octavo.outputs import Logprob, PositionLogprobs
 if TYPE_CHECKING:
     from octavo.loading.tokenizer import ModelTokenizer
 
-LEAST_LOGPROB = -9999.0  # what OpenAI sends for minus infinity, which JSON cannot hold
+LEAST_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON does not have
 REPLACEMENT = "�"
 
 
 class TextOffsets:
-    """Where the text of each token begins in that of its choice, by characters, from `start`.
+    """Finds where each token's text begins in the text of its choice, in characters, counted from `start`.
 
-    A character of several tokens begins with the first of them, and so do the others. A token that shows no text begins
-    where the next one does.
+    All tokens of one character begin where the character begins. A token without text begins where the next token does.
     """
 
     def __init__(self, detokenizer: Detokenizer, start: int = 0) -> None:
@@ -42,12 +41,13 @@ class TextOffsets:
         return offsets
 
     def end(self) -> int:
-        """The length of the whole text."""
+        """Return the length of the whole text."""
         return self._length + len(self._detokenizer.flush())
 
 
 def echo_offsets(tokenizer: ModelTokenizer, token_ids: list[int], echo: str) -> list[int]:
-    """Where the text of each token of a prompt begins in `echo`; at 0 what the tokenizer has put before that."""
+    """Return where the text of each prompt token begins in `echo`. Tokens that the tokenizer has added before it begin
+    at 0."""
     offsets = TextOffsets(make_detokenizer(tokenizer.backend_tokenizer, [], skip_special_tokens=False))
     found = offsets.add(token_ids)
     num_before = offsets.end() - len(echo)
@@ -68,7 +68,7 @@ class LogprobsFormatter:
         num_top: int,
         text_offset: list[int],
     ) -> CompletionLogprobs:
-        """The completions shape, with the `num_top` most likely ones, or all (-1), after the chosen one."""
+        """Return the completions shape: each chosen token, then the `num_top` most likely tokens, or all (-1)."""
         result = CompletionLogprobs(text_offset=text_offset, top_logprobs=[])
         for token_id, position in zip(token_ids, positions, strict=True):
             chosen = position.get(token_id) if position else None
@@ -78,7 +78,7 @@ class LogprobsFormatter:
         return result
 
     def chat(self, token_ids: Sequence[int], positions: Sequence[PositionLogprobs], num_top: int) -> ChatLogprobs:
-        """The chat shape: each token with its bytes and the `num_top` most likely ones, or all (-1)."""
+        """Return the chat shape: each token with its bytes and the `num_top` most likely tokens, or all (-1)."""
         content = []
         for token_id, position in zip(token_ids, positions, strict=True):
             token = self._chat_token(token_id, position[token_id])
@@ -87,7 +87,7 @@ class LogprobsFormatter:
         return ChatLogprobs(content=content)
 
     def prompt(self, positions: Sequence[PositionLogprobs | None]) -> PromptLogprobs:
-        """vLLM's shape: one map of token ids a position, null for the first."""
+        """Return vLLM's shape: a map of token ids for each position, null for the first."""
         return [None if position is None else self._prompt_position(position) for position in positions]
 
     def _prompt_position(self, position: PositionLogprobs) -> dict[int, PromptLogprob]:
@@ -102,7 +102,7 @@ class LogprobsFormatter:
         chosen = [(token_id, position[token_id])] if token_id in position else []
         shown = chosen + _best_first(position)[: _count(num_top, position)]
         result: dict[str, float] = {}
-        for other_id, entry in shown:  # tokens may share a text, such as parts of characters: the best one stays
+        for other_id, entry in shown:  # tokens may share a text, such as parts of characters: keep the best
             result.setdefault(self._text(other_id, entry), _finite(entry.logprob))
         return result
 
@@ -127,7 +127,7 @@ class LogprobsFormatter:
 
 
 def token_bytes(text: str, piece: Callable[[], str | None]) -> bytes:
-    """The bytes of a token: its text's, or for a part of a character those that the vocabulary's `piece` stands for.
+    """Return the bytes of a token: of its text, or, for a part of a character, of the vocabulary's `piece`.
 
     Pieces write bytes as `<0xE2>` (SentencePiece) or as one printable character a byte (GPT-2).
     """

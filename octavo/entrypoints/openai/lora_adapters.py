@@ -1,7 +1,7 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: adapters by name while the server runs.
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: load and unload adapters by name while the server runs.
 
-Both are there only where the server allows it (--enable-runtime-lora-updating), and read from below --lora-root alone:
-a client must not make the server read any path.
+Both routes work only with --enable-runtime-lora-updating, and read only below --lora-root, because a client must not
+make the server read arbitrary paths.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ async def unload_adapter(body: UnloadAdapterRequest, raw: Request) -> Response:
 
 
 def _drop(state: ServerState, names: AdapterNames, identity: str) -> None:
-    """Free the memory of contents that have no name any more."""
+    """Free an adapter's memory if no name refers to it any more."""
     if all(one.source.identity != identity for one in names.named.values()):
         state.engine.unload_adapter(identity)
 

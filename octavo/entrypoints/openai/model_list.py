@@ -14,7 +14,7 @@ from octavo.entrypoints.openai.response_bodies import ModelCard, ModelList
 
 router = Router(tags=["OpenAI"])
 
-_ANTHROPIC = "anthropic-version"  # a header that all its clients send
+_ANTHROPIC = "anthropic-version"  # a header that all Anthropic clients send
 
 
 @router.get("/v1/models", response_model=ModelList)
@@ -52,7 +52,7 @@ def _card(state: ServerState, name: str) -> ModelCard:
             id=name, created=adapter.created, root=adapter.path,
             parent=adapter.base_model_name or state.model_names[0], max_model_len=model.max_model_len,
         )  # fmt: skip
-    if name not in state.model_names:  # an adapter that lies below --lora-root
+    if name not in state.model_names:  # an adapter below --lora-root
         return ModelCard(
             id=name, created=state.created, root=name, parent=state.model_names[0], max_model_len=model.max_model_len
         )

@@ -1,4 +1,4 @@
-"""Chat completions that were asked to be stored: the answer, and beside it the messages of the request."""
+"""Stores chat completions on request: the answer, and the messages of the request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KIND = "chat"
 
 
 async def keep_chat(state: ServerState, body: ChatCompletionRequest, response: ChatCompletionResponse) -> None:
-    """Store an answer. It is the client's all the same where the store has no room, and the log says so."""
+    """Store an answer. If the store has no room, the client still gets the answer, and the log has the error."""
     fields = response.model_dump(mode="json", exclude_none=True)
     chat = {**fields, "metadata": body.metadata or {}, "request_id": response.id}
     messages = [

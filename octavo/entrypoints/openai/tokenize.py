@@ -28,7 +28,7 @@ async def tokenize(body: TokenizeRequest, raw: Request) -> TokenizeResponse:
     """The token ids of a prompt, or of a conversation after the chat template."""
     state = state_of(raw)
     state.resolve_model(body.model)
-    # The chat template has put the special tokens in already.
+    # The chat template has added the special tokens already.
     add_special_tokens = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
     arrival = ARRIVAL.get()
     tokens = await run_off_loop(
@@ -74,7 +74,7 @@ async def tokenizer_info(raw: Request) -> dict[str, Any]:
 
 
 def _decode(tokenizer: ModelTokenizer, token_ids: list[int]) -> str:
-    """Raises `RequestError`."""
+    """Return the text of token ids. Raises `RequestError` for unknown ids."""
     num_known = len(tokenizer)
     if token_ids and max(token_ids) >= num_known:
         raise RequestError(

@@ -44,8 +44,8 @@ _DECORATORS = frozenset({"delete", "get", "head", "options", "patch", "post", "p
 
 
 async def run_server(args: argparse.Namespace, **uvicorn_kwargs: Any) -> None:
-    """`octavo serve`, in the running loop, with what a parser of `make_arg_parser` has found: until SIGINT, SIGTERM, or
-    the cancellation of its task. Raises `OctavoError` when the server cannot start."""
+    """Run `octavo serve` in the running loop, with the result of a parser of `make_arg_parser`, until SIGINT, SIGTERM,
+    or the cancellation of the task. Raises `OctavoError` if the server cannot start."""
     if uvicorn_kwargs:
         names = ", ".join(sorted(uvicorn_kwargs))
         raise ConfigError(f"run_server passes nothing on to uvicorn, got {names}; the flags of the server have it.")
@@ -59,7 +59,8 @@ async def build_async_engine_client(
     usage_context: UsageContext | None = None,
     disable_frontend_multiprocessing: bool = False,
 ) -> AsyncIterator[AsyncLLMEngine]:
-    """An engine of such arguments, once it takes requests, which is shut down at the end. Raises `ConfigError`."""
+    """Yield an engine made from parsed arguments when it is ready, and shut it down at the end. Raises
+    `ConfigError`."""
     async with build_async_engine_client_from_engine_args(
         both_args(args)[0],
         usage_context=usage_context,
@@ -75,7 +76,7 @@ async def build_async_engine_client_from_engine_args(
     usage_context: UsageContext | None = None,
     disable_frontend_multiprocessing: bool = False,
 ) -> AsyncIterator[AsyncLLMEngine]:
-    """The same of arguments that have been put together already."""
+    """Do the same as `build_async_engine_client` with existing engine arguments."""
     if disable_frontend_multiprocessing:
         raise ConfigError("disable_frontend_multiprocessing is not built: the engine has a process of its own.")
     engine = AsyncLLMEngine.from_engine_args(engine_args, usage_context=usage_context)
@@ -87,10 +88,11 @@ async def build_async_engine_client_from_engine_args(
 
 
 class _Application(Starlette):
-    """Routes and middlewares of a program's own, before those of the server."""
+    """An application with the program's own routes and middlewares before the server's."""
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """What none of the program's routes is for, wherever the program has mounted this."""
+        """Pass a request that none of the program's routes matches to the server, wherever the program has mounted the
+        application."""
         served = getattr(self.state, "octavo_app", None)
         if served is None:
             served = error_response("the server has no engine yet; await init_app_state(engine, app.state, args).", 503)
@@ -100,7 +102,8 @@ class _Application(Starlette):
         await served({**scope, "root_path": "", "path": path}, receive, send)
 
     def __getattr__(self, name: str) -> Any:
-        """Only asked for names that there are not: those of FastAPI, which vLLM's application is of."""
+        """Raise `AttributeError` with advice for names of FastAPI, the class of vLLM's application. Python calls this
+        only for missing names."""
         advice = ": app.add_route(path, function, methods=[...]) adds a route" if name in _DECORATORS else ""
         raise AttributeError(f"this application is Starlette's and has no {name}{advice}.", name=name, obj=self)
 
@@ -108,8 +111,8 @@ class _Application(Starlette):
 def build_app(
     args: argparse.Namespace, supported_tasks: tuple[str, ...] | None = None, model_config: object = None
 ) -> Starlette:
-    """The application, for any ASGI server, which answers once `init_app_state` has given it an engine. Raises
-    `ConfigError`. What vLLM wants to know besides follows from the engine."""
+    """Return the application, for any ASGI server. It answers after `init_app_state` has given it an engine. vLLM's
+    other arguments are ignored, as they follow from the engine. Raises `ConfigError`."""
     both_args(args)[1].check()
     app = _Application()
     app.router.default = app.serve
@@ -120,8 +123,8 @@ async def init_app_state(
     engine_client: EngineClient, *given: Any, state: State | None = None, args: argparse.Namespace | None = None,
     vllm_config: object = None, supported_tasks: object = None,
 ) -> None:  # fmt: skip
-    """Have the application whose `state` this is answer with an engine: `(engine, app.state, args)`. Earlier versions
-    of vLLM have a configuration in between, newer ones the tasks at the end; both follow from the engine."""
+    """Give an application its engine: `(engine, app.state, args)`. Earlier versions of vLLM pass a configuration in
+    between, newer ones the tasks at the end; both follow from the engine."""
     for one in given:
         state = one if isinstance(one, State) else state
         args = one if isinstance(one, argparse.Namespace) else args

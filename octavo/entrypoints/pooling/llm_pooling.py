@@ -1,4 +1,4 @@
-"""What `LLM` does with a model that pools: embeddings, classes, scores, and whatever else it computes of texts."""
+"""The methods of `LLM` for models that pool: embeddings, classes, scores, and other vectors of texts."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from octavo.pooling_params import PoolingParams
 from octavo.request import EngineRequest
 
 Prompts = PromptInput | Sequence[PromptInput]
-UseTqdm = bool | Callable[..., Any]  # whether there is a bar, or what makes it (`functools.partial(tqdm, ...)`)
+UseTqdm = bool | Callable[..., Any]  # whether to show a bar, or what makes it (`functools.partial(tqdm, ...)`)
 
 
 class PoolingMethods:
-    """The part of `LLM` for models that pool. All methods raise `RequestError` for models that generate, and before
-    anything runs if a text is refused."""
+    """The part of `LLM` for models that pool. All methods raise `RequestError` for models that generate, and for a
+    refused text before anything runs."""
 
     inputs: InputProcessor
 
@@ -53,10 +53,10 @@ class PoolingMethods:
         lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """The vectors of texts: text, `{"prompt": ...}`, `{"prompt_token_ids": [...]}`, or a list of them.
+        """Return the vectors of texts: text, `{"prompt": ...}`, `{"prompt_token_ids": [...]}`, or a list of them.
 
-        `pooling_params` is one for all or one a prompt; `prompt_name` the name of one of the model's own prompts, which
-        comes before each text."""
+        `pooling_params` is one for all texts or one for each. `prompt_name` names one of the model's own prompts, which
+        is put before each text."""
         refuse_kwargs(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         given = as_prompts(prompts)
         params = pooling_params
@@ -67,7 +67,7 @@ class PoolingMethods:
         inputs, sources = PoolingInput(self.inputs), sources_of("prompts", len(given))
         requests: list[EngineRequest] = []
         begin = 0
-        for end in range(1, len(given) + 1):  # neighbours of equal parameters are tokenized together
+        for end in range(1, len(given) + 1):  # neighbours with equal parameters are tokenized together
             if end < len(given) and params[end] == params[begin]:
                 continue
             its = self._with(params[begin], pooling_task, truncate_prompt_tokens)
@@ -90,7 +90,7 @@ class PoolingMethods:
         lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """An embedding of each text; see `encode`."""
+        """Return an embedding of each text; see `encode`."""
         refuse_kwargs(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         found = self.encode(
             prompts, pooling_params, use_tqdm, pooling_task="embed", truncate_prompt_tokens=truncate_prompt_tokens,
@@ -108,7 +108,7 @@ class PoolingMethods:
         lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
-        """The probabilities of the model's classes for each text; see `encode`."""
+        """Return the probabilities of the model's classes for each text; see `encode`."""
         refuse_kwargs(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         found = self.encode(
             prompts, pooling_params, use_tqdm, pooling_task="classify", truncate_prompt_tokens=truncate_prompt_tokens
@@ -125,7 +125,7 @@ class PoolingMethods:
         lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """What a reward model gives: numbers of the text, or of each of its tokens; see `encode`."""
+        """Return a reward model's output: numbers for each text, or for each of its tokens; see `encode`."""
         refuse_kwargs(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         return self.encode(prompts, pooling_params, use_tqdm, truncate_prompt_tokens=truncate_prompt_tokens)
 
@@ -141,8 +141,9 @@ class PoolingMethods:
         lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How well a text goes with each of several, or each of several with its own: by a cross-encoder, by the cosine
-        of embeddings, or by the vectors of tokens. They are text, `{"prompt": ...}`, or a list of them."""
+        """Return how well one text matches each of several texts, or each text of a list its counterpart: by a
+        cross-encoder, by the cosine of embeddings, or by the vectors of tokens. Texts are text, `{"prompt": ...}`, or a
+        list of them."""
         refuse_kwargs(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         queries, documents = _texts(data_1, "data_1"), _texts(data_2, "data_2")
         params = self._with(pooling_params or PoolingParams(), None, truncate_prompt_tokens)
@@ -165,7 +166,7 @@ class PoolingMethods:
 
 
 def _texts(data: PromptInput | Sequence[PromptInput], name: str) -> list[str]:
-    """Those of one side of `score`. Raises `RequestError` for what is no text, such as token ids."""
+    """Return the texts of one side of `score`. Raises `RequestError` for other values, such as token ids."""
     texts = []
     for given in as_prompts(data):
         text = given.get("prompt") if isinstance(given, Mapping) else given

@@ -1,6 +1,6 @@
-"""The routes of models that pool: embeddings, classes, scores and rankings, and whatever else is pooled of texts.
+"""The routes of models that pool: embeddings, classes, scores, rankings, and other vectors of texts.
 
-A model that generates refuses them, and one that pools refuses the routes that generate.
+A model that generates refuses these routes, and a model that pools refuses the generating routes.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ async def create_cohere_embedding(body: CohereEmbedRequest, raw: Request) -> Res
 
 
 async def _vectors(job: PoolingJob, body: EmbeddingRequest, task: str | None, names: tuple[str, str]) -> Response:
-    """What each text gives, as an object of the first name, in a field of the second."""
+    """Answer with the vectors of each text. `names` are the kind of the objects and the name of their field."""
     kind, field = names
     requests = await job.texts(body, body.params(task=task, dimensions=body.dimensions))
     form = body.encoding_format or "float"
@@ -160,7 +160,7 @@ for _path in ("/rerank", "/v1/rerank", "/v2/rerank"):
 
 
 class PoolingJob:
-    """One request on its way through the engine. Making it raises `RequestError` for a model that generates."""
+    """Takes one request through the engine. The constructor raises `RequestError` for a model that generates."""
 
     def __init__(self, body: PoolingFields, raw: Request, prefix: str) -> None:
         self._body, self._raw, self._state = body, raw, state_of(raw)
@@ -172,7 +172,7 @@ class PoolingJob:
         self._length = 0 if arrival is None else arrival.num_bytes
 
     async def texts(self, body: TextsRequest, params: PoolingParams) -> list[EngineRequest]:
-        """The requests for the texts of a body. Raises `RequestError`."""
+        """Return the engine's requests for the texts of a body. Raises `RequestError`."""
         field = "input" if body.messages is None else "messages"
 
         def make() -> list[EngineRequest]:
@@ -191,7 +191,8 @@ class PoolingJob:
         return await run_off_loop(make, length=self._length)
 
     async def named(self, texts: Sequence[InputText], params: PoolingParams, field: str) -> list[EngineRequest]:
-        """The requests for texts with the names of their prompts, of a `field` of the body. Raises `RequestError`."""
+        """Return the engine's requests for texts with names of prompts. `field` is the body's field that errors name.
+        Raises `RequestError`."""
 
         def make() -> list[EngineRequest]:
             return self.inputs.process(
@@ -208,7 +209,7 @@ class PoolingJob:
         documents: Sequence[str],
         fields: tuple[str, str],
     ) -> Scores:
-        """What scores are made of; `fields` of the body hold the two sides. Raises `RequestError`."""
+        """Return the `Scores` of queries and documents, which came in `fields` of the body. Raises `RequestError`."""
 
         def make() -> Scores:
             return Scores(
@@ -222,11 +223,13 @@ class PoolingJob:
         return await run_off_loop(make, length=self._length)
 
     async def answer(self, requests: Sequence[EngineRequest], write: Callable[[Outputs], dict[str, Any]]) -> Response:
-        """What `write` makes of the requests' outputs, as JSON. 499, which nobody sees, where the client hung up."""
+        """Run the requests, and answer with the JSON that `write` makes of their outputs. The status is 499, which
+        nobody sees, if the client hung up."""
         return await self._respond(requests, lambda found: (encode_in_pieces(write(found)), {}), "application/json")
 
     async def answer_in_bytes(self, requests: Sequence[EngineRequest], body: EmbeddingRequest) -> Response:
-        """The vectors one after the other; a header says where each is, unless only the bytes are wanted."""
+        """Run the requests, and answer with the vectors as bytes, one after the other. A header has their places,
+        unless only the bytes are wanted."""
 
         def write(found: Outputs) -> tuple[bytes, dict[str, str]]:
             pieces = [_to_bytes(one.outputs.data, body) for one in found]
@@ -244,7 +247,7 @@ class PoolingJob:
     async def _respond(
         self, requests: Sequence[EngineRequest], write: Callable[[Outputs], tuple[bytes, dict[str, str]]], kind: str
     ) -> Response:
-        """The body and the headers that `write` makes of the requests' outputs."""
+        """Run the requests, and answer with the body and the headers that `write` makes of their outputs."""
         limits_s = [limit for limit in (self._body.timeout, self._state.args.max_request_time) if limit is not None]
         if limits_s:
             requests = [
@@ -259,7 +262,7 @@ class PoolingJob:
             if len(requests) == 1:
                 found = [await self._state.engine.pool(requests[0])]
             else:
-                async with asyncio.TaskGroup() as group:  # the first that fails ends the others
+                async with asyncio.TaskGroup() as group:  # the first failure ends the others
                     tasks = [group.create_task(self._state.engine.pool(request)) for request in requests]
                 found = [task.result() for task in tasks]
             return await run_off_loop(lambda: write(found), length=sum(one.outputs.data.size for one in found))
@@ -277,7 +280,8 @@ class PoolingJob:
         self, outputs: Outputs, written: Callable[[int, Vectors], dict[str, Any]] | None = None,
         data: list[dict[str, Any]] | None = None,
     ) -> dict[str, Any]:  # fmt: skip
-        """OpenAI's form of a list, with the usage of all texts: of `data`, or of what each text gave, as `written`."""
+        """Return a list in OpenAI's form, with the usage of all texts. Its entries are `data`, or `written` makes them
+        from each text's output."""
         if written is not None:
             data = [written(index, output.outputs.data) for index, output in enumerate(outputs)]
         num_tokens = _num_tokens(outputs)
@@ -291,7 +295,7 @@ def _num_tokens(outputs: Outputs) -> int:
 
 
 def _to_bytes(vectors: Vectors, body: EmbeddingRequest) -> bytes:
-    """The numbers in the type and the order of bytes that the body asks for."""
+    """Return the numbers as bytes, in the type and byte order that the body asks for."""
     kind = np.dtype(_DTYPES.get(body.embed_dtype or "", body.embed_dtype or "float32"))
     order = sys.byteorder if body.endianness in (None, "native") else body.endianness
     with np.errstate(over="ignore"):  # float16 ends at 65504

@@ -1,7 +1,7 @@
-"""The items that a conversation consists of in the Responses API: read, checked, and put into chat messages.
+"""Reads and checks the items of a conversation in the Responses API, and turns them into chat messages.
 
-What comes back in an answer may be sent again as it is. An item's id names the response that made it and its place
-there, so that a reference to it is found.
+Items of an answer may be sent back unchanged. An item's id contains its response and its place there, so that
+references can be resolved.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from octavo.errors import RequestError
 Item = dict[str, Any]
 
 _ROLES = ("user", "assistant", "system", "developer")
-_MEDIA = ("input_image", "input_audio")  # parts of messages of the user, and of what functions have found
+_MEDIA = ("input_image", "input_audio")  # parts of the user's messages, and of results of functions
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 _KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 
 
 def item_id(prefix: str, response_id: str, index: int) -> str:
-    """The id of a response's item. An answer's are counted up from 0, an input's down from -1."""
+    """Return the id of a response's item. Items of the answer count up from 0, items of the input down from -1."""
     place = f"{index}" if index >= 0 else f"i{-index}"
     return f"{prefix}_{response_id.removeprefix('resp_')}_{place}"
 
 
 def response_of(id: str) -> str | None:
-    """The id of the response that made an item."""
+    """Return the id of the response that made an item, or None."""
     parts = id.split("_")
     return f"resp_{parts[1]}" if len(parts) == 3 else None
 
 
 def read_items(value: str | list[Any], response_id: str) -> list[Item]:
-    """The items of a request's `input`, each with an id. Raises `RequestError` naming the place."""
+    """Return the items of a request's `input`, each with an id. Raises `RequestError` naming the place."""
     given = [{"role": "user", "content": value}] if isinstance(value, str) else value
     items = []
     for i, item in enumerate(given):
@@ -131,7 +131,7 @@ def _sound(part: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _uuid(part: Mapping[str, Any], where: str) -> dict[str, str]:
-    """The name under which a medium is kept, or was: of a part that has one."""
+    """Return the uuid of a part's medium, as a dictionary; empty without one."""
     return {} if part.get("uuid") is None else {"uuid": _text(part, "uuid", where)}
 
 
@@ -160,8 +160,8 @@ def _wrong(where: str, what: str) -> RequestError:
 
 
 def to_messages(items: Sequence[Item], instructions: str | None) -> list[dict[str, Any]]:
-    """The chat messages of a conversation. What the assistant thought, said and called is one message until somebody
-    else has a turn; what the system says first is one message, as templates want it."""
+    """Return the chat messages of a conversation. The assistant's reasoning, text and calls form one message until
+    another role has a turn. The system's first items form one message, as templates expect."""
     messages: list[dict[str, Any]] = []
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
@@ -209,7 +209,7 @@ def _for_chat(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The assistant's message at the end, a new one if there is none."""
+    """Return the assistant's message at the end of `messages`; append one if there is none."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]

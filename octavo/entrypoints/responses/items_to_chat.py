@@ -1,4 +1,4 @@
-"""A Responses request as a chat."""
+"""Turns a Responses request into a chat."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, Toke
 from octavo.entrypoints.responses.responses_protocol import AllowedTools, NamedFunction, ResponsesRequest
 from octavo.errors import RequestError
 
-# What errors call the chat's fields.
+# Names of the chat's fields in errors.
 _NAMES = {
     "messages": "input",
     "prompt": "input",
@@ -23,7 +23,7 @@ _NAMES = {
 
 
 def to_chat(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatCompletionRequest:
-    """The chat that `body` asks for, with a stream of one answer to `messages`. Raises `RequestError`."""
+    """Return the chat that `body` asks for, with a stream of one answer to `messages`. Raises `RequestError`."""
     fields: dict[str, Any] = {name: getattr(body, name) for name in TokenRequest.model_fields}
     fields |= {
         "model": body.model,
@@ -52,7 +52,7 @@ def to_chat(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatCompl
 
 
 def renamed(error: RequestError) -> RequestError:
-    """An error of the chat, naming the response's field."""
+    """Make an error of the chat name the field of the Responses request, and return it."""
     if error.param in _NAMES:
         error.param = _NAMES[error.param]
     return error

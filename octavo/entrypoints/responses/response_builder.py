@@ -1,8 +1,8 @@
-"""An answer as a response object, and the events that tell of it one by one.
+"""Builds an answer as a response object, and as the events of a stream.
 
 Order: `response.created`, `queued` in the background, `in_progress`; for each item `output_item.added`, the deltas and
 ends of its parts, `output_item.done`; then one of `completed`, `incomplete`, `failed`. Events are numbered. A whole
-response is what its events add up to.
+response is the sum of its events.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Event = dict[str, Any]
 
 
 class ResponseBuilder:
-    """The answer to one request. `formatter` writes log-probabilities, where they are wanted."""
+    """Builds the answer to one request. `formatter` writes log-probabilities, if they are wanted."""
 
     def __init__(
         self, body: ResponsesRequest, response_id: str, model: str, formatter: LogprobsFormatter | None
@@ -32,13 +32,13 @@ class ResponseBuilder:
         reasoning = body.reasoning
         self._summarizes = reasoning is not None and bool(reasoning.summary or reasoning.generate_summary)
         self._packs_reasoning = "reasoning.encrypted_content" in (body.include or ())
-        self._number = -1  # of the last event
-        self._is_open = False  # the last item
-        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text has not come yet
+        self._number = -1  # number of the last event
+        self._is_open = False  # whether the last item is open
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text has not come
         self.response = _empty_response(body, response_id, model)
 
     def set_params(self, params: SamplingParams) -> None:
-        """What the model's defaults made of what the request left out."""
+        """Record the sampling parameters after the model's defaults have filled in omitted ones."""
         self.response |= {"temperature": params.temperature, "top_p": params.top_p}
 
     @property
@@ -47,13 +47,13 @@ class ResponseBuilder:
         return status
 
     def begin(self) -> list[Event]:
-        """The response is there."""
+        """Return the events of a new response."""
         self.response["status"] = "queued" if self.response["background"] else "in_progress"
         events = [self._event("response.created", response=self._snapshot())]
         return [*events, self._event(f"response.{self.status}", response=self._snapshot())]
 
     def add(self, progress: Progress) -> list[Event]:
-        """The events that `progress` brings."""
+        """Return the events that `progress` adds."""
         events: list[Event] = []
         if self.status == "queued":
             self.response["status"] = "in_progress"
@@ -76,12 +76,12 @@ class ResponseBuilder:
         return events
 
     def fail(self, code: str, message: str) -> list[Event]:
-        """It ends with an error."""
+        """End the response with an error. Return the events."""
         self.response["error"] = {"code": code, "message": message}
         return [*self._close("incomplete"), *self._end("failed")]
 
     def cancel(self) -> None:
-        """It ends because somebody said so. No event tells of that."""
+        """End the response as cancelled, without events."""
         self._close("incomplete")
         self.response["status"] = "cancelled"
 
@@ -100,7 +100,7 @@ class ResponseBuilder:
 
     def _add_reasoning(self, text: str) -> list[Event]:
         events = self._open("reasoning")
-        self._logprobs = []  # are of content
+        self._logprobs = []  # log-probabilities belong to content only
         self._item["summary" if self._summarizes else "content"][0]["text"] += text
         kind = "summary_text" if self._summarizes else "text"
         return [*events, self._of_reasoning(f"response.reasoning_{kind}.delta", delta=text)]
@@ -122,7 +122,7 @@ class ResponseBuilder:
         return item
 
     def _open(self, kind: str, **fields: Any) -> list[Event]:
-        """Begin an item, unless one of this kind is open."""
+        """Begin an item, unless an item of this kind is open. Return the events."""
         if self._is_open and self._item["type"] == kind:
             return []
         events = self._close("completed")
@@ -208,7 +208,7 @@ class ResponseBuilder:
 
 
 def _empty_response(body: ResponsesRequest, response_id: str, model: str) -> dict[str, Any]:
-    """What the request has decided of its response."""
+    """Return the fields of a response that its request decides."""
     reasoning, text = body.reasoning, body.text
     wanted = {"type": "text"} if text is None or text.format is None else text.format.model_dump(exclude_none=True)
     return {

@@ -1,4 +1,4 @@
-"""A response under way: for the client that waits for it, or in the background for whoever asks later."""
+"""Runs a response, for a client that waits for it or in the background for clients that ask later."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from octavo.entrypoints.responses.response_builder import Event, ResponseBuilder
 
 logger = logging.getLogger("octavo.server")
 
-_CHUNKS_AT_ONCE = 256  # events that are read together
+_CHUNKS_AT_ONCE = 256  # events read together
 
 
 class ResponseRun:
-    """One answer on its way. `items` are what the request brought."""
+    """Runs one response. `items` are the items of the request."""
 
     def __init__(
         self, state: ServerState, builder: ResponseBuilder, items: list[Item], progress: AsyncGenerator[Progress, None]
@@ -34,11 +34,11 @@ class ResponseRun:
 
     @property
     def response(self) -> dict[str, Any]:
-        """As far as it has come."""
+        """Return the response so far."""
         return self._builder.response
 
     async def collect(self) -> dict[str, Any]:
-        """The whole response. Raises what ends the request."""
+        """Return the whole response. Raises the error that ends the request."""
         self._builder.begin()
         async for part in self._progress:
             self._builder.add(part)
@@ -46,13 +46,13 @@ class ResponseRun:
         return self.response
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The events; an error is one of them."""
+        """Yield the events; an error becomes an event."""
         try:
             yield _encode(self._builder.begin())
             async for part in self._progress:
                 events = self._builder.add(part)
                 if part.finish_reason is not None:
-                    await self._keep()  # before the client hears that it is there
+                    await self._keep()  # before the client learns that it is complete
                 if events:
                     yield _encode(events)
         except Exception as error:
@@ -66,8 +66,8 @@ class ResponseRun:
         return self._builder.fail(code, fields["message"])
 
     async def _keep(self) -> None:
-        """Store the response, if the request did not say otherwise. One that finds no room is not lost to its client:
-        it says itself that it is not stored."""
+        """Store the response, unless the request says otherwise. If the store has no room, the client still gets the
+        response, which says that it is not stored."""
         if not self.response["store"]:
             return
         try:
@@ -78,19 +78,19 @@ class ResponseRun:
 
 
 class BackgroundRun(ResponseRun):
-    """A run that goes on without its client. Its events are kept, so that any number of clients can follow."""
+    """A run that goes on without its client. Its events are kept, so that any number of clients can follow it."""
 
     def __init__(
         self, state: ServerState, builder: ResponseBuilder, items: list[Item], progress: AsyncGenerator[Progress, None]
     ) -> None:
         super().__init__(state, builder, items, progress)
-        self._log: list[bytes] = []  # events by their numbers
+        self._log: list[bytes] = []  # events, by number
         self._is_over = False
         self._news = asyncio.Condition()
         self._log += map(named_event, builder.begin())
 
     async def run(self) -> None:
-        """Work until the answer is there, or somebody cancels it."""
+        """Run until the answer is complete or cancelled."""
         try:
             async for part in self._progress:
                 await self._tell(self._builder.add(part))
@@ -105,7 +105,7 @@ class BackgroundRun(ResponseRun):
             await self._tell([])
 
     async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
-        """The events whose numbers are greater than `after`, as they come."""
+        """Yield the events with numbers above `after`, as they come."""
         position = after + 1
         while True:
             if position < len(self._log):
@@ -135,7 +135,7 @@ class BackgroundRun(ResponseRun):
 
 
 async def stored_events(state: ServerState, response_id: str, after: int) -> AsyncGenerator[bytes, None]:
-    """The events of a background response that has ended."""
+    """Yield the events of a background response that has ended."""
 
     def read(database: Database) -> list[tuple[int, bytes]]:
         return database.chunks(response_id, after, _CHUNKS_AT_ONCE)

@@ -57,7 +57,7 @@ async def create_response(body: ResponsesRequest, raw: Request) -> Response:
     state = state_of(raw)
     model = state.resolve_model(body.model)
     _, headers = state.response_id("resp", body, raw)
-    response_id = f"resp_{uuid.uuid4().hex}"  # always a new one: it is what the response is found by
+    response_id = f"resp_{uuid.uuid4().hex}"  # always a new id: the stored response is found by it
     history, items = await _read(body, state, response_id)
     formatter = LogprobsFormatter(state.engine.tokenizer) if body.wants_logprobs else None
     builder = ResponseBuilder(body, response_id, model, formatter)
@@ -89,7 +89,7 @@ async def count_input_tokens(body: ResponsesRequest, raw: Request) -> InputToken
 
 
 async def _read(body: ResponsesRequest, state: ServerState, response_id: str) -> tuple[list[Item], list[Item]]:
-    """What was said before, and the items of the request."""
+    """Return the items of the earlier conversation, and the items of the request."""
     items = await run_off_loop(lambda: read_items(body.input, response_id), length=_length())
     if body.previous_response_id is None and not any(item["type"] == "item_reference" for item in items):
         return [], items
@@ -101,7 +101,7 @@ async def _read(body: ResponsesRequest, state: ServerState, response_id: str) ->
 async def _submit(
     body: ResponsesRequest, state: ServerState, builder: ResponseBuilder, items: list[Item]
 ) -> AsyncGenerator[Progress, None]:
-    """Give the engine the conversation, or with `truncation` "auto" as many of its last turns as fit."""
+    """Submit the conversation to the engine; with `truncation` "auto" only as many of its last turns as fit."""
     messages = await run_off_loop(lambda: to_messages(items, body.instructions), length=_length())
 
     async def submit(first: int) -> AsyncGenerator[Progress, None]:
@@ -121,7 +121,7 @@ async def _submit(
         except RequestError as error:
             if body.truncation != "auto" or error.code != "context_length_exceeded" or not turns:
                 raise
-        # The longest that fits, by bisection; the last turn alone, or its error.
+        # Find the longest conversation that fits by bisection; at the least the last turn alone, or its error.
         low, high = 0, len(turns) - 1
         while low < high:
             middle = (low + high) // 2
@@ -141,7 +141,7 @@ async def _submit(
 async def _start(
     run: BackgroundRun, items: list[Item], state: ServerState, headers: dict[str, str], is_streamed: bool
 ) -> Response:
-    """Keep the response before it is there, and have it worked on."""
+    """Store a background response before it is complete, and start its run."""
     response = dict(run.response)
     await state.store.run(lambda database: stored_responses.write(database, response, items, is_owned=True))
     state.background.start(response["id"], run, uses_engine=True)

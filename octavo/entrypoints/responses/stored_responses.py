@@ -1,4 +1,4 @@
-"""Responses as they are kept: the response object, and beside it the items that the request brought."""
+"""Responses in the store: the response object, and the items of the request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _decode = msgspec.json.Decoder().decode
 
 
 def read_response(stored: Stored) -> dict[str, Any]:
-    """The response object."""
+    """Return the response object; failed if its server has died."""
     response: dict[str, Any] = _decode(stored.body)
     if stored.is_abandoned:
         message = "The server that worked on this response has ended."
@@ -25,13 +25,13 @@ def read_response(stored: Stored) -> dict[str, Any]:
 
 
 def read_input(stored: Stored) -> list[Item]:
-    """The items that the request brought."""
+    """Return the items of the request."""
     items: list[Item] = _decode(stored.extra or b"[]")
     return items
 
 
 def find(database: Database, response_id: str) -> Stored:
-    """The response. Raises `RequestError` (404)."""
+    """Return a stored response. Raises `RequestError` (404)."""
     stored = database.get(KIND, response_id)
     if stored is None:
         raise RequestError(f"Response with id {response_id!r:.100} not found.", status=404, code="not_found")
@@ -39,12 +39,13 @@ def find(database: Database, response_id: str) -> Stored:
 
 
 def write(database: Database, response: dict[str, Any], items: list[Item], *, is_owned: bool = False) -> None:
-    """Keep a response; `is_owned`: it is under way."""
+    """Store a response. `is_owned` says that it is unfinished."""
     database.put(KIND, response["id"], encode_json(response), encode_json(items), is_owned=is_owned)
 
 
 def with_history(database: Database, previous_id: str | None, items: list[Item]) -> tuple[list[Item], list[Item]]:
-    """What was said before, and `items` with the items in the place of references to them. Raises `RequestError`."""
+    """Return the items of the earlier conversation, and `items` with references replaced by their items. Raises
+    `RequestError`."""
     chain: list[Stored] = []
     response_id = previous_id
     while response_id is not None:

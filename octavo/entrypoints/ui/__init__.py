@@ -1,5 +1,5 @@
-"""The page at /ui, a chat and a live view of the engine: its static files, and GET /ui/stats, which the live view asks
-for about once a second.
+"""The page at /ui, a chat and a live view of the engine: its static files, and GET /ui/stats, which the live view
+requests about once a second.
 
 The page's addresses are relative, so that it works under any path of a proxy. `/ui/stats` is for the page alone and may
 change with it; dashboards read /metrics.
@@ -25,7 +25,7 @@ from octavo.metrics.prometheus import EngineMetrics, Histogram
 router = Router(include_in_schema=False)
 
 STATIC = Path(__file__).parent / "static"
-# Every file of the page, and its type. They hold no secrets: who has no key gets a page that can do nothing.
+# Every file of the page, and its type. The files hold no secrets: without a key the page can do nothing.
 FILES = {
     "index.html": "text/html; charset=utf-8",
     "style.css": "text/css; charset=utf-8",
@@ -38,14 +38,13 @@ FILES = {
     "icon.svg": "image/svg+xml",
 }
 OPEN_PATHS = frozenset({"/ui", "/ui/", *(f"/ui/{name}" for name in FILES)})
-# The page runs its own files, talks to its own server and shows what is put into it, and nothing else. No other page
-# may frame it.
+# The page may run only its own files and connect only to its own server. No other page may frame it.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "media-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # asked for again each time, and answered with 304
+    "Cache-Control": "no-cache",  # browsers ask again each time, and get 304
 }
 
 
@@ -117,5 +116,5 @@ def _file(name: str) -> Response:
 
 
 def _runs(states: bytes) -> list[list[int]]:
-    """Runs of equal blocks, [state, length] one after the other: most maps are a few runs."""
+    """Return runs of equal blocks as [state, length]; most maps are a few runs."""
     return [[state, sum(1 for _ in run)] for state, run in groupby(states)]
