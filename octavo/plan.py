@@ -87,7 +87,7 @@ class PlannedRow(NamedTuple):
 
     @property
     def is_decode(self) -> bool:
-        """Whether the row computes one token, apart from draft tokens."""
+        """Return whether the row computes one token, apart from draft tokens."""
         return self.num_tokens - len(self.draft_tokens) == 1
 
     @property
@@ -112,7 +112,7 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step produced. `tokens` has `num_samples` entries for each row of the plan, one row after the other. Of a
+    """The results of a step. `tokens` has `num_samples` entries for each row of the plan, one row after the other. Of a
     row with draft tokens the first `count_valid_tokens` are valid; the others follow a rejected draft token."""
 
     tokens: list[int]

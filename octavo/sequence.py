@@ -97,15 +97,16 @@ class Sequence:
 
     @property
     def needs_its_tokens(self) -> bool:
-        """Whether its next step needs the last step's tokens on the host: its sampling depends on them, or they decide
-        which sequences there are."""
+        """Return whether its next step needs the last step's tokens on the host: its sampling depends on them, or they
+        decide which sequences there are."""
         if self.chooser is not None or self.num_pending_forks:
             return True
         return self.params.follows_output or self.params.grammar is not None
 
     @property
     def num_last_positions(self) -> int:
-        """How many of its last tokens have a result once all are computed: all of them if vectors are per token."""
+        """Return how many of its last tokens have a result when all are computed: all of them if each token has a
+        vector."""
         pooling = self.request.pooling
         return len(self.token_ids) if pooling is not None and pooling.is_by_token else 1
 
@@ -141,7 +142,7 @@ class Sequence:
         logprobs: list[TokenLogprobs] | None = None,
         error: str | None = None,
     ) -> SequenceOutput:
-        """What its request is told of new tokens, and of its prompt with the first of them."""
+        """Return the output of new tokens for its request; the first one includes results of the prompt."""
         prompt_logprobs = None
         if self.prompt_logprobs:
             prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, []

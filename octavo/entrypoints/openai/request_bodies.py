@@ -1,7 +1,7 @@
 """The bodies of the API's requests, with OpenAI's names and vLLM's extra fields.
 
 Types are checked here, ranges by `SamplingParams`, lengths by the engine. An unknown field is refused, as OpenAI
-does. What each field means is said once, for readers here and for /openapi.json.
+does. Each field's meaning is stated once, here and for /openapi.json.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _IGNORED = "Taken and without effect, as OpenAI documents it."
 
 
 class StreamOptions(RequestBody):
-    """What a stream carries besides text."""
+    """Options of a stream."""
 
     include_usage: bool | None = described("A last chunk with the usage.")
     continuous_usage_stats: bool | None = described("The usage so far in every chunk.")
@@ -166,7 +166,7 @@ class ResponseFormat(RequestBody):
 
     @property
     def structural_tag(self) -> dict[str, Any] | None:
-        """As `structured_outputs` has it."""
+        """Return the structural tag in the form of `structured_outputs`, or None."""
         return self.model_dump(exclude_none=True) if self.type == "structural_tag" else None
 
     @model_validator(mode="after")
@@ -205,7 +205,7 @@ class Prediction(RequestBody):
 
 
 class TokenRequest(PromptRequest):
-    """How the tokens of one answer are chosen, and how a request is treated on its way."""
+    """Fields for the choice of an answer's tokens, and for the scheduling of a request."""
 
     stream: bool | None = described("Send the answer as it comes.")
     # OpenAI's sampling.
@@ -246,7 +246,7 @@ class TokenRequest(PromptRequest):
 
 
 class SamplingRequest(TokenRequest):
-    """What every route of completions has in common beside that: how many answers, and what they must be."""
+    """Further common fields of all generating routes: the number of answers, and the structure of their content."""
 
     max_tokens: Int | None = described(
         "Output tokens at most. Left out: 16, and in chats the model's max_new_tokens or all that fits."
@@ -284,12 +284,14 @@ class SamplingRequest(TokenRequest):
 
     @property
     def structure_field(self) -> str | None:
-        """The field that says what the answer must be; None where the engine's own names are the request's."""
+        """Return the field that constrains the answer's content; None if there is none, or if it is the engine's own
+        `structured_outputs`."""
         structure = self.structure()
         return None if structure is None or structure[0] == "structured_outputs" else structure[0]
 
     def structure(self) -> tuple[str, StructuredOutputsParams] | None:
-        """The field that says what the answer must be, and what it says. Raises `RequestError` if several do."""
+        """Return the field that constrains the answer's content, and its value, or None. Raises `RequestError` if there
+        are several such fields."""
         found: dict[str, dict[str, Any]] = {}
         if self.structured_outputs is not None:
             found["structured_outputs"] = self.structured_outputs.model_dump(exclude_none=True)
@@ -318,22 +320,23 @@ class SamplingRequest(TokenRequest):
         return field, StructuredOutputsParams(**asked)
 
     def to_sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """`defaults` are the model's, for what is left out. Raises `RequestError` for values out of range."""
+        """Return the sampling parameters. `defaults` are the model's, for omitted fields. Raises `RequestError` for
+        values out of range."""
         given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name, None)) is not None}
         if (structure := self.structure()) is not None:
             given["structured_outputs"] = structure[1]
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         if self.use_beam_search:
-            defaults = {"temperature": 0.0}  # the model's own are for choosing at random
+            defaults = {"temperature": 0.0}  # the model's defaults are for random sampling
         return SamplingParams(**{**defaults, **given, **self._own_params()}, output_kind=kind)
 
     def _own_params(self) -> dict[str, Any]:
-        """Parameters that the route reads in its own way."""
+        """Return parameters that the route reads in its own way."""
         return {}
 
 
 class GenerationRequest(SamplingRequest):
-    """What completions and chat completions have in common beside that."""
+    """Further common fields of completions and chat completions."""
 
     model: Text | None = described("One of the names of GET /v1/models; may be left out.")
     stream_options: StreamOptions | None = described("What a stream carries besides text.")
@@ -357,12 +360,12 @@ class GenerationRequest(SamplingRequest):
 
     @property
     def wants_usage(self) -> bool:
-        """A last chunk with the usage."""
+        """Return whether the stream ends with a chunk with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def wants_continuous_usage(self) -> bool:
-        """The usage so far in every chunk."""
+        """Return whether every chunk has the usage so far."""
         return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
@@ -389,7 +392,7 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="before")
     @classmethod
     def _needs_a_prompt(cls, data: Any) -> Any:
-        """Beside embeddings what is empty is none, as with vLLM."""
+        """Check that there is a prompt. Beside embeddings an empty prompt counts as none, as in vLLM."""
         if isinstance(data, dict) and data.get("prompt_embeds") and data.get("prompt", "x") in (None, "", []):
             return {name: value for name, value in data.items() if name != "prompt"}
         if isinstance(data, dict) and "prompt" not in data and not data.get("prompt_embeds"):
@@ -404,12 +407,12 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int] | dict[str, Any]]:
-        """Those that are embeddings first."""
+        """Return the prompts, those given as embeddings first."""
         return [*({"prompt_embeds": given} for given in self.prompt_embeds or ()), *self.prompt]
 
     @property
     def only_prompt(self) -> bool:
-        """`max_tokens` 0: score the prompt and generate nothing."""
+        """Return whether the prompt is only scored: `max_tokens` is 0 and nothing is generated."""
         return self.max_tokens == 0
 
     def _own_params(self) -> dict[str, Any]:
@@ -422,7 +425,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class TemplateRequest(PromptRequest):
-    """What is done with the messages of a conversation."""
+    """Fields for rendering the messages of a conversation."""
 
     add_generation_prompt: bool | None = described("End the prompt with the beginning of an answer; true if left out.")
     continue_final_message: bool | None = described("Go on with the last message instead of answering it.")
@@ -433,7 +436,7 @@ class TemplateRequest(PromptRequest):
     tools: list[Tool] | None = described("Functions that the answer may call.")
 
     def refuse_template_fields(self, instead: str) -> None:
-        """Raise `RequestError` for a field that only messages have a use for, where there is something `instead`."""
+        """Raise `RequestError` for a field that only applies to messages, if the request has `instead` of messages."""
         for name in TemplateRequest.model_fields:
             if getattr(self, name) is not None:
                 raise RequestError(f"{name} is for messages; {instead} has no chat template.", param=name)
@@ -483,12 +486,12 @@ class ChatCompletionRequest(GenerationRequest, TemplateRequest):
 
     @property
     def forces_calls(self) -> bool:
-        """Whether the answer must be calls."""
+        """Return whether the answer must be calls."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedToolChoice)
 
     @cached_property
     def chosen_tools(self) -> dict[str, dict[str, Any]]:
-        """The schemas of the arguments of the functions that may be called, by name."""
+        """Return, by name, the schemas of the arguments of the functions that may be called."""
         if self.tool_choice == "none":
             return {}
         return {tool.function.name: tool.function.schema_of_arguments for tool in self.tools or ()}

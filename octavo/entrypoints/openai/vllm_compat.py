@@ -1,5 +1,5 @@
-"""What programs written for vLLM call of its `api_server`: a server in an event loop of their own, or an application to
-put into one.
+"""The functions of vLLM's `api_server` that other programs call: a server in the program's own event loop, or an
+application for it.
 
     parser = make_arg_parser(FlexibleArgumentParser())
     asyncio.run(run_server(parser.parse_args()))

@@ -26,7 +26,7 @@ MAX_TEXTS = 2048  # in one request
 
 
 class PoolingFields(PromptRequest):
-    """What all of them have in common: how texts are cut, and how the request is treated on its way."""
+    """Common fields of all pooling bodies: how texts are cut, and how the request is scheduled."""
 
     model: Text | None = described("One of the names of GET /v1/models; may be left out.")
     user: Text | None = described("Taken and without effect, as OpenAI documents it.")
@@ -50,7 +50,7 @@ class PoolingFields(PromptRequest):
     )
 
     def params(self, **more: Any) -> PoolingParams:
-        """Raises `RequestError` for values out of range."""
+        """Return the pooling parameters. Raises `RequestError` for values out of range."""
         given = {
             "truncate_prompt_tokens": self.truncate_prompt_tokens, "truncation_side": self.truncation_side,
             "use_activation": self.use_activation, "normalize": self.normalize, "softmax": self.softmax,
@@ -80,13 +80,13 @@ class TextsRequest(PoolingFields, TemplateRequest):
         return self
 
     def texts(self, conversation: str | None) -> list[InputText]:
-        """The texts, or the `conversation` that the messages made."""
+        """Return the texts, or the `conversation` rendered from the messages."""
         given: Sequence[str | list[int]] = self.input if conversation is None else [conversation]  # type: ignore[assignment]
         return [InputText(text, None, self.prompt_name) for text in given]
 
     @property
     def adds_special_tokens(self) -> bool:
-        """The chat template has put them in already."""
+        """Return whether special tokens are added. The chat template has added them already for messages."""
         return self.messages is None if self.add_special_tokens is None else self.add_special_tokens
 
 
@@ -158,7 +158,7 @@ class CohereEmbedRequest(PoolingFields):
 
     @property
     def cut(self) -> dict[str, Any]:
-        """What `params` are told of how texts are cut."""
+        """Return the arguments of `params` that say how texts are cut."""
         if self.truncate == "NONE" or self.truncate_prompt_tokens is not None:
             return {}
         side = "left" if self.truncate == "START" else "right"
@@ -182,7 +182,7 @@ class ClassifyRequest(TextsRequest):
 
 
 def _check_documents(value: Any) -> list[str]:
-    """Texts, each as it is or as {"text": ...}."""
+    """Return the texts of documents, each given as a text or as {"text": ...}. Raises `ValueError`."""
     texts = value if isinstance(value, list) else [value]
     found: list[str] = []
     for given in texts:
@@ -242,7 +242,7 @@ class ScoreRequest(PairsRequest):
 
     @property
     def side_fields(self) -> tuple[str, str]:
-        """What queries and documents were sent as."""
+        """Return the names of the fields with queries and documents."""
         queries, documents = (next(name for name in names if getattr(self, name) is not None) for names in _SIDES)
         return queries, documents
 
