@@ -25,7 +25,7 @@ PANEL = 64  # number of outputs that a program expands at a time
 RANK_UNIT = 8  # ranks are padded to multiples of 8: 16 bytes of 16-bit elements
 _PIECE_BYTES = 64 << 10  # bytes of rows in a piece; pieces are larger if A is larger
 
-# A row of `TritonAdapterTable.entries` holds addresses (0: none) and numbers: kind, scales, bias; then for each
+# A row of `TritonAdapterTable.entries` has addresses (0: none) and numbers: kind, scales, bias; then for each
 # projection its rank (in units); then for each projection the address of A; then the addresses of the pieces of B, one
 # projection after the other. Products read `KIND` and `SCALES` (see `tiles`). A slot without factors has kind 0.
 BIAS, RANKS = 2, 3
@@ -34,9 +34,9 @@ ADDS = 1  # the kind of low-rank factors; `REPLACES` is the kind of a replacemen
 
 @dataclass(frozen=True, slots=True)
 class PackedFactors:
-    """One adapter's factors for one matrix: for each projection a [r, K] and pieces of b [n, r], or pieces [n, K] of the
-    matrix's replacement; then scales and bias [columns] float32. fields[i] is the field of a table's row that holds the
-    address of pieces[i]."""
+    """One adapter's factors for one matrix: for each projection a [r, K] and pieces of b [n, r], or pieces [n, K] of
+    the matrix's replacement; then scales and bias [columns] float32. fields[i] is the field of a table's row that holds
+    the address of pieces[i]."""
 
     numbers: tuple[tuple[int, int], ...]  # (field, value) of fields that are no addresses
     fields: tuple[int, ...]
@@ -51,8 +51,8 @@ class PackedFactors:
 
 
 class TritonAdapterTable:
-    """`AdapterTable` of a device. The adapters' part of a product has a column for each output, one projection after the
-    other. In gated matrices, gate and up are padded to whole units, like the matrix's rows."""
+    """`AdapterTable` of a device. The adapters' part of a product has a column for each output, one projection after
+    the other. In gated matrices, gate and up are padded to whole units, like the matrix's rows."""
 
     def __init__(self, shape: FactorShape, num_slots: int, dtype: str) -> None:
         self.shape, self.dtype = shape, DTYPES[dtype]
@@ -75,7 +75,7 @@ class TritonAdapterTable:
         if shape.replaceable:
             most = max(most, -(-shape.widths[0] // self.whole_rows))
         self.entry_size = self.first_b + most
-        # [panels, 5] int32: projection, first row in the projection, first column, number of columns, field of the piece
+        # [panels, 5] int32: projection, first row in it, first column, number of columns, field of the piece
         panels = [
             (i, row, begin + row, min(PANEL, width - row), self.first_b + before + row // self.piece_rows)
             for i, (width, begin, before) in enumerate(

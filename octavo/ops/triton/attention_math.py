@@ -1,7 +1,7 @@
 """The arithmetic of attention's kernels: tiles of cached keys and values, scores, and sums of online softmax.
 
-Fused multiply-adds are written out, and the compiler adds no others (see `launch`). So the same sum in two places of the
-code has the same bits.
+Fused multiply-adds are written out, and the compiler adds no others (see `launch`). So the same sum in two places of
+the code has the same bits.
 """
 
 from __future__ import annotations

@@ -61,9 +61,9 @@ def _plan_kernel(
     TILE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
     OVERHEAD: tl.constexpr, SEQS: tl.constexpr,
 ):  # fmt: skip
-    """One program writes `plan`: the number of items of split sequences, the number of all items; then for all sequences
-    the end of their items among those of split sequences, the end among the other items, and the first place among
-    partial sums (-1 if the sequence is not split).
+    """One program writes `plan`: the number of items of split sequences, the number of all items; then for all
+    sequences the end of their items among those of split sequences, the end among the other items, and the first place
+    among partial sums (-1 if the sequence is not split).
 
     An item is a key/value head of a tile of query tokens, or of one split of a sequence whose tokens are one tile.
     """

@@ -125,8 +125,8 @@ def choose_tile(
     capability: tuple[int, int], multiprocessors: int, num_rows: int, num_out: int, row_bytes: int, dtype: torch.dtype,
     unit: int, block_t: int | None = None,
 ) -> tuple[Tile, int]:  # fmt: skip
-    """Return the tile for a product with a matrix of `num_out` rows of `row_bytes`, and the number of its channels that a
-    program computes, a multiple of `unit`. `block_t` fixes the number of tokens of a tile."""
+    """Return the tile for a product with a matrix of `num_out` rows of `row_bytes`, and the number of its channels that
+    a program computes, a multiple of `unit`. `block_t` fixes the number of tokens of a tile."""
     num_rows = schedule.row_class(num_rows)
     hopper = capability[0] in LARGE_SHARED
     if dtype is torch.float32:

@@ -1,10 +1,11 @@
-"""Products with matrices of 4- and 8-bit codes (`weights.IntWeight`), whose elements become floats of the activations'
+"""Products with matrices of 4- and 8-bit codes (`packed_weights.IntWeight`). Codes become floats of the activations'
 type in registers and are multiplied on the tensor cores.
 
-Unpacking costs some four instructions an element, so that a tile must not be half empty, as those of floats may be: all
-64 channels of Hopper's instruction are real. For few tokens k is cut into chunks instead, as many as make programs for
-the machine: a function of the matrix alone. A chunk's sum starts from zero, and an output is the sum of its chunks in
-order, whether different programs compute them, of which the last to arrive adds them up, or one program all of them.
+Unpacking takes about four instructions for each element, so a tile must not be partly empty as in products of floats:
+all 64 channels of Hopper's instruction are real. Instead, for few tokens, k is cut into chunks, so that there are
+enough programs for the machine. The number of chunks depends on the matrix alone. A chunk's sum starts from zero, and
+an output is the sum of its chunks in order. Either one program computes all chunks, or each chunk has a program, and
+the last program to finish adds the chunks.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from octavo.ops.triton.tiles import (
 
 @triton.jit
 def _half(words, high):
-    """One of the two float16 in each word."""
+    """Return one of the two float16 in each word, as float32."""
     return ((words >> (16 * high)) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _unpack(words, scales, minima, PLANE: tl.constexpr, BITS: tl.constexpr, MINIMA: tl.constexpr, DTYPE: tl.constexpr):
-    """Elements PLANE of words: their values, which scales and minima broadcast to, in DTYPE."""
+    """Return the values of elements PLANE of words in DTYPE. Scales and minima are broadcast to the words' shape."""
     # The code becomes the top of the mantissa of a number from 2^BITS on: an exact float without a conversion.
     SHIFT: tl.constexpr = BITS * PLANE + BITS - 23
     MASK: tl.constexpr = 0x7FFFFF >> (23 - BITS) << (23 - BITS)
@@ -48,13 +49,14 @@ def _unpack(words, scales, minima, PLANE: tl.constexpr, BITS: tl.constexpr, MINI
     base: tl.constexpr = 1.0 * (1 << BITS) if MINIMA else 1.5 * (1 << BITS)
     if DTYPE == tl.float32:  # noqa: SIM300
         return tl.fma(value - base, scales, minima)
-    # Less exact where a minimum is far larger than its scale, by less than the type can tell; an instruction less.
+    # One instruction less. It is less exact if a minimum is far larger than its scale, but by less than DTYPE resolves.
     return tl.fma(value, scales, tl.fma(scales, -base, minima)).to(DTYPE)
 
 
 @triton.jit
 def _scales_of(scales_at, stride_scales, k, in_n, i, GROUP: tl.constexpr, MINIMA: tl.constexpr):
-    """Scales and minima [channels, 1], or [channels, 32] where there are two groups, of the 32 elements from k on."""
+    """Return the scales and minima of the 32 elements from k on: [channels, 1], or [channels, 32] if these are two
+    groups."""
     if GROUP == 16:
         if MINIMA:
             one = tl.load(scales_at + (k // 16) * stride_scales, mask=in_n, other=0)
@@ -78,7 +80,7 @@ def _add_blocks(
     stride_x, stride_codes, stride_scales, BITS: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr,
     MANY_CHUNKS: tl.constexpr, EVEN_K: tl.constexpr, WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Sums over blocks of k: acc, and with MANY_CHUNKS the total of all chunks but the last."""
+    """Return the sums over blocks of k: acc, of the last chunk, and with MANY_CHUNKS the total of all other chunks."""
     PLANES: tl.constexpr = 32 // BITS
     n = first_n + tl.arange(0, BLOCK_N)
     t = tl.arange(0, BLOCK_T)
@@ -94,7 +96,7 @@ def _add_blocks(
                 total += acc
                 acc = tl.zeros_like(acc)
         words = tl.load(codes_at + block * WORDS, mask=in_n[:, None], other=0)
-        # Two planes a product: the tensor cores are waited for half as often, and k of a product is 64.
+        # A product of two planes: its k is 64, and the program waits for the tensor cores half as often.
         for pair in tl.static_range(PLANES // 2):
             k = (block * PLANES + 2 * pair) * WORDS
             x_mask = in_t[None, :] if EVEN_K else in_t[None, :] & (k + j < num_in)[:, None]
@@ -117,8 +119,10 @@ def _linear_int(
     HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, NUM_CHUNKS: tl.constexpr, SPLIT: tl.constexpr, WORDS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, GROUP_T: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, 0) of all chunks or, with SPLIT, program (tile, chunk). GROUPED codes and scales are a stack of
-    those of matrices, whose scales are `stride_expert` apart; each tile of BLOCK_T rows has one of them, or none."""
+    """Program (tile, 0) computes all chunks; with SPLIT, program (tile, chunk) computes one.
+
+    With GROUPED, codes and scales are a stack of matrices (scales `stride_expert` apart), and each tile of BLOCK_T rows
+    is multiplied by one of them, or by none."""
     SIDES: tl.constexpr = 2 if EPILOGUE >= GATED else 1
     COLUMNS: tl.constexpr = BLOCK_N // SIDES
     first, first_t = place(width, num_rows, COLUMNS, BLOCK_T, GROUP_T)
@@ -148,7 +152,7 @@ def _linear_int(
         at = partials + (t[:, None] * num_out + n[None, :])
         chunk_size = num_rows * num_out
         tl.store(at + tl.program_id(1) * chunk_size, tl.trans(acc), mask=mask)
-        # All of this program's partial sums are written before its ticket, and all others' before they are read here.
+        # This program's partial sums are written before its ticket; other programs' are written before they are read.
         tl.debug_barrier()
         ticket = tl.atomic_add(tickets + tl.program_id(0), 1, sem="acq_rel")
         if ticket == NUM_CHUNKS - 1:
@@ -179,14 +183,14 @@ def _linear_int(
         )  # fmt: skip
 
 
-# Chunks make about two programs for each of an H100's multiprocessors out of tiles of 64 channels, and have this many
-# blocks at least. They are part of what a matrix means, so they do not depend on the device.
+# With tiles of 64 channels, chunks make about two programs for each multiprocessor of an H100. A chunk has at least
+# `_MIN_BLOCKS` blocks. Chunks determine the bits of results, so they do not depend on the device.
 _PROGRAMS, _TILE_CHANNELS, _MIN_BLOCKS = 264, 64, 4
 _MAX_SPLIT_ROWS = 128
 
 
 def num_chunks(num_out: int, num_blocks: int) -> tuple[int, int]:
-    """Of a matrix: chunks of k, and blocks in each (fewer in the last)."""
+    """Return the number of chunks of k of a matrix, and the number of blocks in each (fewer in the last)."""
     wanted = max(1, _PROGRAMS // triton.cdiv(num_out, _TILE_CHANNELS))
     blocks = max(triton.cdiv(num_blocks, wanted), min(num_blocks, _MIN_BLOCKS))
     return triton.cdiv(num_blocks, blocks), blocks
@@ -196,9 +200,10 @@ _workspaces: dict[tuple[torch.device, int], Workspace] = {}
 
 
 def workspace_for(num_out: int, num_blocks: int, device: torch.device) -> Workspace | None:
-    """Enough for products with a matrix of that size; None if it has but one chunk. Matrices that are packed and
-    multiplied in one stream share the largest so far, and the smaller ones before it live as long as a matrix that has
-    them."""
+    """Return a workspace for products with a matrix of this size; None if the matrix has one chunk only.
+
+    Matrices that are packed and multiplied on one stream share the largest workspace so far. A smaller, older workspace
+    lives as long as a matrix that uses it."""
     chunks, _ = num_chunks(num_out, num_blocks)
     if chunks == 1:
         return None
@@ -214,7 +219,8 @@ def workspace_for(num_out: int, num_blocks: int, device: torch.device) -> Worksp
 
 
 def _tile(num_rows: int, hopper: bool, single: bool) -> tuple[int, int, int, int]:
-    """Channels, tokens, warps and stages: those that spill no registers, with room for two programs at a time."""
+    """Return channels, tokens, warps and stages of a tile that spills no registers and leaves room for a second
+    program."""
     if single:
         return 32, 16, 4, 2
     if num_rows <= 16 and hopper:
@@ -230,15 +236,15 @@ def launch(
     x: Tensor, weight: IntWeight, out: Tensor, epilogue: tl.constexpr, scale: float = 1.0, groups: Groups | None = None,
     added: Added | None = None,
 ) -> None:  # fmt: skip
-    """The epilogue of x [T, K] W^T in the rows of `out`; with `groups` the weight's tensors are stacks. `added` is by
-    rows of x."""
+    """Launch the product: the epilogue of x [T, K] W^T in the rows of `out`. With `groups` the weight's tensors are
+    stacks. `added` has a row for each row of x."""
     num_rows, num_in = x.shape
     if num_rows == 0:
         return
     num_experts = 1 if groups is None else groups.num_experts
     num_out = weight.codes.shape[0] // num_experts
     num_blocks = weight.codes.shape[1] // BLOCK_WORDS
-    # Experts are programs enough together.
+    # All experts together make enough programs without chunks.
     chunks, chunk_blocks = num_chunks(num_out, num_blocks) if groups is None else (1, num_blocks)
     hopper = capability(x.device)[0] in LARGE_SHARED
     size = row_class(num_rows) if groups is None else groups.block_t

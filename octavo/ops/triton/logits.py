@@ -1,7 +1,7 @@
-"""What changes logits [N, V] float32 in place before a token is chosen: penalties, masks of grammars.
+"""Kernels that change logits [N, V] float32 in place before a token is chosen: penalties, masks of grammars.
 
-Work comes as flat lists, an entry for each (sample, token) that is touched, each pair at most once in a list. Entries
-whose sample is negative are left out, so that a list may be padded to the length that a graph was captured with.
+Their work is given as flat lists with an entry for each (sample, token) that changes, each pair at most once. Entries
+whose sample is negative are ignored, so a list may be padded to the length that a graph was captured with.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 256  # entries of a program
-_MASK_BLOCK = 2048  # logits of a program
+_BLOCK = 256  # number of entries that a program handles
+_MASK_BLOCK = 2048  # number of logits that a program masks
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -36,7 +36,7 @@ def penalize(
     logits: Tensor, samples: Tensor, tokens: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor,
     presence: Tensor,
 ) -> None:  # fmt: skip
-    """`Ops.penalize` by lists on the device: `samples`, `tokens` and `counts` [P] int32, the penalties [N] float32."""
+    """`Ops.penalize` with lists on the device: `samples`, `tokens`, `counts` [P] int32, penalties [N] float32."""
     _check(logits, samples, tokens, counts)
     for penalty in (repetition, frequency, presence):
         assert penalty.dtype is torch.float32 and penalty.shape == (logits.shape[0],) and penalty.is_contiguous()
@@ -51,7 +51,7 @@ def penalize(
 def _apply_masks(
     logits, stride, words, words_stride, samples, VOCAB: tl.constexpr, NUM_WORDS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Program (m, c): piece c of the sample that mask m is for."""
+    """Program (m, c) masks piece c of the logits of sample samples[m]."""
     mask_index = tl.program_id(0).to(tl.int64)
     sample = tl.load(samples + mask_index).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -62,7 +62,7 @@ def _apply_masks(
 
 
 def apply_masks(logits: Tensor, words: Tensor, samples: Tensor) -> None:
-    """`Ops.mask_tokens` by lists on the device: `words` [M, W] and `samples` [M], both int32."""
+    """`Ops.mask_tokens` with lists on the device: `words` [M, W] and `samples` [M], both int32."""
     masks, num_words = words.shape
     vocab = logits.shape[1]
     assert logits.dtype is torch.float32 and logits.stride(1) == 1

@@ -1,10 +1,10 @@
-"""What adapters add to products, and to rows that are looked up: any mix of them in a step.
+"""LoRA adapters' part of products and of looked-up rows, for any mix of adapters in a step.
 
-`rows_by_adapter` puts the rows of a step in order of their adapters, once, on the device, in tiles of one adapter each.
-A product then takes two launches more. `shrink` multiplies each tile with the first factors of its adapter, in chunks
-of K that are cut at fixed places. `added` sums these up in order, and multiplies with the second factors. What comes of
-that, in float32, the product's own epilogue takes in (`Added`, `tiles.add_adapted`); rows without an adapter read none
-of it. How many tiles there are is for the device to know: grids are those of full tiles, and programs take turns.
+`rows_by_adapter` sorts the rows of a step by adapter, once, on the device, into tiles of one adapter each. A product
+with adapters then takes two more launches. `shrink` multiplies each tile by the adapter's A, in chunks of K that are
+cut at fixed places. `added` sums the chunks in order and multiplies by B. The product's own epilogue adds this float32
+result (`Added`, `tiles.add_adapted`); rows without an adapter do not read it. Only the device knows the number of
+tiles: grids have as many programs as there are full tiles, and a program may compute several tiles in turn.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from octavo.ops.triton.quantize import codes_of, scales_of
 from octavo.ops.triton.schedule import row_class
 from octavo.ops.triton.tiles import KIND, REPLACES, SCALES, Added, dot
 
-_CHUNK = 2048  # elements of K that a program of few rows sums up
+_CHUNK = 2048  # elements of K in a chunk
 _MAX_SPLIT_ROWS = 128
 _KIND, _SCALES, _BIAS = tl.constexpr(KIND), tl.constexpr(SCALES), tl.constexpr(BIAS)
 _RANKS, _RANK_UNIT, _REPLACES = tl.constexpr(RANKS), tl.constexpr(RANK_UNIT), tl.constexpr(REPLACES)
@@ -34,13 +34,13 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedRows:
-    """A step's rows by their adapters."""
+    """A step's rows, sorted by adapter."""
 
     slots: Tensor  # [T] int32: the slot of each row's adapter, or -1
-    row_class: int  # of the step's tokens, which decides what is launched: the start meets each class once
+    row_class: int  # class of the step's number of tokens, which chooses kernels; the start runs each class once
     block_t: int  # rows of a tile
-    tile_slots: Tensor  # [T] int32: of as many tiles as there are
-    sources: Tensor  # [T * block_t] int32: the row in each place of a tile, or -1
+    tile_slots: Tensor  # [T] int32: the slot of each tile; only the first `num_tiles` count
+    sources: Tensor  # [T * block_t] int32: the row at each place of each tile, or -1
     num_tiles: Tensor  # [1] int32
 
 
@@ -50,7 +50,7 @@ def rows_by_adapter(slots: Tensor) -> AdaptedRows:
 
 
 def _in_tiles(slots: Tensor, of_class: int) -> AdaptedRows:
-    """Rows with the adapters `slots` [T] int32, in a step of tokens of a class."""
+    """Return rows with the adapters `slots` [T] int32, sorted into tiles; `of_class` is the step's row class."""
     count, device = len(slots), slots.device
     block_t = 16 if of_class <= 64 else 64
     found, order = slots.sort(stable=True)
@@ -61,7 +61,7 @@ def _in_tiles(slots: Tensor, of_class: int) -> AdaptedRows:
     has_adapter = found >= 0
     is_tile = has_adapter & (within % block_t == 0)
     tile = is_tile.cumsum(0) - 1
-    # What belongs to no tile goes behind the last place.
+    # Rows that belong to no tile are written behind the last place.
     tile_slots = torch.zeros(count + 1, dtype=torch.int32, device=device)
     tile_slots.scatter_(0, torch.where(is_tile, tile, count), found)
     sources = torch.full((count * block_t + 1,), -1, dtype=torch.int32, device=device)
@@ -72,8 +72,8 @@ def _in_tiles(slots: Tensor, of_class: int) -> AdaptedRows:
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """Rows times first factors [chunks, T, ranks of all projections] float32, of chunks of K that are yet to be summed
-    up; and the rows themselves, which a matrix in the place of the base's multiplies."""
+    """Rows times A: sums [chunks, T, ranks of all projections] float32, one for each chunk of K, not added up yet. `x`
+    has the rows themselves, for adapters that replace the matrix."""
 
     sums: Tensor
     x: Tensor
@@ -82,7 +82,7 @@ class Shrunk:
 
 @triton.jit
 def _pointer(address, DTYPE: tl.constexpr):
-    """The address of a piece, of which the compiler is told where it may lie."""
+    """Return the address of a piece as a pointer that the compiler knows to be a multiple of 16 bytes."""
     return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
 
 
@@ -92,9 +92,10 @@ def _shrink(
     stride_x, stride_xs, stride_a, PROJECTIONS: tl.constexpr, MAX_RANK: tl.constexpr, SCALED: tl.constexpr,
     SPLIT: tl.constexpr, DTYPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Program (lane, ranks, chunk) of some ranks of a projection: every so many tiles, all chunks or, with SPLIT, one.
+    """Program (lane, ranks, chunk) computes some ranks of a projection for every num_programs(0)-th tile, over all
+    chunks; with SPLIT over one chunk.
 
-    out [chunks, num_rows, PROJECTIONS * MAX_RANK] float32; without SPLIT there is one chunk, which is their sum."""
+    out [chunks, num_rows, PROJECTIONS * MAX_RANK] float32; without SPLIT it has one entry, the sum of all chunks."""
     BLOCKS: tl.constexpr = (MAX_RANK + BLOCK_R - 1) // BLOCK_R
     projection = tl.program_id(1) // BLOCKS
     first_r = tl.program_id(1) % BLOCKS * BLOCK_R
@@ -142,10 +143,10 @@ def _added(
     CHUNKS: tl.constexpr, REPLACEABLE: tl.constexpr, SCALED: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Program (lane, panel): what adapters add in a panel's columns to `out` [num_rows, columns] float32, every so many
-    tiles: the second factors times the first ones' sums, or a matrix times x; times scales, plus bias.
+    """Program (lane, panel) writes the adapters' part of a panel's columns to `out` [num_rows, columns] float32, for
+    every num_programs(0)-th tile: B times the summed chunks, or the replacement times x; times scales, plus bias.
 
-    Pieces of second factors have ROWS rows."""
+    Pieces of B have ROWS rows."""
     panel = panels + tl.program_id(1) * 5
     projection, first, column = tl.load(panel), tl.load(panel + 1), tl.load(panel + 2)
     width, piece = tl.load(panel + 3), tl.load(panel + 4)
@@ -201,7 +202,7 @@ def _look_up(
     rows, token_ids, slots, entries, out, scale, entry_size, stride_a, piece_rows, whole_rows, first_a,
     DTYPE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, c): piece c of row t of `out`, where it has an adapter, from that of the base in `rows`."""
+    """Program (t, c) writes piece c of row t of `out`, if the row has an adapter, from the base's row in `rows`."""
     t = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + t)
     if slot >= 0:
@@ -269,7 +270,7 @@ def shrink(x: Tensor, table: AdapterTable, slots: AdaptedRows, weight: LinearWei
 
 
 def added(expand: Expand) -> Added:
-    """What the epilogue of a product takes in."""
+    """Return the adapters' part of a product, for its epilogue."""
     table, rows, shrunk = expand.table, expand.slots, expand.shrunk
     assert isinstance(table, TritonAdapterTable) and isinstance(rows, AdaptedRows) and isinstance(shrunk, Shrunk)
     num_rows, x_scales = len(shrunk.x), shrunk.x_scales
@@ -289,20 +290,22 @@ def added(expand: Expand) -> Added:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
-    """Rows in order of their experts, by pairs of an adapter and an expert: what products with a stack add."""
+    """Rows of products with a stack of experts, sorted by pairs of an adapter and an expert."""
 
     expand: ExpandExperts
     pairs: AdaptedRows
 
     def added(self, table: Any, x: Tensor, stack: PackedWeight) -> Added | None:
-        """To rows x times the matrices of a `stack`; `table` is its `ExpertsAdapterTable`, or None."""
+        """Return the adapters' part of the product of rows x with a `stack`; `table` is the stack's
+        `ExpertsAdapterTable`, or None."""
         if table is None:
             return None
         return added(Expand(table.pairs, self.pairs, shrink(x, table.pairs, self.pairs, stack)))
 
 
 def rows_of_experts(expand: ExpandExperts, ids: Tensor, rows: Tensor, num_rows: int, num_experts: int) -> ExpertRows:
-    """ids [T, top_k], of which each has its row in rows [T, top_k], or -1."""
+    """Return the rows of a product with a stack, sorted for adapters. Entry [t, j] of ids [T, top_k] is at rows[t, j],
+    or has no row (-1)."""
     slots = expand.slots.slots[:, None].expand(ids.shape)
     pairs = torch.full((num_rows + 1,), -1, dtype=torch.int32, device=ids.device)
     found = torch.where(slots >= 0, slots * num_experts + ids, -1)
@@ -311,8 +314,8 @@ def rows_of_experts(expand: ExpandExperts, ids: Tensor, rows: Tensor, num_rows: 
 
 
 def look_up(rows: Tensor, token_ids: Tensor, adapted: Lookup, out: Tensor, scale: float) -> None:
-    """Rows of `out` [T, K] that have an adapter become what it makes of those of the base, `rows` [T, K] float32, times
-    `scale`."""
+    """Replace rows of `out` [T, K] that have an adapter by the base's `rows` [T, K] float32, changed by the adapter,
+    times `scale`."""
     table, slots = adapted.table, adapted.slots
     assert isinstance(table, TritonAdapterTable) and isinstance(slots, AdaptedRows) and table.shape.looked_up
     by_pieces(

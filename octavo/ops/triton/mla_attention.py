@@ -1,10 +1,10 @@
 """Latent attention: products by head, and attention over the compressed cache that all heads share.
 
-A program has the heads of one token, as many as fill a tensor-core tile, and passes over the token's keys: what it
-loads serves all of these heads as keys and as values, 2 * (2 * L + R) operations a head for 2 * (L + R) bytes. The
-tiles of keys lie at fixed positions and are summed in order, so that a token's bits are a matter of its position alone.
-Keys that an index has chosen (`octavo.ops.triton.choose_keys`) are such tiles too, in the order of the list.
-One program passes over all of a token's keys: a few long sequences do not fill a GPU.
+A program has as many heads of one token as fill a tensor-core tile, and reads all of the token's keys. Each loaded row
+serves all of these heads as key and as value: 2 * (2 * L + R) operations for each head and 2 * (L + R) bytes. The tiles
+of keys lie at fixed positions and are summed in order, so a token's bits depend on its position alone. Keys that an
+index has chosen (`octavo.ops.triton.choose_keys`) form tiles in the order of the list. Because one program reads all of
+a token's keys, a few long sequences do not fill a GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _by_head_kernel(
     x, w, out, num_rows, num_out, num_in, stride_x, stride_head, stride_w, stride_out, BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Programs (tokens, channels, head); computed transposed, as all products are (see `tiles`)."""
+    """Programs (tokens, channels, head). The product is computed transposed, as all products are (see `tiles`)."""
     head = tl.program_id(2).to(tl.int64)
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     channels = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -77,7 +77,7 @@ def linear_by_head(x: Tensor, weight: ExpertsWeight) -> Tensor:
 def _rows_of(
     table, chosen, tile_key, end, BLOCK_SIZE: tl.constexpr, NUM_CHOSEN: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Where in the cache a tile of the sequence's keys lies, or of those that are `chosen`, if NUM_CHOSEN is not 0."""
+    """Return the rows of the cache that hold a tile of the sequence's keys; of its `chosen` keys if NUM_CHOSEN > 0."""
     n = tile_key + tl.arange(0, BLOCK_N)
     if NUM_CHOSEN > 0:
         key = tl.load(chosen + n, mask=n < end, other=0)
@@ -95,8 +95,8 @@ def _latent_kernel(
     R: tl.constexpr, R_P2: tl.constexpr, KEY_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_CHOSEN: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, SEQS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Programs (token, heads). Tokens of no sequence are zeros. Of `chosen` [T, NUM_CHOSEN] keys, where it is not 0, a
-    token's lie side by side in tiles as all keys do."""
+    """Programs (token, heads). The results of tokens of no sequence are zeros. If NUM_CHOSEN > 0, a token reads its
+    keys in `chosen` [T, NUM_CHOSEN] only, in tiles side by side as if they were all keys."""
     token = tl.program_id(0)
     first_row = token.to(tl.int64) * HEADS
     seq, end = keys_seen(token, query_start_loc, seq_lens, num_seqs, SEQS)
@@ -115,7 +115,7 @@ def _latent_kernel(
     row_sum = tl.zeros([BLOCK_H], tl.float32)
     position = tl.zeros([BLOCK_H], tl.int32) + end - 1
     listed = chosen + token.to(tl.int64) * NUM_CHOSEN
-    at = _rows_of(table, listed, 0, end, BLOCK_SIZE, NUM_CHOSEN, BLOCK_N)  # a tile ahead: loads need not wait for it
+    at = _rows_of(table, listed, 0, end, BLOCK_SIZE, NUM_CHOSEN, BLOCK_N)  # one tile ahead
     for tile_key in range(0, end, BLOCK_N):
         n = tile_key + tl.arange(0, BLOCK_N)
         k = as_query(load_rows(key, at, n < end, KEY_D, R, R_P2), q.dtype)
@@ -143,8 +143,8 @@ def latent_attention(
     query: Tensor, rotated: Tensor, cache: LayerKVCache, block_tables: Tensor, query_start_loc: Tensor,
     seq_lens: Tensor, scale: float, chosen: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`IndexOps.latent_attention`, of caches as `paged_attention` takes them. Keys of an index may lie behind the keys,
-    where no scales do."""
+    """`IndexOps.latent_attention` for the same caches as `paged_attention`. In caches without scales, an index's keys
+    may follow the keys."""
     num_tokens, num_heads, size = query.shape
     num_blocks, block_size = cache.key.shape[:2]
     rotated_size, num_seqs = rotated.shape[2], len(seq_lens)
@@ -163,7 +163,7 @@ def latent_attention(
     key, value = cache.key, cache.value
     if key.dtype is torch.float8_e4m3fn and launch.capability(query.device) < (8, 9):
         key, value = key.view(torch.uint8), value.view(torch.uint8)
-    # The sums of more than 32 heads, of 512 values each, do not fit into registers beside a tile that is on its way.
+    # The sums of more than 32 heads, of 512 values each, do not fit into registers beside a tile that is being loaded.
     block_h = min(16 if query.dtype is torch.float32 else 32, max(16, triton.next_power_of_2(num_heads)))
     _latent_kernel[(num_tokens, triton.cdiv(num_heads, block_h))](
         query, rotated, key, value, key if cache.scales is None else cache.scales.view(torch.int32), block_tables,

@@ -1,7 +1,7 @@
-"""RMS norm and layer norm, with what follows them where a quantized matrix consumes the result.
+"""RMS norm and layer norm, which quantize their result if a quantized matrix consumes it.
 
-Sums are taken in an order that depends on the row's length alone: tile, warps and rows of a program are
-chosen by it, never by how many rows there are.
+The order of sums depends on the row's length alone: it chooses tile, warps and rows of a program; the number of rows
+does not.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _MAX_TILE = 16384  # elements that a program has in registers at once
 
 @triton.jit
 def _row_start(row, inner, outer_stride, inner_stride):
-    """Where row (row // inner, row % inner) of a view begins."""
+    """Return the offset of row (row // inner, row % inner) of a view."""
     return (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
 
 
 @triton.jit
 def _weighted(normed, weight, bias, column, WIDTH: tl.constexpr, BIAS: tl.constexpr):
-    """What becomes of a normed row, or of the columns of some rows."""
+    """Return normed rows, or some columns of them, times the weight, plus the bias."""
     out = normed * tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     if BIAS:
         out += tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)
@@ -60,7 +60,7 @@ def _norm_of_long_rows(
     x, weight, bias, out, inner, outer_stride, inner_stride, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, CENTERED: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """One program a row, which reads it twice, or three times to center it."""
+    """One program for each row, which it reads twice, or three times if CENTERED."""
     row = tl.program_id(0)
     x += _row_start(row, inner, outer_stride, inner_stride)
     row = row.to(tl.int64)
@@ -92,7 +92,7 @@ def _norm_quantized(
     x, weight, bias, codes, scales, inner, outer_stride, inner_stride, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, CENTERED: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """One program a row, all of it in registers -> a row as octavo.ops.triton.quantize has it."""
+    """One program for each row, which is in registers, writes a quantized row as in `octavo.ops.triton.quantize`."""
     row = tl.program_id(0)
     x += _row_start(row, inner, outer_stride, inner_stride)
     row = row.to(tl.int64)
@@ -167,5 +167,5 @@ def _normalized(
 
 
 def _num_warps(elements: int) -> int:
-    """8 elements a thread, which is one load of 16 bytes in bfloat16, until a row needs more."""
+    """Return the number of warps: 8 elements for each thread (one load of 16 bytes in bfloat16), up to 16 warps."""
     return min(max(elements // 256, 1), 16)

@@ -1,8 +1,9 @@
-"""Kernels met before they are needed: steps on arrays that have shapes but no memory, whose launches only compile.
+"""Compilation of kernels before they are needed: steps run on arrays that have shapes but no memory ("outlines"), and
+launches only compile.
 
-`octavo.execution.compile_ahead` runs a model's steps like this while its weights are being loaded. A thread that is
-`outlining` gets arrays on torch's device "meta" wherever the kernels' wrappers make any, and hands each launch to a
-function instead of the device.
+`octavo.execution.compile_ahead` runs a model's steps in this way while its weights are loaded. In a thread that is
+`outlining`, arrays that the kernels' wrappers make are on torch's device "meta", and each launch goes to a function
+instead of the device.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Launch = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # kernel, argume
 
 @contextmanager
 def outlining(on_launch: Launch) -> Iterator[None]:
-    """In this thread, until it ends."""
+    """Inside this context, hand this thread's launches to `on_launch`."""
     launch.outlines.on_launch = on_launch
     try:
         yield
@@ -32,8 +33,8 @@ def outlining(on_launch: Launch) -> Iterator[None]:
 
 @contextmanager
 def compiling(num_threads: int) -> Iterator[None]:
-    """`outlining` that compiles what is launched, side by side; all is compiled at the end. A kernel that somebody else
-    launches meanwhile is waited for or, at worst, compiled twice."""
+    """Inside this context, compile this thread's launches on `num_threads` threads; at its end all are compiled. If
+    another thread launches a kernel meanwhile, it waits for the compilation or, at worst, compiles it again."""
     with ThreadPoolExecutor(num_threads) as pool, AsyncCompileMode(pool), outlining(_compile):
         yield
 

@@ -1,6 +1,6 @@
-"""Matrices into the layouts of `weights`, once, at load: part by part, on the device that will multiply them.
+"""Packing of matrices into the layouts of `packed_weights`, at load, part by part.
 
-Whatever a part is stored as, its tensors are moved there first, so that all that is computed of them is computed there.
+A part's tensors are first moved to the device as stored; all conversions run on the device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from octavo.quantization.unpacking import UNPACKED_WHOLE
 
 _PLAIN = ("F32", "F16", "BF16")  # formats of floats that stay floats
 _INTEGERS = frozenset(gguf_blocks.LAYOUTS) | UNPACKED_WHOLE | {int4.FORMAT}
-# Formats of codes that are multiplied as they are where a row has one scale: their element type.
+# Formats whose codes are multiplied unchanged if a row has one scale -> the codes' type.
 _ROW_SCALED = {"FP8_SCALED": torch.float8_e4m3fn, "INT8_SCALED": torch.int8}
 
 
@@ -62,7 +62,7 @@ def pack_linear(
     dtype, k = DTYPES[name], rows.num_in
     data = torch.zeros(rows.num_padded, _rounded_up(k, 16), dtype=dtype, device=device)[:, :k]
     for side, (part, there) in enumerate(zip(parts, moved, strict=True)):
-        # Some of a file's matrices were not worth fewer bits: those next to them follow.
+        # Where a file keeps some of these matrices as floats, the quantized ones become floats too.
         is_plain = part.format in _PLAIN
         tensor = there.tensors["data"] if is_plain else to_torch(dequantize(part, name)).to(device)
         if tensor.dtype is not dtype:
@@ -97,7 +97,7 @@ def _pack_row_scaled(
 
 
 def _quantize_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, K] -> codes [N, K] and scales [N] float32: absmax / 127."""
+    """Return the codes [N, K] int8 and the scales [N] float32 (absmax / 127) of rows [N, K]."""
     values = rows.float()
     scales = values.abs().amax(1) / 127
     return (values / torch.where(scales > 0, scales, 1.0)[:, None]).round().to(torch.int8), scales
@@ -125,7 +125,7 @@ def _pack_scaled(
     for side, part in enumerate(parts):
         for start, end in rows.pieces(part.shape[0]):
             piece, piece_scales = quantize(part[start:end].to(device))
-            # As bytes: 8-bit floats are not copied by index everywhere.
+            # As bytes, because not every device can index 8-bit floats.
             rows.place(codes.view(torch.uint8), side, piece.view(torch.uint8), start)
             rows.place(scales, side, piece_scales, start)
     return ScaledWeight(
@@ -134,7 +134,7 @@ def _pack_scaled(
 
 
 def pack_codes(parts: Sequence[Codes], bias: Tensor | None = None, gated: bool = False) -> IntWeight:
-    """Matrices that are unpacked already."""
+    """Return a packed matrix of parts that are already unpacked to codes."""
     return _pack_integers(parts, RowOrder([part.shape for part in parts], gated), bias, launch.device())
 
 
@@ -150,7 +150,7 @@ def _pack_integers(
     )
 
     def pieces(part: StoredWeight | Codes) -> Iterator[tuple[int, Codes]]:
-        """Of that layout, with the rows where they start."""
+        """Yield the part in pieces of `layout`, each with its first row."""
         if isinstance(part, Codes):
             yield 0, part.widened(layout.bits, layout.group, layout.minima)
             return
@@ -179,7 +179,7 @@ def _pack_integers(
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
-    """uint8 [N, K] -> int32 [N, blocks * BLOCK_WORDS], as `IntWeight` has them."""
+    """Return codes uint8 [N, K] as words int32 [N, blocks * BLOCK_WORDS], in the layout of `IntWeight`."""
     planes = 32 // bits
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (planes * BLOCK_WORDS)))
     split = codes.reshape(len(codes), -1, planes, BLOCK_WORDS)
@@ -190,9 +190,10 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
 
 
 def _factor(pieces: Iterable[Codes]) -> float:
-    """A power of two that takes scales into float16's range: the largest becomes 2^4 and more, so that no element is
-    beyond that range either, and 18 binary orders of magnitude below it keep full precision. 1 where the scales are
-    float16 numbers already."""
+    """Return the power of two that scales are divided by to fit into float16; 1 if all are float16 numbers already.
+
+    The largest scale becomes 2^4 or more, so that elements stay in float16's range too; scales down to 2^-18 of the
+    largest keep full precision."""
     largest, exact = 0.0, True
     for piece in pieces:
         if piece.scales.device.type == "meta":
@@ -216,11 +217,11 @@ def pack_bias(bias: Tensor | None, rows: RowOrder, device: torch.device) -> Tens
     return out
 
 
-_PIECE_ELEMENTS = 1 << 26  # 64 MB of codes, and a few times that on the way to them
+_PIECE_ELEMENTS = 1 << 26  # a piece is 64 MB of codes, and takes a few times as much while it is unpacked
 
 
 class RowOrder:
-    """Where the rows of a matrix's parts [N, K] go: one part after the other, or gate and up alternating by `UNIT`."""
+    """The order of rows of a matrix's parts [N, K]: one part after the other, or gate and up alternating by `UNIT`."""
 
     def __init__(self, shapes: Sequence[tuple[int, int]], gated: bool) -> None:
         assert not gated or (len(shapes) == 2 and shapes[0] == shapes[1]), "gated parts are gate and up"
@@ -230,13 +231,13 @@ class RowOrder:
         self.num_padded = sum(_rounded_up(size, UNIT.value) for size in self.sizes) if gated else self.num_rows
 
     def pieces(self, num_rows: int) -> Iterator[tuple[int, int]]:
-        """First and last rows of pieces of a part that are unpacked at once."""
+        """Yield the first row and the end of each piece of a part; a piece is unpacked at once."""
         step = max(1, _PIECE_ELEMENTS // (UNIT.value * self.num_in)) * UNIT.value
         for start in range(0, num_rows, step):
             yield start, min(start + step, num_rows)
 
     def place(self, out: Tensor, side: int, part: Tensor, start: int = 0) -> None:
-        """Copy rows `start` and following of a part to theirs in `out`, whose first dimension is all rows."""
+        """Copy rows of a part, the first of which is its row `start`, to their places in `out` [all rows, ...]."""
         if not self.gated:
             first = sum(self.sizes[:side]) + start
             out[first : first + len(part)] = part

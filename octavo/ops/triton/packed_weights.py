@@ -1,7 +1,8 @@
-"""Packed weights as the products take them: frozen data on one device. `pack` makes and `products` uses them.
+"""Packed weights: frozen data on one device. `pack` makes them, `products` uses them.
 
-Rows of a gated matrix are 8 of the gate, 8 of up, and so on, so that one tile of a product holds both; the last of each
-may be padding. `activation_dtype` is that of the codes to which activations are quantized for the matrix, if they are.
+The rows of a gated matrix alternate: 8 rows of gate, 8 rows of up, and so on, so that one tile of a product holds both.
+The last rows of gate and of up may be padding. `activation_dtype` is the type of codes to which activations are
+quantized for the matrix; None if they are not quantized.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-BLOCK_WORDS = 32  # of codes, that lie together
+BLOCK_WORDS = 32  # number of words in a block of codes
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Where programs of one product leave partial sums for each other; products on one stream share it. `tickets` are
-    all zero between products."""
+    """Memory for partial sums that programs of one product exchange; products on one stream share it. All `tickets` are
+    zero between products."""
 
     partials: Tensor  # float32
     tickets: Tensor  # int32
@@ -25,7 +26,7 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
-    """What all have."""
+    """The fields that all packed weights have."""
 
     out_features: int
     in_features: int
@@ -50,19 +51,20 @@ class FloatWeight(_Weight):
     """Floats [N, K] of one dtype. Rows start at multiples of 16 bytes."""
 
     data: Tensor
-    bias: Tensor | None  # [N] float32, as in the others
+    bias: Tensor | None  # [N] float32
 
 
 @dataclass(frozen=True, slots=True)
 class IntWeight(_Weight):
-    """Codes of 4 or 8 bits, with a scale for each `group` (16 or a multiple of 32) elements of a row. An element is
+    """Codes of 4 or 8 bits, with a scale for each `group` of elements (16 or a multiple of 32) of a row. An element is
 
         factor * (scale * code + minimum), or without minima factor * scale * (code - 2 ** (bits - 1))
 
-    `codes` [N, blocks * 32] int32: word j of a block of 32 words holds elements j, 32 + j, ... of 256 (four bits) or
-    128 (eight), the lowest first: unpacking a tile of words gives tiles of 32 elements of k without moving anything.
-    `scales` is int32 too, [words, N]: with minima a word for each group, which is two float16, scale (low) and minimum;
-    without, two groups' scales. The factor is a power of two that takes the scales into float16's range.
+    `codes` is [N, blocks * 32] int32. Word j of a block of 32 words holds elements j, 32 + j, ... of 256 elements (four
+    bits) or 128 elements (eight bits), the first in the lowest bits. So unpacking a tile of words gives tiles of 32
+    neighbouring elements of k without moving data between threads. `scales` is [words, N] int32. With minima a word is
+    one group's scale (low half) and minimum, both float16; without minima it is two groups' scales. The factor is a
+    power of two that brings the scales into float16's range.
     """
 
     bits: int
@@ -72,7 +74,7 @@ class IntWeight(_Weight):
     codes: Tensor
     scales: Tensor
     bias: Tensor | None
-    workspace: Workspace | None  # of all such matrices
+    workspace: Workspace | None  # shared with other matrices
     order: Tensor | None = None  # int64 [K]: input i of the matrix is element order[i] of the rows
 
 

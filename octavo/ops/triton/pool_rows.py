@@ -1,7 +1,7 @@
-"""Rows of hidden states made one, for models that pool: `Ops.pool`.
+"""Pooling of hidden states: `Ops.pool`.
 
-Rows are summed in tiles that begin with a text's first one, so that the order of its sums does not depend on where it
-lies in the step.
+Rows are summed in tiles that begin with a text's first row, so the order of its sums does not depend on the text's
+place in the step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from octavo.ops import POOLINGS
 from octavo.ops.torch_arrays import DTYPES
 from octavo.ops.triton.launch import by_pieces
 
-_ROWS, _COLUMNS = 32, 128  # of a tile
+_ROWS, _COLUMNS = 32, 128  # size of a tile
 _MAX, _MEAN_SQRT, _WEIGHTED = (tl.constexpr(POOLINGS.index(kind)) for kind in ("max", "mean_sqrt", "weighted_mean"))
 
 
@@ -24,7 +24,7 @@ def _pool(
     x, starts, ends, out, stride, num_rows, KIND: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, c): piece c of rows starts[n] .. ends[n] as one. Rows that x does not have count as none."""
+    """Program (n, c) pools piece c of rows starts[n] .. ends[n]. Rows beyond those of x are ignored."""
     n = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     start = tl.maximum(tl.load(starts + n), 0)
@@ -55,7 +55,7 @@ def _pool(
 
 
 def pool(x: Tensor, starts: Tensor, ends: Tensor, kind: str, out_dtype: str | None = None) -> Tensor:
-    """`Ops.pool`: rows starts[n] .. ends[n] of x [T, H] as one -> [N, H]."""
+    """`Ops.pool`."""
     assert starts.dtype is ends.dtype is torch.int64 and starts.is_contiguous() and ends.is_contiguous()
     num_rows, width = x.shape
     assert starts.shape == ends.shape and (x.stride(1) == 1 or width == 1)

@@ -1,4 +1,5 @@
-"""The products of `octavo.ops.Ops` on CUDA devices: outputs are made here, and each kind of weight has its kernel."""
+"""The products of `octavo.ops.Ops` on CUDA devices: outputs are allocated here, and the kernel for the kind of weight
+is launched."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Activations as eight-bit matrices multiply them: a row is codes and one scale, chosen by the row's largest magnitude.
+"""Quantization of activations for eight-bit matrices: a row becomes codes and one scale, chosen by the row's largest
+magnitude.
 
-A quantized matrix is uint8 [T, K + 16]: K codes, int8 or float8_e4m3fn, then the row's float32 scale in the first four
-of the last 16 bytes, which keep rows aligned (K is a multiple of 16). A code times the scale is the value.
+Quantized rows are uint8 [T, K + 16]: K codes, int8 or float8_e4m3fn, then the row's float32 scale in the first four of
+the last 16 bytes. The 16 bytes keep rows aligned (K is a multiple of 16). A value is its code times the scale.
 
-A row that is not finite has the scale NaN, so that what is computed from it is not mistaken for a number.
+A row that is not finite has the scale NaN, so that results computed from it are NaN too.
 """
 
 from __future__ import annotations
@@ -19,31 +20,31 @@ LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 def empty_quantized(rows: int, width: int, device: torch.device) -> Tensor:
-    """uint8 [rows, width + 16], uninitialised."""
+    """Return uninitialised quantized rows, uint8 [rows, width + 16]."""
     assert width % 16 == 0, f"rows of {width} elements are not quantized; they must be a multiple of 16"
     return torch.empty((rows, width + SCALE_BYTES), dtype=torch.uint8, device=device)
 
 
 def codes_of(quantized: Tensor, dtype: torch.dtype) -> Tensor:
-    """uint8 [T, K + 16] -> its codes [T, K], of which rows are K + 16 apart."""
+    """Return the codes [T, K] of quantized rows uint8 [T, K + 16], as a view whose rows are K + 16 apart."""
     return quantized.view(dtype)[:, :-SCALE_BYTES]
 
 
 def scales_of(quantized: Tensor) -> Tensor:
-    """uint8 [T, K + 16] -> its scales [T] float32, which are (K + 16) / 4 apart."""
+    """Return the scales [T] float32 of quantized rows uint8 [T, K + 16], as a view with stride (K + 16) / 4."""
     return quantized.view(torch.float32)[:, -SCALE_BYTES // 4]
 
 
 @triton.jit
 def magnitude(x):
-    """|x| for `row_scale`: what is not finite counts as infinite."""
+    """Return |x| for `row_scale`; NaN becomes infinity."""
     x = tl.abs(x)
     return tl.where(x < float("inf"), x, float("inf"))
 
 
 @triton.jit
 def row_scale(absmax, LARGEST: tl.constexpr):
-    """The largest `magnitude` of a row (or of each of some rows) -> the scale to store, and what to multiply with."""
+    """Return the scale to store and its inverse to multiply by, for a row's largest `magnitude` (or several rows')."""
     is_finite = absmax < float("inf")
     is_some = is_finite & (absmax > 2.0**-100)  # below, the inverse might overflow
     divisor = tl.where(is_some, absmax, 1.0)
@@ -54,10 +55,11 @@ def row_scale(absmax, LARGEST: tl.constexpr):
 
 @triton.jit
 def encode(x, inverse, DTYPE: tl.constexpr):
-    """float32 values times their row's inverse scale -> codes (DTYPE is tl.int8 or tl.float8e4nv), to nearest even."""
+    """Return codes of float32 values times their row's inverse scale, rounded to nearest even. DTYPE is tl.int8 or
+    tl.float8e4nv."""
     x = tl.where(tl.abs(x) < float("inf"), x, 0.0) * inverse
     if tl.int8 == DTYPE:
-        # At 1.5 * 2^23 floats are the integers: adding rounds, to even as nothing else here does everywhere.
+        # Near 1.5 * 2^23 floats are integers: adding it rounds to even. No other operation here does so everywhere.
         x = (x + 12582912.0) - 12582912.0
         x = tl.minimum(tl.maximum(x, -127.0), 127.0)
     else:
@@ -69,7 +71,7 @@ def encode(x, inverse, DTYPE: tl.constexpr):
 def _quantize_rows(
     x, x_stride, codes, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, SINGLE: tl.constexpr
 ):
-    """One program a row, which reads it twice unless it is a SINGLE block."""
+    """One program for each row, which it reads twice unless the row is a SINGLE block."""
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
     codes += row * (WIDTH + 16)
@@ -88,7 +90,8 @@ def _quantize_rows(
 
 
 def quantize_rows(x: Tensor, codes_dtype: torch.dtype) -> Tensor:
-    """x [T, K] -> uint8 [T, K + 16] with codes of `codes_dtype`: int8, or float8_e4m3fn (compute capability 8.9 on)."""
+    """Return x [T, K] quantized, uint8 [T, K + 16]. `codes_dtype` is int8, or float8_e4m3fn from compute capability 8.9
+    on."""
     rows, width = x.shape
     assert x.stride(1) == 1 or width == 1
     out = empty_quantized(rows, width, x.device)
@@ -102,6 +105,7 @@ def quantize_rows(x: Tensor, codes_dtype: torch.dtype) -> Tensor:
 
 
 def _tile(width: int) -> tuple[int, int]:
-    """Elements that a program has in registers at once, and its warps: about 16 elements a thread."""
+    """Return the number of elements that a program has in registers at once, and its number of warps: about 16 elements
+    for each thread."""
     block = min(triton.next_power_of_2(width), 8192)
     return block, min(max(block // 512, 1), 16)
