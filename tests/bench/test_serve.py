@@ -62,7 +62,7 @@ def test_a_closed_loop_run_has_vllms_figures(
         assert figures[f"median_{metric}_ms"] <= figures[f"p90_{metric}_ms"] <= figures[f"p99_{metric}_ms"]
         # Tokens of one answer may arrive together, which leaves no time between them.
         assert figures[f"median_{metric}_ms"] > 0 or metric in ("tpot", "itl")
-    assert figures["mean_ttft_ms"] < figures["mean_e2el_ms"]
+    assert figures["mean_ttft_ms"] <= figures["mean_e2el_ms"]
     prompts = [ids for ids, params, _ in engine.seen if params.ignore_eos and params.max_tokens == 8]
     assert len(prompts) == 6 + 1  # one to see whether the server answers
     assert figures["total_input_tokens"] == sum(map(len, prompts[1:]))
