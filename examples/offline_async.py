@@ -16,7 +16,7 @@ async def main() -> None:
 
     async def begin(prompt: str) -> str:
         text = ""
-        endless = SamplingParams(max_tokens=500, ignore_eos=True)
+        endless = SamplingParams(seed=3, max_tokens=500, ignore_eos=True)
         async for output in engine.generate(prompt, endless, request_id=prompt):
             text = output.outputs[0].text
             if len(output.outputs[0].token_ids) >= 8:
