@@ -19,11 +19,11 @@ from octavo.config import EngineArgs, EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.execution import model_drafter
 from octavo.loading.tokenizer import load_tokenizer
-from octavo.plan import StepPlan
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 from octavo.speculative.proposer import ToBeDrafted
 from octavo.speculative.speculation import Speculation
+from octavo.step_plan import StepPlan
 
 _NUM_GUESSES = 4
 _CHANCE = 0.8

@@ -23,7 +23,7 @@ from octavo.config import EngineArgs
 from octavo.execution.executor import LocalExecutor
 from octavo.execution.step_arrays import StepShape
 from octavo.layers.attention import AttentionDescription
-from octavo.plan import PlannedRow, StepPlan
+from octavo.step_plan import PlannedRow, StepPlan
 
 BLOCK_SIZE, CONTEXT, PROMPT = 16, 128, 512
 ROWS = (1, 16, 64)

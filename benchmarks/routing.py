@@ -22,9 +22,9 @@ from octavo.config import SchedulerConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.routing import Router, block_hashes
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
-from octavo.plan import StepPlan, StepResult
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
+from octavo.step_plan import StepPlan, StepResult
 
 BLOCK_SIZE = 16
 STEP_S, TOKEN_S = 0.01, 0.0001  # a step's time: so much, and so much for each token

@@ -27,11 +27,11 @@ from octavo.kv_cache.groups import group_layers
 from octavo.models.description import ModelDescription
 from octavo.models.registry import describe
 from octavo.ops.triton.schedule import MACHINES
-from octavo.plan import StepPlan, StepResult
 from octavo.planning.step_limits import GPUS, GpuSteps, StepLimits, model_work
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 from octavo.step_cost import StepWork
+from octavo.step_plan import StepPlan, StepResult
 
 BLOCK_SIZE = 16
 # Of a hop to the next stage, another host's: 400 Gbit/s a GPU, and what a message takes to be on its way.

@@ -18,11 +18,11 @@ from octavo.bench.serve import arrival_times
 from octavo.config import SchedulerConfig
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
 from octavo.kv_cache.manager import KVCacheManager
-from octavo.plan import StepResult
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.scheduling.scheduler import Scheduler
 from octavo.step_cost import StepCostModel
+from octavo.step_plan import StepResult
 
 # Seconds for each of `StepWork.features`: SmolLM2-135M on two cores, from the figures of docs/performance.md.
 DEFAULT_MODEL = (3.3e-3, 0.25e-3, 0.45e-3, 0.48e-3, 0.12e-3, 0.5e-3, 0.8e-6, 0.05e-6)

@@ -40,8 +40,8 @@ from octavo.execution.step_arrays import StepArrays, StepShape
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.metrics.prometheus import EngineMetrics
-from octavo.plan import StepPlan
 from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.step_plan import StepPlan
 
 TEXT = """Once upon a time a printer folded one large sheet three times, cut its edges, and had eight leaves: an octavo.
 The reader of 1532 could carry it under his arm — unlike the great folios of the cathedral, it was "portable". Prices

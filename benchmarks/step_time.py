@@ -32,8 +32,8 @@ from octavo.execution.step_arrays import StepShape
 from octavo.models.inventory import required_tensors
 from octavo.models.registry import describe
 from octavo.ops import cpu
-from octavo.plan import PlannedRow, StepPlan
 from octavo.quantization.stored import StoredWeight
+from octavo.step_plan import PlannedRow, StepPlan
 
 CONTEXTS = [128, 256, 512, 1024, 2048, 4096, 8192]
 CONTEXT_ROWS = [1, 16]

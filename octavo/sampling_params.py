@@ -36,7 +36,7 @@ class RequestOutputKind(IntEnum):
 class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """What an answer must be: exactly one of `json`, `regex`, `choice`, `grammar`, `json_object` and `structural_tag`.
 
-    `octavo.structured_output.grammar` turns it into a grammar. Raises `RequestError` naming the field.
+    `octavo.structured_output.grammar_builder` turns it into a grammar. Raises `RequestError` naming the field.
     """
 
     json: str | dict[str, Any] | None = None

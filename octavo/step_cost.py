@@ -36,7 +36,7 @@ class StepWork:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[int, int, int, int, int, tuple[int, ...]]]) -> StepWork:
-        """Return the work of a plan's rows (`octavo.plan.PlannedRow`)."""
+        """Return the work of a plan's rows (`octavo.step_plan.PlannedRow`)."""
         work = cls()
         for _, num_computed, num_tokens, num_sampled_positions, _, _ in rows:
             work.add(num_computed, num_tokens, num_sampled_positions)

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from octavo import LLM, EngineArgs, SamplingParams, StructuredOutputsParams
 from octavo.errors import ConfigError, RequestError
 from octavo.sampling_params import GuidedDecodingParams
-from octavo.structured_output.grammar import ReasoningMarks, ThinkingBudget, WantedGrammar
+from octavo.structured_output.grammar_builder import ReasoningMarks, ThinkingBudget, WantedGrammar
 from octavo.v1.metrics.reader import Counter, Gauge, Histogram, Metric, Vector
 
 

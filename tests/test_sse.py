@@ -12,7 +12,7 @@ import pytest
 
 from octavo.bench import serve as bench_serve
 from octavo.entrypoints.cli.terminal import complete
-from octavo.sse import EventReader
+from octavo.sse_reader import EventReader
 
 STREAM = (
     ': a comment\n\n\ndata: {"a": 1}\n\nevent: x\nid: 7\ndata:{"b":2}\nretry: 10\n\n'

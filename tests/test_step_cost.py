@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from octavo.plan import PlannedRow
 from octavo.step_cost import StepCostModel, StepWork
+from octavo.step_plan import PlannedRow
 
 TRUTH = (3.3e-3, 0.25e-3, 0.45e-3, 0.48e-3, 0.12e-3, 0.5e-3, 0.8e-6, 0.05e-6)
 

@@ -1,6 +1,6 @@
 // Kernels of norms, pooling, rotary embedding with the cache write, and copies of rows. They compute in float32, in an
-// order that the row's length alone decides. Included by activation.h, expert_routing.h, recurrent.h and kernels.cpp
-// only.
+// order that the row's length alone decides. Included by elementwise_kernels.h, expert_routing.h, recurrent.h and
+// kernels.cpp only.
 #pragma once
 
 #include "kv_cache.h"

@@ -1,6 +1,6 @@
 // The sources that integer matrices are packed from: GGUF's block formats, codes that Python unpacked, and floats that
-// are quantized here. Layouts are in int_layouts.h and k_quants.h, the packing loop in pack_int.cpp. Included by
-// pack_int.cpp only.
+// are quantized here. Layouts are in int_layouts.h and superblock_layouts.h, the packing loop in pack_int.cpp. Included
+// by pack_int.cpp only.
 #pragma once
 
 #include <algorithm>
@@ -43,8 +43,8 @@ void store_unit(const uint8_t* from, uint8_t* to) {
     std::memcpy(to, &stored, 2);
 }
 
-// Stores sixteen numbers of six bits in three words, `step` words apart, as SixBits (k_quants.h) reads them: five a
-// word, and two bits of the sixteenth in each word's high bits.
+// Stores sixteen numbers of six bits in three words, `step` words apart, as SixBits (superblock_layouts.h) reads them:
+// five a word, and two bits of the sixteenth in each word's high bits.
 void store_six_bits(const int* numbers, uint32_t* words, int step) {
     for (int i = 0; i < 3; ++i) {
         uint32_t word = static_cast<uint32_t>(numbers[15] >> (2 * i) & 3) << 30;
@@ -138,8 +138,8 @@ struct BlocksK {
         }
     }
 
-    // The layouts FormatQ4K and FormatQ5K (k_quants.h): each block has eight words of nibbles, two of fifth bits
-    // (Q5_K), and one of numbers. The first block has the units in the place of its word of numbers.
+    // The layouts FormatQ4K and FormatQ5K (superblock_layouts.h): each block has eight words of nibbles, two of fifth
+    // bits (Q5_K), and one of numbers. The first block has the units in the place of its word of numbers.
     static constexpr int kWordsOfBlock = kBits == 5 ? 11 : 9;
     static constexpr int kScalesAt = 0, kWordsAt = 0, kWords = 4 * kWordsOfBlock, kGap = kWordsOfBlock - 1;
     static void gather(const uint8_t* from, uint32_t* words) {
@@ -243,8 +243,8 @@ struct Q6_K {
         }
     }
 
-    // The layout FormatQ6K (k_quants.h): sixteen codes are three words, whose bytes have the last four codes in their
-    // high two bits.
+    // The layout FormatQ6K (superblock_layouts.h): sixteen codes are three words, whose bytes have the last four codes
+    // in their high two bits.
     static constexpr int kScalesAt = 192, kWordsAt = kQ6KHeader, kWords = kSuperblock / 16 * 3, kGap = -1;
     static void gather(const uint8_t* from, uint32_t* words) {
         for (int block = 0; block < kBlocksOfSuper; ++block) {
@@ -306,7 +306,8 @@ struct Q3_K {
         }
     }
 
-    // The layout FormatQ3K (k_quants.h): numbers, then for each block four words of low bits and two of third bits.
+    // The layout FormatQ3K (superblock_layouts.h): numbers, then for each block four words of low bits and two of third
+    // bits.
     static constexpr int kScalesAt = 96, kWordsAt = kQ3KWordsAt, kWords = 27, kGap = -1;
     static void gather(const uint8_t* from, uint32_t* words) {
         int numbers[16];
@@ -391,7 +392,8 @@ struct Q2_K {
         }
     }
 
-    // The layout FormatQ2K (k_quants.h): the bytes of scales and minima, then a word of codes for each 16 elements.
+    // The layout FormatQ2K (superblock_layouts.h): the bytes of scales and minima, then a word of codes for each 16
+    // elements.
     static constexpr int kScalesAt = 0, kWordsAt = kQ2KWordsAt, kWords = 20, kGap = -1;
     static void gather(const uint8_t* from, uint32_t* words) {
         std::memcpy(words, from, 16);

@@ -1,7 +1,7 @@
 // Products of quantized rows with integer matrices. A tile is R rows by one panel. Products of codes and elements are
 // summed in integers, which are exact in any order. The rest of a block is a few float operations for each output, in
 // one order over the blocks. So a row's bits depend neither on R nor on how the work is cut. Layouts of matrices are in
-// int_layouts.h and k_quants.h. Included by linear.h and embedding.h only.
+// int_layouts.h and superblock_layouts.h. Included by linear.h and embedding.h only.
 #pragma once
 
 #include "epilogue.h"

@@ -8,8 +8,8 @@
 #include <optional>
 #include <vector>
 
-#include "k_quants.h"
 #include "launch_number.h"
+#include "superblock_layouts.h"
 #ifdef OCTAVO_TILES
 #include "amx.h"
 #endif

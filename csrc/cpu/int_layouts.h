@@ -1,7 +1,7 @@
 // The packed layouts of integer weights (docs/kernels.md), and the view that products have of them: blocks of codes,
-// scales and minima. Layouts that keep the superblocks of a file (k_quants.h) are opened, some blocks at a time, into a
-// buffer that stays in the first-level cache. All others are read as they lie. Packing is in pack_int.cpp. Included by
-// k_quants.h only.
+// scales and minima. Layouts that keep the superblocks of a file (superblock_layouts.h) are opened, some blocks at a
+// time, into a buffer that stays in the first-level cache. All others are read as they lie. Packing is in pack_int.cpp.
+// Included by superblock_layouts.h only.
 //
 // A panel is 32 output channels, in the lanes of vectors. Its blocks of 64 elements of k follow each other in memory:
 //
@@ -23,7 +23,8 @@
 //     lane:      output 0      output 1          output 15
 //     bytes:   k k+1 k+2 k+3 | k k+1 k+2 k+3 | ... k+3         times the same four bytes of the row, in every lane
 //
-// A superblock is 256 elements of k (four blocks) whose scales share a unit, as GGUF's K-quants have them (k_quants.h):
+// A superblock is 256 elements of k (four blocks) whose scales share a unit, as GGUF's K-quants have them
+// (superblock_layouts.h):
 //
 //     Q4_K:  | codes 64 | units | codes 64 | word 0 | codes 64 | word 1 | codes 64 | word 2 |
 //         codes: 1024 bytes each; units: d and dmin, float16 [2][32]; words: uint32 [32] each. The three words of an
@@ -45,7 +46,7 @@
 // (AMX's tiles, sets with kCodesAreCentred), z is subtracted from the codes instead and sums begin at 0.
 #pragma once
 
-#include "vector_math.h"
+#include "activation_functions.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {

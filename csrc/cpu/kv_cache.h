@@ -5,7 +5,7 @@
 // scales, of its key and of its value, as a pair of bf16. Included by elementwise.h and attention_keys.h only.
 #pragma once
 
-#include "vector_math.h"
+#include "activation_functions.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {

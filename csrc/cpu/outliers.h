@@ -13,7 +13,7 @@ namespace {
 
 // Rows of a batch, which share columns. Their outputs wait meanwhile; so many fit the first-level cache.
 constexpr int kOutlierRows = 64;
-// Rows of a batch where opened blocks are shared (k_quants.h).
+// Rows of a batch where opened blocks are shared (superblock_layouts.h).
 constexpr int kOpenedRows = 96;
 
 struct Outlier {

@@ -1,7 +1,7 @@
 // Rows of floats as quantized rows (QBlock), block by block. Included by elementwise.h and epilogue.h only.
 #pragma once
 
-#include "vector_math.h"
+#include "activation_functions.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {

@@ -4,8 +4,8 @@
 // kernels.cpp only.
 #pragma once
 
+#include "activation_functions.h"
 #include "elementwise.h"
-#include "vector_math.h"
 
 namespace octavo::OCTAVO_ISA {
 namespace {

@@ -1,7 +1,7 @@
 // The vector type of the instruction set that this translation unit is compiled for (simd_*.h), and what the kernels
 // share on top of it: the exponential, the two element types, loops over vectors and rows. OCTAVO_ISA is the namespace,
 // set by the build. Everything lives in an anonymous namespace inside it, so no code compiled with one set of flags is
-// linked into another. Included by vector_math.h, sampling.h and other kernels' headers.
+// linked into another. Included by activation_functions.h, sampling.h and other kernels' headers.
 #pragma once
 
 #include <string.h>

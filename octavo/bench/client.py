@@ -21,7 +21,7 @@ import httptools
 import msgspec
 
 from octavo.errors import ConfigError
-from octavo.sse import EventReader
+from octavo.sse_reader import EventReader
 
 TIMEOUT_S = 60  # of requests that are not measured
 

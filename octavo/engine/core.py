@@ -21,12 +21,12 @@ from octavo.engine.wire import AdapterLoaded, BlockMap, StepOutputs
 from octavo.errors import DeviceMemoryError, RequestError
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.lora.pool import AdapterPool
-from octavo.plan import StepPlan
 from octavo.request import AdapterSource, EngineRequest, SequenceOutput
 from octavo.scheduling.scheduler import Scheduler
 from octavo.speculative.methods import make_speculation
 from octavo.stats import EngineStats
 from octavo.step_cost import StepCostModel
+from octavo.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from octavo.execution.executor import Executor, PendingStep

@@ -13,19 +13,19 @@ import msgspec
 from octavo.config import EngineConfig, ModelConfig
 from octavo.engine.off_loop import MAX_INLINE_LENGTH
 from octavo.errors import LoadError, RequestError, naming_prompt
-from octavo.lora.files import source
+from octavo.lora.adapter_identity import source
 from octavo.lora.request import LoRARequest
 from octavo.media_kinds import KINDS, MediaKind, SentMedium
 from octavo.request import AdapterSource, EngineRequest, MediaInput, MediaItem, Prompt, num_positions
 from octavo.sampling_params import SamplingParams, is_unicode
-from octavo.structured_output.grammar import WantedGrammar, make_checked_grammar
+from octavo.structured_output.grammar_builder import WantedGrammar, make_checked_grammar
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
 
     from octavo.loading.tokenizer import ModelTokenizer
     from octavo.multimodal.audio_features import AudioFeatureExtractor
-    from octavo.multimodal.processor import MediaProcessor
+    from octavo.multimodal.model_processor import MediaProcessor
     from octavo.multimodal.prompt_embeds import PromptEmbedsReader
 
 # str, a list of token ids, {"prompt": str} or {"prompt_token_ids": [int]}; dictionaries may also hold "cache_salt", and
@@ -74,7 +74,7 @@ class InputProcessor:
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
         self.media: MediaProcessor | None = None  # if the model takes media
         if config.media is not None:
-            from octavo.multimodal.processor import MediaProcessor
+            from octavo.multimodal.model_processor import MediaProcessor
 
             self.media = MediaProcessor(config.media)
         self.prompt_embeds: PromptEmbedsReader | None = None  # if prompts may be embeddings

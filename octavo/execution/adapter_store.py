@@ -29,15 +29,15 @@ from octavo.execution.worker_group import ALONE, WorkerGroup
 from octavo.layers.parameters import Module, NamedMatrix
 from octavo.loading.file_weights import open_weights
 from octavo.loading.memory import available_memory_bytes
-from octavo.lora import files
-from octavo.lora.gguf_adapter import read_gguf_adapter
+from octavo.lora import adapter_identity
 from octavo.lora.matching import ModuleMap
 from octavo.lora.ops import AdaptedOps
-from octavo.lora.peft import read_peft
+from octavo.lora.read_gguf_adapter import read_gguf_adapter
+from octavo.lora.read_peft import read_peft
 from octavo.ops import AdapterTable, Array, ExpertsAdapterTable, ExpertsWeight, FactorShape
-from octavo.plan import AdapterLoad, AdapterMemory
 from octavo.quantization import dequantize
 from octavo.request import AdapterSource
+from octavo.step_plan import AdapterLoad, AdapterMemory
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +223,7 @@ class AdapterStore:
         return num_pages
 
     def _pack(self, source: AdapterSource) -> HostAdapter:
-        contents = files.read(source)
+        contents = adapter_identity.read(source)
         if contents.config is None:
             checkpoint = self._config.model.checkpoint
             modules = read_gguf_adapter(contents.weights, checkpoint.config, self._lora.max_rank)

@@ -16,7 +16,7 @@ from octavo.config import CacheConfig
 from octavo.execution.device import Device, Event
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.ops import Array, LayerKVCache, Ops
-from octavo.plan import BlockMoves
+from octavo.step_plan import BlockMoves
 
 _STAGE_BYTES = 64 << 20  # of device memory, twice: one or two milliseconds of the bus
 

@@ -21,8 +21,8 @@ from octavo.execution.step_arrays import StepArrays
 from octavo.kv_cache.groups import CacheGroup
 from octavo.models.registry import CrossModel
 from octavo.ops import Array, LayerKVCache
-from octavo.plan import Admission, StepPlan
 from octavo.request import seen_together
+from octavo.step_plan import Admission, StepPlan
 
 _NEVER = np.iinfo(np.int64).max
 

@@ -12,8 +12,8 @@ from octavo.execution.device import Device
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import StepArrays
 from octavo.ops import Array, DeviceOps, Ops
-from octavo.plan import StepPlan
 from octavo.sampling.sampling_table import Samples
+from octavo.step_plan import StepPlan
 
 # Changes of block tables: flat places, and their new blocks.
 TableUpdates = tuple[NDArray[np.int64], NDArray[np.int32]]

@@ -14,7 +14,7 @@ import numpy as np
 
 from octavo.execution.block_mover import BlockMover
 from octavo.execution.sequence_table import SequenceTable
-from octavo.plan import BlockMoves
+from octavo.step_plan import BlockMoves
 
 STATES_PER_ROW = 2
 

@@ -20,7 +20,7 @@ from octavo.execution.model_drafter import DraftBatch
 from octavo.execution.runner import Runner
 from octavo.execution.submitted_step import SubmittedStep
 from octavo.execution.worker_group import WorkerGroup
-from octavo.plan import StepPlan, StepResult
+from octavo.step_plan import StepPlan, StepResult
 
 
 class Drafter(Protocol):

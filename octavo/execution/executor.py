@@ -25,8 +25,8 @@ from octavo.layers.tensor_parallel import Shard
 from octavo.models.registry import describe
 from octavo.ops import Ops, load, load_cuda
 from octavo.phases import Phases
-from octavo.plan import AdapterMemory, StepPlan, StepResult
 from octavo.request import AdapterSource, MediaInput
+from octavo.step_plan import AdapterMemory, StepPlan, StepResult
 
 
 class PendingStep(Protocol):

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.kv_cache.groups import NULL_BLOCK
-from octavo.plan import BlockMoves
+from octavo.step_plan import BlockMoves
 
 Blocks = NDArray[np.int32]  # the beginning of a block table
 

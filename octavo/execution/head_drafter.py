@@ -21,9 +21,10 @@ from octavo.execution.runner import Runner
 from octavo.execution.submitted_step import SubmittedStep
 from octavo.models.draft_heads import ChainHead, MedusaHeads
 from octavo.ops import Array, Ops
-from octavo.plan import DRAFT_PLACEHOLDER, PlannedRow, StepPlan, StepResult, count_valid_tokens
+from octavo.sampling.draft_verification import count_valid_tokens
 from octavo.sampling.sampler import sample_tokens, write_settings
 from octavo.sampling.sampling_table import Samples, SamplingTable
+from octavo.step_plan import DRAFT_PLACEHOLDER, PlannedRow, StepPlan, StepResult
 
 
 class _RowFeatures:

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from octavo.execution.step_arrays import StepArrays
 from octavo.models.description import ModelDescription
-from octavo.plan import Admission, StepPlan
 from octavo.request import MediaItem
+from octavo.step_plan import Admission, StepPlan
 
 _AXES = 3  # time, height and width
 

@@ -26,8 +26,8 @@ from octavo.execution.filled_slots import FilledSlots
 from octavo.execution.runner import Runner
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.submitted_step import SubmittedStep
-from octavo.plan import DRAFT_PLACEHOLDER, NewBlock, PlannedRow, StepPlan, StepResult
 from octavo.sampling_params import SamplingParams
+from octavo.step_plan import DRAFT_PLACEHOLDER, NewBlock, PlannedRow, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 

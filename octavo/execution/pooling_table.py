@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.execution.step_arrays import StepArrays
-from octavo.plan import Admission, StepPlan
+from octavo.step_plan import Admission, StepPlan
 
 # What is pooled of a text: single tokens, the first one, or all of them.
 _SINGLE, _FIRST, _WHOLE = range(3)

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.ops import Array, Ops
-from octavo.plan import Admission, StepPlan
 from octavo.sampling.logprobs import MeasuredLogprobs, measure
+from octavo.step_plan import Admission, StepPlan
 
 # Rows computed at a time: 256 x 128k vocabulary entries are 128 MiB of float32.
 MOST_ROWS = 256

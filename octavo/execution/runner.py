@@ -33,13 +33,13 @@ from octavo.execution.submitted_step import Captured, StagingBuffer, SubmittedSt
 from octavo.execution.worker_group import ALONE, WorkerGroup
 from octavo.models.registry import CrossModel, Model, StageModel
 from octavo.ops import Array, DeviceOps, LayerKVCache, Ops, ParallelDeviceOps
-from octavo.plan import StepPlan, StepResult
 from octavo.pooling_params import PoolingConfig
 from octavo.sampling.logprobs import entries, measure
 from octavo.sampling.sampler import sample_tokens, write_settings
 from octavo.sampling.sampling_table import Samples, SamplingBatch, SamplingTable
 from octavo.sampling_params import MAX_LOGPROBS
 from octavo.speculative.synthetic import SyntheticAcceptance
+from octavo.step_plan import StepPlan, StepResult
 from octavo.structured_output.masks import GrammarCompiler
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from octavo.execution.step_arrays import StepArrays
 from octavo.kv_cache.groups import CacheGroup
 from octavo.kv_cache.state_blocks import MAX_DRAFT_TOKENS
-from octavo.plan import PlannedRow, StepPlan
 from octavo.sampling.sampling_table import Samples
+from octavo.step_plan import PlannedRow, StepPlan
 
 
 class SequenceTable:

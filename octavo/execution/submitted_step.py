@@ -12,10 +12,10 @@ from octavo.execution.cross_outputs import Alignment
 from octavo.execution.device import CapturedStep, Event
 from octavo.execution.step_arrays import StepArrays, StepLayout
 from octavo.ops import Array
-from octavo.plan import StepPlan, StepResult
 from octavo.sampling.logprobs import MeasuredLogprobs
 from octavo.sampling.sampler import SampledTokens
 from octavo.sampling.sampling_table import Samples
+from octavo.step_plan import StepPlan, StepResult
 
 if TYPE_CHECKING:
     from octavo.execution.runner import Runner

@@ -42,10 +42,10 @@ from octavo.models.registry import Model, StageModel, build, describe
 from octavo.models.sharding import with_shard, with_stage
 from octavo.ops import AdapterOps, DeviceOps, LayerKVCache, Ops
 from octavo.phases import Phases
-from octavo.plan import StepPlan
 from octavo.request import MediaInput
 from octavo.speculative.synthetic import SyntheticAcceptance
 from octavo.speculative_config import HEAD_METHODS
+from octavo.step_plan import StepPlan
 from octavo.structured_output.masks import GrammarCompiler
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class Worker:
         description, worker_group = self._description, self._worker_group
         rows: MediaRows
         if worker_group.is_leader:
-            from octavo.multimodal.processor import MediaProcessor
+            from octavo.multimodal.model_processor import MediaProcessor
 
             tower = Tower(
                 media.folder, media.kind, media.row_multiplier, *self._tower_device, hears_too=media.audio is not None

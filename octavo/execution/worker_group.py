@@ -54,9 +54,9 @@ from octavo.execution.worker_messages import (
 )
 from octavo.layers.tensor_parallel import Shard
 from octavo.models.description import ModelDescription
-from octavo.plan import Admission, StepPlan
 from octavo.request import AdapterSource
 from octavo.sampling_params import SamplingParams
+from octavo.step_plan import Admission, StepPlan
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.plan import StepPlan
 from octavo.request import AdapterSource
+from octavo.step_plan import StepPlan
 
 
 class Sizes(NamedTuple):

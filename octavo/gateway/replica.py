@@ -3,42 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass, field
 
+from octavo.gateway.breaker import Breaker
 from octavo.gateway.upstream import Upstream, UpstreamError
 
-FAILURES_TO_OPEN = 3  # in a row
 FAILED_CHECKS = 3  # in a row, after which a replica is not healthy: a busy one may miss some
-MIN_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
-
-
-@dataclass
-class Breaker:
-    """Keeps requests from a replica that fails: after some failures in a row for a pause, which doubles with each
-    further one. After it one more failure is enough, and a success forgets them all."""
-
-    num_failures: int = 0
-    open_until: float = 0.0  # time.monotonic
-    _pause_s: float = MIN_PAUSE_S
-
-    def is_open(self) -> bool:
-        return self.num_failures >= FAILURES_TO_OPEN and time.monotonic() < self.open_until
-
-    def wait_s(self) -> float:
-        """Return for how long no request is taken."""
-        return max(0.0, self.open_until - time.monotonic()) if self.num_failures >= FAILURES_TO_OPEN else 0.0
-
-    def fail(self) -> None:
-        if self.is_open():  # a request that was under way before
-            return
-        self.num_failures += 1
-        if self.num_failures >= FAILURES_TO_OPEN:
-            self.open_until = time.monotonic() + self._pause_s
-            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
-
-    def succeed(self) -> None:
-        self.num_failures, self._pause_s = 0, MIN_PAUSE_S
 
 
 @dataclass(eq=False)

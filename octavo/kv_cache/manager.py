@@ -17,8 +17,8 @@ from octavo.kv_cache.block_pool import BlockPool
 from octavo.kv_cache.cross_blocks import CrossBlocks
 from octavo.kv_cache.groups import CacheGroup
 from octavo.kv_cache.state_blocks import MAX_DRAFT_TOKENS, StateBlocks
-from octavo.plan import BlockMoves
 from octavo.sequence import Sequence
+from octavo.step_plan import BlockMoves
 
 UNLIMITED = 2**62
 # Blocks of an answer from one snapshot to the next. A snapshot is a copy of the state, which may be hundreds of MB; a

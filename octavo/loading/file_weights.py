@@ -23,7 +23,7 @@ from octavo.loading.gguf_file import read_gguf
 from octavo.loading.gguf_tensors import named_tensors, stored_tensor
 from octavo.loading.mapped_file import MappedFile
 from octavo.loading.mistral_format import mistral_name
-from octavo.loading.quantized_tensors import method_of, quantized_tensors
+from octavo.loading.quantized_checkpoints import method_of, quantized_tensors
 from octavo.loading.safetensors import read_safetensors
 from octavo.loading.torch_archive import read_torch_archive
 from octavo.loading.weights import Weights

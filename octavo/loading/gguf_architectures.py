@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from octavo.loading.gguf_layout import NEIGHBOURS, PERMUTED, RANK, Architecture, Names, per_group, per_head, shared
-from octavo.loading.gguf_metadata import Metadata
 from octavo.loading.gguf_recurrent import GRANITE, GRANITE_MULTIPLIERS, RECURRENT
 from octavo.loading.gguf_settings import (
     MLA,
@@ -33,6 +32,7 @@ from octavo.loading.gguf_settings import (
     window,
     xielu,
 )
+from octavo.loading.gguf_values import Metadata
 
 # Names of modules that differ from the names in `gguf_layout`.
 _AROUND = {"ffn_norm": "pre_feedforward_layernorm"}

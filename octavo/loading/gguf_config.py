@@ -11,8 +11,8 @@ from octavo.errors import LoadError
 from octavo.loading.gguf_architectures import ARCHITECTURES
 from octavo.loading.gguf_file import GGUFFile
 from octavo.loading.gguf_layout import RANK, Architecture
-from octavo.loading.gguf_metadata import Metadata
 from octavo.loading.gguf_settings import EXPERTS
+from octavo.loading.gguf_values import Metadata
 from octavo.loading.jinja_template import text_after_answer
 
 # Texts of tokens that end a turn: many files name only the token that ends a document (llama.cpp, llama-vocab.cpp).

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.loading.gguf_metadata import Metadata
+from octavo.loading.gguf_values import Metadata
 
 RANK = 4  # llama.cpp's pooling_type of rerankers
 # Takes config.json and the number of rows in the file; returns the file's rows in the order of `transformers`.

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from octavo.loading.gguf_layout import PERMUTED, Architecture, shared
-from octavo.loading.gguf_metadata import Metadata
 from octavo.loading.gguf_settings import MAMBA_1, MAMBA_2, MLP, biases, has, layers_by, number, periods, real
+from octavo.loading.gguf_values import Metadata
 
 # Names of modules that differ from the names in `gguf_layout`.
 # Gate and up are one matrix in checkpoints. In files of models without experts, the shared expert's matrices have the

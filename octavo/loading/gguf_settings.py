@@ -11,7 +11,7 @@ from typing import Any
 
 from octavo.errors import LoadError
 from octavo.loading.gguf_layout import Setting
-from octavo.loading.gguf_metadata import Metadata
+from octavo.loading.gguf_values import Metadata
 
 QKVO = ("attn_q", "attn_k", "attn_v", "attn_output")
 MLP = ("ffn_gate", "ffn_up", "ffn_down")

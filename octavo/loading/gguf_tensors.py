@@ -12,7 +12,7 @@ import numpy as np
 from octavo.errors import LoadError
 from octavo.loading.gguf_config import architecture_of
 from octavo.loading.gguf_file import GGUFFile, TensorInfo
-from octavo.loading.gguf_metadata import ROPE_FREQS, ROPE_LONG, ROPE_SHORT
+from octavo.loading.gguf_values import ROPE_FREQS, ROPE_LONG, ROPE_SHORT
 from octavo.quantization import StoredWeight
 from octavo.quantization.array_functions import FLOATS
 from octavo.quantization.formats import PLAIN

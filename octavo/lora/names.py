@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 from octavo.config import LoRAConfig
 from octavo.errors import LoadError, RequestError
-from octavo.lora.files import source
+from octavo.lora.adapter_identity import source
 from octavo.request import AdapterSource
 
 _MAX_NAME = 256

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from octavo.plan import AdapterLoad
+from octavo.step_plan import AdapterLoad
 
 
 @dataclass(slots=True)

@@ -1,4 +1,5 @@
-"""Media in, placeholders and rows out. `pictures`, `sounds` and `videos` decode and check media. `processor` makes the
-tower's input of each medium, and puts placeholder tokens into the prompt. `tower` computes the rows. torch,
-transformers, Pillow and soundfile are imported where a model needs them.
+"""Media in, placeholders and rows out. `picture_reader`, `sounds` and `videos` decode and check media.
+`model_processor` makes the tower's input of each medium (transformers resizes pictures there), and puts placeholder
+tokens into the prompt. `tower` computes the rows. torch, transformers, Pillow and soundfile are imported where a model
+needs them.
 """

@@ -63,6 +63,6 @@ def _reader(config: MediaConfig) -> MediaReader:
         from octavo.multimodal.sounds import SoundReader
 
         return SoundReader(config)
-    from octavo.multimodal.pictures import PictureReader
+    from octavo.multimodal.picture_reader import PictureReader
 
     return PictureReader(config)

@@ -1,6 +1,6 @@
 """Computes the rows of pictures, sounds and videos: the output of the model's tower and projector, by transformers on
-the decoder's device. Rows are kept on the host for later turns. This module runs in the core; `processor` runs in the
-front end.
+the decoder's device. Rows are kept on the host for later turns. This module runs in the core; `model_processor`
+runs in the front end.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ from octavo.loading.weights import Weights
 from octavo.models.description import ModelDescription
 from octavo.models.registry import build
 from octavo.ops import LayerKVCache, load
-from octavo.plan import PlannedRow, StepPlan
 from octavo.planning.weight_formats import packed_weight_bytes
 from octavo.step_cost import StepCostModel, StepWork
+from octavo.step_plan import PlannedRow, StepPlan
 
 _LEAST_BYTES = 192 << 20  # of the part's layers, if the model has as many: exceeds most caches
 _MOST_VOCABULARY_BYTES = 64 << 20  # of the part's output matrix

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.plan import Admission, count_valid_tokens
 from octavo.sampling.beam_scores import Beams
+from octavo.sampling.draft_verification import count_valid_tokens
 from octavo.sampling_params import LogitsProcessor, SamplingParams
+from octavo.step_plan import Admission
 from octavo.structured_output.masks import GrammarCompiler, GrammarTable, TokenMask
 
 # The settings that every request has, each an array.

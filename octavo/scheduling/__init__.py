@@ -1,1 +1,1 @@
-"""Which sequences run in the next step, with how many tokens. `scheduler` decides; `octavo.plan` is the decision."""
+"""Which sequences run in the next step, with how many tokens: `scheduler` decides, in an `octavo.step_plan`."""

@@ -31,13 +31,13 @@ from octavo.config import SchedulerConfig
 from octavo.errors import RequestError
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.lora.pool import AdapterPool
-from octavo.plan import PlannedRow, StepPlan, StepResult, count_valid_tokens
 from octavo.request import EngineRequest, Prompt, SequenceOutput
+from octavo.sampling.draft_verification import count_valid_tokens
 from octavo.scheduling.adapter_turns import AdapterTurn
+from octavo.scheduling.admission_check import check_request
 from octavo.scheduling.beam_search import BeamSearch
 from octavo.scheduling.deadlines import first_token_deadline
 from octavo.scheduling.gauges import set_gauges
-from octavo.scheduling.request_limits import check_request
 from octavo.scheduling.sampled_tokens import accept_drafts, end_with_vectors, extend, propose, start_forks
 from octavo.scheduling.sequence_queues import SequenceQueues, scheduling_order
 from octavo.scheduling.step import Step
@@ -47,6 +47,7 @@ from octavo.sequence import Sequence
 from octavo.speculative.speculation import Speculation
 from octavo.stats import EngineStats
 from octavo.step_cost import StepCost, StepWork
+from octavo.step_plan import PlannedRow, StepPlan, StepResult
 
 
 class Scheduler:

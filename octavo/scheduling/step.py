@@ -6,9 +6,9 @@ import sys
 from dataclasses import dataclass, field
 
 from octavo.kv_cache.manager import Changes
-from octavo.plan import Admission, NewBlock, PlannedRow, StepPlan
 from octavo.scheduling.time_limit import TimeLimit
 from octavo.sequence import Sequence
+from octavo.step_plan import Admission, NewBlock, PlannedRow, StepPlan
 
 
 @dataclass(slots=True)

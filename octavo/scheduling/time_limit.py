@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from octavo.plan import StepPlan
 from octavo.sampling_params import RequestOutputKind
 from octavo.sequence import Sequence
 from octavo.step_cost import StepCost, StepWork
+from octavo.step_plan import StepPlan
 
 # `--target-step-time auto`. People do not notice a tenth of a second (R. B. Miller, "Response time in man-computer
 # conversational transactions", 1968); the target is a little less, as steps are sometimes slower than predicted. With a

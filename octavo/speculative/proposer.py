@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-from octavo.plan import DRAFT_PLACEHOLDER
 from octavo.sequence import Sequence
+from octavo.step_plan import DRAFT_PLACEHOLDER
 
 NUM_LEVELS = 16
 _LEAST_READ = 32
@@ -16,7 +16,7 @@ _LEAST_READ = 32
 
 class Proposal(NamedTuple):
     """Tokens that may follow a sequence. Proposals of one `level`, below `NUM_LEVELS`, are accepted about equally
-    often, as far as the proposer knows; `acceptance.py` counts how often."""
+    often, as far as the proposer knows; `acceptance_rates.py` counts how often."""
 
     tokens: tuple[int, ...]
     level: int = 0

@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.plan import DRAFT_PLACEHOLDER, PlannedRow
 from octavo.sequence import Sequence
-from octavo.speculative.acceptance import Acceptance, SequenceAcceptance, compare
+from octavo.speculative.acceptance_rates import Acceptance, SequenceAcceptance, compare
 from octavo.speculative.draft_length import Candidate, choose_counts, choose_draft_count
 from octavo.speculative.ngram import PredictionProposer
 from octavo.speculative.proposer import NO_PROPOSAL, Proposal, Proposer
 from octavo.stats import EngineStats
 from octavo.step_cost import StepCost, StepWork
+from octavo.step_plan import DRAFT_PLACEHOLDER, PlannedRow
 
 _MOST_PREDICTED = 32  # draft tokens of a sequence in a step, from its request's prediction
 # A step with draft tokens after one without them must promise so much more speed: predictions are not exact.

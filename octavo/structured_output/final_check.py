@@ -1,6 +1,6 @@
 """The check of an answer, when it has ended, against a schema that its grammar did not hold it to as a whole.
 
-`grammar` makes a `FinalCheck` where one is needed; `octavo.engine.output_processor` has it carried out.
+`grammar_builder` makes a `FinalCheck` where one is needed; `octavo.engine.output_processor` has it carried out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class FinalCheck(msgspec.Struct, frozen=True, array_like=True):
 
     def problem(self, text: str) -> str | None:
         """Why the answer `text` does not satisfy the schema, or None if it does."""
-        from octavo.structured_output.validation import Validator
+        from octavo.structured_output.schema_validation import Validator
 
         if self.after is not None and self.after in text:
             text = text[text.index(self.after) + len(self.after) :]

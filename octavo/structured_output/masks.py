@@ -1,8 +1,8 @@
 """Structured output where the model runs: which tokens a sequence's grammar allows next.
 
-`GrammarCompiler` turns grammars (see `octavo.structured_output.grammar`) into matchers, in a thread, before their
-requests are scheduled. `GrammarTable` keeps one matcher for each row that has a grammar. Its masks are computed by
-another thread as soon as a step's tokens are known, so that they are ready when the next step's logits are; the sampler
+`GrammarCompiler` turns grammars (see `octavo.structured_output.grammar_builder`) into matchers, in a thread, before
+their requests are scheduled. `GrammarTable` keeps one matcher for each row that has a grammar. Another thread computes
+its masks as soon as a step's tokens are known, so that they are ready when the next step's logits are. The sampler
 waits for them.
 """
 

@@ -1,9 +1,9 @@
 """Structural tags as a grammar: text in which what stands between tags has a form, such as calls within prose.
 
 The forms are xgrammar's, which vLLM takes: a tree of formats (its documentation's "Structural Tag Usage"), and the
-older list of structures with their triggers, which is one format of that tree. `octavo.structured_output.grammar` has
-them written here as rules of a Lark grammar; schemas, regular expressions and grammars within them are its own to
-write.
+older list of structures with their triggers, which is one format of that tree. Here they become rules of
+a Lark grammar; `octavo.structured_output.grammar_builder` writes the schemas, regular expressions and grammars within
+them.
 
 llguidance's lexer takes the longest lexeme and never goes back. So text that runs up to something is one lazy lexeme
 with it, and a format that may be any text is given what ends it: `write` returns a format together with its end.

@@ -3,7 +3,7 @@ take too long or die.
 
 llguidance bounds most of the work that a grammar may make (`limits`), but not all: intersected regular expressions keep
 it busy for ever, and references that follow each other by the hundred overflow its stack, which ends the process.
-`octavo.structured_output.grammar` asks here; what passes is compiled once more where the model runs.
+`octavo.structured_output.grammar_builder` asks here; what passes is compiled once more where the model runs.
 
 One process is started with the first grammar, loads llguidance and forks for each trial. So trials run beside each
 other, and one that is slow, which gives way to all others (`nice`), holds nobody up.

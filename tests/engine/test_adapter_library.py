@@ -18,10 +18,10 @@ from octavo.config import SchedulerConfig
 from octavo.engine.core import EngineCore
 from octavo.errors import RequestError
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
-from octavo.plan import AdapterMemory, StepPlan, StepResult
 from octavo.request import AdapterSource, EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 from octavo.scheduling.adapter_turns import MAX_BYPASSES
+from octavo.step_plan import AdapterMemory, StepPlan, StepResult
 
 NUM_PAGES, NUM_HOST_PAGES, PAGE_BYTES = 12, 9, 100
 BASE_TOKEN = 5

@@ -12,9 +12,9 @@ from octavo.config import SchedulerConfig
 from octavo.engine.core import EngineCore
 from octavo.errors import RequestError
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
-from octavo.plan import StepPlan, StepResult
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
+from octavo.step_plan import StepPlan, StepResult
 
 
 class StubExecutor:

@@ -21,7 +21,7 @@ from octavo.errors import RequestError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.request import Prompt
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
-from octavo.structured_output.grammar import CallText, Spelling, ToolCalls, WantedGrammar
+from octavo.structured_output.grammar_builder import CallText, Spelling, ToolCalls, WantedGrammar
 
 MAX_LEN = 20
 VOCAB_SIZE = 49152

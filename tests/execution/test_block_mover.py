@@ -11,7 +11,7 @@ import pytest
 from octavo.execution.block_mover import BlockMover
 from octavo.execution.cpu_device import CpuDevice
 from octavo.ops import LayerKVCache, Ops, cpu_cache
-from octavo.plan import BlockMoves
+from octavo.step_plan import BlockMoves
 
 NUM_BLOCKS = 16
 

@@ -20,11 +20,12 @@ from octavo.errors import ConfigError
 from octavo.execution.draft_model import group_for
 from octavo.execution.executor import PendingStep
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
-from octavo.plan import DRAFT_PLACEHOLDER, StepPlan, count_valid_tokens
 from octavo.request import EngineRequest, Prompt, SequenceOutput
+from octavo.sampling.draft_verification import count_valid_tokens
 from octavo.sampling_params import SamplingParams
 from octavo.speculative.proposer import ToBeDrafted
 from octavo.speculative.speculation import Speculation
+from octavo.step_plan import DRAFT_PLACEHOLDER, StepPlan
 from tests.execution.late_device import LateDevice
 from tests.execution.small_overrides import BAMBA, CUT
 from tests.execution.test_draft_tokens import guessed_requests

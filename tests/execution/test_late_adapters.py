@@ -15,10 +15,10 @@ import pytest
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.errors import RequestError
-from octavo.lora.files import source
-from octavo.plan import AdapterLoad
+from octavo.lora.adapter_identity import source
 from octavo.request import AdapterSource, EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
+from octavo.step_plan import AdapterLoad
 from tests.execution.late_device import LateDevice
 from tests.execution.test_runner import EOS, VOCAB, config_of, device_core, save_model
 from tests.lora.random_adapters import TINY_SIZES, write_adapter_of

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import Padding, StepArrays, StepLayout, StepShape, pad
 from octavo.kv_cache.groups import CacheGroup, LayerCacheSpec
-from octavo.plan import Admission, NewBlock, PlannedRow, StepPlan
 from octavo.sampling.sampling_table import Samples
 from octavo.sampling_params import SamplingParams
+from octavo.step_plan import Admission, NewBlock, PlannedRow, StepPlan
 
 MAX_SEQS, MAX_TOKENS, MAX_LEN, SIZE = 6, 40, 29, 4
 MAX_BLOCKS = 8

@@ -21,10 +21,10 @@ from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError
 from octavo.execution import capacity
 from octavo.execution.executor import MultiprocExecutor
-from octavo.lora.files import source
-from octavo.plan import StepPlan
+from octavo.lora.adapter_identity import source
 from octavo.request import EngineRequest, SequenceOutput
 from octavo.speculative.speculation import Speculation
+from octavo.step_plan import StepPlan
 from tests.execution.small_overrides import (
     BAMBA,
     BITNET,

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.gateway import router as router_module
-from octavo.gateway.replica import FAILED_CHECKS, FAILURES_TO_OPEN, Replica
+from octavo.gateway.breaker import FAILURES_TO_OPEN
+from octavo.gateway.replica import FAILED_CHECKS, Replica
 from octavo.gateway.router import CreatedIds, Router
 from octavo.gateway.upstream import Upstream
 

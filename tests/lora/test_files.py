@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import LoadError
-from octavo.lora.files import parse_config, read, source
+from octavo.lora.adapter_identity import parse_config, read, source
 
 
 def write(folder: Path, config: str = "{}", weights: bytes = b"weights") -> None:

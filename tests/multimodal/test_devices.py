@@ -18,7 +18,7 @@ from octavo.config import EngineArgs
 from octavo.execution import executor
 from octavo.execution.device import Device
 from octavo.models.multimodal_models import MEDIA_FAMILIES
-from octavo.multimodal.processor import MediaProcessor
+from octavo.multimodal.model_processor import MediaProcessor
 from octavo.multimodal.tower import Tower
 from octavo.ops import cuda, torch_ref
 from octavo.request import MediaInput

@@ -15,7 +15,7 @@ from PIL import Image, features
 from octavo.errors import RequestError
 from octavo.multimodal.decoder_process import Refused
 from octavo.multimodal.picture_decoder import decode
-from octavo.multimodal.pictures import content_hash, from_bytes, from_url, normalized
+from octavo.multimodal.picture_reader import content_hash, from_bytes, from_url, normalized
 from tests.multimodal.conftest import encoded, picture
 
 MAX_BYTES, MAX_PIXELS = 100_000, 1_000_000

@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.multimodal.pictures import from_url
+from octavo.multimodal.picture_reader import from_url
 from tests.e2e.server import Server, openai_client, served
 from tests.multimodal.conftest import encoded, picture
 from tests.multimodal.test_pictures import CASES, url

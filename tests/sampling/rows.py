@@ -13,13 +13,13 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.ops import torch_ref
-from octavo.plan import Admission
 from octavo.request import TokenLogprobs
 from octavo.sampling.random import uniform
 from octavo.sampling.sampler import sample_tokens, write_settings
 from octavo.sampling.sampling_table import Samples as DrawnFor
 from octavo.sampling.sampling_table import SamplingBatch, SamplingTable
 from octavo.sampling_params import SamplingParams
+from octavo.step_plan import Admission
 
 
 @dataclass

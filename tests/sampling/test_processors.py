@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.ops import cpu
-from octavo.plan import Admission
 from octavo.sampling.processors import process_logits
 from octavo.sampling.sampling_table import RowSettings, Samples, SamplingTable, SpecialSample
 from octavo.sampling_params import SamplingParams
+from octavo.step_plan import Admission
 from tests.sampling.rows import Row, sample
 
 V = 12

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.plan import Admission
 from octavo.sampling.random import uniform
 from octavo.sampling.sampling_table import Samples, SamplingTable
 from octavo.sampling_params import SamplingParams
+from octavo.step_plan import Admission
 from tests.sampling.rows import Row, is_right_draw, probabilities, sample, sample_from
 
 INF = float("inf")

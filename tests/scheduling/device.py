@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from octavo.plan import Admission, PlannedRow, StepPlan, StepResult, count_valid_tokens
 from octavo.request import TokenLogprobs
+from octavo.sampling.draft_verification import count_valid_tokens
 from octavo.sequence import Sequence
+from octavo.step_plan import Admission, PlannedRow, StepPlan, StepResult
 from tests.scheduling.truth import FAILURE, Truth, advance, choose, likelihoods, root, visible
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ from collections import Counter, deque
 from octavo.config import SchedulerConfig
 from octavo.kv_cache.groups import NULL_BLOCK
 from octavo.kv_cache.manager import KVCacheManager
-from octavo.plan import BlockMoves, StepPlan, StepResult
 from octavo.request import EngineRequest, Prompt, SequenceOutput
 from octavo.sampling_params import SamplingParams
 from octavo.scheduling.deadlines import LONGEST_WAIT_S
@@ -27,6 +26,7 @@ from octavo.scheduling.scheduler import Scheduler
 from octavo.scheduling.sequence_queues import scheduling_order
 from octavo.sequence import Sequence
 from octavo.stats import EngineStats
+from octavo.step_plan import BlockMoves, StepPlan, StepResult
 from tests.scheduling.device import Device
 from tests.scheduling.truth import EOS, FAILURE, STEP_COST, VOCAB_SIZE, Setup, Watched, searched, standalone
 from tests.speculation import guessing

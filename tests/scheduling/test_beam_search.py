@@ -7,9 +7,9 @@ import math
 import pytest
 
 from octavo.errors import RequestError
-from octavo.plan import StepPlan, StepResult
 from octavo.request import SequenceOutput, TokenLogprobs
 from octavo.scheduling.scheduler import Scheduler
+from octavo.step_plan import StepPlan, StepResult
 from tests.scheduling.test_scheduler import EOS, names, request, scheduler
 
 Offer = dict[int, float]  # token -> its probability

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from octavo.plan import PlannedRow, StepResult, count_valid_tokens
 from octavo.request import SequenceOutput, TokenLogprobs
+from octavo.sampling.draft_verification import count_valid_tokens
 from octavo.scheduling.scheduler import Scheduler
 from octavo.sequence import Sequence
+from octavo.step_plan import PlannedRow, StepResult
 from tests.scheduling.test_scheduler import EOS, SIZE, computed, request, scheduler
 from tests.speculation import guessing as speculation
 

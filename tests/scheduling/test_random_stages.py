@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections import deque
 
-from octavo.plan import StepPlan
+from octavo.step_plan import StepPlan
 from tests.scheduling.test_scheduler import request, result_of, scheduler
 
 NUM_WORKLOADS = 330

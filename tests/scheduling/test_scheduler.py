@@ -12,7 +12,6 @@ from octavo.config import SchedulerConfig
 from octavo.errors import RequestError
 from octavo.kv_cache.groups import CacheGroup, LayerCacheSpec
 from octavo.kv_cache.manager import KVCacheManager
-from octavo.plan import StepPlan, StepResult
 from octavo.request import EngineRequest, MediaItem, Prompt, SequenceOutput, TokenLogprobs
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.scheduling.scheduler import Scheduler
@@ -20,6 +19,7 @@ from octavo.scheduling.time_limit import AUTO_STEP_OF_ONE_S, AUTO_STEP_S, MIN_CH
 from octavo.sequence import Sequence
 from octavo.speculative.speculation import Speculation
 from octavo.step_cost import StepWork
+from octavo.step_plan import StepPlan, StepResult
 
 EOS = 0
 SIZE = 4

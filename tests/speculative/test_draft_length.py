@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.speculative.acceptance import Acceptance, SequenceAcceptance, compare
+from octavo.speculative.acceptance_rates import Acceptance, SequenceAcceptance, compare
 from octavo.speculative.draft_length import Candidate, choose_counts, choose_draft_count
 from octavo.speculative.proposer import Proposal
 from octavo.step_cost import StepCostModel, StepWork

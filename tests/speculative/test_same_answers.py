@@ -21,14 +21,15 @@ from octavo.engine.output_processor import OutputProcessor, RequestFailed
 from octavo.errors import ConfigError
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.outputs import RequestOutput
-from octavo.plan import DRAFT_PLACEHOLDER, StepPlan, count_valid_tokens
 from octavo.request import EngineRequest, Prompt
+from octavo.sampling.draft_verification import count_valid_tokens
 from octavo.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from octavo.sequence import Sequence
 from octavo.speculative.methods import make_speculation
 from octavo.speculative.speculation import Speculation
 from octavo.stats import EngineStats
-from octavo.structured_output.grammar import make_grammar
+from octavo.step_plan import DRAFT_PLACEHOLDER, StepPlan
+from octavo.structured_output.grammar_builder import make_grammar
 from tests.execution.late_device import LateDevice
 from tests.execution.test_runner import EOS, VOCAB, config_of, late_executor, model
 from tests.models.small_recurrent import RECURRENT_MODELS

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from octavo.plan import DRAFT_PLACEHOLDER, PlannedRow
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 from octavo.sequence import Sequence
 from octavo.speculative.proposer import ToBeDrafted
 from octavo.speculative.speculation import Speculation
 from octavo.step_cost import StepCostModel
+from octavo.step_plan import DRAFT_PLACEHOLDER, PlannedRow
 
 COST = StepCostModel((40e-3, 1e-3, 1e-3, 1e-3, 1e-4, 0, 0, 0))
 MOST, A_GUESS_S = 4, 5e-3

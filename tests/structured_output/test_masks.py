@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 from octavo.structured_output import masks
-from octavo.structured_output.grammar import make_grammar
+from octavo.structured_output.grammar_builder import make_grammar
 from octavo.structured_output.masks import GrammarCompiler, GrammarTable
 
 SPECIAL = ["<|im_start|>", "<|im_end|>"]

@@ -22,7 +22,7 @@ from octavo.entrypoints.chat.tools.tool_parser import Call, Piece, ToolParser
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, NamedToolChoice
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
-from octavo.structured_output.grammar import ReasoningMarks, Spelling, ThinkingBudget, ToolCalls, WantedGrammar
+from octavo.structured_output.grammar_builder import ReasoningMarks, Spelling, ThinkingBudget, ToolCalls, WantedGrammar
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from octavo.entrypoints.cli import run_command
 from octavo.errors import OctavoError
 from octavo.flags import FlagParser
-from octavo.sse import EventReader
+from octavo.sse_reader import EventReader
 
 TIMEOUT_S = 600
 

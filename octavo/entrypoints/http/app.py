@@ -17,7 +17,7 @@ from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from octavo.entrypoints import ui
-from octavo.entrypoints.http import engine_control, health, openapi
+from octavo.entrypoints.http import engine_control, openapi, operator_routes
 from octavo.entrypoints.http.auth_and_limits import AuthAndLimits
 from octavo.entrypoints.http.body_fields import ID_PATTERN
 from octavo.entrypoints.http.error_responses import UNBUILT_PATHS, add_error_handlers, refuse_not_built
@@ -41,7 +41,7 @@ ROUTERS = [
         lora_adapters,
         tokenize,
         generate_route,
-        health,
+        operator_routes,
         openapi,
         ui,
     )

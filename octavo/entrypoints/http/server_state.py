@@ -33,7 +33,7 @@ from octavo.metrics.http_metrics import HttpMetrics
 from octavo.outputs import RequestOutput
 from octavo.request import AdapterSource, EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
-from octavo.structured_output.grammar import ThinkingBudget, WantedGrammar
+from octavo.structured_output.grammar_builder import ThinkingBudget, WantedGrammar
 from octavo.tracing import Tracer
 from octavo.version import __version__
 

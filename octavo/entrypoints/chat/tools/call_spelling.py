@@ -9,7 +9,7 @@ from typing import Any
 
 from octavo.entrypoints.chat.tools.tool_formats import JsonCalls, KeyedValues, NamedJson, PythonCalls, Tags, ToolFormat
 from octavo.entrypoints.chat.tools.tool_parser import ToolSchemas
-from octavo.structured_output.grammar import CallText, ParameterText, Spelling
+from octavo.structured_output.grammar_builder import CallText, ParameterText, Spelling
 
 _NO_CONSTRAINTS = {"type", "title", "description", "default", "examples", "$comment", "anyOf", "oneOf",
                    "allOf"}  # fmt: skip

@@ -4,7 +4,7 @@ arguments are passed on as they arrive."""
 from __future__ import annotations
 
 from octavo.entrypoints.chat.tools.tool_parser import Call, JsonScanner, Piece
-from octavo.structured_output.grammar import Spelling
+from octavo.structured_output.grammar_builder import Spelling
 
 
 class ForcedCallsReader:

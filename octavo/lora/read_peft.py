@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from octavo.errors import LoadError
 from octavo.loading.safetensors import SafetensorsFile, parse_safetensors
 from octavo.loading.torch_archive import TorchArchive, parse_torch_archive
-from octavo.lora.files import AdapterContents, parse_config
+from octavo.lora.adapter_identity import AdapterContents, parse_config
 from octavo.lora.patterns import ModulePatterns
 
 _PREFIX = "base_model.model."

@@ -15,7 +15,7 @@ from octavo.errors import LoadError
 from octavo.loading.gguf_file import GGUFFile, TensorInfo, parse_gguf
 from octavo.loading.gguf_tensors import named_tensors, stored_tensor
 from octavo.loading.mapped_file import ReadFile
-from octavo.lora.peft import ModuleAdapter
+from octavo.lora.read_peft import ModuleAdapter
 from octavo.quantization import dequantize
 
 

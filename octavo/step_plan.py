@@ -3,7 +3,6 @@ data that can cross processes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -133,12 +132,3 @@ class StepResult:
         """Return the tokens that the worker has drafted for a row, or None if the plan asked for none."""
         draft_tokens = self.draft_tokens.get(row)
         return None if draft_tokens is None else draft_tokens[: self.num_drafted[row]]
-
-
-def count_valid_tokens(draft_tokens: Sequence[int], tokens: Sequence[int]) -> int:
-    """Return how many of `tokens`, one sampled after each position, are valid: the accepted draft tokens and the token
-    after them."""
-    for i, draft_token in enumerate(draft_tokens):
-        if tokens[i] != draft_token:
-            return i + 1
-    return len(draft_tokens) + 1

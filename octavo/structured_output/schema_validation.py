@@ -1,7 +1,8 @@
 """Whether a JSON value satisfies a schema: the final check of answers whose schema is no grammar as a whole.
 
 All of the vocabulary counts but `format`, which is an annotation. A value is checked as Python's `json` reads it. The
-work is bounded by `_MAX_STEPS`, since schemas come from requests; regular expressions take linear time (`patterns`).
+work is bounded by `_MAX_STEPS`, since schemas come from requests. Regular expressions take linear time
+(`schema_patterns`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from octavo.structured_output.patterns import read_pattern
-from octavo.structured_output.vocabulary import Document, Schema, SchemaError, children, shown
+from octavo.structured_output.schema_keywords import Document, Schema, SchemaError, children, shown
+from octavo.structured_output.schema_patterns import read_pattern
 
 _MAX_STEPS = 20_000  # schemas applied to values; some 40 ms
 _MAX_DEPTH = 200

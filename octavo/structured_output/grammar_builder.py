@@ -25,7 +25,7 @@ from octavo.sampling_params import STRUCTURES, StructuredOutputsParams
 from octavo.structured_output import context_free, lark, structural_tag
 from octavo.structured_output.final_check import FinalCheck
 from octavo.structured_output.lark import escaped, pieces
-from octavo.structured_output.lowering import lower
+from octavo.structured_output.schema_lowering import lower
 from octavo.structured_output.trial import GrammarTrial, TrialFailed, TrialsBusy, limits
 
 MAX_CHARACTERS = 1 << 20  # of a schema or a grammar

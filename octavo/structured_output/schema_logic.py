@@ -10,8 +10,8 @@ from functools import cached_property
 from itertools import combinations
 from typing import Any
 
-from octavo.structured_output.validation import Validator, bounds_of, is_type, same, types_in
-from octavo.structured_output.vocabulary import TYPES, Document, Schema, children
+from octavo.structured_output.schema_keywords import TYPES, Document, Schema, children
+from octavo.structured_output.schema_validation import Validator, bounds_of, is_type, same, types_in
 
 _BUDGET = 20_000  # schemas looked at
 _MAX_DEPTH = 4

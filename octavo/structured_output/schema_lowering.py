@@ -2,8 +2,8 @@
 
 `lower` writes a schema as one that llguidance takes and that admits every valid value. Where it admits more than that
 (`not`, `uniqueItems`, alternatives of `oneOf` that overlap, ...) the keywords are named in `Lowered.unheld`, and
-`validation` checks the answer when it has ended. The work is linear in the schema's size: each definition is written
-once, and what is written more than once (`if`, `not`) has a budget.
+`schema_validation` checks the answer when it has ended. The work is linear in the schema's size: each definition is
+written once, and what is written more than once (`if`, `not`) has a budget.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ from decimal import Decimal
 from itertools import combinations
 from typing import Any
 
-from octavo.structured_output.logic import Logic
-from octavo.structured_output.patterns import read_pattern
-from octavo.structured_output.validation import array_parts, bounds_of, names_in, types_in
-from octavo.structured_output.vocabulary import (
+from octavo.structured_output.schema_keywords import (
     TYPES,
     Document,
     Schema,
@@ -30,6 +27,9 @@ from octavo.structured_output.vocabulary import (
     children,
     shown,
 )
+from octavo.structured_output.schema_logic import Logic
+from octavo.structured_output.schema_patterns import read_pattern
+from octavo.structured_output.schema_validation import array_parts, bounds_of, names_in, types_in
 
 # What llguidance has an expression for. Others say something to readers, as the specification has it.
 _FORMATS = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"))
