@@ -36,7 +36,7 @@ BODIES = [
     KILLED, HANGS_IN_NATIVE_CODE, "os._exit(1)", "os.kill(os.getpid(), signal.SIGSTOP)",
     "os.kill(os.getpid(), signal.SIGSEGV)", WAITS,
 ]  # fmt: skip
-SHORT = {(KILLED, "1"), (HANGS_IN_NATIVE_CODE, "0")}
+SHORT = {(KILLED, "1")}
 CASES = [
     pytest.param(body, num_workers, marks=() if (body, num_workers) in SHORT else pytest.mark.long)
     for body in BODIES
@@ -52,6 +52,7 @@ def test_who_crashes_hangs_or_is_killed_is_named(tmp_path: Path, body: str, num_
     assert ("1 failed, 1 passed" in done.stdout) == (num_workers == "1" and body != WAITS)
 
 
+@pytest.mark.long
 def test_a_process_that_does_not_end_is_ended(tmp_path: Path) -> None:
     done = run(tmp_path, THREAD, "-n", "0")
     assert done.returncode != 0

@@ -22,7 +22,7 @@ def locust(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_load_on_a_real_server(tmp_path: Path) -> None:
     with running_server(tmp_path, "--max-model-len", "512", "--api-key", "secret") as server:
         at = ("--host", server.url, "--users", "3", "--spawn-rate", "3", "--run-time", "1m")

@@ -49,6 +49,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.long  # test_the_engine_on_the_cpu runs the same architectures
 def test_the_decoder_over_the_reference_backend(checkpoint: tuple[Any, Path], ops: Ops) -> None:
     """In chunks, one by one, and in mixed batches. What the model takes is what the checkpoint has."""
     reference, folder = checkpoint

@@ -335,7 +335,10 @@ def test_a_draft_goes_on_from_the_state_after_the_last_right_token(
     assert num_drafted > 30
 
 
-@pytest.mark.parametrize("method", [pytest.param("prediction", marks=pytest.mark.long), "noise", "draft_model"])
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param("prediction", marks=pytest.mark.long), "noise", pytest.param("draft_model", marks=pytest.mark.long)],
+)
 def test_every_answer_of_a_model_with_states_is_the_same_on_a_device_that_runs_ahead(
     stateful: tuple[Path, dict[str, Any], Answers], method: str
 ) -> None:
