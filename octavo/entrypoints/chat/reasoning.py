@@ -19,10 +19,21 @@ _MAX_TRIALS = 32  # false marks of calls in one answer's reasoning, after which 
 
 
 @dataclass(frozen=True, slots=True)
+class Blocks:
+    """Further marks of answers that consist of blocks: reasoning, content and calls, in any order."""
+
+    calls: str
+    calls_end: str
+    last: str  # ends an answer
+    header: str = ""  # begins every block; a name may follow it
+
+
+@dataclass(frozen=True, slots=True)
 class ReasoningStyle:
     """The marks of a model's reasoning. `is_implied`: an answer begins with reasoning even without a mark. Some models
     mark the content after the reasoning, too. With `has_channels` an answer consists of Harmony's messages, each of
-    which names its channel."""
+    which names its channel; with `blocks` it consists of blocks. With `stays_in_content` reasoning and its marks are
+    part of the content."""
 
     start: str
     end: str
@@ -30,11 +41,14 @@ class ReasoningStyle:
     answer_start: str = ""
     answer_end: str = ""
     has_channels: bool = False
+    blocks: Blocks | None = None
+    stays_in_content: bool = False
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Return the texts that must be visible to read an answer."""
-        return (self.start, self.end, *filter(None, (self.answer_start, self.answer_end)))
+        more = () if self.blocks is None else (self.blocks.last, self.blocks.header)
+        return (self.start, self.end, *filter(None, (self.answer_start, self.answer_end, *more)))
 
 
 _THINK = ReasoningStyle("<think>", "</think>")
@@ -53,8 +67,21 @@ STYLES = {
     "granite": ReasoningStyle("Here is my thought process:", "Here is my response:"),
     "hy_v3": ReasoningStyle("<think:opensource>", "</think:opensource>"),
     "hunyuan_a13b": ReasoningStyle("<think>", "</think>", answer_start="<answer>", answer_end="</answer>"),
+    "inkling": ReasoningStyle(
+        "<|content_thinking|>", "<|end_message|><|message_model|>", answer_start="<|content_text|>",
+        answer_end="<|end_message|>", blocks=Blocks(
+            "<|content_invoke_tool_json|>", "<|end_message|>", "<|content_model_end_sampling|>", "<|message_model|>"
+        ),
+    ),
     "kimi_k2": _THINK,
+    "kimi_k3": ReasoningStyle(
+        "<|open|>think<|sep|>", "<|close|>think<|sep|>", answer_start="<|open|>response<|sep|>",
+        answer_end="<|close|>response<|sep|>",
+        blocks=Blocks("<|open|>tools<|sep|>", "<|close|>tools<|sep|>", "<|close|>message<|sep|>"),
+    ),
     "minimax_m2": _IMPLIED,
+    "minimax_m2_append_think": ReasoningStyle("<think>", "</think>", stays_in_content=True),
+    "minimax_m3": ReasoningStyle("<mm:think>", "</mm:think>"),
     "mistral": ReasoningStyle("[THINK]", "[/THINK]"),
     "olmo3": _THINK,
     "openai_gptoss": ReasoningStyle(
@@ -63,6 +90,7 @@ STYLES = {
     ),
     "qwen3": _THINK,
     "seed_oss": ReasoningStyle("<seed:think>", "</seed:think>"),
+    "solar_open2": ReasoningStyle("<|think:start|>", "<|think:end|>"),
     "step3": _IMPLIED,
 }  # fmt: skip
 # Other names of the same styles.
@@ -80,6 +108,7 @@ class Reasoning:
     style: ReasoningStyle
     is_open: bool  # an answer begins inside the reasoning, or is read as if it did
     is_optional: bool  # an answer may have none
+    has_header: bool = False  # the prompt ends with the header of a block
 
     @classmethod
     def after(cls, prompt: str, style: ReasoningStyle) -> Reasoning | None:
@@ -88,6 +117,9 @@ class Reasoning:
         end = prompt.rstrip()
         if style.has_channels:
             return cls(style, is_open=False, is_optional=True)
+        if style.blocks is not None:
+            has_header = bool(style.blocks.header) and end.endswith(style.blocks.header)
+            return cls(style, is_open=end.endswith(style.start), is_optional=True, has_header=has_header)
         if end.endswith(style.end.rstrip()):
             return None
         if end.endswith(style.start.rstrip()):
@@ -97,8 +129,12 @@ class Reasoning:
 
 def new_splitter(
     reasoning: Reasoning, call_marks: Sequence[str] = (), new_tool_parser: Callable[[], ToolParser] | None = None
-) -> ReasoningSplitter | ChannelSplitter:
+) -> ReasoningSplitter | ChannelSplitter | BlockSplitter | WholeContent:
     """Return a splitter for one answer."""
+    if reasoning.style.stays_in_content:
+        return WholeContent(reasoning.style.start if reasoning.is_open else "")
+    if reasoning.style.blocks is not None:
+        return BlockSplitter(reasoning, reasoning.style.blocks)
     if reasoning.style.has_channels:
         return ChannelSplitter()
     return ReasoningSplitter(reasoning, call_marks, new_tool_parser)
@@ -339,6 +375,82 @@ class ChannelSplitter:
         recipient = re.search(r"to=([\w.\-]{1,256})", header)
         self._channel = "to=" if recipient else channel.split()[0] if channel.split() else "final"
         return f"<|channel|>commentary to={recipient[1]} <|constrain|>json<|message|>" if recipient else ""
+
+
+class BlockSplitter:
+    """Splits an answer of blocks into (reasoning, content). The sums do not depend on how the text is cut. Calls stay
+    in the content, with their marks; they end a block that the model forgot to end."""
+
+    def __init__(self, reasoning: Reasoning, blocks: Blocks) -> None:
+        style, self._blocks = reasoning.style, blocks
+        end = style.end.removesuffix(blocks.header) if blocks.header else style.end
+        self._states = {style.start: "reasoning", style.answer_start: "content", blocks.calls: "calls"}
+        self._marks = {*self._states, end, style.answer_end, blocks.calls_end, blocks.last, blocks.header} - {""}
+        self._any_mark = re.compile("|".join(map(re.escape, self._marks)))
+        self._state = "reasoning" if reasoning.is_open else "header" if reasoning.has_header else "content"
+        self._held = ""
+        self._name = ""  # text after a header, left out if the mark of a block follows
+        self._follows_call = False
+
+    @property
+    def is_inside(self) -> bool:
+        """Return whether the next text is reasoning."""
+        return self._state == "reasoning"
+
+    def add(self, text: str) -> tuple[str, str]:
+        """Return the reasoning and the content that `text` completes."""
+        parts, self._held = ("", ""), self._held + text
+        while (found := self._any_mark.search(self._held)) is not None:
+            parts = _sum(parts, self._take(self._held[: found.start()]))
+            self._held = self._held[found.end() :]
+            parts = _sum(parts, ("", self._go_on(found[0])))
+        shown = len(self._held) - max(held_back(self._held, mark) for mark in self._marks)
+        before, self._held = self._held[:shown], self._held[shown:]
+        return _sum(parts, self._take(before))
+
+    def finish(self) -> tuple[str, str]:
+        """Return the reasoning and the content still held back when the answer ends."""
+        parts, self._held = self._take(self._held), ""
+        return parts[0], parts[1] + self._name
+
+    def _take(self, text: str) -> tuple[str, str]:
+        if self._state == "header":
+            self._name += text
+            return "", ""
+        return (text, "") if self.is_inside else ("", text)
+
+    def _go_on(self, mark: str) -> str:
+        """Go on after `mark`. Return the content that it adds: marks of calls, and a name that begins no block."""
+        blocks, name = self._blocks, self._name
+        self._name = ""
+        if self._state == "calls" and mark != blocks.last:
+            if mark == blocks.calls_end:
+                self._state, self._follows_call = "content", True
+            return mark
+        if mark == blocks.header:
+            self._state = "header"
+            return name
+        self._state, follows_call = self._states.get(mark, "content"), self._follows_call
+        self._follows_call = False
+        if mark == blocks.calls:
+            return blocks.header + mark if follows_call else mark
+        return "" if mark in self._states else name
+
+
+class WholeContent:
+    """Returns an answer as content, with the mark of reasoning that the prompt has opened."""
+
+    is_inside = False
+
+    def __init__(self, start: str) -> None:
+        self._start = start
+
+    def add(self, text: str) -> tuple[str, str]:
+        start, self._start = self._start, ""
+        return "", start + text
+
+    def finish(self) -> tuple[str, str]:
+        return "", ""
 
 
 def held_back(text: str, mark: str) -> int:

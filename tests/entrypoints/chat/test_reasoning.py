@@ -10,7 +10,7 @@ import random
 import pytest
 
 from octavo.entrypoints.chat.answer_reader import AnswerFormat, AnswerReader, CallDelta, ReasoningDelta, TextDelta
-from octavo.entrypoints.chat.reasoning import STYLES, Reasoning, ReasoningSplitter, new_splitter
+from octavo.entrypoints.chat.reasoning import STYLES, Reasoning, new_splitter
 from octavo.entrypoints.chat.tools.format_parser import FormatParser, trigger_marks
 from octavo.entrypoints.chat.tools.tool_formats import FORMATS
 
@@ -19,12 +19,16 @@ def split(style: str, prompt: str, text: str, cuts: list[int] | None = None) -> 
     reasoning = Reasoning.after(prompt, STYLES[style])
     if reasoning is None:
         return "", text
-    splitter = ReasoningSplitter(reasoning)
+    splitter = new_splitter(reasoning)
     edges = [0, *(cuts or []), len(text)]
     parts = [splitter.add(text[a:b]) for a, b in itertools.pairwise(edges)] + [splitter.finish()]
     return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
 
 
+K3_END, K3_LAST = "<|close|>think<|sep|>", "<|close|>message<|sep|>"
+K3_ANSWER = "<|open|>response<|sep|>Four.<|close|>response<|sep|>"
+K3_CALL = '<|open|>tools<|sep|><|open|>call tool="now" index="1"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
+MODEL, END, INVOKE = "<|message_model|>", "<|end_message|>", "<|content_invoke_tool_json|>"
 CASES = [
     ("qwen3", "assistant\n", "<think>\nSo: 2 + 2.\n\nIs 4.\n</think>\n\nFour.\n", "So: 2 + 2.\n\nIs 4.", "Four.\n"),
     ("qwen3", "assistant\n", "Four, <think> or not.", "", "Four, <think> or not."),
@@ -39,6 +43,36 @@ CASES = [
     ("deepseek_r1", "Assistant:", "no end\n\n", "no end", ""),
     ("mistral", "", "[THINK]So [1].[/THINK]Four.", "So [1].", "Four."),
     ("seed_oss", "", "<seed:think>So</seed:think>Four", "So", "Four"),
+    ("minimax_m3", "ai\n<mm:think>", "So.</mm:think>Four.", "So.", "Four."),
+    ("solar_open2", "<|think:start|>", "So.<|think:end|>Four.", "So.", "Four."),
+    ("solar_open2", "<|think:start|><|think:end|>", "Four.", "", "Four."),
+    # Reasoning that stays in the content, with both marks.
+    ("minimax_m2_append_think", "ai\n<think>\n", "So.</think>Four.", "", "<think>So.</think>Four."),
+    ("minimax_m2_append_think", "ai\n", "<think>So.</think>Four.", "", "<think>So.</think>Four."),
+    # Blocks, of which calls stay in the content with their marks.
+    ("kimi_k3", "<|open|>think<|sep|>", f"So.{K3_END}{K3_ANSWER}{K3_CALL}{K3_LAST}", "So.", f"Four.{K3_CALL}"),
+    ("kimi_k3", "assistant", f"<|open|>think<|sep|>So.{K3_END}{K3_ANSWER}{K3_LAST}", "So.", "Four."),
+    ("kimi_k3", f"<|open|>think<|sep|>{K3_END}", f"{K3_ANSWER}{K3_LAST}", "", "Four."),
+    ("kimi_k3", f"{K3_END}<|open|>response<|sep|>", f"Four.<|close|>response<|sep|>{K3_LAST}", "", "Four."),
+    ("kimi_k3", "<|open|>think<|sep|>", f"So.{K3_CALL}{K3_LAST}", "So.", K3_CALL),
+    ("kimi_k3", "<|open|>think<|sep|>", "So.<|close|>thi", "So.<|close|>thi", ""),
+    (
+        "inkling",
+        MODEL,
+        f"<|content_thinking|>So.{END}{MODEL}<|content_text|>Four.{END}<|content_model_end_sampling|>",
+        "So.",
+        "Four.",
+    ),
+    ("inkling", MODEL, f"<|content_text|>Four.{END}{MODEL}<|content_thinking|>So.{END}", "So.", "Four."),
+    (
+        "inkling",
+        MODEL,
+        f"now{INVOKE}{{}}{END}{MODEL}now{INVOKE}{{}}{END}",
+        "",
+        f"{INVOKE}{{}}{END}{MODEL}{INVOKE}{{}}{END}",
+    ),
+    ("inkling", f"{MODEL}<|content_text|>", f"Four.{END}", "", "Four."),
+    ("inkling", MODEL, "Four.", "", "Four."),
 ]
 
 

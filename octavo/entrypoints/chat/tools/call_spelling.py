@@ -48,8 +48,14 @@ def spelling(form: ToolFormat, tools: ToolSchemas, num_earlier_calls: int = 0) -
             body.key_before, f"{body.key_after}{body.text_attribute}{body.value_before}",
             f"{body.key_after}{body.json_attribute}{body.value_before}", body.value_after,
         )  # fmt: skip
-        calls = {}
-        for name, schema in tools.items():
+        number = body.index.replace("\\d", str(num_earlier_calls + 1))
+        calls = {
+            name: CallText(
+                f"{body.name_before}{name}{number}{body.name_after}{body.json_before}", body.json_after + body.end
+            )
+            for name in tools
+        }
+        for name, schema in tools.items() if not body.json_before else ():
             kinds = _parameters(schema, body.value_after.strip().partition("{key}")[0])
             if kinds is None:
                 return None

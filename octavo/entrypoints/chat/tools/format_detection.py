@@ -409,7 +409,10 @@ def _recognised_reasoning(tokenizer: ModelTokenizer, template: str) -> Reasoning
 def _style(start: str, end: str, template: str = "") -> ReasoningStyle:
     """Return the known style with these marks. Of several styles, prefer one whose marks of content are in the
     template."""
-    known = [style for style in STYLES.values() if (style.start, style.end) == (start, end) and not style.is_implied]
+    known = [
+        style for style in STYLES.values()
+        if (style.start, style.end) == (start, end) and not style.is_implied and not style.stays_in_content
+    ]  # fmt: skip
     known.sort(key=lambda style: bool(style.answer_start))
     marked = [style for style in known if style.answer_start and style.answer_start in template]
     return next(iter(marked or known), ReasoningStyle(start, end))

@@ -232,13 +232,20 @@ class FormatParser(TextParser):
         name = yield from self._take_name()
         if name is None:
             return None
-        if not (yield from self._skip_mark(body.name_after.strip())):
+        if body.index and (yield from self._take_until(body.name_after)) is None:
+            return None
+        if not body.index and not (yield from self._skip_mark(body.name_after.strip())):
             return [Call(name, "{}")] if (yield from self._skip_self_closing(body)) else None
         schema = self._tools.get(name, {})
         properties = schema.get("properties")
         schemas = properties if isinstance(properties, Mapping) else {}
         arguments: dict[str, Any] = {}
         end = body.end.strip() or self._end
+        if body.json_before and (yield from self._skip_mark(body.json_before)):
+            value = yield from self._take_json()
+            if not isinstance(value, dict) or not (yield from self._skip_mark(body.json_after)):
+                return None
+            arguments = value
         while True:
             if end and (yield from self._skip_mark(end)):
                 return [Call(name, to_json(arguments))]

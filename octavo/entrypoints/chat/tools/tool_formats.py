@@ -52,6 +52,10 @@ class Tags:
     text_attribute: str = ""  # attribute of a value that is a text
     json_attribute: str = ""
     has_nested: bool = False  # objects and lists consist of nested tags; items of a list are named "item"
+    index: str = ""  # text between the name and `name_after`; `\\d` stands for the number of the call, from 1
+    # Marks around all arguments as one JSON object, which is read instead of tags and written by grammars.
+    json_before: str = ""
+    json_after: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,7 @@ class ToolFormat:
             texts += [body.before, body.after, body.end, re.sub(r"\\(?=\W)|\(.*", "", body.may_have_id)]
         elif isinstance(body, Tags):
             texts += [body.name_before, body.name_after, body.key_before, body.key_after, body.value_before]
-            texts += [*body.value_after.split("{key}"), body.end]
+            texts += [*body.value_after.split("{key}"), body.end, body.json_before, body.json_after]
         elif isinstance(body, KeyedValues):
             texts.append(body.quote)
         return tuple(text for text in dict.fromkeys(texts) if text.strip())
@@ -191,6 +195,10 @@ FORMATS: dict[str, ToolFormat] = {
     "hunyuan_a13b": _LIST_IN_TAGS,
     "hy_v3": _hunyuan_v3(":opensource"),
     "hy_v3_plain": _hunyuan_v3(""),
+    "inkling": ToolFormat(
+        JsonCalls(arguments="args"), start="<|content_invoke_tool_json|>", end="<|end_message|>",
+        separator="<|message_model|>",
+    ),
     "internlm": ToolFormat(
         JsonCalls(arguments="parameters"), start="<|action_start|><|plugin|>\n", end="<|action_end|>"
     ),
@@ -199,6 +207,14 @@ FORMATS: dict[str, ToolFormat] = {
         NamedJson("functions.", "<|tool_call_argument_begin|>", call_id=r":\d", may_have_id=r":\d+"),
         open="<|tool_calls_section_begin|>", start="<|tool_call_begin|>", end="<|tool_call_end|>", separator="",
         close="<|tool_calls_section_end|>",
+    ),
+    "kimi_k3": ToolFormat(
+        Tags(
+            '<|open|>call tool="', "<|sep|>", '<|open|>argument key="', '"', "<|sep|>", "<|close|>argument<|sep|>",
+            "<|close|>call<|sep|>", ' type="string"', ' type="object"', index='" index="\\d"',
+            json_before='<|open|>json type="object"<|sep|>', json_after="<|close|>json<|sep|>",
+        ),
+        open="<|open|>tools<|sep|>", close="<|close|>tools<|sep|>", separator="",
     ),
     "lfm2": ToolFormat(PythonCalls(), start="<|tool_call_start|>", end="<|tool_call_end|>"),
     "llama3_json": _LLAMA_JSON,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -101,18 +102,18 @@ FORCED: list[tuple[str, dict[str, Any]]] = [
 
 @BY_FORMAT
 def test_forced_calls_are_written_and_read_in_the_format(form: ToolFormat) -> None:
-    spelled = spelling(form, TOOLS)
+    spelled, forced = spelling(form, TOOLS), partial(write, as_forced=True)
     if isinstance(form.body, KeyedValues):
         assert spelled is None  # its texts have no end that a grammar could know
         return
     assert spelled is not None
     grammar = make_grammar(ToolCalls(TOOLS, spelled))
-    text = write(form, FORCED).replace("'", '"')
+    text = forced(form, FORCED).replace("'", '"')
     assert follows(grammar, text)
-    assert follows(grammar, write(form, FORCED[1:]))
-    assert not follows(grammar, write(form, [("get_weather", {"days": 3})]))
-    assert not follows(grammar, write(form, [("get_weather", {"city": "A", "unit": "K"})]))
-    assert not follows(grammar, write(form, [("other", {})]))
+    assert follows(grammar, forced(form, FORCED[1:]))
+    assert not follows(grammar, forced(form, [("get_weather", {"days": 3})]))
+    assert not follows(grammar, forced(form, [("get_weather", {"city": "A", "unit": "K"})]))
+    assert not follows(grammar, forced(form, [("other", {})]))
     assert not follows(make_grammar(ToolCalls(TOOLS, spelled, is_parallel=False)), text)
     readers: list[Callable[[], ToolParser]] = [lambda: FormatParser(form, TOOLS)]
     if spelled.has_json_arguments:
@@ -128,7 +129,7 @@ def test_strict_calls_may_come_after_any_text_and_are_valid(name: str) -> None:
     spelled = spelling(form, TOOLS)
     assert spelled is not None
     grammar = make_grammar(ToolCalls(TOOLS, spelled, marks=trigger_marks(form)))
-    text = write(form, FORCED).replace("'", '"')
+    text = write(form, FORCED, as_forced=True).replace("'", '"')
     before = "" if form.is_whole_answer else "One < moment.\n"
     assert follows(grammar, before + text)
     assert follows(grammar, "There is no call.")

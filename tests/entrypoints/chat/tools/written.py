@@ -19,7 +19,8 @@ SCHEMA: dict[str, Any] = {
 TOOLS = {"get_weather": SCHEMA, "now": {"type": "object", "properties": {}}}
 
 
-def write(form: ToolFormat, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+def write(form: ToolFormat, calls: Sequence[tuple[str, Mapping[str, Any]]], *, as_forced: bool = False) -> str:
+    """Calls in `form`; with `as_forced` in the one of its notations that grammars write."""
     body, close = form.body, "" if form.is_whole_answer else form.close
     if isinstance(body, JsonCalls) and body.is_list:
         return f"{form.open}{form.start}[{', '.join(one(body, *call) for call in calls)}]{form.end}{close}"
@@ -27,11 +28,11 @@ def write(form: ToolFormat, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> s
         texts = [one(body, *call) for call in calls]
         whole = f"[{', '.join(texts)}]" if body.is_list else "\n".join(texts)
         return f"{form.open}{form.start}{whole}{form.end}"
-    texts = [f"{form.start}{one(body, *call)}{form.end}" for call in calls]
+    texts = [f"{form.start}{one(body, *call, as_forced=as_forced)}{form.end}" for call in calls]
     return form.open + form.separator.join(texts) + form.close
 
 
-def one(body: Any, name: str, arguments: Mapping[str, Any]) -> str:
+def one(body: Any, name: str, arguments: Mapping[str, Any], *, as_forced: bool = False) -> str:
     written = json.dumps(arguments, ensure_ascii=False)
     if isinstance(body, JsonCalls) and not body.name:
         return f'{{"{name}": {written}}}'
@@ -44,7 +45,9 @@ def one(body: Any, name: str, arguments: Mapping[str, Any]) -> str:
     if isinstance(body, KeyedValues):
         return f"{body.before}{name}{_keyed(arguments, body.quote)}"
     assert isinstance(body, Tags)
-    text = f"{body.name_before}{name}{body.name_after}"
+    text = f"{body.name_before}{name}{body.index.replace(chr(92) + 'd', '1')}{body.name_after}"
+    if as_forced and body.json_before:
+        return f"{text}{body.json_before}{written}{body.json_after}{body.end}"
     for key, value in arguments.items():
         is_text = isinstance(value, str)
         attribute = body.text_attribute if is_text else body.json_attribute
