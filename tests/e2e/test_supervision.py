@@ -87,7 +87,7 @@ def test_an_engine_that_dies_or_hangs_is_replaced_and_its_requests_get_an_error(
         for request in (unstreamed, queued):
             with pytest.raises(openai.InternalServerError) as refused:
                 request.result()
-            assert refused.value.status_code == 503
+            assert refused.value.status_code == 500, "it may be what ended the engine"
     wait_for_health(server, 200)
     assert server.core_process().pid != core.pid
     assert greedy(client) == expected

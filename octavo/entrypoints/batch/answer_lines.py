@@ -86,7 +86,8 @@ async def _ask(app: ASGIApp, line: Line) -> tuple[int, bytes]:
     """Return the status and body of a line's answer. Waits and tries again while the application cannot answer."""
     for _ in range(MAX_TRIES):
         status, headers, body = await call_app(app, line.url, line.body)
-        if status not in _RETRIED_STATUSES:
+        is_lost = status == 500 and b'"engine_dead"' in body  # with its engine, which is started again
+        if status not in _RETRIED_STATUSES and not is_lost:
             return status, body
         if b'"engine_stopping"' in body:
             break

@@ -114,7 +114,8 @@ def error_fields(error: Exception) -> dict[str, Any]:
         return {"message": str(error), "status": 503, "code": "engine_restarting"}
     if isinstance(error, EngineDeadError):
         message = str(error) or "The engine has died; this server cannot answer."
-        return {"message": message, "status": 503, "code": "engine_dead"}
+        # Not 503, which balancers take for "ask another server": this request may be what ended the engine.
+        return {"message": message, "status": 500, "code": "engine_dead"}
     logger.error("Unexpected error while answering a request", exc_info=error)
     return {"message": "Internal error.", "status": 500, "code": "internal_error"}
 

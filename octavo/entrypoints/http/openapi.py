@@ -42,7 +42,7 @@ _ERRORS = {
     "413": "The body is too large.",
     "415": "The body is not sent as `Content-Type: application/json`.",
     "429": "Too many requests wait; `Retry-After` says when to come back.",
-    "500": "A bug; the server's log has the traceback.",
+    "500": "A bug, with its traceback in the server's log; or the engine died with this request.",
     "503": "The model is still being loaded, the engine has died, or the server stops; see `Retry-After`.",
 }
 

@@ -18,7 +18,7 @@ from octavo.entrypoints.batch.batch_lines import LineError, answer_line, checksu
 from octavo.entrypoints.batch.run_batch_files import BatchFiles
 from octavo.entrypoints.http.app import build_app
 from octavo.entrypoints.http.server_args import ServerArgs
-from octavo.errors import ConfigError, EngineRestartingError
+from octavo.errors import ConfigError, EngineDeadError, EngineRestartingError
 from tests.entrypoints.fake_engine import FakeEngine, serving
 from tests.waiting import wait_until, within
 
@@ -192,7 +192,7 @@ def test_a_batch_that_the_engine_refuses_goes_on_later_and_can_be_cancelled(
     monkeypatch.setattr(answer_lines, "MAX_TRIES", 2)
     monkeypatch.setattr(batch_job.BatchJob, "_wait", wait)
     file = client.files.create(file=("in.jsonl", line("a") + line("b")), purpose="batch")
-    engine.fails_after = (0, EngineRestartingError("again"))
+    engine.fails_after = (0, EngineRestartingError("again") if is_cancelled else EngineDeadError("lost"))
     batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
     wait_until(lambda: waits)
     if is_cancelled:

@@ -175,10 +175,10 @@ def test_a_dead_engine_is_503_with_retry_after(http: httpx.Client, engine: FakeE
     assert int(response.headers["retry-after"]) > 0
 
 
-def test_an_engine_that_dies_while_it_answers_is_503(http: httpx.Client, engine: FakeEngine) -> None:
+def test_a_request_that_is_lost_with_its_engine_is_500(http: httpx.Client, engine: FakeEngine) -> None:
     engine.fails_after = (3, EngineDeadError("the engine core has ended."))
     response = http.post("/v1/completions", json={"prompt": ["a", "b"]})
-    assert (response.status_code, error_of(response)["message"]) == (503, "the engine core has ended.")
+    assert (response.status_code, error_of(response)["message"]) == (500, "the engine core has ended.")
 
 
 @pytest.mark.parametrize("route", ROUTES)

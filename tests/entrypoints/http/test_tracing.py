@@ -161,7 +161,7 @@ def test_spans_go_over_grpc_unless_told_otherwise(engine: FakeEngine, monkeypatc
 def test_a_request_that_fails_or_is_left_is_a_span_too(collector: Collector, engine: FakeEngine) -> None:
     with serving(engine, otlp_traces_endpoint=collector.url) as url:
         engine.fails_after = (2, EngineDeadError("the engine core has ended (exit status -9)."))
-        assert httpx.post(url + "/v1/completions", json={"prompt": "a"}).status_code == 503
+        assert httpx.post(url + "/v1/completions", json={"prompt": "a"}).status_code == 500
         engine.reset()
         engine.may_begin = lambda: False
         ask_and_leave(url, "/v1/completions", {"prompt": "a"}, once=lambda: engine.active)
