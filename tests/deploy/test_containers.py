@@ -60,6 +60,12 @@ def test_the_image_has_the_version_and_takes_what_the_build_reads() -> None:
     assert all((DEPLOY.parent / name).exists() for name in copied)
 
 
+def test_an_image_for_processors_asks_for_no_gpu() -> None:
+    stages = re.findall(r"^FROM (\S+)(?: AS (\S+))?\n(.*?)(?=^FROM|\Z)", DOCKERFILE.read_text(), re.M | re.S)
+    assert [name for _, name, text in stages if "NVIDIA_VISIBLE_DEVICES" in text] == ["cuda"]
+    assert (stages[-1][0], [base for base, name, _ in stages if name in ("cpu", "cuda")]) == ("${DEVICE}", ["base"] * 2)
+
+
 def test_compose_files_keep_the_schema() -> None:
     run(tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", *COMPOSE)
 
@@ -79,6 +85,7 @@ def test_compose_files_say_what_they_read(path: Path) -> None:
         if path.name == "compose.yaml":
             assert service["read_only"] and service["cap_drop"] == ["ALL"], name
             assert service["security_opt"] == ["no-new-privileges:true"], name
+            assert service["logging"]["options"].keys() == {"max-size", "max-file"}, f"{name} would fill the disk"
 
 
 def test_example_settings_are_all_read() -> None:

@@ -35,7 +35,7 @@ NUM_STREAMS, NUM_TOKENS = 8, 64
 NOT_MADE = {
     "Environment", "EnvironmentFile", "ExecStart", "Group", "LimitNOFILE", "LockPersonality", "OOMPolicy",
     "PrivateDevices", "ProtectClock", "ProtectControlGroups", "ProtectHostname", "ProtectKernelLogs",
-    "ProtectKernelModules", "ProtectKernelTunables", "RemoveIPC", "Restart", "RestrictAddressFamilies",
+    "ProtectKernelModules", "ProtectKernelTunables", "RemoveIPC", "Restart", "RestartSec", "RestrictAddressFamilies",
     "RestrictNamespaces", "RestrictRealtime", "RestrictSUIDSGID", "SystemCallArchitectures",
 }  # fmt: skip
 MADE = {
@@ -44,11 +44,15 @@ MADE = {
 }  # fmt: skip
 
 
-def service() -> dict[str, str]:
+def section(name: str) -> dict[str, str]:
     parser = configparser.ConfigParser(delimiters=("=",), comment_prefixes=("#",), interpolation=None)
     parser.optionxform = str  # type: ignore[assignment,method-assign]
     parser.read_string(UNIT.read_text())
-    return dict(parser["Service"])
+    return dict(parser[name])
+
+
+def service() -> dict[str, str]:
+    return section("Service")
 
 
 def analyze(*words: str | Path) -> str:
@@ -73,6 +77,13 @@ def test_its_command_is_one_that_there_is() -> None:
     assert (program.rpartition("/")[2], command) == ("octavo", "serve") and flags[0] == "--config"
     stop, args = float(service()["TimeoutStopSec"]), parse_args([], "octavo serve")[1]
     assert stop > args.shutdown_timeout
+
+
+def test_a_server_that_never_starts_is_given_up() -> None:
+    unit, wait_s = section("Unit"), float(service()["RestartSec"])
+    num_starts, interval_s = int(unit["StartLimitBurst"]), float(unit["StartLimitIntervalSec"])
+    slow_start_s = 60
+    assert num_starts * (slow_start_s + wait_s) < interval_s, "the interval would forget the first start"
 
 
 def allowed_system_calls() -> list[str]:
