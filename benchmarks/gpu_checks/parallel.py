@@ -120,13 +120,11 @@ def make_team(config: dict[str, Any], flags: dict[str, Any]) -> tuple[EngineCore
 
 
 def make_engines(config: dict[str, Any], flags: dict[str, Any]) -> LLM:
-    """Engines of processes of their own, or one in this one. All have the same kernels of attention, and not what is
-    measured to be faster."""
+    """Engines of processes of their own, or one in this one."""
     folder = config_folder(config)
     save_tokenizer(Path(folder), config["vocab_size"])
-    same = {"attention_backend": "triton"} if HAS_GPU else {}
     common = {"load_format": "dummy", "seed": 1, "device": DEVICE.type, "enable_prefix_caching": False}
-    return LLM(folder, **common | same | flags)
+    return LLM(folder, **common | flags)
 
 
 def _answers_of_engines(llm: LLM, prompts: list[list[int]], num_out: int, order: int) -> Answers:

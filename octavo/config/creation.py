@@ -121,7 +121,6 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
         ),
         device=device,
         enforce_eager=args.enforce_eager,
-        attention_backend=args.attention_backend,
         tensor_parallel_size=args.tensor_parallel_size,
         enable_expert_parallel=args.enable_expert_parallel,
         reproducible_parallel=is_reproducible(args, device),

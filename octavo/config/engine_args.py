@@ -14,7 +14,7 @@ from octavo.sampling_params import MAX_LOGPROBS
 LoadFormat = Literal["auto", "safetensors", "gguf", "pt", "dummy"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16", "half", "float"]
 Device = Literal["auto", "cpu", "cuda"]
-AttentionBackend = Literal["auto", "triton", "flash_attn"]
+AttentionBackend = Literal["auto", "triton"]
 SchedulingPolicy = Literal["fcfs", "priority", "deadline"]
 PreemptionMode = Literal["recompute", "swap"]
 
@@ -150,10 +150,7 @@ class EngineArgs(Flags):
         "others. Without, it may have any, as JSON Schema has it."
     )  # fmt: skip
     device: Device = flag("auto", "Where the model runs; auto takes a CUDA device if there is one.")
-    attention_backend: AttentionBackend = flag(
-        "auto", "Attention on GPUs: Octavo's kernel in Triton, FlashAttention, or whichever is faster at start and as "
-        "sure to give a request the same answer whatever else is computed.",
-    )  # fmt: skip
+    attention_backend: AttentionBackend = flag("auto", "Attention on GPUs: Octavo's kernel in Triton is the only one.")
     cpu_threads: int | None = flag(
         None, "Threads that compute on CPU; default: the cores of one NUMA node, within affinity and quota.",
         positive=True,

@@ -298,7 +298,6 @@ class EngineConfig:
     device: str  # "cpu" or "cuda"
     log_stats: bool
     enforce_eager: bool = False  # no captured graphs
-    attention_backend: str = "auto"
     tensor_parallel_size: int = 1  # workers that share each layer
     enable_expert_parallel: bool = False  # each worker has whole experts
     reproducible_parallel: bool | None = None  # same bits for any number of workers; None: if possible

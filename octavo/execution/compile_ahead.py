@@ -151,9 +151,6 @@ class OutlineDevice:
     def release_memory(self) -> None:
         """There is none."""
 
-    def time_s(self, work: Callable[[], object]) -> float:
-        return 0.0
-
     def pinned(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
         return np.zeros(tuple(shape), dtype)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -93,11 +92,6 @@ class CpuDevice:
 
     def release_memory(self) -> None:
         """No memory is reserved."""
-
-    def time_s(self, work: Callable[[], object]) -> float:
-        begin = perf_counter()
-        work()
-        return perf_counter() - begin
 
     def pinned(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
         return np.zeros(tuple(shape), dtype)

@@ -21,7 +21,6 @@ from octavo.execution.device import Event, StepModel, StepOutputs
 from octavo.execution.step_arrays import UPDATES_PER_DECODE, StepArrays, StepShape
 from octavo.ops import Array
 
-_TIMED = 5
 _GIB = 1 << 30
 
 
@@ -161,17 +160,6 @@ class CudaDevice:
 
     def release_memory(self) -> None:
         torch.cuda.empty_cache()
-
-    def time_s(self, work: Callable[[], object]) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self.compute.stream):
-            work()
-            begin.record()
-            for _ in range(_TIMED):
-                work()
-            end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3 / _TIMED
 
     def pinned(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
         """Registered pages: torch would round them up to a power of two, and a swap tier may be half of the memory."""

@@ -111,10 +111,6 @@ class Device(Protocol):
         """Free reserved memory, after a step that found too little."""
         ...
 
-    def time_s(self, work: Callable[[], object]) -> float:
-        """Return the seconds that `work` takes on the device, after a first run."""
-        ...
-
     def pinned(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
         """Allocate pinned host memory, zeroed."""
         ...

@@ -31,7 +31,6 @@ from octavo.execution.submitted_step import SubmittedStep
 from octavo.execution.worker_group import ALONE, WorkerGroup
 from octavo.execution.worker_messages import Offer, Sizes
 from octavo.kv_cache.groups import NULL_BLOCK, LayerCacheSpec, group_layers
-from octavo.layers.attention import AttentionDescription
 from octavo.loading.file_weights import open_weights
 from octavo.loading.memory import check_fits
 from octavo.loading.recording import RecordingWeights
@@ -40,7 +39,7 @@ from octavo.models.description import ModelDescription
 from octavo.models.inventory import adaptable_modules, record
 from octavo.models.registry import Model, StageModel, build, describe
 from octavo.models.sharding import with_shard, with_stage
-from octavo.ops import AdapterOps, DeviceOps, LayerKVCache, Ops
+from octavo.ops import AdapterOps, LayerKVCache, Ops
 from octavo.phases import Phases
 from octavo.request import MediaInput
 from octavo.speculative.synthetic import SyntheticAcceptance
@@ -69,7 +68,7 @@ class Worker:
     ) -> None:
         self._config, self._device, self._ops, self._worker_group = config, device, ops, worker_group
         model_config, limits = config.model, config.scheduler
-        description, weights, ops = self._open(model_config, phases, worker_group.worker_rank)
+        description, weights = self._open(model_config, phases, worker_group.worker_rank)
         self._description, self._own_layers = description, description.caches_of(description.stage)
         compiling = self._compile_ahead(description, weights, ops)
         adapted = self._with_adapters(ops)
@@ -230,10 +229,8 @@ class Worker:
             self.weight_bytes / _GIB, phases.seconds["weights opened"] + phases.seconds["weights packed"],
         )  # fmt: skip
 
-    def _open(
-        self, config: ModelConfig, phases: Phases, worker_rank: WorkerRank
-    ) -> tuple[ModelDescription, Weights, Ops]:
-        """Return a worker's part of a model: description, weights (which fit in memory), and operations."""
+    def _open(self, config: ModelConfig, phases: Phases, worker_rank: WorkerRank) -> tuple[ModelDescription, Weights]:
+        """Return a worker's part of a model: its description, and its weights, which fit in memory."""
         checkpoint = config.checkpoint
         description = describe(checkpoint.config, config.impl, config.code_folder, config.pooling)
         description = with_shard(
@@ -244,13 +241,12 @@ class Worker:
         )
         if worker_rank.num_stages > 1:
             description = with_stage(description, self._config.stages(description)[worker_rank.stage])
-        ops = self._with_attention(description, config.dtype, phases)
         weights = open_weights(
             checkpoint, config.dtype, config.seed, config.quantization, description.tie_word_embeddings
         )
         self._check_fits(description, weights, config)
         phases.end("weights opened")
-        return description, weights, ops
+        return description, weights
 
     def _load_draft(self, own: ModelConfig, phases: Phases) -> Draft:
         """Load the draft model, or draft heads."""
@@ -264,9 +260,7 @@ class Worker:
             model = build_head(config, own, target.model, ops, config.speculative.num_speculative_tokens)
         else:
             check_vocabulary(config.model, own)
-            description, weights, ops = self._open(
-                own, phases, ALONE.worker_rank
-            )  # whole, even if the model is sharded
+            description, weights = self._open(own, phases, ALONE.worker_rank)  # whole, even if the model is sharded
             model = build(description, weights, ops, config.model.max_model_len, own.dtype)
             weights.check_all_taken()
             weights.close()
@@ -306,32 +300,6 @@ class Worker:
     def _num_sharing(self) -> int:
         """How many workers share the memory: all of the host's, unless each device has its own."""
         return self._worker_group.worker_rank.on_host.size if self._device.shares_memory else 1
-
-    def _with_attention(self, description: ModelDescription, dtype: str, phases: Phases) -> Ops:
-        """Return the operations, with the attention backend chosen for this model and device."""
-        if self._config.device != "cuda":
-            return self._ops
-        from octavo.ops.attention_choice import AttentionShape, with_attention
-
-        config = self._config
-        attentions = description.mixers(AttentionDescription)
-        if not attentions:
-            return self._ops
-        attention = attentions[0]
-        settings = {s: None for one in attentions for s in one.score_settings}
-        if config.media is not None and description.sees_ahead:
-            settings["tokens that see later ones"] = None
-        shape = AttentionShape(
-            len(attention.own_heads), len(attention.own_kv_heads), attention.head_size, config.cache.block_size,
-            attention.window, dtype, self._cache_dtype(dtype),
-            score_settings=tuple(settings),
-        )  # fmt: skip
-        wanted = config.attention_backend
-        if wanted == "auto" and self._worker_group.connections:
-            wanted = "triton"  # a choice by measured time could differ by worker and by run
-        ops = with_attention(cast(DeviceOps, self._ops), wanted, shape, self._device.time_s)
-        phases.end("attention chosen")
-        return ops
 
     def _compile_ahead(self, description: ModelDescription, weights: Weights, ops: Ops) -> Thread | None:
         """Start to compile the steps' kernels while weights are loaded, on devices that compile kernels. Nothing may be

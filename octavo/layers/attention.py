@@ -105,15 +105,6 @@ class AttentionDescription(ShardedHeads):
         )
 
     @property
-    def score_settings(self) -> tuple[str, ...]:
-        """Return the names of this layer's settings that not every attention kernel supports."""
-        found = {
-            "a soft cap": self.softcap, "ALiBi": self.alibi_max, "sinks": self.sinks,
-            "attention both ways": self.bidirectional, "values of another size": self.value_size != self.head_size,
-        }  # fmt: skip
-        return tuple(name for name, value in found.items() if value)
-
-    @property
     def made_parts(self) -> str:
         """Return which of query, key and value the layer computes from its input. Values may be keys; keys and values
         may be another layer's."""

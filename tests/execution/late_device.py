@@ -137,10 +137,6 @@ class LateDevice:
     def release_memory(self) -> None:
         """Nothing is held in reserve."""
 
-    def time_s(self, work: Callable[[], object]) -> float:
-        work()
-        return 1.0
-
     def pinned(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
         return np.zeros(tuple(shape), dtype)
 
