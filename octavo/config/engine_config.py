@@ -200,15 +200,6 @@ class VideoConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class HeardConfig:
-    """Sounds of a model that also sees: their token in a prompt, and their bounds in number and size."""
-
-    token_id: int  # of the prompt, one for each row
-    max_count: int  # of a prompt
-    max_bytes: int  # of a file
-
-
-@dataclass(frozen=True, slots=True)
 class MediaConfig:
     """Media of a model: their token in a prompt, the folder of their tower and processor, and their bounds in number
     and size."""
@@ -223,7 +214,6 @@ class MediaConfig:
     max_seconds: float  # of a sound
     cache_tokens: int
     video: VideoConfig | None = None  # None: no videos
-    audio: HeardConfig | None = None  # beside pictures; None: no sounds
     hidden_size: int = 0  # of a row of the tower
     num_parts: int = 1  # rows of each token: the first is its embedding, others are for early layers
     tile_rows: int = 0  # rows of a tile of a picture that layers attend to; 0: rows replace tokens
@@ -234,7 +224,7 @@ class MediaConfig:
     frames_prompts: bool = False  # the processor adds marks behind the last picture and at the end of a text
     counts_pictures: bool = False  # a prompt's only picture is processed otherwise than one of several
     longest_s: float | None = None  # longest sound that the model hears; None: any
-    adapters: Mapping[str, str] = field(default_factory=dict)  # by kind: the folder of the adapter for its prompts
+    adapter: str | None = None  # folder of the adapter that the model brings for prompts with media
     allowed_folder: str | None = None  # for file: URLs, links resolved; None: no file: URLs
     allowed_domains: list[str] = field(default_factory=list)  # lower case; empty: all domains
     allows_private: bool = False  # addresses beyond the public internet

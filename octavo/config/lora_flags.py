@@ -19,8 +19,8 @@ MAX_LORA_RANK = 512
 def lora_config(args: EngineArgs, impl: str, device: str, dtype: str, media: MediaConfig | None) -> LoRAConfig | None:
     """Return the configuration of adapters, or None if none are served. Raises `ConfigError` for flags that cannot be
     honoured."""
-    own = list(media.adapters.values()) if media is not None else []
-    if own:
+    own = None if media is None else media.adapter
+    if own is not None:
         _check_beside_own(args)
     if not args.enable_lora:
         idle = EngineArgs()
@@ -30,7 +30,7 @@ def lora_config(args: EngineArgs, impl: str, device: str, dtype: str, media: Med
         ):  # fmt: skip
             if getattr(args, name) != getattr(idle, name):
                 raise ConfigError(f"--{name.replace('_', '-')} needs --enable-lora.")
-        return _of_own(own, dtype) if own else None
+        return None if own is None else _of_own(own, dtype)
     if impl != "octavo":
         raise ConfigError("--enable-lora is not built for models that transformers computes (--model-impl).")
     if args.max_lora_rank > MAX_LORA_RANK:
@@ -69,29 +69,20 @@ def _check_beside_own(args: EngineArgs) -> None:
             )
 
 
-def _of_own(folders: list[str], dtype: str) -> LoRAConfig:
-    """Return the configuration for a model's own adapters. It has room for all of them in one step. Raises
-    `ConfigError`."""
-    max_rank, modules = 1, set[str]()
-    is_open = False  # an adapter may change any module
-    for folder in folders:
-        path = Path(folder) / ADAPTER_FILE
-        config = read_json(str(path))
-        targets = config.get("target_modules")
-        ranks = [config.get("r", 8), *(config.get("rank_pattern") or {}).values()]
-        if not all(type(rank) is int and 1 <= rank <= MAX_LORA_RANK for rank in ranks):
-            raise ConfigError(f"{path}: ranks must be 1 to {MAX_LORA_RANK}, got {ranks!r:.60}.")
-        max_rank = max(max_rank, *ranks)
-        if isinstance(targets, list):
-            modules.update(targets)
-        else:
-            is_open = True  # a regular expression names the modules
+def _of_own(folder: str, dtype: str) -> LoRAConfig:
+    """Return the configuration for the adapter that a model brings itself. Raises `ConfigError`."""
+    path = Path(folder) / ADAPTER_FILE
+    config = read_json(str(path))
+    targets = config.get("target_modules")
+    ranks = [config.get("r", 8), *(config.get("rank_pattern") or {}).values()]
+    if not all(type(rank) is int and 1 <= rank <= MAX_LORA_RANK for rank in ranks):
+        raise ConfigError(f"{path}: ranks must be 1 to {MAX_LORA_RANK}, got {ranks!r:.60}.")
     return LoRAConfig(
-        max_loras=len(folders),
-        max_rank=max_rank,
-        max_cpu_loras=len(folders),
+        max_loras=1,
+        max_rank=max(ranks),
+        max_cpu_loras=1,
         dtype=dtype,
-        target_modules=None if is_open else sorted(modules),
+        target_modules=sorted(targets) if isinstance(targets, list) else None,  # a regular expression: any module
         modules=[],
         roots=[],
         may_update=False,

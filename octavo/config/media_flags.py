@@ -8,23 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from octavo.config.engine_args import EngineArgs
-from octavo.config.engine_config import HeardConfig, MediaConfig, VideoConfig
+from octavo.config.engine_config import MediaConfig, VideoConfig
 from octavo.config.sound_flags import check_cross_attention
 from octavo.config.speculation_flags import speculative_config
 from octavo.errors import ConfigError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.weight_files import read_json
-from octavo.media_kinds import AUDIO, IMAGE, KINDS, VIDEO
+from octavo.media_kinds import IMAGE, KINDS, VIDEO
 from octavo.models.description import ModelDescription
 from octavo.models.mllama import NUM_PICTURES, max_tiles, tile_rows
-from octavo.models.multimodal_models import (
-    MEDIA_FAMILIES,
-    audio_token,
-    media_adapters,
-    media_token,
-    video_token,
-    vision_config,
-)
+from octavo.models.multimodal_models import MEDIA_FAMILIES, MediaFamily, media_token, video_token, vision_config
 from octavo.speculative_config import HEAD_METHODS
 
 ADAPTER_FILE = "adapter_config.json"  # PEFT's
@@ -72,8 +65,7 @@ def media_config(
         return None
     family = MEDIA_FAMILIES[description.architecture]
     kind = KINDS[family.kind]
-    beside = {AUDIO: family.audio_token is not None, VIDEO: family.sees_videos}
-    taken = [kind.name, *(other.name for other, is_taken in beside.items() if is_taken)]
+    taken = [kind.name, *([VIDEO.name] if family.sees_videos else [])]
     if others := sorted(name for name, count in limits.items() if count and name not in taken):
         raise ConfigError(
             f"--limit-mm-per-prompt has {', '.join(others)}; {checkpoint.name} takes {' and '.join(taken)}."
@@ -99,7 +91,6 @@ def media_config(
             f"{checkpoint.name} has no {' or '.join(_PROCESSOR_FILES)}, which says how it {kind.verb}; add "
             "--language-model-only."
         )
-    audio = _heard_config(args, checkpoint, description, limits)
     return MediaConfig(
         kind=family.kind,
         folder=checkpoint.path,
@@ -112,12 +103,11 @@ def media_config(
         max_pixels=args.max_image_pixels,
         max_seconds=args.max_audio_seconds,
         longest_s=family.longest_s,
-        adapters=_adapters(checkpoint, description, (kind.name, *([AUDIO.name] if audio is not None else []))),
+        adapter=_own_adapter(checkpoint, family),
         cache_tokens=max(args.media_cache_tokens, max_model_len, description.num_cross_tokens),
         tile_rows=tile_rows(vision_config(checkpoint.config)) if description.num_cross_tokens else 0,
         max_tiles=max_tiles(vision_config(checkpoint.config)) if description.num_cross_tokens else 0,
         video=_video_config(args, checkpoint, description, limits),
-        audio=audio,
         hidden_size=description.hidden_size,
         num_parts=1 + description.num_media_layers,
         has_grids=description.has_axes,
@@ -148,37 +138,16 @@ def _missing(*modules: str) -> list[str]:
     return [module for module in modules if find_spec(module) is None]
 
 
-def _heard_config(
-    args: EngineArgs, checkpoint: Checkpoint, description: ModelDescription, limits: dict[str, int]
-) -> HeardConfig | None:
-    """Return the configuration of sounds beside pictures. None if the model takes no sounds, or if the decoder's
-    modules are missing and no flag asks for sounds; `ConfigError` if a flag does."""
-    token, missing = audio_token(checkpoint.config, description.architecture), _missing(*AUDIO.modules)
-    if token is not None and missing and limits.get(AUDIO.name):
-        raise ConfigError(
-            f"{checkpoint.name} hears by {', '.join(missing)}, which is not installed: pip install "
-            f"'octavo[{AUDIO.extra}]', or leave the limit of sounds out."
-        )
-    if token is None or missing or not limits.get(AUDIO.name, 1):
+def _own_adapter(checkpoint: Checkpoint, family: MediaFamily) -> str | None:
+    """Return the folder of the adapter that the checkpoint brings. Raises `ConfigError` if it is missing."""
+    if not family.brings_adapter or not checkpoint.config.get("has_lora_adapter", True):
         return None
-    return HeardConfig(token, limits.get(AUDIO.name, _DEFAULT_COUNT), args.max_audio_bytes)
-
-
-def _adapters(checkpoint: Checkpoint, description: ModelDescription, taken: tuple[str, ...]) -> dict[str, str]:
-    """Return, by kind in `taken`, the folder of the checkpoint's own adapter. Raises `ConfigError` if one is
-    missing."""
-    found = {}
-    for kind, name in media_adapters(checkpoint.config, description.architecture).items():
-        if kind not in taken:
-            continue
-        folder = Path(checkpoint.path) / name
-        if not (folder / ADAPTER_FILE).is_file():
-            raise ConfigError(
-                f"{checkpoint.name} takes an adapter for {KINDS[kind].noun}s, and there is no {ADAPTER_FILE} in "
-                f"{folder}; add --language-model-only to serve it without."
-            )
-        found[kind] = str(folder)
-    return found
+    if not (Path(checkpoint.path) / ADAPTER_FILE).is_file():
+        raise ConfigError(
+            f"{checkpoint.name} takes an adapter for {KINDS[family.kind].noun}s, and there is no {ADAPTER_FILE} in "
+            f"{checkpoint.path}; add --language-model-only to serve it without."
+        )
+    return checkpoint.path
 
 
 def _video_config(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from octavo.config import EngineConfig, ModelConfig
+from octavo.config import EngineConfig, MediaConfig, ModelConfig
 from octavo.engine.off_loop import MAX_INLINE_LENGTH
 from octavo.errors import LoadError, RequestError, naming_prompt
 from octavo.lora.adapter_identity import source
@@ -67,7 +67,6 @@ class InputProcessor:
         self.scheduler = config.scheduler
         self._lora = config.lora
         self._num_engines = len(config.served_ranks)
-        self._own_adapters = config.media.adapters if config.media is not None else {}
         self._closes_objects = config.disable_additional_properties
         self.tokenizer = tokenizer
         self._ids = itertools.count()
@@ -172,7 +171,7 @@ class InputProcessor:
         self._check_scheduling(params, priority)
         counts = self._logprobs(params)
         room = 0 if scores_prompt else 1
-        made, media, kinds = self._make_prompt(prompt, params, add_special_tokens, room)
+        made, media = self._make_prompt(prompt, params, add_special_tokens, room)
         num_places = num_positions(len(made.token_ids), made.media)
         if num_places + room > (limit := self.model.max_model_len):
             raise RequestError(
@@ -181,8 +180,8 @@ class InputProcessor:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        if kinds and self._own_adapters:
-            adapter = self._adapter_of(kinds)
+        if media and not made.is_embedded and self.media is not None:
+            adapter = _own_adapter(self.media.config) or adapter
         if adapter is not None:
             made = msgspec.structs.replace(made, adapter=adapter.identity)
         params = msgspec.structs.replace(params, **counts)
@@ -218,16 +217,6 @@ class InputProcessor:
             return source(asked.lora_name, asked.lora_path, self._lora.download_dir, may_fetch=True)
         except LoadError as e:
             raise RequestError(f"adapter {asked.lora_name!r}: {e}", param="lora_request") from None
-
-    def _adapter_of(self, kinds: Collection[str]) -> AdapterSource | None:
-        """Return the model's own adapter for prompts with media of these kinds. Raises `RequestError`."""
-        for kind, folder in self._own_adapters.items():
-            if kind in kinds:
-                try:
-                    return source(kind, folder)
-                except LoadError as e:
-                    raise RequestError(f"the adapter of the model's {KINDS[kind].noun}s: {e}", status=500) from None
-        return None
 
     def refuse_if_it_pools(self) -> None:
         """Raise `RequestError` if the model does not generate."""
@@ -270,9 +259,8 @@ class InputProcessor:
 
     def _make_prompt(
         self, prompt: PromptInput, params: SamplingParams, add_special_tokens: bool, room: int
-    ) -> tuple[Prompt, list[MediaInput], Collection[str]]:
-        """Return a caller's prompt, tokenized, truncated if asked for, and checked; the inputs of its media; and their
-        kinds."""
+    ) -> tuple[Prompt, list[MediaInput]]:
+        """Return a caller's prompt, tokenized, truncated if asked for, and checked; and the inputs of its media."""
         if isinstance(prompt, str | list):
             prompt = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
         if not isinstance(prompt, Mapping):
@@ -289,7 +277,6 @@ class InputProcessor:
         limit, keep = self.model.max_model_len, params.truncate_prompt_tokens
         items: tuple[MediaItem, ...] = ()
         media: list[MediaInput] = []
-        kinds: Collection[str] = ()
         asked: str | list[int]
         if (given := prompt.get("prompt_token_ids")) is not None:
             asked = self.check_ids(given, "prompt_token_ids", "prompt")
@@ -315,7 +302,7 @@ class InputProcessor:
                 raise RequestError(
                     "truncate_prompt_tokens would cut pictures or sounds.", param="truncate_prompt_tokens"
                 )
-            token_ids, items, media, kinds = self._with_media(
+            token_ids, items, media = self._with_media(
                 asked, given_media, prompt.get("multi_modal_uuids"), salt, add_special_tokens
             )
         else:
@@ -326,7 +313,7 @@ class InputProcessor:
             token_ids = token_ids[-(keep if keep > 0 else max(1, limit - (params.max_tokens or 1))) :]
         self.check_known(token_ids)
         self._check_length(len(token_ids), room=room)
-        return Prompt(token_ids, text, media=items, cache_salt=salt), media, kinds
+        return Prompt(token_ids, text, media=items, cache_salt=salt), media
 
     def _embedded(
         self,
@@ -335,7 +322,7 @@ class InputProcessor:
         params: SamplingParams,
         add_special_tokens: bool,
         salt: str | None,
-    ) -> tuple[Prompt, list[MediaInput], Collection[str]]:
+    ) -> tuple[Prompt, list[MediaInput]]:
         """Return a prompt of embeddings, alone or between texts, as `_make_prompt` does."""
         if self.prompt_embeds is None:
             raise RequestError("prompt_embeds needs --enable-prompt-embeds.", param="prompt_embeds")
@@ -353,11 +340,11 @@ class InputProcessor:
         item, made = self.prompt_embeds.take(embeds, salt)
         self._check_length(item.num_tokens, "shorten it")
         text = prompt.get("prompt") if isinstance(prompt.get("prompt"), str) else None
-        return Prompt([0] * item.num_tokens, text, media=(item,), cache_salt=salt, is_embedded=True), [made], ()
+        return Prompt([0] * item.num_tokens, text, media=(item,), cache_salt=salt, is_embedded=True), [made]
 
     def _between(
         self, texts: list[str], embeds: list[Any], add_special_tokens: bool, salt: str | None
-    ) -> tuple[Prompt, list[MediaInput], Collection[str]]:
+    ) -> tuple[Prompt, list[MediaInput]]:
         """Return a prompt of `texts`, with one of `embeds` between each two."""
         assert self.prompt_embeds is not None
         token_ids = self.encode(texts[0], add_special_tokens)
@@ -368,7 +355,7 @@ class InputProcessor:
             media.append(made)
             token_ids += [0] * item.num_tokens + self.encode(text, False)
             self._check_length(len(token_ids), "shorten it")
-        return Prompt(token_ids, None, media=tuple(items), cache_salt=salt, is_embedded=True), media, ()
+        return Prompt(token_ids, None, media=tuple(items), cache_salt=salt, is_embedded=True), media
 
     def _check_length(
         self,
@@ -404,13 +391,13 @@ class InputProcessor:
 
     def _with_media(
         self, prompt: str | list[int], media: object, uuids: object, salt: str | None, add_special_tokens: bool
-    ) -> tuple[list[int], tuple[MediaItem, ...], list[MediaInput], Collection[str]]:
+    ) -> tuple[list[int], tuple[MediaItem, ...], list[MediaInput]]:
         processor = self.media_processor(
             *(kind for name, kind in KINDS.items() if isinstance(media, Mapping) and name in media)
         )
         adds = add_special_tokens and isinstance(prompt, str)
         found = {kind: values for kind, values in processor.media(media, uuids, salt).items() if values}
-        return *processor.expand(prompt, found, salt, lambda text: self.encode(text, adds)), found
+        return processor.expand(prompt, found, salt, lambda text: self.encode(text, adds))
 
     def media_processor_of(self, media: Iterable[SentMedium]) -> MediaProcessor:
         """Raise `RequestError` if the model does not take media of all these kinds."""
@@ -526,3 +513,13 @@ def _eos_token_ids(model: ModelConfig, tokenizer: ModelTokenizer) -> list[int]:
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     return sorted(token for token in ids if token < model.vocab_size)  # a token without a logit is never sampled
+
+
+def _own_adapter(media: MediaConfig) -> AdapterSource | None:
+    """Return the adapter that the model brings for prompts with media, or None. Raises `RequestError`."""
+    if media.adapter is None:
+        return None
+    try:
+        return source(media.kind, media.adapter)
+    except LoadError as e:
+        raise RequestError(f"the adapter of the model's {KINDS[media.kind].noun}s: {e}", status=500) from None

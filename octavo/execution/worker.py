@@ -150,9 +150,7 @@ class Worker:
         if worker_group.is_leader:
             from octavo.multimodal.model_processor import MediaProcessor
 
-            tower = Tower(
-                media.folder, media.kind, media.row_multiplier, *self._tower_device, hears_too=media.audio is not None
-            )
+            tower = Tower(media.folder, media.kind, media.row_multiplier, *self._tower_device)
             rows = self.media = TowerCache(tower, media.cache_tokens)
             if worker_group.worker_rank.num_stages > 1:
                 # Steps are computed after their results are wanted, when the rows of ended requests may be forgotten.

@@ -78,8 +78,6 @@ def entries() -> list[Entry]:
         description = read_media(name, example)
         takes = {"image": "sees pictures", "audio": "hears sounds"}[media.kind]
         notes = [*_notes(description), takes + (" and videos" if media.sees_videos else "")]
-        if media.audio_token is not None:
-            notes.append("hears sounds")
         if media.sections is not None:
             notes.append("tokens have three positions")
         if description.num_media_layers:

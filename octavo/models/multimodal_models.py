@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,7 +45,6 @@ DECODERS = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
-    "phi4_multimodal": "Phi3ForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
     "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "mllama_text_model": "LlamaForCausalLM",
@@ -72,7 +71,6 @@ class MediaFamily:
     decoder: str  # default `model_type` of the text_config
     token: int  # default token that each row of a medium replaces
     kind: Literal["image", "audio"] = "image"  # the kind of media that it takes
-    audio_token: int | None = None  # token that a row of a sound replaces, if it takes sounds beside pictures; or None
     video_token: int | None = None  # token that a row of a video replaces; None: no videos, or `shares_token`
     shares_token: bool = False  # it takes videos, whose rows replace the same token as a picture's
     may_tie_in_text: bool = False  # embeddings are also tied if the text_config's tie_word_embeddings is true
@@ -87,9 +85,7 @@ class MediaFamily:
     frames_prompts: bool = False  # the processor puts marks after the last picture and at the end of the text
     other_decoders: tuple[str, ...] = ()  # further decoders that models of the class may have
     multiplies_rows: bool = True  # if the decoder multiplies embeddings, it multiplies rows of pictures too
-    # Kind of medium -> folder, below the checkpoint's, of the adapter for prompts with such a medium. For a prompt with
-    # several kinds the first kind listed here counts.
-    adapters: Mapping[str, str] = field(default_factory=dict)
+    brings_adapter: bool = False  # an adapter lies beside the weights, for prompts with media
     # Cross-attention layers of the decoder read a picture's rows; the rows replace no tokens: `with_cross_attention`.
     crosses: bool = False
     longest_s: float | None = None  # longest sound that its tower hears, in seconds; None: as its processor
@@ -167,11 +163,8 @@ MEDIA_FAMILIES: dict[str, MediaFamily] = {
     "AudioFlamingo3ForConditionalGeneration": MediaFamily("qwen2", 151669, kind="audio"),
     "GlmAsrForConditionalGeneration": MediaFamily("llama", 59260, kind="audio"),
     "VoxtralForConditionalGeneration": MediaFamily("llama", 24, kind="audio"),
-    "GraniteSpeechForConditionalGeneration": MediaFamily("granite", 49155, kind="audio", adapters={"audio": "."}),
-    "GraniteSpeechPlusForConditionalGeneration": MediaFamily("granite", 49155, kind="audio", adapters={"audio": "."}),
-    "Phi4MultimodalForCausalLM": MediaFamily(
-        "phi4_multimodal", 200010, audio_token=200011, adapters={"image": "vision-lora", "audio": "speech-lora"}
-    ),
+    "GraniteSpeechForConditionalGeneration": MediaFamily("granite", 49155, kind="audio", brings_adapter=True),
+    "GraniteSpeechPlusForConditionalGeneration": MediaFamily("granite", 49155, kind="audio", brings_adapter=True),
 }  # fmt: skip
 # A checkpoint's name of a class -> the name in transformers. Such checkpoints have their own code, or are older than
 # the class in transformers.
@@ -205,7 +198,6 @@ _TOWERS = tuple(
         "embed_audio.",
         "encoder.",
         "projector.",
-        "embed_tokens_extend.",
     )
 )
 
@@ -334,24 +326,12 @@ def media_token(config: Mapping[str, Any], name: str) -> int:
     return _token(config, family.kind, family.token)
 
 
-def audio_token(config: Mapping[str, Any], name: str) -> int | None:
-    """Return the token that stands for a row of a sound, if class `name` takes sounds beside pictures; else None."""
-    default = MEDIA_FAMILIES[name].audio_token
-    return None if default is None else _token(config, "audio", default)
-
-
 def video_token(config: Mapping[str, Any], name: str) -> int | None:
     """Return the token that stands for a row of a video; None if class `name` takes no videos."""
     if MEDIA_FAMILIES[name].shares_token:
         return media_token(config, name)
     default = MEDIA_FAMILIES[name].video_token
     return None if default is None else _token(config, "video", default)
-
-
-def media_adapters(config: Mapping[str, Any], name: str) -> Mapping[str, str]:
-    """Return the folders of the adapters that prompts with media use, by kind of medium; empty if the checkpoint has
-    none."""
-    return MEDIA_FAMILIES[name].adapters if config.get("has_lora_adapter", True) else {}
 
 
 def _token(config: Mapping[str, Any], kind: str, default: int) -> int:

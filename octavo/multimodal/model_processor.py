@@ -45,16 +45,6 @@ _NUM_GUESSES = 8  # tries to find a medium's size that fits
 _OF_TEXT = ("attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
-class MediaContext(NamedTuple):
-    """Facts about the prompt's other media that the processing of a medium depends on."""
-
-    number: int = 1  # media of its own kind, up to the number that makes a difference
-    has_pictures: bool = False  # the medium is a sound, and the prompt has pictures too
-
-
-_ALONE = MediaContext()
-
-
 class Processed(NamedTuple):
     """A processed medium: the text that stands for it in a prompt, and the input of the tower."""
 
@@ -70,10 +60,6 @@ class MediaProcessor:
         self._kept = MediaCache(config.kept_bytes)
         self._loaders: dict[str, MediaLoader] = {config.kind: MediaLoader(config, self._kept)}
         self._tokens: dict[str, int] = {config.kind: config.token_id}  # by kind: the token that each row replaces
-        if (audio := config.audio) is not None:
-            bounds = replace(config, kind="audio", max_count=audio.max_count, max_bytes=audio.max_bytes)
-            self._loaders[AUDIO.name] = MediaLoader(bounds, self._kept)
-            self._tokens[AUDIO.name] = audio.token_id
         if (video := config.video) is not None:
             bounds = replace(config, kind="video", max_count=video.max_count, max_bytes=video.max_bytes)
             self._loaders[VIDEO.name] = MediaLoader(bounds, self._kept)
@@ -285,17 +271,15 @@ class MediaProcessor:
         following = {name: iter(values) for name, values in media.items()}
         for name in names:
             medium, loader = next(following[name]), self._loaders[name]
-            context = MediaContext(
-                2 if self.config.counts_pictures and name == IMAGE.name and len(media[name]) > 1 else 1,
-                name == AUDIO.name and bool(media.get(IMAGE.name)),
-            )
+            # Media of its own kind, up to the number that makes a difference.
+            number = 2 if self.config.counts_pictures and name == IMAGE.name and len(media[name]) > 1 else 1
             if isinstance(medium, Embeddings):
                 digest = medium.content_hash(name, salt)
             else:
-                digest = loader.reader.content_hash(medium, f"{self._settings[name]} {context}", salt)
+                digest = loader.reader.content_hash(medium, f"{self._settings[name]} {number}", salt)
             if digest not in found:
                 with self.metrics.phase(name, "process"):
-                    found[digest] = self._made(loader, medium, digest, context)
+                    found[digest] = self._made(loader, medium, digest, number)
             self.metrics.count(name, "taken")
             digests.append(digest)
         return self._numbered(names, [found[digest] for digest in digests])
@@ -310,19 +294,19 @@ class MediaProcessor:
             found[i] = found[i]._replace(text=text)
         return found
 
-    def _made(self, loader: MediaLoader, medium: Any, digest: bytes, context: MediaContext) -> Processed:
+    def _made(self, loader: MediaLoader, medium: Any, digest: bytes, number: int) -> Processed:
         """Return the result of `_process`, from the cache if it has it."""
         key = "made", digest
         made: Processed | None = self._kept.find(key)
         if made is None:
-            made = self._process(loader, medium, digest, context)
+            made = self._process(loader, medium, digest, number)
             self._kept.keep(key, made, sum(len(array.values) for array in made.input.arrays))
         return made
 
-    def _process(self, loader: MediaLoader, medium: Any, digest: bytes, context: MediaContext = _ALONE) -> Processed:
-        """Return a medium as the model's processor makes it in this `context`. Each medium is processed alone, so that
-        no other can change it. Raises `RequestError` for a sound that the model would hear only in part, or not at
-        all."""
+    def _process(self, loader: MediaLoader, medium: Any, digest: bytes, number: int = 1) -> Processed:
+        """Return a medium as the model's processor makes it among `number` of its kind. Each medium is processed
+        alone, so that no other can change it. Raises `RequestError` for a sound that the model would hear only in
+        part, or not at all."""
         if isinstance(medium, Embeddings):
             return self._process_embeddings(loader, medium, digest)
         if loader.kind is VIDEO:
@@ -335,12 +319,10 @@ class MediaProcessor:
             longest_s = self.config.longest_s or getattr(self._processor, "max_audio_len", None)
             if longest_s is not None and len(medium) > longest_s * RATE:
                 raise kind.refusal(f"it is longer than {longest_s:g} s, which is what this model hears of one.")
-        number = context.number
         found = self._processor(
             text=[self.placeholders[kind.name] * number],
             **{kind.argument: [medium] if number == 1 else [[medium] * number]},
             **({"sampling_rate": RATE} if is_sound else {}),
-            **({"is_beside": True} if context.has_pictures else {}),
             return_text_replacement_offsets=True,
             return_tensors="pt",  # some processors return only torch tensors
             add_special_tokens=False,

@@ -36,16 +36,10 @@ class Tower:
     """The tower and the projector of a checkpoint, without its decoder."""
 
     def __init__(
-        self,
-        folder: str,
-        kind: str,
-        multiplier: float = 1.0,
-        device: str = "cpu",
-        dtype: str = "float32",
-        hears_too: bool = False,
+        self, folder: str, kind: str, multiplier: float = 1.0, device: str = "cpu", dtype: str = "float32"
     ) -> None:
-        """Load the tower for media of `kind`, "image" or "audio"; with `hears_too` for both. Its rows are multiplied by
-        `multiplier`. It computes in `dtype` on torch's `device`, such as "cpu" or "cuda:0". Raises `LoadError`."""
+        """Load the tower for media of `kind`, "image" or "audio". Its rows are multiplied by `multiplier`. It computes
+        in `dtype` on torch's `device`, such as "cpu" or "cuda:0". Raises `LoadError`."""
         # Waiting threads of torch would spin and take cores from the native kernels. Torch reads this when they start.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         import torch
@@ -65,8 +59,7 @@ class Tower:
             for name in ("hidden_size_per_layer_input", "num_kv_shared_layers"):  # Gemma 4's
                 if getattr(text, name, None):
                     setattr(text, name, 0)
-            is_phi4 = config.model_type == "phi4_multimodal"  # transformers builds it with both towers only
-            if kind == "image" and not is_phi4 and getattr(config, "audio_config", None) is not None:
+            if kind == "image" and getattr(config, "audio_config", None) is not None:
                 config.audio_config = None  # the other tower of models with two
             name = config.architectures[0]
             builder = getattr(transformers, OTHER_NAMES.get(name, name))
@@ -87,13 +80,6 @@ class Tower:
             _check_floats(self._model, report["unexpected_keys"], folder)
         self._multiplier, self._device = multiplier, torch.device(device)
         features = partial(_of_qwen2_audio, self._model)
-        if is_phi4:
-            extend = self._model.embed_tokens_extend
-            features = partial(_of_phi4_multimodal, extend)
-            if not hears_too:
-                extend.audio_embed = None
-            for layer in extend.image_embed.img_processor.encoder.layers:
-                layer.self_attn.is_causal = False  # as in SigLIP; torch would make tiles without a mask causal
         if config.model_type == "mllama":
             features = partial(_of_mllama, self._model)
         to_device(self._model, self._device)
@@ -166,36 +152,6 @@ def _of_qwen2_audio(model: Any, input_features: Any, feature_attention_mask: Any
     mask = create_bidirectional_mask(config=tower.config, inputs_embeds=inputs, attention_mask=is_sound)
     seen = tower(input_features, attention_mask=mask, return_dict=return_dict).last_hidden_state
     return BaseModelOutputWithPooling(pooler_output=model.multi_modal_projector(seen)[0, :num_rows])
-
-
-def _of_phi4_multimodal(
-    extend: Any,
-    image_pixel_values: Any = None,
-    image_attention_mask: Any = None,
-    image_sizes: Any = None,
-    num_img_tokens: Any = None,
-    audio_input_features: Any = None,
-    is_beside_pictures: Any = None,
-    return_dict: bool = True,
-) -> Any:
-    """Return Phi-4-multimodal's rows of a picture or of a sound, [1, tokens, H]. Its class in transformers 5 computes
-    them only within a whole forward pass."""
-    import torch
-    from transformers.modeling_outputs import BaseModelOutputWithPooling
-
-    if audio_input_features is None:
-        embed, config = extend.image_embed, extend.config
-        tokens = image_sizes.new_full((1, int(num_img_tokens)), config.vision_config.image_token_id)
-        rows = embed(
-            tokens, image_pixel_values.new_zeros(*tokens.shape, config.hidden_size), image_pixel_values, image_sizes,
-            image_attention_mask,
-        )  # fmt: skip
-        return BaseModelOutputWithPooling(pooler_output=rows)
-    embed = extend.audio_embed
-    mode = "speech" if is_beside_pictures is None else "vision_speech"
-    up, down = (getattr(embed, f"{name}_proj_for_{mode}") for name in ("up", "down"))
-    heard = up(embed.encoder(audio_input_features, None))
-    return BaseModelOutputWithPooling(pooler_output=down(torch.nn.functional.gelu(heard)))
 
 
 def _of_mllama(model: Any, pixel_values: Any, aspect_ratio_ids: Any, aspect_ratio_mask: Any, return_dict: bool) -> Any:

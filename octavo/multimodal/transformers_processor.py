@@ -10,7 +10,6 @@ _OWN = {
     "voxtral": ("voxtral", "VoxtralProcessor"),
     "granite_speech": ("granite_speech", "GraniteSpeechProcessor"),
     "granite_speech_plus": ("granite_speech", "GraniteSpeechProcessor"),
-    "phi4_multimodal": ("phi4_multimodal", "Phi4Processor"),
 }
 
 

@@ -91,22 +91,17 @@ class SavedGraniteSpeech:
         model.model.get_audio_features = one_by_one
 
 
-def with_adapter(
-    folder: Path, name: str = ".", targets: str | tuple[str, ...] = ("q_proj", "v_proj"), seed: int = 1
-) -> None:
-    """Save an adapter of the decoder into a folder of a model's, as Granite Speech has one."""
+def with_adapter(folder: Path) -> None:
+    """Save an adapter of the decoder beside the weights, as Granite Speech has one."""
     config = transformers.AutoConfig.from_pretrained(folder)
     model = getattr(transformers, config.architectures[0]).from_pretrained(folder)
-    model.add_adapter(
-        peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets if isinstance(targets, str) else list(targets))
-    )
-    torch.manual_seed(seed)
+    model.add_adapter(peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]))
+    torch.manual_seed(1)
     with torch.no_grad():
         for of, parameter in model.named_parameters():
             if "lora_" in of:
                 parameter.normal_(std=0.3)
     with tempfile.TemporaryDirectory() as whole:  # the base too, under PEFT's names
         model.save_pretrained(whole)
-        (folder / name).mkdir(exist_ok=True)
         for file in ("adapter_config.json", "adapter_model.safetensors"):
-            shutil.copy(Path(whole) / file, folder / name)
+            shutil.copy(Path(whole) / file, folder)

@@ -14,7 +14,6 @@ from octavo.models.multimodal_models import MEDIA_FAMILIES
 from tests.multimodal import small_processors as processors
 from tests.multimodal.conftest import save
 from tests.multimodal.granite_speech import SavedGraniteSpeech, encoder, granite_speech, with_adapter
-from tests.multimodal.phi4_multimodal import Phi4, tokens_of_both, towers, with_adapters
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
@@ -34,7 +33,6 @@ class Case(NamedTuple):
     finish: Callable[[Path], None] | None = None  # what is added to the files
     num_tokens: int = 256  # that the prompts of the table need
     mark: str = "<image>"  # which a picture stands in the place of
-    kind: str = ""  # of its media, of families that take several
 
 
 def mrope(*sections: int, **more: Any) -> dict[str, Any]:
@@ -383,28 +381,6 @@ CASES: dict[str, Case] = {
         )
         for plus in ("", "Plus")
     },
-    "Phi4MultimodalForCausalLM": Case(
-        {"pad_token_id": 0, "bos_token_id": 0, "max_position_embeddings": 2048},
-        dict,
-        lambda tokenizer: Phi4(tokens_of_both(tokenizer)),
-        needs="torchvision",
-        theirs=partial(Phi4.of, kind="image"),
-        num_tokens=2048,
-    ),
-    "Phi4MultimodalForCausalLM (small tiles)": Case(
-        {"pad_token_id": 0, "bos_token_id": 0},
-        dict,
-        lambda tokenizer: Phi4(tokens_of_both(tokenizer), 28),
-        theirs=partial(Phi4.of, kind="image", side=28),
-    ),
-    "Phi4MultimodalForCausalLM (sounds)": Case(
-        {"pad_token_id": 0, "bos_token_id": 0},
-        dict,
-        lambda tokenizer: Phi4(tokens_of_both(tokenizer), 28),
-        "<sound>",
-        theirs=partial(Phi4.of, kind="audio"),
-        kind="audio",
-    ),
     "VoxtralForConditionalGeneration": Case(
         {"model_type": "llama", "head_dim": 16, "max_position_embeddings": 1024},
         lambda: {"audio_config": HEARS | {"model_type": "voxtral_encoder", "intermediate_size": 128}},
@@ -418,7 +394,7 @@ CASES: dict[str, Case] = {
 
 def kind_of(name: str) -> str:
     """Of a case's media."""
-    return CASES[name].kind or MEDIA_FAMILIES[name.partition(" ")[0]].kind
+    return MEDIA_FAMILIES[name.partition(" ")[0]].kind
 
 
 def save_case(folder: Path, name: str, tokenizer: Any) -> None:
@@ -430,11 +406,6 @@ def save_case(folder: Path, name: str, tokenizer: Any) -> None:
         "num_key_value_heads": 2, "vocab_size": len(tokenizer), "max_position_embeddings": 512, **case.text,
     }  # fmt: skip
     builder = getattr(transformers, name.partition(" ")[0])
-    if name.startswith("Phi4"):  # whose decoder's settings are beside its towers'
-        settings = towers(tokenizer, processor.side)
-        save(folder, builder(builder.config_class(**text, **settings, tie_word_embeddings=False)), processor)
-        with_adapters(folder)
-        return
     settings = case.settings() | {"tie_word_embeddings": False}
     name_of_token = f"{kind_of(name)}_token"
     end = "index" if hasattr(builder.config_class, f"{name_of_token}_index") else "id"

@@ -43,7 +43,7 @@ LONG = {
     "PaliGemmaForConditionalGeneration",
     "AudioFlamingo3ForConditionalGeneration", "GlmAsrForConditionalGeneration",
     "GraniteSpeechPlusForConditionalGeneration",
-    "Gemma4ForConditionalGeneration (both ways)", "Phi4MultimodalForCausalLM",
+    "Gemma4ForConditionalGeneration (both ways)",
 }  # fmt: skip
 
 

@@ -1,6 +1,4 @@
-"""Adapters that a checkpoint brings, which prompts take by their media: Granite Speech's. `test_phi4_multimodal` has a
-model with two.
-"""
+"""Adapters that a checkpoint brings, which prompts take by their media: Granite Speech's."""
 
 from __future__ import annotations
 

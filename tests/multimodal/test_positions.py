@@ -46,7 +46,7 @@ def test_a_prompt_whose_times_lie_too_far_apart_is_refused(
     def make(time_step: float, **fields: Any) -> int:
         item = MediaItem(1, 4, b"x", grid=(4, 1, 1), time_step=time_step)
         prompt = Prompt([1] * 10, None, media=(item,))
-        monkeypatch.setattr(inputs, "_make_prompt", lambda *_: (prompt, [], ()))
+        monkeypatch.setattr(inputs, "_make_prompt", lambda *_: (prompt, []))
         return inputs.process("x", SamplingParams(**fields)).max_tokens
 
     assert make(100.0, max_tokens=None) == MAX_MODEL_LEN - (10 + 301 - 4)

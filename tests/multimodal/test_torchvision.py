@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-TESTS = [f"tests/multimodal/test_{name}.py" for name in ("videos", "families", "video_server", "phi4_multimodal")]
+TESTS = [f"tests/multimodal/test_{name}.py" for name in ("videos", "families", "video_server")]
 # For a torchvision whose compiled operators are for another build of torch: processors of models use none of them. Of
 # their names two are asked for as it is imported.
 OPERATORS = """import torch
