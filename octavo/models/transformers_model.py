@@ -1,8 +1,8 @@
 """Architectures that Octavo does not build itself. `transformers` computes them; Octavo's attention over the paged
-cache, products, embedding, norms and gated feed-forwards replace parts of its modules.
+cache, products, embedding, norms and activations replace parts of its modules.
 
-`describe` runs the network once on the meta device, which computes shapes only. It notes how each layer calls its
-attention and which matrices multiply the same tensor. For the rest of the engine, the only difference of such a model
+`describe` runs the network once on the meta device, which computes shapes only, and notes how each layer calls its
+attention. For the rest of the engine, the only difference of such a model
 is that its steps are not captured. `octavo.models.registry` imports this module only when such a model is asked for: it
 needs the extra `octavo[transformers]`.
 """
@@ -36,16 +36,7 @@ from octavo.layers.norm import NormDescription
 from octavo.layers.parameters import NamedMatrix, Parameters
 from octavo.loading.weights import Weights
 from octavo.models.description import LayerDescription, ModelDescription
-from octavo.models.transformers_exchange import (
-    Bridge,
-    LateRotation,
-    NotedRotation,
-    StepRotations,
-    exchange,
-    first_line,
-    noting_inputs,
-    rotation_of,
-)
+from octavo.models.transformers_exchange import Bridge, exchange, first_line
 from octavo.ops import Array, LayerKVCache, Ops
 
 _ATTENTION = "octavo"
@@ -152,9 +143,6 @@ class TransformersDescription(ModelDescription):
     """A network of transformers. Only the attention of its layers is described."""
 
     config: Any = None  # transformers' configuration
-    # Groups of modules whose matrices multiply the same tensor, one after the other.
-    same_inputs: tuple[tuple[str, ...], ...] = ()
-    late_rotations: tuple[str, ...] = ()  # attention modules whose rotation `LateRotation` can replace
     allows_code: bool = False  # whether the checkpoint's own Python code may run
 
 
@@ -197,11 +185,6 @@ def describe(config: Mapping[str, Any], code_folder: str | None = None) -> Trans
     )
     # transformers' usual code for experts has shapes that do not depend on values, but needs bfloat16.
     network, seen = _network(description).to(torch.bfloat16), dict[int, AttentionDescription]()
-    rotations, late = dict[str, NotedRotation](), list[str]()
-    for name, module in network.named_modules():
-        if (original := rotation_of(module)) is not None:
-            rotations[name] = NotedRotation(original)
-            rotations[name].put_into(module)
     if type(network).__name__ != description.architecture and code_folder is None:
         raise LoadError(f"its model type, {config.get('model_type')!r}, is that of {type(network).__name__}.")
 
@@ -210,11 +193,10 @@ def describe(config: Mapping[str, Any], code_folder: str | None = None) -> Trans
         if call.layer in seen:
             raise LoadError(f"layer {call.layer} calls its attention more than once.")
         seen[call.layer] = found
-        late.extend(name for name, rotation in rotations.items() if rotation.is_last_before(call.query, call.key))
         return call.query.new_empty(1, call.query.shape[2], call.query.shape[1], call.value.shape[3])
 
     try:
-        with torch.device("meta"), _run_by(note), _refusing_masks(), noting_inputs(network) as inputs:
+        with torch.device("meta"), _run_by(note), _refusing_masks():
             hidden = _hidden(network, torch.zeros(1, 3, dtype=torch.long), torch.arange(3)[None])
     except LoadError:
         raise
@@ -228,13 +210,7 @@ def describe(config: Mapping[str, Any], code_folder: str | None = None) -> Trans
     if not description.max_position_embeddings:
         raise LoadError("its configuration does not say how many positions it has (max_position_embeddings).")
     layers = tuple(LayerDescription(seen[i], FeedForwardDescription(0), NormDescription(0.0)) for i in sorted(seen))
-    return replace(
-        description,
-        layers=layers,
-        hidden_size=hidden.shape[-1],
-        same_inputs=inputs.groups(),
-        late_rotations=tuple(late),
-    )
+    return replace(description, layers=layers, hidden_size=hidden.shape[-1])
 
 
 def _network(description: TransformersDescription) -> Any:
@@ -295,17 +271,8 @@ class TransformersModel:
         self._rotary = [parameters.rotary(None, attention.head_size) for attention in self._attentions]
         self._network = _network(description).to(getattr(torch, dtype))
         self._network.config._experts_implementation = "eager"  # "eager" computes each row by itself
-        own = exchange(
-            self._network, parameters, self._bridge, description.tie_word_embeddings, description.same_inputs
-        )
+        own = exchange(self._network, parameters, self._bridge, description.tie_word_embeddings)
         self._num_weight_bytes = parameters.num_matrix_bytes + own
-        self._step_rotations, self._rotations = StepRotations(), dict[nn.Module, LateRotation]()
-        for name in description.late_rotations:
-            module = self._network.get_submodule(name)
-            original = rotation_of(module)
-            assert original is not None
-            self._rotations[module] = LateRotation(original, self._step_rotations)
-            self._rotations[module].put_into(module)
         self._head = _network(description)
         for name, module in self._network.named_children():
             setattr(self._head, name, module)
@@ -327,10 +294,8 @@ class TransformersModel:
         """Return the hidden states [T, H] that the head reads. There is one cache for each layer."""
         self._batch, self._caches = batch, caches
         bridge = self._bridge
-        self._step_rotations.begin()
         with _run_by(self._attend):
             token_ids, positions = bridge.tensor(batch.token_ids).long(), bridge.tensor(batch.positions)
-            self._rows = bridge.array(torch.arange(len(positions), device=positions.device))
             return bridge.array(_hidden(self._network, token_ids[None], positions[None])[0])
 
     def logits(self, hidden: Array) -> Array:
@@ -350,12 +315,8 @@ class TransformersModel:
         value, missing = call.value, description.head_size - value_size
         value = nn.functional.pad(value, (0, missing)) if missing else value
         rows, keys, values = (self._bridge.array(x[0].transpose(0, 1)) for x in (call.query, call.key, value))
-        positions, rotary = batch.positions, self._rotary[layer]
-        rotation = self._rotations.get(call.module)
-        if rotation is not None and rotation.table is not None:
-            assert rotation.is_last_before(call.query, call.key), "it was when the network was described"
-            positions, rotary = self._rows, self._bridge.array(rotation.table)
-        ops.rotary_and_cache(rows, keys, values, positions, rotary, cache, tables.slot_mapping)
+        # The network has rotated queries and keys; this table leaves them as they are.
+        ops.rotary_and_cache(rows, keys, values, batch.positions, self._rotary[layer], cache, tables.slot_mapping)
         sinks = call.settings.get("s_aux")
         attended = ops.paged_attention(
             rows, cache, tables.block_tables, batch.query_start_loc, batch.seq_lens, description.scale,

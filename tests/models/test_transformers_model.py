@@ -86,21 +86,6 @@ def test_logits_are_those_of_transformers_alone(name: str, ops: Ops) -> None:
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("name", "together", "rotations"),
-    [("llama", [3, 2], 1), ("gemma 2", [3, 2], 1), ("gpt bigcode", [], 0), ("deepseek v3", [2], 0)],
-)
-def test_what_a_layer_computes_together_is_found_by_running_it(name: str, together: list[int], rotations: int) -> None:
-    """Queries, keys and values; gate and up. DeepSeek's rotated parts are put together with others before attention
-    sees them."""
-    model = NETWORKS[name]
-    config = json.loads(model.config().to_json_string()) | {"architectures": [model.architecture]}
-    description = describe(config, "transformers")
-    of_first = [len(names) for names in description.same_inputs if ".0." in names[0]]
-    assert of_first == together
-    assert len(description.late_rotations) == rotations * len(description.layers)
-
-
 def test_the_engine_answers_as_it_does_natively(tmp_path: Path, tiny_tokenizer: Path) -> None:
     """In chunks, together, and with preemption; alone with the same bits; and in weights of few bits."""
     LLAMA.save(LLAMA.reference(seed=2), tmp_path)
