@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, Tag, model_validator
 
-from octavo.entrypoints.http.body_fields import Int, RequestBody, Text, described
+from octavo.entrypoints.http.body_fields import Int, RequestBody, Text, described, refuse_unbuilt
 from octavo.errors import RequestError
 
 _NOTE = "Taken and without effect: it changes no answer."
@@ -217,13 +217,7 @@ class CountTokensRequest(RequestBody):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unbuilt(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        for name in _NOT_BUILT.keys() & data.keys():
-            value = data[name]
-            if value is not None and value not in _NOT_BUILT[name]:
-                raise RequestError(f"{name} is not built; leave it out.", param=name)
-        return {name: value for name, value in data.items() if name not in _NOT_BUILT}
+        return refuse_unbuilt(data, unbuilt=_NOT_BUILT)
 
 
 class MessagesRequest(CountTokensRequest):

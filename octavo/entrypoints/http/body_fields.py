@@ -6,10 +6,11 @@ value asks for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Container
-from typing import Annotated, Any, Literal
+from collections.abc import Container, Mapping
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from typing_extensions import TypedDict
 
 from octavo.entrypoints.chat.media_parts import MEDIA_PARTS, SoundFormat, as_part, is_embeds, read_embeds, read_part
 from octavo.errors import RequestError
@@ -71,18 +72,18 @@ _INSTEAD = {
 }
 
 
-def refuse_unbuilt(data: Any, built: Container[str] = ()) -> Any:
-    """Return a request body without the fields of `_NOT_BUILT`, except those in `built`, which this route has. Raises
+def refuse_unbuilt(data: Any, built: Container[str] = (), unbuilt: Mapping[str, tuple[Any, ...]] = _NOT_BUILT) -> Any:
+    """Return a request body without the fields of `unbuilt`, except those in `built`, which this route has. Raises
     `RequestError` for the first such field whose value asks for something."""
     if not isinstance(data, dict):
         return data
-    unbuilt = [name for name in data if name in _NOT_BUILT and name not in built]
-    for name in unbuilt:
+    found = [name for name in data if name in unbuilt and name not in built]
+    for name in found:
         value = data[name]
-        if value is not None and not any(type(value) is type(idle) and value == idle for idle in _NOT_BUILT[name]):
+        if value is not None and not any(type(value) is type(idle) and value == idle for idle in unbuilt[name]):
             instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
             raise RequestError(f"{name} is not built yet; leave it out{instead}.", param=name)
-    return {name: value for name, value in data.items() if name not in unbuilt} if unbuilt else data
+    return {name: value for name, value in data.items() if name not in found} if found else data
 
 
 class RequestBody(BaseModel):
@@ -217,10 +218,11 @@ def _is_medium(part: object) -> bool:
     return isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind in MEDIA_PARTS
 
 
-class TextPart(BaseModel):
-    """A part of a message."""
+# Types of parts for the API's description; `read_part` checks parts.
 
-    model_config = ConfigDict(defer_build=True)
+
+class TextPart(TypedDict):
+    """A part of a message."""
 
     type: Literal["text"]
     text: str
@@ -231,130 +233,101 @@ Uuid = Annotated[
 ]
 
 
-class ImageUrl(BaseModel):
+class _NamedPart(TypedDict):
+    uuid: NotRequired[Uuid | None]
+
+
+class ImageUrl(TypedDict):
     """A picture, as a data: URL of a PNG, JPEG, WebP or GIF file, or the address of one."""
 
-    model_config = ConfigDict(defer_build=True)
-
     url: str
-    detail: str | None = None
+    detail: NotRequired[str | None]
 
 
-class ImagePart(BaseModel):
+class ImagePart(_NamedPart):
     """A picture in a message."""
 
-    model_config = ConfigDict(defer_build=True)
-
     type: Literal["image_url"]
-    image_url: ImageUrl | str | None = None
-    uuid: Uuid | None = None
+    image_url: NotRequired[ImageUrl | str | None]
 
 
-class MediaUrl(BaseModel):
+class MediaUrl(TypedDict):
     """A video or a sound, as a data: URL or the address of a file: mp4, mov, webm or mkv; wav, mp3, flac or ogg."""
-
-    model_config = ConfigDict(defer_build=True)
 
     url: str
 
 
-class VideoPart(BaseModel):
+class VideoPart(_NamedPart):
     """A video in a message."""
 
-    model_config = ConfigDict(defer_build=True)
-
     type: Literal["video_url"]
-    video_url: MediaUrl | str | None = None
-    uuid: Uuid | None = None
+    video_url: NotRequired[MediaUrl | str | None]
 
 
-class AudioUrlPart(BaseModel):
+class AudioUrlPart(_NamedPart):
     """A sound in a message."""
 
-    model_config = ConfigDict(defer_build=True)
-
     type: Literal["audio_url"]
-    audio_url: MediaUrl | str | None = None
-    uuid: Uuid | None = None
+    audio_url: NotRequired[MediaUrl | str | None]
 
 
-class InputAudio(BaseModel):
+class InputAudio(TypedDict):
     """A sound's file in base64."""
-
-    model_config = ConfigDict(defer_build=True)
 
     data: str
     format: SoundFormat
 
 
-class InputAudioPart(BaseModel):
+class InputAudioPart(_NamedPart):
     """A sound in a message, in OpenAI's form."""
 
-    model_config = ConfigDict(defer_build=True)
-
     type: Literal["input_audio"]
-    input_audio: InputAudio | None = None
-    uuid: Uuid | None = None
+    input_audio: NotRequired[InputAudio | None]
 
 
-class ImageEmbeds(BaseModel):
+class ImageEmbeds(TypedDict):
     """Rows of a tower in base64, and how many patches they have in time, height and width."""
 
-    model_config = ConfigDict(defer_build=True)
-
     image_embeds: str
-    image_grid_thw: str | list[int] | None = None
+    image_grid_thw: NotRequired[str | list[int] | None]
 
 
-class ImageEmbedsPart(BaseModel):
+class ImageEmbedsPart(_NamedPart):
     """What a tower makes of a picture, in its place: a tensor [tokens, hidden_size] as `torch.save` or safetensors
     write it."""
 
-    model_config = ConfigDict(defer_build=True)
-
     type: Literal["image_embeds"]
-    image_embeds: str | ImageEmbeds | None = None
-    uuid: Uuid | None = None
+    image_embeds: NotRequired[str | ImageEmbeds | None]
 
 
-class AudioEmbedsPart(BaseModel):
+class AudioEmbedsPart(_NamedPart):
     """What a tower makes of a sound, in its place."""
 
-    model_config = ConfigDict(defer_build=True)
-
     type: Literal["audio_embeds"]
-    audio_embeds: str | None = None
-    uuid: Uuid | None = None
+    audio_embeds: NotRequired[str | None]
 
 
-class VideoEmbeds(BaseModel):
+class VideoEmbeds(TypedDict):
     """Rows of a tower in base64, how many patches they have in time, height and width, and where in the video its
     frames were."""
 
-    model_config = ConfigDict(defer_build=True)
-
     video_embeds: str
     video_grid_thw: str | list[int]
-    fps: float | None = None
-    frames_indices: list[int] | None = None
-    total_num_frames: int | None = None
-    second_per_grid_ts: float | list[float] | None = None
+    fps: NotRequired[float | None]
+    frames_indices: NotRequired[list[int] | None]
+    total_num_frames: NotRequired[int | None]
+    second_per_grid_ts: NotRequired[float | list[float] | None]
 
 
-class VideoEmbedsPart(BaseModel):
+class VideoEmbedsPart(_NamedPart):
     """What a tower makes of a video, in its place."""
 
-    model_config = ConfigDict(defer_build=True)
-
     type: Literal["video_embeds"]
-    video_embeds: VideoEmbeds | None = None
-    uuid: Uuid | None = None
+    video_embeds: NotRequired[VideoEmbeds | None]
 
 
-class PromptEmbedsPart(BaseModel):
+class PromptEmbedsPart(TypedDict):
     """Embeddings in the place of a text, with --enable-prompt-embeds: a tensor [tokens, hidden_size] in base64."""
-
-    model_config = ConfigDict(defer_build=True)
 
     type: Literal["prompt_embeds"]
     data: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, Field, PlainValidator, model_validator
 
@@ -264,19 +264,26 @@ class EmbeddingUsage(ResponseModel):
     completion_tokens: int = 0
 
 
+_Item = TypeVar("_Item")
+
+
+class ListResponse(ResponseModel, Generic[_Item]):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[_Item]
+    usage: EmbeddingUsage
+
+
 class EmbeddingData(ResponseModel):
     object: Literal["embedding"] = "embedding"
     index: int
     embedding: list[float] | str
 
 
-class EmbeddingResponse(ResponseModel):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[EmbeddingData]
-    usage: EmbeddingUsage
+class EmbeddingResponse(ListResponse[EmbeddingData]):
+    pass
 
 
 class CohereEmbedResponse(ResponseModel):
@@ -293,13 +300,8 @@ class PoolingData(ResponseModel):
     data: list[float] | list[list[float]] | str
 
 
-class PoolingResponse(ResponseModel):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[PoolingData]
-    usage: EmbeddingUsage
+class PoolingResponse(ListResponse[PoolingData]):
+    pass
 
 
 class ClassData(ResponseModel):
@@ -309,13 +311,8 @@ class ClassData(ResponseModel):
     num_classes: int
 
 
-class ClassifyResponse(ResponseModel):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[ClassData]
-    usage: EmbeddingUsage
+class ClassifyResponse(ListResponse[ClassData]):
+    pass
 
 
 class ScoreData(ResponseModel):
@@ -324,13 +321,8 @@ class ScoreData(ResponseModel):
     score: float
 
 
-class ScoreResponse(ResponseModel):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[ScoreData]
-    usage: EmbeddingUsage
+class ScoreResponse(ListResponse[ScoreData]):
+    pass
 
 
 class RerankDocument(ResponseModel):

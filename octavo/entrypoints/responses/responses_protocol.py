@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
-from octavo.entrypoints.http.body_fields import MAX_METADATA, Int, RequestBody, Text, described
+from octavo.entrypoints.http.body_fields import MAX_METADATA, Int, RequestBody, Text, described, refuse_unbuilt
 from octavo.entrypoints.openai.request_bodies import Effort, FunctionName, StructuredOutputs, TokenRequest, Verbosity
 from octavo.errors import RequestError
 
@@ -164,12 +164,7 @@ class ResponsesRequest(TokenRequest):
     @model_validator(mode="before")
     @classmethod
     def _refuse_parts(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        for name in _NOT_BUILT.keys() & data.keys():
-            if data[name] is not None and data[name] not in _NOT_BUILT[name]:
-                raise RequestError(f"{name} is not built yet; leave it out.", param=name)
-        return {name: value for name, value in data.items() if name not in _NOT_BUILT}
+        return refuse_unbuilt(data, unbuilt=_NOT_BUILT)
 
     @model_validator(mode="after")
     def _check_together(self) -> ResponsesRequest:
