@@ -136,7 +136,7 @@ class ThinkingBudget:
 
 
 class WantedGrammar(NamedTuple):
-    """What an answer must be: the arguments of `make_grammar`."""
+    """What an answer must be: the arguments of `make_checked_grammar`."""
 
     content: StructuredOutputsParams | ToolCalls | None
     reasoning: ReasoningMarks | None = None
@@ -150,19 +150,6 @@ class MadeGrammar(NamedTuple):
 
     text: str
     check: FinalCheck | None = None
-
-
-def make_grammar(
-    content: StructuredOutputsParams | ToolCalls | None,
-    reasoning: ReasoningMarks | None = None,
-    field: str | None = None,
-    special_tokens: Mapping[str, int] | None = None,
-    budget: ThinkingBudget | None = None,
-    *,
-    closes_objects: bool = False,
-) -> str:
-    """The text of `make_checked_grammar`."""
-    return make_checked_grammar(content, reasoning, field, special_tokens, budget, closes_objects=closes_objects).text
 
 
 def make_checked_grammar(
@@ -231,12 +218,6 @@ def _final_check(
     if reasoning is None:
         return FinalCheck(schema, content.final_check)
     return FinalCheck(schema, content.final_check, reasoning.end, reasoning.answer_start, reasoning.answer_end)
-
-
-def check_grammar(grammar: str, field: str) -> None:
-    """Raise `RequestError` with the reason if a grammar, which comes from `field`, cannot be followed."""
-    if problem := _problem(grammar, field):
-        raise RequestError(f"{field} cannot be followed: {problem}", param=field)
 
 
 class _Maker:

@@ -5,6 +5,7 @@ a condition of its own."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -183,30 +184,26 @@ def _class(pattern: str, i: int) -> tuple[str, int]:
 
 def _end_of_group(pattern: str) -> int:
     """Where the parenthesis is that closes the one that the pattern begins with."""
-    depth, i = 0, 0
-    while i < len(pattern):
-        if pattern[i] == "\\":
-            i += 1
-        elif pattern[i] == "[":
-            i = _class(pattern, i)[1] - 1
-        elif pattern[i] in "()":
-            depth += 1 if pattern[i] == "(" else -1
-            if depth == 0:
-                return i
-        i += 1
-    raise ValueError(f"pattern {pattern!r:.80} has a group that does not end")
+    end = next((i for i, c, depth in _outside_of_classes(pattern) if c == ")" and depth == 0), None)
+    if end is None:
+        raise ValueError(f"pattern {pattern!r:.80} has a group that does not end")
+    return end
 
 
 def _has_alternatives(pattern: str) -> bool:
+    return any(c == "|" and depth == 0 for _, c, depth in _outside_of_classes(pattern))
+
+
+def _outside_of_classes(pattern: str) -> Iterator[tuple[int, str, int]]:
+    """Yield each character that is not escaped and in no class: its place, itself, and how many groups are open after
+    it."""
     depth, i = 0, 0
     while i < len(pattern):
         if pattern[i] == "\\":
-            i += 1
+            i += 2
         elif pattern[i] == "[":
-            i = _class(pattern, i)[1] - 1
-        elif pattern[i] in "()":
-            depth += 1 if pattern[i] == "(" else -1
-        elif pattern[i] == "|" and depth == 0:
-            return True
-        i += 1
-    return False
+            i = _class(pattern, i)[1]
+        else:
+            depth += {"(": 1, ")": -1}.get(pattern[i], 0)
+            yield i, pattern[i], depth
+            i += 1

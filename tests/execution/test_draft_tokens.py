@@ -16,10 +16,10 @@ from octavo.engine.core import EngineCore
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 from octavo.sequence import Sequence
-from octavo.structured_output.grammar_builder import make_grammar
 from tests.execution.late_device import LateDevice
 from tests.execution.test_runner import EOS, VOCAB, config_of, late_executor, model, requests, run, told
 from tests.speculation import guessing
+from tests.structured_output.grammars import make_grammar
 
 __all__ = ["model"]
 

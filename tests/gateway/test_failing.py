@@ -189,6 +189,17 @@ def test_draining_lets_requests_end_and_refuses_new_ones(clock: Clock) -> None:
     clock.run(run())
 
 
+async def stream_to_its_end(gate: Any) -> bytes:
+    """Return a stream of model a, whose first piece stops the gateway."""
+    async with gate.http.stream("POST", "/v1/completions", json={"model": "a", "stream": True}) as response:
+        found = b""
+        async for piece in response.aiter_raw():
+            if not found:
+                gate.server.stop()
+            found += piece
+        return found
+
+
 def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event(clock: Clock) -> None:
     async def behave(asked: Asked) -> None:
         asked.begin_stream()
@@ -197,13 +208,7 @@ def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event(clock: Clock)
 
     async def run() -> None:
         async with gateway({"a": {}}, FakeLaunch(behave), shutdown_timeout=3.0) as gate:
-            fields = {"model": "a", "stream": True}
-            async with gate.http.stream("POST", "/v1/completions", json=fields) as response:
-                found = b""
-                async for piece in response.aiter_raw():
-                    if not found:
-                        gate.server.stop()
-                    found += piece
+            found = await stream_to_its_end(gate)
             assert b"the gateway is stopping" in found and found.endswith(b"\n\n")
 
     clock.run(run())
@@ -214,13 +219,7 @@ def test_a_stream_that_waits_for_its_model_ends_with_the_drain(clock: Clock) -> 
         launch = FakeLaunch()
         launch.may_start.clear()
         async with gateway({"a": {}}, launch, shutdown_timeout=3.0) as gate:
-            fields = {"model": "a", "stream": True}
-            async with gate.http.stream("POST", "/v1/completions", json=fields) as response:
-                found = b""
-                async for piece in response.aiter_raw():
-                    if not found:
-                        gate.server.stop()
-                    found += piece
+            found = await stream_to_its_end(gate)
             assert b'"code":"stopping"' in found and found.endswith(b"\n\n")
 
     clock.run(run())

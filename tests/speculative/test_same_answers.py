@@ -29,11 +29,11 @@ from octavo.speculative.methods import make_speculation
 from octavo.speculative.speculation import Speculation
 from octavo.stats import EngineStats
 from octavo.step_plan import DRAFT_PLACEHOLDER, StepPlan
-from octavo.structured_output.grammar_builder import make_grammar
 from tests.execution.late_device import LateDevice
 from tests.execution.test_runner import EOS, VOCAB, config_of, late_executor, model
 from tests.models.small_recurrent import RECURRENT_MODELS
 from tests.speculation import guessing
+from tests.structured_output.grammars import make_grammar
 from tests.untimed import without_time
 
 __all__ = ["model"]

@@ -11,14 +11,8 @@ import pytest
 
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
-from octavo.structured_output.grammar_builder import (
-    CallText,
-    ParameterText,
-    ReasoningMarks,
-    Spelling,
-    ToolCalls,
-    make_grammar,
-)
+from octavo.structured_output.grammar_builder import CallText, ParameterText, ReasoningMarks, Spelling, ToolCalls
+from tests.structured_output.grammars import make_grammar
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 # Structural tags, in the forms that xgrammar's documentation gives.

@@ -18,11 +18,12 @@ from jsonschema.validators import validator_for
 
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
-from octavo.structured_output.grammar_builder import make_checked_grammar, make_grammar
+from octavo.structured_output.grammar_builder import make_checked_grammar
 from octavo.structured_output.schema_keywords import SchemaError
 from octavo.structured_output.schema_lowering import lower
 from octavo.structured_output.schema_validation import Validator
 from tests.structured_output.corpus import admits, published_schema, random_answer, variants
+from tests.structured_output.grammars import make_grammar
 
 INTEGER, TEXT = {"type": "integer"}, {"type": "string"}
 AB = {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}, "additionalProperties": False}

@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 from octavo.structured_output import masks
-from octavo.structured_output.grammar_builder import make_grammar
 from octavo.structured_output.masks import GrammarCompiler, GrammarTable
+from tests.structured_output.grammars import make_grammar
 
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
 ADDED = ["<think>", "<table>", "ü", "Müll", "  "]

@@ -17,8 +17,9 @@ from octavo.entrypoints.chat.tools.forced_calls import ForcedCallsReader
 from octavo.entrypoints.chat.tools.format_parser import FormatParser, trigger_marks
 from octavo.entrypoints.chat.tools.tool_formats import FORMATS, KeyedValues, Tags, ToolFormat
 from octavo.entrypoints.chat.tools.tool_parser import Call, ToolParser
-from octavo.structured_output.grammar_builder import ToolCalls, make_grammar
+from octavo.structured_output.grammar_builder import ToolCalls
 from tests.entrypoints.chat.tools.written import TOOLS, write
+from tests.structured_output.grammars import make_grammar
 from tests.structured_output.test_grammar import follows
 
 NAMES = {form: name for name, form in FORMATS.items()}  # once each

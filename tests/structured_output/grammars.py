@@ -1,0 +1,18 @@
+"""Grammars as text, for tests that have no use for the final check."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo.errors import RequestError
+from octavo.structured_output.grammar_builder import StructuredOutputsParams, ToolCalls, _problem, make_checked_grammar
+
+
+def make_grammar(content: StructuredOutputsParams | ToolCalls | None, *more: Any, **options: Any) -> str:
+    return make_checked_grammar(content, *more, **options).text
+
+
+def check_grammar(grammar: str, field: str) -> None:
+    """Raise `RequestError` with the reason if a grammar cannot be followed."""
+    if problem := _problem(grammar, field):
+        raise RequestError(f"{field} cannot be followed: {problem}", param=field)
