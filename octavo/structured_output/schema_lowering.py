@@ -9,13 +9,12 @@ written once, and what is written more than once (`if`, `not`) has a budget.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
-from itertools import combinations
 from typing import Any
 
+from octavo.structured_output.pattern_cost import are_disjoint, is_tame, patterns_meet
 from octavo.structured_output.schema_keywords import (
     TYPES,
     Document,
@@ -24,28 +23,23 @@ from octavo.structured_output.schema_keywords import (
     as_list,
     as_map,
     check_kinds,
-    children,
     shown,
 )
 from octavo.structured_output.schema_logic import Logic
+from octavo.structured_output.schema_numbers import integer_ranges, number_ranges
 from octavo.structured_output.schema_patterns import read_pattern
+from octavo.structured_output.schema_references import check_cycles, prune_endless, refs_in
 from octavo.structured_output.schema_validation import array_parts, bounds_of, names_in, types_in
 
 # What llguidance has an expression for. Others say something to readers, as the specification has it.
 _FORMATS = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"))
 _MAX_BRANCHES = 32  # combinations of alternatives that stand beside each other
 _MAX_REWRITTEN = 2_000  # schemas within what is written more than once
-_MAX_INTEGER = 10**17  # llguidance fails from 10**18 on
-_MAX_DIGITS = 6  # of a bound behind the point
 _MAX_DIVISOR = 250  # llguidance takes 20 µs for each unit of it
-_MAX_LOOKS = 20_000  # at definitions, to find those that only endless values satisfy
 _MAX_LISTED = 16  # alternatives that one keyword is written as
 # Simple schemas take llguidance milliseconds, whatever is in them: the trial in a process of its own is for the others.
 _MAX_SIMPLE_NODES = 400
 _MAX_SIMPLE_DEFINITIONS = 50
-_MAX_TAME = 100  # characters of a regular expression
-_MAX_COUNT, _MAX_COUNT_AFTER_ANY = 256, 8
-_COUNTED = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +98,13 @@ class _Writer:
         while self._waiting:
             name, schema, base, is_alone = self._waiting.pop()
             self.definitions[name] = self._write(schema, base, is_alone=is_alone)
-        self._check_cycles()
-        self._prune_endless()
+        check_cycles(self.definitions)
+        prune_endless(self.definitions)
         name = first.removeprefix("#/$defs/")
         found = self.definitions[name]
         if found is False:
             raise SchemaError("Unsatisfiable schema: no value satisfies it")
-        is_used = any(ref == first for one in self.definitions.values() for ref in _refs(one))
+        is_used = any(ref == first for one in self.definitions.values() for ref in refs_in(one))
         if found is True:
             found = {}
         rest = {key: one for key, one in self.definitions.items() if is_used or key != name}
@@ -243,7 +237,8 @@ class _Writer:
         is_integer = types is not None and "integer" in types and "number" not in types
         low = [(bound, is_out) for name, bound, is_out in bounds if name == "minimum"]
         high = [(bound, is_out) for name, bound, is_out in bounds if name == "maximum"]
-        ranges = self._integers(low, high) if is_integer else self._ranges(low, high)
+        find = integer_ranges if is_integer else number_ranges
+        ranges = find(low, high, self.unheld)
         kind = "integer" if is_integer else "number"
         others = [name for name in TYPES if name not in ("integer", "number") and (types is None or name in types)]
         if ranges == []:
@@ -254,63 +249,6 @@ class _Writer:
         else:
             whole: list[Schema] = [{"type": kind, **one} for one in ranges]
             both.append({"anyOf": [*whole, {"type": others}] if others else whole})
-
-    def _integers(self, low: list[tuple[Any, bool]], high: list[tuple[Any, bool]]) -> list[dict[str, Any]]:
-        least = max((math.floor(bound) + 1 if is_out else math.ceil(bound) for bound, is_out in low), default=None)
-        most = min((math.ceil(bound) - 1 if is_out else math.floor(bound) for bound, is_out in high), default=None)
-        if least is not None and most is not None and least > most:
-            return []
-        found = {}
-        for name, bound in (("minimum", least), ("maximum", most)):
-            if bound is None:
-                continue
-            if abs(bound) >= _MAX_INTEGER:
-                self.unheld.add(name)
-            else:
-                found[name] = bound
-        return [found]
-
-    def _ranges(self, low: list[tuple[Any, bool]], high: list[tuple[Any, bool]]) -> list[dict[str, Any]]:
-        """Ranges that llguidance gets right, which together are those of the schema.
-
-        Its expression for 0.25 to 1.75 knows neither 0.2 nor 1.7 (a bound's own digits, cut short), and 0 is within its
-        0 to 0.5 though 0 is left out.
-        """
-        # The tightest; of two that are equal the one that is left out.
-        least = max(((Decimal(repr(bound)), is_out) for bound, is_out in low), default=None)
-        most = min(((Decimal(repr(bound)), not is_out) for bound, is_out in high), default=None)
-        if most is not None:
-            most = (most[0], not most[1])
-        if (
-            least is not None
-            and most is not None
-            and (least[0] > most[0] or (least[0] == most[0] and (least[1] or most[1])))
-        ):
-            return []
-        if least is not None and not _is_plain(least[0]):
-            self.unheld.add("minimum")
-            least = None
-        if most is not None and not _is_plain(most[0]):
-            self.unheld.add("maximum")
-            most = None
-        if least is not None and most is not None and least[1] and 0 <= least[0] == int(least[0]) == int(most[0]):
-            least = (least[0] + Decimal((0, (1,), -12)), False)
-        lows = [least, *(((cut, False)) for cut in _cuts(least, negative=True))]
-        highs = [most, *(((cut, False)) for cut in _cuts(most, negative=False))]
-        found = []
-        for one in lows:
-            for other in highs:
-                if one is not None and other is not None and one[0] > other[0]:
-                    continue
-                if one is not None and other is not None and one[0] == other[0] and (one[1] or other[1]):
-                    continue
-                whole: dict[str, Any] = {}
-                if one is not None:
-                    whole["exclusiveMinimum" if one[1] else "minimum"] = _number(one[0])
-                if other is not None:
-                    whole["exclusiveMaximum" if other[1] else "maximum"] = _number(other[0])
-                found.append(whole)
-        return found
 
     def _string(self, schema: dict[str, Any], out: dict[str, Any]) -> None:
         least, most = _size("minLength", schema), _size("maxLength", schema)
@@ -393,7 +331,7 @@ class _Writer:
         if patterns:
             out["patternProperties"] = patterns
             self.has_patterns = self.may_be_empty = True
-            self.is_costly |= len(patterns) > 3 or not all(map(_is_tame, patterns))
+            self.is_costly |= len(patterns) > 3 or not all(map(is_tame, patterns))
         if rest is not True:
             out["additionalProperties"] = rest
         if needed:
@@ -411,7 +349,7 @@ class _Writer:
         if is_fuzzy:
             self.unheld.add("patternProperties")
             return {}, True
-        if len(written) > 1 and not _are_disjoint(list(written)):
+        if len(written) > 1 and not are_disjoint(list(written)):
             # A name that several of them match must satisfy each: any of them is what can be said of it here.
             schemas = list(written.values())
             if any(one != schemas[0] for one in schemas):
@@ -593,47 +531,7 @@ class _Writer:
 
     def patterns_meet(self) -> bool:
         """Whether two regular expressions may be applied to one value, whose product llguidance looks at."""
-        return any(_patterns_meet(one)[1] for one in self.definitions.values())
-
-    def _check_cycles(self) -> None:
-        """Raise `SchemaError` where a schema is applied to the value that it is itself applied to, without end."""
-        after = {name: {ref.removeprefix("#/$defs/") for ref in _refs(one, in_place=True)}
-                 for name, one in self.definitions.items()}  # fmt: skip
-        done, active = set[str](), set[str]()
-        for first in after:
-            stack: list[tuple[str, Iterator[str]]] = [(first, iter(after[first]))] if first not in done else []
-            active = {first}
-            while stack:
-                name, rest = stack[-1]
-                following = next(rest, None)
-                if following is None:
-                    stack.pop()
-                    active.discard(name)
-                    done.add(name)
-                elif following in active:
-                    raise SchemaError("$ref leads back to where it stands, with no property or item between")
-                elif following not in done:
-                    active.add(following)
-                    stack.append((following, iter(after[following])))
-
-    def _prune_endless(self) -> None:
-        """Put `false` where only endless values would do, since each has to have another within it."""
-        ending = set[str]()
-        using: dict[str, list[str]] = {name: [] for name in self.definitions}
-        for name, one in self.definitions.items():
-            for ref in set(_refs(one)):
-                using[ref.removeprefix("#/$defs/")].append(name)
-        dirty, num_looks = list(self.definitions), 0
-        while dirty:
-            name = dirty.pop()
-            num_looks += 1
-            if name not in ending and (num_looks > _MAX_LOOKS or _can_end(self.definitions[name], ending)):
-                ending.add(name)
-                dirty += using[name]
-        if len(ending) == len(self.definitions):
-            return
-        for name, one in self.definitions.items():
-            self.definitions[name] = _without_endless(one, ending) if name in ending else False
+        return any(patterns_meet(one)[1] for one in self.definitions.values())
 
 
 # Keywords that mean nothing to the values that a schema takes.
@@ -652,95 +550,6 @@ _ALONE = _SILENT | {
 }  # fmt: skip
 
 
-def _refs(schema: Schema, *, in_place: bool = False) -> Iterator[str]:
-    stack = [schema]
-    while stack:
-        one = stack.pop()
-        if not isinstance(one, dict):
-            continue
-        if "$ref" in one:
-            yield one["$ref"]
-        for keyword, _, child in children(one):
-            if not in_place or keyword in ("allOf", "anyOf"):
-                stack.append(child)
-
-
-def _patterns_meet(schema: Schema) -> tuple[bool, bool]:
-    """Whether there is an expression in a lowered schema, or may be behind a reference; and whether two may meet."""
-    if not isinstance(schema, dict):
-        return False, False
-    has_one = not schema.keys().isdisjoint(("pattern", "format", "patternProperties"))
-    num_parts, num_beside = int("$ref" in schema), 0
-    for keyword, _, child in children(schema):
-        child_has, child_meets = _patterns_meet(child)
-        if child_meets:
-            return True, True
-        if keyword == "allOf":
-            num_parts += child_has
-        elif keyword == "anyOf":
-            num_beside |= child_has
-        else:
-            has_one |= child_has
-    num_parts += num_beside + has_one
-    return num_parts > 0, num_parts > 1
-
-
-def _is_tame(pattern: str) -> bool:
-    """Whether an expression's automaton is about as large as the expression: what is counted after any text is not."""
-    counts = [int(found[2] or found[1]) for found in _COUNTED.finditer(pattern)]
-    is_unbounded = not pattern.startswith("^") or any(sign in pattern for sign in ("*", "+", ",}"))
-    most = _MAX_COUNT_AFTER_ANY if is_unbounded else _MAX_COUNT
-    return len(pattern) <= _MAX_TAME and math.prod(max(1, count) for count in counts) <= most
-
-
-def _can_end(schema: Schema, ending: set[str]) -> bool:
-    """Whether a finite value may satisfy a lowered schema, where definitions that are not in `ending` have none."""
-    if isinstance(schema, bool):
-        return schema
-    if "$ref" in schema and schema["$ref"].removeprefix("#/$defs/") not in ending:
-        return False
-    if "enum" in schema:
-        return True
-    if "anyOf" in schema and not any(_can_end(one, ending) for one in schema["anyOf"]):
-        return False
-    if not all(_can_end(one, ending) for one in schema.get("allOf", ())):
-        return False
-    types = types_in(schema)
-    if types is None or set(types) - {"array", "object"}:
-        return True
-    if "array" in types:
-        num = schema.get("minItems", 0)
-        first = schema.get("prefixItems", [])
-        if all(_can_end(one, ending) for one in first[:num]) and (
-            num <= len(first) or _can_end(schema.get("items", True), ending)
-        ):
-            return True
-    properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
-    return "object" in types and all(
-        _can_end(properties.get(name, others), ending)
-        or (name not in properties and bool(schema.get("patternProperties")))
-        for name in schema.get("required", ())
-    )
-
-
-def _without_endless(schema: Schema, ending: set[str]) -> Schema:
-    if not isinstance(schema, dict):
-        return schema
-    if not _can_end(schema, ending):
-        return False
-    out = dict(schema)
-    for keyword, key, one in children(schema):
-        if key is None:
-            out[keyword] = _without_endless(one, ending)
-        else:
-            if out[keyword] is schema[keyword]:
-                out[keyword] = out[keyword].copy()
-            out[keyword][key] = _without_endless(one, ending)
-    if "anyOf" in out:
-        out["anyOf"] = [one for one in out["anyOf"] if one is not False]
-    return out
-
-
 def _text(keyword: str, schema: dict[str, Any]) -> str:
     value = schema[keyword]
     if not isinstance(value, str):
@@ -755,42 +564,3 @@ def _size(keyword: str, schema: dict[str, Any]) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 0:
         raise SchemaError(f"{keyword} is a whole number from 0 on, not {shown(value)}")
     return int(value)
-
-
-def _exponent(value: Decimal) -> int:
-    exponent = value.normalize().as_tuple().exponent
-    return exponent if isinstance(exponent, int) else 0
-
-
-def _is_plain(value: Decimal) -> bool:
-    return abs(value) < _MAX_INTEGER and -_exponent(value) <= _MAX_DIGITS
-
-
-def _cuts(bound: tuple[Decimal, bool] | None, *, negative: bool) -> list[Decimal]:
-    """A bound with each smaller number of digits behind the point, where llguidance does not know these numbers."""
-    if bound is None or (bound[0] < 0) != negative:
-        return []
-    digits = -_exponent(bound[0])
-    return [
-        cut
-        for num in range(1, digits)
-        if (cut := Decimal(int(bound[0].scaleb(num))).scaleb(-num)) != 0 or bound[0] == 0
-    ]
-
-
-def _number(value: Decimal) -> int | float:
-    return int(value) if value == int(value) else float(value)
-
-
-def _are_disjoint(patterns: list[str]) -> bool:
-    """Whether expressions begin with different plain texts."""
-    heads = [pattern[1 : 1 + _plain_length(pattern[1:])] if pattern.startswith("^") else "" for pattern in patterns]
-    return all(not one.startswith(other) and not other.startswith(one) for one, other in combinations(heads, 2))
-
-
-def _plain_length(pattern: str) -> int:
-    """How many characters at the beginning stand for themselves, and are not repeated."""
-    num = next((i for i, c in enumerate(pattern) if not (c.isalnum() or c in "_-:/@ ")), len(pattern))
-    if "|" in pattern:
-        return 0
-    return max(0, num - 1) if pattern[num : num + 1] in ("*", "?", "{", "+") else num

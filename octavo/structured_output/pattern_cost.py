@@ -1,0 +1,55 @@
+"""How costly regular expressions in a schema may be for llguidance, found without building their automata."""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import combinations
+
+from octavo.structured_output.schema_keywords import Schema, children
+
+_MAX_TAME = 100  # characters of a regular expression
+_MAX_COUNT, _MAX_COUNT_AFTER_ANY = 256, 8
+_COUNTED = re.compile(r"\{(\d+)(?:,(\d*))?\}")
+
+
+def patterns_meet(schema: Schema) -> tuple[bool, bool]:
+    """Whether there is an expression in a lowered schema, or may be behind a reference; and whether two may meet."""
+    if not isinstance(schema, dict):
+        return False, False
+    has_one = not schema.keys().isdisjoint(("pattern", "format", "patternProperties"))
+    num_parts, num_beside = int("$ref" in schema), 0
+    for keyword, _, child in children(schema):
+        child_has, child_meets = patterns_meet(child)
+        if child_meets:
+            return True, True
+        if keyword == "allOf":
+            num_parts += child_has
+        elif keyword == "anyOf":
+            num_beside |= child_has
+        else:
+            has_one |= child_has
+    num_parts += num_beside + has_one
+    return num_parts > 0, num_parts > 1
+
+
+def is_tame(pattern: str) -> bool:
+    """Whether an expression's automaton is about as large as the expression: what is counted after any text is not."""
+    counts = [int(found[2] or found[1]) for found in _COUNTED.finditer(pattern)]
+    is_unbounded = not pattern.startswith("^") or any(sign in pattern for sign in ("*", "+", ",}"))
+    most = _MAX_COUNT_AFTER_ANY if is_unbounded else _MAX_COUNT
+    return len(pattern) <= _MAX_TAME and math.prod(max(1, count) for count in counts) <= most
+
+
+def are_disjoint(patterns: list[str]) -> bool:
+    """Whether expressions begin with different plain texts."""
+    heads = [pattern[1 : 1 + _plain_length(pattern[1:])] if pattern.startswith("^") else "" for pattern in patterns]
+    return all(not one.startswith(other) and not other.startswith(one) for one, other in combinations(heads, 2))
+
+
+def _plain_length(pattern: str) -> int:
+    """How many characters at the beginning stand for themselves, and are not repeated."""
+    num = next((i for i, c in enumerate(pattern) if not (c.isalnum() or c in "_-:/@ ")), len(pattern))
+    if "|" in pattern:
+        return 0
+    return max(0, num - 1) if pattern[num : num + 1] in ("*", "?", "{", "+") else num

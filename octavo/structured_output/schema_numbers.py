@@ -1,0 +1,97 @@
+"""Bounds of numbers in JSON schemas, as ranges that llguidance gets right. `schema_lowering` writes them."""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal
+from typing import Any
+
+_MAX_INTEGER = 10**17  # llguidance fails from 10**18 on
+_MAX_DIGITS = 6  # of a bound behind the point
+Bounds = list[tuple[Any, bool]]  # numbers, and whether each is left out
+
+
+def integer_ranges(low: Bounds, high: Bounds, unheld: set[str]) -> list[dict[str, Any]]:
+    """Return one range of integers, or none if it is empty. Bounds that llguidance has no expression for go into
+    `unheld`."""
+    least = max((math.floor(bound) + 1 if is_out else math.ceil(bound) for bound, is_out in low), default=None)
+    most = min((math.ceil(bound) - 1 if is_out else math.floor(bound) for bound, is_out in high), default=None)
+    if least is not None and most is not None and least > most:
+        return []
+    found = {}
+    for name, bound in (("minimum", least), ("maximum", most)):
+        if bound is None:
+            continue
+        if abs(bound) >= _MAX_INTEGER:
+            unheld.add(name)
+        else:
+            found[name] = bound
+    return [found]
+
+
+def number_ranges(low: Bounds, high: Bounds, unheld: set[str]) -> list[dict[str, Any]]:
+    """Ranges that llguidance gets right, which together are those of the schema.
+
+    Its expression for 0.25 to 1.75 knows neither 0.2 nor 1.7 (a bound's own digits, cut short), and 0 is within its
+    0 to 0.5 though 0 is left out.
+    """
+    # The tightest; of two that are equal the one that is left out.
+    least = max(((Decimal(repr(bound)), is_out) for bound, is_out in low), default=None)
+    most = min(((Decimal(repr(bound)), not is_out) for bound, is_out in high), default=None)
+    if most is not None:
+        most = (most[0], not most[1])
+    if (
+        least is not None
+        and most is not None
+        and (least[0] > most[0] or (least[0] == most[0] and (least[1] or most[1])))
+    ):
+        return []
+    if least is not None and not _is_plain(least[0]):
+        unheld.add("minimum")
+        least = None
+    if most is not None and not _is_plain(most[0]):
+        unheld.add("maximum")
+        most = None
+    if least is not None and most is not None and least[1] and 0 <= least[0] == int(least[0]) == int(most[0]):
+        least = (least[0] + Decimal((0, (1,), -12)), False)
+    lows = [least, *(((cut, False)) for cut in _cuts(least, negative=True))]
+    highs = [most, *(((cut, False)) for cut in _cuts(most, negative=False))]
+    found = []
+    for one in lows:
+        for other in highs:
+            if one is not None and other is not None and one[0] > other[0]:
+                continue
+            if one is not None and other is not None and one[0] == other[0] and (one[1] or other[1]):
+                continue
+            whole: dict[str, Any] = {}
+            if one is not None:
+                whole["exclusiveMinimum" if one[1] else "minimum"] = _number(one[0])
+            if other is not None:
+                whole["exclusiveMaximum" if other[1] else "maximum"] = _number(other[0])
+            found.append(whole)
+    return found
+
+
+def _exponent(value: Decimal) -> int:
+    exponent = value.normalize().as_tuple().exponent
+    return exponent if isinstance(exponent, int) else 0
+
+
+def _is_plain(value: Decimal) -> bool:
+    return abs(value) < _MAX_INTEGER and -_exponent(value) <= _MAX_DIGITS
+
+
+def _cuts(bound: tuple[Decimal, bool] | None, *, negative: bool) -> list[Decimal]:
+    """A bound with each smaller number of digits behind the point, where llguidance does not know these numbers."""
+    if bound is None or (bound[0] < 0) != negative:
+        return []
+    digits = -_exponent(bound[0])
+    return [
+        cut
+        for num in range(1, digits)
+        if (cut := Decimal(int(bound[0].scaleb(num))).scaleb(-num)) != 0 or bound[0] == 0
+    ]
+
+
+def _number(value: Decimal) -> int | float:
+    return int(value) if value == int(value) else float(value)

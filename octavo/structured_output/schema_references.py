@@ -1,0 +1,115 @@
+"""References among the definitions of a lowered schema: those that lead back to where they stand, and those that only
+endless values satisfy. `schema_lowering` calls it when all definitions are written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from octavo.structured_output.schema_keywords import Schema, SchemaError, children
+from octavo.structured_output.schema_validation import types_in
+
+_MAX_LOOKS = 20_000  # at definitions, to find those that only endless values satisfy
+
+
+def refs_in(schema: Schema, *, in_place: bool = False) -> Iterator[str]:
+    """Yield the references in a lowered schema; with `in_place` those that apply to the schema's own value."""
+    stack = [schema]
+    while stack:
+        one = stack.pop()
+        if not isinstance(one, dict):
+            continue
+        if "$ref" in one:
+            yield one["$ref"]
+        for keyword, _, child in children(one):
+            if not in_place or keyword in ("allOf", "anyOf"):
+                stack.append(child)
+
+
+def check_cycles(definitions: dict[str, Schema]) -> None:
+    """Raise `SchemaError` where a schema is applied to the value that it is itself applied to, without end."""
+    after = {name: {ref.removeprefix("#/$defs/") for ref in refs_in(one, in_place=True)}
+             for name, one in definitions.items()}  # fmt: skip
+    done, active = set[str](), set[str]()
+    for first in after:
+        stack: list[tuple[str, Iterator[str]]] = [(first, iter(after[first]))] if first not in done else []
+        active = {first}
+        while stack:
+            name, rest = stack[-1]
+            following = next(rest, None)
+            if following is None:
+                stack.pop()
+                active.discard(name)
+                done.add(name)
+            elif following in active:
+                raise SchemaError("$ref leads back to where it stands, with no property or item between")
+            elif following not in done:
+                active.add(following)
+                stack.append((following, iter(after[following])))
+
+
+def prune_endless(definitions: dict[str, Schema]) -> None:
+    """Put `false` where only endless values would do, since each has to have another within it."""
+    ending = set[str]()
+    using: dict[str, list[str]] = {name: [] for name in definitions}
+    for name, one in definitions.items():
+        for ref in set(refs_in(one)):
+            using[ref.removeprefix("#/$defs/")].append(name)
+    dirty, num_looks = list(definitions), 0
+    while dirty:
+        name = dirty.pop()
+        num_looks += 1
+        if name not in ending and (num_looks > _MAX_LOOKS or _can_end(definitions[name], ending)):
+            ending.add(name)
+            dirty += using[name]
+    if len(ending) == len(definitions):
+        return
+    for name, one in definitions.items():
+        definitions[name] = _without_endless(one, ending) if name in ending else False
+
+
+def _can_end(schema: Schema, ending: set[str]) -> bool:
+    """Whether a finite value may satisfy a lowered schema, where definitions that are not in `ending` have none."""
+    if isinstance(schema, bool):
+        return schema
+    if "$ref" in schema and schema["$ref"].removeprefix("#/$defs/") not in ending:
+        return False
+    if "enum" in schema:
+        return True
+    if "anyOf" in schema and not any(_can_end(one, ending) for one in schema["anyOf"]):
+        return False
+    if not all(_can_end(one, ending) for one in schema.get("allOf", ())):
+        return False
+    types = types_in(schema)
+    if types is None or set(types) - {"array", "object"}:
+        return True
+    if "array" in types:
+        num = schema.get("minItems", 0)
+        first = schema.get("prefixItems", [])
+        if all(_can_end(one, ending) for one in first[:num]) and (
+            num <= len(first) or _can_end(schema.get("items", True), ending)
+        ):
+            return True
+    properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+    return "object" in types and all(
+        _can_end(properties.get(name, others), ending)
+        or (name not in properties and bool(schema.get("patternProperties")))
+        for name in schema.get("required", ())
+    )
+
+
+def _without_endless(schema: Schema, ending: set[str]) -> Schema:
+    if not isinstance(schema, dict):
+        return schema
+    if not _can_end(schema, ending):
+        return False
+    out = dict(schema)
+    for keyword, key, one in children(schema):
+        if key is None:
+            out[keyword] = _without_endless(one, ending)
+        else:
+            if out[keyword] is schema[keyword]:
+                out[keyword] = out[keyword].copy()
+            out[keyword][key] = _without_endless(one, ending)
+    if "anyOf" in out:
+        out["anyOf"] = [one for one in out["anyOf"] if one is not False]
+    return out
