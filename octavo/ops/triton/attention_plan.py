@@ -74,7 +74,8 @@ def _plan_kernel(
         )
         total += tl.sum(num_tiles * cost, 0) * KV_HEADS
         num_items += tl.sum(num_tiles, 0) * KV_HEADS
-    # `schedule.wants_split` explains the rule.
+    # A sequence is split if, less what partial sums take, it alone would take twice what a program does on average, or
+    # if items like it would leave programs idle in their last turn for half of that.
     idle = (num_programs - num_items % num_programs) % num_programs
     splits_end, tiles_end, partials_end = 0, 0, 0
     for first in range(0, num_seqs, SEQS):

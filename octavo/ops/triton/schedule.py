@@ -1,8 +1,8 @@
 """A model of how a device gets through the programs of a launch: which resources each takes, and when all are done.
 
-Products choose their tiles by it, attention's rule of what to split was chosen by it, and `benchmarks/gpu_limits.py`
-derives predictions from it. No torch, no device: tests read it as arithmetic. `Machine` lists what is assumed of a
-device; `scripts/gpu-check` measures the first two, and a prediction that fails says which of the others is wrong.
+Products choose their tiles by it, and `benchmarks/gpu_limits.py` derives predictions from it. No torch, no device: it
+is arithmetic. `Machine` lists what is assumed of a device; `scripts/gpu-check` measures the first two, and a
+prediction that fails says which of the others is wrong.
 
 Programs run side by side on multiprocessors. One that runs alone is as fast as the slowest of: its tensor cores, what
 its multiprocessor reads from the L2 cache, and its loads in flight over their latency (Little 1961). All that run share
@@ -11,7 +11,7 @@ the memory's and the cache's bandwidth. A program that ends makes room for the n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -200,72 +200,4 @@ def choose(
     return tile, channels
 
 
-# --- Attention of decodes --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeAttention:
-    """One layer's: heads of `head_size`, and the tile of keys that a program looks at, with elements of two bytes."""
-
-    num_kv_heads: int
-    head_size: int
-    block_n: int = 64
-    num_stages: int = 3
-    programs_per_multiprocessor: int = 2
-
-
-_FIND_WORK_S = 1.0e-6  # an item's place in the plan, its query, its blocks
-_MERGE_S = 2.5e-6  # partial sums written, counted, read, merged
-SPLIT_OVERHEAD = 512  # keys that a program could look at meanwhile
-_ROWS = 64  # of a tile: the query heads of a key/value head, and padding
-
-
-def splits_of(num_keys: int) -> list[int]:
-    """Keys of each split, as the attention kernel cuts them."""
-    sizes: list[int] = []
-    while num_keys > 0:
-        sizes.append(min(num_keys, 256 << min(len(sizes) // 16, 4)))
-        num_keys -= sizes[-1]
-    return sizes
-
-
-def wants_split(cost: int, block_n: int, num_items: int, total: int, num_programs: int) -> bool:
-    """Whether a sequence, of which a program has to do `cost` tiles of `block_n` keys, is worth cutting into its
-    splits, beside `num_items` that cost `total` in all. It is if, less what partial sums take, it alone would take
-    twice what a program does on average, or if items like it would leave programs idle in their last turn for half of
-    that. The kernel decides by the same rule."""
-    idle = -num_items % num_programs
-    gain = cost - SPLIT_OVERHEAD // block_n
-    return 2 * idle * gain > total or gain * num_programs > 2 * total
-
-
-def attention_s(machine: Machine, shape: DecodeAttention, keys: Sequence[int], splits: bool | None = None) -> float:
-    """One token each of sequences with `keys`, of which those are split that are worth it, or all or none."""
-    slots = machine.multiprocessors * shape.programs_per_multiprocessor
-    total = sum(count // shape.block_n + 1 for count in keys) * shape.num_kv_heads
-    split, whole = dict[int, int](), dict[int, int]()
-    merges = False
-    for count in keys:
-        worth_it = wants_split(count // shape.block_n + 1, shape.block_n, len(keys) * shape.num_kv_heads, total, slots)
-        if (worth_it if splits is None else splits) and len(splits_of(count)) > 1:
-            merges = True
-            for size in splits_of(count):
-                split[size] = split.get(size, 0) + shape.num_kv_heads
-        else:
-            whole[count] = whole.get(count, 0) + shape.num_kv_heads
-    dealt = [(_keys_item(machine, shape, size), split[size]) for size in sorted(split, reverse=True)]
-    dealt += [(_keys_item(machine, shape, size), number) for size, number in whole.items()]
-    return duration_s(machine, dealt, slots) + (_MERGE_S if merges else 0.0)
-
-
-def _keys_item(machine: Machine, shape: DecodeAttention, num_keys: int) -> Item:
-    """What a program does with some keys of one head."""
-    num_bytes = num_keys * 2 * shape.head_size * 2
-    return Item(
-        memory_bytes=num_bytes,
-        cache_bytes=num_bytes,
-        # Softmax takes about as long as the two products, and overlaps only other programs'.
-        flops=2 * 4 * _ROWS * shape.head_size * num_keys,
-        in_flight=(shape.num_stages - 1) * shape.block_n * 2 * shape.head_size * 2,
-        alone_s=_FIND_WORK_S + machine.latency_s,
-    )
+SPLIT_OVERHEAD = 512  # keys that a program of attention could look at while partial sums are written and merged

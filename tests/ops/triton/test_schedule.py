@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.gpu_limits import DecodeAttention, attention_s, splits_of, wants_split
 from octavo.ops.triton import attention_plan, launch, schedule
-from octavo.ops.triton.schedule import MACHINES, DecodeAttention, Item, Machine, Tile, attention_s, duration_s
+from octavo.ops.triton.schedule import MACHINES, Item, Machine, Tile, duration_s
 from tests.ops.triton.conftest import DEVICE
 
 # Two multiprocessors that read 10 GB/s each through their ports, and 16 from memory together.
@@ -49,9 +50,9 @@ def test_turns_that_are_all_the_same_are_not_followed_one_by_one() -> None:
 
 
 def test_splits_are_those_of_the_kernel() -> None:
-    assert schedule.splits_of(600) == [256, 256, 88]
-    assert schedule.splits_of(4096 + 700) == [256] * 16 + [512, 188]
-    assert max(schedule.splits_of(1 << 20)) == 4096
+    assert splits_of(600) == [256, 256, 88]
+    assert splits_of(4096 + 700) == [256] * 16 + [512, 188]
+    assert max(splits_of(1 << 20)) == 4096
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
@@ -74,14 +75,14 @@ def test_the_kernel_splits_by_the_rule(lengths: list[int]) -> None:
     plan = attention_plan.plan_of(starts, lens, 1 << 20, num_programs, num_kv_heads, 16, block_n, 0).tolist()
     costs = [length // block_n + 1 for length in lengths]
     expected = [
-        schedule.wants_split(
+        wants_split(
             cost, block_n, len(lengths) * num_kv_heads, sum(costs) * num_kv_heads, num_programs
         ) and length > attention_plan.SPLIT_KEYS
         for cost, length in zip(costs, lengths, strict=True)
     ]  # fmt: skip
     partials = plan[2 + 2 * len(lengths) :]
     assert [place >= 0 for place in partials] == expected
-    splits = [len(schedule.splits_of(length)) if split else 0 for length, split in zip(lengths, expected, strict=True)]
+    splits = [len(splits_of(length)) if split else 0 for length, split in zip(lengths, expected, strict=True)]
     assert plan[0] == sum(splits) * num_kv_heads
     assert plan[1] == plan[0] + num_kv_heads * expected.count(False)
 
