@@ -1,7 +1,7 @@
 """The kernel interface: the names of all operations that models are made of, and the functions that load a backend.
 
-A backend is a module that provides the functions of `Ops`. `torch_ref` defines them in plain torch and is the oracle of
-every kernel test; `cpu` calls the native kernels; `cuda` calls the Triton kernels. Models, runner and sampler are
+A backend is a module that provides the functions of `Ops`. `tests/ops/torch_ref.py` defines them in plain torch, for
+tests of kernels; `cpu` calls the native kernels; `cuda` calls the Triton kernels. Models, runner and sampler are
 written against `Ops`, compute through `Ops` only, and import no backend.
 
 Every operation is *row-wise*: the result of one token does not depend on the rest of the batch, bit for bit, in every
@@ -100,13 +100,10 @@ def load_cuda() -> DeviceOps:
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from octavo.ops import cpu, cuda, torch_ref
+    from octavo.ops import cpu, cuda
 
     _index: IndexOpsOver[HostArray] = cpu
     _index_of_devices: IndexOpsOver[Tensor] = cuda
     _segments: SegmentOpsOver[HostArray] = cpu
     _parallel: ParallelOpsOver[HostArray] = cpu
-    _reference: DeviceOpsOver[Tensor] = torch_ref
-    _reference_of_index: IndexOpsOver[Tensor] = torch_ref
-    _reference_of_adapters: AdapterOpsOver[Tensor] = torch_ref
     _adapters_of_devices: AdapterOpsOver[Tensor] = cuda

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from octavo.engine import core_client, core_process
 from octavo.execution import compile_ahead, cuda_device, executor, follower, host_workers
-from octavo.ops import cuda, cuda_collectives, torch_ref
+from octavo.ops import cuda, cuda_collectives
 from octavo.processes import python_command
 from tests.execution.late_device import LateDevice, LateStream
+from tests.ops import torch_ref
 
 _OPS = "OCTAVO_TESTS_LATE_OPS"
 

@@ -21,10 +21,10 @@ from octavo.engine.core import EngineCore
 from octavo.execution.cuda_device import becomes, graph_sizes, shapes_to_capture
 from octavo.execution.executor import LocalExecutor
 from octavo.execution.step_arrays import StepShape
-from octavo.ops import torch_ref
 from octavo.request import EngineRequest, Prompt, SequenceOutput
 from octavo.sampling_params import SamplingParams
 from tests.execution.late_device import LateDevice
+from tests.ops import torch_ref
 from tests.untimed import without_time
 
 VOCAB = 320

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from octavo.ops import torch_ref
+from tests.ops import torch_ref
 
 
 @pytest.fixture

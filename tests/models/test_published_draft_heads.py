@@ -17,8 +17,8 @@ from octavo.models.decoder import Decoder
 from octavo.models.description import ModelDescription
 from octavo.models.draft_heads import ChainHead, Eagle3Head, EagleHead, HeadTarget, MedusaHeads, module_names
 from octavo.models.registry import describe
-from octavo.ops import torch_ref
 from tests.models.driving import ArrayWeights
+from tests.ops import torch_ref
 
 LAYERS = 8
 HIDDEN, INNER, HEADS, KV_HEADS, SIZE, VOCAB, LENGTH, EPS = 32, 48, 4, 2, 8, 64, 11, 1e-5

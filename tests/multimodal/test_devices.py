@@ -20,13 +20,14 @@ from octavo.execution.device import Device
 from octavo.models.multimodal_models import MEDIA_FAMILIES
 from octavo.multimodal.model_processor import MediaProcessor
 from octavo.multimodal.tower import Tower
-from octavo.ops import cuda, torch_ref
+from octavo.ops import cuda
 from octavo.request import MediaInput
 from tests.execution.late_device import LateDevice
 from tests.multimodal.conftest import picture
 from tests.multimodal.small_media import CASES, kind_of, save_case
 from tests.multimodal.small_processors import MORE_TOKENS, TOKENS
 from tests.multimodal.test_llava import generate, tower
+from tests.ops import torch_ref
 from tests.ops.triton.conftest import DEVICE
 from tests.speech.conftest import sound
 from tests.untimed import without_time

@@ -24,13 +24,14 @@ from octavo.execution import executor
 from octavo.lora.request import LoRARequest
 from octavo.models.registry import describe
 from octavo.multimodal.transformers_processor import load_processor
-from octavo.ops import cuda, torch_ref
+from octavo.ops import cuda
 from tests.e2e.server import openai_client, served
 from tests.execution.late_device import LateDevice
 from tests.multimodal.conftest import encoded, picture, save
 from tests.multimodal.test_combinations import MATRICES, rewritten
 from tests.multimodal.test_llava import GREEDY, generate, tower
 from tests.multimodal.test_pictures import url
+from tests.ops import torch_ref
 from tests.ops.triton.conftest import DEVICE
 from tests.quantization.checkpoints import FORMATS
 from tests.untimed import without_time

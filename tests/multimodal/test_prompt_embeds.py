@@ -20,10 +20,10 @@ from transformers import PreTrainedTokenizerFast
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError, RequestError
 from octavo.execution import executor
-from octavo.ops import torch_ref
 from tests.e2e.server import openai_client, served
 from tests.execution.late_device import LateDevice
 from tests.multimodal.test_llava import GREEDY, generate
+from tests.ops import torch_ref
 from tests.untimed import without_time
 
 IDS = [84, 104, 101, 32, 99, 97, 116, 32, 115, 97, 116, 32, 111, 110, 32, 105, 116, 115, 32, 109, 97, 116]

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from octavo.ops import Expand, ExpandExperts, LayerKVCache, Lookup
-from octavo.ops import torch_ref as reference_backend
 from octavo.ops.torch_arrays import to_torch
 from octavo.quantization import StoredWeight
+from tests.ops import torch_ref as reference_backend
 
 _FORMATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 

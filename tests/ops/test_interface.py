@@ -8,7 +8,8 @@ from typing import Generic, Protocol
 
 import pytest
 
-from octavo.ops import AdapterOpsOver, DeviceOpsOver, IndexOpsOver, OpsOver, ParallelOpsOver, cuda, torch_ref
+from octavo.ops import AdapterOpsOver, DeviceOpsOver, IndexOpsOver, OpsOver, ParallelOpsOver, cuda
+from tests.ops import torch_ref
 
 
 def operations(*protocols: type) -> dict[str, inspect.Signature]:

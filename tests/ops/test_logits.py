@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.ops import LayerKVCache, cpu, cpu_logits, torch_ref
+from octavo.ops import LayerKVCache, cpu, cpu_logits
 from octavo.ops.torch_arrays import to_torch
+from tests.ops import torch_ref
 from tests.ops.kernel_cases import generated
 from tests.ops.tensors import to_numpy
 

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo import ops
-from octavo.ops import torch_ref
 from octavo.request import TokenLogprobs
 from octavo.sampling.random import uniform
 from octavo.sampling.sampler import sample_tokens, write_settings
@@ -20,6 +19,7 @@ from octavo.sampling.sampling_table import Samples as DrawnFor
 from octavo.sampling.sampling_table import SamplingBatch, SamplingTable
 from octavo.sampling_params import SamplingParams
 from octavo.step_plan import Admission
+from tests.ops import torch_ref
 
 
 @dataclass

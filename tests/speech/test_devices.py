@@ -11,8 +11,9 @@ from transformers import WhisperFeatureExtractor
 
 from octavo import SamplingParams
 from octavo.execution import executor
-from octavo.ops import cuda, torch_ref
+from octavo.ops import cuda
 from tests.execution.late_device import LateDevice
+from tests.ops import torch_ref
 from tests.ops.triton.conftest import DEVICE
 from tests.speech.conftest import marks, save_whisper, sound
 from tests.speech.test_whisper import asked, engine, generate

@@ -17,10 +17,11 @@ import torch
 from octavo.errors import RequestError
 from octavo.multimodal.sounds import from_bytes
 from octavo.multimodal.transcript import Segment, as_srt, as_vtt, compression_ratio, split
-from octavo.ops import Ops, torch_ref
+from octavo.ops import Ops
 from octavo.sampling.sampling_table import RowSettings, SpecialSample
 from octavo.sampling.timestamp_rules import allowed_tokens, follow_rules
 from octavo.sampling_params import SamplingParams, SpeechRules
+from tests.ops import torch_ref
 from tests.speech.conftest import sound
 
 

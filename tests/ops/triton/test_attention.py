@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from octavo.ops import LayerKVCache
-from octavo.ops.ref_attention import to_cache
 from octavo.ops.triton import attention_plan, launch
 from octavo.ops.triton import paged_attention as kernels
 from octavo.ops.triton.paged_attention import Tiles, paged_attention
 from tests.ops.kernel_cases import score_settings
+from tests.ops.ref_attention import to_cache
 from tests.ops.tensors import torch_ref
 from tests.ops.triton.conftest import DEVICE
 

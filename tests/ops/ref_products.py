@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.ops import AdapterTable, Expand, LinearWeight, Lookup
-from octavo.ops.torch_adapters import TorchAdapterTable, expand_rows, looked_up, shrink_rows
 from octavo.ops.torch_arrays import DTYPES, to_torch
 from octavo.quantization import StoredWeight, dequantize
+from tests.ops.torch_adapters import TorchAdapterTable, expand_rows, looked_up, shrink_rows
 
 
 @dataclass(frozen=True, slots=True)

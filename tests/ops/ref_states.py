@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
-from octavo.ops.ref_products import FACTORS
+from tests.ops.ref_products import FACTORS
 
 
 def _over_states(

@@ -9,37 +9,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from octavo.ops import LinearWeight
-from octavo.ops.ref_attention import (
-    allocate_kv_cache,
-    choose_keys,
-    copy_blocks,
-    latent_attention,
-    paged_attention,
-    rotary_and_cache,
-    rotate,
-)
-from octavo.ops.ref_experts import experts, linear_by_head, route, stack_experts
-from octavo.ops.ref_logits import argmax, exponentials, mask_tokens, penalize, sample
-from octavo.ops.ref_products import (
-    DenseWeight,
-    activation,
-    add,
-    embedding,
-    fake_quantize,
-    layer_norm,
-    linear,
-    linear_activated,
-    linear_add,
-    linear_silu_and_mul,
-    multiply,
-    pack_linear,
-    pool,
-    quantize,
-    rms_norm,
-    shrink,
-)
-from octavo.ops.ref_states import causal_conv, gated_delta, gated_recurrence, num_scan_floats, selective_scan
-from octavo.ops.torch_adapters import adapter_table, allocate_arena, experts_adapter_table, rows_by_adapter
 from octavo.ops.torch_arrays import to_torch
 from octavo.ops.torch_ops import (
     add_bias,
@@ -57,6 +26,37 @@ from octavo.ops.torch_ops import (
     scatter_blocks,
     top_tokens,
 )
+from tests.ops.ref_attention import (
+    allocate_kv_cache,
+    choose_keys,
+    copy_blocks,
+    latent_attention,
+    paged_attention,
+    rotary_and_cache,
+    rotate,
+)
+from tests.ops.ref_experts import experts, linear_by_head, route, stack_experts
+from tests.ops.ref_logits import argmax, exponentials, mask_tokens, penalize, sample
+from tests.ops.ref_products import (
+    DenseWeight,
+    activation,
+    add,
+    embedding,
+    fake_quantize,
+    layer_norm,
+    linear,
+    linear_activated,
+    linear_add,
+    linear_silu_and_mul,
+    multiply,
+    pack_linear,
+    pool,
+    quantize,
+    rms_norm,
+    shrink,
+)
+from tests.ops.ref_states import causal_conv, gated_delta, gated_recurrence, num_scan_floats, selective_scan
+from tests.ops.torch_adapters import adapter_table, allocate_arena, experts_adapter_table, rows_by_adapter
 
 __all__ = [
     "DenseWeight", "activation", "adapter_table", "add", "add_bias", "add_chosen", "add_rows", "allocate_arena",

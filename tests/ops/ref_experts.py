@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from octavo.ops import Expand, ExpandExperts, ExpertsWeight, LinearWeight, Routing
-from octavo.ops.ref_products import FUNCTIONS, DenseWeight, linear, product, quantize, rounded, shrink
-from octavo.ops.torch_adapters import TorchExpertsTable
+from tests.ops.ref_products import FUNCTIONS, DenseWeight, linear, product, quantize, rounded, shrink
+from tests.ops.torch_adapters import TorchExpertsTable
 
 
 @dataclass(frozen=True, slots=True)
