@@ -66,7 +66,7 @@ def simulate(
     cache = KVCacheManager(groups, [40_000], 16, [0], True)
     target_s = None if policy.target_ms is None else policy.target_ms / 1e3
     config = SchedulerConfig(256, policy.num_tokens, True, policy.scheduling, "recompute", target_step_s=target_s)
-    scheduler = Scheduler(config, cache, seed=0, cost=fitted)
+    scheduler = Scheduler(config, cache, cost=fitted)
     params = SamplingParams(max_tokens=num_output, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
     served = {str(i): Served(at, length, []) for i, (at, length) in enumerate(zip(arrivals, lengths, strict=True))}
     left = sorted(served.items(), key=lambda item: item[1].arrival)

@@ -134,6 +134,13 @@ class Sequence:
             chooser=self.chooser,
         )
 
+    def continued(self, index: int, output_token_ids: list[int]) -> Sequence:
+        """A completion that another core has begun. It goes on like a preempted one."""
+        one = self.fork(index)
+        one.token_ids += output_token_ids
+        one.num_preemptions += 1
+        return one
+
     def output(
         self,
         token_ids: list[int],

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -80,11 +81,12 @@ class EngineCore:
             pool = AdapterPool(memory.num_pages, memory.num_slots, config.lora.max_loras)
             self.adapters = AdapterLibrary(executor, pool, config.lora.max_cpu_loras)
         self.scheduler = Scheduler(
-            config.scheduler, cache, config.model.seed, executor.runs_ahead, speculation, self.cost,
+            config.scheduler, cache, executor.runs_ahead, speculation, self.cost,
             None if self.adapters is None else self.adapters.pool, executor.num_stages,
         )  # fmt: skip
         self._takes_media = any(one is not None for one in (config.media, config.sound, config.prompt_embeds))
         self.is_paused = False  # nothing is computed
+        self.on_admission: Callable[[list[str]], None] | None = None  # told the running requests before they run
         self._in_flight: deque[_InFlightStep] = deque()
         self._last_end = 0.0  # time.monotonic, of the last step
         self._refused: list[SequenceOutput] = []
@@ -150,6 +152,8 @@ class EngineCore:
         begin = time.monotonic()
         tower_running = self.cost.tower_running = self._takes_media and self.executor.makes_media()
         plan = self.scheduler.schedule()
+        if plan.admissions and self.on_admission is not None:
+            self.on_admission([*{seq.request.request_id: None for seq in self.scheduler.queues.running}])
         # If nothing can be planned, wait for a step in flight.
         num_ahead = max(0, len(self._in_flight) - 1)
         if plan.rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -70,6 +71,7 @@ class InputProcessor:
         self._closes_objects = config.disable_additional_properties
         self.tokenizer = tokenizer
         self._ids = itertools.count()
+        self._seeds = random.Random(model.seed)
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
         self.media: MediaProcessor | None = None  # if the model takes media
         if config.media is not None:
@@ -185,6 +187,8 @@ class InputProcessor:
         if adapter is not None:
             made = msgspec.structs.replace(made, adapter=adapter.identity)
         params = msgspec.structs.replace(params, **counts)
+        if params.seed is None:  # drawn here, so that a core that has died is followed by one that draws the same
+            params.seed = self._seeds.getrandbits(64)
         self._check_token_ids(params)
         if grammar is None and params.structured_outputs is not None:
             grammar = WantedGrammar(params.structured_outputs, special_tokens=self.special_tokens)

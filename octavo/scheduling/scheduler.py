@@ -23,7 +23,6 @@ computed for nothing and its result is dropped.
 
 from __future__ import annotations
 
-import random
 import time
 from collections import deque
 
@@ -61,7 +60,6 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         cache: KVCacheManager,
-        seed: int | None = None,
         runs_ahead: bool = False,
         speculation: Speculation | None = None,
         cost: StepCost | None = None,
@@ -80,7 +78,6 @@ class Scheduler:
         self.queues = SequenceQueues(config.max_num_seqs, cache, on_end, adapters)
         self._cost = cost
         self._prompt_token_s = 0.0
-        self._random = random.Random(seed)
         self._stats = EngineStats()
 
     @property
@@ -93,11 +90,10 @@ class Scheduler:
             raise RequestError(f"request id {request.request_id!r} is in use.", param="request_id")
         check_request(request, self.config, self.cache)
         self._arrivals += 1
-        seed = request.params.seed
         seq = Sequence(
             request=request,
             key=(0, self._arrivals),
-            seed=self._random.getrandbits(64) if seed is None else seed % 2**64,
+            seed=(request.params.seed or 0) % 2**64,
             stop_reasons=stop_reasons(request),
             token_ids=list(request.prompt.token_ids),
             num_pending_forks=request.params.num_sequences - 1,
@@ -105,7 +101,10 @@ class Scheduler:
         seq.key = (self._order_number(seq), self._arrivals)
         if request.params.use_beam_search:
             seq.chooser = BeamSearch(seq, self.queues)
-        self.queues.add(seq)
+        if not request.output_token_ids:
+            self.queues.add(seq)
+        for index, tokens in request.output_token_ids.items():
+            self.queues.add(seq.continued(index, tokens))
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or its sequence `index`, and free the blocks at once. Unknown ids are ignored. So is an index

@@ -153,6 +153,17 @@ def test_no_two_requests_have_one_id(inputs: InputProcessor) -> None:
     assert len({inputs.process("x", SamplingParams()).request_id for _ in range(3)}) == 3
 
 
+def test_requests_without_a_seed_get_different_ones_and_a_seeded_engine_repeats_them(
+    model: ModelConfig, tokenizer: Any
+) -> None:
+    def seeds() -> list[int | None]:
+        inputs = InputProcessor(engine_config(dataclasses.replace(model, seed=0)), tokenizer)
+        return [inputs.process(ids(2), SamplingParams(seed=seed)).params.seed for seed in (None, None, -1, None)]
+
+    assert seeds() == seeds()
+    assert len(set(seeds())) == 4 and seeds()[2] == -1
+
+
 def test_special_tokens_are_added_where_they_are_wanted(model: ModelConfig, tokenizer: Any) -> None:
     with_start = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     with_start.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])

@@ -50,7 +50,7 @@ class Simulation:
         )
         speculation = None if setup.draft_tokens == "none" else guessing(self._propose)
         self.scheduler = Scheduler(
-            config, self.cache, None, setup.runs_ahead, speculation, STEP_COST, num_stages=setup.num_stages
+            config, self.cache, setup.runs_ahead, speculation, STEP_COST, num_stages=setup.num_stages
         )
         self.device = Device(self)
         self.under_way: deque[tuple[StepPlan, StepResult]] = deque()

@@ -55,7 +55,7 @@ def scheduler(
     )
     full = CacheGroup(LayerCacheSpec("full", num_kv_heads=1, key_size=8, value_size=8), (0,), pool=0)
     cache = KVCacheManager([full], [num_blocks], SIZE, [num_host_blocks], caching)
-    return Scheduler(config, cache, seed=0, speculation=speculation, cost=cost, num_stages=num_stages)
+    return Scheduler(config, cache, speculation=speculation, cost=cost, num_stages=num_stages)
 
 
 def request(
@@ -388,19 +388,6 @@ def test_a_request_as_long_as_the_cache_runs_to_its_end() -> None:
     for _ in range(40):
         finished += [output.request_id for output in step(s) if output.finish_reason == "length"]
     assert finished == ["a", "b"]
-
-
-def test_requests_without_a_seed_get_different_ones_and_a_seeded_engine_repeats_them() -> None:
-    def seeds() -> list[int]:
-        s = scheduler()
-        for name in "abc":
-            s.add(request(name, 2))
-        s.add(request("seeded", 2, seed=-1))
-        return [admission.seed for admission in s.schedule().admissions]
-
-    assert seeds() == seeds()
-    assert len(set(seeds())) == 4
-    assert seeds()[3] == 2**64 - 1, "negative seeds are seeds too"
 
 
 def test_aborted_requests_do_not_pile_up_behind_one_that_waits() -> None:
