@@ -12,24 +12,24 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
-
-import msgspec
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig
 from octavo.engine.adapter_requests import AdapterRequests
+from octavo.engine.continuation import Continuation
 from octavo.engine.control import EngineControl
 from octavo.engine.core_client import Core, CoreProcess
 from octavo.engine.forecast import FirstTokenForecast
 from octavo.engine.generate import EngineCalls, GenerateArgs, Output, length_of
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.off_loop import run_off_loop
-from octavo.engine.output_processor import OutputProcessor, RequestFailed
+from octavo.engine.output_processor import OutputProcessor, RequestFailed, RequestState
 from octavo.engine.request_log import log_request
 from octavo.engine.request_stream import RequestStream
 from octavo.engine.supervisor import Supervisor
 from octavo.engine.vllm_names import refuse_kwargs
-from octavo.engine.wire import Abort, BlockMap, CacheWasReset, CoreMessage, Ready, StepOutputs
+from octavo.engine.wire import Abort, BlockMap, CacheWasReset, CoreMessage, Ready, Running, StepOutputs
 from octavo.errors import EngineStoppingError, OctavoError, RequestError
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.logs import configure_logging
@@ -63,7 +63,8 @@ class AsyncLLMEngine(EngineCalls):
     Make it with `from_engine_args`; servers start the `core` process before they have a configuration. All coroutines
     belong to the event loop of the first call.
 
-    If the core dies, running requests fail, and it is started again if `max_restarts` allows it (`Supervisor`).
+    If the core dies, it is started again if `max_restarts` allows it (`Supervisor`), and running requests go on with
+    the next core, as if nothing had happened (`Continuation`).
     """
 
     def __init__(
@@ -75,15 +76,19 @@ class AsyncLLMEngine(EngineCalls):
         max_restarts: int = 0,
         step_timeout_s: float | None = None,
         ready_timeout_s: float | None = None,
+        on_engine_death: Literal["continue", "fail"] = "continue",
         logs_requests: bool = False,
         max_log_len: int | None = None,
         inputs: InputProcessor | None = None,
         on_loss: Callable[[], None] | None = None,
+        find_other: Callable[[EngineRequest], AsyncLLMEngine | None] | None = None,
         make_core: Callable[[EngineConfig, CoreProcess | None], Core] | None = None,
     ) -> None:
         """See `Supervisor` for restarts, timeouts and `make_core`. Engines of one server share their `inputs`.
-        `on_loss` is called when the core has died, with its requests and its cache."""
-        self.metrics, self._on_loss = metrics, on_loss
+        `on_loss` is called when the core has died, with its cache. `find_other` then returns, for each request, another
+        engine that can go on with it now, if there is one. With `on_engine_death` "fail" requests fail instead."""
+        self.metrics, self._on_loss, self._find_other = metrics, on_loss, find_other
+        self._continues = on_engine_death == "continue"
         self.stats = EngineStats()  # of the core's last step
         self.forecast = FirstTokenForecast()
         if metrics is not None and config.lora is not None:
@@ -104,6 +109,7 @@ class AsyncLLMEngine(EngineCalls):
             inputs = InputProcessor(config, tokenizer)
         self.inputs, self.tokenizer = inputs, inputs.tokenizer
         self._outputs = OutputProcessor(self.tokenizer, metrics, makes_prompts_later=True)
+        self._continuation = Continuation(self._outputs, self._supervisor.send)
         self._streams: dict[str, RequestStream] = {}
         self._control = EngineControl(self._supervisor, lambda: not self._outputs.requests, self._abort_running)
         self._adapters = AdapterRequests(self._supervisor, self.inputs)
@@ -257,17 +263,15 @@ class AsyncLLMEngine(EngineCalls):
             )
         if external_id in self._streams:
             raise RequestError(f"request id {external_id!r} is in use.", param="request_id")
-        stream = self._streams[external_id] = RequestStream(request, external_id)
+        stream = self._streams[external_id] = RequestStream(request, external_id, self)
         timer: asyncio.TimerHandle | None = None
         try:
             if request.deadline is not None:
                 delay_s = max(0.0, request.deadline - time.monotonic())
-                timer = asyncio.get_running_loop().call_later(delay_s, self._abort_and_notify, stream, "timeout")
+                end = partial(stream.abort, "timeout")
+                timer = asyncio.get_running_loop().call_later(delay_s, end)
             if await self._wait_until_accepted(stream):
-                self._outputs.add(request, external_id)
-                prompt = msgspec.structs.replace(request.prompt, text=None)  # the core does not need it
-                self._supervisor.send(msgspec.structs.replace(request, prompt=prompt))
-                self.forecast.add(request.request_id, len(prompt.token_ids))
+                self._take(self._outputs.add(request, external_id))
             while True:
                 output = await stream.get()
                 yield output
@@ -276,9 +280,31 @@ class AsyncLLMEngine(EngineCalls):
         finally:
             if timer is not None:
                 timer.cancel()
-            self.forecast.end(request.request_id)
-            del self._streams[external_id]
-            self._abort_in_core(stream)
+            stream.engine.leave(stream)
+
+    def _take(self, state: RequestState) -> None:
+        """Have the core compute a request."""
+        if not state.num_tokens:
+            self.forecast.add(state.request.request_id, len(state.request.prompt.token_ids))
+        self._continuation.submit(state)
+
+    def adopt(self, stream: RequestStream, state: RequestState) -> None:
+        """Go on with a request of another engine, of which the core has died."""
+        stream.engine = self
+        self._streams[stream.external_id] = stream
+        self._outputs.requests[state.request.request_id] = state
+        self._count_continued(1)
+        self._take(state)
+
+    def _count_continued(self, number: int) -> None:
+        if self.metrics is not None:
+            self.metrics.num_continued += number
+
+    def leave(self, stream: RequestStream) -> None:
+        """End a request, whose caller has all that it wants."""
+        self.forecast.end(stream.request.request_id)
+        del self._streams[stream.external_id]
+        self._abort_in_core(stream)
 
     async def _wait_until_accepted(self, stream: RequestStream) -> bool:
         """Wait until the engine takes requests. Returns False if this request ends before."""
@@ -300,7 +326,7 @@ class AsyncLLMEngine(EngineCalls):
         """End requests: their streams end with what they have, finish reason "abort". Unknown ids are ignored."""
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
             if (stream := self._streams.get(one)) is not None:
-                self._abort_and_notify(stream)
+                stream.abort()
 
     async def abort_all_for_shutdown(self) -> None:
         """End every request as the server stops: streams with a first token end with finish reason "abort", the others
@@ -407,9 +433,9 @@ class AsyncLLMEngine(EngineCalls):
         """Abort the requests that the core has; those that wait for the engine go on waiting."""
         for stream in list(self._streams.values()):
             if stream.opening is None:
-                self._abort_and_notify(stream)
+                stream.abort()
 
-    def _abort_and_notify(self, stream: RequestStream, stop_reason: str | None = None) -> None:
+    def abort_and_notify(self, stream: RequestStream, stop_reason: str | None = None) -> None:
         """Abort a request in the core and give its caller the last output."""
         if (output := self._abort_in_core(stream, stop_reason)) is not None:
             stream.put(output)
@@ -440,14 +466,21 @@ class AsyncLLMEngine(EngineCalls):
                 for result in results:
                     if (stream := self._streams.get(result.request_id)) is not None:
                         stream.put(result.error if isinstance(result, RequestFailed) else result)
+                self._continuation.tokens_came()
                 if self.metrics is not None:
                     self.metrics.record_step(stats)
+            case Running(request_ids):
+                self._continuation.running = set(request_ids)
             case BlockMap():
                 self._control.take_block_map(message)
             case CacheWasReset():
                 self._control.cache_was_reset()
             case Ready():
+                self._control.halt_again()
                 self._adapters.pin_again()
+                if number := self._continuation.begin():
+                    logger.info("%d requests go on with this engine core", number)
+                self._count_continued(number)
                 self.inputs.model = self.config.model
                 if self.metrics is not None:
                     self.metrics.record_startup("core", message.startup)
@@ -460,7 +493,8 @@ class AsyncLLMEngine(EngineCalls):
                     }
 
     def _lose(self, error: OctavoError) -> None:
-        """Fail all running requests, as the core has ended."""
+        """Keep the running requests for the next core, or let other engines go on with them, or fail them, as the core
+        has ended."""
         self._control.lose()
         self._adapters.lose(error)
         if self._on_loss is not None:
@@ -469,6 +503,27 @@ class AsyncLLMEngine(EngineCalls):
         if self.metrics is not None:
             self.metrics.num_restarts = self._supervisor.num_restarts
             self.metrics.record_step(self.stats)
-        for stream in self._streams.values():
-            if self._outputs.drop(stream.request.request_id):
-                stream.put(error)
+        refused = self._continuation.core_died()
+        failure = self._supervisor.failure
+        may_go_on = self._continues and not isinstance(failure, EngineStoppingError)
+        for stream in list(self._streams.values()):
+            request_id = stream.request.request_id
+            if (state := self._outputs.requests.get(request_id)) is None:
+                continue
+            why = refused.get(request_id)
+            if may_go_on and why is None and (self._give_away(stream, state) or failure is None):
+                continue
+            self._outputs.drop(request_id)
+            stream.put(why or error)
+
+    def _give_away(self, stream: RequestStream, state: RequestState) -> bool:
+        """Let another engine go on with a request. Returns False if none can, or none should."""
+        request = state.request
+        if self._find_other is None or self._continuation.is_suspect(request.request_id):
+            return False
+        if (other := self._find_other(request)) is None:
+            return False
+        self.forecast.end(request.request_id)
+        del self._streams[stream.external_id], self._outputs.requests[request.request_id]
+        other.adopt(stream, state)
+        return True

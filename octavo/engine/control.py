@@ -29,6 +29,7 @@ class EngineControl:
         self._is_open.set()
         self._asleep: frozenset[str] = frozenset()  # of `SLEEPERS`
         self.sleep_level = 0  # 0 while awake
+        self._is_halted = False  # the core computes nothing
         self._falling_asleep_or_waking = asyncio.Lock()
         self._resets: list[asyncio.Future[bool]] = []  # resets that the core has not answered yet; it answers in order
         self._block_map: asyncio.Future[BlockMap] | None = None
@@ -56,6 +57,7 @@ class EngineControl:
         await self._supervisor.wait_ready()
         self._is_open.clear()
         if mode == "keep":
+            self._is_halted = True
             self._supervisor.tell(SetPaused(True))
             return
         if mode == "abort":
@@ -68,8 +70,14 @@ class EngineControl:
     async def resume(self) -> None:
         """See `AsyncLLMEngine.resume_generation`."""
         if not self._asleep:
+            self._is_halted = False
             self._supervisor.tell(SetPaused(False))
             self._is_open.set()
+
+    def halt_again(self) -> None:
+        """Halt a new core if the last one was halted."""
+        if self._is_halted:
+            self._supervisor.tell(SetPaused(True))
 
     async def reset_prefix_cache(self, *, frees_memory: bool = False) -> bool:
         """See `AsyncLLMEngine.reset_prefix_cache`."""

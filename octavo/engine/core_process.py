@@ -32,6 +32,7 @@ from octavo.engine.wire import (
     LoadAdapter,
     Ready,
     ResetCache,
+    Running,
     SetPaused,
     UnloadAdapter,
     decode_frontend_message,
@@ -102,6 +103,7 @@ def _run(args: CoreProcessArgs, phases: Phases, receiver: zmq.Socket[bytes], sen
         startup=phases.seconds | executor.startup,
     )
     sender.send(encode_message(ready))
+    core.on_admission = lambda request_ids: sender.send(encode_message(Running(request_ids)))
     try:
         _serve(core, receiver, sender)
     except Exception:

@@ -2,7 +2,7 @@
 this machine, or on another one (`EngineHosts`). A request goes to the one that has the least to compute with it
 (`Router`), and stays there.
 
-An engine that dies loses its own requests alone; new ones go to the others while it is started again.
+While an engine that has died is started again, the others go on with its requests, and get the new ones.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class DataParallelEngine(EngineCalls):
                         metrics=None if metrics is None else metrics.of_engines[place],
                         core=core if place == 0 else None,
                         inputs=self._engines[0].inputs if place else None,
-                        on_loss=lambda place=place: self._router.forget(place),  # type: ignore[misc]
+                        on_loss=partial(self._router.forget, place),
+                        find_other=partial(self._find_other, place),
                         **options,
                     )
                 )
@@ -239,6 +240,14 @@ class DataParallelEngine(EngineCalls):
         finally:
             self._router.end(request.request_id, answer)
             self._shown_ids.discard(external_id)
+
+    def _find_other(self, place: int, request: EngineRequest) -> AsyncLLMEngine | None:
+        """Route a request again, as its engine has died. Returns its next engine; None: it waits for its own."""
+        others = [] if request.data_parallel_rank is not None else self._ready
+        available = [i for i, engine in enumerate(self._engines) if i != place and engine in others]
+        hashes = block_hashes(request.prompt, self.config.cache.block_size)
+        chosen = self._router.route(request, hashes, available or [place])
+        return None if chosen == place else self._engines[chosen]
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         ids = [request_id] if isinstance(request_id, str) else list(request_id)

@@ -51,7 +51,7 @@ class DataParallelLLMEngine(StepCalls):
         self._thread = threading.Thread(target=self._loop.run_forever, name="engines", daemon=True)
         model = config.model
         self.metrics = EngineMetrics(model.served_model_names[0], model.max_model_len, config.served_ranks.start)
-        self._engine = DataParallelEngine(config, metrics=self.metrics)
+        self._engine = DataParallelEngine(config, metrics=self.metrics, on_engine_death="fail")
         self._thread.start()
         try:
             self._await(self._engine.wait_ready())

@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from octavo.engine.detokenizer import Detokenizer, StopStrings, make_detokenizer
 from octavo.engine.wire import Abort
 from octavo.errors import RequestError
@@ -145,8 +147,8 @@ class _Completion:
         )
 
 
-class _Request:
-    """A running request: its completions and its times."""
+class RequestState:
+    """A running request: its completions and its times, whichever core computes it."""
 
     def __init__(self, request: EngineRequest, tokenizer: ModelTokenizer, external_id: str) -> None:
         self.request = request
@@ -160,11 +162,36 @@ class _Request:
         self.error: str | None = None
         self.error_status = 400
         self.pooling_end = "abort"  # why a pooling request has ended, until its vectors come
+        self.num_tokens_at_death: int | None = None  # if the last core died with it in the step
+        self.num_predicted = (0, 0)  # tokens of its prediction that earlier cores accepted and rejected
         params = request.params
         self.is_delta = params.output_kind is RequestOutputKind.DELTA
         # The best completions are known only at the end.
         self.is_ranked = params.num_completions > params.n
         self.is_final_only = self.is_ranked or params.output_kind is RequestOutputKind.FINAL_ONLY
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(completion.token_ids) for completion in self.completions)
+
+    @property
+    def num_prediction_tokens(self) -> tuple[int, int]:
+        """Return how many tokens of its prediction were accepted and rejected, by all completions."""
+        accepted, rejected = self.num_predicted
+        accepted += sum(completion.num_accepted_prediction_tokens for completion in self.completions)
+        return accepted, rejected + sum(completion.num_rejected_prediction_tokens for completion in self.completions)
+
+    def remainder(self) -> EngineRequest:
+        """Return the request for a core that does not know it: with the tokens of the completions that go on. Without
+        any, as in a beam search, it begins anew."""
+        self.num_predicted = self.num_prediction_tokens
+        output_token_ids = {}
+        for index, completion in enumerate(self.completions):
+            completion.num_accepted_prediction_tokens = completion.num_rejected_prediction_tokens = 0
+            if completion.token_ids and completion.finish_reason is None:
+                output_token_ids[index] = completion.token_ids
+        prompt = msgspec.structs.replace(self.request.prompt, text=None)  # the core does not need it
+        return msgspec.structs.replace(self.request, prompt=prompt, output_token_ids=output_token_ids)
 
     @property
     def is_finished(self) -> bool:
@@ -196,11 +223,13 @@ class OutputProcessor:
         self.tokenizer = tokenizer
         self._makes_prompts_later = makes_prompts_later
         self.metrics = metrics
-        self.requests: dict[str, _Request] = {}
+        self.requests: dict[str, RequestState] = {}
 
-    def add(self, request: EngineRequest, external_id: str | None = None) -> None:
+    def add(self, request: EngineRequest, external_id: str | None = None) -> RequestState:
         """Expect outputs of a request. Its results have `external_id`, if given, instead of the core's id."""
-        self.requests[request.request_id] = _Request(request, self.tokenizer, external_id or request.request_id)
+        state = RequestState(request, self.tokenizer, external_id or request.request_id)
+        self.requests[request.request_id] = state
+        return state
 
     def abort(self, request_id: str, stop_reason: str | None = None) -> RequestOutput | None:
         """Remove a request. Returns its output so far, marked as aborted, or None if it is not running."""
@@ -228,7 +257,7 @@ class OutputProcessor:
     def process(self, outputs: list[SequenceOutput]) -> tuple[list[Result], list[Abort]]:
         """Process a step's outputs. Returns the results for callers, at most one a request, and aborts of sequences
         that stop strings have ended, to be sent to the core."""
-        touched: dict[str, _Request] = {}
+        touched: dict[str, RequestState] = {}
         results: list[Result] = []
         aborts: list[Abort] = []
         first_latencies_s: list[float] = []
@@ -287,7 +316,7 @@ class OutputProcessor:
                 results.append(self._output(state, is_finished))
         return results, aborts
 
-    def _pooled(self, state: _Request, output: SequenceOutput, now: float) -> PoolingRequestOutput[PoolingOutput]:
+    def _pooled(self, state: RequestState, output: SequenceOutput, now: float) -> PoolingRequestOutput[PoolingOutput]:
         """Return the result of a pooling request."""
         from octavo.pooling.vectors import finished  # with numpy, which servers of models that generate do without
 
@@ -305,7 +334,7 @@ class OutputProcessor:
             num_cached_tokens=state.num_cached_tokens,
         )  # fmt: skip
 
-    def _begin(self, state: _Request, output: SequenceOutput, now: float) -> None:
+    def _begin(self, state: RequestState, output: SequenceOutput, now: float) -> None:
         """Record what comes with the first token of a request: times, and figures of its prompt."""
         state.metrics.first_token_time = now
         state.metrics.first_scheduled_time = output.first_scheduled_time
@@ -316,7 +345,7 @@ class OutputProcessor:
             made = PromptPositions(1 + len(entries), lambda index: self._position(entries[index - 1]))
             state.prompt_logprobs = made if self._makes_prompts_later else list(made)
 
-    def _record_finished(self, state: _Request) -> None:
+    def _record_finished(self, state: RequestState) -> None:
         if self.metrics is None:
             return
         reason: str | None = "error"
@@ -332,7 +361,7 @@ class OutputProcessor:
             state.num_cached_tokens,
         )
 
-    def _output(self, state: _Request, is_finished: bool) -> RequestOutput:
+    def _output(self, state: RequestState, is_finished: bool) -> RequestOutput:
         completions = state.completions
         if state.is_ranked:
             ranked = sorted(completions, key=lambda c: c.cumulative_logprob or 0.0, reverse=True)
@@ -345,6 +374,7 @@ class OutputProcessor:
                 for c in completions
                 if len(c.token_ids) > c.num_sent_tokens or (c.finish_reason is not None and not c.is_end_sent)
             ]
+        accepted, rejected = state.num_prediction_tokens
         return RequestOutput(
             request_id=state.external_id,
             prompt=state.request.prompt.text,
@@ -354,8 +384,8 @@ class OutputProcessor:
             prompt_logprobs=state.prompt_logprobs,
             metrics=state.metrics,
             num_cached_tokens=state.num_cached_tokens,
-            num_accepted_prediction_tokens=sum(c.num_accepted_prediction_tokens for c in state.completions),
-            num_rejected_prediction_tokens=sum(c.num_rejected_prediction_tokens for c in state.completions),
+            num_accepted_prediction_tokens=accepted,
+            num_rejected_prediction_tokens=rejected,
             alignment=state.alignment,
         )
 

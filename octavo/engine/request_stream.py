@@ -5,6 +5,7 @@ that nothing grows and an engine that is ahead of its callers has less to send.
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from octavo.engine.generate import Output
 from octavo.errors import OctavoError
@@ -12,12 +13,16 @@ from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.request import EngineRequest
 from octavo.sampling_params import RequestOutputKind
 
+if TYPE_CHECKING:
+    from octavo.engine.async_engine import AsyncLLMEngine
+
 
 class RequestStream:
     """The outputs of one request on their way to its caller: one at most, and an error that comes after it."""
 
-    def __init__(self, request: EngineRequest, external_id: str) -> None:
+    def __init__(self, request: EngineRequest, external_id: str, engine: AsyncLLMEngine) -> None:
         self.request, self.external_id = request, external_id
+        self.engine = engine  # the one that computes it now
         self.opening: asyncio.Future[None] | None = None  # set while it waits for the engine to take requests
         self.has_ended_early = False  # ended while it waited
         self._output: Output | None = None
@@ -34,6 +39,10 @@ class RequestStream:
         if is_delta and isinstance(self._output, RequestOutput) and isinstance(news, RequestOutput):
             news.outputs = _joined(self._output.outputs, news.outputs)
         self._output = news
+
+    def abort(self, stop_reason: str | None = None) -> None:
+        """End the request with what it has."""
+        self.engine.abort_and_notify(self, stop_reason)
 
     async def get(self) -> Output:
         """Wait for an output. Raises the request's error once everything before it has been read."""

@@ -27,8 +27,8 @@ class Supervisor:
     (`RestartPolicy`); after that, and by default at once, it has failed for good. A core that is `busy` and finishes no
     step for `step_timeout_s`, or that loads for longer than `ready_timeout_s`, counts as dead, and is killed.
 
-    `handle` is called with each message that is not a failure, `lose` with the reason whenever a core's requests are
-    lost. `make_core` starts a core. A core on another host is started by its host, however often it dies.
+    `handle` is called with each message that is not a failure, `lose` with the reason whenever a core has
+    ended. `make_core` starts a core. A core on another host is started by its host, however often it dies.
     """
 
     def __init__(
@@ -227,7 +227,6 @@ class Supervisor:
                 logger.error("the engine core failed: %s", text)
                 self._end_reason = "the engine core has failed"
                 self._outage = EngineRestartingError("the engine core has failed.")  # until its process has ended
-                self._lose(EngineDeadError("the engine core has failed; the request is lost."))
                 self.core.kill()  # it sends nothing more, and may not manage to end by itself
                 return
             case Leaving():
@@ -246,7 +245,7 @@ class Supervisor:
         self._handle_message(message)
 
     def _suspend(self, reason: str) -> None:
-        """Fail the requests of a core that has ended and will be started again."""
+        """Report that the core has ended and will be started again."""
         if self.core.comes_again:
             self._outage = EngineRestartingError(f"{reason}; it is awaited.")
             logger.error("%s", self._outage)

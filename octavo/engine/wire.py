@@ -74,6 +74,12 @@ class StepOutputs(msgspec.Struct, tag="step"):
     adapters: list[AdapterLoaded] = []
 
 
+class Running(msgspec.Struct, tag="running"):
+    """The requests in the step that begins; sent when a step has new ones."""
+
+    request_ids: list[str]
+
+
 class Ready(msgspec.Struct, tag="ready"):
     """The core has loaded its model and takes requests."""
 
@@ -108,7 +114,7 @@ class Leaving(msgspec.Struct, tag="leaving"):
 
 
 FrontendMessage = EngineRequest | Abort | GetBlockMap | ResetCache | SetPaused | LoadAdapter | UnloadAdapter
-CoreMessage = StepOutputs | Ready | Failed | BlockMap | CacheWasReset | Leaving
+CoreMessage = StepOutputs | Running | Ready | Failed | BlockMap | CacheWasReset | Leaving
 
 encode_message = msgspec.msgpack.Encoder().encode
 decode_frontend_message = msgspec.msgpack.Decoder(FrontendMessage).decode

@@ -134,6 +134,7 @@ class EngineMetrics:
         self.of_engines: list[EngineMetrics] = [self]
         self.others: list[Any] = []  # collectors whose metrics are rendered too
         self.num_restarts = 0  # restarts of the core after it has died
+        self.num_continued = 0  # requests that went on with another core
         self.max_loras = 0  # most adapters in a step
         self.sleep_level = 0  # 0 while the engine is awake
         lengths = length_bounds(max_model_len)
@@ -303,6 +304,8 @@ class EngineMetrics:
         yield _Family("gauge", "octavo:adapters", help, held, ("place",))
         help = "Times that the engine core died and was started again."
         yield _Family("counter", "octavo:engine_restarts", help, {(): self.num_restarts})
+        help = "Requests that another engine core went on with when theirs had died."
+        yield _Family("counter", "octavo:requests_continued", help, {(): self.num_continued})
 
     def _gauges(self) -> Iterator[tuple[str, str, float]]:
         last = self.last

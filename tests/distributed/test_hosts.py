@@ -78,6 +78,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> str
 
 def flags_of(model: str) -> list[str]:
     flags = ["--model", model, "--served-model-name", "m", "--load-format", "dummy", "--seed", "3", "--device", "cpu"]
+    flags += ["--on-engine-death", "fail"]  # what is lost shows what was cut off
     return [*flags, "--cpu-threads", "1", "--kv-cache-memory-bytes", "200000000", "--max-num-seqs", "8"]
 
 

@@ -163,6 +163,7 @@ def test_without_a_cluster_the_server_says_so(
 def test_an_actor_that_dies_costs_its_requests_and_all_start_again(cluster: Any, tmp_path: Path) -> None:
     flags = ["-pp", "2", "--distributed-executor-backend", "ray", "--master-port", str(held_port())]
     small = ["--cpu-threads", "1", "--max-model-len", "2048", "--kv-cache-memory-bytes", "100000000"]
+    small += ["--on-engine-death", "fail"]
     with running_server(tmp_path, *flags, *small) as server:
         assert "Paris" in complete(server.url, max_tokens=8).read().decode()
         for part in ("actor", "worker", "core"):
@@ -223,6 +224,7 @@ def test_a_bad_start_of_engines_is_told(
 def test_engines_of_ray_answer_alike_and_one_that_dies_takes_its_own_streams_only(cluster: Any, tmp_path: Path) -> None:
     flags = ["-dp", "2", "--data-parallel-size-local", "1", "--data-parallel-backend", "ray"]
     small = ["--cpu-threads", "1", "--max-model-len", "2048", "--kv-cache-memory-bytes", "100000000"]
+    small += ["--on-engine-death", "fail"]
     prompts = [f"The {name} of the house is" for name in ("colour", "roof", "door", "owner")]
     with running_server(tmp_path, *flags, "--data-parallel-rpc-port", str(held_port()), *small) as server:
 

@@ -39,7 +39,7 @@ def test_a_host_that_dies_or_falls_silent_costs_its_streams_only_and_comes_back(
     with open(log, "wb") as out:
         nodes = [subprocess.Popen(other, stdout=out, stderr=subprocess.STDOUT)]
         try:
-            with running_server(tmp_path, *shared) as server:
+            with running_server(tmp_path, *shared, "--on-engine-death", "fail") as server:
                 prompts = [f"The {name} of the house is" for name in ("colour", "roof", "door", "owner")]
                 answers = [json.load(complete(server.url, one, max_tokens=8))["choices"] for one in prompts]
                 for kill in (True, False):

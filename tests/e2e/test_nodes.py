@@ -32,11 +32,12 @@ def test_a_node_that_dies_or_falls_silent_costs_its_requests_and_comes_back(tmp_
     port = str(held_port())
     shared = ["-pp", "2", "--nnodes", "2", "--master-port", port, "--max-model-len", "2048", "--cpu-threads", "1"]
     other = [sys.executable, "-m", "octavo.entrypoints.openai.api_server", *shared, "--node-rank", "1", "--headless"]
+    own = ["--kv-cache-memory-bytes", "100000000", "--on-engine-death", "fail"]
     log = tmp_path / "node.log"
     with open(log, "wb") as out:
         nodes = [subprocess.Popen(other, stdout=out, stderr=subprocess.STDOUT)]
         try:
-            with running_server(tmp_path, *shared, "--kv-cache-memory-bytes", "100000000") as server:
+            with running_server(tmp_path, *shared, *own) as server:
                 assert "Paris" in complete(server.url, max_tokens=8).read().decode()
                 for kill in (True, False):
                     tree = [psutil.Process(nodes[-1].pid), *psutil.Process(nodes[-1].pid).children(recursive=True)]

@@ -1,5 +1,5 @@
 """A core process without a model, which does what the first token of a prompt says: 1 answers, 2 fails and never ends,
-3 ends without a word, 4 says nothing. It answers resets of
+3 ends without a word, 4 says nothing, 5 answers three tokens and ends after each of the first two. It answers resets of
 the cache and reads no adapters. While the file that its argument names is there, it is never ready."""
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from octavo.engine.wire import (
     Failed,
     Ready,
     ResetCache,
+    Running,
     StepOutputs,
     decode_frontend_message,
     encode_message,
@@ -51,12 +52,21 @@ def main() -> None:
         if not isinstance(message, EngineRequest):
             continue
         what = message.prompt.token_ids[0]
-        if what == 1:
-            output = SequenceOutput(message.request_id, 0, [70], "length", first_scheduled_time=time.monotonic())
+        sender.send(encode_message(Running([message.request_id])))
+        if what in (1, 5):
+            num_before = len(message.output_token_ids.get(0, []))
+            end = "length" if what == 1 or num_before == 2 else None
+            output = SequenceOutput(
+                message.request_id, 0, [70 + num_before], end, first_scheduled_time=time.monotonic()
+            )
             sender.send(encode_message(StepOutputs([output], EngineStats(num_blocks=10))))
+            if end is None:
+                context.destroy(linger=2000)
+                os._exit(7)
         elif what == 2:
             sender.send(encode_message(Failed("ValueError: /secret/path", expected=False)))
         elif what == 3:
+            context.destroy(linger=2000)
             os._exit(7)
 
 

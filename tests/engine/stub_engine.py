@@ -9,7 +9,7 @@ from octavo import SamplingParams
 from octavo.engine.async_engine import AsyncLLMEngine
 from tests.waiting import until
 
-ANSWER, FAIL, EXIT, HANG = [1], [2], [3], [4]
+ANSWER, FAIL, EXIT, HANG, THREE_CORES = [1], [2], [3], [4], [5]
 Use = Callable[[AsyncLLMEngine], Awaitable[None]]
 
 

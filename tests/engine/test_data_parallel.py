@@ -23,7 +23,7 @@ from octavo.errors import ConfigError, EngineDeadError, OctavoError, RequestErro
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.metrics.reader import Histogram
 from octavo.request import AdapterSource
-from tests.engine.stub_engine import ANSWER, EXIT, HANG, ask
+from tests.engine.stub_engine import ANSWER, EXIT, HANG, THREE_CORES, ask
 from tests.waiting import until, within
 
 Engines = Callable[..., EngineMetrics]
@@ -130,9 +130,39 @@ def test_an_engine_that_dies_takes_its_own_requests_only(with_engine: Engines, m
         for number in range(6):
             assert await ask(engine, [*ANSWER, 9 + number]) == "length"
 
-    metrics = with_engine(use, replicas=2, max_restarts=1)
+    metrics = with_engine(use, replicas=2, on_engine_death="fail", max_restarts=1)
     assert sorted(one.num_restarts for one in metrics.of_engines) == [0, 1]
     assert min(finished(metrics, "length")) > 0
+
+
+def test_the_others_go_on_with_the_requests_of_an_engine_that_dies(with_engine: Engines) -> None:
+    """At once: it is not started again."""
+
+    async def use(engine: DataParallelEngine) -> None:
+        await engine.wait_ready()
+        params = SamplingParams(max_tokens=3, detokenize=False)
+        found: list[list[int]] = []
+
+        async def ask_three() -> None:
+            request = engine.inputs.process({"prompt_token_ids": THREE_CORES}, params)
+            found.extend([output.outputs[0].token_ids async for output in engine.generate_from(request, "three")])
+
+        asked = asyncio.create_task(ask_three())
+        hanging = [asyncio.create_task(ask(engine, [*HANG, number], f"hangs {number}")) for number in range(4)]
+        await asked
+        assert found[-1] == [70, 71, 72]
+        [left] = [one for one in engine._engines if one.is_ready]
+        assert {*left._streams} == {f"hangs {number}" for number in range(4)}
+        await engine.abort("hangs 0")
+        assert await hanging[0] == "abort"
+        left._supervisor.core.kill()
+        for task in hanging[1:]:
+            with pytest.raises(EngineDeadError, match="exit status -9"):
+                await task
+
+    metrics = with_engine(use, replicas=3)
+    assert sum(one.num_continued for one in metrics.of_engines) >= 2
+    assert sum(finished(metrics, "length")) == 1
 
 
 def test_when_none_is_left_the_engine_has_died(with_engine: Engines) -> None:
@@ -150,7 +180,7 @@ def test_when_none_is_left_the_engine_has_died(with_engine: Engines) -> None:
             with pytest.raises(EngineDeadError, match="exit status 7"):
                 await refused
 
-    with_engine(use, replicas=2)
+    with_engine(use, replicas=2, on_engine_death="fail")
 
 
 def test_what_is_asked_of_all_is_done_by_all(with_engine: Engines) -> None:

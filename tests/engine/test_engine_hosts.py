@@ -103,7 +103,7 @@ def test_a_core_of_another_host_that_dies_takes_its_own_requests_only_and_comes_
         for number in range(6):
             assert await ask(engine, [*ANSWER, 9 + number]) == "length"
 
-    metrics = with_engine(use, replicas=2, engine_hosts=here)
+    metrics = with_engine(use, replicas=2, engine_hosts=here, on_engine_death="fail")
     assert min(one.num_finished["length"] for one in metrics.of_engines) > 0
 
 
@@ -126,7 +126,7 @@ def test_a_core_that_dies_too_often_ends_its_host_and_not_the_server(
         await engine.abort("holds the first")
         await holding
 
-    with_engine(use, replicas=2, engine_hosts=here)
+    with_engine(use, replicas=2, engine_hosts=here, on_engine_death="fail")
 
 
 def test_a_host_that_is_told_to_stop_ends_what_it_has(with_engine: Engines, here: EngineHostsConfig) -> None:
@@ -175,7 +175,7 @@ def test_a_host_that_falls_silent_is_lost(
         assert not end.done()
         await engine.abort(["hangs 0", "hangs 1"])
 
-    with_engine(use, replicas=2, engine_hosts=here)
+    with_engine(use, replicas=2, engine_hosts=here, on_engine_death="fail")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -17,7 +17,7 @@ from octavo.sampling_params import RequestOutputKind, SamplingParams
 
 def stream_of(kind: RequestOutputKind) -> RequestStream:
     params = SamplingParams(max_tokens=500, n=2, output_kind=kind)
-    return RequestStream(EngineRequest("a", Prompt([1]), params, [], 500, 0.0), "a")
+    return RequestStream(EngineRequest("a", Prompt([1]), params, [], 500, 0.0), "a", cast(Any, None))
 
 
 def delta(tokens: list[tuple[int, int]], finished: bool = False) -> RequestOutput:

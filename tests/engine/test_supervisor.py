@@ -13,9 +13,10 @@ import pytest
 from octavo.engine import restart_policy
 from octavo.engine.async_engine import AsyncLLMEngine
 from octavo.engine.core_client import CoreClient
-from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError
+from octavo.engine.wire import FrontendMessage, SetPaused
+from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError, RequestError
 from octavo.metrics.prometheus import EngineMetrics
-from tests.engine.stub_engine import ANSWER, EXIT, FAIL, HANG, ask, until_ready
+from tests.engine.stub_engine import ANSWER, EXIT, FAIL, HANG, THREE_CORES, ask, until_ready
 from tests.waiting import Clock, until
 
 
@@ -40,7 +41,7 @@ def test_a_core_that_fails_is_replaced_and_how_it_failed_is_for_the_log_only(
         await until_ready(engine)
         assert await ask(engine, ANSWER) == "length"
 
-    metrics = with_engine(use, max_restarts=1)
+    metrics = with_engine(use, on_engine_death="fail", max_restarts=1)
     assert "/secret/path" in caplog.text
     assert metrics.num_restarts == 1
     assert metrics.num_finished == {"stop": 0, "length": 2, "abort": 0, "error": 4}
@@ -65,7 +66,7 @@ def test_requests_during_the_outage_are_told_so_and_the_engine_gives_up_after_th
         with pytest.raises(EngineDeadError, match="exit status 7"):
             await engine.check_health()
 
-    assert with_engine(use, max_restarts=2).num_restarts == 2
+    assert with_engine(use, on_engine_death="fail", max_restarts=2).num_restarts == 2
 
 
 def test_a_core_that_hangs_is_killed_and_an_idle_one_is_not(
@@ -90,7 +91,7 @@ def test_a_core_that_hangs_is_killed_and_an_idle_one_is_not(
         await until_ready(engine)
         assert await ask(engine, ANSWER) == "length"
 
-    assert with_engine(use, max_restarts=1, step_timeout_s=400).num_restarts == 1
+    assert with_engine(use, on_engine_death="fail", max_restarts=1, step_timeout_s=400).num_restarts == 1
 
 
 def test_a_core_that_hangs_while_it_loads_is_the_end_of_the_first_start(
@@ -130,7 +131,7 @@ def test_a_core_that_hangs_while_it_starts_again_has_died_once_more(
         await until_ready(engine)
         assert await ask(engine, ANSWER) == "length"
 
-    assert with_engine(use, max_restarts=20).num_restarts >= 2
+    assert with_engine(use, on_engine_death="fail", max_restarts=20).num_restarts >= 2
 
 
 def test_a_deadline_ends_what_the_core_does_not(with_engine: Callable[..., EngineMetrics], clock: Clock) -> None:
@@ -175,5 +176,64 @@ def test_nothing_waits_for_a_process_on_the_event_loop(
             await ask(engine, what)
         await until_ready(engine)
 
-    with_engine(use, max_restarts=1)
+    with_engine(use, on_engine_death="fail", max_restarts=1)
     assert is_on_loop == [False]
+
+
+def test_requests_go_on_with_the_next_core_and_one_that_kills_cores_is_refused(
+    with_engine: Callable[..., EngineMetrics], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restart_policy, "MAX_DELAY_S", 0.0)
+
+    async def use(engine: AsyncLLMEngine) -> None:
+        await engine.wait_ready()
+        hanging = asyncio.create_task(ask(engine, HANG, "hangs"))
+        assert await ask(engine, THREE_CORES) == "length"
+        late = asyncio.create_task(ask(engine, HANG, "late"))
+        with pytest.raises(RequestError, match="a third time while it computed the request alone") as refused:
+            await ask(engine, EXIT, "kills")
+        assert (refused.value.status, refused.value.code) == (500, "request_kills_engine")
+        await until_ready(engine)
+        assert await ask(engine, ANSWER) == "length"
+        await engine.abort(["hangs", "late"])
+        assert [await hanging, await late] == ["abort", "abort"]
+
+    metrics = with_engine(use, max_restarts=9)
+    assert metrics.num_restarts == 5 and metrics.num_continued >= 5
+    assert metrics.num_finished == {"stop": 0, "length": 2, "abort": 2, "error": 1}
+
+
+def test_a_request_can_be_ended_while_there_is_no_core(
+    with_engine: Callable[..., EngineMetrics], hang: Path, clock: Clock
+) -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        await engine.wait_ready()
+        tasks = [asyncio.create_task(ask(engine, HANG, "aborted"))]
+        tasks += [asyncio.create_task(ask(engine, HANG, "late", deadline=clock.now() + 500))]
+        await until(lambda: len(engine._outputs.requests) == 2)
+        let_hang(hang)
+        engine._supervisor.core.kill()
+        await until(lambda: not engine.is_ready)
+        await engine.abort("aborted")
+        await clock.pass_time(501)
+        assert [await task for task in tasks] == ["abort", "abort"]
+
+    with_engine(use, max_restarts=1)
+
+
+def test_a_halted_engine_stays_halted_with_its_next_core(
+    with_engine: Callable[..., EngineMetrics], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[FrontendMessage] = []
+    send = CoreClient.send
+    monkeypatch.setattr(CoreClient, "send", lambda core, message: (sent.append(message), send(core, message))[1])
+
+    async def use(engine: AsyncLLMEngine) -> None:
+        await engine.pause_generation("keep")
+        engine._supervisor.core.kill()
+        await until(lambda: not engine.is_ready)
+        await until_ready(engine)
+        assert sent == [SetPaused(True)] * 2
+        await engine.resume_generation()
+
+    with_engine(use, max_restarts=1)

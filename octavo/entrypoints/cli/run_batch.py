@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # The server's flags that change answers.
 _SERVER_FLAGS = (
     "response_role", "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser", "unknown_fields",
-    "max_body_bytes", "max_engine_restarts", "engine_ready_timeout", "engine_step_timeout",
+    "max_body_bytes", "max_engine_restarts", "on_engine_death", "engine_ready_timeout", "engine_step_timeout",
 )  # fmt: skip
 
 
@@ -76,6 +76,7 @@ async def _run(engine_args: AsyncEngineArgs, args: ServerArgs, files: BatchFiles
     engine = make_engine(
         engine_args.create_engine_config(),
         max_restarts=args.max_engine_restarts,
+        on_engine_death=args.on_engine_death,
         step_timeout_s=args.engine_step_timeout or None,
         ready_timeout_s=args.engine_ready_timeout or None,
     )

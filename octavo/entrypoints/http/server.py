@@ -123,6 +123,7 @@ def _start(engine_args: AsyncEngineArgs, args: ServerArgs) -> Iterator[_Started]
             metrics=metrics,
             core=core,
             max_restarts=args.max_engine_restarts,
+            on_engine_death=args.on_engine_death,
             step_timeout_s=args.engine_step_timeout or None,
             ready_timeout_s=args.engine_ready_timeout or None,
         )

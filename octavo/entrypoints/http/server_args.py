@@ -127,6 +127,10 @@ class ServerArgs(RequestLimits, Flags):
         3, "Deaths of the engine's process in a row, each within a minute, that are answered with a new start; after "
         "one more the server exits."
     )  # fmt: skip
+    on_engine_death: Literal["continue", "fail"] = flag(
+        "continue", "What becomes of requests when their engine dies or hangs: the next engine goes on with them, and "
+        "streams only pause; or they get an error."
+    )  # fmt: skip
     engine_ready_timeout: float = flag(
         600.0, "Seconds after which an engine process that still loads is killed, and its start has failed; 0: any."
     )
