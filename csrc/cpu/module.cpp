@@ -6,9 +6,11 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <type_traits>
 
 #ifdef __linux__
@@ -25,6 +27,7 @@
 #include "thread_pool.h"
 
 namespace nb = nanobind;
+using nb::literals::operator""_a;
 
 // Where an array's elements begin. Python passes a numpy array, an address as a number, or None for no array.
 struct Address {
@@ -130,14 +133,40 @@ Field<field> value_of(const Passed<field>& passed) {
     }
 }
 
-// Defines an operation. Its arguments in Python are these fields of its struct, in this order.
+// The name of a field, which the compiler writes into the name of this function: "... &octavo::LinearArgs::rows]".
+template <auto field>
+constexpr auto name_of() {
+    const std::string_view text = __PRETTY_FUNCTION__;
+    const size_t end = text.find_first_of("];", text.find("= &"));
+    const size_t begin = text.rfind("::", end) + 2;
+    std::array<char, 32> name{};  // ends with a zero
+    for (size_t i = begin; i < end; ++i) name[i - begin] = text[i];
+    return name;
+}
+
+template <auto field>
+constexpr auto kName = name_of<field>();
+
+template <auto field>
+auto argument() {
+    if constexpr (std::is_pointer_v<Field<field>>) {
+        return nb::arg(kName<field>.data()).none();
+    } else {
+        return nb::arg(kName<field>.data());
+    }
+}
+
+// Defines an operation. Its arguments in Python are these fields of its struct, by name; all have to be given.
 template <class Args, auto... fields>
 void define(nb::module_& m, const char* name) {
-    m.def(name, [](Passed<fields>... passed) {
-        Args args{};
-        ((args.*fields = value_of<fields>(passed)), ...);
-        submit(args);
-    });
+    m.def(
+        name,
+        [](Passed<fields>... passed) {
+            Args args{};
+            ((args.*fields = value_of<fields>(passed)), ...);
+            submit(args);
+        },
+        nb::kw_only(), argument<fields>()...);
 }
 
 // Asks for large pages for weights and caches, which are read from end to end or all over: fewer page faults when they
@@ -340,8 +369,12 @@ void define_operations(nb::module_& m) {
     define<T, &T::logits, &T::stride, &T::rows, &T::bias, &T::scales, &T::ids, &T::weights, &T::num_experts, &T::top_k,
            &T::scoring, &T::bias_logits, &T::num_groups, &T::kept_groups, &T::group_by_two, &T::normalize, &T::scale,
            &T::softcap, &T::jitter>(m, "route");
-    m.def("experts", &experts);
-    m.def("linear_by_head", &linear_by_head);
+    m.def("experts", &experts, nb::kw_only(), "x"_a, "x_stride"_a, "x_dtype"_a, "rows"_a, "ids"_a, "weights"_a, "up"_a,
+          "down"_a, "first_expert"_a, "out"_a, "top_k"_a, "scale_inputs"_a, "activation"_a, "slope"_a, "limit"_a,
+          "slots"_a.none(), "num_slots"_a, "up_factors"_a.none(), "down_factors"_a.none(), "up_width"_a, "down_width"_a,
+          "factor_dtype"_a, "segments"_a);
+    m.def("linear_by_head", &linear_by_head, nb::kw_only(), "x"_a, "x_stride"_a, "x_head_stride"_a, "x_bytes"_a,
+          "rows"_a, "matrices"_a, "out"_a, "out_stride"_a, "out_head_stride"_a, "out_dtype"_a);
     define<M, &M::x, &M::x_stride, &M::y, &M::y_stride, &M::rows, &M::width, &M::dtype, &M::out, &M::out_dtype,
            &M::kind, &M::shared>(m, "multiply");
     define<C, &C::states, &C::state_stride, &C::num_blocks, &C::slots, &C::query_start, &C::seq_lens, &C::num_seqs,
@@ -453,7 +486,8 @@ NB_MODULE(_cpu, m) {
                               "Of processes that exchange rows; octavo.ops.cpu_collectives is the interface.")
         .def("__init__", &make_group)
         .def("is_broken", &octavo::Group::is_broken);
-    m.def("exchange", &exchange);
+    m.def("exchange", &exchange, nb::kw_only(), "group"_a, "x"_a, "x_stride"_a, "rows"_a, "x_width"_a, "begin"_a,
+          "out"_a, "width"_a, "sums"_a, "bias"_a.none());
     // Returns the Python object of the program that is being recorded, or None.
     m.def("recording", &Program::recording, nb::rv_policy::reference);
     m.def("advise_huge_pages", &advise_huge_pages);
@@ -468,5 +502,6 @@ NB_MODULE(_cpu, m) {
     m.def("shrink_scratch_rows", &octavo::shrink_scratch_rows);
     m.def("choose_scratch_rows", &octavo::choose_scratch_rows);
     m.def("max_scale", &max_scale);
-    m.def("pack_factor_rows", &pack_factor_rows, nb::call_guard<nb::gil_scoped_release>());
+    m.def("pack_factor_rows", &pack_factor_rows, nb::kw_only(), "source"_a, "stride"_a, "rows"_a, "columns"_a,
+          "places"_a, "out"_a, "lanes"_a, "dtype"_a, nb::call_guard<nb::gil_scoped_release>());
 }

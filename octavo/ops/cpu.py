@@ -148,10 +148,10 @@ def _product(
         x_stride, is_paired = stride(x), False
     assert is_dense(x)
     out_stride = stride(out) if out_code not in (_cpu.Q8, _cpu.Q16) else stride(out) // _cpu.QBLOCK_BYTES
-    kind = _cpu.ACTIVATIONS[activation]
     _cpu.linear(
-        x, x_stride, is_paired, x.shape[0], weight.matrix, out, out_stride, out_code, epilogue, scale, kind,
-        *expand_arguments(expand, first_output),
+        x=x, x_stride=x_stride, x_is_paired=is_paired, rows=x.shape[0], matrix=weight.matrix, out=out,
+        out_stride=out_stride, out_dtype=out_code, epilogue=epilogue, scale=scale,
+        activation=_cpu.ACTIVATIONS[activation], **expand_arguments(expand, first_output),
     )  # fmt: skip
 
 
@@ -235,7 +235,10 @@ def add(residual: NDArray[Any], x: NDArray[Any], scale: float = 1.0) -> None:
     assert is_dense(x) and is_dense(residual)
     check_inputs("add", residual=residual, x=x)
     codes = code_of("add", x), code_of("add", residual)
-    _cpu.add(x, stride(x), codes[0], residual, stride(residual), codes[1], rows, width, scale)
+    _cpu.add(
+        x=x, x_stride=stride(x), dtype=codes[0], out=residual, out_stride=stride(residual), out_dtype=codes[1],
+        rows=rows, width=width, scale=scale,
+    )  # fmt: skip
 
 
 def add_chosen(
@@ -248,7 +251,8 @@ def add_chosen(
     check_inputs("add_chosen", residual=residual, x=x, ids=ids, weights=weights)
     codes = code_of("add_chosen", x), code_of("add_chosen", residual)
     _cpu.add_chosen(
-        x, stride(x), codes[0], residual, stride(residual), codes[1], rows, width, ids, weights, top_k, first_id
+        x=x, x_stride=stride(x), dtype=codes[0], out=residual, out_stride=stride(residual), out_dtype=codes[1],
+        rows=rows, width=width, ids=ids, weights=weights, top_k=top_k, first_id=first_id,
     )  # fmt: skip
 
 
@@ -261,8 +265,11 @@ def activation(
     code = code_of("activation", x)
     out, out_code = _output_for(consumer, x.shape, x.dtype)
     assert len(parameters) == PARAMETRIC_ACTIVATIONS.get(kind, 0)
-    padded = (*parameters, 0.0, 0.0, 0.0, 0.0)[:4]
-    _cpu.activation(x, stride(x), rows, width, code, out, out_code, _cpu.ACTIVATIONS[kind], *padded, 0)
+    padded = (*parameters, 0.0, 0.0, 0.0, 0.0)
+    _cpu.activation(
+        x=x, x_stride=stride(x), rows=rows, width=width, dtype=code, out=out, out_dtype=out_code,
+        kind=_cpu.ACTIVATIONS[kind], order=None, **{f"parameter{i}": padded[i] for i in range(4)},
+    )  # fmt: skip
     return out
 
 
@@ -276,7 +283,10 @@ def multiply(
     out, out_code = _output_for(consumer, x.shape, x.dtype)
     rows, width = x.shape
     kind, shared = _cpu.ACTIVATIONS[activation], width // y.shape[1]
-    _cpu.multiply(x, stride(x), y, stride(y), rows, width, code, out, out_code, kind, shared)
+    _cpu.multiply(
+        x=x, x_stride=stride(x), y=y, y_stride=stride(y), rows=rows, width=width, dtype=code, out=out,
+        out_dtype=out_code, kind=kind, shared=shared,
+    )  # fmt: skip
     return out
 
 
@@ -292,7 +302,8 @@ def embedding(
     dtype = DTYPES[out_dtype] if out_dtype else FLOAT_FORMATS.get(weight.format, FLOAT32)
     out = empty((token_ids.shape[0], weight.in_features), dtype)
     _cpu.embedding(
-        token_ids, token_ids.shape[0], weight.matrix, out, code_of("embedding", out), scale, *lookup_arguments(adapted)
+        token_ids=token_ids, rows=token_ids.shape[0], matrix=weight.matrix, out=out,
+        out_dtype=code_of("embedding", out), scale=scale, **lookup_arguments(adapted),
     )  # fmt: skip
     return out
 
@@ -302,7 +313,10 @@ def take_rows(x: NDArray[Any], rows: NDArray[Any]) -> NDArray[Any]:
     check_inputs("take_rows", rows=rows)
     count, width = x.shape
     out = empty((rows.shape[0], width), x.dtype)
-    _cpu.take_rows(x, count, width * x.itemsize, x.strides[0], rows, rows.shape[0], out)
+    _cpu.take_rows(
+        x=x, x_rows=count, row_bytes=width * x.itemsize, x_stride_bytes=x.strides[0], indices=rows,
+        rows=rows.shape[0], out=out,
+    )  # fmt: skip
     return out
 
 
@@ -320,7 +334,8 @@ def _put_rows(op: str, x: NDArray[Any], replacements: NDArray[Any], indices: NDA
     check_inputs(op, x=x, indices=indices)
     count, width = replacements.shape
     _cpu.replace_rows(
-        replacements, count, width, indices, indices.shape[0], x, stride(x), code_of(op, x), adds
+        replacements=replacements, num_replacements=count, width=width, indices=indices, rows=indices.shape[0],
+        out=x, out_stride=stride(x), out_dtype=code_of(op, x), adds=adds,
     )  # fmt: skip
 
 
@@ -332,8 +347,9 @@ def pool(
     check_inputs("pool", x=x, starts=starts, ends=ends)
     out = empty((starts.shape[0], x.shape[1]), _float_output(x, out_dtype))
     _cpu.pool(
-        x, x.shape[0], stride(x), starts, ends, starts.shape[0], x.shape[1], code_of("pool", x), out,
-        code_of("pool", out), _cpu.POOLINGS[kind],
+        x=x, x_rows=x.shape[0], x_stride=stride(x), starts=starts, ends=ends, rows=starts.shape[0],
+        width=x.shape[1], dtype=code_of("pool", x), out=out, out_dtype=code_of("pool", out),
+        kind=_cpu.POOLINGS[kind],
     )  # fmt: skip
     return out
 
@@ -368,8 +384,9 @@ def _norm(
     else:
         outer, inner, outer_stride, inner_stride = 1, 1, 0, 0
     _cpu.norm(
-        x, weight, 0 if bias is None else bias, out, outer, inner, hidden, outer_stride, inner_stride, eps, code,
-        code_of(op, weight), out_code, op == "layer_norm", weight_stride,
+        x=x, weight=weight, bias=bias, out=out, rows=outer, inner=inner, hidden=hidden, x_stride=outer_stride,
+        x_inner_stride=inner_stride, eps=eps, dtype=code, weight_dtype=code_of(op, weight), out_dtype=out_code,
+        centered=op == "layer_norm", weight_stride=weight_stride,
     )  # fmt: skip
     return out
 
@@ -388,8 +405,11 @@ def rotate(x: NDArray[Any], positions: NDArray[Any], cos_sin: NDArray[Any]) -> N
     assert cos_sin.dtype == FLOAT32 and cos_sin.flags.c_contiguous
     check_inputs("rotate", x=x, positions=positions)
     _cpu.rotary_and_cache(
-        x, stride(x), 0, 0, 0, 0, positions, cos_sin, cos_sin.shape[0], rotary_size, 0, 0, 0, 0, tokens,
-        heads, 0, head_size, 0, 0, 0, code_of("rotate", x), 0, 0, 0, 0, 0, 0, 0,
+        query=x, query_stride=stride(x), key=0, key_stride=0, value=0, value_stride=0, positions=positions,
+        cos_sin=cos_sin, max_positions=cos_sin.shape[0], rotary_size=rotary_size, key_cache=0, value_cache=0,
+        num_slots=0, slots=0, rows=tokens, query_heads=heads, kv_heads=0, head_size=head_size, key_size=0,
+        value_size=0, block_size=0, dtype=code_of("rotate", x), cache_dtype=0, query_scales=0, axes=0,
+        positions_stride=0, index_key=0, index_stride=0, index_size=0,
     )  # fmt: skip
 
 
@@ -425,12 +445,15 @@ def rotary_and_cache(
         assert axes.min() >= 0 and axes.max() < _cpu.POSITION_AXES
     check_inputs("rotary_and_cache", query=query, key=key, value=value, positions=positions, slot_mapping=slot_mapping)
     _cpu.rotary_and_cache(
-        query, stride(query), key, stride(key), value, stride(value), positions, cos_sin, cos_sin.shape[0], rotary_size,
-        cache.key, cache.value, cache.num_blocks * block_size, slot_mapping, tokens, query_heads, kv_heads, head_size,
-        key_size, value_size, block_size, code_of("rotary_and_cache", query, key, value),
-        cache_code("rotary_and_cache", cache, query), 0 if query_scales is None else query_scales,
-        0 if axes is None else axes, 0 if axes is None else stride(positions), 0 if index_key is None else index_key,
-        0 if index_key is None else stride(index_key), index_size,
+        query=query, query_stride=stride(query), key=key, key_stride=stride(key), value=value,
+        value_stride=stride(value), positions=positions, cos_sin=cos_sin, max_positions=cos_sin.shape[0],
+        rotary_size=rotary_size, key_cache=cache.key, value_cache=cache.value,
+        num_slots=cache.num_blocks * block_size, slots=slot_mapping, rows=tokens, query_heads=query_heads,
+        kv_heads=kv_heads, head_size=head_size, key_size=key_size, value_size=value_size, block_size=block_size,
+        dtype=code_of("rotary_and_cache", query, key, value),
+        cache_dtype=cache_code("rotary_and_cache", cache, query), query_scales=query_scales, axes=axes,
+        positions_stride=0 if axes is None else stride(positions), index_key=index_key,
+        index_stride=0 if index_key is None else stride(index_key), index_size=index_size,
     )  # fmt: skip
 
 
@@ -465,10 +488,13 @@ def paged_attention(
         assert distance_biases.shape == (query_heads, 2 * reach + BIAS_PADDING)
     out = empty((tokens, query_heads * value_size), query.dtype)
     _cpu.paged_attention(
-        query, tokens, stride(query), cache.key, cache.value, block_tables, stride(block_tables), block_tables.shape[1],
-        query_start_loc, seq_lens, seq_lens.shape[0], query_heads, kv_heads, head_size, cache.key.shape[3],
-        sliding_window, scale, code_of("paged_attention", query), cache_code("paged_attention", cache, query), out,
-        softcap, 0 if slopes is None else slopes, 0 if sinks is None else sinks, bidirectional,
-        0 if distance_biases is None else distance_biases, reach, 0 if key_ends is None else key_ends, value_size,
+        query=query, rows=tokens, query_stride=stride(query), key_cache=cache.key, value_cache=cache.value,
+        block_tables=block_tables, table_stride=stride(block_tables), max_blocks=block_tables.shape[1],
+        query_start=query_start_loc, seq_lens=seq_lens, num_seqs=seq_lens.shape[0], query_heads=query_heads,
+        kv_heads=kv_heads, head_size=head_size, block_size=cache.key.shape[3], window=sliding_window,
+        scale=scale, dtype=code_of("paged_attention", query),
+        cache_dtype=cache_code("paged_attention", cache, query), out=out, softcap=softcap, slopes=slopes,
+        sinks=sinks, bidirectional=bidirectional, biases=distance_biases, bias_reach=reach, key_ends=key_ends,
+        value_size=value_size,
     )  # fmt: skip
     return out

@@ -113,7 +113,10 @@ class CpuAdapterTable:
 
     def _deal_out(self, rows: NDArray[np.float32], places: NDArray[np.int64], out: NDArray[Any], lanes: int) -> None:
         rows = np.ascontiguousarray(rows, np.float32)
-        _cpu.pack_factor_rows(rows, rows.shape[1], *rows.shape, places, out, lanes, self.code)
+        _cpu.pack_factor_rows(
+            source=rows, stride=rows.shape[1], rows=rows.shape[0], columns=rows.shape[1], places=places, out=out,
+            lanes=lanes, dtype=self.code,
+        )  # fmt: skip
 
     def _pack_whole(self, matrix: NDArray[Any], bias: NDArray[Any] | None, page_bytes: int) -> PackedFactors:
         """Pack matrix [N, K], which replaces the base's matrix, as a B without A. A piece has as many panels as fit in
@@ -372,17 +375,21 @@ def experts_adapter_table(shape: FactorShape, num_experts: int, num_slots: int, 
     return CpuExpertsTable(shape, num_experts, num_slots, dtype)
 
 
-def experts_arguments(expand: ExpandExperts | None) -> tuple[Any, ...]:
-    """Return the last arguments of the native function `experts`."""
+def experts_arguments(expand: ExpandExperts | None) -> dict[str, Any]:
+    """Return the adapters' arguments of the native function `experts`."""
+    names = ("slots", "num_slots", "factor_dtype", "up_factors", "up_width", "down_factors", "down_width")
+    arguments: dict[str, Any] = {name: None if name in ("slots", "up_factors", "down_factors") else 0 for name in names}
     if expand is None or (expand.gate_up is None and expand.down is None):
-        return 0, 0, 0, 0, 0, 0, 0
-    tables = [expand.gate_up, expand.down]
-    found = [table for table in tables if table is not None]
+        return arguments
+    tables = {"up": expand.gate_up, "down": expand.down}
+    found = [table for table in tables.values() if table is not None]
     assert all(isinstance(table, CpuExpertsTable) for table in found) and len({table.code for table in found}) == 1
     check_inputs("experts", slots=expand.slots)
-    factors = (0 if table is None else table.factors for table in tables)
-    widths = (0 if table is None else table.width for table in tables)
-    return expand.slots, found[0].num_slots, *factors, *widths, found[0].code
+    arguments |= {"slots": expand.slots, "num_slots": found[0].num_slots, "factor_dtype": found[0].code}
+    for name, table in tables.items():
+        if table is not None:
+            arguments |= {f"{name}_factors": table.factors, f"{name}_width": table.width}
+    return arguments
 
 
 def _packed_outputs(shape: FactorShape) -> NDArray[np.intp]:
@@ -426,31 +433,37 @@ def shrink(x: NDArray[Any], table: AdapterTable, slots: NDArray[Any], weight: Li
     out = empty((num_rows, table.width), table.dtype)
     scratch = empty((_cpu.shrink_scratch_rows(num_rows), num_in), table.dtype)
     _cpu.shrink(
-        x, x_stride, x_code, num_rows, slots, table.num_slots, table.factors, out, table.width, scratch, num_in,
-        table.code,
+        x=x, x_stride=x_stride, x_dtype=x_code, rows=num_rows, slots=slots, num_slots=table.num_slots,
+        factors=table.factors, out=out, out_stride=table.width, scratch=scratch, k=num_in, dtype=table.code,
     )  # fmt: skip
     return out
 
 
-def expand_arguments(expand: Expand | None, column: int) -> tuple[Any, ...]:
-    """Return the last arguments of the native function `linear`. The matrix's first output is output `column` of
+_NO_FACTORS = {"slots": None, "num_slots": 0, "factors": None, "factor_dtype": 0}
+
+
+def expand_arguments(expand: Expand | None, column: int) -> dict[str, Any]:
+    """Return the adapters' arguments of the native function `linear`. The matrix's first output is output `column` of
     `expand`'s table."""
     if expand is None:
-        return 0, 0, 0, 0, 0, 0
+        return _NO_FACTORS | {"shrunk": None, "shrunk_stride": 0}
     table = expand.table
     assert isinstance(table, CpuAdapterTable)
-    return expand.slots, table.num_slots, table.factors_from(column), expand.shrunk, table.width, table.code
+    return {
+        "slots": expand.slots, "num_slots": table.num_slots, "factors": table.factors_from(column),
+        "factor_dtype": table.code, "shrunk": expand.shrunk, "shrunk_stride": table.width,
+    }  # fmt: skip
 
 
-def lookup_arguments(adapted: Lookup | None) -> tuple[Any, ...]:
-    """Return the last arguments of the native function `embedding`."""
+def lookup_arguments(adapted: Lookup | None) -> dict[str, Any]:
+    """Return the adapters' arguments of the native function `embedding`."""
     if adapted is None:
-        return 0, 0, 0, 0
+        return _NO_FACTORS
     table, slots = adapted.table, adapted.slots
     assert isinstance(table, CpuAdapterTable) and table.shape.looked_up
     assert slots.dtype == INT32 and is_dense(slots)
     check_inputs("embedding", slots=slots)
-    return slots, table.num_slots, table.factors, table.code
+    return {"slots": slots, "num_slots": table.num_slots, "factors": table.factors, "factor_dtype": table.code}
 
 
 # For each field that points to an array over outputs: the array's bytes for one output.

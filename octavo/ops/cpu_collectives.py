@@ -68,7 +68,10 @@ def all_reduce(x: NDArray[Any], bias: NDArray[Any] | None = None) -> None:
     check_inputs("all_reduce", x=x)
     rows, width = x.shape
     assert bias is None or (bias.dtype == FLOAT32 and bias.shape == (width,) and is_dense(bias))
-    _cpu.exchange(_native(), x, width, rows, width, 0, x, width, True, 0 if bias is None else bias)
+    _cpu.exchange(
+        group=_native(), x=x, x_stride=width, rows=rows, x_width=width, begin=0, out=x, width=width, sums=True,
+        bias=bias,
+    )  # fmt: skip
 
 
 def all_gather(x: NDArray[Any], begin: int, width: int) -> NDArray[Any]:
@@ -80,5 +83,8 @@ def all_gather(x: NDArray[Any], begin: int, width: int) -> NDArray[Any]:
     if any(size % each for size in sizes):
         raise ConfigError(f"columns {begin} to {begin + x.shape[1]} of {width} in {x.dtype} are not pairs.")
     row, own, first, all_own = (size // each for size in sizes)
-    _cpu.exchange(_native(), x, row, x.shape[0], own, first, out, all_own, False, 0)
+    _cpu.exchange(
+        group=_native(), x=x, x_stride=row, rows=x.shape[0], x_width=own, begin=first, out=out, width=all_own,
+        sums=False, bias=None,
+    )  # fmt: skip
     return out

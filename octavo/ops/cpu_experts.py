@@ -76,9 +76,11 @@ def route(
     check_inputs("route", logits=logits)
     ids, weights = empty((num_tokens, routing.top_k), INT32), empty((num_tokens, routing.top_k), FLOAT32)
     _cpu.route(
-        logits, stride(logits), num_tokens, 0 if bias is None else bias, 0 if scales is None else scales, ids, weights,
-        num_experts, routing.top_k, _cpu.SCORINGS[routing.scoring], routing.bias_logits, routing.num_groups,
-        routing.kept_groups, routing.group_by_two, routing.normalize, routing.scale, routing.softcap, routing.jitter,
+        logits=logits, stride=stride(logits), rows=num_tokens, bias=bias, scales=scales, ids=ids,
+        weights=weights, num_experts=num_experts, top_k=routing.top_k, scoring=_cpu.SCORINGS[routing.scoring],
+        bias_logits=routing.bias_logits, num_groups=routing.num_groups, kept_groups=routing.kept_groups,
+        group_by_two=routing.group_by_two, normalize=routing.normalize, scale=routing.scale,
+        softcap=routing.softcap, jitter=routing.jitter,
     )  # fmt: skip
     return ids, weights
 
@@ -112,7 +114,8 @@ def experts(
     kind, slope, limit = (activation, 0.0, 0.0) if clamp is None else ("clamped", *clamp)
     x_stride = stride(x) // _cpu.QBLOCK_BYTES if code == _cpu.Q8 else stride(x)
     _cpu.experts(
-        x, x_stride, code, num_tokens, ids, weights, gate_up.matrices, down.matrices, first_expert, out, top_k,
-        scales_inputs, _cpu.ACTIVATIONS[kind], slope, limit, *experts_arguments(expand), segments,
+        x=x, x_stride=x_stride, x_dtype=code, rows=num_tokens, ids=ids, weights=weights, up=gate_up.matrices,
+        down=down.matrices, first_expert=first_expert, out=out, top_k=top_k, scale_inputs=scales_inputs,
+        activation=_cpu.ACTIVATIONS[kind], slope=slope, limit=limit, segments=segments, **experts_arguments(expand),
     )  # fmt: skip
     return out

@@ -27,8 +27,9 @@ def linear_by_head(x: NDArray[Any], weight: ExpertsWeight) -> NDArray[Any]:
         raise TypeError(f"linear_by_head: the input is {x.dtype}, not of the type that the matrices are packed as.")
     out = empty((tokens, heads, first.out_features), x.dtype)
     _cpu.linear_by_head(
-        x, stride(x), stride(x, 1), x.itemsize, tokens, weight.matrices, out, heads * first.out_features,
-        first.out_features, code,
+        x=x, x_stride=stride(x), x_head_stride=stride(x, 1), x_bytes=x.itemsize, rows=tokens,
+        matrices=weight.matrices, out=out, out_stride=heads * first.out_features,
+        out_head_stride=first.out_features, out_dtype=code,
     )  # fmt: skip
     return out
 
@@ -56,10 +57,13 @@ def latent_attention(
     code = code_of("latent_attention", query, rotated, cache.key, cache.value)
     out = empty((tokens, heads, size), query.dtype)
     _cpu.latent_attention(
-        query, tokens, stride(query), rotated, stride(rotated), stride(rotated, 1), rotated_size, cache.key,
-        cache.value, block_tables, stride(block_tables), block_tables.shape[1], query_start_loc, seq_lens,
-        seq_lens.shape[0], heads, 1, size, cache.key.shape[3], scale,
-        code, code, out, size, index_size, 0 if chosen is None else chosen, 0 if chosen is None else chosen.shape[1],
+        query=query, rows=tokens, query_stride=stride(query), rotated_query=rotated,
+        rotated_stride=stride(rotated), rotated_head_stride=stride(rotated, 1), rotated_size=rotated_size,
+        key_cache=cache.key, value_cache=cache.value, block_tables=block_tables,
+        table_stride=stride(block_tables), max_blocks=block_tables.shape[1], query_start=query_start_loc,
+        seq_lens=seq_lens, num_seqs=seq_lens.shape[0], query_heads=heads, kv_heads=1, head_size=size,
+        block_size=cache.key.shape[3], scale=scale, dtype=code, cache_dtype=code, out=out, value_size=size,
+        index_size=index_size, chosen=chosen, num_chosen=0 if chosen is None else chosen.shape[1],
     )  # fmt: skip
     return out
 
@@ -85,9 +89,12 @@ def choose_keys(
     scratch = empty((_cpu.choose_scratch_rows(), num_chosen), INT64)
     for merges in (False, True):  # the second call merges the results of threads that shared the keys of a row
         _cpu.choose_keys(
-            query, stride(query), weights, stride(weights), tokens, cache.key, block_tables, stride(block_tables),
-            block_tables.shape[1], query_start_loc, seq_lens, seq_lens.shape[0], heads, size, key_size,
-            cache.key.shape[3], num_chosen, code_of("choose_keys", query, weights, cache.key), out, scratch,
-            len(scratch), merges,
+            query=query, query_stride=stride(query), weights=weights, weights_stride=stride(weights),
+            rows=tokens, key_cache=cache.key, block_tables=block_tables, table_stride=stride(block_tables),
+            max_blocks=block_tables.shape[1], query_start=query_start_loc, seq_lens=seq_lens,
+            num_seqs=seq_lens.shape[0], heads=heads, size=size, key_size=key_size,
+            block_size=cache.key.shape[3], num_chosen=num_chosen,
+            dtype=code_of("choose_keys", query, weights, cache.key), chosen=out, scratch=scratch,
+            scratch_rows=len(scratch), merges=merges,
         )  # fmt: skip
     return out

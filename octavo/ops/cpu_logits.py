@@ -26,7 +26,7 @@ def argmax(logits: NDArray[Any]) -> NDArray[Any]:
     assert 0 < width < 1 << 24
     check_inputs("argmax", logits=logits)
     out = empty((rows,), INT64)
-    _cpu.argmax(logits, stride(logits), rows, width, out)
+    _cpu.argmax(x=logits, stride=stride(logits), rows=rows, width=width, out=out)
     return out
 
 
@@ -47,7 +47,10 @@ def sample(
     ):
         assert array.dtype == dtype and array.shape == (rows,) and is_dense(array)
     out = np.empty(rows, np.int64)
-    _cpu.sample(logits, stride(logits), rows, width, temperature, top_k, top_p, min_p, uniforms, out)
+    _cpu.sample(
+        logits=logits, stride=stride(logits), rows=rows, width=width, temperature=temperature, top_k=top_k,
+        top_p=top_p, min_p=min_p, uniforms=uniforms, out=out,
+    )  # fmt: skip
     return out
 
 
@@ -58,7 +61,8 @@ def mask_tokens(logits: NDArray[Any], words: NDArray[Any], samples: NDArray[Any]
     assert samples.dtype == INT64 and samples.shape == words.shape[:1] and is_dense(samples)
     rows, width = logits.shape
     _cpu.mask_tokens(
-        logits, stride(logits), rows, width, words, stride(words), words.shape[1], samples, len(samples)
+        logits=logits, stride=stride(logits), rows=rows, width=width, words=words, words_stride=stride(words),
+        num_words=words.shape[1], samples=samples, masks=len(samples),
     )  # fmt: skip
 
 
@@ -111,7 +115,10 @@ def _log_sums(logits: NDArray[Any], samples: NDArray[Any], temperatures: NDArray
     assert samples.dtype == INT64 and is_dense(samples)
     assert temperatures.dtype == FLOAT32 and temperatures.shape == samples.shape and is_dense(temperatures)
     out = np.empty(len(samples))
-    _cpu.log_sums(logits, stride(logits), rows, width, samples, temperatures, len(samples), out)
+    _cpu.log_sums(
+        logits=logits, stride=stride(logits), rows=rows, width=width, samples=samples,
+        temperatures=temperatures, num_samples=len(samples), out=out,
+    )  # fmt: skip
     return out
 
 
@@ -128,7 +135,10 @@ def _rank(
     ranks = np.empty(len(samples), np.int64)
     top, values = np.empty((len(samples), count), np.int64), np.empty((len(samples), count), np.float32)
     given = 0 if tokens is None else tokens
-    _cpu.rank(logits, stride(logits), rows, width, samples, len(samples), given, ranks, count, top, values)
+    _cpu.rank(
+        logits=logits, stride=stride(logits), rows=rows, width=width, samples=samples, num_samples=len(samples),
+        tokens=given, ranks=ranks, count=count, top=top, top_values=values,
+    )  # fmt: skip
     return ranks, top, values
 
 

@@ -221,7 +221,10 @@ def _pack_floats(parts: list[NDArray[Any]], bias: NDArray[Any] | None, gated: bo
         assert part.shape[1] == k, f"parts of {k} and {part.shape[1]} inputs"
         part = _dense(part)
         target = data[first_panel * panel_bytes :]
-        _cpu.pack_linear(part, stride(part), part.shape[0], k, code, target, 2 if gated else 1)
+        _cpu.pack_linear(
+            weight=part, stride=stride(part), n=part.shape[0], k=k, dtype=code, out=target,
+            panel_step=2 if gated else 1,
+        )  # fmt: skip
         first_panel += 1 if gated else num_panels
     format = _cpu.WEIGHT_F32 if code == _cpu.F32 else _cpu.WEIGHT_BF16
     return packed_weight(data, (sum(part.shape[0] for part in parts), k), format, bias, gated)
@@ -272,7 +275,10 @@ def _pack_sources(sources: Sequence[_Source], gated: bool) -> PackedIntegers:
             _pack_words(matrix, first_row, source.opened, order)
         else:
             array = source.rows()
-            _cpu.pack_part(matrix, first_row, array, source.format, _stride_bytes(array), source.num_rows)
+            _cpu.pack_part(
+                to=matrix, first_row=first_row, source=array, source_format=source.format,
+                stride=_stride_bytes(array), rows=source.num_rows,
+            )  # fmt: skip
         first_row += 1 if gated else source.num_rows
     return PackedIntegers(data, num_out, num_in, layout, format, factor, gated, order)
 
@@ -359,13 +365,14 @@ def _are_halves(scales: NDArray[np.float32]) -> bool:
 def _pack_words(matrix: _cpu.Matrix, first_row: int, words: PackedWords, order: NDArray[np.int32] | None) -> None:
     groups, strides = words.groups, words.words.strides
     scales, minima, shifts = (
-        0 if x is None else np.ascontiguousarray(np.broadcast_to(x, groups.scales.shape).T.astype(dtype, copy=False))
+        None if x is None else np.ascontiguousarray(np.broadcast_to(x, groups.scales.shape).T.astype(dtype, copy=False))
         for x, dtype in ((groups.scales, np.float32), (groups.minima, np.float32), (groups.shifts, np.uint8))
     )
     num_rows = groups.scales.shape[0]
     _cpu.pack_words(
-        matrix, first_row, words.words, *strides, num_rows, words.bits, words.by_outputs, scales, minima, shifts,
-        groups.group, 0 if order is None else order,
+        to=matrix, first_row=first_row, words=words.words, output_stride=strides[0], word_stride=strides[1],
+        rows=num_rows, bits=words.bits, by_outputs=words.by_outputs, scales=scales, minima=minima, shifts=shifts,
+        group=groups.group, order=order,
     )  # fmt: skip
 
 

@@ -36,6 +36,8 @@ def quantize(x: NDArray[Any], consumer: LinearWeight) -> NDArray[Any]:
         out = empty(x.shape, FLOAT_FORMATS[consumer.format])
         out_code = CODES[out.dtype]
     code, kind = code_of("quantize", x), _cpu.ACTIVATIONS["identity"]
-    order = 0 if consumer.order is None else consumer.order
-    _cpu.activation(x, stride(x), rows, width, code, out, out_code, kind, 0.0, 0.0, 0.0, 0.0, order)
+    _cpu.activation(
+        x=x, x_stride=stride(x), rows=rows, width=width, dtype=code, out=out, out_dtype=out_code, kind=kind,
+        parameter0=0.0, parameter1=0.0, parameter2=0.0, parameter3=0.0, order=consumer.order,
+    )  # fmt: skip
     return out

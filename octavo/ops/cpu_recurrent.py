@@ -30,19 +30,24 @@ def _padded(channels: int) -> int:
 def _sequences(
     op: str, num_floats: int, states: NDArray[Any], slot_mapping: NDArray[Any], query_start_loc: NDArray[Any],
     seq_lens: NDArray[Any],
-) -> tuple[Any, ...]:  # fmt: skip
+) -> dict[str, Any]:  # fmt: skip
     """Check the sequences and their states; return the arguments that describe them to the kernels."""
     assert states.dtype == FLOAT32 and is_dense(states) and states.shape[1] >= num_floats
     assert slot_mapping.dtype == INT64 and query_start_loc.dtype == seq_lens.dtype == INT32
     assert is_dense(slot_mapping) and is_dense(query_start_loc) and is_dense(seq_lens)
     check_inputs(op, slot_mapping=slot_mapping, query_start_loc=query_start_loc, seq_lens=seq_lens)
-    return states, stride(states), len(states), slot_mapping, query_start_loc, seq_lens, len(seq_lens)
+    return {
+        "states": states, "state_stride": stride(states), "num_blocks": len(states), "slots": slot_mapping,
+        "query_start": query_start_loc, "seq_lens": seq_lens, "num_seqs": len(seq_lens),
+    }  # fmt: skip
 
 
-def _by_row(x: NDArray[Any]) -> tuple[NDArray[Any], int]:
-    """Return rows [T, ...] and their stride in elements; the elements of a row must be contiguous."""
-    assert is_dense(x) and (x.ndim == 2 or x.shape[1] == 1 or x.strides[1] == x.shape[2] * x.itemsize)
-    return x, stride(x)
+def _by_row(**arrays: NDArray[Any]) -> dict[str, Any]:
+    """Return rows [T, ...] by name, and their strides in elements as `NAME_stride`. The elements of a row must be
+    contiguous."""
+    for x in arrays.values():
+        assert is_dense(x) and (x.ndim == 2 or x.shape[1] == 1 or x.strides[1] == x.shape[2] * x.itemsize)
+    return arrays | {f"{name}_stride": stride(x) for name, x in arrays.items()}
 
 
 def _is_constant(x: NDArray[Any] | None, *shape: int) -> bool:
@@ -61,9 +66,8 @@ def causal_conv(
     sequences = _sequences("causal_conv", (kernel - 1) * width, states, slot_mapping, query_start_loc, seq_lens)
     out = empty(x.shape, x.dtype)
     _cpu.causal_conv(
-        *sequences, rows, code_of("causal_conv", x), out, *_by_row(x), weight,
-        0 if bias is None else bias, width, kernel,
-        _cpu.ACTIVATIONS[activation],
+        **sequences, **_by_row(x=x), rows=rows, dtype=code_of("causal_conv", x), out=out, weight=weight, bias=bias,
+        width=width, kernel=kernel, kind=_cpu.ACTIVATIONS[activation],
     )  # fmt: skip
     return out
 
@@ -84,10 +88,10 @@ def selective_scan(
     sequences = _sequences("selective_scan", num_floats, states, slot_mapping, query_start_loc, seq_lens)
     out = empty(x.shape, x.dtype)
     _cpu.selective_scan(
-        *sequences, rows, code_of("selective_scan", *inputs.values()), out, *_by_row(x),
-        *((0, 0) if time is None else _by_row(time)), *_by_row(b), *_by_row(c), a, a.ndim == 2, 0 if d is None else d,
-        0 if time_bias is None else time_bias,
-        *time_limit, channels, channels // heads, groups, size,
+        **{"time": None, "time_stride": 0} | sequences | _by_row(**inputs), rows=rows,
+        dtype=code_of("selective_scan", *inputs.values()), out=out, a=a, wide=a.ndim == 2, d=d, time_bias=time_bias,
+        time_min=time_limit[0], time_max=time_limit[1], channels=channels, head_size=channels // heads, groups=groups,
+        state_size=size,
     )  # fmt: skip
     return out
 
@@ -107,9 +111,10 @@ def gated_delta(
     sequences = _sequences("gated_delta", num_floats, states, slot_mapping, query_start_loc, seq_lens)
     out = empty((rows, heads * width), value.dtype)
     _cpu.gated_delta(
-        *sequences, rows, code_of("gated_delta", query, key, value, decay, beta), out, *_by_row(query), *_by_row(key),
-        *_by_row(value), *_by_row(decay), *_by_row(beta), a, decay_bias, beta_scale, key_heads, heads, size, width,
-        by_element, lowest, alternates,
+        **sequences, **_by_row(query=query, key=key, value=value, decay=decay, beta=beta), rows=rows,
+        dtype=code_of("gated_delta", query, key, value, decay, beta), out=out, a=a, decay_bias=decay_bias,
+        beta_scale=beta_scale, key_heads=key_heads, value_heads=heads, key_size=size, value_size=width,
+        by_element=by_element, lowest=lowest, alternates=alternates,
     )  # fmt: skip
     return out
 
@@ -127,7 +132,8 @@ def gated_recurrence(
     sequences = _sequences("gated_recurrence", num_floats, states, slot_mapping, query_start_loc, seq_lens)
     out = empty(x.shape, x.dtype)
     _cpu.gated_recurrence(
-        *sequences, rows, code_of("gated_recurrence", x, input_gate, decay_gate), out, *_by_row(x),
-        *_by_row(input_gate), *_by_row(decay_gate), a, input_bias, decay_bias, width,
+        **sequences, **_by_row(x=x, input=input_gate, decay=decay_gate), rows=rows,
+        dtype=code_of("gated_recurrence", x, input_gate, decay_gate), out=out, a=a, input_bias=input_bias,
+        decay_bias=decay_bias, width=width,
     )  # fmt: skip
     return out

@@ -187,7 +187,10 @@ def test_rows_are_rounded_once_and_dealt_out_to_their_lanes(dtype: np.dtype[Any]
     numbers = np.arange(rows)
     places = numbers // lanes * (words * lanes) + numbers % lanes
     places[1] = -1
-    _cpu.pack_factor_rows(values, values.shape[1], rows, columns, places, out, lanes, CODES[dtype])
+    _cpu.pack_factor_rows(
+        source=values, stride=values.shape[1], rows=rows, columns=columns, places=places, out=out, lanes=lanes,
+        dtype=CODES[dtype],
+    )  # fmt: skip
     padded = np.zeros((rows, words * step), dtype)
     padded[:, :columns] = values[:, :columns]
     expected = np.full((len(out) * lanes, words), 7, np.uint32)

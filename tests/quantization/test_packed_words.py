@@ -177,7 +177,11 @@ def test_words_that_do_not_fit_are_refused() -> None:
     def pack(bits: int, *, to: int = 4, minima: bool = False, group: int = 32, by_outputs: bool = False) -> None:
         form = _cpu.WEIGHT_INT4 if to == 4 else _cpu.WEIGHT_INT8
         matrix = _cpu.Matrix(memory, 0, 4, 256, 1.0, form, 32, False, False)
-        _cpu.pack_words(matrix, 0, memory, 4, 4, 2, bits, by_outputs, memory, memory if minima else 0, 0, group, 0)
+        _cpu.pack_words(
+            to=matrix, first_row=0, words=memory, output_stride=4, word_stride=4, rows=2, bits=bits,
+            by_outputs=by_outputs, scales=memory, minima=memory if minima else None, shifts=None,
+            group=group, order=None,
+        )  # fmt: skip
 
     for bits, options in [
         (8, {}), (4, {"to": 8}), (5, {}), (2, {}), (4, {"minima": True}), (4, {"group": 48}),

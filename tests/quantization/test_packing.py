@@ -213,7 +213,10 @@ def test_rows_that_do_not_fit_are_refused() -> None:
              stride: int = 1000, rows: int = 2, k: int = 256) -> None:  # fmt: skip
         form = _cpu.WEIGHT_INT4 if bits == 4 else _cpu.WEIGHT_INT8
         matrix = _cpu.Matrix(address, 0, 4, k, 1.0, form, group, minima, gated)
-        _cpu.pack_part(matrix, first, address, _cpu.SOURCE_FORMATS[name], stride, rows)
+        _cpu.pack_part(
+            to=matrix, first_row=first, source=address, source_format=_cpu.SOURCE_FORMATS[name],
+            stride=stride, rows=rows,
+        )  # fmt: skip
 
     for name, bits, group, minima in [("Q8_0", 4, 32, True), ("Q4_1", 4, 32, False), ("Q6_K", 8, 32, True)]:
         with pytest.raises(ValueError, match=f"{name} does not fit into {bits} bits"):
@@ -221,7 +224,10 @@ def test_rows_that_do_not_fit_are_refused() -> None:
     for name, form in [("Q8_0", _cpu.WEIGHT_Q4_K), ("Q4_K", _cpu.WEIGHT_Q6_K), ("Q5_K", _cpu.WEIGHT_Q4_K)]:
         matrix = _cpu.Matrix(address, 0, 4, 256, 1.0, form, 32, True, False)
         with pytest.raises(ValueError, match=f"{name} does not fit into the superblocks of another format"):
-            _cpu.pack_part(matrix, 0, address, _cpu.SOURCE_FORMATS[name], 1000, 2)
+            _cpu.pack_part(
+                to=matrix, first_row=0, source=address, source_format=_cpu.SOURCE_FORMATS[name],
+                stride=1000, rows=2,
+            )  # fmt: skip
     with pytest.raises(ValueError, match="Q4_K rows of 96 elements do not fit"):
         pack("Q4_K", k=96)
     with pytest.raises(ValueError, match="Q8_0 rows of 256 elements do not fit into 271 bytes"):
