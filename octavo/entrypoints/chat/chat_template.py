@@ -106,11 +106,6 @@ def render_chat(
         conversation = [_with_written_calls(message, tool_format) for message in conversation]
     if not traits.writes_results or not (traits.describes_tools or traits.writes_calls):
         conversation = [_with_result_as_user(message) for message in conversation]
-    # Models call OpenAI's "developer" role "system". A template that knows "developer" gets it unchanged.
-    if "developer" not in template:
-        for message in conversation:
-            if message.get("role") == "developer":
-                message["role"] = "system"
     if placeholders is not None and (content_format == "string" or not _knows(template, conversation)):
         conversation = [_with_placeholders(message, placeholders) for message in conversation]
     if content_format == "openai" or (content_format == "auto" and traits.takes_only_parts):
@@ -119,7 +114,7 @@ def render_chat(
         conversation = [_with_text(message) for message in conversation]
     else:
         conversation = [
-            message if message.get("role") in traits.parts_of else _with_text(message) for message in conversation
+            message if _usual_role(message) in traits.parts_of else _with_text(message) for message in conversation
         ]
 
     def render(conversation: Sequence[Mapping[str, Any]]) -> str:
@@ -136,7 +131,7 @@ def render_chat(
         return str(prompt)
 
     try:
-        return _rendered_with_nulls(render, conversation)
+        return _rendered_with_developers(render, conversation, knows_role="developer" in template)
     except Exception as error:  # the template is a program of the model: it may raise anything
         lines = str(error).splitlines() or [type(error).__name__]
         raise RequestError(f"The chat template refuses these messages: {lines[0]}", param="messages") from error
@@ -146,6 +141,44 @@ def render_chat(
 def _parameters(apply: Callable[..., Any]) -> frozenset[str]:
     """Return the parameters of `apply_chat_template` that are not variables of the template."""
     return frozenset(inspect.signature(apply).parameters) - {"kwargs", "self"}
+
+
+def _usual_role(message: Mapping[str, Any]) -> object:
+    """Return the role of a message. Models call OpenAI's "developer" role "system"."""
+    return "system" if message.get("role") == "developer" else message.get("role")
+
+
+def _rendered_with_developers(
+    render: Callable[[Sequence[Mapping[str, Any]]], str], conversation: Sequence[Mapping[str, Any]], *, knows_role: bool
+) -> str:
+    """Render a conversation with "system" in the place of the role "developer", unless the template `knows_role`. If
+    the template refuses or leaves out such a message, it gets the other role, as long as it then writes the message."""
+    developers = [message for message in conversation if message.get("role") == "developer"]
+    if not developers:
+        return _rendered_with_nulls(render, conversation)
+    renamed = [{**message, "role": _usual_role(message)} for message in conversation]
+    first, second = (conversation, renamed) if knows_role else (renamed, conversation)
+    prompt, refusal = "", None
+    try:
+        prompt = _rendered_with_nulls(render, first)
+    except Exception as error:
+        refusal = error
+    if refusal is not None or not _writes(prompt, developers):
+        with suppress(Exception):
+            other = _rendered_with_nulls(render, second)
+            if _writes(other, developers):
+                return other
+    if refusal is not None:
+        raise refusal
+    return prompt
+
+
+def _writes(prompt: str, messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a prompt has all texts of `messages`."""
+    contents = [message.get("content") for message in messages]
+    texts = [part.get("text") for content in contents if isinstance(content, list) for part in content]
+    texts += [content for content in contents if isinstance(content, str)]
+    return all(text.strip() in prompt for text in texts if isinstance(text, str))
 
 
 def _rendered_with_nulls(
@@ -163,8 +196,13 @@ def _rendered_with_nulls(
     if "None" in prompt:
         with suppress(Exception):
             other = render(with_texts)
-            return other if other.count("None") < prompt.count("None") else prompt
+            # Both must have the same calls: some templates write calls only beside a null.
+            return other if _without_nones(other) == _without_nones(prompt) else prompt
     return prompt
+
+
+def _without_nones(prompt: str) -> str:
+    return "".join(prompt.replace("None", "").split())
 
 
 def _is_null(message: Mapping[str, Any]) -> bool:

@@ -99,16 +99,40 @@ def test_a_content_that_is_null_stays_null_where_the_template_can_take_it(
     assert render_chat(tokenizer_of(template), [USER, message]) == f"[user]Hi[assistant]{call}"
 
 
-@pytest.mark.parametrize("nothing", [[], None])
-def test_an_empty_list_of_calls_is_as_if_absent(nothing: Any) -> None:
-    asks = "{% for m in messages %}[{{ m.role }}]{{ 'calls' if m.tool_calls is defined else m.content }}{% endfor %}"
-    message = {"role": "assistant", "content": "It is sunny.", "tool_calls": nothing}
-    assert render_chat(tokenizer_of(asks), [USER, message]) == "[user]Hi[assistant]It is sunny."
+def test_a_none_in_the_texts_of_clients_is_no_null() -> None:
+    text = render_chat(tokenizer_of(ASKS_FOR_NONE), [{"role": "user", "content": "None"}, calling()])
+    assert text == '[user]None[assistant]<call>get_weather {"city": "Rome"}</call>'
 
 
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + PLAIN
 SILENT_SYSTEM = "{% for m in messages if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+REFUSES_SYSTEM_LATER = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}{% endif %}"
+    "{% if m.role != 'system' or loop.first %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+)
+KNOWS_DEVELOPERS = "{% for m in messages if m.role != 'developer' or tools %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "role"),
+    [
+        (PLAIN, "system"),
+        (SILENT_SYSTEM, "developer"),
+        (REFUSES_SYSTEM_LATER, "developer"),
+        (KNOWS_DEVELOPERS, "system"),
+    ],
+)
+def test_a_developer_is_the_system_unless_the_template_then_loses_the_message(template: str, role: str) -> None:
+    text = render_chat(tokenizer_of(template), [USER, {"role": "developer", "content": "Be kind."}])
+    assert text == f"[user]Hi[{role}]Be kind."
+
+
+@pytest.mark.parametrize("nothing", [[], None])
+def test_an_empty_list_of_calls_is_as_if_absent(nothing: Any) -> None:
+    asks = "{% for m in messages %}[{{ m.role }}]{{ 'calls' if m.tool_calls is defined else m.content }}{% endfor %}"
+    message = {"role": "assistant", "content": "It is sunny.", "tool_calls": nothing}
+    assert render_chat(tokenizer_of(asks), [USER, message]) == "[user]Hi[assistant]It is sunny."
 
 
 @pytest.mark.parametrize("template", [NO_SYSTEM, SILENT_SYSTEM])
