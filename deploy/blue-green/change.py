@@ -2,7 +2,7 @@
 """Changes a server behind nginx to another version of it without a failed request: blue-green, on one Linux machine.
 
     change.py to STATE -- octavo serve MODEL --served-model-name chat    # the first start, and every change
-    change.py recover STATE    # after a change that was killed
+    change.py recover STATE    # after a change that was killed, and after a reboot
     change.py status STATE
     change.py stop STATE
 
@@ -18,6 +18,7 @@ import fcntl
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -50,6 +51,7 @@ class Server:
     colour: str
     port: int
     command: list[str]
+    host: str = "127.0.0.1"
 
     def request(self, path: str, body: object = None, timeout_s: float = HTTP_TIMEOUT_S) -> tuple[int, bytes]:
         """Status (0: no answer) and body."""
@@ -57,7 +59,7 @@ class Server:
         if key := os.environ.get("OCTAVO_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers)
+        request = urllib.request.Request(f"http://{self.host}:{self.port}{path}", data, headers)
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as answer:
                 return answer.status, answer.read()
@@ -194,7 +196,8 @@ class Site:
                 if subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log).returncode:
                     raise Failed(f"nginx does not start: see {log.name}")
         deadline = time.monotonic() + HTTP_TIMEOUT_S
-        front = Server("nginx", int(self.listen.rpartition(":")[2]), [])
+        host, port = listen_address(self.listen)
+        front = Server("nginx", port, [], host)
         # A worker that has not heard of the new settings yet may still take requests: one fresh answer says little.
         num_fresh = 0
         while num_fresh < NUM_FRESH_ANSWERS:
@@ -274,6 +277,19 @@ class Site:
             self.old = None
             self.save()
 
+    def revive(self) -> None:
+        """Start the live server and nginx again where they have ended, as a reboot ends them."""
+        if self.live is None:
+            return
+        has_ended = self.pid(self.live) is None
+        if has_ended:
+            say(f"{self.live.colour} starts again at port {self.live.port}")
+            self.start(self.live)
+            self.wait_until_ready(self.live)
+        if has_ended or self.nginx_pid() is None:
+            self.route((self.live, 100))
+            say(f"{self.live.colour} serves")
+
     def change(self, command: list[str]) -> None:
         """Go to `command`, or stay with what there is and raise."""
         if self.live is not None and self.pid(self.live) is None:
@@ -344,6 +360,20 @@ def alone(folder: Path) -> Iterator[None]:
         yield
 
 
+def listen_address(text: str) -> tuple[str, int]:
+    """Host and port at which this machine reaches nginx."""
+    found = re.fullmatch(r"(?:(\[[0-9a-fA-F:.]+\]|\*|[\w.-]+):)?(\d+)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an address: give PORT, HOST:PORT or [IPV6]:PORT")
+    host = {None: "127.0.0.1", "*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(found[1], found[1])
+    return host, int(found[2])
+
+
+def listened(text: str) -> str:
+    listen_address(text)
+    return text
+
+
 def percentage(text: str) -> int:
     if not 0 < (value := int(text)) < 100:
         raise argparse.ArgumentTypeError(f"{value}: a share lies between 0 and 100%")
@@ -355,7 +385,7 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["to", "recover", "status", "stop"])
     parser.add_argument("state", type=Path, help="Folder of state, logs and nginx's files; made where there is none.")
-    parser.add_argument("--listen", help="nginx's address: at first 127.0.0.1:8000, then as before.")
+    parser.add_argument("--listen", type=listened, help="nginx's address: at first 127.0.0.1:8000, then as before.")
     parser.add_argument("--ports", type=int, nargs=2, default=[8001, 8002], help="Blue's and green's own ports.")
     parser.add_argument(
         "--weights", type=percentage, nargs="*", default=[10, 50], help="Green's shares in %% before 100."
@@ -391,6 +421,8 @@ def main(arguments: list[str]) -> int:
             site.recover()
             if args.what == "to":
                 site.change(args.command)
+            elif args.what == "recover":
+                site.revive()
             elif args.what == "stop":
                 site.stop_all()
     except Failed as error:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +22,7 @@ import httpx
 import pytest
 
 from tests.deploy.test_containers import debian
+from tests.deploy.test_systemd import analyze
 from tests.ports import held_port
 from tests.waiting import wait_until
 
@@ -37,13 +41,14 @@ class Site:
     def __init__(self, folder: Path) -> None:
         debian("nginx", "nginx-light")
         self.state, self.port, self.ports = folder / "state", held_port(), (held_port(), held_port())
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.at = f"127.0.0.2:{self.port}"  # not where the servers listen
+        self.url = f"http://{self.at}"
 
     def start(self, what: str, *command: str, **options: object) -> subprocess.Popen[str]:
         given = {"watch": 0.2, "ready_timeout": 120, "drain_timeout": 120, "stop_timeout": 30} | options
         flags = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         if not self.state.exists():  # it is kept
-            flags += ["--listen", f"127.0.0.1:{self.port}"]
+            flags += ["--listen", self.at]
         return subprocess.Popen(
             [
                 sys.executable, str(CHANGE), what, str(self.state), "--ports", *map(str, self.ports), *flags,
@@ -200,9 +205,33 @@ def test_a_server_that_died_is_not_gone_back_to(site: Site) -> None:
     assert site.says() == "second"
 
 
+def test_after_a_reboot_the_live_version_and_nginx_come_back(site: Site) -> None:
+    site.change(*STUB, "--token", "first")
+    site.change(*STUB, "--token", "second")
+    before = site.status()
+    os.kill(before["nginx"], signal.SIGTERM)
+    os.kill(before["live"]["pid"], signal.SIGKILL)
+    wait_until(lambda: (now := site.status())["nginx"] is None and now["live"]["pid"] is None)
+    code, out, err = site.run("recover")
+    assert code == 0, out + err
+    assert {site.says() for _ in range(10)} == {"second"}
+    assert site.status()["live"] == before["live"] | {"pid": site.status()["live"]["pid"]}
+
+
+def test_systemd_takes_the_unit_that_brings_a_site_back(tmp_path: Path) -> None:
+    text = CHANGE.with_name("octavo-site.service").read_text()
+    for line in re.findall(r"^Exec\w+=\S+ (.+)$", text, re.MULTILINE):
+        change, what, _ = line.split()
+        assert change.endswith("deploy/blue-green/change.py") and what in ("recover", "stop")
+    unit = tmp_path / "octavo-site.service"
+    unit.write_text(text)
+    assert analyze("verify", unit) == ""
+
+
 def test_commands_that_cannot_be_meant(site: Site) -> None:
     assert "is followed by -- and the server's command" in site.run("to")[2]
     assert "a share lies between 0 and 100%" in site.run("recover", weights=100)[2]
+    assert "'/run/x' is not an address" in site.run("recover", listen="/run/x")[2]
     with socket.create_server(("127.0.0.1", site.ports[0])):
         code, _, err = site.run("to", *STUB, "--token", "first")
     assert code == 1 and f"port {site.ports[0]} is taken by another program" in err
