@@ -171,6 +171,7 @@ def _check_server(template: Manifest, by_kind: dict[str, list[Manifest]], num_bu
     assert server["startupProbe"]["httpGet"]["path"] == server["readinessProbe"]["httpGet"]["path"] == "/health"
     assert server["livenessProbe"]["httpGet"]["path"] == "/version"
     assert all(server[name]["timeoutSeconds"] == 5 for name in ("startupProbe", "readinessProbe", "livenessProbe"))
+    assert server["readinessProbe"]["failureThreshold"] == 3, "one late answer of a busy server is no reason"
     assert _start_s(template) >= args.engine_ready_timeout, "one of both would end a start that the other waits for"
     assert args.device == ("cuda" if "nvidia.com/gpu" in server["resources"].get("limits", {}) else "auto")
     assert {port["name"]: port["containerPort"] for port in server["ports"]}["http"] == args.port

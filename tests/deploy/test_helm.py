@@ -136,6 +136,25 @@ def test_a_model_s_settings_reach_all_that_they_concern() -> None:
     assert container["resources"] == own and "--model=" in container["args"], "the default model"
 
 
+@pytest.mark.parametrize(
+    ("model", "mode", "rollout"),
+    [
+        ({}, "ReadWriteOnce", {"maxSurge": 0, "maxUnavailable": 1}),
+        ({"replicas": 2}, "ReadWriteMany", {"maxSurge": 1, "maxUnavailable": 0}),
+        ({"autoscaling": {"enabled": True}}, "ReadWriteMany", {"maxSurge": 1, "maxUnavailable": 0}),
+        ({"rollout": {"maxSurge": 2, "maxUnavailable": 0}}, "ReadWriteOnce", {"maxSurge": 2, "maxUnavailable": 0}),
+    ],
+)
+def test_one_pod_s_claim_is_one_node_s_and_its_upgrade_waits_for_no_volume(
+    model: dict[str, Any], mode: str, rollout: dict[str, int]
+) -> None:
+    values = {"models": [{"name": "m", **model}], "service": {"sessionAffinity": "ClientIP"}}
+    created = installed(CHART, values).created
+    (claim,), (server,) = of_kind(created, "PersistentVolumeClaim"), of_kind(created, "Deployment")
+    assert claim["spec"]["accessModes"] == [mode] and server["spec"]["strategy"]["rollingUpdate"] == rollout
+    assert [service["spec"]["sessionAffinity"] for service in of_kind(created, "Service")] == ["ClientIP"]
+
+
 def test_pods_start_anew_when_a_secret_of_the_chart_changes() -> None:
     def annotations(**values: Any) -> dict[str, str]:
         created = installed(CHART, {"models": [{"name": "m", "podAnnotations": {"a": "b"}}], **values}).created

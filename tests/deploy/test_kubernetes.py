@@ -53,6 +53,32 @@ def test_pods_that_share_a_model(overlay: str, image: str) -> None:
     assert [c["image"] for m in manifests for pod in pods(m) for c in containers(pod)] == [image] * 2
 
 
+def test_a_server_ends_when_its_hosts_do_not_come(tmp_path: Path) -> None:
+    (cluster,) = [m for m in built(ROOT / "kuberay") if m["kind"] == "RayCluster"]
+    wait = containers(pods(cluster)[0])[0]["args"][0].split("&\n", 1)[1]
+    for program in ("python3", "sleep", "octavo"):  # none of which a wait that is over asks for again
+        (tmp_path / program).write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / program).chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", f"SECONDS=541\n{wait}"],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        capture_output=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (1, b"fewer than 2 hosts have joined Ray after 540 s\n")
+
+
+def test_what_is_kept_is_asked_of_the_server_that_keeps_it() -> None:
+    manifests = yaml.safe_load_all((ROOT / "components" / "ingress" / "ingress.yaml").read_text())
+    hashed = {
+        path["path"]
+        for ingress in manifests
+        for path in ingress["spec"]["rules"][0]["http"]["paths"]
+        if ingress["metadata"]["annotations"].get("nginx.ingress.kubernetes.io/upstream-hash-by") == "$remote_addr"
+    }
+    assert hashed == {"/v1/responses", "/v1/files", "/v1/batches"}
+
+
 def _worker(manifests: list[Manifest]) -> dict[str, Any]:
     (group,) = [m for m in manifests if len(pods(m)) > 1]
     spec: dict[str, Any] = pods(group)[1]["spec"]

@@ -27,6 +27,14 @@ app.kubernetes.io/component: {{ .model.name }}
 {{- define "octavo.model" -}}
 {{- $model := mergeOverwrite (deepCopy .root.Values.modelDefaults) .model -}}
 {{- with .model.resources }}{{ $_ := set $model "resources" . }}{{ end -}}
+{{- $hasSeveralPods := or (gt (int $model.replicas) 1) (gt (int $model.nodes) 1) $model.autoscaling.enabled -}}
+{{- if not $model.storage.accessModes -}}
+{{- $_ := set $model.storage "accessModes" (list (ternary "ReadWriteMany" "ReadWriteOnce" $hasSeveralPods)) -}}
+{{- end -}}
+{{- if not $model.rollout -}}
+{{- $isOneNodes := and (not $model.storage.existingClaim) (not (has "ReadWriteMany" $model.storage.accessModes)) -}}
+{{- $_ := set $model "rollout" (ternary (dict "maxSurge" 0 "maxUnavailable" 1) (dict "maxSurge" 1 "maxUnavailable" 0) $isOneNodes) -}}
+{{- end -}}
 {{- $model | toJson -}}
 {{- end -}}
 
@@ -196,7 +204,7 @@ containers:
       httpGet: { path: /health, port: http }
       periodSeconds: 2
       timeoutSeconds: 5 # a busy server is no ill one
-      failureThreshold: 1
+      failureThreshold: 3
     livenessProbe: # a server whose engine starts again is alive
       httpGet: { path: /version, port: http }
       periodSeconds: 10
