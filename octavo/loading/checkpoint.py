@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.errors import LoadError
 from octavo.loading.default_model import DEFAULT_MODEL_GENERATION, DEFAULT_MODEL_NAME, fetch_default_model
@@ -17,6 +17,9 @@ from octavo.loading.gguf_file import read_gguf
 from octavo.loading.mistral_format import consolidated_files, mistral_config
 from octavo.loading.sentence_transformers import module_weights
 from octavo.loading.weight_files import complete_shards, gguf_parts, pick_weights, read_json
+
+if TYPE_CHECKING:
+    from octavo.loading.hub import Fetch
 
 # "name", "org/name", or either with ":file" to choose among GGUF files.
 _HUB_ID = re.compile(r"([\w-][\w.-]*(?:/[\w-][\w.-]*)?)(?::([\w.-]+))?")
@@ -55,12 +58,14 @@ def resolve(
     revision: str | None = None,
     download_dir: str | None = None,
     tokenizer: str | None = None,
+    fetch: Fetch | None = None,
 ) -> Checkpoint:
     """Return the checkpoint of a model, and fetch files that are not here yet.
 
     `model` is "" or the default model's name, a .gguf file, a folder, or a hub id (`org/name`, `org/name:file.gguf`).
-    `load_format` "auto" takes safetensors, else pt, else gguf; "dummy" needs no weights. Raises `LoadError` with one
-    line that says what was asked, what was found and what to do.
+    `load_format` "auto" takes safetensors, else pt, else gguf; "dummy" needs no weights. `fetch` puts files of a hub
+    model into the cache before they are looked for. Raises `LoadError` with one line that says what was asked, what
+    was found and what to do.
     """
     path = os.path.abspath(os.path.expanduser(model))
     is_default = is_default_model(model)
@@ -72,7 +77,7 @@ def resolve(
         found = _from_gguf(DEFAULT_MODEL_NAME, path, load_format, _tokenizer_path(tokenizer, download_dir, path))
         return replace(found, generation_config=found.generation_config | DEFAULT_MODEL_GENERATION)
     if not os.path.exists(path):
-        path = _from_hub(model, load_format, revision, download_dir)
+        path = _from_hub(model, load_format, revision, download_dir, fetch)
     if os.path.isdir(path):
         path = _choose_in_folder(model, path, load_format)
     tokenizer_path = _tokenizer_path(tokenizer, download_dir, path)
@@ -172,7 +177,7 @@ def _one_gguf(name: str, files: list[str], what_to_do: str) -> str:
     return files[0]
 
 
-def _from_hub(model: str, load_format: str, revision: str | None, download_dir: str | None) -> str:
+def _from_hub(model: str, load_format: str, revision: str | None, download_dir: str | None, fetch: Fetch | None) -> str:
     """Return the folder of a fetched hub model, or the path of one GGUF file in it."""
     match = _HUB_ID.fullmatch(model)
     if match is None or (model.endswith(".gguf") and not match[2]):
@@ -209,11 +214,17 @@ def _from_hub(model: str, load_format: str, revision: str | None, download_dir: 
     # Imported here: most starts use a local model, and the hub's client takes 0.2 s to import.
     from octavo.loading.hub import download
 
-    folder = download(repo, revision, download_dir, pick)
+    folder = download(repo, revision, download_dir, pick, fetch)
     if wanted:
         _, files = pick_weights(os.listdir(folder), "gguf")
         return os.path.join(folder, chosen_gguf(files))
     return folder
+
+
+def is_hub_id(model: str) -> bool:
+    """Return True for a name that is no file here and may be a model on the hub."""
+    found = None if os.path.exists(os.path.expanduser(model)) else _HUB_ID.fullmatch(model)
+    return found is not None and not is_default_model(model) and not (model.endswith(".gguf") and not found[2])
 
 
 def is_default_model(model: str) -> bool:

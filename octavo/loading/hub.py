@@ -28,13 +28,15 @@ _MODULE_FILE = re.compile(r"\d+_[A-Za-z]+/(config\.json|model\.safetensors|pytor
 # LoRA adapters that a model's repository has for images and speech.
 _ADAPTER_FILE = re.compile(r"((speech|vision)-lora/)?adapter_(config\.json|model\.safetensors)")
 _TIMEOUT_S = 10.0
+Fetch = Callable[[str, str, list[str]], None]  # called with the repository, its commit and the names of files
 
 
 def download(
-    repo: str, revision: str | None, download_dir: str | None, pick: Callable[[list[str]], list[str]] | None = None
-) -> str:
+    repo: str, revision: str | None, download_dir: str | None, pick: Callable[[list[str]], list[str]] | None = None,
+    fetch: Fetch | None = None,
+) -> str:  # fmt: skip
     """Download the repository's small files, and the files that `pick` chooses from its top-level file names. Return
-    their folder. Raises `LoadError`."""
+    their folder. `fetch` puts some of them into the cache before. Raises `LoadError`."""
     from huggingface_hub import HfApi, errors, snapshot_download
 
     at = f" at revision {revision}" if revision else ""
@@ -56,6 +58,8 @@ def download(
             raise LoadError(
                 f"{repo}{at} on the Hugging Face hub holds no model: its files are {', '.join(names[:5])} ..."
             )
+        if fetch is not None and info.sha is not None:
+            fetch(repo, info.sha, wanted)
         return snapshot_download(repo, revision=revision, cache_dir=_cache(download_dir), allow_patterns=wanted)
     except LoadError:
         raise

@@ -1,13 +1,10 @@
 """Hub ids against a small hub of our own, in processes of their own: the client reads its environment at import."""
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,64 +13,13 @@ import pytest
 
 from octavo.errors import LoadError
 from octavo.loading.checkpoint import resolve
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
-class _Hub(ThreadingHTTPServer):
-    """Answers the calls that the client makes for `repos`: name -> files; notes which files were fetched."""
-
-    def __init__(self, repos: dict[str, dict[str, bytes]]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.repos = repos
-        self.fetched: list[str] = []
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Hub
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        body = self._body(self.path.split("?")[0])
-        self.send_response(404 if body is None else 200)
-        if body is None:
-            gated = self.path.startswith("/api/models/org/gated")
-            self.send_header("X-Error-Code", "GatedRepo" if gated else "RepoNotFound")
-            body = b""
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("ETag", f'"{hashlib.sha1(body).hexdigest()}"')
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def _body(self, path: str) -> bytes | None:
-        parts = path.strip("/").split("/")
-        if parts[:2] == ["api", "models"] and (files := self.server.repos.get("/".join(parts[2:4]))) is not None:
-            if "tree" in parts:
-                oids = {n: hashlib.sha1(c).hexdigest() for n, c in files.items()}
-                tree = [{"type": "file", "path": n, "size": len(c), "oid": oids[n]} for n, c in files.items()]
-                return json.dumps(tree).encode()
-            name = "/".join(parts[2:4])
-            siblings = [{"rfilename": n} for n in files]
-            return json.dumps({"id": name, "sha": COMMIT, "siblings": siblings, "tags": [], "private": False}).encode()
-        if len(parts) > 4 and parts[2] == "resolve":
-            file = "/".join(parts[4:])
-            if self.command == "GET":
-                self.server.fetched.append(file)
-            return self.server.repos.get("/".join(parts[:2]), {}).get(file)
-        return None
-
-    def log_message(self, *args: object) -> None:
-        pass
+from tests.loading.fake_hub import COMMIT, Hub
 
 
 @pytest.fixture(scope="module")
 def hub(
     tmp_path_factory: pytest.TempPathFactory, hf_config: dict[str, Any], write_gguf: Callable[..., Path]
-) -> Iterator[_Hub]:
+) -> Iterator[Hub]:
     path = tmp_path_factory.mktemp("hub") / "m.gguf"
     gguf_file = write_gguf(path, {"token_embd.weight": np.ones((4, 64), np.float32)}).read_bytes()
     config = json.dumps(hf_config).encode()
@@ -104,11 +50,8 @@ def hub(
         },
         "org/empty": {"README.md": b"hello"},
     }  # fmt: skip
-    server = _Hub(repos)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with Hub(repos).running() as server:
+        yield server
 
 
 _SCRIPT = """
@@ -135,7 +78,7 @@ def _resolve(calls: list[dict[str, Any]], **env: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_only_the_needed_files_are_fetched_and_the_cache_serves_without_a_network(hub: _Hub, tmp_path: Path) -> None:
+def test_only_the_needed_files_are_fetched_and_the_cache_serves_without_a_network(hub: Hub, tmp_path: Path) -> None:
     env = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}"}
     calls: list[dict[str, Any]] = [
         {"model": "org/both"},
@@ -168,7 +111,7 @@ def test_only_the_needed_files_are_fetched_and_the_cache_serves_without_a_networ
         assert [(f["path"], f["files"]) for f in again] == [(f["path"], f["files"]) for f in found]
 
 
-def test_adapters_that_a_model_brings_are_fetched_beside_its_weights(hub: _Hub, tmp_path: Path) -> None:
+def test_adapters_that_a_model_brings_are_fetched_beside_its_weights(hub: Hub, tmp_path: Path) -> None:
     env = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}"}
     (found,) = _resolve([{"model": "org/media"}], **env)
     assert found["files"] == ["model.safetensors"]
@@ -179,7 +122,7 @@ def test_adapters_that_a_model_brings_are_fetched_beside_its_weights(hub: _Hub, 
     assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
-def test_dummy_weights_and_another_download_folder(hub: _Hub, tmp_path: Path) -> None:
+def test_dummy_weights_and_another_download_folder(hub: Hub, tmp_path: Path) -> None:
     env = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}"}
     call = {"model": "org/both", "load_format": "dummy", "download_dir": str(tmp_path / "models"), "revision": COMMIT}
     (found,) = _resolve([call], **env)
@@ -196,7 +139,7 @@ def test_a_revision_is_of_the_hub(tmp_path: Path) -> None:
             resolve(model, revision="v2")
 
 
-def test_what_the_hub_does_not_have_is_said_in_a_line(hub: _Hub, tmp_path: Path) -> None:
+def test_what_the_hub_does_not_have_is_said_in_a_line(hub: Hub, tmp_path: Path) -> None:
     env = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}"}
     expected = {
         "org/none": "neither a folder or .gguf file here nor a model on the Hugging Face hub",
