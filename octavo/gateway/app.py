@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,13 +17,15 @@ from octavo.errors import RequestError
 from octavo.gateway.client import BrokenAnswerError, Client
 from octavo.gateway.gateway_metrics import GatewayMetrics
 from octavo.gateway.models import Models
+from octavo.gateway.ollama_routes import OllamaRoutes
 from octavo.gateway.proxy import Proxy, ProxyRequest, WaitLimits
-from octavo.gateway.request_body import read_body
+from octavo.gateway.request_body import RequestBody, read_body
+from octavo.ollama import PREFIX as OLLAMA_PREFIX
 from octavo.version import __version__
 
 logger = logging.getLogger("octavo.gateway")
 
-OPEN_PATHS = ("/health", "/ping", "/metrics", "/version")
+OPEN_PATHS = ("/", "/health", "/ping", "/metrics", "/version")
 BODY_TIMEOUT_S = 60.0
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
@@ -37,6 +41,7 @@ class GatewayApp:
         self.models, self._keys = models, keys
         self.metrics = GatewayMetrics(models)
         self._proxy = Proxy(models, self.metrics, limits, keeps_keys=bool(keys))
+        self._ollama = OllamaRoutes(models, self._proxy)
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
         self.num_in_flight = 0
@@ -75,12 +80,18 @@ class GatewayApp:
                 return
             headers = [(name, value) for name, value in scope["headers"]]
             types = [value for name, value in headers if name == b"content-type"]
-            body = read_body(await self._read(receive), types[0].decode("latin-1") if types else "")
-            client = Client(send, path, streams=body.streams)
+            data = await self._read(receive)
             query = scope["query_string"]
             target = scope["raw_path"] + (b"?" + query if query else b"")
-            request = ProxyRequest(scope["method"], path, target, headers, body, arrival)
-            await self._unless_gone(request, client, receive)
+            if path.startswith(OLLAMA_PREFIX):
+                request = ProxyRequest(scope["method"], path, target, headers, RequestBody(data), arrival)
+                client, work = self._ollama.begin(request, send)
+            else:
+                body = read_body(data, types[0].decode("latin-1") if types else "")
+                client = Client(send, path, streams=body.streams)
+                request = ProxyRequest(scope["method"], path, target, headers, body, arrival)
+                work = partial(self._proxy.answer, request, client)
+            await self._unless_gone(work(), receive)
         except RequestError as error:
             self.metrics.requests.labels("none", "none", error.status).inc()
             await client.fail(error)
@@ -104,7 +115,7 @@ class GatewayApp:
         if self.is_stopping:
             raise RequestError("The gateway is stopping.", status=503, code="stopping")
 
-    async def _unless_gone(self, request: ProxyRequest, client: Client, receive: Receive) -> None:
+    async def _unless_gone(self, work: Awaitable[None], receive: Receive) -> None:
         """Answer; a client that hangs up ends the work at once, its replica's too."""
         answering = asyncio.current_task()
         assert answering is not None
@@ -119,7 +130,7 @@ class GatewayApp:
 
         watching = asyncio.ensure_future(watch())
         try:
-            await self._proxy.answer(request, client)
+            await work
         except asyncio.CancelledError:
             if not is_gone:
                 raise
@@ -162,6 +173,7 @@ class GatewayApp:
     async def _list_models(self, method: str, name: str, client: Client) -> None:
         if method != "GET":
             raise RequestError(f"Not allowed to {method} on /v1/models", status=405)
+        self.models.look_for_more()
         if name:
             self.models.find(name)  # or it is refused
         listed = [

@@ -3,6 +3,9 @@ be an event of a stream."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 from starlette.types import Send
 
 from octavo.errors import RequestError
@@ -25,10 +28,11 @@ class Client:
         self._send, self._path = send, path
         self._streams = streams
         self._has_head = False
-        self._is_events = False
+        self._is_events = self._is_lines = False
         self._rest = b""  # of an event that is not whole
         self._failed_status = 0  # of an answer to a client that has had comments, and so a status
         self.has_answer = False  # it has a byte of an answer, or its status
+        self.load_s = 0.0  # how long the request has waited for its model
 
     @property
     def takes_comments(self) -> bool:
@@ -92,6 +96,8 @@ class Client:
             await self._finish(body)
         elif self._is_events:
             await self._finish(error_event(body, self._path))
+        elif self._is_lines:
+            await self._finish(body + b"\n")
         else:
             raise BrokenAnswerError
 
@@ -99,6 +105,21 @@ class Client:
         """Send an answer of the gateway's own."""
         await self._begin(status, [(b"content-type", content_type), (b"content-length", b"%d" % len(body))])
         await self._finish(body)
+
+    async def line(self, line: dict[str, Any]) -> None:
+        """Send a line of JSON of an answer of the gateway's own, which begins the answer."""
+        if not self._has_head:
+            await self._begin(200, [(b"content-type", b"application/x-ndjson")])
+            self._is_lines = True
+        await self._write(msgspec.json.encode(line) + b"\n")
+
+    async def finish(self, line: dict[str, Any], *, streams: bool) -> None:
+        """Send the last line of such an answer, or the whole answer if it is not streamed."""
+        if not streams:
+            await self.reply(200, b"application/json; charset=utf-8", msgspec.json.encode(line))
+            return
+        await self.line(line)
+        await self._finish(b"")
 
     async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._has_head = True

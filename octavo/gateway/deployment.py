@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -53,6 +54,7 @@ class Deployment:
         self._is_retired = self._is_closed = False
         self._closing: asyncio.Future[None] | None = None
         self._failure: StartError | None = None
+        self._asked_keep_alive: float | None = None
         self._backoff_s, self._retry_at = MIN_BACKOFF_S, 0.0
         if not entry.is_local:
             key = None if entry.api_key_env is None else os.environ.get(entry.api_key_env)
@@ -70,6 +72,20 @@ class Deployment:
     @property
     def is_stopping(self) -> bool:
         return self.state == "stopping"
+
+    @property
+    def keep_alive(self) -> float | None:
+        """Return the seconds without a request after which the model stops; None: never. A client's wish holds until
+        the model stops."""
+        asked = self.entry.keep_alive if self._asked_keep_alive is None else self._asked_keep_alive
+        return None if asked is None or math.isinf(asked) else asked
+
+    def ask_to_keep(self, seconds: float | None) -> None:
+        """Have the model stop after this time without a request; None changes nothing."""
+        if seconds is not None:
+            self._asked_keep_alive = seconds
+            if self.is_idle:
+                self._on_idle()
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
@@ -246,14 +262,17 @@ class Deployment:
         elif self._is_retired:
             self._closing = asyncio.ensure_future(self.close())
         elif self.state == "ready" and self.entry.is_local:
-            if self.entry.keep_alive is not None:
+            if self._idle_timer is not None:
+                self._idle_timer.cancel()
+                self._idle_timer = None
+            if self.keep_alive is not None:
                 loop = asyncio.get_running_loop()
-                self._idle_timer = loop.call_later(self.entry.keep_alive, self._on_idle_end)
+                self._idle_timer = loop.call_later(self.keep_alive, self._on_idle_end)
             self._budget.look()
 
     def _on_idle_end(self) -> None:
         if self.is_idle:
-            logger.info("%s: stops, as nobody has asked for it in %g s", self.name, self.entry.keep_alive)
+            logger.info("%s: stops, as nobody has asked for it in %g s", self.name, self.keep_alive or 0.0)
             self.begin_stop()
 
     async def _stop(self) -> None:
@@ -266,7 +285,7 @@ class Deployment:
             replica.upstream.close()
         self.replicas = []
         await self._stop_servers()
-        self.state, self._stopping = "stopped", None
+        self.state, self._stopping, self._asked_keep_alive = "stopped", None, None
         self._budget.release(self)
 
     async def _stop_servers(self) -> None:

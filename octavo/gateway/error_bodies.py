@@ -1,4 +1,5 @@
-"""What clients get when the gateway itself refuses: OpenAI's error body, or Anthropic's below /v1/messages."""
+"""What clients get when the gateway itself refuses: OpenAI's error body, Anthropic's below
+/v1/messages, Ollama's below /api."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from http import HTTPStatus
 import msgspec
 
 from octavo.errors import RequestError
+from octavo.ollama import PREFIX as OLLAMA_PREFIX
+from octavo.ollama import ollama_error
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -14,6 +17,8 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 def error_body(error: RequestError, path: str) -> bytes:
     """Return the JSON body of an error, in the form of the API that `path` belongs to."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    if path.startswith(OLLAMA_PREFIX):
+        return msgspec.json.encode(ollama_error(str(error)))
     if path.startswith("/v1/messages"):
         return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": str(error)}})
     code = error.code or HTTPStatus(error.status).phrase.lower().replace(" ", "_")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -16,12 +16,19 @@ from octavo.gateway.replica import Replica
 
 logger = logging.getLogger("octavo.gateway")
 
+FindLocal = Callable[[], dict[str, ModelEntry]]  # returns the models on this machine
+
 
 class Models:
     """All models that can be asked for."""
 
-    def __init__(self, catalogue: Catalogue, budget: MemoryBudget, launch: Launch, *, replica_timeout_s: float) -> None:
+    def __init__(
+        self, catalogue: Catalogue, budget: MemoryBudget, launch: Launch, *, replica_timeout_s: float,
+        find_local: FindLocal | None = None,
+    ) -> None:  # fmt: skip
+        """With `find_local` the models are those on this machine, which it finds again and again."""
         self.budget = budget
+        self._find_local = find_local
         self._launch, self._replica_timeout_s = launch, replica_timeout_s
         self._deployments: dict[str, Deployment] = {}
         self._aliases: dict[str, str] = {}
@@ -39,9 +46,22 @@ class Models:
         """Names and aliases."""
         return self._deployments | {alias: self._deployments[name] for alias, name in self._aliases.items()}
 
+    @property
+    def is_open(self) -> bool:
+        """Return whether models come and go with the files on this machine."""
+        return self._find_local is not None
+
+    def look_for_more(self) -> None:
+        """Have the models that are on this machine now, if those are what is served."""
+        if self._find_local is not None:
+            self.apply(Catalogue(self._find_local()))
+
     def find(self, name: str) -> Deployment:
         """Raises `RequestError`."""
         deployment = self._deployments.get(self._aliases.get(name, name))
+        if deployment is None and self.is_open:
+            self.look_for_more()
+            deployment = self._deployments.get(self._aliases.get(name, name))
         if deployment is None:
             raise RequestError(
                 f"The model {name:.200} does not exist; GET /v1/models lists those that do.",

@@ -135,7 +135,7 @@ class Proxy:
         why = "no replica takes requests"
         for _ in range(2):  # a model whose last replica died meanwhile is started once more
             if deployment.state != "ready":
-                await self._until_ready(deployment, client)
+                await self.until_ready(deployment, client)
             # Every try excludes one replica, so this ends.
             while (replica := keeper or self._choose(deployment, request, tried)) not in tried and replica is not None:
                 tried.add(replica)
@@ -222,7 +222,7 @@ class Proxy:
         dropped = _NOT_PASSED_ON | _KEY_HEADERS if own or self._keeps_keys else _NOT_PASSED_ON
         return [header for header in request.headers if header[0] not in dropped] + own
 
-    async def _until_ready(self, deployment: Deployment, client: Client) -> None:
+    async def until_ready(self, deployment: Deployment, client: Client) -> None:
         """Wait for a model, with comments for a client that streams. Raises `RequestError`."""
         retry_after_s = max(1, round(deployment.start_s))
         if self._num_waiting >= self._limits.max_waiting:
@@ -231,6 +231,7 @@ class Proxy:
                 f"about {retry_after_s} s.", status=429, code="queue_full", retry_after_s=retry_after_s,
             )  # fmt: skip
         self._num_waiting += 1
+        begin = time.monotonic()
         try:
             async with asyncio.timeout(self._limits.max_wait_s):
                 await self._with_comments(deployment.ready(), deployment.name, client)
@@ -242,6 +243,7 @@ class Proxy:
             ) from None  # fmt: skip
         finally:
             self._num_waiting -= 1
+            client.load_s += time.monotonic() - begin
 
     async def _with_comments(self, work: Awaitable[None], model: str, client: Client) -> None:
         interval_s = self._limits.stream_keep_alive_s

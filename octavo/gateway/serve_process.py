@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import signal
+from collections.abc import Sequence
 from typing import Any, Protocol, Self
 
 import msgspec
@@ -50,11 +51,12 @@ class ServeProcess:
         self._reading = asyncio.ensure_future(self._read_log())
 
     @classmethod
-    async def start(cls, name: str, entry: ModelEntry) -> Self:
-        """Return when the server is ready. Raises `StartError`; cancelled, it ends the process first."""
+    async def start(cls, name: str, entry: ModelEntry, more_words: Sequence[str] = ()) -> Self:
+        """Return when the server is ready. `more_words` are further flags of `octavo serve`. Raises `StartError`;
+        cancelled, it ends the process first."""
         api_key = secrets.token_urlsafe(32)
         words = ["serve", entry.model or name, "--served-model-name", name, "--host", "127.0.0.1", "--port", "0"]
-        words += ["--log-format", "json", *entry.flag_words()]
+        words += ["--log-format", "json", *entry.flag_words(), *more_words]
         environment = {key: value for key, value in os.environ.items() if key not in ("OCTAVO_API_KEY", "VLLM_API_KEY")}
         try:
             process = await asyncio.create_subprocess_exec(

@@ -26,7 +26,7 @@ from octavo.gateway.app import GatewayApp
 from octavo.gateway.catalogue import Catalogue, named_models, read_catalogue
 from octavo.gateway.deployment import Launch
 from octavo.gateway.memory_budget import MemoryBudget
-from octavo.gateway.models import Models
+from octavo.gateway.models import FindLocal, Models
 from octavo.gateway.proxy import WaitLimits
 from octavo.gateway.serve_process import ServeProcess
 from octavo.logs import configure_logging
@@ -45,7 +45,12 @@ class GatewayArgs(Flags):
     catalogue: str | None = flag(
         None, "YAML file of the models, docs/gateway.md; read again when it changes, and on SIGHUP."
     )
-    host: str = flag("0.0.0.0", "Address to listen at.")
+    models_dir: list[str] = flag(
+        [], "Folders of GGUF files to serve, beside the hub's cache, where neither models nor a catalogue are given."
+    )
+    host: str | None = flag(
+        None, "Address to listen at. Default: 0.0.0.0, and 127.0.0.1 where clients may pull and delete models."
+    )
     port: int = flag(8000, "Port to listen at; 0 is any free one.")
     api_key: list[str] = flag(
         [], "Keys of which clients must send one as bearer token. Also OCTAVO_API_KEY or VLLM_API_KEY."
@@ -82,16 +87,26 @@ class GatewayArgs(Flags):
                 raise ConfigError(f"--{name.replace('_', '-')} must be 0 or more, got {getattr(self, name):g}.")
 
 
-def run_gateway(args: GatewayArgs, models: list[str]) -> None:
-    """Serve until SIGINT or SIGTERM. Raises `ConfigError`."""
+def run_gateway(args: GatewayArgs, models: list[str], find_local: FindLocal) -> None:
+    """Serve until SIGINT or SIGTERM: the named models, those of the catalogue, or those that `find_local` finds. Raises
+    `ConfigError`."""
     args.check()
-    if (args.catalogue is None) == (not models):
+    if args.catalogue is not None and models:
         raise ConfigError("octavo gateway takes either models, MODEL_A MODEL_B, or --catalogue FILE.")
-    catalogue = named_models(models) if args.catalogue is None else read_catalogue(args.catalogue)
+    is_open = args.catalogue is None and not models
+    if args.models_dir and not is_open:
+        raise ConfigError("--models-dir is for a gateway without models and without --catalogue; leave it out.")
+    if is_open and args.memory_gib is not None:
+        raise ConfigError("--memory-gib needs the memory_gib of each model: write a --catalogue.")
+    if is_open:
+        catalogue = Catalogue(find_local())
+    else:
+        catalogue = named_models(models) if args.catalogue is None else read_catalogue(args.catalogue)
+    host = args.host or ("127.0.0.1" if is_open else "0.0.0.0")
     configure_logging("gateway", names=("octavo", "uvicorn", "asyncio"), log_format=args.log_format)
     allow_files()
-    with bind(args.host, args.port) as sock, asyncio.Runner(loop_factory=event_loop_factory()) as runner:
-        runner.run(_serve(args, catalogue, sock))
+    with bind(host, args.port) as sock, asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+        runner.run(_serve(args, catalogue, sock, find_local if is_open else None))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -110,18 +125,22 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def _serve(args: GatewayArgs, catalogue: Catalogue, sock: socket.socket) -> None:
-    server = GatewayServer(args, catalogue)
-    logger.info("the gateway listens at port %d, for %s", sock.getsockname()[1], ", ".join(catalogue.models))
+async def _serve(args: GatewayArgs, catalogue: Catalogue, sock: socket.socket, find_local: FindLocal | None) -> None:
+    server = GatewayServer(args, catalogue, find_local=find_local)
+    names = ", ".join(catalogue.models) + ("" if find_local is None else " and models that are pulled")
+    logger.info("the gateway listens at port %d, for %s", sock.getsockname()[1], names)
     await server.serve([sock])
 
 
 class GatewayServer(uvicorn.Server):
     """`serve` returns when the gateway has been stopped, and every server that it had started."""
 
-    def __init__(self, args: GatewayArgs, catalogue: Catalogue, launch: Launch = ServeProcess.start) -> None:
+    def __init__(
+        self, args: GatewayArgs, catalogue: Catalogue, launch: Launch = ServeProcess.start,
+        find_local: FindLocal | None = None,
+    ) -> None:  # fmt: skip
         budget = MemoryBudget(args.memory_gib)
-        self.models = Models(catalogue, budget, launch, replica_timeout_s=args.replica_timeout)
+        self.models = Models(catalogue, budget, launch, replica_timeout_s=args.replica_timeout, find_local=find_local)
         limits = WaitLimits(args.max_waiting, args.max_wait, args.stream_keep_alive)
         self.app = GatewayApp(
             self.models, ApiKeys(with_environment(args.api_key)), limits, max_body_bytes=args.max_body_bytes

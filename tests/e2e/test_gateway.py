@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import ollama
 import openai
 import psutil
 import pytest
 
 from tests.e2e.server import MODEL, Server, openai_client, running_server
-from tests.waiting import wait_until
+from tests.waiting import wait_until, within
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the gateway needs SIGHUP and process groups")
 COMMAND = [sys.executable, "-m", "octavo.entrypoints.cli.main", "gateway"]
@@ -70,3 +72,31 @@ def test_no_server_outlives_a_gateway_that_is_killed(gateway: Server) -> None:
     (first,) = children(gateway)
     os.kill(gateway.process.pid, signal.SIGKILL)
     wait_until(lambda: not first.is_running() or first.status() == psutil.STATUS_ZOMBIE)
+
+
+def octavo(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND[:-1], *words], capture_output=True, text=True, timeout=within(90))
+
+
+def test_people_and_ollamas_clients_use_it(gateway: Server) -> None:
+    client = ollama.Client(gateway.url)
+    options = {"num_predict": 8, "temperature": 0}
+    parts = list(client.chat("first", [{"role": "user", "content": "Hi"}], stream=True, options=options))
+    assert parts[-1].done and 1 <= parts[-1].eval_count <= 8 and parts[-1].prompt_eval_count > 1
+    assert "completion" in client.show("first").capabilities
+    (before,) = children(gateway)
+    assert octavo("ps", "--url", gateway.url).stdout.splitlines()[1].startswith("first ")
+    asking = ("run", "first", "--url", gateway.url, "-q", "Hi", "--max-tokens", "4")
+    assert octavo(*asking).returncode == 0 and children(gateway) == [before]
+    refused = octavo(*asking, "--max-model-len", "64")
+    assert refused.returncode == 1 and "--max-model-len" in refused.stderr
+    assert octavo("stop", "first", "--url", gateway.url).returncode == 0
+    wait_until(lambda: not children(gateway))
+
+
+def test_a_model_that_nobody_serves_is_served_while_one_talks() -> None:
+    flags = ("--max-model-len", "512", "--kv-cache-memory-bytes", "64M", "--max-tokens", "4")
+    done = octavo("run", MODEL, "-q", "Hi", "--url", "http://127.0.0.1:1", *flags)
+    assert done.returncode == 0 and done.stdout.endswith("\n"), done.stderr
+    broken = octavo("run", MODEL, "-q", "Hi", "--url", "http://127.0.0.1:1", "--max-model-len", "99999999")
+    assert broken.returncode == 1 and broken.stderr.splitlines()[-1].count("max-model-len") >= 1

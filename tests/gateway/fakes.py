@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from octavo.gateway.catalogue import Catalogue, ModelEntry, read_catalogue
+from octavo.gateway.models import FindLocal
 from octavo.gateway.serve_process import StartError
 from octavo.gateway.server import GatewayArgs, GatewayServer, bind
 from tests import waiting
@@ -166,17 +167,17 @@ class Gateway:
 
 @contextlib.asynccontextmanager
 async def gateway(
-    catalogue: dict[str, Any] | str, launch: FakeLaunch | None = None, **args: Any
+    catalogue: dict[str, Any] | str, launch: FakeLaunch | None = None, find_local: FindLocal | None = None, **args: Any
 ) -> AsyncIterator[Gateway]:
-    """A gateway of these models, or of a file."""
+    """A gateway of these models, of a file, or of what `find_local` finds."""
     import msgspec
 
     launch = launch or FakeLaunch()
     if isinstance(catalogue, str):
         args["catalogue"], found = catalogue, read_catalogue(catalogue)
     else:
-        found = msgspec.convert({"models": catalogue}, Catalogue)
-    server = GatewayServer(GatewayArgs(**args), found, launch)
+        found = msgspec.convert({"models": catalogue}, Catalogue) if find_local is None else Catalogue(find_local())
+    server = GatewayServer(GatewayArgs(**args), found, launch, find_local)
     with bind("127.0.0.1", 0) as sock:
         serving = asyncio.ensure_future(server.serve([sock]))
         await until(lambda: server.started)

@@ -83,7 +83,8 @@ def test_a_budget_wants_to_know_what_each_model_takes() -> None:
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ([], "either models"),
+        (["--memory-gib", "4"], "memory_gib"),
+        (["m", "--models-dir", "d"], "--models-dir"),
         (["m", "--catalogue", "f"], "either models"),
         (["m", "--memory-gib", "4"], "memory_gib"),
         (["m", "--memory-gib", "0"], "greater than 0"),

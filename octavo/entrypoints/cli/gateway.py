@@ -1,13 +1,17 @@
-"""`octavo gateway MODEL … | --catalogue FILE`: many models behind one address."""
+"""`octavo gateway [MODEL … | --catalogue FILE]`: many models behind one address."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from octavo.entrypoints.cli import run_command
 from octavo.flags import FlagParser
+from octavo.gateway.catalogue import ModelEntry
 from octavo.gateway.server import GatewayArgs, run_gateway
+from octavo.loading.default_model import DEFAULT_MODEL_NAME
+from octavo.loading.local_models import local_models
 
 
 def make_parser(prog: str) -> FlagParser:
@@ -15,11 +19,31 @@ def make_parser(prog: str) -> FlagParser:
     parser = FlagParser(
         prog=prog, usage="%(prog)s [MODEL …] [--flags]", description="Serve many models behind one address."
     )
-    parser.add_argument("models", metavar="MODEL", nargs="*", help="Models to serve, each started when asked for.")
+    parser.add_argument(
+        "models",
+        metavar="MODEL",
+        nargs="*",
+        help="Models to serve, each started when asked for; default: all on this machine.",
+    )
     return GatewayArgs.add_cli_args(parser)
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "octavo gateway") -> int:
     """Serve until a signal stops the gateway. Return the exit code."""
     args = make_parser(prog).parse_args(sys.argv[1:] if argv is None else argv)
-    return run_command(lambda: run_gateway(GatewayArgs.from_cli_args(args), args.models))
+    return run_command(
+        lambda: run_gateway(GatewayArgs.from_cli_args(args), args.models, partial(local_entries, args.models_dir))
+    )
+
+
+def local_entries(folders: Sequence[str]) -> dict[str, ModelEntry]:
+    """Return the models on this machine by name. The default model is one of them, as its first start fetches it."""
+    found = local_models(folders)
+    names = {model.name for model in found}
+    entries = {DEFAULT_MODEL_NAME: ModelEntry()}
+    for model in found:
+        if model.name == DEFAULT_MODEL_NAME:
+            continue
+        aliases = [alias for alias in model.aliases if alias not in names]
+        entries[model.name] = ModelEntry(model=model.path, aliases=aliases)
+    return entries

@@ -26,6 +26,15 @@ Commands = Mapping[str, Command]
 COMMANDS: Commands = {
     "serve": Command("octavo.entrypoints.cli.serve", "main", "serve a model over the OpenAI API"),
     "gateway": Command("octavo.entrypoints.cli.gateway", "main", "serve many models behind one address"),
+    "run": Command(
+        "octavo.entrypoints.cli.run", "run", "talk to a model, fetched and served if need be", "make_run_parser"
+    ),
+    "pull": Command("octavo.entrypoints.cli.local", "pull", "fetch a model", "make_pull_parser"),
+    "list": Command("octavo.entrypoints.cli.local", "list_models", "list the models that are here", "make_list_parser"),
+    "show": Command("octavo.entrypoints.cli.local", "show", "say what a model is and can do", "make_show_parser"),
+    "rm": Command("octavo.entrypoints.cli.local", "rm", "delete a model", "make_rm_parser"),
+    "ps": Command("octavo.entrypoints.cli.run", "ps", "list the models that a server has loaded", "make_ps_parser"),
+    "stop": Command("octavo.entrypoints.cli.run", "stop", "have a gateway unload a model", "make_stop_parser"),
     "chat": Command("octavo.entrypoints.cli.terminal", "chat", "talk to a running server", "make_chat_parser"),
     "complete": Command(
         "octavo.entrypoints.cli.terminal", "complete", "continue a text with a running server", "make_complete_parser"

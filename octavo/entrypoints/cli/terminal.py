@@ -37,22 +37,24 @@ def chat(argv: Sequence[str] | None = None, *, prog: str = "octavo chat") -> int
     """Chat until end of file (Ctrl-D), or ask the question of --quick. Return the exit code."""
     args = make_chat_parser(prog).parse_args(argv)
 
-    def run() -> None:
-        client = ApiClient(args)
-        is_typed = sys.stdin.isatty() and args.quick is None
-        if is_typed:
-            print(f"{client.model}. Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr)
-        messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
-        for text in _typed_lines() if args.quick is None else [args.quick]:
-            messages.append({"role": "user", "content": text})
-            choices = client.stream("/chat/completions", messages=messages)
-            answer = _print_answer(choices, lambda choice: choice["delta"].get("content") or "", goes_on=is_typed)
-            if answer is None:  # without an answer the question is dropped from the conversation
-                messages.pop()
-            else:
-                messages.append({"role": "assistant", "content": answer})
+    return run_command(lambda: talk(args))
 
-    return run_command(run)
+
+def talk(args: argparse.Namespace) -> None:
+    """Chat with the server and the model of the parsed arguments."""
+    client = ApiClient(args)
+    is_typed = sys.stdin.isatty() and args.quick is None
+    if is_typed:
+        print(f"{client.model}. Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr)
+    messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
+    for text in _typed_lines() if args.quick is None else [args.quick]:
+        messages.append({"role": "user", "content": text})
+        choices = client.stream("/chat/completions", messages=messages)
+        answer = _print_answer(choices, lambda choice: choice["delta"].get("content") or "", goes_on=is_typed)
+        if answer is None:  # without an answer the question is dropped from the conversation
+            messages.pop()
+        else:
+            messages.append({"role": "assistant", "content": answer})
 
 
 def complete(argv: Sequence[str] | None = None, *, prog: str = "octavo complete") -> int:
@@ -71,12 +73,17 @@ def complete(argv: Sequence[str] | None = None, *, prog: str = "octavo complete"
 
 def _make_parser(prog: str, description: str) -> FlagParser:
     """Return a parser of flags for the server, the model and the answers."""
-    parser = FlagParser(prog=prog, description=description)
-    parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="The server's API (default: %(default)s).")
+    parser = add_server_flags(FlagParser(prog=prog, description=description))
     parser.add_argument("--model", "--model-name", help="Default: the first that the server names.")
-    parser.add_argument("--api-key", default=os.environ.get("OCTAVO_API_KEY"), help="Default: OCTAVO_API_KEY.")
     parser.add_argument("--max-tokens", type=int, help="Tokens of an answer at most.")
     parser.add_argument("--temperature", type=float, help="0 is greedy; default: the server's.")
+    return parser
+
+
+def add_server_flags(parser: FlagParser) -> FlagParser:
+    """Add the flags that name a server, and return the parser."""
+    parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="The server's API (default: %(default)s).")
+    parser.add_argument("--api-key", default=os.environ.get("OCTAVO_API_KEY"), help="Default: OCTAVO_API_KEY.")
     return parser
 
 
@@ -128,10 +135,15 @@ def _print_answer(
     return answer
 
 
-class ApiClient:
-    """A client of the running server that the arguments of `_make_parser` name. Every failure is an `OctavoError`."""
+class NoServerError(OctavoError):
+    """Nothing answers at an address."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+
+class ApiClient:
+    """A client of the running server that the arguments of `add_server_flags` name. Every failure is an `OctavoError`.
+    `model` is the first that the server names, unless the arguments say it; empty if none is needed."""
+
+    def __init__(self, args: argparse.Namespace, *, needs_model: bool = True) -> None:
         url = urlsplit(args.url if "://" in args.url else "http://" + args.url)
         if url.scheme not in ("http", "https") or not url.hostname:
             raise OctavoError(f"--url {args.url} is no HTTP address, such as http://127.0.0.1:8000/v1.")
@@ -143,15 +155,15 @@ class ApiClient:
         if args.api_key:
             self._headers["Authorization"] = f"Bearer {args.api_key}"
         self._options = {
-            name: value for name in ("max_tokens", "temperature") if (value := getattr(args, name)) is not None
+            name: value for name in ("max_tokens", "temperature") if (value := getattr(args, name, None)) is not None
         }
-        self.model: str = args.model or self._first_model()
+        self.model: str = (args.model or self._first_model()) if needs_model else ""
 
     def stream(self, path: str, **body: Any) -> Generator[dict[str, Any], None, None]:
         """Yield the first choice of every chunk. Closing the iterator hangs up, which ends the request on the
         server."""
         body = {"model": self.model, "stream": True, **self._options, **body}
-        with closing(self._request("POST", path, body)) as response:
+        with closing(self.request("POST", path, body)) as response:
             events = EventReader()
             while data := response.read1():
                 for event in events.feed(data):
@@ -165,21 +177,26 @@ class ApiClient:
         raise OctavoError(f"{self._url} ended the answer too early.")
 
     def _first_model(self) -> str:
-        with closing(self._request("GET", "/models", None)) as response:
+        with closing(self.request("GET", "/models", None)) as response:
             name: str = json.load(response)["data"][0]["id"]
         return name
 
-    def _request(self, method: str, path: str, body: dict[str, Any] | None) -> http.client.HTTPResponse:
+    def request(
+        self, method: str, path: str, body: dict[str, Any] | None, *, from_root: bool = False
+    ) -> http.client.HTTPResponse:
+        """Return the answer to a request for a path below the API's, or below the server's own (`from_root`). Raises
+        `OctavoError` if it is no success."""
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = kind(self._address, timeout=TIMEOUT_S)
         try:
             # "Connection: close" makes the response own the socket, so that closing it hangs up.
             headers = {**self._headers, "Connection": "close"}
             data = None if body is None else json.dumps(body).encode()
-            connection.request(method, self._path + path, body=data, headers=headers)
+            prefix = self._path.removesuffix("/v1") if from_root else self._path
+            connection.request(method, prefix + path, body=data, headers=headers)
             response = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
-            raise OctavoError(
+            raise NoServerError(
                 f"no server answers at {self._url} ({error}); start one with 'octavo serve', or give --url."
             ) from None
         if response.status != 200:
@@ -189,7 +206,8 @@ class ApiClient:
 
 def _error_message(body: bytes) -> str:
     try:
-        message: str = json.loads(body)["error"]["message"]
+        error = json.loads(body)["error"]
+        message: str = error if isinstance(error, str) else error["message"]
     except (ValueError, KeyError, TypeError):
         return body.decode(errors="replace")[:200]
     return message

@@ -88,6 +88,16 @@ LAZY_ROUTES = {
     "octavo.entrypoints.openai.invocations": ("POST /invocations",),
     "octavo.entrypoints.audio.transcription_routes": ("POST /v1/audio/transcriptions", "POST /v1/audio/translations"),
     "octavo.entrypoints.anthropic.messages_routes": ("POST /v1/messages", "POST /v1/messages/count_tokens"),
+    "octavo.entrypoints.ollama_routes": (
+        "POST /api/chat",
+        "POST /api/generate",
+        "POST /api/embed",
+        "POST /api/embeddings",
+        "POST /api/show",
+        "GET /api/tags",
+        "GET /api/ps",
+        "GET /api/version",
+    ),
 }
 
 

@@ -31,6 +31,8 @@ from octavo.entrypoints.http.openapi import PAGE_FILES
 from octavo.entrypoints.http.router import methods_of
 from octavo.entrypoints.http.server_state import ARRIVAL, Arrival, ServerState
 from octavo.errors import RequestError
+from octavo.ollama import PREFIX as OLLAMA_PREFIX
+from octavo.ollama import ollama_error
 
 OPEN_PATHS = ui.OPEN_PATHS | {"/health", "/ping", "/metrics", "/version", "/load", "/openapi.json", "/docs"}
 OPEN_PATHS |= {f"/docs/{name}" for name in PAGE_FILES}
@@ -44,7 +46,7 @@ INTERNAL_BODY = "octavo.internal_body"
 # POST routes whose requests do not wait in the engine's queue
 UNQUEUED_PATHS = DEV_MODE_PATHS | {
     "/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/v1/load_lora_adapter",
-    "/v1/unload_lora_adapter",
+    "/v1/unload_lora_adapter", "/api/show",
 }  # fmt: skip
 
 
@@ -78,6 +80,8 @@ class AuthAndLimits:
             path = path[len(self._root_path) :]
         if path.startswith(ANTHROPIC_PREFIX):
             ERROR_FORM.set(anthropic_error)
+        elif path.startswith(OLLAMA_PREFIX):
+            ERROR_FORM.set(lambda message, *_: ollama_error(message))
         if path in OPEN_PATHS:
             await self._app(scope, receive, send)
             return

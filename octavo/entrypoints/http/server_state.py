@@ -133,6 +133,13 @@ class ServerState:
         return Store(self.args.response_store, self.args.response_store_bytes)
 
     @cached_property
+    def card(self) -> dict[str, Any]:
+        """Return what the model is and can do. Made with the first use, in a thread."""
+        from octavo.entrypoints.model_card import model_card
+
+        return model_card(self.engine.config, self.engine.tokenizer, self.formats)
+
+    @cached_property
     def background(self) -> BackgroundJobs:
         """Return the jobs that outlive their requests."""
         from octavo.entrypoints.http.background_jobs import BackgroundJobs

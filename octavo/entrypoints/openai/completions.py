@@ -20,6 +20,7 @@ from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import PreparedPrompt
 from octavo.entrypoints.http.streaming import ChunkWriter, encode_json
+from octavo.entrypoints.openai.fill_in_middle import fill_in_prompt
 from octavo.entrypoints.openai.generation_job import GenerationJob
 from octavo.entrypoints.openai.logprobs_format import TextOffsets, echo_offsets
 from octavo.entrypoints.openai.request_bodies import CompletionRequest
@@ -75,6 +76,8 @@ class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
         adds_special = body.add_special_tokens is not False
         for index, given in enumerate(body.prompts):
             await asyncio.sleep(0)  # let other tasks run between two prompts
+            if body.suffix and isinstance(given, str):
+                given = fill_in_prompt(self._state.engine.tokenizer, given, body.suffix)
             with naming_prompt("prompt", index, len(body.prompts)):
                 prompt, generator = await self._state.submit(
                     self._about["id"],

@@ -385,6 +385,7 @@ class CompletionRequest(GenerationRequest):
         "safetensors write them. They come before those of prompt, which may be left out. With --enable-prompt-embeds."
     )
     echo: bool | None = described("Start the text with the prompt.")
+    suffix: Text | None = described("What follows the text: the model fills in, if it was trained to.")
     logprobs: Int | None = described(
         "Log-probabilities of this many likeliest tokens, 20 at most unless --max-logprobs says otherwise; -1: of all."
     )
@@ -403,6 +404,8 @@ class CompletionRequest(GenerationRequest):
     def _check_embeds(self) -> CompletionRequest:
         if self.prompt_embeds and self.echo:
             raise RequestError("echo repeats a prompt's text, and prompt_embeds have none.", param="echo")
+        if self.suffix and (self.echo or not all(isinstance(prompt, str) for prompt in self.prompts)):
+            raise RequestError("suffix goes with prompts that are text, without echo.", param="suffix")
         return self
 
     @property

@@ -175,7 +175,7 @@ def test_a_cancelled_caller_does_not_wait_for_its_work() -> None:
         ('{"prompt": "a", "user": "%s", "max_tokens": "5"}', 400, "max_tokens should be a valid integer, got '5'."),
         ('{"prompt": "a", "user": "%s", "mood": 1}', 400, "Unrecognized request argument supplied: mood"),
         ('{"prompt": "a", "user": "%s", "stream_options": {}}', 400, "stream_options is only allowed when stream is"),
-        ('{"prompt": "a", "user": "%s", "suffix": "b"}', 400, "suffix is not built yet; leave it out."),
+        ('{"prompt": "a", "user": "%s", "service_tier": "b"}', 400, "service_tier is not built yet; leave it out."),
         ('{"user": "%s"}', 400, "prompt is required."),
         ('["%s"]', 400, "The body must be a JSON object."),
         ('{"prompt": "a", "user": "%s"', 400, "The body is not valid JSON: Expecting ',' delimiter at character"),

@@ -1,0 +1,140 @@
+"""`octavo run`, `ps` and `stop`: models that are served, here or at an address."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+from octavo.entrypoints.cli import run_command
+from octavo.entrypoints.cli.local import fetch_with_bar, print_table, size_text
+from octavo.entrypoints.cli.terminal import ApiClient, NoServerError, add_server_flags, make_chat_parser, talk
+from octavo.errors import OctavoError
+from octavo.flags import FlagParser
+from octavo.gateway.catalogue import ModelEntry
+from octavo.gateway.serve_process import ServeProcess
+from octavo.loading.checkpoint import is_hub_id
+from octavo.loading.default_model import DEFAULT_MODEL_NAME
+from octavo.loading.local_models import find_local, local_models
+
+
+def make_run_parser(prog: str) -> FlagParser:
+    parser = make_chat_parser(prog)
+    parser.usage = "%(prog)s [MODEL] [--flags]"
+    parser.description = (
+        "Talk to MODEL: a name of `octavo list`, a hub id, a folder or a .gguf file; by default the default model. It "
+        "answers at --url if it is served there, else it is fetched if it is not here, and served while you talk. "
+        "Other flags are those of octavo serve. Ctrl-C stops an answer, Ctrl-D ends."
+    )
+    return parser
+
+
+def make_ps_parser(prog: str) -> FlagParser:
+    return add_server_flags(FlagParser(prog=prog, description="List the models that a server has loaded."))
+
+
+def make_stop_parser(prog: str) -> FlagParser:
+    parser = add_server_flags(FlagParser(prog=prog, description="Have a gateway unload a model."))
+    parser.add_argument("asked", metavar="MODEL", help="Name of `octavo ps`.")
+    return parser
+
+
+def run(argv: Sequence[str] | None = None, *, prog: str = "octavo run") -> int:
+    """Chat with a model that is served for it. Return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    # MODEL comes first: the parser cannot tell it from the value of a flag that it does not know.
+    asked = [words.pop(0)] if words and not words[0].startswith("-") else []
+    args, serve_words = make_run_parser(prog).parse_known_args(words)
+
+    def chat() -> None:
+        if asked and args.model:
+            raise OctavoError(f"two models are given: {asked[0]} and --model {args.model}.")
+        args.model = args.model or next(iter(asked), DEFAULT_MODEL_NAME)
+        if _is_served(args):
+            if serve_words:
+                raise OctavoError(
+                    f"{args.model} is served at {args.url} already, with its own flags: leave {' '.join(serve_words)} "
+                    "out, or give another --url."
+                )
+            talk(args)
+            return
+        with _serving(args.model, serve_words) as server:
+            args.url, args.api_key = f"{server.address}/v1", server.api_key
+            talk(args)
+
+    return run_command(chat)
+
+
+def ps(argv: Sequence[str] | None = None, *, prog: str = "octavo ps") -> int:
+    """Print what is loaded. Return the exit code."""
+    args = make_ps_parser(prog).parse_args(argv)
+
+    def show() -> None:
+        rows = [("NAME", "SIZE", "CONTEXT", "UNTIL")]
+        for one in _ask(args, "GET", "/api/ps")["models"]:
+            until = datetime.fromisoformat(one["expires_at"])
+            left_s = round((until - datetime.now(UTC)).total_seconds())
+            left = "stays" if until.year == 9999 else f"{left_s} s"
+            rows.append((one["name"], size_text(one["size"]), str(one["context_length"] or ""), left))
+        print_table(rows)
+
+    return run_command(show)
+
+
+def stop(argv: Sequence[str] | None = None, *, prog: str = "octavo stop") -> int:
+    """Unload a model. Return the exit code."""
+    args = make_stop_parser(prog).parse_args(argv)
+    return run_command(lambda: _ask(args, "POST", "/api/generate", {"model": args.asked, "keep_alive": 0}) and None)
+
+
+def _ask(args: argparse.Namespace, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    with closing(ApiClient(args, needs_model=False).request(method, path, body, from_root=True)) as response:
+        return json.load(response)
+
+
+def _is_served(args: argparse.Namespace) -> bool:
+    """Return whether the model is served at --url."""
+    try:
+        with closing(ApiClient(args, needs_model=False).request("GET", "/models", None)) as response:
+            return args.model in [one["id"] for one in json.load(response)["data"]]
+    except NoServerError:
+        return False
+
+
+@contextmanager
+def _serving(model: str, words: Sequence[str]) -> Iterator[ServeProcess]:
+    """Serve a model during the block, in a child process. Its log is read by an event loop in a thread, so that Ctrl-C
+    reaches the chat."""
+    found = find_local(model, local_models())
+    if found is None and is_hub_id(model):
+        fetch_with_bar(model)
+        found = find_local(model, local_models())
+    entry = ModelEntry(model=model if found is None else found.path)
+    print(f"Loading {model} ...", file=sys.stderr)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    starting = asyncio.run_coroutine_threadsafe(ServeProcess.start(model, entry, words), loop)
+    try:
+        yield starting.result()
+    finally:
+        asyncio.run_coroutine_threadsafe(_end(starting), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+async def _end(starting: Any) -> None:
+    """Stop the server, whether it is ready or not, and wait for the tasks that read its log."""
+    if not starting.done():
+        starting.cancel()
+    elif not starting.cancelled() and starting.exception() is None:
+        await starting.result().stop()
+    if others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others)

@@ -1,0 +1,60 @@
+"""Runs `octavo show`, `pull` and `rm` as children: they read models, and the gateway imports nothing of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from octavo.errors import OctavoError
+from octavo.gateway.deployment import Deployment
+from octavo.processes import server_command
+
+_MAX_LINE_BYTES = 16 << 20  # a card has the model's chat template
+
+
+async def run_octavo(*words: str, offline: bool = False) -> AsyncGenerator[dict[str, Any], None]:
+    """Yield the JSON objects that a command prints, one a line. Closing the generator ends the command. Raises
+    `OctavoError` with the command's own error line."""
+    environment = os.environ | ({"HF_HUB_OFFLINE": "1"} if offline else {})
+    process = await asyncio.create_subprocess_exec(
+        *server_command("octavo.entrypoints.cli.main", *words),
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        limit=_MAX_LINE_BYTES, env=environment,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    errors = asyncio.ensure_future(process.stderr.read())
+    try:
+        async for line in process.stdout:
+            yield json.loads(line)
+        said = (await errors).decode(errors="replace").strip().splitlines()
+        if await process.wait():
+            why = said[-1] if said else f"octavo {words[0]} ended with exit code {process.returncode}"
+            raise OctavoError(why.removeprefix("octavo: error: "))
+    finally:
+        errors.cancel()
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+class ModelCards:
+    """Cards of models, by what `octavo serve` is given for them. A card is made once; files of another version have
+    another path."""
+
+    def __init__(self) -> None:
+        self._cards: dict[str, dict[str, Any]] = {}
+
+    async def of(self, deployments: Sequence[Deployment]) -> list[dict[str, Any]]:
+        """Return the cards, empty ones for models whose files are not here."""
+        models = [one.entry.model or one.name for one in deployments if one.entry.is_local]
+        if missing := [model for model in dict.fromkeys(models) if model not in self._cards]:
+            async with contextlib.aclosing(run_octavo("show", "--json", *missing, offline=True)) as lines:
+                async for card in lines:
+                    if "error" not in card:
+                        self._cards[card.pop("asked")] = card
+        return [self._cards.get(one.entry.model or one.name, {}) if one.entry.is_local else {} for one in deployments]

@@ -1,0 +1,186 @@
+"""Ollama's routes at the gateway. Requests that a model answers become OpenAI's (`octavo.ollama`) and take their usual
+way; the others are about the models here."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+from starlette.types import Send
+
+from octavo.errors import OctavoError, RequestError
+from octavo.gateway.client import Client
+from octavo.gateway.deployment import Deployment
+from octavo.gateway.models import Models
+from octavo.gateway.octavo_commands import ModelCards, run_octavo
+from octavo.gateway.proxy import Proxy, ProxyRequest
+from octavo.gateway.request_body import RequestBody
+from octavo.gateway.upstream import UpstreamError
+from octavo.ollama import API_VERSION, UNBUILT, plain_name, refuse_unbuilt
+from octavo.ollama.answers import AnswerTranslator, loaded_answer
+from octavo.ollama.cards import NEVER, running, shown, tag
+from octavo.ollama.to_openai import PATHS, Translated, translate
+
+_MAX_CARD_BYTES = 16 << 20
+_ROUTES = {
+    "/api/tags": "GET", "/api/ps": "GET", "/api/version": "GET", "/api/show": "POST", "/api/pull": "POST",
+    "/api/delete": "DELETE",
+}  # fmt: skip
+
+
+class _Named(msgspec.Struct):
+    """The body of a request about a model; `name` is an older name of `model`."""
+
+    model: str | None = None
+    name: str | None = None
+    stream: bool | None = None
+
+
+class OllamaRoutes:
+    """`begin` each request whose path has the prefix of Ollama's API."""
+
+    def __init__(self, models: Models, proxy: Proxy) -> None:
+        self._models, self._proxy = models, proxy
+        self._cards = ModelCards()
+
+    def begin(self, request: ProxyRequest, send: Send) -> tuple[Client, Callable[[], Awaitable[None]]]:
+        """Return the client to answer, and the work that answers it. Raises `RequestError`. The body of `request` has
+        only its bytes."""
+        path, method = request.path, request.method
+        if any(path.startswith(unbuilt) for unbuilt in UNBUILT):
+            refuse_unbuilt(path)
+        wanted = "POST" if path in PATHS else _ROUTES.get(path)
+        if wanted is None:
+            raise RequestError(f"Invalid URL ({method} {path:.200})", status=404)
+        if method != wanted:
+            raise RequestError(f"Not allowed to {method} on {path}", status=405)
+        if path in PATHS:
+            return self._begin_generation(request, send)
+        client = Client(send, path, streams=False)
+        if path == "/api/version":
+            return client, lambda: _reply(client, {"version": API_VERSION})
+        if path == "/api/tags":
+            return client, lambda: self._tags(client)
+        if path == "/api/ps":
+            return client, lambda: self._running(client)
+        try:
+            body = msgspec.json.decode(request.body.data, type=_Named)
+        except msgspec.DecodeError as error:
+            raise RequestError(f"{path}: {error}.") from None
+        name = plain_name(body.model or body.name or "")
+        if not name:
+            raise RequestError("model is required.", param="model")
+        if path == "/api/show":
+            return client, lambda: self._show(name, client)
+        if not self._models.is_open:
+            raise RequestError(
+                f"{path} is for a gateway without a catalogue; this one serves the models that it was given.",
+                status=403, code="not_allowed",
+            )  # fmt: skip
+        if request.header(b"origin") is not None:  # a page in a browser, which could send this without asking
+            raise RequestError(f"{path} is not for pages in a browser.", status=403, code="not_allowed")
+        if path == "/api/pull":
+            return client, lambda: self._pull(name, client, streams=body.stream is not False)
+        return client, lambda: self._delete(name, client)
+
+    def _begin_generation(self, request: ProxyRequest, send: Send) -> tuple[Client, Callable[[], Awaitable[None]]]:
+        translated = translate(request.path, request.body.data)
+        if translated.only_loads:
+            client = Client(send, request.path, streams=False)
+            return client, lambda: self._load(translated, client)
+        translator = AnswerTranslator(send, translated, request.arrival)
+        client = Client(translator, translated.path, streams=False)  # comments have no place in Ollama's answers
+        translator.load_s = lambda: client.load_s
+        body = RequestBody(msgspec.json.encode(translated.body), translated.model, True, is_json=True)
+        headers = [one for one in request.headers if one[0] not in (b"content-type", b"accept")]
+        headers.append((b"content-type", b"application/json"))
+        inner = ProxyRequest("POST", translated.path, translated.path.encode(), headers, body, request.arrival)
+
+        async def work() -> None:
+            self._models.find(translated.model).ask_to_keep(translated.keep_alive)
+            await self._proxy.answer(inner, client)
+
+        return client, work
+
+    async def _load(self, request: Translated, client: Client) -> None:
+        deployment = self._models.find(request.model)
+        with deployment.hold():
+            deployment.ask_to_keep(request.keep_alive)
+            if request.keep_alive != 0:
+                await self._proxy.until_ready(deployment, client)
+        await _reply(client, loaded_answer(request, "unload" if request.keep_alive == 0 else "load"))
+
+    async def _tags(self, client: Client) -> None:
+        self._models.look_for_more()
+        names = self._models.names()
+        cards = await self._cards.of(list(names.values()))
+        await _reply(client, {"models": [tag(name, card) for name, card in zip(names, cards, strict=True)]})
+
+    async def _running(self, client: Client) -> None:
+        ready = [one for one in self._models if one.state == "ready"]
+        cards = await self._cards.of(ready)
+        listed = [running(one.name, card, _expiry(one)) for one, card in zip(ready, cards, strict=True)]
+        await _reply(client, {"models": listed})
+
+    async def _show(self, name: str, client: Client) -> None:
+        deployment = self._models.find(name)
+        if deployment.entry.is_local:
+            (card,) = await self._cards.of([deployment])
+            if not card:
+                raise RequestError(f"The files of {name:.200} are not here yet.", status=404, code="model_not_found")
+            await _reply(client, shown({**card, "name": name}))
+            return
+        for replica in deployment.replicas:
+            body = msgspec.json.encode({"model": replica.served_name})
+            headers = [(b"content-type", b"application/json"), *replica.auth_headers()]
+            with contextlib.suppress(UpstreamError):
+                answer = await replica.upstream.send("POST", b"/api/show", headers, body)
+                try:
+                    data = await answer.read_all(_MAX_CARD_BYTES)
+                    if answer.status == 200 and answer.is_whole:
+                        await client.reply(200, b"application/json", data)
+                        return
+                finally:
+                    answer.close()
+        await _reply(client, shown({"name": name}))  # a server that does not know this route
+
+    async def _pull(self, name: str, client: Client, *, streams: bool) -> None:
+        """Fetch a model, with a line for each step."""
+        try:
+            async with contextlib.aclosing(run_octavo("pull", "--json", name)) as lines:
+                async for line in lines:
+                    if streams:
+                        await client.line(line)
+        except OctavoError as error:
+            raise RequestError(str(error), status=404, code="pull_failed") from None
+        self._models.look_for_more()
+        await client.finish({"status": "success"}, streams=streams)
+
+    async def _delete(self, name: str, client: Client) -> None:
+        deployment = self._models.find(name)
+        try:
+            async with contextlib.aclosing(run_octavo("rm", "--json", deployment.name)) as lines:
+                async for _ in lines:
+                    pass
+        except OctavoError as error:
+            raise RequestError(str(error), status=404, code="model_not_found") from None
+        self._models.look_for_more()
+        await client.reply(200, b"application/json", b"")
+
+
+async def _reply(client: Client, answer: dict[str, Any]) -> None:
+    await client.reply(200, b"application/json; charset=utf-8", msgspec.json.encode(answer))
+
+
+def _expiry(deployment: Deployment) -> str:
+    """Return when a model stops if nobody asks for it any more."""
+    keep_s = deployment.keep_alive
+    if keep_s is None or not deployment.entry.is_local:
+        return NEVER
+    used = time.monotonic() if deployment.num_held else deployment.last_used
+    left = timedelta(seconds=max(0.0, used + keep_s - time.monotonic()))
+    return (datetime.now(UTC) + left).isoformat().replace("+00:00", "Z")

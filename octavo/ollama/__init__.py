@@ -1,0 +1,32 @@
+"""Ollama's HTTP API in the words of OpenAI's, for the server and the gateway.
+
+`to_openai` turns a request into one of OpenAI's API, `answers` turns the answer back, `cards` writes what Ollama says
+about models. Nothing of the engine is imported. The API: https://docs.ollama.com/api.
+"""
+
+from __future__ import annotations
+
+from octavo.errors import RequestError
+
+PREFIX = "/api/"
+# The version of Ollama's API that these routes follow. Editors refuse servers that answer less than what they need.
+API_VERSION = "0.12.6"
+# Routes of Ollama's that Octavo does not have.
+UNBUILT = frozenset(("/api/create", "/api/copy", "/api/push", "/api/blobs"))
+
+
+def ollama_error(message: str) -> dict[str, str]:
+    """Return the body of an answer that is not 2xx, and the last line of a stream that breaks."""
+    return {"error": message}
+
+
+def plain_name(name: str) -> str:
+    """Return a model's name without what Ollama's clients put around it: the hub's host and the tag `latest`."""
+    for host in ("hf.co/", "huggingface.co/"):
+        name = name.removeprefix(host)
+    return name.removesuffix(":latest")
+
+
+def refuse_unbuilt(path: str) -> None:
+    """Raise `RequestError` for a path of Ollama's API that is not built."""
+    raise RequestError(f"{path:.200} is not built; docs/gateway.md lists Ollama's routes that are.", status=404)

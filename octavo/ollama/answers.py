@@ -1,0 +1,236 @@
+"""Turns answers of OpenAI's API into Ollama's, as they come: `AnswerTranslator` is an ASGI `send`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from starlette.types import Message, Send
+
+from octavo.ollama import ollama_error
+from octavo.ollama.to_openai import Translated
+from octavo.sse import EventReader
+
+_encode = msgspec.json.encode
+_OWN_HEADERS = (b"content-type", b"content-length", b"cache-control", b"transfer-encoding")
+_JSON, _LINES = b"application/json; charset=utf-8", b"application/x-ndjson"
+
+
+def now() -> str:
+    """Return the time as Ollama writes it."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def loaded_answer(request: Translated, reason: str) -> dict[str, Any]:
+    """Return the answer to a request without a prompt, which has loaded the model or (`reason` "unload") stopped it."""
+    about: dict[str, Any] = {"model": request.name, "created_at": now()}
+    if request.kind == "embeddings":
+        return {"embedding": []}
+    if request.kind == "embed":
+        return {"model": request.name, "embeddings": [], "total_duration": 0, "load_duration": 0}
+    said = {"message": {"role": "assistant", "content": ""}} if request.kind == "chat" else {"response": ""}
+    return {**about, **said, "done": True, "done_reason": reason}
+
+
+class AnswerTranslator:
+    """Sends an answer of OpenAI's API as Ollama's. `begin` is the arrival of the request (`time.monotonic`)."""
+
+    def __init__(self, send: Send, request: Translated, begin: float) -> None:
+        self._send, self._request, self._begin = send, request, begin
+        self.load_s: Callable[[], float] = lambda: 0.0  # how long the request has waited for its model
+        self._status = 200
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._events: EventReader | None = None  # None: the answer is no stream
+        self._body: list[bytes] = []
+        self._is_begun = self._is_done = False
+        self._first_at: float | None = None  # of the answer's first event
+        self._calls: dict[int, dict[str, str]] = {}
+        self._whole: dict[
+            str, Any
+        ] = {}  # text, thinking, calls and log-probabilities of an answer that is not streamed
+        self._finish_reason: str | None = None
+        self._usage: dict[str, Any] = {}
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            kinds = [value for name, value in message["headers"] if name.lower() == b"content-type"]
+            self._headers = [one for one in message["headers"] if one[0].lower() not in _OWN_HEADERS]
+            if self._status == 200 and any(kind.startswith(b"text/event-stream") for kind in kinds):
+                self._events = EventReader()
+            return
+        if message["type"] != "http.response.body":
+            await self._send(message)
+            return
+        data, is_end = message.get("body", b""), not message.get("more_body", False)
+        if self._events is None:
+            self._body.append(data)
+            if is_end:
+                await self._finish_whole(b"".join(self._body))
+            return
+        lines: list[dict[str, Any]] = []
+        for event in self._events.feed(data):
+            if not self._is_done:
+                self._add(event, lines)
+        if is_end and not self._is_done:
+            self._is_done = True
+            lines.append(ollama_error("the answer broke off"))
+        await self._write(lines, is_end)
+
+    def _add(self, event: bytes, lines: list[dict[str, Any]]) -> None:
+        """Add the lines for an event."""
+        if event.strip() == b"[DONE]":
+            self._is_done = True
+            lines.append(self._last_line())
+            return
+        try:
+            chunk = msgspec.json.decode(event, type=dict[str, Any])
+        except msgspec.DecodeError:
+            chunk = ollama_error("the model's server sent an event that is no JSON object")
+        if "error" in chunk:
+            self._is_done = True
+            lines.append(ollama_error(_message_of(chunk)))
+            return
+        self._usage = chunk.get("usage") or self._usage
+        for choice in chunk.get("choices", ())[:1]:
+            if self._first_at is None:
+                self._first_at = time.monotonic()
+            said = self._said(choice)
+            self._finish_reason = choice.get("finish_reason") or self._finish_reason
+            if self._finish_reason is not None:
+                said |= self._tool_calls()
+            if said:
+                lines.append(said)
+
+    def _said(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """Return what an event adds: text, thinking and log-probabilities."""
+        delta = choice.get("delta") or {}
+        for call in delta.get("tool_calls") or ():
+            kept = self._calls.setdefault(call.get("index", 0), {"name": "", "arguments": ""})
+            function = call.get("function") or {}
+            for field in kept:
+                kept[field] += function.get(field) or ""
+        fields = {
+            "text": choice.get("text") or delta.get("content") or "",
+            "thinking": delta.get("reasoning_content") or delta.get("reasoning") or "",
+            "logprobs": _logprobs(choice.get("logprobs")),
+        }
+        return {name: value for name, value in fields.items() if value}
+
+    def _tool_calls(self) -> dict[str, Any]:
+        """Return the calls, once they are whole. A call that was cut off has no arguments, and is left out."""
+        calls = []
+        for _, call in sorted(self._calls.items()):
+            try:
+                arguments = msgspec.json.decode(call["arguments"] or "{}")
+            except msgspec.DecodeError:
+                continue
+            calls.append({"function": {"name": call["name"], "arguments": arguments}})
+        self._calls.clear()
+        return {"calls": calls} if calls else {}
+
+    def _line(self, said: dict[str, Any]) -> dict[str, Any]:
+        line: dict[str, Any] = {"model": self._request.name, "created_at": now()}
+        thinking = {"thinking": said["thinking"]} if "thinking" in said else {}
+        if self._request.kind == "chat":
+            calls = {"tool_calls": said["calls"]} if "calls" in said else {}
+            line["message"] = {"role": "assistant", "content": said.get("text", ""), **thinking, **calls}
+        else:
+            line |= {"response": said.get("text", ""), **thinking}
+        if "logprobs" in said:
+            line["logprobs"] = said["logprobs"]
+        return {**line, "done": False}
+
+    def _last_line(self) -> dict[str, Any]:
+        end = time.monotonic()
+        load_s, first_at = self.load_s(), self._first_at or end
+        reason = "length" if self._finish_reason == "length" else "stop"
+        durations = {
+            "total_duration": end - self._begin,
+            "load_duration": load_s,
+            "prompt_eval_duration": max(0.0, first_at - self._begin - load_s),
+            "eval_duration": end - first_at,
+        }
+        return {
+            "done": True, "done_reason": reason, **{name: round(1e9 * value) for name, value in durations.items()},
+            "prompt_eval_count": self._usage.get("prompt_tokens", 0),
+            "eval_count": self._usage.get("completion_tokens", 0),
+        }  # fmt: skip
+
+    async def _write(self, lines: list[dict[str, Any]], is_end: bool) -> None:
+        if self._request.streams:
+            data = b"".join(_encode(self._shown(line)) + b"\n" for line in lines)
+            if lines and "error" in lines[0] and not self._is_begun:
+                self._status = 500
+            if data or is_end:
+                await self._send_part(_LINES, data, is_end)
+            return
+        for line in lines:
+            if "error" in line:
+                self._status, self._whole = 500, line
+            elif "done" in line:
+                self._whole = self._shown(self._whole) | line
+            else:
+                for name, value in line.items():
+                    self._whole[name] = self._whole[name] + value if name in self._whole else value
+        if is_end:
+            await self._send_part(_JSON, _encode(self._whole), is_end)
+
+    def _shown(self, line: dict[str, Any]) -> dict[str, Any]:
+        if "error" in line:
+            return line
+        return self._line(line) | ({} if "done" not in line else line)
+
+    async def _finish_whole(self, body: bytes) -> None:
+        """Send the answer to a request for embeddings, or an error."""
+        try:
+            found = msgspec.json.decode(body)
+        except msgspec.DecodeError:
+            found = None
+        if self._status >= 300 or not isinstance(found, dict) or "data" not in found:
+            self._status = self._status if self._status >= 300 else 502
+            message = _message_of(found) or body.decode(errors="replace")[:200] or f"status {self._status}"
+            await self._send_part(_JSON, _encode(ollama_error(message)), True)
+            return
+        vectors = [one["embedding"] for one in sorted(found["data"], key=lambda one: one.get("index", 0))]
+        answer: dict[str, Any] = {"embedding": vectors[0] if vectors else []}
+        if self._request.kind == "embed":
+            answer = {
+                "model": self._request.name, "embeddings": vectors,
+                "total_duration": round(1e9 * (time.monotonic() - self._begin)),
+                "load_duration": round(1e9 * self.load_s()),
+                "prompt_eval_count": (found.get("usage") or {}).get("prompt_tokens", 0),
+            }  # fmt: skip
+        await self._send_part(_JSON, _encode(answer), True)
+
+    async def _send_part(self, content_type: bytes, data: bytes, is_end: bool) -> None:
+        if not self._is_begun:
+            self._is_begun = True
+            kind = _JSON if self._status >= 300 else content_type
+            headers = [*self._headers, (b"content-type", kind)]
+            await self._send({"type": "http.response.start", "status": self._status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": data, "more_body": not is_end})
+
+
+def _logprobs(found: Any) -> list[Any]:
+    """Return log-probabilities of chats as they are, and those of completions in the same form."""
+    if not isinstance(found, dict):
+        return []
+    if isinstance(found.get("content"), list):
+        return list(found["content"])
+    listed = []
+    tops = found.get("top_logprobs") or [None] * len(found.get("tokens") or ())
+    for token, logprob, top in zip(found.get("tokens") or (), found.get("token_logprobs") or (), tops, strict=False):
+        others = [{"token": other, "logprob": value} for other, value in (top or {}).items()]
+        listed.append({"token": token, "logprob": logprob, "top_logprobs": others})
+    return listed
+
+
+def _message_of(body: Any) -> str:
+    """Return the message of an error of OpenAI's, Octavo's or another server's form; empty if there is none."""
+    error = body.get("error", body) if isinstance(body, dict) else None
+    message = error.get("message") or error.get("detail") if isinstance(error, dict) else error
+    return message if isinstance(message, str) else ""

@@ -1,0 +1,77 @@
+"""Ollama's routes at a server of one model, asked by Ollama's own Python client. tests/gateway/test_ollama.py has what
+the two share."""
+
+from __future__ import annotations
+
+import httpx
+import ollama
+import pytest
+
+from tests.entrypoints.fake_engine import MODEL, FakeEngine
+
+
+@pytest.fixture
+def client(address: str, engine: FakeEngine) -> ollama.Client:
+    return ollama.Client(address)
+
+
+def test_answers_are_those_of_the_openai_routes(client: ollama.Client, engine: FakeEngine) -> None:
+    engine.answer = 'It\'s "so"\n'
+    messages = [{"role": "user", "content": "Hi"}]
+    options = {"seed": 3, "num_predict": 4, "top_k": 5}
+    parts = list(client.chat(MODEL, messages, stream=True, options=options, logprobs=True, top_logprobs=1))
+    assert "".join(part.message.content or "" for part in parts) == "It's"
+    assert [part.done_reason for part in parts if part.done] == ["length"]
+    logprobs = [one for part in parts for one in part.logprobs or ()]
+    assert len(logprobs) == 4 and all(one.top_logprobs for one in logprobs)
+    params = engine.seen[-1][1]
+    assert (params.seed, params.max_tokens, params.top_k) == (3, 4, 5)
+    whole = client.generate(MODEL, "Hi", raw=True, logprobs=True, top_logprobs=1)
+    assert whole.response == engine.answer and whole.done_reason == "stop" and whole.logprobs
+    assert (whole.prompt_eval_count, whole.eval_count) == (len(engine.seen[-1][0]), len(engine.answer) + 1)
+    assert engine.inputs.tokenizer.decode(engine.seen[-1][0]).endswith("Hi"), "without the chat template"
+    chat_tokens = engine.inputs.encode("user: Hi\nassistant:", add_special_tokens=False)
+    client.generate(MODEL, "Hi")
+    assert engine.seen[-1][0][-len(chat_tokens) :] == chat_tokens
+
+
+def test_the_model_is_listed_shown_and_stays(client: ollama.Client, http: httpx.Client) -> None:
+    assert [one.model for one in client.list().models] == [MODEL, "alias"]
+    (running,) = client.ps().models
+    assert running.name == MODEL and running.context_length == 512 and running.expires_at is not None
+    shown = client.show("alias")
+    assert shown.capabilities == ["completion", "tools"] and "m.role" in (shown.template or "")
+    assert client.generate("alias", keep_alive="1h").done_reason == "load"
+    with pytest.raises(ollama.ResponseError, match="octavo gateway"):
+        client.generate(MODEL, keep_alive=0)
+    for ask in (lambda: client.show("other"), lambda: client.chat("other"), lambda: client.pull("other")):
+        with pytest.raises(ollama.ResponseError) as caught:
+            ask()
+        assert caught.value.status_code == 404
+    refused = http.post("/api/chat", json={"model": MODEL, "messages": [{"role": "user", "content": "refuse me"}]})
+    assert refused.status_code == 400 and isinstance(refused.json()["error"], str)
+
+
+def test_a_broken_stream_ends_with_an_error(client: ollama.Client, engine: FakeEngine) -> None:
+    engine.fails_after = 2, RuntimeError("no")
+    parts = client.generate(MODEL, "Hi", stream=True)
+    assert next(parts).response == "H" and next(parts).response == "e"
+    with pytest.raises(ollama.ResponseError, match="Internal error"):
+        next(parts)
+
+
+def test_a_suffix_needs_tokens_for_it(
+    client: ollama.Client, http: httpx.Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ollama.ResponseError, match="not trained to fill in"):
+        client.generate(MODEL, "def f(", suffix="return x")
+    # One symbol of the tokenizer stands for each token.
+    for marks, prompt in ((("P", "S", "M"), "Pdef f(Sreturn xM"), (("S", "P"), "Sreturn xPdef f(")):
+        monkeypatch.setattr("octavo.entrypoints.openai.fill_in_middle._MARKS", (("no", "such", "token"), marks))
+        monkeypatch.setattr("octavo.entrypoints.openai.fill_in_middle._SUFFIX_FIRST", ("S", "P"))
+        if len(marks) == 2:
+            monkeypatch.setattr("octavo.entrypoints.openai.fill_in_middle._MARKS", ())
+        client.generate(MODEL, "def f(", suffix="return x")
+        assert engine.inputs.tokenizer.decode(engine.seen[-1][0], skip_special_tokens=True) == prompt
+    body = {"model": MODEL, "prompt": [5, 6], "suffix": "x"}
+    assert "text" in http.post("/v1/completions", json=body).json()["error"]["message"]

@@ -1,0 +1,354 @@
+"""Ollama's routes at the gateway, asked by Ollama's own Python client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import ollama
+import pytest
+
+from octavo.errors import OctavoError
+from octavo.gateway import octavo_commands, ollama_routes
+from octavo.gateway.catalogue import ModelEntry
+from tests.gateway.fakes import Asked, FakeLaunch, Gateway, fake_servers, gateway, until
+from tests.waiting import Clock, virtual_sleep
+
+CARD = {
+    "name": "a", "path": "/models/a", "architecture": "llama", "num_parameters": 134_515_008, "num_layers": 30,
+    "hidden_size": 576, "context_length": 8192, "format": "gguf", "quantization": "Q4_1",
+    "capabilities": ["completion", "tools"], "template": "{{ messages }}", "device": "cpu", "num_bytes": 98_362_432,
+    "modified_at": "2026-01-02T03:04:05Z", "digest": "ab" * 32,
+}  # fmt: skip
+
+
+class Commands:
+    """Stands for `octavo show`, `pull` and `rm`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ran: list[tuple[str, ...]] = []
+        self.lines: list[dict[str, Any]] = []  # of pull
+        self.error: str | None = None
+        monkeypatch.setattr(octavo_commands, "run_octavo", self.run)
+        monkeypatch.setattr(ollama_routes, "run_octavo", self.run)
+
+    async def run(self, *words: str, offline: bool = False) -> AsyncIterator[dict[str, Any]]:
+        self.ran.append(words)
+        for name in words[2:] if words[0] == "show" else ():
+            yield {"asked": name, **CARD}
+        for line in self.lines if words[0] == "pull" else ():
+            yield line
+        if self.error is not None:
+            raise OctavoError(self.error)
+
+
+@pytest.fixture(autouse=True)
+def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
+    return Commands(monkeypatch)
+
+
+def chunks(*choices: dict[str, Any], usage: tuple[int, int] = (7, 3)) -> Callable[[Asked], Any]:
+    """A server whose stream has these choices, a usage and an end."""
+
+    async def behave(asked: Asked) -> None:
+        asked.begin_stream()
+        for choice in choices:
+            asked.piece(b"data: " + json.dumps({"choices": [{"index": 0, **choice}]}).encode() + b"\n\n")
+        counted = {"prompt_tokens": usage[0], "completion_tokens": usage[1]}
+        asked.piece(b"data: " + json.dumps({"choices": [], "usage": counted}).encode() + b"\n\ndata: [DONE]\n\n")
+        asked.piece(b"")
+
+    return behave
+
+
+def delta(content: str = "", finish_reason: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"delta": {"content": content, **more}, "finish_reason": finish_reason}
+
+
+def client_of(gate: Gateway) -> ollama.AsyncClient:
+    return ollama.AsyncClient(str(gate.http.base_url))
+
+
+def test_a_chat_is_streamed_and_whole(clock: Clock) -> None:
+    behave = chunks(
+        delta(role="assistant"), delta('say "', reasoning_content="hm"), delta('no"\n'), delta("", "length")
+    )
+
+    async def run() -> None:
+        async with gateway({"org/m": {"aliases": ["m"]}}, FakeLaunch(behave)) as gate:
+            client = client_of(gate)
+            messages = [{"role": "user", "content": "Hi", "images": [b"\x89PNG"]}]
+            options = {"num_predict": 5, "temperature": 0, "repeat_penalty": 1.1, "num_ctx": 4096, "stop": ["x"]}
+            parts = [
+                part
+                async for part in await client.chat(
+                    "hf.co/org/m:latest", messages, stream=True, options=options, think="low", format="json"
+                )
+            ]
+            assert [part.message.content for part in parts] == ['say "', 'no"\n', ""]
+            assert [part.message.thinking for part in parts] == ["hm", None, None]
+            assert [part.done for part in parts] == [False, False, True]
+            assert all(part.model == "hf.co/org/m:latest" and part.created_at for part in parts)
+            last = parts[-1]
+            assert (last.done_reason, last.prompt_eval_count, last.eval_count) == ("length", 7, 3)
+            assert last.total_duration >= last.load_duration >= 0 and last.eval_duration >= 0
+            asked = gate.launch.last("org/m").asked[-1].json
+            assert asked["model"] == "org/m" and asked["max_tokens"] == 5 and asked["repetition_penalty"] == 1.1
+            assert asked["reasoning_effort"] == "low" and asked["response_format"] == {"type": "json_object"}
+            image, text = asked["messages"][0]["content"]
+            assert image["image_url"]["url"].startswith("data:image/png;base64,iVBOR") and text["text"] == "Hi"
+            assert "num_ctx" not in asked and asked["stop"] == ["x"]
+            whole = await client.chat("m", messages)
+            assert (whole.message.content, whole.message.thinking, whole.done) == ('say "no"\n', "hm", True)
+
+    clock.run(run())
+
+
+def test_calls_of_tools_are_whole_and_their_results_find_them(clock: Clock) -> None:
+    def call(index: int, **function: str) -> dict[str, Any]:
+        return {"tool_calls": [{"index": index, "id": f"x{index}", "function": function}]}
+
+    behave = chunks(
+        delta(**call(0, name="f", arguments='{"city": "')), delta(**call(0, arguments='Köln"}')),
+        delta(**call(1, name="g", arguments="{}")), delta(**call(2, name="h", arguments='{"cut')),
+        delta("", "tool_calls"),
+    )  # fmt: skip
+
+    async def run() -> None:
+        async with gateway({"a": {}}, FakeLaunch(behave)) as gate:
+            client = client_of(gate)
+
+            def f(city: str) -> str:
+                """Say the weather.
+
+                Args:
+                    city: Where.
+                """
+                return city
+
+            found = await client.chat("a", [{"role": "user", "content": "Weather?"}], tools=[f])
+            calls = [(one.function.name, one.function.arguments) for one in found.message.tool_calls or ()]
+            assert calls == [("f", {"city": "Köln"}), ("g", {})]
+            assert found.done_reason == "stop"
+            results = [{"role": "tool", "tool_name": name, "content": name} for name in ("g", "f")]
+            await client.chat("a", [found.message, *results])
+            first, *answers = gate.launch.last("a").asked[-1].json["messages"]
+            ids = {one["function"]["name"]: one["id"] for one in first["tool_calls"]}
+            assert json.loads(first["tool_calls"][0]["function"]["arguments"]) == {"city": "Köln"}
+            assert [one["tool_call_id"] for one in answers] == [ids["g"], ids["f"]]
+            (tool,) = gate.launch.last("a").asked[0].json["tools"]
+            assert tool["function"]["parameters"]["properties"]["city"]["type"] == "string"
+
+    clock.run(run())
+
+
+def test_texts_are_generated_from_prompts_raw_prompts_and_gaps(clock: Clock) -> None:
+    async def behave(asked: Asked) -> None:
+        is_chat = asked.target == "/v1/chat/completions"
+        await chunks(delta("one", "stop") if is_chat else {"text": "two", "finish_reason": "stop"})(asked)
+
+    async def run() -> None:
+        async with gateway({"a": {}}, FakeLaunch(behave)) as gate:
+            client = client_of(gate)
+            assert (await client.generate("a", "Hi", system="Be brief.", format={"type": "object"})).response == "one"
+            asked = gate.launch.last("a").asked
+            assert [one["role"] for one in asked[-1].json["messages"]] == ["system", "user"]
+            assert asked[-1].json["response_format"]["json_schema"]["schema"] == {"type": "object"}
+            assert (await client.generate("a", "def f(", suffix="return x")).response == "two"
+            assert asked[-1].json["suffix"] == "return x"
+            async for part in await client.generate("a", "<s>Hi", raw=True, stream=True):
+                assert part.response in ("two", "")
+            assert asked[-1].json["prompt"] == "<s>Hi" and "suffix" not in asked[-1].json
+
+    clock.run(run())
+
+
+def test_texts_become_vectors(clock: Clock) -> None:
+    async def behave(asked: Asked) -> None:
+        data = [{"index": i, "embedding": [float(i), 0.5]} for i in (1, 0)][: 2 if "b" in asked.json["input"] else 1]
+        asked.reply(json.dumps({"data": data, "usage": {"prompt_tokens": 4}}).encode())
+
+    async def run() -> None:
+        async with gateway({"a": {}}, FakeLaunch(behave)) as gate:
+            client = client_of(gate)
+            found = await client.embed("a", ["a", "b"], dimensions=2)
+            assert found.embeddings == [[0.0, 0.5], [1.0, 0.5]] and found.prompt_eval_count == 4
+            asked = gate.launch.last("a").asked
+            assert asked[-1].json == {
+                "model": "a", "input": ["a", "b"], "truncate_prompt_tokens": -1, "dimensions": 2,
+            }  # fmt: skip
+            assert (await client.embed("a", [])).embeddings == []
+            assert (await client.embeddings("a", "x")).embedding == [1.0, 0.5]
+            await client.embed("a", "x", truncate=False)
+            assert "truncate_prompt_tokens" not in asked[-1].json
+
+    clock.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        ("chat", {"messages": []}, 400, "model"),
+        ("chat", {"model": "a", "messages": [{"role": 3}]}, 400, "$.messages[0].role"),
+        ("chat", {"model": "nothing", "messages": [{"role": "user", "content": "x"}]}, 404, "nothing"),
+        ("chat", {"model": "a", "messages": [{"role": "user"}], "options": {"mirostat": 2}}, 400, "options.mirostat"),
+        ("generate", {"model": "a", "prompt": "x", "context": [1]}, 400, "/api/chat"),
+        ("generate", {"model": "a", "prompt": "x", "template": "{{ .Prompt }}"}, 400, "template"),
+        ("generate", {"model": "a", "prompt": "x", "keep_alive": "5 minutes"}, 400, "5m"),
+        ("generate", {"model": "a", "prompt": "x", "format": "xml"}, 400, "format"),
+        ("create", {"model": "a"}, 404, "docs/gateway.md"),
+        ("pull", {"model": "a"}, 403, "catalogue"),
+        ("tags", {}, 405, "POST"),
+        ("nothing", {}, 404, "/api/nothing"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_ollamas_form(
+    clock: Clock, path: str, body: dict[str, Any], status: int, says: str
+) -> None:
+    async def run() -> None:
+        async with gateway({"a": {}}) as gate:
+            response = await gate.http.post(f"/api/{path}", json=body)
+            assert response.status_code == status and says in response.json()["error"]
+            assert gate.launch.begun == []
+
+    clock.run(run())
+
+
+def test_errors_have_their_status_before_the_answer_and_a_line_within_it(clock: Clock) -> None:
+    async def refuse(asked: Asked) -> None:
+        asked.reply(b'{"error": {"message": "too \\"long\\"", "code": 1}}', 400)
+
+    async def break_off(asked: Asked) -> None:
+        asked.begin_stream()
+        asked.piece(b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n')
+        asked.die()
+
+    async def run() -> None:
+        async with fake_servers(refuse, break_off) as (first, second):
+            models = {"a": {"addresses": [first.address]}, "b": {"addresses": [second.address]}}
+            async with gateway(models, api_key=["key"]) as gate:
+                with pytest.raises(ollama.ResponseError, match="API key"):
+                    await client_of(gate).list()
+                client = ollama.AsyncClient(str(gate.http.base_url), headers={"Authorization": "Bearer key"})
+                messages = [{"role": "user", "content": "x"}]
+                with pytest.raises(ollama.ResponseError, match='too "long"') as caught:
+                    await client.chat("a", messages)
+                assert caught.value.status_code == 400
+                parts = await client.chat("b", messages, stream=True)
+                assert (await anext(parts)).message.content == "a"
+                with pytest.raises(ollama.ResponseError, match="lost amid the answer"):
+                    await anext(parts)
+                with pytest.raises(ollama.ResponseError, match="lost amid the answer"):
+                    await client.chat("b", messages)
+
+    clock.run(run())
+
+
+def test_models_are_loaded_kept_and_unloaded_as_clients_say(clock: Clock) -> None:
+    async def run() -> None:
+        async with gateway({"a": {}, "b": {"keep_alive": None}}, FakeLaunch(chunks(delta("x", "stop")))) as gate:
+            client = client_of(gate)
+            assert (await client.ps()).models == []
+            assert (await client.generate("a", keep_alive="10m")).done_reason == "load"
+            assert gate.launch.begun == ["a"]
+            (running,) = (await client.ps()).models
+            assert (running.name, running.context_length, running.size) == ("a", 8192, CARD["num_bytes"])
+            assert gate.deployment("a").keep_alive == 600
+            await client.chat("a", [{"role": "user", "content": "x"}], keep_alive=-1)
+            assert gate.deployment("a").keep_alive is None
+            assert (await client.chat("a", [], keep_alive=0)).done_reason == "unload"
+            await until(lambda: gate.deployment("a").state == "stopped")
+            await client.chat("a", [{"role": "user", "content": "x"}])
+            assert gate.deployment("a").keep_alive == 300, "the wish has ended with the model"
+            await client.generate("b", "x", keep_alive=0)
+            await until(lambda: gate.deployment("b").state == "stopped")
+
+    clock.run(run())
+
+
+def test_models_are_listed_and_shown(clock: Clock, commands: Commands) -> None:
+    async def elsewhere(asked: Asked) -> None:
+        asked.reply(json.dumps({"capabilities": ["vision"], "model_info": {"x": 1}}).encode())
+
+    async def run() -> None:
+        async with fake_servers(elsewhere) as (server,):
+            models = {"a": {"aliases": ["x"]}, "far": {"addresses": [server.address], "served_model_name": "org/far"}}
+            async with gateway(models) as gate:
+                client = client_of(gate)
+                listed = {one.model: one for one in (await client.list()).models}
+                assert set(listed) == {"a", "far", "x"}
+                assert listed["x"].size == CARD["num_bytes"] and listed["x"].details.parameter_size == "134.5M"
+                found = await client.show("a:latest")
+                assert found.capabilities == ["completion", "tools"] and found.template == CARD["template"]
+                assert found.modelinfo["llama.context_length"] == 8192
+                assert found.details.quantization_level == "Q4_1"
+                assert (await client.show("far")).capabilities == ["vision"]
+                assert server.asked[-1].json == {"model": "org/far"}
+                assert commands.ran == [("show", "--json", "a")], "a card is made once"
+                version = (await gate.http.get("/api/version")).json()["version"]
+                assert tuple(map(int, version.split("."))) >= (0, 6, 4), "which editors ask for"
+                assert (await gate.http.head("/")).status_code == 200
+
+    clock.run(run())
+
+
+def test_models_come_with_pulls_and_go_with_deletes(clock: Clock, commands: Commands, tmp_path: Path) -> None:
+    here = {"a": ModelEntry(model="/a")}
+
+    async def run() -> None:
+        async with gateway({}, FakeLaunch(chunks(delta("x", "stop"))), find_local=lambda: dict(here)) as gate:
+            client = client_of(gate)
+            with pytest.raises(ollama.ResponseError, match="org/b"):
+                await client.generate("org/b", "x")
+            commands.lines = [{"status": "pulling f", "digest": "sha256:1", "total": 9, "completed": 3}]
+            here["org/b"] = ModelEntry(model="/b")
+            progress = [part async for part in await client.pull("hf.co/org/b", stream=True)]
+            assert [part.status for part in progress] == ["pulling f", "success"]
+            assert (progress[0].total, progress[0].completed) == (9, 3)
+            assert commands.ran[-1] == ("pull", "--json", "org/b")
+            assert (await client.generate("org/b", "x")).response == "x"
+            assert (await client.pull("org/b")).status == "success"
+            del here["org/b"]
+            assert (await client.delete("org/b")).status == "success"
+            assert commands.ran[-1] == ("rm", "--json", "org/b")
+            await until(lambda: gate.launch.running("org/b") == 0)
+            assert [one.model for one in (await client.list()).models] == ["a"]
+            commands.error = "no such thing"
+            with pytest.raises(ollama.ResponseError, match="no such thing"):
+                async for _ in await client.pull("org/b", stream=True):
+                    pass
+            page = {"origin": "https://page.example"}
+            assert (await gate.http.post("/api/pull", json={"model": "x"}, headers=page)).status_code == 403
+
+    clock.run(run())
+
+
+def test_a_cold_start_counts_as_loading(clock: Clock) -> None:
+    launch = FakeLaunch(chunks(delta("x", "stop")))
+
+    async def run() -> None:
+        launch.may_start.clear()
+        async with gateway({"a": {}}, launch) as gate:
+            asking = asyncio.ensure_future(client_of(gate).generate("a", "x"))
+            await until(lambda: launch.begun)
+            await virtual_sleep(3)
+            launch.may_start.set()
+            found = await asking
+            assert found.load_duration >= 3e9 and found.total_duration >= found.load_duration
+
+    clock.run(run())
+
+
+def test_ollamas_requests_need_no_content_type(clock: Clock) -> None:
+    async def run() -> None:
+        async with gateway({"a": {}}, FakeLaunch(chunks(delta("x", "stop")))) as gate:
+            body = b'{"model": "a", "prompt": "x", "stream": false}'
+            response: httpx.Response = await gate.http.post("/api/generate", content=body)
+            assert response.json()["response"] == "x"
+            assert response.headers["content-type"].startswith("application/json")
+
+    clock.run(run())
