@@ -44,7 +44,7 @@ def model_card(config: EngineConfig, tokenizer: ModelTokenizer, formats: ModelFo
         "completion": model.pooling is None,
         "embedding": model.pooling is not None,
         "vision": config.media is not None and config.media.kind == "image",
-        "audio": config.media is not None and (config.media.kind == "audio" or config.media.audio is not None),
+        "audio": config.media is not None and config.media.kind == "audio",
         "tools": model.pooling is None and formats.tools is not None,
         "thinking": model.pooling is None and formats.reasoning is not None,
         "insert": model.pooling is None and fills_in(tokenizer),

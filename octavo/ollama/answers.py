@@ -12,7 +12,7 @@ from starlette.types import Message, Send
 
 from octavo.ollama import ollama_error
 from octavo.ollama.to_openai import Translated
-from octavo.sse import EventReader
+from octavo.sse_reader import EventReader
 
 _encode = msgspec.json.encode
 _OWN_HEADERS = (b"content-type", b"content-length", b"cache-control", b"transfer-encoding")
