@@ -49,6 +49,5 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + len(catalogue.entries())
-    [falcon] = [line for line in lines if line.startswith("FalconForCausalLM")]
-    assert "parallel block" in falcon
-    assert "LayerNorm" in falcon
+    [llama_4] = [line for line in lines if line.startswith("Llama4ForConditionalGeneration")]
+    assert "sees pictures; contexts up to attention_chunk_size" in llama_4
