@@ -2,15 +2,16 @@
 
     python benchmarks/gpu_limits.py [--device h100|h200|a100] [--copy-gbs 3000] [--tflops 700] [--steps]
 
-Each launch of a step is followed through the model of `octavo.ops.triton.schedule`, with the tiles that the kernels
-themselves choose, and a fixed cost; a kernel of a graph begins some time after the one before it has ended. The
-assumptions are `MACHINES` there and the constants here. `scripts/gpu-check` measures what is predicted.
+Products take what the model of `octavo.ops.triton.schedule` says, by which the kernels choose their tiles. Attention is
+followed program by program, and other launches have a fixed cost. A kernel of a graph begins some time after the one
+before it has ended. The assumptions are `MACHINES` there and the constants here. `scripts/gpu-check` measures what is
+predicted.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -20,7 +21,7 @@ from octavo.models.description import ModelDescription
 from octavo.models.inventory import required_tensors
 from octavo.models.registry import describe
 from octavo.ops.triton import schedule
-from octavo.ops.triton.schedule import MACHINES, Item, Machine, duration_s
+from octavo.ops.triton.schedule import MACHINES, Machine
 
 LLAMA_3_1_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
@@ -38,6 +39,70 @@ KERNELS_PER_STEP = 14
 SMALL_KERNEL_S = 2.0e-6  # loads that wait for memory once or twice, and a store
 # The matrix rate that prefill's products reach of a large product's, and attention's beside it.
 PREFILL_SHARE, PREFILL_ATTENTION_SHARE = 0.70, 0.45
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What a program does from when it gets a piece of work until it is free for the next: it waits, then streams."""
+
+    memory_bytes: float = 0.0  # read from memory
+    cache_bytes: float = 0.0  # read through the cache, those of memory included
+    flops: float = 0.0
+    in_flight: float = 64e3  # bytes that it has asked for at a time
+    alone_s: float = 0.0  # that overlaps nothing of its own: filling its pipeline, finding its work, writing
+
+
+def duration_s(machine: Machine, dealt: Iterable[tuple[Item, int]], slots: int) -> float:
+    """When all are done, if `slots` programs run at a time and fetch work in this order, some alike at a time."""
+    queue: list[list[Any]] = [[item, count] for item, count in dealt if count]
+    running: list[_Running] = []
+    now, free = 0.0, slots
+    while queue or running:
+        while free and queue:
+            item, count = queue[0]
+            taken = min(free, count)
+            running.append(_Running(item, taken, item.alone_s, 1.0))
+            free -= taken
+            queue[0][1] -= taken
+            if not queue[0][1]:
+                queue.pop(0)
+        # Programs on one multiprocessor: they are handed out one to each first.
+        beside = -(-sum(each.count for each in running) // machine.multiprocessors)
+        working = [each for each in running if each.waits_s <= 0]
+        paces = [_stream_s(machine, each.item, beside) for each in working]
+        memory = sum(each.count * each.item.memory_bytes / pace for each, pace in zip(working, paces, strict=True))
+        cached = sum(each.count * each.item.cache_bytes / pace for each, pace in zip(working, paces, strict=True))
+        slower = max(1.0, memory / (machine.copy_gbs * 1e9), cached / (machine.cache_gbs * 1e9))
+        waits = [each.waits_s for each in running if each.waits_s > 0]
+        passed = min([*waits, *(each.left * pace * slower for each, pace in zip(working, paces, strict=True))])
+        now += passed
+        for each, pace in zip(working, paces, strict=True):
+            each.left -= passed / (pace * slower)
+        for each in running:
+            each.waits_s -= passed
+            free += each.count if each.left <= 1e-9 else 0
+        running = [each for each in running if each.left > 1e-9]
+    return now
+
+
+@dataclass(slots=True)
+class _Running:
+    """Programs that have begun the same at the same time."""
+
+    item: Item
+    count: int
+    waits_s: float  # before it streams
+    left: float  # of that, of 1
+
+
+def _stream_s(machine: Machine, item: Item, beside: int) -> float:
+    """Seconds of an item, if only what is on its multiprocessor were in its way."""
+    return max(
+        beside * item.flops / machine.flops,
+        beside * item.cache_bytes / (machine.port_gbs * 1e9),
+        item.cache_bytes / (item.in_flight / machine.latency_s),
+        1e-9,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A model of how a device gets through the programs of a launch: which resources each takes, and when all are done.
+"""A model of how long a device takes for a launch of equal programs: which resources each takes, and when all are done.
 
 Products choose their tiles by it, and `benchmarks/gpu_limits.py` derives predictions from it. No torch, no device: it
 is arithmetic. `Machine` lists what is assumed of a device; `scripts/gpu-check` measures the first two, and a
@@ -6,14 +6,12 @@ prediction that fails says which of the others is wrong.
 
 Programs run side by side on multiprocessors. One that runs alone is as fast as the slowest of: its tensor cores, what
 its multiprocessor reads from the L2 cache, and its loads in flight over their latency (Little 1961). All that run share
-the memory's and the cache's bandwidth. A program that ends makes room for the next.
+the memory's and the cache's bandwidth. Those that end together make room for the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,70 +64,6 @@ def sum_exchanges(num_bytes: int, size: int) -> tuple[int, int]:
     return (1, one) if one - two <= _SECOND_EXCHANGE_BYTES else (2, two)
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """What a program does from when it gets a piece of work until it is free for the next: it waits, then streams."""
-
-    memory_bytes: float = 0.0  # read from memory
-    cache_bytes: float = 0.0  # read through the cache, those of memory included
-    flops: float = 0.0
-    in_flight: float = 64e3  # bytes that it has asked for at a time
-    alone_s: float = 0.0  # that overlaps nothing of its own: filling its pipeline, finding its work, writing
-
-
-def duration_s(machine: Machine, dealt: Iterable[tuple[Item, int]], slots: int) -> float:
-    """When all are done, if `slots` programs run at a time and fetch work in this order, some alike at a time."""
-    queue: list[list[Any]] = [[item, count] for item, count in dealt if count]
-    running: list[_Running] = []
-    now, free = 0.0, slots
-    while queue or running:
-        while free and queue:
-            item, count = queue[0]
-            taken = min(free, count)
-            running.append(_Running(item, taken, item.alone_s, 1.0))
-            free -= taken
-            queue[0][1] -= taken
-            if not queue[0][1]:
-                queue.pop(0)
-        # Programs on one multiprocessor: they are handed out one to each first.
-        beside = -(-sum(each.count for each in running) // machine.multiprocessors)
-        working = [each for each in running if each.waits_s <= 0]
-        paces = [_stream_s(machine, each.item, beside) for each in working]
-        memory = sum(each.count * each.item.memory_bytes / pace for each, pace in zip(working, paces, strict=True))
-        cached = sum(each.count * each.item.cache_bytes / pace for each, pace in zip(working, paces, strict=True))
-        slower = max(1.0, memory / (machine.copy_gbs * 1e9), cached / (machine.cache_gbs * 1e9))
-        waits = [each.waits_s for each in running if each.waits_s > 0]
-        passed = min([*waits, *(each.left * pace * slower for each, pace in zip(working, paces, strict=True))])
-        now += passed
-        for each, pace in zip(working, paces, strict=True):
-            each.left -= passed / (pace * slower)
-        for each in running:
-            each.waits_s -= passed
-            free += each.count if each.left <= 1e-9 else 0
-        running = [each for each in running if each.left > 1e-9]
-    return now
-
-
-@dataclass(slots=True)
-class _Running:
-    """Programs that have begun the same at the same time."""
-
-    item: Item
-    count: int
-    waits_s: float  # before it streams
-    left: float  # of that, of 1
-
-
-def _stream_s(machine: Machine, item: Item, beside: int) -> float:
-    """Seconds of an item, if only what is on its multiprocessor were in its way."""
-    return max(
-        beside * item.flops / machine.flops,
-        beside * item.cache_bytes / (machine.port_gbs * 1e9),
-        item.cache_bytes / (item.in_flight / machine.latency_s),
-        1e-9,
-    )
-
-
 # Kernels are chosen by the class of a number of rows: the next of these, or the last. So what any step launches is what
 # one step of each class launches, and all of it is there when the start has run those.
 ROW_CLASSES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -156,32 +90,27 @@ class Tile:
         return (self.block_n + self.block_t) * self.block_k * self.num_stages
 
 
-_TURNS = 4  # of programs, that are followed one by one
-
-
 def product_s(machine: Machine, num_rows: int, num_out: int, row_bytes: int, tile: Tile, channels: int) -> float:
-    """A product of `num_rows` tokens with a matrix of `num_out` rows of `row_bytes`, by programs that compute
-    `channels` of a tile."""
+    """Return the seconds of a product of `num_rows` tokens with a matrix of `num_out` rows of `row_bytes`, by programs
+    that compute `channels` of a tile. Programs are alike, so all that run at a time end together."""
     tiles_t = -(-num_rows // tile.block_t)
-    tokens = num_rows / tiles_t
-    row_elements = row_bytes / 2
-    item = Item(
-        memory_bytes=channels * row_bytes / tiles_t,
-        cache_bytes=(channels + tokens) * row_bytes,
-        flops=2 * tile.block_n * tile.block_t * row_elements,
-        in_flight=(tile.num_stages - 1) * tile.block_k * (channels + tokens),
-        alone_s=2 * machine.latency_s,  # the first loads, and the last stores
-    )
-    programs = -(-num_out // channels) * tiles_t
+    read = channels + num_rows / tiles_t  # rows of the matrix, and of the tokens, that a program reads
     resident = max(1, machine.shared_bytes // (tile.shared_bytes() + 1024))
-    resident = min(resident, 16 // tile.num_warps)
-    slots = machine.multiprocessors * resident
-    alike = max(0, programs // slots - _TURNS)  # turns that are all the same, once the first are over
-    found = duration_s(machine, [(item, programs - alike * slots)], slots)
-    if alike:
-        turns = [duration_s(machine, [(item, count * slots)], slots) for count in (_TURNS - 1, _TURNS)]
-        found += alike * (turns[1] - turns[0])
-    return found
+    slots = machine.multiprocessors * min(resident, 16 // tile.num_warps)
+    turns, rest = divmod(-(-num_out // channels) * tiles_t, slots)
+
+    def turn_s(programs: int) -> float:
+        beside = -(-programs // machine.multiprocessors)  # on one multiprocessor: they are handed out one to each first
+        streams_s = max(
+            beside * tile.block_n * tile.block_t * row_bytes / machine.flops,
+            beside * read * row_bytes / (machine.port_gbs * 1e9),
+            row_bytes * machine.latency_s / ((tile.num_stages - 1) * tile.block_k),
+            programs * read * row_bytes / (machine.cache_gbs * 1e9),
+            programs * channels * row_bytes / tiles_t / (machine.copy_gbs * 1e9),
+        )
+        return streams_s + 2 * machine.latency_s  # the first loads, and the last stores
+
+    return turns * turn_s(slots) + (turn_s(rest) if rest else 0.0)
 
 
 def choose(

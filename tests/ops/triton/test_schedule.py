@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.gpu_limits import DecodeAttention, attention_s, splits_of, wants_split
+from benchmarks.gpu_limits import DecodeAttention, Item, attention_s, duration_s, splits_of, wants_split
 from octavo.ops.triton import attention_plan, launch, schedule
-from octavo.ops.triton.schedule import MACHINES, Item, Machine, Tile, duration_s
+from octavo.ops.triton.schedule import MACHINES, Machine, Tile
 from tests.ops.triton.conftest import DEVICE
 
 # Two multiprocessors that read 10 GB/s each through their ports, and 16 from memory together.
@@ -38,15 +38,24 @@ def test_durations(dealt: list[tuple[Item, int]], slots: int, expected_us: float
     assert duration_s(SMALL, dealt, slots) * 1e6 == pytest.approx(expected_us, rel=1e-3)
 
 
-def test_turns_that_are_all_the_same_are_not_followed_one_by_one() -> None:
-    tile = Tile(64, 64, 128, 4, 4)
-    followed = [schedule.product_s(MACHINES["h100"], 64, 64 * n, 8192, tile, 64) for n in (264 * 6, 264 * 6 + 40)]
-    schedule_turns, schedule._TURNS = schedule._TURNS, 100
-    try:
-        every = [schedule.product_s(MACHINES["h100"], 64, 64 * n, 8192, tile, 64) for n in (264 * 6, 264 * 6 + 40)]
-    finally:
-        schedule._TURNS = schedule_turns
-    assert followed == pytest.approx(every, rel=0.02)
+@pytest.mark.parametrize("tile", [Tile(64, 16, 256, 4, 5), Tile(64, 64, 128, 4, 4), Tile(128, 256, 128, 8, 4)])
+@pytest.mark.parametrize("num_rows", [1, 64, 600])
+@pytest.mark.parametrize("num_out", [96, 64 * 264, 64 * 264 * 6 + 640])
+def test_a_product_takes_what_its_programs_take_one_by_one(tile: Tile, num_rows: int, num_out: int) -> None:
+    machine, row_bytes, channels = MACHINES["h100"], 8192, 64
+    tiles_t = -(-num_rows // tile.block_t)
+    read = channels + num_rows / tiles_t
+    item = Item(
+        memory_bytes=channels * row_bytes / tiles_t, cache_bytes=read * row_bytes,
+        flops=tile.block_n * tile.block_t * row_bytes, in_flight=(tile.num_stages - 1) * tile.block_k * read,
+        alone_s=2 * machine.latency_s,
+    )  # fmt: skip
+    resident = min(max(1, machine.shared_bytes // (tile.shared_bytes() + 1024)), 16 // tile.num_warps)
+    programs = -(-num_out // channels) * tiles_t
+    followed = duration_s(machine, [(item, programs)], machine.multiprocessors * resident)
+    assert schedule.product_s(machine, num_rows, num_out, row_bytes, tile, channels) == pytest.approx(
+        followed, rel=1e-9
+    )
 
 
 def test_splits_are_those_of_the_kernel() -> None:
