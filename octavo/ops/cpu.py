@@ -27,8 +27,28 @@ from octavo.ops.cpu_adapters import (
     rows_by_adapter,
     shrink,
 )
-from octavo.ops.cpu_arrays import CACHE_CODES, CODES, DTYPES, FLOAT32, INT32, INT64, UINT8, code_of, is_dense, stride
-from octavo.ops.cpu_cache import allocate_kv_cache, cache_code, copy_blocks, gather_blocks, keys_of, scatter_blocks
+from octavo.ops.cpu_arrays import (
+    CACHE_CODES,
+    CODES,
+    DTYPES,
+    FLOAT32,
+    INT32,
+    INT64,
+    UINT8,
+    code_of,
+    is_dense,
+    require,
+    stride,
+)
+from octavo.ops.cpu_cache import (
+    allocate_kv_cache,
+    cache_code,
+    copy_blocks,
+    gather_blocks,
+    key_size_of,
+    keys_of,
+    scatter_blocks,
+)
 from octavo.ops.cpu_collectives import all_gather, all_reduce, join_group
 from octavo.ops.cpu_experts import experts, route, stack_experts
 from octavo.ops.cpu_latent import choose_keys, latent_attention, linear_by_head
@@ -137,16 +157,16 @@ def _product(
     if weight.is_quantized:
         x = quantize(x, weight)
         is_paired = x.shape[1] == 2 * weight.num_blocks * _cpu.QBLOCK_BYTES
-        assert is_paired or x.shape[1] == weight.num_blocks * _cpu.QBLOCK_BYTES, f"{op}: quantized for another matrix"
+        require(is_paired or x.shape[1] == weight.num_blocks * _cpu.QBLOCK_BYTES, f"{op}: quantized for another matrix")
         x_stride, rest = divmod(x.strides[0], _cpu.QBLOCK_BYTES)
-        assert rest == 0
+        require(rest == 0)
     else:
         expected = FLOAT_FORMATS[weight.format]
         if x.dtype != expected:
             raise TypeError(f"{op}: the input is {x.dtype} but the matrix is packed as {expected}.")
-        assert x.shape[1] == weight.in_features, f"{op}: {x.shape[1]} inputs for a matrix of {weight.in_features}"
+        require(x.shape[1] == weight.in_features, f"{op}: {x.shape[1]} inputs for a matrix of {weight.in_features}")
         x_stride, is_paired = stride(x), False
-    assert is_dense(x)
+    require(is_dense(x))
     out_stride = stride(out) if out_code not in (_cpu.Q8, _cpu.Q16) else stride(out) // _cpu.QBLOCK_BYTES
     _cpu.linear(
         x=x, x_stride=x_stride, x_is_paired=is_paired, rows=x.shape[0], matrix=weight.matrix, out=out,
@@ -168,7 +188,8 @@ def _products(
             _product(op, x, part, columns, epilogue, scale=scale, expand=expand, first_output=first)
             first += part.out_features
         return
-    assert isinstance(weight, PackedWeight) and not weight.gated
+    assert isinstance(weight, PackedWeight)
+    require(not weight.gated)
     _product(op, x, weight, out, epilogue, scale=scale, expand=expand)
 
 
@@ -185,7 +206,7 @@ def _output_for(
     `order` gets elements of `dtype`: it quantizes them in its own order."""
     part = None if consumer is None else first_part(consumer)
     if part is not None and part.is_quantized and part.order is None:
-        assert part.in_features == shape[-1]
+        require(part.in_features == shape[-1])
         return empty((*shape[:-1], part.row_bytes), UINT8), part.row_code
     return empty(shape, dtype), CODES.get(dtype)
 
@@ -201,8 +222,8 @@ def linear(
 def linear_add(
     x: NDArray[Any], weight: LinearWeight, residual: NDArray[Any], scale: float = 1.0, expand: Expand | None = None
 ) -> None:
-    assert residual.shape == (x.shape[0], weight.out_features)
-    assert is_dense(residual)
+    require(residual.shape == (x.shape[0], weight.out_features))
+    require(is_dense(residual))
     _products("linear_add", x, weight, residual, _cpu.ADD, scale, expand)
 
 
@@ -210,10 +231,11 @@ def linear_silu_and_mul(
     x: NDArray[Any], gate_up: LinearWeight, consumer: LinearWeight | None = None, out_dtype: str | None = None,
     activation: str = "silu", expand: Expand | None = None,
 ) -> NDArray[Any]:  # fmt: skip
-    assert isinstance(gate_up, PackedWeight) and gate_up.gated
+    assert isinstance(gate_up, PackedWeight)
+    require(gate_up.gated)
     shape = (x.shape[0], gate_up.out_features // 2)
     out, out_code = _output_for(consumer, shape, _float_output(x, out_dtype))
-    assert activation in ACTIVATIONS
+    require(activation in ACTIVATIONS)
     _product("linear_silu_and_mul", x, gate_up, out, _cpu.GATED, out_code, activation=activation, expand=expand)
     return out
 
@@ -222,17 +244,18 @@ def linear_activated(
     x: NDArray[Any], weight: LinearWeight, activation: str, consumer: LinearWeight | None = None,
     out_dtype: str | None = None, expand: Expand | None = None,
 ) -> NDArray[Any]:  # fmt: skip
-    assert isinstance(weight, PackedWeight) and not weight.gated
+    assert isinstance(weight, PackedWeight)
+    require(not weight.gated)
     out, out_code = _output_for(consumer, (x.shape[0], weight.out_features), _float_output(x, out_dtype))
-    assert activation in ACTIVATIONS
+    require(activation in ACTIVATIONS)
     _product("linear_activated", x, weight, out, _cpu.ACTIVATED, out_code, activation=activation, expand=expand)
     return out
 
 
 def add(residual: NDArray[Any], x: NDArray[Any], scale: float = 1.0) -> None:
-    assert residual.shape == x.shape
+    require(residual.shape == x.shape)
     rows, width = x.shape
-    assert is_dense(x) and is_dense(residual)
+    require(is_dense(x) and is_dense(residual))
     check_inputs("add", residual=residual, x=x)
     codes = code_of("add", x), code_of("add", residual)
     _cpu.add(
@@ -245,9 +268,9 @@ def add_chosen(
     residual: NDArray[Any], x: NDArray[Any], ids: NDArray[Any], weights: NDArray[Any], first_id: int
 ) -> None:
     (rows, width), top_k = x.shape, ids.shape[1]
-    assert residual.shape == x.shape and is_dense(x) and is_dense(residual)
-    assert ids.shape == weights.shape == (rows, top_k) and ids.flags.c_contiguous and weights.flags.c_contiguous
-    assert ids.dtype == INT32 and weights.dtype == FLOAT32
+    require(residual.shape == x.shape and is_dense(x) and is_dense(residual))
+    require(ids.shape == weights.shape == (rows, top_k) and ids.flags.c_contiguous and weights.flags.c_contiguous)
+    require(ids.dtype == INT32 and weights.dtype == FLOAT32)
     check_inputs("add_chosen", residual=residual, x=x, ids=ids, weights=weights)
     codes = code_of("add_chosen", x), code_of("add_chosen", residual)
     _cpu.add_chosen(
@@ -260,11 +283,11 @@ def activation(
     x: NDArray[Any], kind: str, consumer: LinearWeight | None = None, parameters: tuple[float, ...] = ()
 ) -> NDArray[Any]:
     rows, width = x.shape
-    assert is_dense(x)
+    require(is_dense(x))
     check_inputs("activation", x=x)
     code = code_of("activation", x)
     out, out_code = _output_for(consumer, x.shape, x.dtype)
-    assert len(parameters) == PARAMETRIC_ACTIVATIONS.get(kind, 0)
+    require(len(parameters) == PARAMETRIC_ACTIVATIONS.get(kind, 0))
     padded = (*parameters, 0.0, 0.0, 0.0, 0.0)
     _cpu.activation(
         x=x, x_stride=stride(x), rows=rows, width=width, dtype=code, out=out, out_dtype=out_code,
@@ -276,8 +299,8 @@ def activation(
 def multiply(
     x: NDArray[Any], y: NDArray[Any], activation: str = "identity", consumer: LinearWeight | None = None
 ) -> NDArray[Any]:
-    assert len(x) == len(y) and x.shape[1] % y.shape[1] == 0 and is_dense(x) and is_dense(y)
-    assert activation in ("identity", "silu", "sigmoid", "softplus")
+    require(len(x) == len(y) and x.shape[1] % y.shape[1] == 0 and is_dense(x) and is_dense(y))
+    require(activation in ("identity", "silu", "sigmoid", "softplus"))
     check_inputs("multiply", x=x, y=y)
     code = code_of("multiply", x, y)
     out, out_code = _output_for(consumer, x.shape, x.dtype)
@@ -294,10 +317,11 @@ def embedding(
     token_ids: NDArray[Any], weight: LinearWeight, out_dtype: str | None = None, scale: float = 1.0,
     adapted: Lookup | None = None,
 ) -> NDArray[Any]:  # fmt: skip
-    assert isinstance(weight, PackedWeight) and not weight.gated
+    assert isinstance(weight, PackedWeight)
+    require(not weight.gated)
     if weight.order is not None:
         raise ConfigError("embeddings that were quantized in the order of activations (desc_act) are not built.")
-    assert token_ids.dtype == INT32 and is_dense(token_ids)
+    require(token_ids.dtype == INT32 and is_dense(token_ids))
     check_inputs("embedding", token_ids=token_ids)
     dtype = DTYPES[out_dtype] if out_dtype else FLOAT_FORMATS.get(weight.format, FLOAT32)
     out = empty((token_ids.shape[0], weight.in_features), dtype)
@@ -309,7 +333,7 @@ def embedding(
 
 
 def take_rows(x: NDArray[Any], rows: NDArray[Any]) -> NDArray[Any]:
-    assert rows.dtype == INT64 and is_dense(rows) and is_dense(x)
+    require(rows.dtype == INT64 and is_dense(rows) and is_dense(x))
     check_inputs("take_rows", rows=rows)
     count, width = x.shape
     out = empty((rows.shape[0], width), x.dtype)
@@ -329,8 +353,8 @@ def add_rows(x: NDArray[Any], summands: NDArray[Any], indices: NDArray[Any]) -> 
 
 
 def _put_rows(op: str, x: NDArray[Any], replacements: NDArray[Any], indices: NDArray[Any], adds: bool) -> None:
-    assert indices.dtype == INT32 and is_dense(indices) and replacements.dtype == FLOAT32 and is_dense(replacements)
-    assert x.shape == (indices.shape[0], replacements.shape[1])
+    require(indices.dtype == INT32 and is_dense(indices) and replacements.dtype == FLOAT32 and is_dense(replacements))
+    require(x.shape == (indices.shape[0], replacements.shape[1]))
     check_inputs(op, x=x, indices=indices)
     count, width = replacements.shape
     _cpu.replace_rows(
@@ -342,8 +366,8 @@ def _put_rows(op: str, x: NDArray[Any], replacements: NDArray[Any], indices: NDA
 def pool(
     x: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any], kind: str, out_dtype: str | None = None
 ) -> NDArray[Any]:
-    assert starts.dtype == ends.dtype == INT64 and is_dense(starts) and is_dense(ends) and is_dense(x)
-    assert starts.shape == ends.shape
+    require(starts.dtype == ends.dtype == INT64 and is_dense(starts) and is_dense(ends) and is_dense(x))
+    require(starts.shape == ends.shape)
     check_inputs("pool", x=x, starts=starts, ends=ends)
     out = empty((starts.shape[0], x.shape[1]), _float_output(x, out_dtype))
     _cpu.pool(
@@ -361,7 +385,7 @@ def rms_norm(x: NDArray[Any], weight: NDArray[Any], eps: float, consumer: Linear
 def layer_norm(
     x: NDArray[Any], weight: NDArray[Any], bias: NDArray[Any] | None, eps: float, consumer: LinearWeight | None = None
 ) -> NDArray[Any]:
-    assert bias is None or (bias.shape == weight.shape and bias.dtype == weight.dtype and is_dense(bias))
+    require(bias is None or (bias.shape == weight.shape and bias.dtype == weight.dtype and is_dense(bias)))
     return _norm("layer_norm", x, weight, bias, eps, consumer)
 
 
@@ -369,13 +393,13 @@ def _norm(
     op: str, x: NDArray[Any], weight: NDArray[Any], bias: NDArray[Any] | None, eps: float, consumer: LinearWeight | None
 ) -> NDArray[Any]:
     hidden = x.shape[-1]
-    assert weight.shape in ((hidden,), x.shape[1:]) and weight.flags.c_contiguous
+    require(weight.shape in ((hidden,), x.shape[1:]) and weight.flags.c_contiguous)
     check_inputs(op, x=x)
     code = code_of(op, x)
     out, out_code = _output_for(consumer, x.shape, x.dtype)
     weight_stride = hidden if weight.ndim == 2 else 0
     if not is_dense(x) or x.ndim > 3:
-        assert recording() is None and weight.ndim == 1, "a copy would not be part of the program"
+        require(recording() is None and weight.ndim == 1, "a copy would not be part of the program")
         x = np.ascontiguousarray(x).reshape(-1, hidden)
     if x.ndim == 2:
         outer, inner, outer_stride, inner_stride = x.shape[0], 1, stride(x), 0
@@ -400,9 +424,9 @@ def _has_dense_heads(x: NDArray[Any]) -> bool:
 def rotate(x: NDArray[Any], positions: NDArray[Any], cos_sin: NDArray[Any]) -> None:
     tokens, heads, head_size = x.shape
     rotary_size = cos_sin.shape[1]
-    assert _has_dense_heads(x) and rotary_size <= head_size and rotary_size % 2 == 0
-    assert positions.dtype == INT64 and is_dense(positions)
-    assert cos_sin.dtype == FLOAT32 and cos_sin.flags.c_contiguous
+    require(_has_dense_heads(x) and rotary_size <= head_size and rotary_size % 2 == 0)
+    require(positions.dtype == INT64 and is_dense(positions))
+    require(cos_sin.dtype == FLOAT32 and cos_sin.flags.c_contiguous)
     check_inputs("rotate", x=x, positions=positions)
     _cpu.rotary_and_cache(
         query=x, query_stride=stride(x), key=0, key_stride=0, value=0, value_stride=0, positions=positions,
@@ -422,27 +446,26 @@ def rotary_and_cache(
     kv_heads = key.shape[1]
     rotary_size, block_size = cos_sin.shape[1], cache.key.shape[3]
     for x in (query, key, value):
-        assert x.shape[0] == tokens
-        assert _has_dense_heads(x), "the heads of a token must be contiguous"
+        require(x.shape[0] == tokens)
+        require(_has_dense_heads(x), "the heads of a token must be contiguous")
     key_size, value_size, index_size = key.shape[2], value.shape[2], 0
     if index_key is not None:
         index_size = index_key.shape[2]
-        assert index_key.shape == (tokens, 1, index_size) and kv_heads == 1 and index_key.dtype == key.dtype
-        assert is_dense(index_key) and cache.key.dtype not in CACHE_CODES and key_size % 2 == index_size % 2 == 0
+        require(index_key.shape == (tokens, 1, index_size) and kv_heads == 1 and index_key.dtype == key.dtype)
+        require(is_dense(index_key) and cache.key.dtype not in CACHE_CODES and key_size % 2 == index_size % 2 == 0)
         check_inputs("rotary_and_cache", index_key=index_key)
-    assert key.shape[:2] == value.shape[:2] == (tokens, kv_heads)
-    steps = cache.key.shape[2] - (cache.key.dtype in CACHE_CODES)  # without the step that holds scales
-    assert cache.key.shape[1] == kv_heads and steps * cache.key.shape[4] == key_size + index_size
-    assert cache.value.shape[3] - _cpu.VALUE_PAD < value_size <= cache.value.shape[3]
-    assert rotary_size <= min(head_size, key_size) and rotary_size % 2 == 0
-    assert positions.dtype == slot_mapping.dtype == INT64 and is_dense(positions) and is_dense(slot_mapping)
-    assert cos_sin.dtype == FLOAT32 and cos_sin.flags.c_contiguous
+    require(key.shape[:2] == value.shape[:2] == (tokens, kv_heads))
+    require(cache.key.shape[1] == kv_heads and key_size_of(cache) == key_size + index_size)
+    require(cache.value.shape[3] - _cpu.VALUE_PAD < value_size <= cache.value.shape[3])
+    require(rotary_size <= min(head_size, key_size) and rotary_size % 2 == 0)
+    require(positions.dtype == slot_mapping.dtype == INT64 and is_dense(positions) and is_dense(slot_mapping))
+    require(cos_sin.dtype == FLOAT32 and cos_sin.flags.c_contiguous)
     if query_scales is not None:
-        assert query_scales.dtype == FLOAT32 and query_scales.shape == cos_sin.shape[:1] and is_dense(query_scales)
-    assert positions.shape == ((tokens,) if axes is None else (_cpu.POSITION_AXES, tokens))
+        require(query_scales.dtype == FLOAT32 and query_scales.shape == cos_sin.shape[:1] and is_dense(query_scales))
+    require(positions.shape == ((tokens,) if axes is None else (_cpu.POSITION_AXES, tokens)))
     if axes is not None:
-        assert axes.dtype == INT32 and axes.shape == (rotary_size // 2,) and is_dense(axes) and query_scales is None
-        assert axes.min() >= 0 and axes.max() < _cpu.POSITION_AXES
+        require(axes.dtype == INT32 and axes.shape == (rotary_size // 2,) and is_dense(axes) and query_scales is None)
+        require(axes.min() >= 0 and axes.max() < _cpu.POSITION_AXES)
     check_inputs("rotary_and_cache", query=query, key=key, value=value, positions=positions, slot_mapping=slot_mapping)
     _cpu.rotary_and_cache(
         query=query, query_stride=stride(query), key=key, key_stride=stride(key), value=value,
@@ -465,32 +488,33 @@ def paged_attention(
 ) -> NDArray[Any]:  # fmt: skip
     tokens, query_heads, head_size = query.shape
     value_size = head_size if value_size is None else value_size
-    assert cache.value.shape[3] - _cpu.VALUE_PAD < value_size <= cache.value.shape[3]
-    kv_heads = cache.key.shape[1]
-    assert query_heads % kv_heads == 0
-    assert _has_dense_heads(query)
-    assert block_tables.dtype == query_start_loc.dtype == seq_lens.dtype == INT32
-    assert is_dense(block_tables) and is_dense(query_start_loc) and is_dense(seq_lens)
+    require(cache.value.shape[3] - _cpu.VALUE_PAD < value_size <= cache.value.shape[3])
+    kv_heads, num_seqs = cache.key.shape[1], seq_lens.shape[0]
+    require(query_heads % kv_heads == 0 and key_size_of(cache) == head_size)
+    require(block_tables.shape[0] >= num_seqs and query_start_loc.shape[0] > num_seqs)
+    require(_has_dense_heads(query))
+    require(block_tables.dtype == query_start_loc.dtype == seq_lens.dtype == INT32)
+    require(is_dense(block_tables) and is_dense(query_start_loc) and is_dense(seq_lens))
     for by_head in (slopes, sinks):
-        assert by_head is None or (by_head.dtype == FLOAT32 and by_head.shape == (query_heads,) and is_dense(by_head))
+        require(by_head is None or (by_head.dtype == FLOAT32 and by_head.shape == (query_heads,) and is_dense(by_head)))
     check_inputs(
         "paged_attention", query=query, block_tables=block_tables, query_start_loc=query_start_loc, seq_lens=seq_lens
     )
-    assert not bidirectional or slopes is None
+    require(not bidirectional or slopes is None)
     if key_ends is not None:
-        assert key_ends.dtype == INT32 and key_ends.shape == (tokens,) and is_dense(key_ends)
-        assert not bidirectional and slopes is None
+        require(key_ends.dtype == INT32 and key_ends.shape == (tokens,) and is_dense(key_ends))
+        require(not bidirectional and slopes is None)
         check_inputs("paged_attention", key_ends=key_ends)
     reach = 0
     if distance_biases is not None:
         reach = (distance_biases.shape[1] - BIAS_PADDING) // 2
-        assert bidirectional and distance_biases.dtype == FLOAT32 and distance_biases.flags.c_contiguous
-        assert distance_biases.shape == (query_heads, 2 * reach + BIAS_PADDING)
+        require(bidirectional and distance_biases.dtype == FLOAT32 and distance_biases.flags.c_contiguous)
+        require(distance_biases.shape == (query_heads, 2 * reach + BIAS_PADDING))
     out = empty((tokens, query_heads * value_size), query.dtype)
     _cpu.paged_attention(
         query=query, rows=tokens, query_stride=stride(query), key_cache=cache.key, value_cache=cache.value,
         block_tables=block_tables, table_stride=stride(block_tables), max_blocks=block_tables.shape[1],
-        query_start=query_start_loc, seq_lens=seq_lens, num_seqs=seq_lens.shape[0], query_heads=query_heads,
+        query_start=query_start_loc, seq_lens=seq_lens, num_seqs=num_seqs, query_heads=query_heads,
         kv_heads=kv_heads, head_size=head_size, block_size=cache.key.shape[3], window=sliding_window,
         scale=scale, dtype=code_of("paged_attention", query),
         cache_dtype=cache_code("paged_attention", cache, query), out=out, softcap=softcap, slopes=slopes,

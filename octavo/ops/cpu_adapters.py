@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 import octavo._cpu as _cpu
 from octavo.ops import AdapterTable, Expand, ExpandExperts, Factors, FactorShape, LinearWeight, Lookup, LowRank, Whole
-from octavo.ops.cpu_arrays import CODES, DTYPES, FLOAT32, INT32, UINT8, address, code_of, is_dense, stride
+from octavo.ops.cpu_arrays import CODES, DTYPES, FLOAT32, INT32, UINT8, address, code_of, is_dense, require, stride
 from octavo.ops.cpu_memory import empty_pages
 from octavo.ops.cpu_program import check_inputs, empty
 
@@ -59,7 +59,7 @@ class CpuAdapterTable:
         self._from_column = {0: self.factors}
         self.width = len(shape.widths) * self._padded(shape.max_rank)
         if shape.replaceable:
-            assert len(shape.widths) == 1 and not shape.gated
+            require(len(shape.widths) == 1 and not shape.gated)
             self.width = max(self.width, self._padded(shape.num_in))
         self._outputs = _packed_outputs(shape)
         first, last = _projections(shape, self._outputs)
@@ -76,7 +76,7 @@ class CpuAdapterTable:
         # Fused projections may share one A, which is packed once.
         is_shared = len(found) > 1 and all(one is not None and _is_same(one, found[0]) for one in found)
         layout = _layout(self.shape, self._step, ranks, is_shared, page_bytes)
-        assert layout.rank <= self.width, "factors of larger ranks than the table was made for"
+        require(layout.rank <= self.width, "factors of larger ranks than the table was made for")
         pieces: list[tuple[str, NDArray[Any]]] = []
         if layout.rank:
             pieces.append(("a", self._pack_a(found[: 1 if is_shared else None], layout)))
@@ -121,7 +121,7 @@ class CpuAdapterTable:
     def _pack_whole(self, matrix: NDArray[Any], bias: NDArray[Any] | None, page_bytes: int) -> PackedFactors:
         """Pack matrix [N, K], which replaces the base's matrix, as a B without A. A piece has as many panels as fit in
         a page, at least one."""
-        assert self.shape.replaceable and matrix.shape == (sum(self.shape.widths), self.shape.num_in)
+        require(self.shape.replaceable and matrix.shape == (sum(self.shape.widths), self.shape.num_in))
         count = self._padded(self.shape.num_in)
         outputs = self._outputs.reshape(-1, _cpu.PANEL)
         panels = np.zeros(len(outputs), _PANEL)
@@ -186,7 +186,7 @@ class CpuAdapterTable:
         """Return the factors by slot for a part of a stack whose first output is output `column` of the whole.
         `column` must be the first output of a panel."""
         if column not in self._from_column:
-            assert column % _cpu.PANEL == 0
+            require(column % _cpu.PANEL == 0)
             self._from_column[column] = _moved(self.factors, column)
         return self._from_column[column]
 
@@ -383,7 +383,7 @@ def experts_arguments(expand: ExpandExperts | None) -> dict[str, Any]:
         return arguments
     tables = {"up": expand.gate_up, "down": expand.down}
     found = [table for table in tables.values() if table is not None]
-    assert all(isinstance(table, CpuExpertsTable) for table in found) and len({table.code for table in found}) == 1
+    require(all(isinstance(table, CpuExpertsTable) for table in found) and len({table.code for table in found}) == 1)
     check_inputs("experts", slots=expand.slots)
     arguments |= {"slots": expand.slots, "num_slots": found[0].num_slots, "factor_dtype": found[0].code}
     for name, table in tables.items():
@@ -421,14 +421,15 @@ def rows_by_adapter(slots: NDArray[Any]) -> NDArray[Any]:
 
 
 def shrink(x: NDArray[Any], table: AdapterTable, slots: NDArray[Any], weight: LinearWeight) -> NDArray[Any]:
-    assert isinstance(table, CpuAdapterTable) and table.shape.num_in == weight.in_features
-    assert slots.dtype == INT32 and is_dense(slots) and is_dense(x)
+    assert isinstance(table, CpuAdapterTable)
+    require(table.shape.num_in == weight.in_features)
+    require(slots.dtype == INT32 and is_dense(slots) and is_dense(x))
     check_inputs("shrink", x=x, slots=slots)
     num_rows, num_in = x.shape[0], table.shape.num_in
     if x.dtype == UINT8:
         x_code, x_stride = _cpu.Q8, x.strides[0] // _cpu.QBLOCK_BYTES
     else:
-        assert x.shape[1] == num_in, f"shrink: {x.shape[1]} inputs for factors of {num_in}"
+        require(x.shape[1] == num_in, f"shrink: {x.shape[1]} inputs for factors of {num_in}")
         x_code, x_stride = code_of("shrink", x), stride(x)
     out = empty((num_rows, table.width), table.dtype)
     scratch = empty((_cpu.shrink_scratch_rows(num_rows), num_in), table.dtype)
@@ -460,8 +461,9 @@ def lookup_arguments(adapted: Lookup | None) -> dict[str, Any]:
     if adapted is None:
         return _NO_FACTORS
     table, slots = adapted.table, adapted.slots
-    assert isinstance(table, CpuAdapterTable) and table.shape.looked_up
-    assert slots.dtype == INT32 and is_dense(slots)
+    assert isinstance(table, CpuAdapterTable)
+    require(table.shape.looked_up)
+    require(slots.dtype == INT32 and is_dense(slots))
     check_inputs("embedding", slots=slots)
     return {"slots": slots, "num_slots": table.num_slots, "factors": table.factors, "factor_dtype": table.code}
 

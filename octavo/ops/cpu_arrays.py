@@ -6,6 +6,7 @@ while the step is recorded. Therefore a `StepArray` refuses such computations. V
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NoReturn
 
 import ml_dtypes
@@ -56,6 +57,21 @@ def stride(x: NDArray[Any], axis: int = 0) -> int:
 def is_dense(x: NDArray[Any]) -> bool:
     """Return whether the elements of the last axis lie side by side."""
     return x.strides[-1] == x.itemsize or x.shape[-1] == 1 or x.size == 0
+
+
+def require(holds: bool, message: str = "") -> None:
+    """Raise `ValueError` unless `holds`, with the calling operation's arrays and sizes.
+
+    Kernels check nothing and would read out of bounds. An assertion would be gone under `python -O`."""
+    if holds:
+        return
+    frame = sys._getframe(1)
+    found = [
+        f"{name} {value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else f"{name} {value}"
+        for name, value in frame.f_locals.items() if isinstance(value, (np.ndarray, int))
+    ]  # fmt: skip
+    message = message or f"{frame.f_code.co_name.strip('_')}: these do not fit together"
+    raise ValueError(f"{message}: {', '.join(found)}")
 
 
 class StepArray(np.ndarray[Any, Any]):

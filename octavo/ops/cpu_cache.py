@@ -72,6 +72,12 @@ def keys_of(cache: LayerKVCache, blocks: Sequence[int], heads: Sequence[int]) ->
     return np.asarray(keys.reshape(num_heads, num_blocks * block_size, -1), np.float32)
 
 
+def key_size_of(cache: LayerKVCache) -> int:
+    """Return the number of elements of a token's key in a head of the cache."""
+    _, _, steps, _, width = cache.key.shape
+    return int(steps - (cache.key.dtype in CACHE_CODES)) * int(width)  # without the step that holds scales
+
+
 def cache_code(op: str, cache: LayerKVCache, *arrays: NDArray[Any]) -> int:
     """Return the kernels' code of the cache's elements: a one-byte type, or the type of the step's `arrays`."""
     code = CACHE_CODES.get(cache.key.dtype)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import octavo._cpu as _cpu
 from octavo.errors import ConfigError
-from octavo.ops.cpu_arrays import FLOAT32, is_dense, stride
+from octavo.ops.cpu_arrays import FLOAT32, is_dense, require, stride
 from octavo.ops.cpu_program import check_inputs, empty, recording
 
 _HEAD_BYTES = 64  # a cache line for each worker's count
@@ -64,10 +64,10 @@ def _native() -> Any:
 
 
 def all_reduce(x: NDArray[Any], bias: NDArray[Any] | None = None) -> None:
-    assert x.dtype == FLOAT32 and x.flags.c_contiguous
+    require(x.dtype == FLOAT32 and x.flags.c_contiguous)
     check_inputs("all_reduce", x=x)
     rows, width = x.shape
-    assert bias is None or (bias.dtype == FLOAT32 and bias.shape == (width,) and is_dense(bias))
+    require(bias is None or (bias.dtype == FLOAT32 and bias.shape == (width,) and is_dense(bias)))
     _cpu.exchange(
         group=_native(), x=x, x_stride=width, rows=rows, x_width=width, begin=0, out=x, width=width, sums=True,
         bias=bias,
@@ -75,7 +75,7 @@ def all_reduce(x: NDArray[Any], bias: NDArray[Any] | None = None) -> None:
 
 
 def all_gather(x: NDArray[Any], begin: int, width: int) -> NDArray[Any]:
-    assert is_dense(x) and 0 <= begin <= begin + x.shape[1] <= width
+    require(is_dense(x) and 0 <= begin <= begin + x.shape[1] <= width)
     check_inputs("all_gather", x=x)
     out = empty((x.shape[0], width), x.dtype)
     sizes = stride(x), x.shape[1], begin, width

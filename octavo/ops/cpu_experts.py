@@ -16,7 +16,7 @@ import octavo._cpu as _cpu
 from octavo.errors import ConfigError
 from octavo.ops import ExpandExperts, ExpertsWeight, LinearWeight, Routing
 from octavo.ops.cpu_adapters import experts_arguments
-from octavo.ops.cpu_arrays import FLOAT32, INT32, UINT8, code_of, is_dense, stride
+from octavo.ops.cpu_arrays import FLOAT32, INT32, UINT8, code_of, is_dense, require, stride
 from octavo.ops.cpu_pack import PackedWeight
 from octavo.ops.cpu_program import check_inputs, empty
 from octavo.ops.cpu_quantize import quantize
@@ -54,9 +54,9 @@ def stack_experts(experts: Iterable[LinearWeight], num_experts: int) -> PackedEx
     for weight in experts:
         assert isinstance(weight, PackedWeight)
         weights.append(weight)
-    assert len(weights) == num_experts
+    require(len(weights) == num_experts)
     alike = {(w.out_features, w.in_features, w.gated) for w in weights}
-    assert len(alike) == 1, f"experts of {alike}"
+    require(len(alike) == 1, f"experts of {alike}")
     if any(weight.order is not None for weight in weights):
         raise ConfigError("experts that were quantized in the order of activations (desc_act) are not built.")
     if len({(weight.format, weight.data.nbytes) for weight in weights}) > 1:
@@ -68,11 +68,11 @@ def route(
     logits: NDArray[Any], routing: Routing, bias: NDArray[Any] | None = None, scales: NDArray[Any] | None = None
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     num_tokens, num_experts = logits.shape
-    assert logits.dtype == FLOAT32 and is_dense(logits)
+    require(logits.dtype == FLOAT32 and is_dense(logits))
     for added in (bias, scales):
-        assert added is None or (added.shape == (num_experts,) and added.dtype == FLOAT32)
-    assert num_experts <= _cpu.MAX_EXPERTS and num_experts % routing.num_groups == 0
-    assert routing.top_k <= num_experts // routing.num_groups * routing.kept_groups
+        require(added is None or (added.shape == (num_experts,) and added.dtype == FLOAT32))
+    require(num_experts <= _cpu.MAX_EXPERTS and num_experts % routing.num_groups == 0)
+    require(routing.top_k <= num_experts // routing.num_groups * routing.kept_groups)
     check_inputs("route", logits=logits)
     ids, weights = empty((num_tokens, routing.top_k), INT32), empty((num_tokens, routing.top_k), FLOAT32)
     _cpu.route(
@@ -92,18 +92,18 @@ def experts(
 ) -> NDArray[Any]:  # fmt: skip
     assert isinstance(gate_up, PackedExperts) and isinstance(down, PackedExperts)
     first, second = gate_up.weights[0], down.weights[0]
-    assert not second.gated and gate_up.num_experts == down.num_experts
-    assert first.out_features == (2 if first.gated else 1) * second.in_features and (first.gated or clamp is None)
+    require(not second.gated and gate_up.num_experts == down.num_experts)
+    require(first.out_features == (2 if first.gated else 1) * second.in_features and (first.gated or clamp is None))
     num_tokens, top_k = ids.shape
-    assert x.shape[0] == num_tokens and weights.shape == ids.shape and is_dense(x)
-    assert ids.dtype == INT32 and weights.dtype == FLOAT32 and ids.flags.c_contiguous and weights.flags.c_contiguous
+    require(x.shape[0] == num_tokens and weights.shape == ids.shape and is_dense(x))
+    require(ids.dtype == INT32 and weights.dtype == FLOAT32 and ids.flags.c_contiguous and weights.flags.c_contiguous)
     check_inputs("experts", x=x, ids=ids, weights=weights)
     if x.dtype == UINT8:
-        assert first.is_quantized and not scales_inputs
-        assert x.shape[1] in (first.row_bytes, 2 * first.row_bytes), "experts: quantized for other matrices"
+        require(first.is_quantized and not scales_inputs)
+        require(x.shape[1] in (first.row_bytes, 2 * first.row_bytes), "experts: quantized for other matrices")
         code = _cpu.Q8
     else:
-        assert x.shape[1] == first.in_features, f"experts: {x.shape[1]} inputs for matrices of {first.in_features}"
+        require(x.shape[1] == first.in_features, f"experts: {x.shape[1]} inputs for matrices of {first.in_features}")
         code = code_of("experts", x)
         expected = {_cpu.WEIGHT_F32: _cpu.F32, _cpu.WEIGHT_BF16: _cpu.BF16}.get(first.format, code)
         if code != expected:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 import octavo._cpu as _cpu
 from octavo.errors import ConfigError
 from octavo.ops import ExpertsWeight, LayerKVCache
-from octavo.ops.cpu_arrays import INT32, INT64, code_of, is_dense, stride
+from octavo.ops.cpu_arrays import INT32, INT64, code_of, is_dense, require, stride
 from octavo.ops.cpu_experts import PackedExperts
 from octavo.ops.cpu_program import check_inputs, empty
 
@@ -19,8 +19,8 @@ def linear_by_head(x: NDArray[Any], weight: ExpertsWeight) -> NDArray[Any]:
     assert isinstance(weight, PackedExperts)
     tokens, heads, width = x.shape
     first = weight.weights[0]
-    assert heads == weight.num_experts and width == first.in_features and is_dense(x)
-    assert all(matrix.bias is None for matrix in weight.weights) and not first.gated
+    require(heads == weight.num_experts and width == first.in_features and is_dense(x))
+    require(all(matrix.bias is None for matrix in weight.weights) and not first.gated)
     check_inputs("linear_by_head", x=x)
     code = code_of("linear_by_head", x)
     if code != {_cpu.WEIGHT_F32: _cpu.F32, _cpu.WEIGHT_BF16: _cpu.BF16}.get(first.format):
@@ -40,19 +40,19 @@ def latent_attention(
 ) -> NDArray[Any]:  # fmt: skip
     tokens, heads, size = query.shape
     rotated_size = rotated.shape[2]
-    assert rotated.shape[:2] == (tokens, heads) and rotated_size <= _cpu.MAX_ROTATED_SIZE and size % 2 == 0
-    assert is_dense(query) and stride(query, 1) == size and is_dense(rotated)
-    assert cache.key.shape[1] == cache.value.shape[1] == 1 and cache.value.shape[3] - _cpu.VALUE_PAD < size
+    require(rotated.shape[:2] == (tokens, heads) and rotated_size <= _cpu.MAX_ROTATED_SIZE and size % 2 == 0)
+    require(is_dense(query) and stride(query, 1) == size and is_dense(rotated))
+    require(cache.key.shape[1] == cache.value.shape[1] == 1 and cache.value.shape[3] - _cpu.VALUE_PAD < size)
     index_size = cache.key.shape[2] * cache.key.shape[4] - rotated_size
-    assert index_size >= 0 and size <= cache.value.shape[3]
-    assert block_tables.dtype == query_start_loc.dtype == seq_lens.dtype == INT32
-    assert is_dense(block_tables) and is_dense(query_start_loc) and is_dense(seq_lens)
+    require(index_size >= 0 and size <= cache.value.shape[3])
+    require(block_tables.dtype == query_start_loc.dtype == seq_lens.dtype == INT32)
+    require(is_dense(block_tables) and is_dense(query_start_loc) and is_dense(seq_lens))
     check_inputs(
         "latent_attention", query=query, rotated=rotated, block_tables=block_tables, query_start_loc=query_start_loc,
         seq_lens=seq_lens,
     )  # fmt: skip
     if chosen is not None:
-        assert chosen.dtype == INT32 and chosen.shape[0] == tokens and chosen.flags.c_contiguous
+        require(chosen.dtype == INT32 and chosen.shape[0] == tokens and chosen.flags.c_contiguous)
         check_inputs("latent_attention", chosen=chosen)
     code = code_of("latent_attention", query, rotated, cache.key, cache.value)
     out = empty((tokens, heads, size), query.dtype)
@@ -76,11 +76,11 @@ def choose_keys(
     key_size = cache.key.shape[2] * cache.key.shape[4]
     if not 0 < num_chosen <= _cpu.MAX_CHOSEN:
         raise ConfigError(f"an index that chooses {num_chosen} keys is not built: {_cpu.MAX_CHOSEN} are the most.")
-    assert weights.shape == (tokens, heads) and is_dense(weights)
-    assert is_dense(query) and stride(query, 1) == size and size % 2 == key_size % 2 == 0 and size <= key_size
-    assert cache.key.shape[1] == 1
-    assert block_tables.dtype == query_start_loc.dtype == seq_lens.dtype == INT32
-    assert is_dense(block_tables) and is_dense(query_start_loc) and is_dense(seq_lens)
+    require(weights.shape == (tokens, heads) and is_dense(weights))
+    require(is_dense(query) and stride(query, 1) == size and size % 2 == key_size % 2 == 0 and size <= key_size)
+    require(cache.key.shape[1] == 1)
+    require(block_tables.dtype == query_start_loc.dtype == seq_lens.dtype == INT32)
+    require(is_dense(block_tables) and is_dense(query_start_loc) and is_dense(seq_lens))
     check_inputs(
         "choose_keys", query=query, weights=weights, block_tables=block_tables, query_start_loc=query_start_loc,
         seq_lens=seq_lens,

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import octavo._cpu as _cpu
-from octavo.ops.cpu_arrays import FLOAT32, FLOAT64, INT64, is_dense, stride
+from octavo.ops.cpu_arrays import FLOAT32, FLOAT64, INT64, is_dense, require, stride
 from octavo.ops.cpu_program import check_inputs, check_runs_now, empty
 
 
@@ -22,8 +22,8 @@ def argmax(logits: NDArray[Any]) -> NDArray[Any]:
     if logits.dtype != FLOAT32:
         raise TypeError(f"argmax reads float32, not {logits.dtype}.")
     rows, width = logits.shape
-    assert is_dense(logits)
-    assert 0 < width < 1 << 24
+    require(is_dense(logits))
+    require(0 < width < 1 << 24)
     check_inputs("argmax", logits=logits)
     out = empty((rows,), INT64)
     _cpu.argmax(x=logits, stride=stride(logits), rows=rows, width=width, out=out)
@@ -36,8 +36,8 @@ def sample(
 ) -> NDArray[Any]:  # fmt: skip
     check_runs_now("sample")
     rows, width = logits.shape
-    assert logits.dtype == FLOAT32 and is_dense(logits)
-    assert 0 < width < 1 << 24
+    require(logits.dtype == FLOAT32 and is_dense(logits))
+    require(0 < width < 1 << 24)
     for array, dtype in (
         (temperature, FLOAT32),
         (top_k, INT64),
@@ -45,7 +45,7 @@ def sample(
         (min_p, FLOAT32),
         (uniforms, FLOAT64),
     ):
-        assert array.dtype == dtype and array.shape == (rows,) and is_dense(array)
+        require(array.dtype == dtype and array.shape == (rows,) and is_dense(array))
     out = np.empty(rows, np.int64)
     _cpu.sample(
         logits=logits, stride=stride(logits), rows=rows, width=width, temperature=temperature, top_k=top_k,
@@ -56,9 +56,9 @@ def sample(
 
 def mask_tokens(logits: NDArray[Any], words: NDArray[Any], samples: NDArray[Any]) -> None:
     check_runs_now("mask_tokens")
-    assert logits.dtype == FLOAT32 and is_dense(logits)
-    assert words.itemsize == 4 and is_dense(words)
-    assert samples.dtype == INT64 and samples.shape == words.shape[:1] and is_dense(samples)
+    require(logits.dtype == FLOAT32 and is_dense(logits))
+    require(words.itemsize == 4 and is_dense(words))
+    require(samples.dtype == INT64 and samples.shape == words.shape[:1] and is_dense(samples))
     rows, width = logits.shape
     _cpu.mask_tokens(
         logits=logits, stride=stride(logits), rows=rows, width=width, words=words, words_stride=stride(words),
@@ -111,9 +111,9 @@ def top_tokens(logits: NDArray[Any], samples: NDArray[Any], count: int) -> tuple
 def _log_sums(logits: NDArray[Any], samples: NDArray[Any], temperatures: NDArray[Any]) -> NDArray[np.float64]:
     """Return log(sum(exp(logits[samples] / temperatures))) for `samples` [M]: [M] float64."""
     rows, width = logits.shape
-    assert logits.dtype == FLOAT32 and is_dense(logits)
-    assert samples.dtype == INT64 and is_dense(samples)
-    assert temperatures.dtype == FLOAT32 and temperatures.shape == samples.shape and is_dense(temperatures)
+    require(logits.dtype == FLOAT32 and is_dense(logits))
+    require(samples.dtype == INT64 and is_dense(samples))
+    require(temperatures.dtype == FLOAT32 and temperatures.shape == samples.shape and is_dense(temperatures))
     out = np.empty(len(samples))
     _cpu.log_sums(
         logits=logits, stride=stride(logits), rows=rows, width=width, samples=samples,
@@ -128,9 +128,9 @@ def _rank(
     """Return, for each of `samples` [M], the rank of its token (if `tokens` [M] is given), and the ids and values of
     its K = min(num_top, V) largest logits: [M], [M, K] and [M, K]."""
     rows, width = logits.shape
-    assert logits.dtype == FLOAT32 and is_dense(logits)
-    assert samples.dtype == INT64 and is_dense(samples)
-    assert tokens is None or (tokens.dtype == INT64 and tokens.shape == samples.shape and is_dense(tokens))
+    require(logits.dtype == FLOAT32 and is_dense(logits))
+    require(samples.dtype == INT64 and is_dense(samples))
+    require(tokens is None or (tokens.dtype == INT64 and tokens.shape == samples.shape and is_dense(tokens)))
     count = min(num_top, width)
     ranks = np.empty(len(samples), np.int64)
     top, values = np.empty((len(samples), count), np.int64), np.empty((len(samples), count), np.float32)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 import octavo._cpu as _cpu
 from octavo.errors import ConfigError
 from octavo.ops import LinearWeight
-from octavo.ops.cpu_arrays import UINT8, code_of, is_dense, stride
+from octavo.ops.cpu_arrays import UINT8, code_of, is_dense, require, stride
 from octavo.ops.cpu_memory import zeros
 from octavo.quantization import Codes, Layout, StoredWeight, common_layout, common_order, dequantize, layout_of, unpack
 from octavo.quantization.array_functions import transposed
@@ -125,7 +125,7 @@ def packed_weight(
     n, k = shape
     padded: NDArray[np.float32] | None = None
     if bias is not None:
-        assert bias.shape == (n,), f"bias {bias.shape} of a matrix with {n} outputs"
+        require(bias.shape == (n,), f"bias {bias.shape} of a matrix with {n} outputs")
         # A row of panels for a plain matrix, two that alternate for a gated one.
         sides = 2 if gated else 1
         panels = _num_panels(n // sides)
@@ -158,7 +158,7 @@ def pack_linear(
     is_precise: bool = False,
 ) -> PackedWeight | PackedStack:  # fmt: skip
     """`Ops.pack_linear`. Raises `ConfigError` for formats that these kernels do not multiply."""
-    assert not gated or (len(parts) == 2 and parts[0].shape == parts[1].shape), "gated parts are gate and up"
+    require(not gated or (len(parts) == 2 and parts[0].shape == parts[1].shape), "gated parts are gate and up")
     if looked_up and bias is None and [part.format in _PLAIN for part in parts] == [True]:
         return _as_rows(parts[0].tensors["data"])
     floats = [part for part in parts if part.format in _PLAIN]
@@ -218,7 +218,7 @@ def _pack_floats(parts: list[NDArray[Any]], bias: NDArray[Any] | None, gated: bo
     data = zeros(sum(panels) * panel_bytes)
     first_panel = 0
     for part, num_panels in zip(parts, panels, strict=True):
-        assert part.shape[1] == k, f"parts of {k} and {part.shape[1]} inputs"
+        require(part.shape[1] == k, f"parts of {k} and {part.shape[1]} inputs")
         part = _dense(part)
         target = data[first_panel * panel_bytes :]
         _cpu.pack_linear(
@@ -254,8 +254,8 @@ def pack_quantized(parts: Sequence[StoredWeight], gated: bool = False) -> Packed
 
 def _pack_sources(sources: Sequence[_Source], gated: bool) -> PackedIntegers:
     num_in, num_out = sources[0].num_in, sum(source.num_rows for source in sources)
-    assert all(source.num_in == num_in for source in sources), f"parts of {[s.num_in for s in sources]} inputs"
-    assert not gated or (len(sources) == 2 and sources[0].num_rows == sources[1].num_rows)
+    require(all(source.num_in == num_in for source in sources), f"parts of {[s.num_in for s in sources]} inputs")
+    require(not gated or (len(sources) == 2 and sources[0].num_rows == sources[1].num_rows))
     order = common_order([source.order for source in sources])
     layout = common_layout(source.layout for source in sources)
     # The packer reads words only into a layout of the same number of bits; for a wider layout they become codes.
@@ -271,7 +271,7 @@ def _pack_sources(sources: Sequence[_Source], gated: bool) -> PackedIntegers:
     first_row = 0
     for source in sources:
         if isinstance(source.opened, PackedWords):
-            assert source.opened.shape == (source.num_rows, num_in)
+            require(source.opened.shape == (source.num_rows, num_in))
             _pack_words(matrix, first_row, source.opened, order)
         else:
             array = source.rows()
@@ -317,19 +317,19 @@ def _source(part: StoredWeight) -> _Source:
     name, (num_rows, num_in) = part.format, part.shape
 
     def read(format: str, layout: Layout, data: NDArray[Any]) -> _Source:
-        assert data.shape[0] == num_rows, f"{data.shape[0]} rows in a matrix {part.shape}"
+        require(data.shape[0] == num_rows, f"{data.shape[0]} rows in a matrix {part.shape}")
         source_format, has_half_scales = _cpu.SOURCE_FORMATS[format], name in _PLAIN_SCALES
         return _Source(layout, num_rows, num_in, source_format, _KEPT.get(name), has_half_scales, data)
 
     if name in _QUANTIZED:
         data = _dense(part.data)
-        assert data.shape == part.shape
+        require(data.shape == part.shape)
         return read(f"{_NAMES[data.dtype.name]}{_QUANTIZED[name]}", layout_of(name), data)
     if name in ROUNDED:  # read as floats, which the native packer quantizes
         return read("F32", layout_of("INT8"), dequantize(part))
     if name in BLOCK_TYPES and name in _cpu.SOURCE_FORMATS:
         data = _dense(part.data)
-        assert data.dtype == UINT8
+        require(data.dtype == UINT8)
         return read(name, layout_of(name), data)
     if name == "FP8":
         layout_of(name)  # raises the error for FP8
@@ -382,7 +382,7 @@ def _stride_bytes(rows: NDArray[Any]) -> int:
 
 
 def _dense(data: NDArray[Any]) -> NDArray[Any]:
-    assert data.ndim == 2
+    require(data.ndim == 2)
     return data if is_dense(data) else transposed(data.T)
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 import octavo._cpu as _cpu
 from octavo.ops import LinearWeight
-from octavo.ops.cpu_arrays import BFLOAT16, CODES, FLOAT32, UINT8, code_of, is_dense, stride
+from octavo.ops.cpu_arrays import BFLOAT16, CODES, FLOAT32, UINT8, code_of, is_dense, require, stride
 from octavo.ops.cpu_pack import first_part
 from octavo.ops.cpu_program import check_inputs, empty
 
@@ -22,13 +22,13 @@ FLOAT_FORMATS = {
 def quantize(x: NDArray[Any], consumer: LinearWeight) -> NDArray[Any]:
     consumer = first_part(consumer)
     if x.dtype == UINT8:
-        assert consumer.order is None, "quantize: in another order than the matrix's"
+        require(consumer.order is None, "quantize: in another order than the matrix's")
         return x
     if x.dtype == FLOAT_FORMATS.get(consumer.format):
         return x
     rows, width = x.shape
-    assert width == consumer.in_features, f"quantize: {width} elements for a matrix of {consumer.in_features}"
-    assert is_dense(x)
+    require(width == consumer.in_features, f"quantize: {width} elements for a matrix of {consumer.in_features}")
+    require(is_dense(x))
     check_inputs("quantize", x=x)
     if consumer.is_quantized:
         out, out_code = empty((rows, consumer.row_bytes), UINT8), consumer.row_code

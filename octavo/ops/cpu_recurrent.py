@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import octavo._cpu as _cpu
 from octavo.errors import LoadError
-from octavo.ops.cpu_arrays import FLOAT32, INT32, INT64, code_of, is_dense, stride
+from octavo.ops.cpu_arrays import FLOAT32, INT32, INT64, code_of, is_dense, require, stride
 from octavo.ops.cpu_program import check_inputs, empty
 
 
@@ -32,9 +32,9 @@ def _sequences(
     seq_lens: NDArray[Any],
 ) -> dict[str, Any]:  # fmt: skip
     """Check the sequences and their states; return the arguments that describe them to the kernels."""
-    assert states.dtype == FLOAT32 and is_dense(states) and states.shape[1] >= num_floats
-    assert slot_mapping.dtype == INT64 and query_start_loc.dtype == seq_lens.dtype == INT32
-    assert is_dense(slot_mapping) and is_dense(query_start_loc) and is_dense(seq_lens)
+    require(states.dtype == FLOAT32 and is_dense(states) and states.shape[1] >= num_floats)
+    require(slot_mapping.dtype == INT64 and query_start_loc.dtype == seq_lens.dtype == INT32)
+    require(is_dense(slot_mapping) and is_dense(query_start_loc) and is_dense(seq_lens))
     check_inputs(op, slot_mapping=slot_mapping, query_start_loc=query_start_loc, seq_lens=seq_lens)
     return {
         "states": states, "state_stride": stride(states), "num_blocks": len(states), "slots": slot_mapping,
@@ -46,7 +46,7 @@ def _by_row(**arrays: NDArray[Any]) -> dict[str, Any]:
     """Return rows [T, ...] by name, and their strides in elements as `NAME_stride`. The elements of a row must be
     contiguous."""
     for x in arrays.values():
-        assert is_dense(x) and (x.ndim == 2 or x.shape[1] == 1 or x.strides[1] == x.shape[2] * x.itemsize)
+        require(is_dense(x) and (x.ndim == 2 or x.shape[1] == 1 or x.strides[1] == x.shape[2] * x.itemsize))
     return arrays | {f"{name}_stride": stride(x) for name, x in arrays.items()}
 
 
@@ -59,7 +59,7 @@ def causal_conv(
     slot_mapping: NDArray[Any], query_start_loc: NDArray[Any], seq_lens: NDArray[Any],
 ) -> NDArray[Any]:  # fmt: skip
     (rows, width), kernel = x.shape, weight.shape[0]
-    assert _is_constant(weight, kernel, width) and _is_constant(bias, width) and activation in ("identity", "silu")
+    require(_is_constant(weight, kernel, width) and _is_constant(bias, width) and activation in ("identity", "silu"))
     if kernel > _cpu.MAX_CONV_KERNEL:
         raise LoadError(f"convolutions over {kernel} tokens are not built for CPUs; {_cpu.MAX_CONV_KERNEL} are.")
     check_inputs("causal_conv", x=x)
@@ -79,9 +79,9 @@ def selective_scan(
 ) -> NDArray[Any]:  # fmt: skip
     (rows, channels), (groups, size) = x.shape, b.shape[1:]
     heads = channels if time is None else time.shape[1]
-    assert b.shape == c.shape == (rows, groups, size) and channels % groups == channels % heads == 0
-    assert _is_constant(a, channels) or _is_constant(a, size, channels)
-    assert _is_constant(d, channels) and _is_constant(time_bias, heads)
+    require(b.shape == c.shape == (rows, groups, size) and channels % groups == channels % heads == 0)
+    require(_is_constant(a, channels) or _is_constant(a, size, channels))
+    require(_is_constant(d, channels) and _is_constant(time_bias, heads))
     inputs = {"x": x, "b": b, "c": c} | ({} if time is None else {"time": time})
     check_inputs("selective_scan", **inputs)
     num_floats = num_scan_floats(channels, groups, size)
@@ -104,8 +104,8 @@ def gated_delta(
     (rows, heads, width), (key_heads, size) = value.shape, key.shape[1:]
     by_element = decay.shape[1] != heads
     num_decays = heads * size if by_element else heads
-    assert query.shape == key.shape and heads % key_heads == 0 and beta.shape == (rows, heads)
-    assert decay.shape == (rows, num_decays) and _is_constant(a, heads) and _is_constant(decay_bias, num_decays)
+    require(query.shape == key.shape and heads % key_heads == 0 and beta.shape == (rows, heads))
+    require(decay.shape == (rows, num_decays) and _is_constant(a, heads) and _is_constant(decay_bias, num_decays))
     check_inputs("gated_delta", query=query, key=key, value=value, decay=decay, beta=beta)
     num_floats = num_scan_floats(heads * width, heads, size)
     sequences = _sequences("gated_delta", num_floats, states, slot_mapping, query_start_loc, seq_lens)
@@ -125,8 +125,8 @@ def gated_recurrence(
     seq_lens: NDArray[Any],
 ) -> NDArray[Any]:  # fmt: skip
     rows, width = x.shape
-    assert x.shape == input_gate.shape == decay_gate.shape
-    assert all(_is_constant(constant, width) for constant in (a, input_bias, decay_bias))
+    require(x.shape == input_gate.shape == decay_gate.shape)
+    require(all(_is_constant(constant, width) for constant in (a, input_bias, decay_bias)))
     check_inputs("gated_recurrence", x=x, input_gate=input_gate, decay_gate=decay_gate)
     num_floats = num_scan_floats(width, 1, 1)
     sequences = _sequences("gated_recurrence", num_floats, states, slot_mapping, query_start_loc, seq_lens)

@@ -263,9 +263,9 @@ def test_contradictory_lengths_are_refused() -> None:
 
 def test_mixed_dtypes_and_impossible_caches_are_refused() -> None:
     cache = cpu.allocate_kv_cache(4, 16, 1, 64, torch.float32)
-    ints = torch.ones(1, dtype=torch.int32)
+    ints, starts = torch.ones(1, dtype=torch.int32), torch.arange(2, dtype=torch.int32)
     with pytest.raises(TypeError, match="one dtype"):
-        cpu.paged_attention(random(0, 1, 1, 64, dtype=torch.bfloat16), cache, ints[None], ints, ints, 1.0)
+        cpu.paged_attention(random(0, 1, 1, 64, dtype=torch.bfloat16), cache, ints[None], starts, ints, 1.0)
     with pytest.raises(ConfigError, match="block size 12"):
         cpu.allocate_kv_cache(4, 12, 1, 64, torch.float32)
     with pytest.raises(ConfigError, match="head size 65"):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import platform
+import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,3 +184,28 @@ print("fine")
 def test_a_forked_child_has_a_pool_of_its_own_and_exit_is_clean() -> None:
     result = run_python(FORK)
     assert (result.returncode, result.stdout.strip()) == (0, "fine"), result.stderr
+
+
+MISFITS = """
+import numpy as np
+from octavo.ops import cpu
+
+cache = cpu.allocate_kv_cache(2, 16, 1, 64, "float32")
+table, start, lens = np.zeros((1, 2), np.int32), np.array([0, 1], np.int32), np.array([1], np.int32)
+for query, starts in ((np.zeros((1, 1, 32), np.float32), start), (np.zeros((1, 1, 64), np.float32), start[:1])):
+    try:
+        cpu.paged_attention(query, cache, table, starts, lens, 1.0, value_size=64)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_native_calls_refuse_what_they_would_read_out_of_bounds_also_without_assertions() -> None:
+    first, second = run_python(MISFITS, PYTHONOPTIMIZE="1").stdout.splitlines()
+    assert first.startswith("paged_attention: these do not fit together: query float32 [1, 1, 32], block_tables int32")
+    assert "query_start_loc int32 [1]" in second
+    # Assertions say to a type checker what Python itself would notice: a class, or that something is there.
+    for path in (Path(__file__).parents[2] / "octavo" / "ops").glob("cpu*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Assert):
+                assert re.match(r"isinstance\(|\w+ is not None$", ast.unparse(node.test)), f"{path.name}:{node.lineno}"
