@@ -59,6 +59,7 @@ class EngineControl:
         if mode == "keep":
             self._is_halted = True
             self._supervisor.tell(SetPaused(True))
+            await self.block_map()  # the core answers in order: what it computed before has come
             return
         if mode == "abort":
             self._abort_all()

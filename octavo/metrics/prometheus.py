@@ -41,6 +41,8 @@ ERROR_BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 # fmt: on
 PARAMS_N_BOUNDS = (1, 2, 5, 10, 20)
+PREEMPTION_BOUNDS = (1, 2, 3, 4, 5, 10, 20)
+REJECTIONS = ("queue_full", "first_token_too_late")  # codes of errors 429
 POSITIONS = "vllm:spec_decode_num_accepted_tokens_per_pos"
 FINISH_REASONS = ("stop", "length", "abort", "error")
 # Fields of `EngineStats` that are summed, with the names and help texts of their metrics.
@@ -158,6 +160,10 @@ class EngineMetrics:
         self.longest_generations = Histogram(
             lengths, "request_max_num_generation_tokens", "Generated tokens of a request's longest sequence."
         )
+        self.preemptions = Histogram(
+            PREEMPTION_BOUNDS, "request_num_preemptions", "Times that a request gave its blocks back."
+        )
+        self.num_rejected = dict.fromkeys(REJECTIONS, 0)  # requests that were not admitted, by the error's code
         self.params_n = Histogram(PARAMS_N_BOUNDS, "request_params_n", "n of a request.")
         self.params_max_tokens = Histogram(lengths, "request_params_max_tokens", "max_tokens of a request.")
         self.step_tokens = Histogram(
@@ -216,6 +222,7 @@ class EngineMetrics:
         num_generation = sum(num_generated)
         self.generation_lengths.observe(num_generation)
         self.longest_generations.observe(max(num_generated, default=0))
+        self.preemptions.observe(metrics.num_preemptions)
         self.params_n.observe(params.n)
         if params.max_tokens is not None:
             self.params_max_tokens.observe(params.max_tokens)
@@ -274,6 +281,9 @@ class EngineMetrics:
         states = {(name,): int(level == self.sleep_level) for level, name in enumerate(SLEEP_STATES)}
         help = "1 for the state that the engine is in."
         yield _Family("gauge", "vllm:engine_sleep_state", help, states, ("sleep_state",))
+        rejected = {(reason,): number for reason, number in self.num_rejected.items()}
+        help = "Requests that were refused because of the load, by the code of the error."
+        yield _Family("counter", "vllm:admission_rejections", help, rejected, ("reason",))
         accepted = {(str(position),): number for position, number in enumerate(self.accepted_by_position)}
         help = "Draft tokens that the model accepted, by position in the draft."
         yield _Family("counter", POSITIONS, help, accepted or {("0",): 0}, ("position",))

@@ -14,9 +14,11 @@ import msgspec
 import zmq
 
 from octavo.engine.wire import (
+    BlockMap,
     CacheWasReset,
     CoreProcessArgs,
     Failed,
+    GetBlockMap,
     Ready,
     ResetCache,
     Running,
@@ -49,6 +51,8 @@ def main() -> None:
         message = decode_frontend_message(receiver.recv())
         if isinstance(message, ResetCache):
             sender.send(encode_message(CacheWasReset()))
+        if isinstance(message, GetBlockMap):
+            sender.send(encode_message(BlockMap(b"")))
         if not isinstance(message, EngineRequest):
             continue
         what = message.prompt.token_ids[0]

@@ -43,6 +43,17 @@ def test_whoever_waits_for_a_paused_engine_can_still_be_ended(with_engine: WithE
     with_engine(use)
 
 
+def test_nothing_comes_after_a_pause_that_keeps_requests(with_engine: WithEngine) -> None:
+    async def use(engine: AsyncLLMEngine) -> None:
+        asking = asyncio.create_task(ask(engine, ANSWER, "r"))
+        await until(lambda: bool(engine._outputs.requests))
+        await engine.pause_generation("keep")
+        assert not engine._outputs.requests, "the core had answered before it paused"
+        assert await asking == "length"
+
+    with_engine(use)
+
+
 @pytest.mark.parametrize("how", ["server stops", "shutdown", "core dies"])
 def test_whoever_waits_for_a_paused_engine_is_told_of_its_end(with_engine: WithEngine, how: str) -> None:
     async def use(engine: AsyncLLMEngine) -> None:

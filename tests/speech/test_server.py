@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import itertools
+import json
 import math
 import threading
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ from octavo.errors import RequestError
 from tests.e2e.server import Server, openai_client, served
 from tests.speech.conftest import features, marks, sound
 from tests.speech.test_sounds import CASES, encoded
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -69,6 +72,31 @@ def test_a_sound_is_written_down_in_all_forms(client: openai.OpenAI) -> None:
         assert subtitles.startswith("WEBVTT\n\n") == (form == "vtt") and subtitles.count(" --> ") == len(shown)
         times = [f"{clock(segment.start, point)} --> {clock(segment.end, point)}\n" for segment in shown]
         assert [line for line in subtitles.splitlines(True) if " --> " in line] == times
+
+
+def test_lines_of_a_batch_are_answered_as_forms_are(client: openai.OpenAI) -> None:
+    url = "/v1/audio/transcriptions"
+    sound_url = f"data:audio/flac;base64,{base64.b64encode(SHORT).decode()}"
+    bodies: list[dict[str, Any]] = [
+        {"file_url": sound_url, "language": "en"},
+        {"file_url": sound_url, "language": "en", "response_format": "text"},
+        {"file_url": sound_url, "language": "de", "response_format": "verbose_json",
+         "timestamp_granularities": ["segment"]},
+        {"language": "en"},
+    ]  # fmt: skip
+    lines = [{"custom_id": str(i), "method": "POST", "url": url, "body": body} for i, body in enumerate(bodies)]
+    content = "\n".join(map(json.dumps, lines)).encode()
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h")  # type: ignore[arg-type]
+    wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
+    batch = client.batches.retrieve(batch.id)
+    files = [client.files.content(one).text for one in (batch.output_file_id, batch.error_file_id) if one]
+    answers = {one["custom_id"]: one["response"] for text in files for one in map(json.loads, text.splitlines())}
+    plain = ask(client, language="en")
+    assert answers["0"]["body"]["text"] == plain.text
+    assert answers["1"]["body"] == ask(client, language="en", response_format="text")
+    assert answers["2"]["body"]["segments"]
+    assert answers["3"]["status_code"] == 400 and answers["3"]["body"]["error"]["param"] == "file_url"
 
 
 def test_a_stream_says_the_same(client: openai.OpenAI) -> None:

@@ -4,8 +4,12 @@ subtitles, whole or as a stream.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import math
 from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -18,10 +22,11 @@ from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.audio.transcriber import Transcriber, TranscriptionOptions, WindowTranscript, segment_measures
 from octavo.entrypoints.http.body_fields import Int, RequestBody, ResponseModel, Text, described
 from octavo.entrypoints.http.pagination import read_boolean
-from octavo.entrypoints.http.router import Router, validate_body
+from octavo.entrypoints.http.router import Router, read_json, validate_body, whole_body
 from octavo.entrypoints.http.server_state import ServerState, requested_rank, state_of
 from octavo.entrypoints.http.streaming import EventStream, encode_json, run_until_disconnect
 from octavo.errors import RequestError
+from octavo.media_kinds import AUDIO
 from octavo.multimodal.audio_features import AudioFeatureExtractor, Spectrum
 from octavo.multimodal.transcript import as_srt, as_vtt
 
@@ -151,7 +156,7 @@ async def _answer(raw: Request, task: str) -> Response:
         raise RequestError(
             f"{state.model_names[0]} hears nothing; {raw.url.path} needs a server of a Whisper.", code="model_is_deaf"
         )
-    async with raw.form(max_files=1, max_fields=32) as form:
+    async with await _form_of_line(raw, listener.config.max_bytes) or raw.form(max_files=1, max_fields=32) as form:
         upload = form.get("file")
         if not isinstance(upload, UploadFile):
             raise RequestError("file is required, as an uploaded file.", param="file")
@@ -168,6 +173,26 @@ async def _answer(raw: Request, task: str) -> Response:
             return _HeldStream(job.events(spectrum), job.headers)
         found = await run_until_disconnect(job.whole(upload), raw.receive)
     return Response(status_code=499) if found is None else found
+
+
+async def _form_of_line(raw: Request, max_bytes: int) -> AbstractAsyncContextManager[FormData] | None:
+    """Return the form that a line of a batch stands for: its fields, and its `file_url` as the file. None for a request
+    that is a form itself. Raises `RequestError`."""
+    if not raw.headers.get("content-type", "").startswith("application/json"):
+        return None
+
+    def read(fields: Any) -> FormData:
+        url = fields.pop("file_url", None) if isinstance(fields, dict) else None
+        if not isinstance(url, str):
+            raise RequestError("file_url is required: the sound as a data: URL.", param="file_url")
+        file = UploadFile(io.BytesIO(AUDIO.data_of(url, max_bytes)), filename="sound")
+        pairs = [
+            (name, one) for name, value in fields.items() for one in (value if isinstance(value, list) else [value])
+        ]
+        texts = [(name, one if isinstance(one, str) else json.dumps(one)) for name, one in pairs if one is not None]
+        return FormData([*texts, ("file", file)])
+
+    return contextlib.nullcontext(await read_json(raw, await whole_body(raw), read))
 
 
 class _HeldStream(EventStream):

@@ -17,6 +17,7 @@ from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.batch.batch_lines import Line, LineError, answer_line, checksum, error_line, read_line
 from octavo.entrypoints.http.auth_and_limits import INTERNAL_BODY
 from octavo.entrypoints.http.json_worker import is_large
+from octavo.entrypoints.http.streaming import encode_json
 
 MAX_TRIES = 20  # of a request while the engine restarts or its queue is full
 MAX_WAIT_S = 15.0  # between two tries
@@ -88,7 +89,8 @@ async def _ask(app: ASGIApp, line: Line) -> tuple[int, bytes]:
         status, headers, body = await call_app(app, line.url, line.body)
         is_lost = status == 500 and b'"engine_dead"' in body  # with its engine, which is started again
         if status not in _RETRIED_STATUSES and not is_lost:
-            return status, body
+            is_json = headers.get("content-type", "").startswith("application/json")
+            return status, body if is_json else encode_json(body.decode(errors="replace"))
         if b'"engine_stopping"' in body:
             break
         await asyncio.sleep(min(float(headers.get("retry-after", "1")), MAX_WAIT_S))

@@ -22,7 +22,8 @@ from octavo.errors import RequestError
 URLS = frozenset(
     (
         "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v2/embed",
-        "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
     )
 )  # fmt: skip
 _ID = re.compile(rb'\{"id":"batch_req_(\d{8,12})_([0-9a-f]{8})"')

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # The server's flags that change answers.
 _SERVER_FLAGS = (
     "response_role", "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser", "unknown_fields",
+    "host", "port",
     "max_body_bytes", "max_engine_restarts", "on_engine_death", "engine_ready_timeout", "engine_step_timeout",
 )  # fmt: skip
 
@@ -33,6 +34,7 @@ def make_parser(prog: str) -> FlagParser:
     parser = FlagParser(prog=prog, description="Answer the requests of a file in OpenAI's batch format.")
     parser.add_argument("-i", "--input-file", type=Path, required=True, help="JSON lines of requests.")
     parser.add_argument("-o", "--output-file", type=Path, required=True, help="JSON lines of answers.")
+    parser.add_argument("--enable-metrics", action="store_true", help="Serve /metrics at --host and --port meanwhile.")
     AsyncEngineArgs.add_cli_args(parser)
     ServerArgs.add_cli_args(parser, only=_SERVER_FLAGS)
     return parser
@@ -41,7 +43,8 @@ def make_parser(prog: str) -> FlagParser:
 def main(argv: Sequence[str] | None = None, *, prog: str = "octavo run-batch") -> int:
     """Answer a file. Return the exit code."""
     args = make_parser(prog).parse_args(sys.argv[1:] if argv is None else argv)
-    server_args = ServerArgs.from_cli_args(args, disable_log_requests=True)
+    metrics = {"enable_prometheus": True, "prometheus_port": args.port} if args.enable_metrics else {}
+    server_args = ServerArgs.from_cli_args(args, disable_log_requests=True, **metrics)
     return run_command(
         lambda: run_batch(AsyncEngineArgs.from_cli_args(args), server_args, args.input_file, args.output_file)
     )
@@ -72,9 +75,16 @@ async def _run(engine_args: AsyncEngineArgs, args: ServerArgs, files: BatchFiles
     from octavo.engine.engine_client import make_engine
     from octavo.entrypoints.batch.answer_lines import BatchStopped
     from octavo.entrypoints.http.app import build_app
+    from octavo.entrypoints.http.server import start_prometheus
+    from octavo.metrics.prometheus import EngineMetrics
 
+    registry, config = start_prometheus(args), engine_args.create_engine_config()
+    metrics = EngineMetrics(config.model.served_model_names[0], config.model.max_model_len)
+    if registry is not None:
+        registry.register(metrics)
     engine = make_engine(
-        engine_args.create_engine_config(),
+        config,
+        metrics=metrics,
         max_restarts=args.max_engine_restarts,
         on_engine_death=args.on_engine_death,
         step_timeout_s=args.engine_step_timeout or None,

@@ -27,6 +27,7 @@ from octavo.entrypoints.http.server_state import ID_HEADER, ServerState
 from octavo.entrypoints.http.streaming import SERVER_SEND
 from octavo.entrypoints.openai import chat_completions, completions, generate_route, lora_adapters, model_list, tokenize
 from octavo.metrics.http_metrics import HttpMetrics
+from octavo.metrics.load_report import load_report
 
 if TYPE_CHECKING:
     from octavo.engine.engine_client import EngineClient
@@ -138,8 +139,12 @@ class _App(Starlette):
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                asked, answer = Headers(scope=scope), MutableHeaders(raw=message["headers"])
                 if self.sends_ids:
-                    _add_id(MutableHeaders(raw=message["headers"]), Headers(scope=scope))
+                    _add_id(answer, asked)
+                if (form := asked.get("endpoint-load-metrics-format")) is not None:
+                    report = load_report(form, self.state.octavo.engine.stats)
+                    answer.update({} if report is None else {"endpoint-load-metrics": report})
             await send(message)
 
         try:

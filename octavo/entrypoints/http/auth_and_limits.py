@@ -180,6 +180,7 @@ class AuthAndLimits:
     def _queue_full(self) -> Response | None:
         if (retry_after_s := self._state.queue_retry_after_s()) is None:
             return None
+        self._state.count_rejection("queue_full")
         return error_response(
             f"The queue is full (--max-queue-len {self._state.args.max_queue_len}); try again in about "
             f"{retry_after_s} s.",

@@ -101,7 +101,7 @@ def _start(engine_args: AsyncEngineArgs, args: ServerArgs) -> Iterator[_Started]
     for number in _SIGNALS:  # SIGINT too: a parent may have had it ignored
         signal.signal(number, signal.default_int_handler)
     with _bind(args) as sock:
-        registry = _start_prometheus(args)
+        registry = start_prometheus(args)
         core = CoreProcess()
         gc.disable()  # until all modules are imported: collections would find nothing
         phases.end("core process")
@@ -277,7 +277,7 @@ def _warn_of_vllm_variables() -> None:
             logger.warning("%s is set and has no effect%s", name, instead)
 
 
-def _start_prometheus(args: ServerArgs) -> Any:
+def start_prometheus(args: ServerArgs) -> Any:
     """Return the registry of the extra metrics port, or None without one."""
     if args.prometheus_port is None:
         return None

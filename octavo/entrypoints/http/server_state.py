@@ -232,6 +232,11 @@ class ServerState:
         rate = 0.0 if self.engine.metrics is None else self.engine.metrics.all_requests_per_s
         return min(max(math.ceil(num_waiting / rate), 1), MAX_RETRY_AFTER_S) if rate > 0 else RETRY_AFTER_S
 
+    def count_rejection(self, reason: str) -> None:
+        """Count a request that is refused because of the load."""
+        if self.engine.metrics is not None:
+            self.engine.metrics.num_rejected[reason] += 1
+
     def check_ttft(self, num_tokens: int, wanted_s: float | None = None) -> None:
         """Raise `RequestError` (429) if earlier requests would delay a prompt's first token beyond `wanted_s` or
         --max-ttft. The time to come back in the error assumes that no other requests arrive."""
@@ -245,6 +250,7 @@ class ServerState:
             predicted_s = max(predicted_s, (stats.num_waiting + stats.num_swapped + 1) / rate)
         if predicted_s <= limit_s:
             return
+        self.count_rejection("first_token_too_late")
         if (alone_s := forecast.seconds_alone(num_tokens)) > limit_s:
             raise RequestError(
                 f"The prompt's {num_tokens} tokens alone take about {alone_s:.1f} s, and the first token must come in "

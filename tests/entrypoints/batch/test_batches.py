@@ -51,6 +51,15 @@ def test_answers_say_which_line_they_are_for() -> None:
             read_line(bad)
 
 
+def test_a_line_of_sound_needs_a_model_that_hears(client: openai.OpenAI) -> None:
+    url = "/v1/audio/transcriptions"
+    file = client.files.create(file=("in.jsonl", line("0", url, file_url="data:audio/wav;base64,")), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h")  # type: ignore[arg-type]
+    wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
+    (error,) = map(json.loads, client.files.content(client.batches.retrieve(batch.id).error_file_id or "").iter_lines())
+    assert error["response"]["body"]["error"]["code"] == "model_is_deaf"
+
+
 def test_a_batch_is_answered(client: openai.OpenAI, engine: FakeEngine) -> None:
     lines = [line(str(i)) for i in range(30)]
     lines[3] = line("3", messages=HELLO, temperature=-1)

@@ -158,6 +158,7 @@ def test_connections_beyond_the_limit_are_503_with_retry_after(limited: Address)
 
 
 def test_a_full_queue_is_429_with_an_estimate_of_the_wait(limited: Address, engine: FakeEngine) -> None:
+    num_rejected = engine.metrics.num_rejected["queue_full"]
     engine.stats = EngineStats(num_running=8, num_waiting=2)
     engine.metrics.requests_per_s = 0.0
     answer = httpx.post(f"{limited}/v1/completions", json=BODY)
@@ -166,6 +167,7 @@ def test_a_full_queue_is_429_with_an_estimate_of_the_wait(limited: Address, engi
         "message": "The queue is full (--max-queue-len 2); try again in about 5 s.",
         "type": "rate_limit_error", "param": None, "code": "queue_full",
     }  # fmt: skip
+    assert engine.metrics.num_rejected["queue_full"] == num_rejected + 1
     engine.metrics.requests_per_s = 0.25
     assert httpx.post(f"{limited}/v1/completions", json=BODY).headers["retry-after"] == "8", "two requests, 4 s each"
     assert httpx.get(f"{limited}/v1/models").status_code == 200
@@ -299,7 +301,9 @@ def test_a_first_token_that_would_come_too_late_is_429_and_says_when_it_would_no
     engine.forecast.record_step([], EngineStats(prompt_token_s=0.01))
     assert post(prompt_server).status_code == 200, "1 s"
     engine.forecast.add("other", 450)
+    num_rejected = engine.metrics.num_rejected["first_token_too_late"]
     answer = post(prompt_server)
+    assert engine.metrics.num_rejected["first_token_too_late"] == num_rejected + 1
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "4")
     assert answer.json()["error"] == {
         "message": "The first token would come in about 5.5 s, and it must in 2 s; try again in about 4 s.",

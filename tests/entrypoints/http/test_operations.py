@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from octavo.errors import EngineDeadError
+from octavo.stats import EngineStats
 from octavo.version import __version__
 from tests.entrypoints.fake_engine import MODEL, FakeEngine, serving
 from tests.leaving import ask_and_leave
@@ -36,6 +37,25 @@ def test_health_is_503_with_the_reason_before_that_and_after_a_death(
     response = http.get(path)
     assert response.status_code == 503
     assert response.json() == {"status": "dead", "reason": "the engine core has ended (exit status -9)."}
+
+
+@pytest.mark.parametrize(
+    ("form", "report"),
+    [
+        ("TEXT", "TEXT named_metrics.kv_cache_usage_perc=0.25, named_metrics.num_requests_waiting=3.0"),
+        ("json", 'JSON {"named_metrics": {"kv_cache_usage_perc": 0.25, "num_requests_waiting": 3.0}}'),
+        ("BIN", None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_report_the_load_in_the_form_that_is_asked_for(
+    http: httpx.Client, engine: FakeEngine, form: str, report: str | None, stream: bool
+) -> None:
+    engine.stats = EngineStats(num_waiting=3, num_blocks=8, num_blocks_used=2)
+    headers = {"endpoint-load-metrics-format": form}
+    answer = http.post("/v1/completions", json={"prompt": "a", "stream": stream}, headers=headers)
+    assert answer.status_code == 200 and answer.headers.get("endpoint-load-metrics") == report
+    assert "endpoint-load-metrics" not in http.post("/v1/completions", json={"prompt": "a"}).headers
 
 
 def test_routes_answer_503_until_the_engine_is_ready(http: httpx.Client, engine: FakeEngine) -> None:
