@@ -29,7 +29,8 @@ from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.wire import StepOutputs as CoreOutputs
 from octavo.engine.wire import decode_core_message, encode_message
-from octavo.entrypoints.http.streaming import ChunkWriter, encode_json
+from octavo.entrypoints.http.streaming import ChunkWriter
+from octavo.entrypoints.openai.completions import CompletionJob
 from octavo.execution.block_mover import BlockMover
 from octavo.execution.cpu_device import CpuDevice
 from octavo.execution.device import StepModel, StepOutputs
@@ -149,7 +150,7 @@ def bench(num_streams: int, num_steps: int, num_weight_bytes: int, sampled: bool
         output_kind=RequestOutputKind.DELTA,
     )
     about = {"id": "cmpl-0", "created": 0, "model": "bench", "system_fingerprint": "fp"}
-    writer = ChunkWriter("text_completion", about, wants_usage=False)
+    writer = ChunkWriter("text_completion", about, CompletionJob.text_field, wants_usage=False)
     for i in range(num_streams):
         request = inputs.process({"prompt_token_ids": [i + 1, *text[:40]]}, params)
         core.add(request)
@@ -158,11 +159,7 @@ def bench(num_streams: int, num_steps: int, num_weight_bytes: int, sampled: bool
         outputs_of_llm.add(msgspec.structs.replace(request, params=of_llm))
 
     def write(results: list[Any]) -> list[bytes]:
-        return [
-            writer.text(completion.index, b'"text":' + encode_json(completion.text))
-            for result in results
-            for completion in result.outputs
-        ]
+        return [writer.text(completion.index, completion.text) for result in results for completion in result.outputs]
 
     def step() -> None:
         made: CoreOutputs = core.step()

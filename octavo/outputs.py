@@ -28,22 +28,22 @@ class Logprob:
 PositionLogprobs = dict[int, Logprob]
 
 
-class PromptPositions(Sequence[PositionLogprobs | None]):
-    """The entries of a prompt's tokens; the first token has none. Each entry is made when it is asked for, because
-    making all entries of a long prompt would delay other requests."""
+class Positions(Sequence[PositionLogprobs | None]):
+    """The entries of tokens; a prompt's first token has none. Each entry is made when it is asked for, because making
+    all entries of a long prompt would delay other requests."""
 
-    def __init__(self, num_tokens: int, make: Callable[[int], PositionLogprobs]) -> None:
-        """`make` returns the entry of a position other than 0."""
-        self._num_tokens, self._make = num_tokens, make
+    def __init__(self, found: Sequence[Any], make: Callable[[Any], PositionLogprobs]) -> None:
+        """`make` returns the entry of an item of `found` other than None."""
+        self._found, self._make = found, make
 
     def __len__(self) -> int:
-        return self._num_tokens
+        return len(self._found)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._num_tokens))]
-        position = range(self._num_tokens)[index]
-        return self._make(position) if position else None
+            return Positions(self._found[index], self._make)
+        found = self._found[index]
+        return None if found is None else self._make(found)
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[PositionLogprobs] | None = None
+    logprobs: Sequence[PositionLogprobs] | None = None  # a list; `Positions` in the server
     finish_reason: str | None = None  # "stop", "length" or "abort"; None while it runs
     # The stop string or stop token id that ended it, or "schema_mismatch" if its `final_check` fails; None for
     # end-of-sequence.
@@ -134,7 +134,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    # None for the first token. A list in `LLM`; `PromptPositions` in asynchronous engines.
+    # None for the first token. A list in `LLM`; `Positions` in asynchronous engines.
     prompt_logprobs: Sequence[PositionLogprobs | None] | None = None
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
@@ -212,6 +212,7 @@ class PoolingRequestOutput(Generic[O]):
         )
 
 
+Output = RequestOutput | PoolingRequestOutput[PoolingOutput]
 EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
 ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
 ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]

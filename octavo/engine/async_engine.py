@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,12 +22,12 @@ from octavo.engine.continuation import Continuation
 from octavo.engine.control import EngineControl
 from octavo.engine.core_client import Core, CoreProcess
 from octavo.engine.forecast import FirstTokenForecast
-from octavo.engine.generate import EngineCalls, GenerateArgs, Output, length_of
+from octavo.engine.generate import EngineCalls, GenerateArgs, length_of
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.off_loop import run_off_loop
-from octavo.engine.output_processor import OutputProcessor, RequestFailed, RequestState
+from octavo.engine.output_processor import OutputProcessor, RequestState
 from octavo.engine.request_log import log_request
-from octavo.engine.request_stream import RequestStream
+from octavo.engine.request_stream import RequestStream, Sink
 from octavo.engine.supervisor import Supervisor
 from octavo.engine.vllm_names import refuse_kwargs
 from octavo.engine.wire import Abort, BlockMap, CacheWasReset, CoreMessage, Ready, Running, StepOutputs
@@ -36,7 +37,7 @@ from octavo.logs import configure_logging
 from octavo.lora.request import LoRARequest
 from octavo.metrics.log_line import LogLine
 from octavo.metrics.prometheus import EngineMetrics
-from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from octavo.outputs import Output, PoolingOutput, PoolingRequestOutput, RequestOutput
 from octavo.request import AdapterSource, EngineRequest
 from octavo.sampling_params import is_unicode
 from octavo.stats import EngineStats
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from octavo.compat.usage import UsageContext
 
 logger = logging.getLogger(__name__)
+
+_TELL_S = 0.003  # of a turn of the event loop, in which streams get their news
+_TOLD_AT_ONCE = 32  # streams between two looks at the clock
 
 
 def _log_prefix(config: EngineConfig) -> str:
@@ -108,9 +112,10 @@ class AsyncLLMEngine(EngineCalls):
                 raise
             inputs = InputProcessor(config, tokenizer)
         self.inputs, self.tokenizer = inputs, inputs.tokenizer
-        self._outputs = OutputProcessor(self.tokenizer, metrics, makes_prompts_later=True)
+        self._outputs = OutputProcessor(self.tokenizer, metrics, makes_logprobs_later=True)
         self._continuation = Continuation(self._outputs, self._supervisor.send)
         self._streams: dict[str, RequestStream] = {}
+        self._untold = deque[RequestStream]()  # those with news, in order
         self._control = EngineControl(self._supervisor, lambda: not self._outputs.requests, self._abort_running)
         self._adapters = AdapterRequests(self._supervisor, self.inputs)
 
@@ -232,14 +237,19 @@ class AsyncLLMEngine(EngineCalls):
         return request
 
     async def generate_from(
-        self, request: EngineRequest, external_id: str | None = None
+        self,
+        request: EngineRequest,
+        external_id: str | None = None,
+        sink: Sink | None = None,
+        answer: list[int] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """`generate` for a request that `inputs.process` has made. Outputs have the `external_id`, if given, instead of
-        the request's own id.
+        the request's own id. The `sink` gets outputs while it is open and the caller waits; the caller gets the others,
+        of which the last is one. The tokens of the first sequence are put into `answer`.
 
         At its `deadline` the request ends with what it has: finish reason "abort", stop reason "timeout".
         """
-        async with contextlib.aclosing(self._outputs_of(request, external_id)) as outputs:
+        async with contextlib.aclosing(self._outputs_of(request, external_id, sink, answer)) as outputs:
             async for output in outputs:
                 assert isinstance(output, RequestOutput)
                 yield output
@@ -253,7 +263,13 @@ class AsyncLLMEngine(EngineCalls):
                     return output
         raise RequestError("the request was not answered before its timeout.", status=408, code="timeout")
 
-    async def _outputs_of(self, request: EngineRequest, external_id: str | None = None) -> AsyncGenerator[Output, None]:
+    async def _outputs_of(
+        self,
+        request: EngineRequest,
+        external_id: str | None = None,
+        sink: Sink | None = None,
+        answer: list[int] | None = None,
+    ) -> AsyncGenerator[Output, None]:
         external_id = external_id or request.request_id
         if request.params.logits_processors:
             raise RequestError(
@@ -263,7 +279,7 @@ class AsyncLLMEngine(EngineCalls):
             )
         if external_id in self._streams:
             raise RequestError(f"request id {external_id!r} is in use.", param="request_id")
-        stream = self._streams[external_id] = RequestStream(request, external_id, self)
+        stream = self._streams[external_id] = RequestStream(request, external_id, self, sink)
         timer: asyncio.TimerHandle | None = None
         try:
             if request.deadline is not None:
@@ -271,7 +287,9 @@ class AsyncLLMEngine(EngineCalls):
                 end = partial(stream.abort, "timeout")
                 timer = asyncio.get_running_loop().call_later(delay_s, end)
             if await self._wait_until_accepted(stream):
-                self._take(self._outputs.add(request, external_id))
+                state = self._outputs.add(request, external_id, answer)
+                stream.follow(state)
+                self._take(state)
             while True:
                 output = await stream.get()
                 yield output
@@ -305,6 +323,7 @@ class AsyncLLMEngine(EngineCalls):
         self.forecast.end(stream.request.request_id)
         del self._streams[stream.external_id]
         self._abort_in_core(stream)
+        stream.close()
 
     async def _wait_until_accepted(self, stream: RequestStream) -> bool:
         """Wait until the engine takes requests. Returns False if this request ends before."""
@@ -332,10 +351,12 @@ class AsyncLLMEngine(EngineCalls):
         """End every request as the server stops: streams with a first token end with finish reason "abort", the others
         raise `EngineStoppingError`."""
         for stream in list(self._streams.values()):
-            output = self._abort_in_core(stream)
-            if output is not None:
-                has_begun = output.metrics is not None and output.metrics.first_token_time is not None
-                stream.put(output if has_begun else EngineStoppingError("the server is stopping."))
+            state = self._abort_in_core(stream)
+            if state is not None and state.metrics.first_token_time is None:
+                state.has_news = False
+                stream.fail(EngineStoppingError("the server is stopping."))
+            elif state is not None:
+                stream.wake()
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Read an adapter into the host's memory and check it, before a request needs it. Raises `RequestError` if it
@@ -437,21 +458,21 @@ class AsyncLLMEngine(EngineCalls):
 
     def abort_and_notify(self, stream: RequestStream, stop_reason: str | None = None) -> None:
         """Abort a request in the core and give its caller the last output."""
-        if (output := self._abort_in_core(stream, stop_reason)) is not None:
-            stream.put(output)
+        if self._abort_in_core(stream, stop_reason) is not None:
+            stream.wake()
 
-    def _abort_in_core(self, stream: RequestStream, stop_reason: str | None = None) -> RequestOutput | None:
-        """Abort a request in the core. Returns its last output, or None if it has ended already."""
+    def _abort_in_core(self, stream: RequestStream, stop_reason: str | None = None) -> RequestState | None:
+        """Abort a request in the core. Returns its state, or None if it has ended already."""
         request_id = stream.request.request_id
         if stream.opening is not None and not stream.has_ended_early:
             stream.has_ended_early = True
             stream.opening.cancel()
-            self._outputs.add(stream.request, stream.external_id)
+            stream.follow(self._outputs.add(stream.request, stream.external_id))
             return self._outputs.abort(request_id, stop_reason)
-        output = self._outputs.abort(request_id, stop_reason)
-        if output is not None and self.is_ready:
+        state = self._outputs.abort(request_id, stop_reason)
+        if state is not None and self.is_ready:
             self._supervisor.tell(Abort(request_id))
-        return output
+        return state
 
     def _handle(self, message: CoreMessage) -> None:
         match message:
@@ -460,12 +481,16 @@ class AsyncLLMEngine(EngineCalls):
                 for loaded in adapters:
                     self._adapters.end(loaded)
                 self.forecast.record_step(outputs, stats)
-                results, aborts = self._outputs.process(outputs)
+                changed, aborts = self._outputs.update(outputs)
                 for abort in aborts:
                     self._supervisor.tell(abort)
-                for result in results:
-                    if (stream := self._streams.get(result.request_id)) is not None:
-                        stream.put(result.error if isinstance(result, RequestFailed) else result)
+                if changed and not self._untold:  # all messages that are there come first
+                    asyncio.get_running_loop().call_soon(self._tell)
+                for state in changed:
+                    stream = state.stream
+                    if stream is not None and not stream.is_untold:
+                        stream.is_untold = True
+                        self._untold.append(stream)
                 self._continuation.tokens_came()
                 if self.metrics is not None:
                     self.metrics.record_step(stats)
@@ -492,6 +517,15 @@ class AsyncLLMEngine(EngineCalls):
                         "enable_prefix_caching": self.config.cache.enable_prefix_caching,
                     }
 
+    def _tell(self) -> None:
+        """Tell streams of their news: as many as a turn of the event loop has time for, and the others in the next."""
+        untold, end = self._untold, time.monotonic() + _TELL_S
+        while untold and time.monotonic() < end:
+            for _ in range(min(len(untold), _TOLD_AT_ONCE)):
+                untold.popleft().tell()
+        if untold:
+            asyncio.get_running_loop().call_soon(self._tell)
+
     def _lose(self, error: OctavoError) -> None:
         """Keep the running requests for the next core, or let other engines go on with them, or fail them, as the core
         has ended."""
@@ -514,7 +548,7 @@ class AsyncLLMEngine(EngineCalls):
             if may_go_on and why is None and (self._give_away(stream, state) or failure is None):
                 continue
             self._outputs.drop(request_id)
-            stream.put(why or error)
+            stream.fail(why or error)
 
     def _give_away(self, stream: RequestStream, state: RequestState) -> bool:
         """Let another engine go on with a request. Returns False if none can, or none should."""

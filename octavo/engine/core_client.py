@@ -34,7 +34,7 @@ from octavo.processes import child_command
 logger = logging.getLogger(__name__)
 
 _EXIT_GRACE_S = 5.0
-_MESSAGES_PER_TURN = 8  # of the event loop; a step of 256 streams takes it some milliseconds
+_READ_S = 0.004  # of a turn of the event loop; more than streams get, so that an engine that is ahead finds no queue
 _MAX_PATH_BYTES = 98  # of the sockets' folder; a socket's path, with "/out", has at most 103 bytes (macOS)
 
 
@@ -128,7 +128,7 @@ class CoreClient:
         """Call `handle` with every message, until cancelled or until the process has ended and its last message is
         read.
 
-        A few messages are handled at a time; then the event loop serves everything else that waits for it. What
+        Messages are handled for some milliseconds; then the event loop serves everything else that waits for it. What
         `handle` raises ends this.
         """
         await self.receive_data(lambda data: handle(decode_core_message(data)))
@@ -137,17 +137,22 @@ class CoreClient:
         """`receive` for encoded messages."""
         loop = asyncio.get_running_loop()
         failed: asyncio.Future[None] = loop.create_future()
+        next_turn: asyncio.Handle | None = None
 
         def read() -> None:
+            nonlocal next_turn
+            if next_turn is not None:  # the descriptor may report a message before it
+                next_turn.cancel()
+                next_turn = None
+            end = time.monotonic() + _READ_S
             try:
-                for _ in range(_MESSAGES_PER_TURN):
-                    if failed.done() or not is_readable(self._receiver):
-                        return
+                while not failed.done() and is_readable(self._receiver):
                     handle(self._receiver.recv())
+                    if time.monotonic() >= end:
+                        next_turn = loop.call_soon(read)
+                        return
             except Exception as e:
                 failed.set_exception(e)
-                return
-            loop.call_soon(read)
 
         ended = asyncio.ensure_future(_wait_for_exit(self.process))
         self._reading_loop = loop

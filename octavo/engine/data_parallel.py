@@ -22,6 +22,7 @@ from octavo.engine.engine_hosts import EngineHosts, RemoteCore
 from octavo.engine.forecast import FirstTokenForecast
 from octavo.engine.generate import EngineCalls, GenerateArgs
 from octavo.engine.off_loop import run_off_loop
+from octavo.engine.request_stream import Sink
 from octavo.engine.routing import Router, block_hashes
 from octavo.engine.vllm_names import refuse_kwargs
 from octavo.engine.wire import BlockMap, Ready
@@ -30,7 +31,6 @@ from octavo.lora.request import LoRARequest
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from octavo.request import AdapterSource, EngineRequest
-from octavo.sampling_params import RequestOutputKind
 from octavo.stats import EngineStats
 
 T = TypeVar("T")
@@ -195,18 +195,14 @@ class DataParallelEngine(EngineCalls):
             engine.name_adapter(lora_id, source)
 
     async def generate_from(
-        self, request: EngineRequest, external_id: str | None = None
+        self, request: EngineRequest, external_id: str | None = None, sink: Sink | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         answer: list[int] = []  # of the first sequence: cached by its engine
-        is_delta = request.params.output_kind is RequestOutputKind.DELTA
         async with (
             self._routed(request, external_id, answer) as engine,
-            contextlib.aclosing(engine.generate_from(request, external_id)) as outputs,
+            contextlib.aclosing(engine.generate_from(request, external_id, sink, answer)) as outputs,
         ):
             async for output in outputs:
-                if output.outputs and output.outputs[0].index == 0:
-                    tokens = output.outputs[0].token_ids
-                    answer += tokens if is_delta else tokens[len(answer) :]
                 yield output
 
     async def pool(self, request: EngineRequest, external_id: str | None = None) -> PoolingRequestOutput[PoolingOutput]:

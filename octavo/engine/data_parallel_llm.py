@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.data_parallel import DataParallelEngine
-from octavo.engine.generate import Output, StepCalls
+from octavo.engine.generate import StepCalls
 from octavo.engine.sleep_levels import check_level
 from octavo.errors import ConfigError, OctavoError, RequestError
 from octavo.lora.request import LoRARequest
 from octavo.metrics.prometheus import EngineMetrics
-from octavo.outputs import RequestOutput
+from octavo.outputs import Output, RequestOutput
 from octavo.processes import event_loop_factory
 from octavo.request import AdapterSource, EngineRequest
 

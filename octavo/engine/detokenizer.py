@@ -46,15 +46,24 @@ class ByteDetokenizer:
 
     def __init__(self, table: _TokenBytes, prompt_token_ids: list[int]) -> None:
         self._table = table
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_within = False  # a character may have begun
         self.add(prompt_token_ids[-_MAX_CHARACTER_TOKENS:])  # a prompt may end within a character
 
     def add(self, token_ids: list[int]) -> str:
         table = self._table
-        return self._decode(b"".join([table[token] for token in token_ids]))
+        new = table[token_ids[0]] if len(token_ids) == 1 else b"".join([table[token] for token in token_ids])
+        if not self._is_within:
+            try:
+                return new.decode()
+            except UnicodeDecodeError:  # it ends within a character, or has wrong bytes
+                pass
+        text = self._decoder.decode(new)
+        self._is_within = self._decoder.getstate()[0] != b""
+        return text
 
     def flush(self) -> str:
-        return self._decode(b"", True)
+        return self._decoder.decode(b"", True)
 
 
 class _TokenBytes(dict[int, bytes]):

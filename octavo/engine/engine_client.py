@@ -10,6 +10,7 @@ from octavo.config import EngineConfig
 if TYPE_CHECKING:
     from octavo.engine.core_client import CoreProcess
     from octavo.engine.input_processor import InputProcessor
+    from octavo.engine.request_stream import Sink
     from octavo.engine.wire import BlockMap, Ready
     from octavo.loading.tokenizer import ModelTokenizer
     from octavo.metrics.prometheus import EngineMetrics
@@ -47,7 +48,7 @@ class EngineClient(Protocol):
     async def check_health(self) -> None: ...
     def stop_restarting(self) -> None: ...
     def generate_from(
-        self, request: EngineRequest, external_id: str | None = None
+        self, request: EngineRequest, external_id: str | None = None, sink: Sink | None = None
     ) -> AsyncGenerator[RequestOutput, None]: ...
     async def pool(self, request: EngineRequest) -> PoolingRequestOutput[PoolingOutput]: ...
     async def abort(self, request_id: str | Iterable[str]) -> None: ...

@@ -33,7 +33,7 @@ class FirstTokenForecast:
         self._num_waiting_tokens -= self._waiting.pop(request_id, 0)
 
     def record_step(self, outputs: Iterable[SequenceOutput], stats: EngineStats) -> None:
-        for output in outputs:
+        for output in outputs if self._waiting else ():
             if output.request_id in self._waiting:
                 self.end(output.request_id)
         if stats.prompt_token_s:

@@ -16,7 +16,7 @@ from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
 from octavo.engine.vllm_names import AsyncConfigNames, ConfigNames, refuse_kwargs
 from octavo.errors import EngineDeadError, OctavoError, RequestError
 from octavo.lora.request import LoRARequest
-from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from octavo.outputs import Output, PoolingOutput, PoolingRequestOutput, RequestOutput
 from octavo.pooling_params import PoolingParams
 from octavo.request import AdapterSource, EngineRequest
 from octavo.sampling_params import SamplingParams
@@ -24,10 +24,9 @@ from octavo.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from octavo.config import EngineConfig
     from octavo.engine.core import EngineCore
+    from octavo.engine.request_stream import Sink
     from octavo.loading.tokenizer import ModelTokenizer
     from octavo.metrics.prometheus import EngineMetrics
-
-Output = RequestOutput | PoolingRequestOutput[PoolingOutput]
 
 
 def length_of(prompt: PromptInput) -> int:
@@ -89,7 +88,7 @@ class EngineCalls(AsyncConfigNames, ABC):
 
     @abstractmethod
     def generate_from(
-        self, request: EngineRequest, external_id: str | None = None
+        self, request: EngineRequest, external_id: str | None = None, sink: Sink | None = None
     ) -> AsyncGenerator[RequestOutput, None]: ...
 
     @abstractmethod
@@ -125,6 +124,8 @@ class EngineCalls(AsyncConfigNames, ABC):
         async with contextlib.aclosing(self.generate_from(request, request_id)) as outputs:
             async for output in outputs:
                 output.lora_request = lora_request
+                for completion in output.outputs if request.params.logprobs is not None else ():
+                    completion.logprobs = list(completion.logprobs or ())
                 yield output
 
     async def encode(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from octavo.config import EngineArgs, EngineConfig
 from octavo.engine.core import EngineCore
-from octavo.engine.generate import Output, StepCalls
+from octavo.engine.generate import StepCalls
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.named_adapters import NamedAdapters
 from octavo.engine.output_processor import OutputProcessor, RequestFailed
@@ -22,7 +22,7 @@ from octavo.loading.tokenizer import load_tokenizer
 from octavo.lora.request import LoRARequest
 from octavo.metrics.log_line import LogLine
 from octavo.metrics.prometheus import EngineMetrics
-from octavo.outputs import RequestOutput
+from octavo.outputs import Output, RequestOutput
 from octavo.request import AdapterSource, EngineRequest
 
 if TYPE_CHECKING:

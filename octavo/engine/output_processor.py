@@ -1,10 +1,11 @@
-"""Makes `RequestOutput`s of the core's outputs: text, stop strings, the best of `best_of`."""
+"""Makes `RequestOutput`s of the core's outputs: text, stop strings, the best of `best_of`. A request keeps what its
+caller has not got yet, so that a late caller gets it together."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -14,10 +15,11 @@ from octavo.errors import RequestError
 from octavo.outputs import (
     CompletionOutput,
     Logprob,
+    Output,
     PoolingOutput,
     PoolingRequestOutput,
     PositionLogprobs,
-    PromptPositions,
+    Positions,
     RequestMetrics,
     RequestOutput,
 )
@@ -26,32 +28,45 @@ from octavo.sampling_params import RequestOutputKind
 from octavo.structured_output.final_check import MISMATCH, FinalCheck
 
 if TYPE_CHECKING:
+    from octavo.engine.request_stream import RequestStream
     from octavo.loading.tokenizer import ModelTokenizer
     from octavo.metrics.prometheus import EngineMetrics
 
+MakePosition = Callable[[TokenLogprobs], PositionLogprobs]
+
 
 class _Completion:
-    """One sequence of a request: its tokens and text so far."""
+    """One sequence of a request: its tokens, and its text as far as it is still needed."""
+
+    __slots__ = (
+        "_detokenizer", "_final_check", "_min_tokens", "_num_hidden", "_num_kept", "_num_read", "_shows_stop_token",
+        "_stop", "cumulative_logprob", "error", "finish_reason", "index", "is_end_sent", "last_token_time", "logprobs",
+        "num_accepted_prediction_tokens", "num_held_back", "num_rejected_prediction_tokens", "num_sent_chars",
+        "num_sent_tokens", "stop_reason", "text", "token_ids",
+    )  # fmt: skip
 
     def __init__(self, request: EngineRequest, index: int, tokenizer: ModelTokenizer) -> None:
         params = request.params
         self.index = index
         self.token_ids: list[int] = []
-        self.text = ""  # all of it, with what is held back
-        self.logprobs: list[PositionLogprobs] | None = None if params.logprobs is None else []
+        self.text = ""  # with what is held back; a stream of deltas drops what it has sent
+        self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self.cumulative_logprob: float | None = 0.0 if params.wants_logprobs else None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.num_held_back = 0
-        self.num_sent_chars = 0
+        self.num_sent_chars = 0  # of `text`
         self.num_sent_tokens = 0
-        self._num_readable = 0  # tokens that are part of the text
         self._num_read = 0  # tokens that the text has
+        self._num_hidden = 0  # tokens at the end that are not part of the text
         self.is_end_sent = False
         self.last_token_time: float | None = None
         self._final_check = request.final_check
         self.error: str | None = None
         self._stop = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self._num_kept: int | None = None  # characters of `text` to keep of those that are sent; None: all
+        if params.output_kind is RequestOutputKind.DELTA and self._final_check is None:
+            self._num_kept = max((len(stop) - 1 for stop in params.stop), default=0)
         self.num_accepted_prediction_tokens = self.num_rejected_prediction_tokens = 0
         self._min_tokens = params.min_tokens
         self._detokenizer: Detokenizer | None = None
@@ -67,24 +82,29 @@ class _Completion:
 
     def add(self, output: SequenceOutput) -> bool:
         """Add new tokens. Returns True if a stop string ends the sequence, which the core does not know yet."""
+        if self._stop is None and output.finish_reason is None and output.logprobs is None:
+            self.token_ids += output.token_ids  # the text is made when it is needed
+            return False
         num_before = len(self.token_ids)
         is_stopped = self._take(output)
         if output.logprobs is not None:
-            for entry in output.logprobs[: len(self.token_ids) - num_before]:
+            entries = output.logprobs[: len(self.token_ids) - num_before]  # a stop string may end it in the middle
+            for entry in entries:
                 self.cumulative_logprob = (self.cumulative_logprob or 0.0) + entry.logprobs[0]
+            if self.logprobs is not None:
+                self.logprobs += entries
         return is_stopped
 
     def _take(self, output: SequenceOutput) -> bool:
-        num_hidden = int(output.finish_reason == "stop" and not self._shows_stop_token)
-        if self._stop is None:  # the text is made when it is needed
+        if output.finish_reason == "stop" and not self._shows_stop_token:
+            self._num_hidden = 1
+        if self._stop is None:
             self.token_ids += output.token_ids
-            self._num_readable = len(self.token_ids) - num_hidden
         else:
-            end = len(self.token_ids) + len(output.token_ids) - num_hidden
+            end = len(self.token_ids) + len(output.token_ids) - self._num_hidden
             for token in output.token_ids:
                 self.token_ids.append(token)
-                self._num_readable = min(len(self.token_ids), end)
-                if self._is_stopped_by_text(self._read()):
+                if self._is_stopped_by_text(self._read(min(len(self.token_ids), end))):
                     return output.finish_reason is None
         if output.finish_reason is not None:
             self.finish_reason = output.finish_reason
@@ -108,12 +128,13 @@ class _Completion:
             if check.mode == "error":
                 self.error = f"the answer does not satisfy its schema: {problem}"
 
-    def _read(self) -> int:
-        """Update the text. Returns how many characters are new."""
-        if self._detokenizer is None or self._num_read == self._num_readable:
+    def _read(self, end: int | None = None) -> int:
+        """Add the tokens before `end`, by default all, to the text. Returns how many characters are new."""
+        end = len(self.token_ids) - self._num_hidden if end is None else end
+        if self._detokenizer is None or self._num_read >= end:
             return 0
-        new = self._detokenizer.add(self.token_ids[self._num_read : self._num_readable])
-        self._num_read = self._num_readable
+        new = self._detokenizer.add(self.token_ids[self._num_read : end])
+        self._num_read = end
         self.text += new
         return len(new)
 
@@ -128,44 +149,69 @@ class _Completion:
         self.num_held_back = 0
         return True
 
-    def output(self, is_delta: bool) -> CompletionOutput:
-        """Return the text that may be shown: all of it, or what is new."""
+    def take_text(self) -> str:
+        """Return the text that may be shown and has not been."""
         self._read()
         shown = len(self.text) - self.num_held_back
-        chars = self.num_sent_chars if is_delta else 0
-        tokens = self.num_sent_tokens if is_delta else 0
+        new = self.text[self.num_sent_chars : shown]
+        if self._num_kept is not None and (dropped := shown - self._num_kept) > 0:
+            self.text = self.text[dropped:]
+            shown -= dropped
         self.num_sent_chars, self.num_sent_tokens = shown, len(self.token_ids)
+        return new
+
+    def output(self, is_delta: bool, make_position: MakePosition, *, makes_later: bool) -> CompletionOutput:
+        """Return the text that may be shown: all of it, or what is new."""
+        tokens = self.num_sent_tokens if is_delta else 0
+        new = self.take_text()
+        text = new if is_delta else self.text[: self.num_sent_chars]
         self.is_end_sent = self.finish_reason is not None
+        positions: Sequence[Any] | None = None
+        if self.logprobs is not None:
+            positions = Positions(self.logprobs[tokens:], make_position)
         return CompletionOutput(
             index=self.index,
-            text=self.text[chars:shown],
+            text=text,
             token_ids=self.token_ids[tokens:],
             cumulative_logprob=self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else self.logprobs[tokens:],
+            logprobs=positions if makes_later or positions is None else list(positions),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
 
 
 class RequestState:
-    """A running request: its completions and its times, whichever core computes it."""
+    """A running request, whichever core computes it: its completions and its times, and what its caller has not got
+    yet."""
 
-    def __init__(self, request: EngineRequest, tokenizer: ModelTokenizer, external_id: str) -> None:
+    __slots__ = (
+        "_processor", "alignment", "completions", "error", "external_id", "has_news", "has_prediction", "is_delta",
+        "is_final_only", "is_over", "is_ranked", "last_token_time", "metrics", "num_cached_tokens", "num_predicted",
+        "num_running", "num_tokens_at_death", "pooled", "prompt_logprobs", "request", "stream",
+    )  # fmt: skip
+
+    def __init__(self, request: EngineRequest, external_id: str, processor: OutputProcessor) -> None:
         self.request = request
         self.external_id = external_id
+        self._processor = processor
         num_completions = 0 if request.pooling is not None else request.params.num_completions
-        self.completions = [_Completion(request, i, tokenizer) for i in range(num_completions)]
+        self.completions = [_Completion(request, i, processor.tokenizer) for i in range(num_completions)]
         self.prompt_logprobs: Sequence[PositionLogprobs | None] | None = None
         self.alignment: bytes | None = None
         self.metrics = RequestMetrics(arrival_time=request.arrival_time)
+        self.last_token_time: float | None = None  # for `metrics`
+        self.stream: RequestStream | None = None  # of an asynchronous engine
         self.num_cached_tokens = 0
-        self.error: str | None = None
-        self.error_status = 400
-        self.pooling_end = "abort"  # why a pooling request has ended, until its vectors come
+        self.error: RequestError | None = None
+        self.pooled: PoolingRequestOutput[PoolingOutput] | None = None
+        self.has_news = False  # for `take`
+        self.is_over = False
         self.num_tokens_at_death: int | None = None  # if the last core died with it in the step
         self.num_predicted = (0, 0)  # tokens of its prediction that earlier cores accepted and rejected
         params = request.params
+        self.has_prediction = bool(request.prediction)
         self.is_delta = params.output_kind is RequestOutputKind.DELTA
+        self.num_running = num_completions
         # The best completions are known only at the end.
         self.is_ranked = params.num_completions > params.n
         self.is_final_only = self.is_ranked or params.output_kind is RequestOutputKind.FINAL_ONLY
@@ -193,145 +239,210 @@ class RequestState:
         prompt = msgspec.structs.replace(self.request.prompt, text=None)  # the core does not need it
         return msgspec.structs.replace(self.request, prompt=prompt, output_token_ids=output_token_ids)
 
-    @property
-    def is_finished(self) -> bool:
-        if self.error is None:
-            for completion in self.completions:
-                if completion.finish_reason is None:
-                    return False
-        return True
+    def take_text(self) -> tuple[str, int]:
+        """Return what is new of the text of the only completion, and the number of new tokens."""
+        self.has_news = False
+        [completion] = self.completions
+        num_before = completion.num_sent_tokens
+        return completion.take_text(), completion.num_sent_tokens - num_before
+
+    def take(self) -> Output:
+        """Return the request's state, or what is new of it. Called when there is news; a late caller gets all of it
+        together."""
+        self.has_news = False
+        if self.pooled is not None:
+            return self.pooled
+        completions = self.completions
+        if self.is_ranked:
+            ranked = sorted(completions, key=lambda c: c.cumulative_logprob or 0.0, reverse=True)
+            completions = ranked[: self.request.params.n]
+            for index, completion in enumerate(completions):
+                completion.index = index
+        elif self.is_delta and len(completions) > 1:
+            completions = [
+                c
+                for c in completions
+                if len(c.token_ids) > c.num_sent_tokens or (c.finish_reason is not None and not c.is_end_sent)
+            ]
+        self.metrics.last_token_time = self.last_token_time
+        prompt, processor = self.request.prompt, self._processor
+        make, makes_later = processor.position, processor.makes_logprobs_later
+        output = RequestOutput(
+            request_id=self.external_id,
+            prompt=prompt.text,
+            prompt_token_ids=prompt.token_ids,
+            outputs=[completion.output(self.is_delta, make, makes_later=makes_later) for completion in completions],
+            finished=self.is_over and self.error is None,
+            prompt_logprobs=self.prompt_logprobs,
+            metrics=self.metrics,
+            num_cached_tokens=self.num_cached_tokens,
+            alignment=self.alignment,
+        )
+        if self.has_prediction:
+            accepted, rejected = self.num_prediction_tokens
+            output.num_accepted_prediction_tokens, output.num_rejected_prediction_tokens = accepted, rejected
+        if self.error is not None:  # it did not end like this
+            for shown in output.outputs:
+                shown.finish_reason = None
+        return output
 
 
 class RequestFailed:
     """Instead of a `RequestOutput`: the core has refused the request or could not go on with it."""
 
-    def __init__(self, request_id: str, message: str, status: int) -> None:
-        self.request_id = request_id
-        self.error = RequestError(message, status=status)
+    def __init__(self, request_id: str, error: RequestError) -> None:
+        self.request_id, self.error = request_id, error
 
 
-Result = RequestOutput | PoolingRequestOutput[PoolingOutput] | RequestFailed
+Result = Output | RequestFailed
 
 
 class OutputProcessor:
     """The running requests, by id."""
 
     def __init__(
-        self, tokenizer: ModelTokenizer, metrics: EngineMetrics | None = None, *, makes_prompts_later: bool = False
+        self,
+        tokenizer: ModelTokenizer,
+        metrics: EngineMetrics | None = None,
+        *,
+        makes_logprobs_later: bool = False,
+        stream_interval: int = 1,
     ) -> None:
-        """`makes_prompts_later`: log-probabilities of prompts are made when they are read, and not in `process`."""
+        """`makes_logprobs_later`: log-probabilities stay as the core sent them until they are read. A request's outputs
+        have at least `stream_interval` new tokens, but for the first and the last."""
         self.tokenizer = tokenizer
-        self._makes_prompts_later = makes_prompts_later
+        self.makes_logprobs_later = makes_logprobs_later
+        self._interval = stream_interval
         self.metrics = metrics
         self.requests: dict[str, RequestState] = {}
 
-    def add(self, request: EngineRequest, external_id: str | None = None) -> RequestState:
-        """Expect outputs of a request. Its results have `external_id`, if given, instead of the core's id."""
-        state = RequestState(request, self.tokenizer, external_id or request.request_id)
+    def add(
+        self, request: EngineRequest, external_id: str | None = None, answer: list[int] | None = None
+    ) -> RequestState:
+        """Expect outputs of a request. Its results have `external_id`, if given, instead of the core's id. The tokens
+        of its first sequence are put into `answer`, if given."""
+        state = RequestState(request, external_id or request.request_id, self)
+        if answer is not None and state.completions:
+            state.completions[0].token_ids = answer
         self.requests[request.request_id] = state
         return state
 
-    def abort(self, request_id: str, stop_reason: str | None = None) -> RequestOutput | None:
-        """Remove a request. Returns its output so far, marked as aborted, or None if it is not running."""
-        state = self.requests.pop(request_id, None)
+    def abort(self, request_id: str, stop_reason: str | None = None) -> RequestState | None:
+        """Remove a request. Returns it, marked as aborted, or None if it is not running."""
+        state = self.requests.get(request_id)
         if state is None:
             return None
         for completion in state.completions:
             if completion.finish_reason is None:
                 completion.finish_reason, completion.stop_reason = "abort", stop_reason
                 completion.num_held_back = 0
-        state.metrics.finished_time = time.monotonic()
-        self._record_finished(state)
-        return self._output(state, is_finished=True)
+        state.has_news = True
+        self._end(state, time.monotonic())
+        return state
 
     def drop(self, request_id: str) -> bool:
         """Remove a request that the core has lost; it ends as an error. Returns False if it is not running."""
-        state = self.requests.pop(request_id, None)
+        state = self.requests.get(request_id)
         if state is None:
             return False
-        state.error = "lost"
-        state.metrics.finished_time = time.monotonic()
-        self._record_finished(state)
+        state.error = RequestError("lost")
+        self._end(state, time.monotonic())
         return True
 
     def process(self, outputs: list[SequenceOutput]) -> tuple[list[Result], list[Abort]]:
-        """Process a step's outputs. Returns the results for callers, at most one a request, and aborts of sequences
-        that stop strings have ended, to be sent to the core."""
+        """Do the same as `update`, and return the results for callers, at most one a request."""
+        changed, aborts = self.update(outputs)
+        results: list[Result] = [
+            state.take() if state.error is None else RequestFailed(state.external_id, state.error) for state in changed
+        ]
+        return results, aborts
+
+    def update(self, outputs: list[SequenceOutput]) -> tuple[list[RequestState], list[Abort]]:
+        """Add a step's outputs to their requests. Returns the requests that have news or an error, and aborts of
+        sequences that stop strings have ended, to be sent to the core."""
         touched: dict[str, RequestState] = {}
-        results: list[Result] = []
         aborts: list[Abort] = []
         first_latencies_s: list[float] = []
-        latencies_s: list[float] = []
+        last_times: dict[float, int] = {}  # how many sequences had their last tokens then
         now = time.monotonic()
+        requests = self.requests
         for output in outputs:
-            state = self.requests.get(output.request_id)
+            state = requests.get(output.request_id)
             if state is None:
                 continue  # aborted while the step ran
             if output.finish_reason == "error":
                 touched[output.request_id] = state
-                state.error = output.error or "the engine could not process the request"
-                state.error_status = output.error_status
+                message = output.error or "the engine could not process the request"
+                state.error = RequestError(message, status=output.error_status)
                 continue
             if output.vectors is not None:
-                results.append(self._pooled(state, output, now))
+                touched[output.request_id] = state
                 first_latencies_s.append(now - state.metrics.arrival_time)
+                self._take_vectors(state, output, now)
                 continue
             completion = state.completions[output.index]
             if completion.finish_reason is not None:
                 continue  # ended by a stop string; the core does not know yet
             touched[output.request_id] = state
-            times = state.metrics
-            if times.first_token_time is None:
-                first_latencies_s.append(now - times.arrival_time)
+            last = completion.last_token_time
+            if last is not None:
+                last_times[last] = last_times.get(last, 0) + 1
+            elif state.metrics.first_token_time is None:
+                first_latencies_s.append(now - state.metrics.arrival_time)
                 self._begin(state, output, now)
-            elif completion.last_token_time is not None:
-                latencies_s.append(now - completion.last_token_time)
-            completion.last_token_time = times.last_token_time = now
-            if output.num_preemptions > times.num_preemptions:
-                times.num_preemptions = output.num_preemptions
-            completion.num_accepted_prediction_tokens = output.num_accepted_prediction_tokens
-            completion.num_rejected_prediction_tokens = output.num_rejected_prediction_tokens
+            completion.last_token_time = now
+            if output.num_preemptions:
+                state.metrics.num_preemptions = max(state.metrics.num_preemptions, output.num_preemptions)
+            if state.has_prediction:
+                completion.num_accepted_prediction_tokens = output.num_accepted_prediction_tokens
+                completion.num_rejected_prediction_tokens = output.num_rejected_prediction_tokens
             if completion.add(output):
                 aborts.append(Abort(output.request_id, output.index))
-            if completion.error is not None:
-                state.error, state.error_status = completion.error, 422
-            if completion.logprobs is not None and output.logprobs is not None:
-                num_taken = len(completion.token_ids) - len(
-                    completion.logprobs
-                )  # a stop string may end it in the middle
-                completion.logprobs += [self._position(entry) for entry in output.logprobs[:num_taken]]
+            if completion.finish_reason is not None:
+                state.num_running -= 1
+                if completion.error is not None:
+                    state.error = RequestError(completion.error, status=422)
         if self.metrics is not None:
             self.metrics.ttft_s.observe_all(first_latencies_s)
-            self.metrics.inter_token_latency_s.observe_all(latencies_s)
+            for last, count in last_times.items():
+                self.metrics.inter_token_latency_s.observe(now - last, count)
+        changed: list[RequestState] = []
         for request_id, state in touched.items():
-            is_finished = state.is_finished
-            if is_finished:
-                state.metrics.finished_time = now
-                del self.requests[request_id]
-                self._record_finished(state)
+            state.last_token_time = now
             if state.error is not None:
                 aborts.append(Abort(request_id))
-                results.append(RequestFailed(state.external_id, state.error, state.error_status))
-            elif is_finished or not state.is_final_only:
-                results.append(self._output(state, is_finished))
-        return results, aborts
+                self._end(state, now)
+            elif not state.num_running:
+                state.has_news = True
+                self._end(state, now)
+            elif state.is_final_only or (self._interval > 1 and self._is_too_soon(state)):
+                continue
+            else:
+                state.has_news = True
+            changed.append(state)
+        return changed, aborts
 
-    def _pooled(self, state: RequestState, output: SequenceOutput, now: float) -> PoolingRequestOutput[PoolingOutput]:
-        """Return the result of a pooling request."""
+    def _is_too_soon(self, state: RequestState) -> bool:
+        num_sent = sum(completion.num_sent_tokens for completion in state.completions)
+        return num_sent > 0 and state.num_tokens - num_sent < self._interval
+
+    def _end(self, state: RequestState, now: float) -> None:
+        state.metrics.last_token_time, state.metrics.finished_time = state.last_token_time, now
+        state.is_over = True
+        del self.requests[state.request.request_id]
+        self._record_finished(state)
+
+    def _take_vectors(self, state: RequestState, output: SequenceOutput, now: float) -> None:
+        """Make the result of a pooling request."""
         from octavo.pooling.vectors import finished  # with numpy, which servers of models that generate do without
 
         request = state.request
         assert request.pooling is not None and output.vectors is not None
         self._begin(state, output, now)
-        state.metrics.last_token_time = state.metrics.finished_time = now
-        state.pooling_end = "stop"
-        del self.requests[output.request_id]
-        self._record_finished(state)
         num_tokens = len(request.prompt.token_ids)
-        data = finished(output.vectors, num_tokens, request.pooling)
-        return PoolingRequestOutput(
-            state.external_id, PoolingOutput(data), request.prompt.token_ids, metrics=state.metrics,
-            num_cached_tokens=state.num_cached_tokens,
+        state.pooled = PoolingRequestOutput(
+            state.external_id, PoolingOutput(finished(output.vectors, num_tokens, request.pooling)),
+            request.prompt.token_ids, metrics=state.metrics, num_cached_tokens=state.num_cached_tokens,
         )  # fmt: skip
 
     def _begin(self, state: RequestState, output: SequenceOutput, now: float) -> None:
@@ -341,16 +452,16 @@ class OutputProcessor:
         state.num_cached_tokens = output.num_cached_tokens
         state.alignment = output.alignment
         if state.request.params.prompt_logprobs is not None:
-            entries = output.prompt_logprobs or ()
-            made = PromptPositions(1 + len(entries), lambda index: self._position(entries[index - 1]))
-            state.prompt_logprobs = made if self._makes_prompts_later else list(made)
+            made = Positions([None, *(output.prompt_logprobs or ())], self.position)
+            state.prompt_logprobs = made if self.makes_logprobs_later else list(made)
 
     def _record_finished(self, state: RequestState) -> None:
         if self.metrics is None:
             return
         reason: str | None = "error"
         if state.error is None:
-            reason = state.completions[0].finish_reason if state.completions else state.pooling_end
+            pooled = "abort" if state.pooled is None else "stop"
+            reason = state.completions[0].finish_reason if state.completions else pooled
         num_generated = [len(completion.token_ids) for completion in state.completions]
         self.metrics.record_finished(
             state.metrics,
@@ -361,35 +472,7 @@ class OutputProcessor:
             state.num_cached_tokens,
         )
 
-    def _output(self, state: RequestState, is_finished: bool) -> RequestOutput:
-        completions = state.completions
-        if state.is_ranked:
-            ranked = sorted(completions, key=lambda c: c.cumulative_logprob or 0.0, reverse=True)
-            completions = ranked[: state.request.params.n]
-            for index, completion in enumerate(completions):
-                completion.index = index
-        elif state.is_delta:
-            completions = [
-                c
-                for c in completions
-                if len(c.token_ids) > c.num_sent_tokens or (c.finish_reason is not None and not c.is_end_sent)
-            ]
-        accepted, rejected = state.num_prediction_tokens
-        return RequestOutput(
-            request_id=state.external_id,
-            prompt=state.request.prompt.text,
-            prompt_token_ids=state.request.prompt.token_ids,
-            outputs=[completion.output(state.is_delta) for completion in completions],
-            finished=is_finished,
-            prompt_logprobs=state.prompt_logprobs,
-            metrics=state.metrics,
-            num_cached_tokens=state.num_cached_tokens,
-            num_accepted_prediction_tokens=accepted,
-            num_rejected_prediction_tokens=rejected,
-            alignment=state.alignment,
-        )
-
-    def _position(self, entry: TokenLogprobs) -> PositionLogprobs:
+    def position(self, entry: TokenLogprobs) -> PositionLogprobs:
         """Return a position's log-probabilities, the sampled token first. Top tokens rank 1, 2, …; the sampled one has
         its own rank."""
         decode = self.tokenizer.backend_tokenizer.decode

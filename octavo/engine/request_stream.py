@@ -1,44 +1,93 @@
-"""What a request has put out and its caller has not read yet. A caller that is late finds one output that says all, so
-that nothing grows and an engine that is ahead of its callers has less to send.
+"""Brings a request's outputs to its caller. What a late caller has not got yet stays in the request's state, so that
+nothing grows, and an engine that is ahead of its callers has less to send.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from octavo.engine.generate import Output
-from octavo.errors import OctavoError
-from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.engine.output_processor import RequestState
+from octavo.outputs import Output
 from octavo.request import EngineRequest
-from octavo.sampling_params import RequestOutputKind
+
+
+class Sink(Protocol):
+    """Takes outputs as they come, without a switch to the caller's task."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can take an output now."""
+        ...
+
+    def take(self, state: RequestState) -> None:
+        """Take the news of a request that goes on."""
+        ...
+
 
 if TYPE_CHECKING:
     from octavo.engine.async_engine import AsyncLLMEngine
 
 
 class RequestStream:
-    """The outputs of one request on their way to its caller: one at most, and an error that comes after it."""
+    """The outputs of one request on their way to its caller or to its `sink`, and the error that comes after them."""
 
-    def __init__(self, request: EngineRequest, external_id: str, engine: AsyncLLMEngine) -> None:
+    __slots__ = (
+        "_error", "_has_news", "_is_awaited", "_sink", "engine", "external_id", "has_ended_early", "is_untold",
+        "opening", "request", "state",
+    )  # fmt: skip
+
+    def __init__(
+        self, request: EngineRequest, external_id: str, engine: AsyncLLMEngine, sink: Sink | None = None
+    ) -> None:
         self.request, self.external_id = request, external_id
         self.engine = engine  # the one that computes it now
         self.opening: asyncio.Future[None] | None = None  # set while it waits for the engine to take requests
         self.has_ended_early = False  # ended while it waited
-        self._output: Output | None = None
-        self._error: OctavoError | None = None
+        self.state: RequestState | None = None  # once the engine has it
+        self.is_untold = False  # has news and waits for `tell`
+        self._sink = sink
+        self._error: Exception | None = None
         self._has_news = asyncio.Event()
+        self._is_awaited = False  # by a caller in `get` that has not been woken
 
-    def put(self, news: Output | OctavoError) -> None:
-        """Add what a step has brought to what has not been read."""
-        self._has_news.set()
-        if isinstance(news, OctavoError):
-            self._error = news
+    def follow(self, state: RequestState) -> None:
+        """Bring the outputs of `state`."""
+        self.state, state.stream = state, self
+
+    def close(self) -> None:
+        """Let go of the state: nothing is told any more."""
+        if self.state is not None:
+            self.state.stream = None
+
+    def tell(self) -> None:
+        """Give news to the sink. If the request has ended, if the sink is closed, or if the caller is not done with the
+        last output, wake the caller."""
+        self.is_untold = False
+        state, sink = self.state, self._sink
+        assert state is not None
+        if state.error is not None:
+            self.fail(state.error)
+        elif not state.has_news:  # the caller was faster
             return
-        is_delta = self.request.params.output_kind is RequestOutputKind.DELTA
-        if is_delta and isinstance(self._output, RequestOutput) and isinstance(news, RequestOutput):
-            news.outputs = _joined(self._output.outputs, news.outputs)
-        self._output = news
+        elif sink is None or state.is_over or not self._is_awaited or not sink.is_open:
+            self.wake()
+        else:
+            try:
+                sink.take(state)
+            except Exception as error:
+                self.fail(error)
+
+    def wake(self) -> None:
+        """Wake the caller."""
+        self._is_awaited = False
+        self._has_news.set()
+
+    def fail(self, error: Exception) -> None:
+        """Let the stream end with an error, behind its news."""
+        if self._error is None:
+            self._error = error
+        self.wake()
 
     def abort(self, stop_reason: str | None = None) -> None:
         """End the request with what it has."""
@@ -46,26 +95,15 @@ class RequestStream:
 
     async def get(self) -> Output:
         """Wait for an output. Raises the request's error once everything before it has been read."""
-        await self._has_news.wait()
-        if self._output is not None:
-            output, self._output = self._output, None
+        while True:
+            self._is_awaited = True
+            try:
+                await self._has_news.wait()
+            finally:
+                self._is_awaited = False
             if self._error is None:
                 self._has_news.clear()
-            return output
-        assert self._error is not None
-        raise self._error
-
-
-def _joined(earlier: list[CompletionOutput], later: list[CompletionOutput]) -> list[CompletionOutput]:
-    """Deltas of two outputs as one: what is new of each completion."""
-    by_index = {part.index: part for part in earlier}
-    for part in later:
-        before = by_index.get(part.index)
-        by_index[part.index] = part
-        if before is None:
-            continue
-        part.text = before.text + part.text
-        part.token_ids = [*before.token_ids, *part.token_ids]
-        if before.logprobs is not None:
-            part.logprobs = [*before.logprobs, *(part.logprobs or ())]
-    return [by_index[index] for index in sorted(by_index)]
+            if self.state is not None and self.state.has_news:
+                return self.state.take()
+            if self._error is not None:
+                raise self._error

@@ -252,7 +252,7 @@ class LLM(PoolingMethods):
         tokens = output.prompt_token_ids + token_ids
         return BeamSearchSequence(
             tokens=tokens,
-            logprobs=completion.logprobs,
+            logprobs=list(completion.logprobs),
             cum_logprob=completion.cumulative_logprob,
             text=str(self.tokenizer.decode(tokens)),
             finish_reason=completion.finish_reason,

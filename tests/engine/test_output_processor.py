@@ -290,12 +290,19 @@ def test_prompt_logprobs_begin_with_none_and_stay_in_every_output(tokenizer: Any
     assert only(one_token.process([say([100])])[0]).prompt_logprobs == [None]
 
 
+def aborted_output(outputs: OutputProcessor) -> RequestOutput:
+    state = outputs.abort("r")
+    assert state is not None and state.has_news
+    output = state.take()
+    assert isinstance(output, RequestOutput)
+    return output
+
+
 def test_an_abort_returns_what_there_is_and_later_tokens_are_ignored(tokenizer: Any) -> None:
     outputs = processor(tokenizer, request(n=2, stop=["continued"]))
     done, cont = tokenizer.encode("done")[0], tokenizer.encode(" contin")[0]
     outputs.process([say([done], 0, "length"), say([cont], 1)])
-    aborted = outputs.abort("r")
-    assert aborted is not None
+    aborted = aborted_output(outputs)
     assert [(part.text, part.finish_reason) for part in aborted.outputs] == [("done", "length"), (" contin", "abort")]
     assert aborted.finished
     assert outputs.process([say([cont], 1)]) == ([], [])
@@ -306,8 +313,7 @@ def test_an_abort_returns_what_there_is_and_later_tokens_are_ignored(tokenizer: 
 def test_an_aborted_stream_ends_with_what_was_not_sent_yet(tokenizer: Any) -> None:
     outputs = processor(tokenizer, request(output_kind=DELTA, stop=["continued"]))
     sent = only(outputs.process([say(tokenizer.encode("to be contin"))])[0])
-    rest = outputs.abort("r")
-    assert rest is not None
+    rest = aborted_output(outputs)
     assert sent.outputs[0].text == "to be "
     assert (rest.outputs[0].text, rest.outputs[0].token_ids) == ("contin", [])
 

@@ -1,4 +1,4 @@
-"""What a late caller finds of its request."""
+"""What callers and sinks find of a request, however late they are."""
 
 from __future__ import annotations
 
@@ -8,68 +8,143 @@ from typing import Any, cast
 
 import pytest
 
+from octavo.engine.output_processor import OutputProcessor, RequestState
 from octavo.engine.request_stream import RequestStream
 from octavo.errors import OctavoError
-from octavo.outputs import CompletionOutput, RequestOutput
-from octavo.request import EngineRequest, Prompt
+from octavo.outputs import RequestOutput
+from octavo.request import EngineRequest, Prompt, SequenceOutput, TokenLogprobs
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 
-
-def stream_of(kind: RequestOutputKind) -> RequestStream:
-    params = SamplingParams(max_tokens=500, n=2, output_kind=kind)
-    return RequestStream(EngineRequest("a", Prompt([1]), params, [], 500, 0.0), "a", cast(Any, None))
+TOKENS = 60  # of each completion
 
 
-def delta(tokens: list[tuple[int, int]], finished: bool = False) -> RequestOutput:
-    """New tokens of completions, each (completion, token)."""
-    parts = []
-    for index in sorted({index for index, _ in tokens}):
-        own = [token for i, token in tokens if i == index]
-        logprobs: list[Any] = [{token: None} for token in own]
-        reason = "length" if finished else None
-        parts.append(CompletionOutput(index, "".join(map(chr, own)), own, -float(own[-1]), logprobs, reason))
-    return RequestOutput("a", None, [1], parts, finished)
+class Followed:
+    """A request of two completions, its stream, and its sink, which is open when the test says so."""
+
+    def __init__(self, tokenizer: Any, sink: bool = False, interval: int = 1, **params: Any) -> None:
+        sampling = SamplingParams(max_tokens=TOKENS, n=2, **params)
+        request = EngineRequest("a", Prompt([1]), sampling, [], TOKENS, 0.0)
+        self.outputs = OutputProcessor(tokenizer, makes_logprobs_later=True, stream_interval=interval)
+        self.stream = RequestStream(request, "a", cast(Any, None), self if sink else None)
+        self.stream.follow(self.outputs.add(request))
+        self.is_open = True
+        self.pushed: list[RequestOutput] = []
+
+    def take(self, state: RequestState) -> None:
+        output = state.take()
+        assert isinstance(output, RequestOutput)
+        self.pushed.append(output)
+
+    def step(self, tokens: list[tuple[int, int]], ended: set[int] | None = None) -> None:
+        """The core's message: tokens, each (completion, token). Those `ended` have their last one."""
+        outputs = [
+            SequenceOutput(
+                "a", index, [token for i, token in tokens if i == index], "length" if index in (ended or ()) else None,
+                logprobs=[TokenLogprobs([token], [-1.0], 1) for i, token in tokens if i == index],
+            )
+            for index in sorted({index for index, _ in tokens})
+        ]  # fmt: skip
+        for state in self.outputs.update(outputs)[0]:
+            assert state.stream is not None
+            state.stream.tell()
+
+    async def get(self) -> RequestOutput:
+        output = await self.stream.get()
+        assert isinstance(output, RequestOutput)
+        return output
+
+
+def random_steps(rng: random.Random) -> list[list[tuple[int, int]]]:
+    left, steps = {0: TOKENS, 1: TOKENS}, []
+    while left:
+        steps.append([(index, rng.randrange(300, 900)) for index in left if rng.random() < 0.8])
+        for index, _ in steps[-1]:
+            left[index] -= 1
+            if not left[index]:
+                del left[index]
+    return steps
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_deltas_add_up_to_the_same_however_late_they_are_read(seed: int) -> None:
+def test_deltas_add_up_to_the_same_however_late_they_are_read_and_whoever_reads_them(tokenizer: Any, seed: int) -> None:
     rng = random.Random(seed)
-    news = [[(rng.randrange(2), 97 + rng.randrange(26)) for _ in range(rng.randint(1, 3))] for _ in range(100)]
+    steps = random_steps(rng)
+    expected = {index: [token for step in steps for i, token in step if i == index] for index in (0, 1)}
 
     async def use() -> None:
-        stream = stream_of(RequestOutputKind.DELTA)
-        read: list[RequestOutput] = []
-        for i, tokens in enumerate(news):
-            is_last = i == len(news) - 1
-            stream.put(delta(tokens, finished=is_last))
-            if is_last or rng.random() < 0.3:
-                output = await stream.get()
-                assert isinstance(output, RequestOutput)
-                read.append(output)
-        assert len(read) < len(news) and [output.finished for output in read] == [False] * (len(read) - 1) + [True]
+        stops = ["\0"] if seed % 2 else []
+        given = Followed(tokenizer, bool(seed % 3), output_kind=RequestOutputKind.DELTA, logprobs=0, stop=stops)
+        seen: list[RequestOutput] = given.pushed  # in order: the caller puts what it gets there too
+        reading: asyncio.Task[RequestOutput] | None = None
+        num_left = dict.fromkeys((0, 1), TOKENS)
+        for step in steps:
+            if reading is None and rng.random() < 0.3:
+                reading = asyncio.ensure_future(given.get())
+                await asyncio.sleep(0)
+            given.is_open = rng.random() < 0.7
+            for index, _ in step:
+                num_left[index] -= 1
+            given.step(step, {index for index, _ in step if not num_left[index]})
+            if reading is not None and rng.random() < 0.7:
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                if reading.done():
+                    seen.append(reading.result())
+                    reading = None
+        while not seen[-1:] or not seen[-1].finished:
+            seen.append(await (reading or given.get()))
+            reading = None
+        assert len(seen) < len(steps) and [output.finished for output in seen] == [False] * (len(seen) - 1) + [True]
         for index in (0, 1):
-            expected = [token for tokens in news for i, token in tokens if i == index]
-            parts = [part for output in read for part in output.outputs if part.index == index]
-            assert [token for part in parts for token in part.token_ids] == expected
-            assert "".join(part.text for part in parts) == "".join(map(chr, expected))
-            assert [token for part in parts for found in part.logprobs or () for token in found] == expected
-            assert parts[-1].cumulative_logprob == -expected[-1]
+            parts = [part for output in seen for part in output.outputs if part.index == index]
+            assert [token for part in parts for token in part.token_ids] == expected[index]
+            assert "".join(part.text for part in parts) == tokenizer.decode(expected[index])
+            assert [token for part in parts for found in part.logprobs or () for token in found] == expected[index]
+            assert parts[-1].cumulative_logprob == -TOKENS
 
     asyncio.run(use())
 
 
-def test_a_late_caller_finds_the_last_of_outputs_that_say_all_and_then_the_error() -> None:
+def test_a_late_caller_finds_the_last_of_outputs_that_say_all_and_then_the_error(tokenizer: Any) -> None:
     async def use() -> None:
-        stream = stream_of(RequestOutputKind.CUMULATIVE)
-        reading = asyncio.ensure_future(stream.get())
+        given = Followed(tokenizer, output_kind=RequestOutputKind.CUMULATIVE)
+        reading = asyncio.ensure_future(given.get())
         await asyncio.sleep(0)
         assert not reading.done()
-        for count in (1, 2, 3):
-            stream.put(delta([(0, 97)] * count))
-        stream.put(OctavoError("lost"))
+        for _ in range(3):
+            given.step([(0, 300)])
+        given.stream.fail(OctavoError("lost"))
         output = await reading
-        assert isinstance(output, RequestOutput) and output.outputs[0].text == "aaa"
+        assert output.outputs[0].text == tokenizer.decode([300] * 3)
         with pytest.raises(OctavoError, match="lost"):
-            await stream.get()
+            await given.get()
+
+    asyncio.run(use())
+
+
+def test_a_sink_that_fails_ends_its_request_alone(tokenizer: Any) -> None:
+    async def use() -> None:
+        given = Followed(tokenizer, sink=True)
+        given.pushed = None  # type: ignore[assignment]
+        reading = asyncio.ensure_future(given.get())
+        await asyncio.sleep(0)
+        given.step([(0, 300)])
+        with pytest.raises(AttributeError):
+            await reading
+
+    asyncio.run(use())
+
+
+def test_a_caller_that_has_gone_is_told_nothing(tokenizer: Any) -> None:
+    async def use() -> None:
+        given = Followed(tokenizer, sink=True)
+        reading = asyncio.ensure_future(given.get())
+        await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.wait((reading,))
+        given.step([(0, 300)])
+        assert given.pushed == []
+        given.stream.close()
+        assert given.outputs.requests["a"].stream is None
 
     asyncio.run(use())

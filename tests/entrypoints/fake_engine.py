@@ -17,6 +17,7 @@ from octavo.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from octavo.engine.forecast import FirstTokenForecast
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor
+from octavo.engine.request_stream import Sink
 from octavo.engine.wire import BlockMap
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.http.uvicorn_server import HttpServer
@@ -81,7 +82,7 @@ class FakeEngine:
         return BlockMap(bytes([3, 2, 2, 1, 0, 0, 0, 0]))
 
     async def generate_from(
-        self, request: EngineRequest, external_id: str | None = None
+        self, request: EngineRequest, external_id: str | None = None, sink: Sink | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         params, request_id = request.params, request.request_id
         others = {
@@ -89,7 +90,7 @@ class FakeEngine:
         }  # fmt: skip
         self.seen.append((request.prompt.token_ids, params, others))
         self.deadlines.append(request.deadline)
-        outputs = OutputProcessor(self.tokenizer, self.metrics, makes_prompts_later=True)
+        outputs = OutputProcessor(self.tokenizer, self.metrics, makes_logprobs_later=True)
         outputs.add(request, external_id)
         self.active.add(request_id)
         try:
@@ -104,7 +105,11 @@ class FakeEngine:
                     for i, script in enumerate(scripts)
                     if step < len(script)
                 ]
-                for result in outputs.process(new)[0]:
+                for state in outputs.update(new)[0]:
+                    if sink is not None and sink.is_open and not state.is_over:
+                        sink.take(state)
+                        continue
+                    result = state.take()
                     assert isinstance(result, RequestOutput)
                     yield result
                     if result.finished:

@@ -37,6 +37,7 @@ from octavo.request import Prompt
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from octavo.engine.request_stream import Sink
     from octavo.entrypoints.chat.tools.tool_formats import ToolFormat
     from octavo.loading.tokenizer import ModelTokenizer
 
@@ -47,7 +48,7 @@ class Progress:
 
     deltas: list[Delta]
     token_ids: list[int]
-    logprobs: list[PositionLogprobs] | None  # of `token_ids`
+    logprobs: Sequence[PositionLogprobs] | None  # of `token_ids`
     finish_reason: str | None  # stop, length, tool_calls or abort; None while the answer goes on
     stop_reason: int | str | None  # the stop text or token, or the reason of an abort
     num_prompt_tokens: int
@@ -116,8 +117,11 @@ class Conversation:
             return len(token_ids)
         return len(self._state.engine.inputs.encode(thought, add_special_tokens=False)) if thought else 0
 
-    async def submit(self, response_id: str) -> tuple[Prompt, AsyncGenerator[RequestOutput, None]]:
-        """Check the request and return its prompt and its generator. Raises `RequestError` for an invalid request."""
+    async def submit(
+        self, response_id: str, sink: Sink | None = None
+    ) -> tuple[Prompt, AsyncGenerator[RequestOutput, None]]:
+        """Check the request and return its prompt and its generator, like `ServerState.submit`. Raises `RequestError`
+        for an invalid request."""
         async with self._fetched():
             with naming_prompt("messages"):
                 return await self._state.submit(
@@ -128,6 +132,7 @@ class Conversation:
                     has_grammar=self._body.forces_calls or self._body.thinking_token_budget is not None,
                     media=self._kinds(),
                     clamps_max_tokens=self._clamps_max_tokens,
+                    sink=sink,
                 )
 
     async def count_tokens(self, length: int) -> int:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from octavo.engine.engine_client import EngineClient
+    from octavo.engine.request_stream import Sink
     from octavo.entrypoints.http.background_jobs import BackgroundJobs
     from octavo.entrypoints.http.store import Store
     from octavo.lora.names import AdapterNames
@@ -338,9 +339,10 @@ class ServerState:
         num_prompts: int = 1,
         clamps_max_tokens: bool = False,
         scores_prompt: bool = False,
+        sink: Sink | None = None,
     ) -> tuple[Prompt, AsyncGenerator[RequestOutput, None]]:
         """Check one prompt of a request, and return its generator. The generator submits the request when it is asked
-        for its first output.
+        for its first output. The `sink` takes outputs that the generator then does not yield.
 
         `prepare` makes the prompt. For long bodies, and with a grammar, it runs in a thread. A body of several prompts
         gives the `length` of each. Returns the prompt too. Raises `RequestError` here, before any response has been
@@ -387,8 +389,8 @@ class ServerState:
         deadline = request.arrival_time + min(limits_s) if limits_s else None
         self.check_ttft(len(request.prompt.token_ids), body.max_ttft)
         request = msgspec.structs.replace(request, deadline=deadline, max_ttft_s=body.max_ttft)
-        outputs = self.engine.generate_from(request)
-        if self.tracer is not None:
+        outputs = self.engine.generate_from(request, sink=None if self.tracer is not None else sink)
+        if self.tracer is not None:  # it sees all outputs
             named = msgspec.structs.replace(request, request_id=name)
             outputs = self.tracer.trace(named, outputs, {} if arrival is None else arrival.headers)
         return request.prompt, outputs

@@ -7,8 +7,8 @@ Every token of every stream makes a chunk. So chunks are joined from bytes that 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 from pydantic import BaseModel
@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
+from octavo.engine.output_processor import RequestState
 from octavo.entrypoints.http.error_responses import stream_error_event
 from octavo.entrypoints.http.piecewise_json import encode_in_pieces, is_large
 from octavo.outputs import RequestOutput
@@ -35,15 +36,24 @@ class ChunkWriter:
     `wants_usage` puts the usage (or null) into every chunk, as OpenAI does when the client asked for the usage.
     """
 
-    def __init__(self, kind: str, about: Mapping[str, Any], *, wants_usage: bool) -> None:
+    def __init__(
+        self, kind: str, about: Mapping[str, Any], text_field: tuple[bytes, bytes], *, wants_usage: bool
+    ) -> None:
+        """`text_field` has the JSON before and after the text of a plain chunk."""
         self._head = b"data: " + encode_json({"id": about["id"], "object": kind, **about})[:-1] + b',"choices":['
         self._choice_heads: dict[int, bytes] = {}
+        self._text_begin, text_end = text_field
         self._tail = b',"usage":null}\n\n' if wants_usage else b"}\n\n"
-        self._plain_tail = b',"logprobs":null,"finish_reason":null}]' + self._tail
+        self._text_tail = text_end + b',"logprobs":null,"finish_reason":null}]' + self._tail
 
-    def text(self, index: int, field: bytes) -> bytes:
-        """Return the plain chunk of an unfinished choice. `field` is its text or delta, encoded with its name."""
-        return self._choice_head(index) + field + self._plain_tail
+    def text(self, index: int, text: str) -> bytes:
+        """Return the plain chunk of an unfinished choice."""
+        before, after = self.around_text(index)
+        return before + encode_json(text) + after
+
+    def around_text(self, index: int) -> tuple[bytes, bytes]:
+        """Return what a plain chunk has before and after the text."""
+        return self._choice_head(index) + self._text_begin, self._text_tail
 
     def choice(
         self,
@@ -80,14 +90,71 @@ def named_event(event: Mapping[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode_json(event))
 
 
+@runtime_checkable
+class Connection(Protocol):
+    """The server's side of an answer (`uvicorn_server.ResponseCycle`)."""
+
+    def attach(self, push: Push) -> None:
+        """Open `push`, if the answer has chunks, and close it while the client is late."""
+        ...
+
+
+class Push:
+    """A request's `Sink`: writes to the connection at once, while the client keeps up. What it cannot write comes
+    through the stream's generator."""
+
+    __slots__ = ("_encode", "_text_chunk", "_write", "has_sent", "is_open", "num_text_tokens")
+
+    def __init__(self, encode: Callable[[RequestState], bytes]) -> None:
+        """`encode` takes a request's news and returns the events."""
+        self.is_open = False
+        self.has_sent = False  # since the keeper's last check
+        self.num_text_tokens = 0  # tokens that `encode` has not seen
+        self._encode = encode
+        self._text_chunk: tuple[int, bytes, bytes] | None = None
+        self._write: Callable[[bytes], None] | None = None
+
+    def open(self, write: Callable[[bytes], None]) -> None:
+        self._write, self.is_open = write, True
+
+    def pause(self) -> None:
+        self.is_open = False
+
+    def resume(self) -> None:
+        self.is_open = self._write is not None
+
+    def close(self) -> None:
+        self._write, self.is_open = None, False
+
+    def begin_text(self, before: bytes, after: bytes) -> None:
+        """From now on write the text of the only completion between `before` and `after`, without `encode`."""
+        self._text_chunk = (len(before) + len(after), before, after + b"\r\n")
+
+    def take(self, state: RequestState) -> None:
+        assert self._write is not None
+        if self._text_chunk is None:
+            if events := self._encode(state):
+                self.has_sent = True
+                self._write(b"%x\r\n%b\r\n" % (len(events), events))
+            return
+        text, num_tokens = state.take_text()
+        self.num_text_tokens += num_tokens
+        if text:
+            self.has_sent = True
+            (length, before, after), shown = self._text_chunk, encode_json(text)
+            self._write(b"%x\r\n%b%b%b" % (length + len(shown), before, shown, after))
+
+
 class EventStream(Response):
-    """Sends the events of a generator. When the client hangs up, it closes the generator, which aborts the request."""
+    """Sends the events of a generator, and those that `push` takes beside it. When the client hangs up, it closes the
+    generator, which aborts the request."""
 
     media_type = "text/event-stream"
     keep_alive = b": keep-alive\n\n"  # a comment, sent when nothing else has been sent for a while
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str], push: Push | None = None) -> None:
         self._events = events
+        self._push = push or Push(lambda _: b"")  # which gets nothing
         self.status_code = 200
         self.background: BackgroundTask | None = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
@@ -100,15 +167,19 @@ class EventStream(Response):
         """Send the headers through the middlewares. Bodies bypass them, because each middleware would add a coroutine
         to every chunk."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        keeper = _Keeper(self.keep_alive, send_body, idle_s) if idle_s and self.keep_alive else None
+        push = self._push
+        keeper = _Keeper(self.keep_alive, send_body, idle_s, push) if idle_s and self.keep_alive else None
+        connection = getattr(send_body, "__self__", None)
+        if isinstance(connection, Connection):
+            connection.attach(push)
         try:
             async for events in self._events:
-                if keeper is not None:
-                    keeper.has_sent = True
+                push.has_sent = True
                 await send_body({"type": "http.response.body", "body": events, "more_body": True})
         except Exception as error:
             await send_body({"type": "http.response.body", "body": stream_error_event(error), "more_body": True})
         finally:
+            push.close()
             if keeper is not None:
                 keeper.stop()
             await self._events.aclose()
@@ -119,9 +190,8 @@ class _Keeper:
     """Sends a comment when nothing else has been sent for a while. Proxies end silent connections, and a stream is
     silent while its request is queued. It is a timer, with a task only while there is something to send."""
 
-    def __init__(self, comment: bytes, send_body: Send, idle_s: float) -> None:
-        self.has_sent = False  # since the timer's last check
-        self._comment, self._send_body, self._idle_s = comment, send_body, idle_s
+    def __init__(self, comment: bytes, send_body: Send, idle_s: float, push: Push) -> None:
+        self._comment, self._send_body, self._idle_s, self._push = comment, send_body, idle_s, push
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
         self._timer = self._loop.call_later(idle_s, self._look)
@@ -132,9 +202,9 @@ class _Keeper:
             self._task.cancel()
 
     def _look(self) -> None:
-        if not self.has_sent and (self._task is None or self._task.done()):
+        if not self._push.has_sent and (self._task is None or self._task.done()):
             self._task = self._loop.create_task(self._send())
-        self.has_sent = False
+        self._push.has_sent = False
         self._timer = self._loop.call_later(self._idle_s, self._look)
 
     async def _send(self) -> None:

@@ -26,6 +26,7 @@ from octavo.entrypoints.http.app import build_app
 from octavo.entrypoints.http.error_responses import RETRY_AFTER_S, error_body
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.http.server_state import ServerState
+from octavo.entrypoints.http.streaming import Push
 
 if TYPE_CHECKING:
     from octavo.engine.engine_client import EngineClient
@@ -148,6 +149,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._write_timeout_s = write_timeout_s
         self._head_timer: asyncio.TimerHandle | None = None  # runs while waiting for a head
         self._end_timer: asyncio.TimerHandle | None = None  # aborts the connection
+        self._push: Push | None = None  # of the answer under way
         self._is_lingering = False  # answered; further data is dropped
         self._num_head_bytes = 0
         self._num_trailer_bytes = 0
@@ -164,6 +166,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self._end_timer is not None:
             self._end_timer.cancel()
+        if self._push is not None:
+            self._push.close()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -199,17 +203,22 @@ class HttpProtocol(HttpToolsProtocol):
         self._end_head()
         super().on_headers_complete()
         self.cycle.__class__ = ResponseCycle
-        self.cycle.transport = _ClosingTransport(self.transport, self._close_answered)  # type: ignore[assignment]
+        transport = _ClosingTransport(self.transport, self._close_answered, self._attach)
+        self.cycle.transport = transport  # type: ignore[assignment]
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, msg)
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        if self._push is not None:
+            self._push.pause()
         self._end_within(self._write_timeout_s)
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        if self._push is not None:
+            self._push.resume()
         if self._end_timer is not None and not self.transport.is_closing() and not self._is_lingering:
             self._end_timer.cancel()
             self._end_timer = None
@@ -221,6 +230,11 @@ class HttpProtocol(HttpToolsProtocol):
         super().shutdown()
         if self.transport.is_closing():
             self._close()
+
+    def _attach(self, push: Push) -> None:
+        self._push = push
+        if self.flow.write_paused:
+            push.pause()
 
     def _close(self) -> None:
         """Hang up when the client has read all written data, or after `write_timeout_s`."""
@@ -276,8 +290,8 @@ class HttpProtocol(HttpToolsProtocol):
 class _ClosingTransport:
     """The transport of one answer. Closing it hangs up in the protocol's way."""
 
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self.write, self.is_closing, self.close = transport.write, transport.is_closing, close
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None], attach: Callable[[Push], None]) -> None:
+        self.write, self.is_closing, self.close, self.attach = transport.write, transport.is_closing, close, attach
 
 
 class ResponseCycle(RequestResponseCycle):
@@ -285,6 +299,12 @@ class ResponseCycle(RequestResponseCycle):
     answer without a length to HTTP/1.0, which has no chunks, ends with the connection."""
 
     _ends_with_connection = False
+
+    def attach(self, push: Push) -> None:
+        """Open `push`, if the answer has chunks and its client is there, and close it while the client is late."""
+        if self.chunked_encoding and not self._ends_with_connection and not self.disconnected:
+            push.open(self.transport.write)
+            self.transport.attach(push)  # type: ignore[attr-defined]
 
     def send(self, message: Any) -> Any:
         """Send a message without a coroutine of its own, because streams call this for every chunk."""

@@ -39,6 +39,7 @@ async def create_chat_completion(body: ChatCompletionRequest, raw: Request) -> R
 class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
     id_prefix = "chatcmpl"
     chunk_kind = "chat.completion.chunk"
+    text_field = b'"delta":{"content":', b"}"
 
     def __init__(self, body: ChatCompletionRequest, raw: Request) -> None:
         super().__init__(body, raw)
@@ -53,7 +54,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         self._stop_reason: int | str | None = None
 
     async def submit(self) -> None:
-        prompt, generator = await self._conversation.submit(self._about["id"])
+        prompt, generator = await self._conversation.submit(self._about["id"], self._push)
         self._prompt_token_ids = prompt.token_ids
         self._num_prompt = len(prompt.token_ids)
         self._generators = [generator]
@@ -116,8 +117,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
             if not is_plain or completion.finish_reason is not None:
                 events.append(self._event(writer, completion))
             elif completion.text:
-                field = b'"delta":{"content":' + encode_json(completion.text) + b"}"
-                events.append(writer.text(completion.index, field))
+                events.append(writer.text(completion.index, completion.text))
         return events
 
     def _begin(self, writer: ChunkWriter, index: int) -> bytes:

@@ -64,6 +64,7 @@ class _Prompt:
 class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
     id_prefix = "cmpl"
     chunk_kind = "text_completion"
+    text_field = b'"text":', b""
 
     def __init__(self, body: CompletionRequest, raw: Request) -> None:
         super().__init__(body, raw)
@@ -88,6 +89,7 @@ class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
                     num_prompts=len(body.prompts),
                     clamps_max_tokens=body.max_tokens is None,
                     scores_prompt=body.only_prompt,
+                    sink=self._push if len(body.prompts) == 1 else None,
                 )
             echo = None
             if body.echo:
@@ -132,7 +134,7 @@ class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
                 continue
             self._num_completion += len(completion.token_ids)
             if completion.text:
-                events.append(writer.text(index, b'"text":' + encode_json(completion.text)))
+                events.append(writer.text(index, completion.text))
         return events
 
     def _event(self, writer: ChunkWriter, index: int, prompt_index: int, completion: CompletionOutput) -> bytes:

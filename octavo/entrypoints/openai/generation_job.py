@@ -13,9 +13,10 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
+from octavo.engine.off_loop import run_off_loop
+from octavo.engine.output_processor import RequestState
 from octavo.entrypoints.http.server_state import state_of
-from octavo.entrypoints.http.streaming import DONE, ChunkWriter, EventStream, merge, respond
+from octavo.entrypoints.http.streaming import DONE, ChunkWriter, EventStream, Push, merge, respond
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
 from octavo.entrypoints.openai.request_bodies import GenerationRequest
 from octavo.entrypoints.openai.response_bodies import (
@@ -37,6 +38,7 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
 
     id_prefix: str
     chunk_kind: str  # the `object` of a stream's chunks
+    text_field: tuple[bytes, bytes]  # see `ChunkWriter`
 
     def __init__(self, body: RequestT, raw: Request) -> None:
         self._state = state = state_of(raw)
@@ -55,6 +57,9 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         as_ids = state.args.return_tokens_as_token_ids if as_ids is None else as_ids
         self._formatter = LogprobsFormatter(state.engine.tokenizer, as_token_ids=as_ids)
         self._generators: list[AsyncGenerator[RequestOutput, None]] = []  # one for each prompt
+        # Log-probabilities may need a thread, which only the generators use.
+        wants_logprobs = self._params.wants_logprobs or self._params.prompt_logprobs is not None
+        self._push = None if wants_logprobs else Push(self._pushed)
         self._prompt_logprobs: dict[int, Sequence[PositionLogprobs | None]] = {}  # by prompt
         self._num_prompt = 0  # tokens of all prompts
         self._num_cached: dict[int, int] = {}  # tokens, by prompt
@@ -66,7 +71,10 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         """Return the whole answer, or its stream. Raises `RequestError` for an invalid request."""
         await self.submit()
         if self._body.stream:
-            return EventStream(self._stream(), self._headers)
+            wants_usage = self._body.wants_usage or self._state.args.enable_force_include_usage
+            self._writer = ChunkWriter(self.chunk_kind, self._about, self.text_field, wants_usage=wants_usage)
+            self._has_plain_answer = self._is_plain()
+            return EventStream(self._stream(wants_usage), self._headers, self._push)
         return await respond(self._collect(), raw, self._headers)
 
     @abstractmethod
@@ -105,27 +113,34 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
     def _made(self, prompt_index: int, output: RequestOutput) -> list[ChoiceT]:
         return [self._choice(prompt_index, completion) for completion in output.outputs]
 
-    async def _stream(self) -> AsyncGenerator[bytes, None]:
-        wants_usage = self._body.wants_usage or self._state.args.enable_force_include_usage
-        writer = ChunkWriter(self.chunk_kind, self._about, wants_usage=wants_usage)
-        is_plain = self._is_plain()
+    async def _stream(self, wants_usage: bool) -> AsyncGenerator[bytes, None]:
         outputs = merge(self._generators)
         try:
             async for prompt_index, output in outputs:
                 length = self._note(prompt_index, output)
-                if length <= MAX_INLINE_LENGTH:
-                    events = self._events(writer, prompt_index, output, is_plain)
-                else:
-                    make = partial(self._events, writer, prompt_index, output, is_plain)
-                    events = await run_off_loop(make, length=length)
+                events = await run_off_loop(partial(self._encode, prompt_index, output), length=length)
                 if events:
-                    yield b"".join(events)
+                    yield events
         finally:
             await outputs.aclose()
         await self._on_end()
         if wants_usage:
-            yield writer.usage(self._usage().model_dump_json().encode())
+            yield self._writer.usage(self._usage().model_dump_json().encode())
         yield DONE
+
+    def _pushed(self, state: RequestState) -> bytes:
+        """Take the news of a request without log-probabilities, and return the chunks. The first output shows how many
+        tokens of the prompt were cached, and begins the stream."""
+        output = state.take()
+        assert isinstance(output, RequestOutput) and self._push is not None
+        self._note(0, output)
+        if self._has_plain_answer and len(state.completions) == 1:
+            self._push.begin_text(*self._writer.around_text(0))
+        return self._encode(0, output)
+
+    def _encode(self, prompt_index: int, output: RequestOutput) -> bytes:
+        """Return the chunks of an output."""
+        return b"".join(self._events(self._writer, prompt_index, output, self._has_plain_answer))
 
     def _note(self, prompt_index: int, output: RequestOutput) -> int:
         """Record an output's values beside its text. Return the length of a text that takes as long to write as its
@@ -140,15 +155,17 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         if (found := output.prompt_logprobs) is not None and prompt_index not in self._prompt_logprobs:
             self._prompt_logprobs[prompt_index] = found
             num_entries = len(found) * len(found[-1] or ())
-        if self._params.logprobs is not None:
-            num_entries += sum(len(position) for one in output.outputs for position in one.logprobs or ())
+        if (num_top := self._params.logprobs) is not None:
+            num_top = num_top if num_top >= 0 else len(self._state.engine.tokenizer)
+            num_entries += (1 + num_top) * sum(len(one.logprobs or ()) for one in output.outputs)
         return num_entries * LENGTH_OF_ENTRY
 
     def _usage(self) -> Usage:
+        num_completion = self._num_completion + (0 if self._push is None else self._push.num_text_tokens)
         return Usage(
             prompt_tokens=self._num_prompt,
-            completion_tokens=self._num_completion,
-            total_tokens=self._num_prompt + self._num_completion,
+            completion_tokens=num_completion,
+            total_tokens=self._num_prompt + num_completion,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._num_cached.values()))
             if self._state.args.enable_prompt_tokens_details
             else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from octavo.entrypoints.http.server import _bind, _warn_of_vllm_variables
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError
 from tests.entrypoints.fake_engine import FakeEngine, serving
+from tests.waiting import within
 
 HERE = "tests.entrypoints.http.test_server_flags"
 LOOP = "{%% for m in messages %%}{%% for p in %s %%}{{ p.text }}!{%% endfor %%}{%% endfor %%}"
@@ -54,6 +56,21 @@ def test_middlewares_see_every_answer_and_the_bodies_of_streams(engine: FakeEngi
         assert answer.headers["x-seen"] == "yes"
         assert '"TEXT"' in answer.text and answer.text.endswith("data: [DONE]\n\n")
         assert httpx.get(f"{url}/nowhere").headers["x-seen"] == "yes"
+
+
+def test_streams_that_middlewares_see_and_streams_that_are_pushed_have_the_same_bytes(engine: FakeEngine) -> None:
+    usage = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    wanted = [{"stream": True, **fields} for fields in ({}, {"n": 2}, usage, {"stop": "r"})]
+    prompts = {"completions": {"prompt": "Hi"}, "chat/completions": {"messages": [{"role": "user", "content": "Hi"}]}}
+    streams: list[list[str]] = []
+    for middleware in ([], [f"{HERE}.add_header"]):
+        with (
+            serving(engine, disable_log_requests=True, middleware=middleware) as url,
+            httpx.Client(base_url=f"{url}/v1/", headers={"X-Request-Id": "a"}, timeout=within(60)) as http,
+        ):
+            texts = [http.post(path, json=prompt | body).text for path, prompt in prompts.items() for body in wanted]
+        streams.append([re.sub(r'"created":\d+', "", text) for text in texts])
+    assert streams[0] == streams[1] and all(text.count("data: ") > 5 for text in streams[0])
 
 
 @pytest.mark.parametrize("path", ["no.such.Thing", f"{HERE}.HERE", "Thing"])

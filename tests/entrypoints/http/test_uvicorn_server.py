@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
+from octavo.engine.output_processor import RequestState
 from octavo.entrypoints.http import uvicorn_server
+from octavo.entrypoints.http.streaming import Push
 from octavo.entrypoints.http.uvicorn_server import HttpProtocol
 from tests.waiting import Clock, virtual_sleep
 
@@ -212,6 +214,40 @@ def test_a_client_that_reads_again_is_not_cut_off(monkeypatch: pytest.MonkeyPatc
         assert not client.is_gone
         client.abort()
         await virtual_sleep(2)
+
+    run(monkeypatch, act)
+
+
+def test_a_push_is_open_while_its_client_is_there_and_keeps_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    push = Push(lambda state: b"pushed")
+    state = cast(RequestState, None)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        connection = send.__self__  # type: ignore[attr-defined]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        connection.attach(push)
+        await receive()
+        await receive()
+
+    async def act(clock: Clock) -> None:
+        client = Client()
+        client.connect(app)
+        await client.send(GET)
+        assert push.is_open
+        push.take(state)
+        assert client.written.endswith(b"\r\n6\r\npushed\r\n")
+        client.reads = False
+        push.take(state)
+        assert not push.is_open
+        assert client.protocol is not None
+        client.protocol.resume_writing()
+        assert push.is_open
+        client.abort()
+        assert not push.is_open
+        old = Client()
+        old.connect(app)
+        await old.send(b"GET / HTTP/1.0\r\n\r\n")
+        assert not push.is_open, "there are no chunks"
 
     run(monkeypatch, act)
 
