@@ -113,7 +113,8 @@ class AsyncLLMEngine(EngineCalls):
             inputs = InputProcessor(config, tokenizer)
         self.inputs, self.tokenizer = inputs, inputs.tokenizer
         self._outputs = OutputProcessor(self.tokenizer, metrics, makes_logprobs_later=True)
-        self._continuation = Continuation(self._outputs, self._supervisor.send)
+        # `tell`: a request that a dying core misses goes to the next one.
+        self._continuation = Continuation(self._outputs, self._supervisor.tell)
         self._streams: dict[str, RequestStream] = {}
         self._untold = deque[RequestStream]()  # those with news, in order
         self._control = EngineControl(self._supervisor, lambda: not self._outputs.requests, self._abort_running)

@@ -109,7 +109,7 @@ def test_an_adapter_goes_with_its_request(llm: LLM, tmp_path: Path) -> None:
 def test_accepted_and_rejected_tokens_of_a_prediction_are_counted_over_all_cores() -> None:
     outputs = OutputProcessor(cast(Any, SimpleNamespace(backend_tokenizer=None)))
     params = SamplingParams(max_tokens=9, detokenize=False)
-    state = outputs.add(EngineRequest("a", Prompt([1]), params, [], 9, 0.0))
+    state = outputs.add(EngineRequest("a", Prompt([1]), params, [], 9, 0.0, prediction=[5]))
     for _ in range(2):
         state.remainder()
         for accepted, rejected in ((1, 0), (2, 3)):
