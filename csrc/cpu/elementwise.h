@@ -103,11 +103,7 @@ void pool_row(const PoolArgs& a, int64_t row) {
         }
         return count == 1 ? sum : div(sum, set1(divisor));
     };
-    if (a.out_dtype == kF32) {
-        write_row(a.out, a.out_dtype, row, a.width, pooled);
-    } else {
-        write_row(a.out, a.out_dtype, row, a.width, pooled);
-    }
+    write_row(a.out, a.out_dtype, row, a.width, pooled);
 }
 
 void pool(const void* args, int64_t task) {

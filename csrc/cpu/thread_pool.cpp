@@ -33,6 +33,8 @@ namespace {
 constexpr double kInlineNs = 5000;
 // Workers spin this long for the next call before they sleep: longer than the time between two steps of a stream.
 constexpr auto kSpinTime = std::chrono::microseconds(300);
+// Attention over chosen keys has some 540 KB of tiles on its stack; threads get 512 KB on macOS and 128 KB from musl.
+constexpr size_t kStackBytes = size_t{2} << 20;
 // A thread looks at a value so often, some ten microseconds, before it offers its core to other threads.
 constexpr int kSpinsBeforeYield = 500;
 constexpr int kMaxThreads = 1024;
@@ -96,7 +98,7 @@ class Pool {
             std::lock_guard<std::mutex> lock(sleep_);
         }
         wake_.notify_all();
-        for (std::thread& worker : workers_) worker.join();
+        for (Worker& worker : workers_) pthread_join(worker.thread, nullptr);
     }
 
   private:
@@ -107,17 +109,36 @@ class Pool {
     static constexpr int kCallShift = 32;
     static constexpr uint64_t kWorkersMask = (uint64_t{1} << kCallShift) - kWorker;
 
+    struct Worker {
+        Pool* pool;
+        int number;
+        pthread_t thread;
+    };
+
+    static void* run_worker(void* of) {
+        const Worker& worker = *static_cast<Worker*>(of);
+        worker.pool->work(worker.number);
+        return nullptr;
+    }
+
     void start() {
+        pthread_attr_t attributes;
+        pthread_attr_init(&attributes);
+        pthread_attr_setstacksize(&attributes, kStackBytes);
+        workers_.reserve(static_cast<size_t>(size_));  // their addresses stay
         // Workers block all signals, which are for the interpreter's threads.
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
-        try {
-            for (int i = 1; i < size_; ++i) workers_.emplace_back([this, i] { work(i); });
-        } catch (const std::system_error&) {
-            // The system grants no more threads: the caller and the threads that it granted do the work.
+        for (int i = 1; i < size_; ++i) {
+            Worker& worker = workers_.emplace_back(Worker{this, i, {}});
+            if (pthread_create(&worker.thread, &attributes, run_worker, &worker) != 0) {
+                workers_.pop_back();  // the caller and the threads that the system granted do the work
+                break;
+            }
         }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        pthread_attr_destroy(&attributes);
     }
 
     // Claims a task of `owner`'s share. Returns its number within the share, or -1 if none is left.
@@ -203,7 +224,7 @@ class Pool {
     const int size_;
     const std::vector<int> cpus_;
     const std::unique_ptr<Claims[]> claims_;
-    std::vector<std::thread> workers_;
+    std::vector<Worker> workers_;
     std::mutex callers_;
 
     // The call: written before the gate opens.

@@ -17,6 +17,7 @@ import torch
 from octavo import _cpu
 from tests.ops.kernel_cases import assert_same_bits, random
 from tests.ops.tensors import cpu
+from tests.waiting import within
 
 
 def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -184,6 +185,28 @@ print("fine")
 def test_a_forked_child_has_a_pool_of_its_own_and_exit_is_clean() -> None:
     result = run_python(FORK)
     assert (result.returncode, result.stdout.strip()) == (0, "fine"), result.stderr
+
+
+# Threads get the limit of the process's beginning, which the main thread raises for itself.
+DEEP = """
+import resource
+resource.setrlimit(resource.RLIMIT_STACK, (8 << 20, resource.RLIM_INFINITY))
+import torch
+from octavo import _cpu
+from tests.ops.index_cases import IndexedBatch, Sizes
+from tests.ops.tensors import cpu
+
+_cpu.set_threads(4)
+batch = IndexedBatch(cpu, Sizes(3, 512, 64, 64, 128), torch.float32, [700])
+print(batch.run([(0, 0, 700)], 96)[1].shape)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is read by Linux's C library")
+def test_threads_have_a_stack_for_every_kernel_whatever_the_system_gives() -> None:
+    limited = f"ulimit -Ss 512 && exec {sys.executable} -c '{DEEP}'"
+    done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, timeout=within(120))
+    assert (done.returncode, done.stdout) == (0, "torch.Size([700, 3, 512])\n"), done.stderr
 
 
 MISFITS = """
