@@ -52,8 +52,8 @@ class Sequence:
     has_ended: bool = False  # finished, failed or aborted; steps in flight may still compute it
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     alignment: list[bytes] = field(default_factory=list)  # see `StepResult`
-    chooser: Chooser | None = None  # None: the sampler chooses its tokens
-    is_held: bool = False  # waits for its chooser: not scheduled, and may lose its blocks and its row
+    beam_search: Chooser | None = None  # None: the sampler chooses its tokens
+    waits_for_beam_search: bool = False  # waits for its beam_search: not scheduled, and may lose its blocks and its row
     speculated: Any = None  # state of `octavo.speculative`
     num_accepted_prediction_tokens: int = 0  # draft tokens from the request's `prediction` that were accepted
     num_rejected_prediction_tokens: int = 0  # and that were rejected
@@ -86,25 +86,25 @@ class Sequence:
         return len(self.token_ids) - len(self.request.prompt.token_ids)
 
     @property
-    def num_lacking_tokens(self) -> int:
+    def num_uncomputed_tokens(self) -> int:
         """Tokens still to compute: one in a decode, many in a prefill. The scheduler knows no other difference."""
         return len(self.token_ids) + self.num_awaited_tokens - self.num_computed_tokens
 
     @property
-    def num_remaining_tokens(self) -> int:
+    def num_tokens_left_to_sample(self) -> int:
         """Tokens that may still be sampled after the awaited ones."""
         return self.request.max_tokens - (self.num_tokens - len(self.request.prompt.token_ids))
 
     @property
-    def needs_its_tokens(self) -> bool:
+    def next_step_needs_tokens(self) -> bool:
         """Return whether its next step needs the last step's tokens on the host: its sampling depends on them, or they
         decide which sequences there are."""
-        if self.chooser is not None or self.num_pending_forks:
+        if self.beam_search is not None or self.num_pending_forks:
             return True
         return self.params.follows_output or self.params.grammar is not None
 
     @property
-    def num_last_positions(self) -> int:
+    def num_result_positions(self) -> int:
         """Return how many of its last tokens have a result when all are computed: all of them if each token has a
         vector."""
         pooling = self.request.pooling
@@ -131,7 +131,7 @@ class Sequence:
             num_cached_tokens=self.num_cached_tokens,
             num_preemptions=self.num_preemptions,
             first_scheduled_time=self.first_scheduled_time,
-            chooser=self.chooser,
+            beam_search=self.beam_search,
         )
 
     def continued(self, index: int, output_token_ids: list[int]) -> Sequence:

@@ -229,7 +229,7 @@ class KVCacheManager:
         most = 0 if self.states and num_right else num_blocks * self.block_size
         seq.num_ready_slots = min(seq.num_ready_slots, most)
 
-    def step_end(self, num_computed: int, num_tokens: int) -> int:
+    def chunk_end(self, num_computed: int, num_tokens: int) -> int:
         """Return where a step should end that could compute the prompt's tokens num_computed .. num_tokens: at the end
         of a block if there are states, as only there snapshots are taken."""
         if self.states and self.enable_prefix_caching:

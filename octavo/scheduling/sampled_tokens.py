@@ -1,5 +1,5 @@
-"""What sampled tokens do to their sequence: it goes on, forks, is held for its chooser, or ends. A sequence of a model
-that pools ends with its vectors."""
+"""The effects of sampled tokens on their sequence: it goes on, forks, is held for its beam search, or ends. A
+sequence of a model that pools ends with its vectors."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from octavo.sequence import Sequence
 Logprobs = list[TokenLogprobs | None] | None  # parallel to tokens
 
 
-def propose(seq: Sequence, logprobs: Logprobs) -> list[SequenceOutput]:
-    """Hold a sequence until its chooser has chosen its next token. Returns the request's new outputs."""
+def hold_for_beam_search(seq: Sequence, logprobs: Logprobs) -> list[SequenceOutput]:
+    """Hold a sequence until beam search has chosen its next token. Returns the request's new outputs."""
     found = logprobs[0] if logprobs is not None else None
-    assert seq.chooser is not None and found is not None, "there are no tokens to choose from"
-    seq.is_held = True
-    seq.num_pending_forks = 0  # the chooser forks beams into the rows kept for them
-    return seq.chooser.propose(seq, found)
+    assert seq.beam_search is not None and found is not None, "there are no tokens to choose from"
+    seq.waits_for_beam_search = True
+    seq.num_pending_forks = 0  # beam search forks beams into the rows kept for them
+    return seq.beam_search.propose(seq, found)
 
 
 def start_forks(queues: SequenceQueues, seq: Sequence, tokens: list[int], logprobs: Logprobs) -> list[SequenceOutput]:

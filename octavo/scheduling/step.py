@@ -16,14 +16,14 @@ class Step:
     token_budget: int  # tokens that may still be added
     number: int  # counts the steps of a scheduler
     time_limit: TimeLimit | None = None  # None: no stream waits for the step
-    most_sequences: int = sys.maxsize
+    max_sequences: int = sys.maxsize
     plan: StepPlan = field(default_factory=StepPlan)
     sequences: list[Sequence] = field(default_factory=list)  # parallel to plan.rows
 
     @property
     def has_room(self) -> bool:
         """Whether another part of a prompt may be added."""
-        if self.token_budget <= 0 or len(self.sequences) >= self.most_sequences:
+        if self.token_budget <= 0 or len(self.sequences) >= self.max_sequences:
             return False
         return self.time_limit is None or not self.time_limit.is_spent
 
@@ -34,14 +34,14 @@ class Step:
         if seq.is_admitted_to_runner:
             if changed:
                 plan.new_blocks += [NewBlock(row, *change) for change in changed]
-            if seq.chooser is not None:  # the runner does not know the chosen token
+            if seq.beam_search is not None:  # the runner does not know the chosen token
                 plan.new_tokens.append((row, seq.num_tokens - 1, seq.token_ids[-1]))
         else:
             seq.is_admitted_to_runner = True
             seq.admission_step = self.number
             plan.admissions.append(_admission(seq, row))
-        num_sampled_positions = seq.num_last_positions if num_tokens == seq.num_lacking_tokens else 0
-        num_forks = 1 if seq.chooser is not None else 1 + seq.num_pending_forks
+        num_sampled_positions = seq.num_result_positions if num_tokens == seq.num_uncomputed_tokens else 0
+        num_forks = 1 if seq.beam_search is not None else 1 + seq.num_pending_forks
         # As PlannedRow(...), in half the time: this happens for every token.
         planned = tuple.__new__(
             PlannedRow, (row, seq.num_computed_tokens, num_tokens, num_sampled_positions, num_forks, ())
@@ -75,7 +75,7 @@ class Step:
         plan.runs_ahead = of_stages or (
             may_run_ahead
             and not any(
-                planned.num_sampled_positions and (planned.draft_tokens or seq.needs_its_tokens)
+                planned.num_sampled_positions and (planned.draft_tokens or seq.next_step_needs_tokens)
                 for seq, planned in zip(self.sequences, plan.rows, strict=True)
             )
         )

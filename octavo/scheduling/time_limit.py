@@ -70,7 +70,7 @@ def step_time_limit(
     decodes = StepWork()
     num_streams, has_prompts = 0, has_waiting
     for seq in running:
-        num_lacking = seq.num_lacking_tokens
+        num_lacking = seq.num_uncomputed_tokens
         if num_lacking == 1:
             decodes.add(seq.num_computed_tokens, 1, 1)
             num_streams += seq.params.output_kind is not RequestOutputKind.FINAL_ONLY

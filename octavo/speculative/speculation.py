@@ -82,13 +82,13 @@ class Speculation:
             about.acceptance.forget()
         about.proposal, about.is_predicted = NO_PROPOSAL, False
         if about.prediction_state is not None:
-            most = max(0, min(_MOST_PREDICTED, seq.num_remaining_tokens - 1))
+            most = max(0, min(_MOST_PREDICTED, seq.num_tokens_left_to_sample - 1))
             about.proposal = self._predictions.propose(seq, about.prediction_state, most)
             about.is_predicted = bool(about.proposal.tokens)
         if about.is_predicted:
             return
         if self._proposer is not None:
-            most = max(0, min(self._max_draft_tokens, seq.num_remaining_tokens - 1))
+            most = max(0, min(self._max_draft_tokens, seq.num_tokens_left_to_sample - 1))
             about.proposal = self._proposer.propose(seq, about.state, most)
         if not about.proposal.tokens:
             about.acceptance.forget()

@@ -181,8 +181,8 @@ def test_a_snapshot_stays_where_right_guesses_have_passed_the_end_of_a_block() -
 
 def test_steps_end_with_a_block_where_states_are_kept() -> None:
     cache = manager((FULL, 0), (STATE, 1), num_blocks=[8, 4])
-    assert [cache.step_end(computed, end) for computed, end in ((0, 11), (8, 11), (0, 3), (0, 8))] == [8, 11, 3, 8]
-    assert manager((FULL, 0), num_blocks=[8]).step_end(0, 11) == 11
+    assert [cache.chunk_end(computed, end) for computed, end in ((0, 11), (8, 11), (0, 3), (0, 8))] == [8, 11, 3, 8]
+    assert manager((FULL, 0), num_blocks=[8]).chunk_end(0, 11) == 11
 
 
 def test_a_snapshot_is_given_up_where_there_is_no_other_block() -> None:

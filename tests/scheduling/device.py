@@ -104,7 +104,7 @@ class Device:
     def _check_memory(self, seq: Sequence) -> None:
         """The blocks of a sequence hold exactly its own tokens, on the device or on the host."""
         name = seq.request.request_id, seq.index
-        if seq.chooser is not None:  # the next one of its index is another
+        if seq.beam_search is not None:  # the next one of its index is another
             self._truths.pop(name, None)
         truth = self._truths.setdefault(name, Truth(self.simulation.setup, seq.request))
         for token in seq.token_ids[len(truth.states) :]:

@@ -138,11 +138,11 @@ class Simulation:
         """Schedule, compute and account, and check everything that must hold of a step."""
         running_before = [
             seq for seq in self.scheduler.queues.running
-            if not seq.is_held
-            and not (seq.num_awaited_tokens and (seq.num_remaining_tokens <= 0 or self.setup.num_stages > 1))
+            if not seq.waits_for_beam_search
+            and not (seq.num_awaited_tokens and (seq.num_tokens_left_to_sample <= 0 or self.setup.num_stages > 1))
         ]  # fmt: skip
-        held_before = [seq for seq in self.scheduler.queues if seq.is_held]
-        waiting_before = [seq for seq in self.scheduler.queues.waiting if not seq.is_held]
+        held_before = [seq for seq in self.scheduler.queues if seq.waits_for_beam_search]
+        waiting_before = [seq for seq in self.scheduler.queues.waiting if not seq.waits_for_beam_search]
         plan = self.scheduler.schedule()
         self._check_order(waiting_before, running_before)
         self.seen["held beam"] += len(held_before)
@@ -290,7 +290,7 @@ class Simulation:
         left = [scheduling_order(seq) for seq in waiting if seq.row is None]
         assert not admitted or not left or max(admitted) < min(left), "somebody was passed over"
         self.seen["overtaken"] += any(
-            scheduling_order(seq) > min(admitted, default=scheduling_order(seq)) and seq.num_lacking_tokens > 0
+            scheduling_order(seq) > min(admitted, default=scheduling_order(seq)) and seq.num_uncomputed_tokens > 0
             for seq in running
             if seq.row is not None
         )
@@ -311,7 +311,7 @@ class Simulation:
             is_complete = planned.num_computed + num_certain == num_tokens
             assert is_complete or self.setup.enable_chunked_prefill, "a prompt was cut though chunked prefill is off"
             assert planned.num_sampled_positions == (1 + len(planned.draft_tokens) if is_complete else 0)
-            assert planned.num_forks == (1 if seq.chooser is not None else seq.num_rows)
+            assert planned.num_forks == (1 if seq.beam_search is not None else seq.num_rows)
 
     def _check_index(self) -> None:
         """A block of the prefix index holds the same as when it was indexed; equal keys mean equal contents."""

@@ -19,7 +19,7 @@ def guessing(*draft_tokens: int, **settings: Any) -> Scheduler:
     """A scheduler whose proposer always guesses the same."""
 
     def propose(seq: Sequence, most: int) -> tuple[int, ...]:
-        assert seq.num_lacking_tokens == 1
+        assert seq.num_uncomputed_tokens == 1
         return draft_tokens
 
     return scheduler(speculation=speculation(propose), **settings)
@@ -58,7 +58,7 @@ def test_guesses_are_computed_behind_the_last_token_and_sampled_after_each() -> 
     assert (output.token_ids, output.finish_reason) == ([11, 12, 13], None)
     assert [entry.token_ids for entry in output.logprobs or []] == [[11], [12], [13]], "one a token"
     [seq] = s.queues
-    assert (seq.num_computed_tokens, seq.num_lacking_tokens) == (9, 1)
+    assert (seq.num_computed_tokens, seq.num_uncomputed_tokens) == (9, 1)
 
 
 def test_what_was_computed_of_wrong_guesses_is_undone() -> None:

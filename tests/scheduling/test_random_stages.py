@@ -32,7 +32,7 @@ def run(seed: int) -> int:
         elif rng.random() < 0.3 and s.queues.requests:
             s.abort(rng.choice(sorted(s.queues.requests)))
         else:
-            before = [seq for seq in s.queues.running if seq.num_lacking_tokens and not seq.num_awaited_tokens]
+            before = [seq for seq in s.queues.running if seq.num_uncomputed_tokens and not seq.num_awaited_tokens]
             plan = s.schedule()
             num_preempted += bool(under_way) * sum(seq.row is None and not seq.has_ended for seq in before)
             if plan.rows:
