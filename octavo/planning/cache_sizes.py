@@ -56,10 +56,6 @@ class CacheSizes:
         """Return how many requests of `num_tokens` fit into `budget_bytes`, ignoring --max-num-seqs."""
         return max(0, budget_bytes) // max(1, self.request_bytes(num_tokens))
 
-    def pool_blocks(self, budget_bytes: int) -> list[int]:
-        """Return, by pool, the blocks that the engine would allocate. Raises `ConfigError` if they are too few."""
-        return capacity.num_blocks(self.config, self.groups, self.block_bytes, budget_bytes, "the memory")
-
 
 def cache_sizes(config: EngineConfig, specs: Sequence[LayerCacheSpec], dtype: str, on_gpu: bool) -> CacheSizes:
     """Return the sizes for a cache of `dtype`. Raises `ConfigError` if no kernel supports such a cache."""

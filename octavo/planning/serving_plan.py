@@ -349,8 +349,6 @@ def as_text(plan: dict[str, Any]) -> str:
         where = "on one device" if each == 1 else f"over {each} devices each (--tensor-parallel-size {each})"
         copies = "1 copy" if layout["replicas"] == 1 else f"{layout['replicas']} copies"
         lines.append(f"Cheapest layout: {copies} {where}, {_gib(layout['cache_bytes'])} of cache a copy")
-        if layout["reason"]:
-            lines.append(layout["reason"])
         lines += ["", "Requests at once, a copy"]
         lines += _table([(f"{r['length']} tokens", _gib(r["bytes"]), str(r["at_once"]), "") for r in plan["requests"]])
         for name, what in (("prefill", "prompt_tokens"), ("decode", "batch")):
