@@ -21,6 +21,14 @@ LISTS = frozenset(("allOf", "anyOf", "oneOf", "prefixItems"))
 MAPS = frozenset(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"))
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _DRAFTS = {"draft-03": 3, "draft-04": 4, "draft-06": 6, "draft-07": 7, "2019-09": 2019, "2020-12": 2020}
+# Keywords that mean nothing to the values that a schema takes.
+SILENT = frozenset(
+    ("$anchor", "$comment", "$defs", "$dynamicAnchor", "$id", "$schema", "contentEncoding", "contentMediaType",
+     "contentSchema", "default", "definitions", "deprecated", "description", "discriminator", "example", "examples",
+     "id", "nullable", "readOnly", "title", "writeOnly", "$recursiveAnchor", "$vocabulary")
+)  # fmt: skip
+IN_PLACE = ("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "if", "not", "dependentSchemas",
+             "dependencies", "dependentRequired")  # fmt: skip
 
 
 # What stands behind other keywords, and what that is called.
@@ -84,6 +92,22 @@ def as_list(keyword: str, value: Any) -> list[Any]:
     if not isinstance(value, list) or (not value and keyword != "prefixItems"):
         raise SchemaError(f"{keyword} is a list of at least one schema, not {shown(value)}")
     return value
+
+
+def text_of(keyword: str, schema: dict[str, Any]) -> str:
+    value = schema[keyword]
+    if not isinstance(value, str):
+        raise SchemaError(f"{keyword} is a text, not {shown(value)}")
+    return value
+
+
+def size_of(keyword: str, schema: dict[str, Any]) -> int | None:
+    value = schema.get(keyword)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 0:
+        raise SchemaError(f"{keyword} is a whole number from 0 on, not {shown(value)}")
+    return int(value)
 
 
 def shown(value: Any) -> str:
