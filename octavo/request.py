@@ -122,6 +122,7 @@ class EngineRequest(msgspec.Struct, tag="request", omit_defaults=True, weakref=T
     data_parallel_rank: int | None = None  # the server's engine that must take it; None: any
     media: list[MediaInput] = []  # inputs for `prompt.media`; dropped once the rows are computed
     final_check: FinalCheck | None = None  # check of its answers' texts
+    begun: list[list[int]] = []  # tokens of its answer that another server has sent, in groups as they came
     output_token_ids: dict[int, list[int]] = {}  # by completion to go on with: its tokens from a core that has died
 
 

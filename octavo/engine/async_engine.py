@@ -290,6 +290,8 @@ class AsyncLLMEngine(EngineCalls):
             if await self._wait_until_accepted(stream):
                 state = self._outputs.add(request, external_id, answer)
                 stream.follow(state)
+                for token_ids in request.begun:
+                    yield self._outputs.replay(state, token_ids)
                 self._take(state)
             while True:
                 output = await stream.get()

@@ -237,7 +237,7 @@ class RequestState:
             if completion.token_ids and completion.finish_reason is None:
                 output_token_ids[index] = completion.token_ids
         prompt = msgspec.structs.replace(self.request.prompt, text=None)  # the core does not need it
-        return msgspec.structs.replace(self.request, prompt=prompt, output_token_ids=output_token_ids)
+        return msgspec.structs.replace(self.request, prompt=prompt, output_token_ids=output_token_ids, begun=[])
 
     def take_text(self) -> tuple[str, int]:
         """Return what is new of the text of the only completion, and the number of new tokens."""
@@ -326,6 +326,13 @@ class OutputProcessor:
             state.completions[0].token_ids = answer
         self.requests[request.request_id] = state
         return state
+
+    def replay(self, state: RequestState, token_ids: list[int]) -> Output:
+        """Return the output for tokens of the only completion, which another server has sent. Raises `RequestError` if
+        they end it."""
+        if state.completions[0].add(SequenceOutput(state.request.request_id, 0, token_ids)):
+            raise RequestError("the tokens of resume end the answer: there is nothing to go on with.", param="resume")
+        return state.take()
 
     def abort(self, request_id: str, stop_reason: str | None = None) -> RequestState | None:
         """Remove a request. Returns it, marked as aborted, or None if it is not running."""

@@ -10,9 +10,10 @@ from starlette.types import Send
 
 from octavo.errors import RequestError
 from octavo.gateway.error_bodies import error_body, error_event
+from octavo.gateway.stream_progress import RESUMABLE, StreamProgress
 from octavo.gateway.upstream import HOP_BY_HOP, Answer
 
-_NOT_PASSED_ON = HOP_BY_HOP | {b"date"}
+_NOT_PASSED_ON = HOP_BY_HOP | {b"date", RESUMABLE}
 _EVENTS = b"text/event-stream"
 _MAX_EVENT_BYTES = 1 << 20  # of an event that is held back until it is whole
 
@@ -32,6 +33,7 @@ class Client:
         self._rest = b""  # of an event that is not whole
         self._failed_status = 0  # of an answer to a client that has had comments, and so a status
         self.has_answer = False  # it has a byte of an answer, or its status
+        self.progress = StreamProgress()
         self.load_s = 0.0  # how long the request has waited for its model
 
     @property
@@ -49,6 +51,8 @@ class Client:
         """Send an answer's status and headers."""
         self.has_answer = True
         is_events = answer.header(b"content-type").startswith(_EVENTS) and not answer.header(b"content-encoding")
+        self._rest = b""
+        self.progress.begin(answer.header(RESUMABLE) if is_events else b"")
         if self._has_head:
             self._failed_status = 0 if is_events else answer.status
             return
@@ -62,10 +66,14 @@ class Client:
         if not self._is_events:
             await self._write(data)
             return
-        data = self._rest + data if self._rest else data
         if self._failed_status:
-            self._rest = data
+            self._rest += data
             return
+        if self.progress.is_resumable:
+            if data := self.progress.add(data):
+                await self._write(data)
+            return
+        data = self._rest + data if self._rest else data
         end = len(data) if data.endswith(b"\n\n") else max(_after(data, b"\n\n"), _after(data, b"\r\n\r\n"))
         if len(data) - end > _MAX_EVENT_BYTES:
             end = len(data)
@@ -79,7 +87,7 @@ class Client:
             body = b" ".join(self._rest.split())
             await self._finish(error_event(body, self._path))
         else:
-            await self._finish(self._rest)
+            await self._finish(self.progress.flush() or self._rest)
 
     async def fail(self, error: RequestError) -> None:
         """Answer with an error. Raises `BrokenAnswerError` if part of another answer has been sent."""

@@ -39,6 +39,10 @@ class GatewayMetrics:
             "octavo_gateway_broken_answers", "Answers that ended amid their bytes, as the replica was lost.",
             labels, registry=on,
         )  # fmt: skip
+        self.resumed = Counter(
+            "octavo_gateway_resumed_streams", "Streams that the replica went on with after another one was lost.",
+            labels, registry=on,
+        )  # fmt: skip
         self.disconnects = Counter(
             "octavo_gateway_disconnects", "Requests whose client hung up before the end of the answer.", registry=on
         )

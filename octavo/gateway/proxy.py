@@ -1,7 +1,7 @@
 """One request's way through the gateway: which model, which replica, and its bytes both ways.
 
-A replica that is lost before the client has a byte costs the client nothing: another one is asked. Afterwards a stream
-ends with an error event.
+A replica that is lost before the client has a byte costs the client nothing: another one is asked. Afterwards another
+one goes on with a stream of Octavo's; others end with an error event.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from octavo.gateway.models import Models
 from octavo.gateway.replica import Replica
 from octavo.gateway.request_body import RequestBody
 from octavo.gateway.router import CreatedIds
+from octavo.gateway.stream_progress import RESUMABLE, RESUMABLE_PATHS
 from octavo.gateway.upstream import HOP_BY_HOP, Answer, Headers, UpstreamError
 
 logger = logging.getLogger("octavo.gateway")
 
 MODEL_HEADER = b"x-octavo-model"  # names the model of a request without one in its body
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
-_NOT_PASSED_ON = HOP_BY_HOP | {b"host", b"content-length", b"expect", MODEL_HEADER}
+_NOT_PASSED_ON = HOP_BY_HOP | {b"host", b"content-length", b"expect", MODEL_HEADER, RESUMABLE}
 _LISTS = {"/v1/files", "/v1/batches", "/v1/chat/completions"}
 _KEEPS = re.compile(r"/v1/(?:responses|chat/completions|files|batches)(?:/(?!input_tokens$)([^/]+))?")
 _CREATED = re.compile(rb'"(?:id|output_file_id|error_file_id)"\s*:\s*"((?:resp|chatcmpl|file|batch)[-_][\w-]{1,100})"')
@@ -165,8 +166,8 @@ class Proxy:
         self, deployment: Deployment, replica: Replica, request: ProxyRequest, client: Client, tried: set[Replica],
         is_only: bool,
     ) -> str | None:  # fmt: skip
-        """Have a replica answer. Returns why it did not, before the client has a byte of an answer."""
-        body = request.body.naming(replica.served_name)
+        """Have a replica answer. Returns why it did not, or not to the end, if another one may."""
+        body = client.progress.resumed(request.body.naming(replica.served_name))
         replica.num_in_flight += 1
         answer: Answer | None = None
         try:
@@ -187,31 +188,38 @@ class Proxy:
                 replica.breaker.fail()
             else:
                 replica.breaker.succeed()
-            self._metrics.requests.labels(deployment.name, replica.name, answer.status).inc()
-            self._metrics.first_byte.labels(deployment.name).observe(time.monotonic() - request.arrival)
+            if client.progress.is_resumable:
+                self._metrics.resumed.labels(deployment.name, replica.name).inc()
+            else:
+                self._metrics.requests.labels(deployment.name, replica.name, answer.status).inc()
+                self._metrics.first_byte.labels(deployment.name).observe(time.monotonic() - request.arrival)
             if answer.status < 300 and _KEEPS.match(request.path):
                 for created in _CREATED.findall(data[:8192]):
                     self._created.add(created.decode(), deployment.name, replica)
-            await self._pass_on(deployment, replica, answer, data, client)
-            return None
+            return await self._pass_on(deployment, replica, answer, data, client, is_only)
         finally:
             replica.num_in_flight -= 1
             if answer is not None:
                 answer.close()
 
     async def _pass_on(
-        self, deployment: Deployment, replica: Replica, answer: Answer, data: bytes, client: Client
-    ) -> None:
+        self, deployment: Deployment, replica: Replica, answer: Answer, data: bytes, client: Client, is_only: bool
+    ) -> str | None:
+        """Send an answer to the client. Returns why it broke off, if another replica can go on with it. Raises
+        `RequestError` if none can."""
         try:
             await client.begin(answer)
             while data:
                 await client.write(data)
                 data = await answer.read()
             await client.end()
+            return None
         except UpstreamError as error:
             replica.breaker.fail()
             self._metrics.broken_streams.labels(deployment.name, replica.name).inc()
             logger.warning("%s: replica %s was lost amid an answer: %s", deployment.name, replica.name, error)
+            if client.progress.lose() and not is_only and not self.is_stopping:
+                return f"replica {replica.name} was lost amid the answer: {error}"
             reason = "the gateway is stopping" if self.is_stopping else "its replica was lost amid the answer"
             raise RequestError(
                 f"The model {deployment.name} did not end its answer: {reason}.", status=503, code="replica_lost"
@@ -220,6 +228,8 @@ class Proxy:
     def _headers_for(self, replica: Replica, request: ProxyRequest) -> list[tuple[bytes, bytes]]:
         own = replica.auth_headers()
         dropped = _NOT_PASSED_ON | _KEY_HEADERS if own or self._keeps_keys else _NOT_PASSED_ON
+        if request.body.streams and request.path in RESUMABLE_PATHS:
+            own.append((RESUMABLE, b"1"))
         return [header for header in request.headers if header[0] not in dropped] + own
 
     async def until_ready(self, deployment: Deployment, client: Client) -> None:

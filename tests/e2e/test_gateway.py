@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import ollama
@@ -100,3 +103,46 @@ def test_a_model_that_nobody_serves_is_served_while_one_talks() -> None:
     assert done.returncode == 0 and done.stdout.endswith("\n"), done.stderr
     broken = octavo("run", MODEL, "-q", "Hi", "--url", "http://127.0.0.1:1", "--max-model-len", "99999999")
     assert broken.returncode == 1 and broken.stderr.splitlines()[-1].count("max-model-len") >= 1
+
+
+@pytest.fixture
+def two_replicas(tmp_path: Path) -> Iterator[Server]:
+    file = tmp_path / "models.yaml"
+    flags = "{max-model-len: 512, kv-cache-memory-bytes: 64M, cpu-threads: 1}"
+    file.write_text(f"models:\n  pair: {{model: {MODEL}, replicas: 2, preload: true, flags: {flags}}}\n")
+    with running_server(tmp_path, "--catalogue", str(file), command=COMMAND) as server:
+        wait_until(lambda: server.count('octavo_gateway_model_ready{model="pair"}') == 1)
+        yield server
+
+
+def test_streams_of_a_replica_that_is_killed_go_on_with_equal_bits(two_replicas: Server) -> None:
+    num_streams = 6
+    begun = threading.Semaphore(0)
+
+    def ask(number: int) -> tuple[str, str | None, int]:
+        with openai_client(two_replicas) as client:
+            stream = client.chat.completions.create(
+                model="pair", messages=[{"role": "user", "content": f"Tell a tale of {number} hens."}], max_tokens=96,
+                temperature=0.8, seed=number, stream=True, stream_options={"include_usage": True},
+            )  # fmt: skip
+            text, reason, num_tokens = "", None, 0
+            for position, chunk in enumerate(stream):
+                if position == 2:
+                    begun.release()
+                num_tokens = chunk.usage.completion_tokens if chunk.usage else num_tokens
+                for choice in chunk.choices:
+                    text += choice.delta.content or ""
+                    reason = choice.finish_reason or reason
+            return text, reason, num_tokens
+
+    with ThreadPoolExecutor(num_streams) as threads:
+        expected = list(threads.map(ask, range(num_streams)))
+        for _ in range(num_streams):
+            begun.acquire()
+        asking = [threads.submit(ask, number) for number in range(num_streams)]
+        for _ in range(num_streams):
+            begun.acquire()
+        children(two_replicas)[0].kill()
+        assert [one.result() for one in asking] == expected
+    resumed = re.findall(r"octavo_gateway_resumed_streams_total\{.*\} (\S+)", two_replicas.get("/metrics")[1])
+    assert sum(map(float, resumed)) >= 1, "each replica had some of the streams"

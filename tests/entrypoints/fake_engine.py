@@ -91,11 +91,15 @@ class FakeEngine:
         self.seen.append((request.prompt.token_ids, params, others))
         self.deadlines.append(request.deadline)
         outputs = OutputProcessor(self.tokenizer, self.metrics, makes_logprobs_later=True)
-        outputs.add(request, external_id)
+        state = outputs.add(request, external_id)
+        for group in request.begun:
+            replayed = outputs.replay(state, group)
+            assert isinstance(replayed, RequestOutput)
+            yield replayed
         self.active.add(request_id)
         try:
             scripts = [self._tokens(i, request.max_tokens) for i in range(params.num_completions)]
-            for step in range(max(map(len, scripts))):
+            for step in range(sum(map(len, request.begun)), max(map(len, scripts))):
                 await asyncio.sleep(0)
                 await until(lambda step=step: not self.is_paused if step > 0 else self.may_begin())  # type: ignore[misc]
                 if self.fails_after is not None and step == self.fails_after[0]:

@@ -326,6 +326,15 @@ class ServerState:
         most = self.args.max_logprob_entries // ((1 + params.logprobs) * params.num_sequences)
         return msgspec.structs.replace(request, max_tokens=max(1, min(request.max_tokens, most)))
 
+    def _resumed(self, request: EngineRequest, tokens: list[list[int]]) -> EngineRequest:
+        """Return the request with the tokens that another server has sent. Raises `RequestError`."""
+        vocab_size = self.engine.config.model.vocab_size
+        if any(token >= vocab_size for group in tokens for token in group):
+            raise RequestError(f"resume has tokens beyond the model's {vocab_size}.", param="resume")
+        if sum(map(len, tokens)) >= request.max_tokens:
+            raise RequestError(f"resume has all {request.max_tokens} tokens that the answer may have.", param="resume")
+        return msgspec.structs.replace(request, begun=tokens)
+
     async def submit(
         self,
         response_id: str,
@@ -389,6 +398,8 @@ class ServerState:
         deadline = request.arrival_time + min(limits_s) if limits_s else None
         self.check_ttft(len(request.prompt.token_ids), body.max_ttft)
         request = msgspec.structs.replace(request, deadline=deadline, max_ttft_s=body.max_ttft)
+        if (resume := getattr(body, "resume", None)) is not None:
+            request = self._resumed(request, resume.tokens)
         outputs = self.engine.generate_from(request, sink=None if self.tracer is not None else sink)
         if self.tracer is not None:  # it sees all outputs
             named = msgspec.structs.replace(request, request_id=name)

@@ -85,6 +85,11 @@ class ChunkWriter:
         return head
 
 
+def tokens_comment(token_ids: list[int]) -> bytes:
+    """Return the comment of a resumable stream that follows the events of these tokens."""
+    return b": tokens %b\n\n" % encode_json(token_ids)
+
+
 def named_event(event: Mapping[str, Any]) -> bytes:
     """Return a server-sent event whose name is its `type`."""
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode_json(event))
@@ -103,7 +108,7 @@ class Push:
     """A request's `Sink`: writes to the connection at once, while the client keeps up. What it cannot write comes
     through the stream's generator."""
 
-    __slots__ = ("_encode", "_text_chunk", "_write", "has_sent", "is_open", "num_text_tokens")
+    __slots__ = ("_encode", "_shows_tokens", "_text_chunk", "_write", "has_sent", "is_open", "num_text_tokens")
 
     def __init__(self, encode: Callable[[RequestState], bytes]) -> None:
         """`encode` takes a request's news and returns the events."""
@@ -112,6 +117,7 @@ class Push:
         self.num_text_tokens = 0  # tokens that `encode` has not seen
         self._encode = encode
         self._text_chunk: tuple[int, bytes, bytes] | None = None
+        self._shows_tokens = False
         self._write: Callable[[bytes], None] | None = None
 
     def open(self, write: Callable[[bytes], None]) -> None:
@@ -126,8 +132,10 @@ class Push:
     def close(self) -> None:
         self._write, self.is_open = None, False
 
-    def begin_text(self, before: bytes, after: bytes) -> None:
-        """From now on write the text of the only completion between `before` and `after`, without `encode`."""
+    def begin_text(self, before: bytes, after: bytes, *, shows_tokens: bool) -> None:
+        """From now on write the text of the only completion between `before` and `after`, without `encode`, and its
+        tokens behind it."""
+        self._shows_tokens = shows_tokens
         self._text_chunk = (len(before) + len(after), before, after + b"\r\n")
 
     def take(self, state: RequestState) -> None:
@@ -143,6 +151,9 @@ class Push:
             self.has_sent = True
             (length, before, after), shown = self._text_chunk, encode_json(text)
             self._write(b"%x\r\n%b%b%b" % (length + len(shown), before, shown, after))
+        if self._shows_tokens:
+            comment = tokens_comment(state.completions[0].token_ids[-num_tokens:])
+            self._write(b"%x\r\n%b\r\n" % (len(comment), comment))
 
 
 class EventStream(Response):

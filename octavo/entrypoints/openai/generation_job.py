@@ -3,6 +3,7 @@ answer or the chunks of a stream."""
 
 from __future__ import annotations
 
+import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
@@ -16,7 +17,7 @@ from starlette.responses import Response
 from octavo.engine.off_loop import run_off_loop
 from octavo.engine.output_processor import RequestState
 from octavo.entrypoints.http.server_state import state_of
-from octavo.entrypoints.http.streaming import DONE, ChunkWriter, EventStream, Push, merge, respond
+from octavo.entrypoints.http.streaming import DONE, ChunkWriter, EventStream, Push, encode_json, merge, respond, tokens_comment
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
 from octavo.entrypoints.openai.request_bodies import GenerationRequest
 from octavo.entrypoints.openai.response_bodies import (
@@ -29,6 +30,8 @@ from octavo.entrypoints.openai.response_bodies import (
 from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
+# Asks for, and has, what another server needs to go on with a stream. Comments in the stream have its tokens.
+RESUMABLE = "X-Octavo-Resumable"
 LENGTH_OF_ENTRY = 8  # writing a log-probability takes as long as tokenizing so many characters
 ChoiceT = TypeVar("ChoiceT", CompletionChoice, ChatChoice)
 
@@ -53,6 +56,16 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
             "model": model,
             "system_fingerprint": state.fingerprint,
         }
+        self._is_resumable = body.is_resumable and RESUMABLE in raw.headers
+        self._num_replayed = 0 if body.resume is None else len(body.resume.tokens)  # outputs that another server sent
+        if body.resume is not None:
+            self._about |= {"id": body.resume.id, "created": body.resume.created}
+            self._params.seed = body.resume.seed
+        if self._is_resumable:
+            if self._params.seed is None:
+                self._params.seed = random.getrandbits(63)
+            about = {"id": self._about["id"], "created": self._about["created"], "seed": self._params.seed}
+            self._headers[RESUMABLE] = encode_json(about).decode()
         as_ids = body.return_tokens_as_token_ids
         as_ids = state.args.return_tokens_as_token_ids if as_ids is None else as_ids
         self._formatter = LogprobsFormatter(state.engine.tokenizer, as_token_ids=as_ids)
@@ -135,12 +148,19 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         assert isinstance(output, RequestOutput) and self._push is not None
         self._note(0, output)
         if self._has_plain_answer and len(state.completions) == 1:
-            self._push.begin_text(*self._writer.around_text(0))
+            self._push.begin_text(*self._writer.around_text(0), shows_tokens=self._is_resumable)
         return self._encode(0, output)
 
     def _encode(self, prompt_index: int, output: RequestOutput) -> bytes:
-        """Return the chunks of an output."""
-        return b"".join(self._events(self._writer, prompt_index, output, self._has_plain_answer))
+        """Return the chunks of an output, and a comment with its tokens in a resumable stream: another server can go on
+        with what comes before the comment."""
+        events = self._events(self._writer, prompt_index, output, self._has_plain_answer)
+        if self._num_replayed:
+            self._num_replayed -= 1
+            return b""
+        if self._is_resumable and not output.finished:
+            events.append(tokens_comment(output.outputs[0].token_ids))
+        return b"".join(events)
 
     def _note(self, prompt_index: int, output: RequestOutput) -> int:
         """Record an output's values beside its text. Return the length of a text that takes as long to write as its

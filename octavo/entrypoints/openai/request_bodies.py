@@ -44,6 +44,15 @@ class StreamOptions(RequestBody):
     include_obfuscation: Literal[False] | None = None
 
 
+class Resume(RequestBody):
+    """The part of a stream that another server has sent, as its header X-Octavo-Resumable and its comments say."""
+
+    id: Id
+    created: Int
+    seed: Int
+    tokens: list[Annotated[list[TokenId], Field(min_length=1)]] = Field(description="Those of each comment.")
+
+
 class FunctionDefinition(RequestBody):
     """A function that the model may call."""
 
@@ -349,6 +358,8 @@ class GenerationRequest(SamplingRequest):
     prompt_logprobs: Int | None = described("logprobs for the prompt's tokens.", minimum=-1)
     return_token_ids: bool | None = described("Add the token ids of prompt and answer.")
     return_tokens_as_token_ids: bool | None = described("Write tokens as token_id:N in log-probabilities.")
+    # Octavo's own.
+    resume: Resume | None = described("Go on with a stream of another server that was lost, as octavo gateway does.")
 
     @model_validator(mode="after")
     def _check_stream(self) -> GenerationRequest:
@@ -356,7 +367,19 @@ class GenerationRequest(SamplingRequest):
             raise RequestError("stream_options is only allowed when stream is true.", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs is only allowed when stream is false.", param="prompt_logprobs")
+        if self.resume is not None and not self.is_resumable:
+            raise RequestError(
+                "resume goes with a stream of one answer to one prompt, without log-probabilities and beams.",
+                param="resume",
+            )
         return self
+
+    @property
+    def is_resumable(self) -> bool:
+        """Return whether another server can go on with the stream, given its tokens."""
+        has_more = self.logprobs is not None and self.logprobs is not False  # type: ignore[attr-defined]
+        num_sequences = max(self.num_choices, self.best_of or 1)
+        return bool(self.stream) and num_sequences == 1 and not has_more and not self.use_beam_search
 
     @property
     def wants_usage(self) -> bool:
@@ -407,6 +430,10 @@ class CompletionRequest(GenerationRequest):
         if self.suffix and (self.echo or not all(isinstance(prompt, str) for prompt in self.prompts)):
             raise RequestError("suffix goes with prompts that are text, without echo.", param="suffix")
         return self
+
+    @property
+    def is_resumable(self) -> bool:
+        return super().is_resumable and len(self.prompts) == 1 and not self.only_prompt
 
     @property
     def prompts(self) -> list[str | list[int] | dict[str, Any]]:

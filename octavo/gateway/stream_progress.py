@@ -1,0 +1,78 @@
+"""How far a stream has come, so that another replica can go on with it.
+
+Octavo's servers answer the header X-Octavo-Resumable with the stream's id, time and seed. In the stream a comment with
+tokens follows the events that the tokens make. Events wait here for this comment, so that the client has the text of
+exactly the tokens that are known.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+RESUMABLE = b"x-octavo-resumable"
+RESUMABLE_PATHS = frozenset(("/v1/chat/completions", "/v1/completions"))
+_TOKENS, _END = b": tokens ", b"data: [DONE]"
+
+
+class StreamProgress:
+    """One stream's tokens. It is empty until a replica says that the stream can be gone on with."""
+
+    def __init__(self) -> None:
+        self._about: bytes | None = None  # JSON
+        self._tokens: list[bytes] = []  # JSON lists
+        self._waiting: list[bytes] = []  # events without their tokens
+        self._rest = b""  # of an event that is not whole
+        self._num_at_loss = -1
+
+    def begin(self, about: bytes) -> None:
+        """A replica begins to send, or goes on. `about` is its header."""
+        if self._about is None and about:
+            try:
+                msgspec.json.decode(about, type=dict[str, msgspec.Raw])
+            except msgspec.DecodeError:
+                return
+            self._about = about
+        self._waiting, self._rest = [], b""
+
+    @property
+    def is_resumable(self) -> bool:
+        return self._about is not None
+
+    def add(self, data: bytes) -> bytes:
+        """Take a piece of the stream. Returns the events that the client may have."""
+        *events, self._rest = (self._rest + data).split(b"\n\n")
+        ready: list[bytes] = []
+        for event in events:
+            if event.startswith(_TOKENS):
+                self._tokens.append(event[len(_TOKENS) :])
+                ready += self._waiting
+                self._waiting = []
+            elif event.startswith(b":"):
+                ready.append(event)
+            else:
+                self._waiting.append(event)
+                if event.startswith(_END):
+                    ready += self._waiting
+                    self._waiting = []
+        return b"".join(event + b"\n\n" for event in ready)
+
+    def flush(self) -> bytes:
+        """Return what has not been passed on of a stream that has ended."""
+        rest = b"".join(event + b"\n\n" for event in self._waiting) + self._rest
+        self._waiting, self._rest = [], b""
+        return rest
+
+    def lose(self) -> bool:
+        """The replica was lost. Returns whether another one is to go on: not for a stream that is lost twice without a
+        token in between, as it may be what ends replicas."""
+        may_go_on = self.is_resumable and len(self._tokens) > self._num_at_loss
+        self._num_at_loss = len(self._tokens)
+        return may_go_on
+
+    def resumed(self, body: bytes) -> bytes:
+        """Return a request's body that asks to go on with the stream."""
+        if self._about is None:
+            return body
+        tokens = b"[" + b",".join(self._tokens) + b"]"
+        resume = self._about[:-1] + b',"tokens":' + tokens + b"}"
+        return body.rstrip()[:-1] + b',"resume":' + resume + b"}"

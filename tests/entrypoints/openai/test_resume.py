@@ -1,0 +1,61 @@
+"""Streams that another server goes on with, as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.entrypoints.fake_engine import MODEL, FakeEngine
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "stream_options": {"include_usage": True}}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"prompt": "Hi", "echo": True, "stop": ["end"], "max_tokens": 64},
+}
+
+
+def stream(http: httpx.Client, path: str, **fields: Any) -> tuple[httpx.Headers, list[str]]:
+    """The headers and events of a stream whose caller wants to be able to go on with it."""
+    body = {"model": MODEL, "stream": True, **BODIES[path], **fields}
+    response = http.post(path, json=body, headers={"X-Octavo-Resumable": "1"})
+    assert response.status_code == 200, response.text
+    return response.headers, response.text.split("\n\n")[:-1]
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("answer", ['It\'s "é"\n\nthe en!', "x", "<think>hm</think>so"])
+def test_a_stream_goes_on_at_each_token(http: httpx.Client, engine: FakeEngine, path: str, answer: str) -> None:
+    engine.answer = answer
+    headers, events = stream(http, path)
+    about = json.loads(headers["x-octavo-resumable"])
+    seed = engine.seen[-1][1].seed
+    assert about["seed"] == seed
+    tokens: list[list[int]] = []
+    for number, event in enumerate(events):
+        if not event.startswith(": tokens "):
+            continue
+        tokens.append(json.loads(event.removeprefix(": tokens ")))
+        _, rest = stream(http, path, resume={**about, "tokens": tokens})
+        assert rest == events[number + 1 :]
+        assert engine.seen[-1][1].seed == seed
+    assert tokens and sum(map(len, tokens)) == len(engine.inputs.encode(answer, add_special_tokens=False))
+
+
+def test_only_streams_of_one_answer_are_resumable(http: httpx.Client, engine: FakeEngine) -> None:
+    path = "/v1/completions"
+    for fields in ({"n": 2}, {"logprobs": 0}, {"prompt": ["a", "b"]}):
+        headers, events = stream(http, path, **fields)
+        assert "x-octavo-resumable" not in headers and not any(event.startswith(":") for event in events)
+    plain = http.post(path, json={"model": MODEL, "stream": True, "prompt": "a"})
+    assert "x-octavo-resumable" not in plain.headers and ": tokens" not in plain.text
+    about = {"id": "cmpl-1", "created": 1, "seed": 1}
+    for fields, says in (
+        ({"stream": False, "resume": {**about, "tokens": []}}, "goes with a stream"),
+        ({"resume": {**about, "tokens": [[2000]]}}, "beyond the model's"),
+        ({"max_tokens": 2, "resume": {**about, "tokens": [[5], [6]]}}, "all 2 tokens"),
+    ):
+        refused = http.post(path, json={"model": MODEL, "stream": True, "prompt": "a", **fields})
+        assert refused.status_code == 400 and says in refused.json()["error"]["message"]

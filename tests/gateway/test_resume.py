@@ -1,0 +1,114 @@
+"""Streams of Octavo's replicas outlive them: another replica goes on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.gateway.fakes import Asked, Behave, FakeLaunch, FakeServer, fake_servers, gateway
+from tests.waiting import Clock
+
+ABOUT = {"id": "chatcmpl-1", "created": 5, "seed": 2**63}
+# Events with the tokens that they stand for; the last has none, as it ends the stream.
+SCRIPT: list[tuple[bytes, list[int]]] = [
+    (b'data: {"role": 1}\n\ndata: {"a": "\\n\\n"}', [1]), (b'data: {"b": 2}', [2, 3]), (b"", [4]),
+    (b'data: {"c": 3}', [5]),
+    (b'data: {"end": 1}\n\ndata: {"usage": 1}\n\ndata: [DONE]', []),
+]  # fmt: skip
+WHOLE = b"".join(events + b"\n\n" for events, _ in SCRIPT if events)
+
+
+def replica(dies_after: int | None = None, cut: int = 0) -> Behave:
+    """A server that dies after so many entries of the script, and `cut` bytes of the next one."""
+
+    async def behave(asked: Asked) -> None:
+        assert asked.headers["x-octavo-resumable"] == "1"
+        asked.head(content_type="text/event-stream", transfer_encoding="chunked", x_octavo_resumable=json.dumps(ABOUT))
+        resume = asked.json.get("resume", {"tokens": []})
+        data = b""
+        for number, (events, tokens) in enumerate(SCRIPT):
+            piece = events + b"\n\n" if events else b""
+            piece += b": tokens " + json.dumps(tokens).encode() + b"\n\n" if tokens else b""
+            if number == dies_after:
+                asked.piece(data + piece[:cut] if data + piece[:cut] else b": keep-alive\n\n")
+                await asked.writer.drain()
+                asked.die()
+                return
+            data += piece if number >= len(resume["tokens"]) else b""
+        asked.piece(data)
+        asked.piece(b"")
+
+    return behave
+
+
+def at(servers: list[FakeServer]) -> dict[str, Any]:
+    return {"a": {"addresses": [one.address for one in servers]}}
+
+
+@pytest.mark.parametrize("dies_after", range(len(SCRIPT)))
+@pytest.mark.parametrize("cut", [0, 9, 20, 30])
+def test_no_byte_is_lost_and_none_comes_twice(clock: Clock, dies_after: int, cut: int) -> None:
+    async def run() -> None:
+        async with fake_servers(replica(dies_after, cut), replica()) as servers, gateway(at(servers)) as gate:
+            number = 0
+            while not servers[0].asked:  # either may be chosen
+                number += 1
+                answer = await gate.ask(stream=True, messages=[number])
+                assert answer.content.replace(b": keep-alive\n\n", b"") == WHOLE
+                assert "x-octavo-resumable" not in answer.headers
+            resume = servers[1].asked[-1].json["resume"]
+            tokens = [tokens for _, tokens in SCRIPT][: len(resume["tokens"])]
+            assert resume == {**ABOUT, "tokens": tokens} and len(tokens) >= dies_after
+            sample = f'octavo_gateway_resumed_streams_total{{model="a",replica="{servers[1].address}"}}'
+            assert await gate.metric(sample) == 1
+
+    clock.run(run())
+
+
+def test_a_stream_that_ends_replicas_ends_two_at_most(clock: Clock) -> None:
+    async def run() -> None:
+        async with fake_servers(*(replica(2) for _ in range(4))) as servers, gateway(at(servers)) as gate:
+            answer = await gate.ask(stream=True)
+            begin = b"".join(events + b"\n\n" for events, _ in SCRIPT[:2])
+            assert answer.content.startswith(begin) and b"replica_lost" in answer.content[len(begin) :]
+            assert sum(len(server.asked) for server in servers) == 2
+
+    clock.run(run())
+
+
+def test_a_model_whose_only_replica_dies_is_started_again_for_its_streams(clock: Clock) -> None:
+    behaves = [replica(3), replica()]
+
+    async def behave(asked: Asked) -> None:
+        if len(behaves) == 2:
+            behaves.pop(0)
+            await replica(3)(asked)
+            launch.last("a").die()
+        else:
+            await behaves[0](asked)
+
+    launch = FakeLaunch(behave)
+
+    async def run() -> None:
+        async with gateway({"a": {}}, launch) as gate:
+            assert (await gate.ask(stream=True)).content == WHOLE
+            assert launch.begun == ["a", "a"]
+
+    clock.run(run())
+
+
+def test_a_replica_that_cannot_go_on_says_why(clock: Clock) -> None:
+    async def refuse(asked: Asked) -> None:
+        if "resume" in asked.json:
+            asked.reply(b'{"error": {"message": "resume is unknown"}}', 400)
+        else:
+            await replica(1)(asked)
+
+    async def run() -> None:
+        async with fake_servers(refuse, refuse) as servers, gateway(at(servers)) as gate:
+            answer = await gate.ask(stream=True)
+            assert answer.content.endswith(b'data: {"error": {"message": "resume is unknown"}}\n\n')
+
+    clock.run(run())
