@@ -147,13 +147,16 @@ class Push:
             return
         text, num_tokens = state.take_text()
         self.num_text_tokens += num_tokens
+        written = b""
         if text:
-            self.has_sent = True
             (length, before, after), shown = self._text_chunk, encode_json(text)
-            self._write(b"%x\r\n%b%b%b" % (length + len(shown), before, shown, after))
+            written = b"%x\r\n%b%b%b" % (length + len(shown), before, shown, after)
         if self._shows_tokens:
             comment = tokens_comment(state.completions[0].token_ids[-num_tokens:])
-            self._write(b"%x\r\n%b\r\n" % (len(comment), comment))
+            written += b"%x\r\n%b\r\n" % (len(comment), comment)
+        if written:
+            self.has_sent = True
+            self._write(written)
 
 
 class EventStream(Response):

@@ -17,7 +17,16 @@ from starlette.responses import Response
 from octavo.engine.off_loop import run_off_loop
 from octavo.engine.output_processor import RequestState
 from octavo.entrypoints.http.server_state import state_of
-from octavo.entrypoints.http.streaming import DONE, ChunkWriter, EventStream, Push, encode_json, merge, respond, tokens_comment
+from octavo.entrypoints.http.streaming import (
+    DONE,
+    ChunkWriter,
+    EventStream,
+    Push,
+    encode_json,
+    merge,
+    respond,
+    tokens_comment,
+)
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
 from octavo.entrypoints.openai.request_bodies import GenerationRequest
 from octavo.entrypoints.openai.response_bodies import (
