@@ -1,0 +1,284 @@
+"""Streams that outlive their engine: `python benchmarks/survival.py [--requests 64] [--deaths core hang] [--seed 1]`.
+
+A server gets mixed requests at once: chats, completions, responses and messages, streamed and whole, greedy and drawn,
+with grammars, tools, adapters, log-probabilities, beams and n = 3. The first time nothing disturbs it. The second time
+its engine's process is killed with -9 (`core`) or stopped (`hang`), or one of its workers is killed (`worker`, with
+`-- -tp 3`), each at a moment that the seed chooses. Every answer must be that of the first time, bit for bit. Printed
+are how many requests were lost, how many answers differ, and how long streams paused at a death, with the 0, 1, 2, 4, …
+seconds after which the engine is started again when deaths follow each other. Exit code 1: one was lost or differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.e2e.server import MODEL, Server, running_server
+from tests.lora.random_adapters import write_random_adapter
+from tests.waiting import wait_until
+
+PATIENCE_S, STEP_TIMEOUT_S = 300.0, 30
+NUM_TOKENS = 100  # of most answers
+SUBJECTS = ("the sea", "a printer of small books", "seven lamps", "the harbour at night", "a ship of paper", "leaves")
+WEATHER = {
+    "type": "object", "required": ["city", "days"], "additionalProperties": False,
+    "properties": {
+        "city": {"type": "string", "maxLength": 20}, "days": {"type": "array", "items": {"enum": [1, 3, 7]}},
+    },
+}  # fmt: skip
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}
+# Values that are new in each answer, or depend on what the cache holds.
+NOT_COMPARED = {
+    "id", "call_id", "item_id", "created", "created_at", "completed_at", "cached_tokens", "prompt_tokens_details",
+    "input_tokens_details", "cache_read_input_tokens", "cache_creation_input_tokens", "kv_transfer_params",
+}  # fmt: skip
+
+
+def kinds(about: str, seed: int) -> list[tuple[str, dict[str, Any]]]:
+    """Return a request of each kind: the path and the body."""
+    drawn = {"temperature": 0.8, "top_p": 0.95, "seed": seed}
+    prompt, long = f"Here is what everybody should know about {about}: ", {"max_tokens": NUM_TOKENS, "ignore_eos": True}
+    messages = [{"role": "user", "content": f"Tell me a long story about {about}."}]
+    asks = [{"role": "user", "content": f"What is the weather in the city of {about}? Answer as JSON."}]
+    completions, chat = "/v1/completions", "/v1/chat/completions"
+    return [
+        (chat, {"messages": messages, "temperature": 0, "stream": True, **long}),
+        (chat, {"messages": messages, "stream": True, "logprobs": True, "top_logprobs": 3, **drawn, **long}),
+        (chat, {"messages": messages, "n": 3, **drawn, **long}),
+        (chat, {"messages": asks, "tools": [TOOL], "tool_choice": "required", "stream": True, **drawn,
+                "max_tokens": 150}),
+        (chat, {"messages": asks, "stream": True, "max_tokens": 150, **drawn,
+                "response_format": {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER}}}),
+        (completions, {"prompt": prompt, "temperature": 0, "stream": True, **long, "logprobs": 2}),
+        (completions, {"prompt": prompt, "n": 3, "stream": True, **drawn, **long, "presence_penalty": 0.5}),
+        (completions, {"prompt": prompt, **drawn, **long, "logprobs": 1, "prompt_logprobs": 2}),
+        (completions, {"prompt": prompt, "stream": True, "model": "adapter", **drawn, **long}),
+        (completions, {"prompt": prompt, "stream": True, "max_tokens": 200, **drawn, "stop": ["zzz", "\n\n\n"],
+                       "structured_outputs": {"regex": "([a-z]{2,7} ){25}[a-z]{2,7}\\."}}),
+        (completions, {"prompt": prompt, "n": 2, "use_beam_search": True, "temperature": 0, "max_tokens": 60}),
+        ("/v1/responses", {"input": messages[0]["content"], "temperature": 0, "stream": True, "store": False,
+                           "max_output_tokens": NUM_TOKENS}),
+        ("/v1/messages", {"messages": messages, "max_tokens": NUM_TOKENS, "stream": True, "temperature": 0}),
+    ]  # fmt: skip
+
+
+def requests(count: int) -> list[tuple[str, dict[str, Any]]]:
+    found: list[tuple[str, dict[str, Any]]] = []
+    while len(found) < count:
+        number = len(found)
+        found += kinds(f"{SUBJECTS[number % len(SUBJECTS)]}, number {number}", number)
+    for path, body in found[:count]:
+        body.setdefault("model", MODEL)
+        if body.get("stream") and path.endswith("completions"):
+            body["stream_options"] = {"include_usage": True}
+    return found[:count]
+
+
+def compared(value: Any) -> Any:
+    """Return what two answers to one request must agree in."""
+    if isinstance(value, dict):
+        return {key: compared(one) for key, one in value.items() if key not in NOT_COMPARED}
+    return [compared(one) for one in value] if isinstance(value, list) else value
+
+
+def merge(whole: Any, part: Any, key: str = "") -> Any:
+    """Add a delta to a whole. How a text is cut into deltas depends on how fast its client reads."""
+    if isinstance(whole, dict) and isinstance(part, dict):
+        return whole | {name: merge(whole.get(name), one, name) for name, one in part.items()}
+    if isinstance(part, list) and part and isinstance(part[0], dict) and "index" in part[0]:
+        by_index = {one["index"]: one for one in whole or []}
+        for one in part:
+            by_index[one["index"]] = merge(by_index.get(one["index"]), one)
+        return [by_index[index] for index in sorted(by_index)]
+    if isinstance(whole, list) and isinstance(part, list):
+        return whole + part
+    if (
+        isinstance(whole, str)
+        and isinstance(part, str)
+        and key in ("text", "content", "reasoning_content", "arguments")
+    ):
+        return whole + part
+    return whole if part is None else part
+
+
+def whole_of(events: list[dict[str, Any]]) -> Any:
+    """Return the answer of a stream's events."""
+    if "type" not in events[0]:
+        whole: Any = {}
+        for event in events:
+            whole = merge(whole, compared(event))
+        return whole
+    texts: dict[str, str] = {}
+    others = []
+    for event in events:
+        text = event.get("delta")
+        text = text.get("text", text.get("partial_json")) if isinstance(text, dict) else text
+        if isinstance(text, str):
+            place = f"{event['type']} {event.get('output_index')} {event.get('content_index')} {event.get('index')}"
+            texts[place] = texts.get(place, "") + text
+        elif event["type"] != "ping":
+            event.pop("sequence_number", None)
+            others.append(compared(event))
+    return texts, others
+
+
+class Run:
+    """All requests at once: their answers, and when their events came."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.answers: dict[int, Any] = {}
+        self.lost: dict[int, str] = {}
+        self.num_events = 0
+        self.has_news = asyncio.Event()
+        self.last_event: dict[int, float] = {}  # of each open stream
+        self.deaths: list[float] = []
+        self.pauses_s: list[list[float]] = []  # by death
+
+    async def ask(self, http: httpx.AsyncClient, number: int, path: str, body: dict[str, Any]) -> None:
+        try:
+            if body.get("stream"):
+                self.answers[number] = whole_of([event async for event in self._events(http, number, path, body)])
+            else:
+                response = await http.post(path, json=body)
+                self.answers[number] = compared(response.raise_for_status().json())
+        except (httpx.HTTPError, ValueError, IndexError) as error:
+            self.lost[number] = f"{type(error).__name__}: {error}"
+        self.last_event.pop(number, None)
+        self.has_news.set()
+
+    async def _events(
+        self, http: httpx.AsyncClient, number: int, path: str, body: dict[str, Any]
+    ) -> AsyncIterator[dict[str, Any]]:
+        async with http.stream("POST", path, json=body) as response:
+            if response.status_code != 200:
+                raise ValueError(f"{response.status_code} {(await response.aread()).decode()}")
+            async for line in response.aiter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                event = json.loads(line[6:])
+                if event.get("error"):
+                    raise ValueError(json.dumps(event["error"]))
+                now = time.monotonic()
+                last = self.last_event.get(number)
+                if last is not None and self.deaths and last <= self.deaths[-1] < now:
+                    self.pauses_s[-1].append(now - self.deaths[-1])
+                self.last_event[number] = now
+                self.num_events += 1
+                self.has_news.set()
+                yield event
+
+    async def until(self, num_events: int, count: int) -> None:
+        """Return when so many events have come, or all `count` requests have ended."""
+        while self.num_events < num_events and len(self.answers) + len(self.lost) < count:
+            self.has_news.clear()
+            await self.has_news.wait()
+
+
+async def run(server: Server, todo: list[tuple[str, dict[str, Any]]], deaths: list[str], moments: list[int]) -> Run:
+    """Ask all at once. The engine dies in the ways of `deaths`, each after so many events of all streams."""
+    found = Run(server)
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S, limits=limits) as http:
+        asked = [asyncio.create_task(found.ask(http, i, path, body)) for i, (path, body) in enumerate(todo)]
+        for how, moment in zip(deaths, moments, strict=True):
+            await found.until(moment, len(todo))
+            core = server.core_process()
+            victim = core
+            if how == "worker":
+                victim = next(one for one in core.children() if "octavo.execution.follower" in one.cmdline())
+            victim.send_signal(signal.SIGSTOP if how == "hang" else signal.SIGKILL)
+            found.deaths.append(time.monotonic())
+            found.pauses_s.append([])
+            await asyncio.to_thread(wait_for_another_core, server, core.pid)
+        await asyncio.gather(*asked)
+    return found
+
+
+def wait_for_another_core(server: Server, pid: int) -> None:
+    """Return when the next core takes requests, or the server has ended."""
+
+    def is_there() -> bool:
+        try:
+            return server.core_process().pid != pid and server.get("/health")[0] == 200
+        except (ValueError, psutil.Error):  # there is none at this moment
+            return server.process.poll() is not None
+
+    wait_until(is_there, timeout_s=PATIENCE_S)
+
+
+def survive(count: int, deaths: list[str], seed: int, log: Path, flags: list[str]) -> dict[str, Any]:
+    rng = random.Random(seed)
+    todo = requests(count)
+    with tempfile.TemporaryDirectory() as folder:
+        adapter = write_random_adapter(Path(folder, "adapter"), 1)
+        with running_server(
+            Path(folder), "--max-model-len", "2048", "--max-num-seqs", "128", "--enable-lora",
+            "--lora-modules", f"adapter={adapter}", "--max-engine-restarts", str(len(deaths) + 3),
+            "--engine-step-timeout", str(STEP_TIMEOUT_S), *flags,
+        ) as server:  # fmt: skip
+            expected = asyncio.run(run(server, todo, [], []))
+            assert not expected.lost, expected.lost
+            share = 0.9 * expected.num_events / max(1, len(deaths))
+            moments = [int(share * (number + rng.random())) for number in range(len(deaths))]
+            found = asyncio.run(run(server, todo, deaths, moments))
+            server.wait_until_idle()
+            num_continued = server.count("octavo:requests_continued_total")
+            server.stop()
+            log.write_text(server.log.read_text())
+    differing = [i for i, answer in sorted(found.answers.items()) if answer != expected.answers[i]]
+    pauses_s = sorted(pause for of_death in found.pauses_s for pause in of_death)
+    return {
+        "requests": count,
+        "deaths": deaths,
+        "seed": seed,
+        "after_events": moments,
+        "events": expected.num_events,
+        "lost": len(found.lost),
+        "not_equal": len(differing),
+        "continued": int(num_continued),
+        "pauses": len(pauses_s),
+        "pause_p50_s": round(statistics.median(pauses_s), 2) if pauses_s else None,
+        "pause_p99_s": round(pauses_s[int(0.99 * (len(pauses_s) - 1))], 2) if pauses_s else None,
+        "pause_p50_s_by_death": [round(statistics.median(one), 2) if one else None for one in found.pauses_s],
+        "why_lost": sorted(set(found.lost.values())),
+        "differing": [
+            {"request": todo[i], "expected": expected.answers[i], "got": found.answers[i]} for i in differing
+        ],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--deaths", nargs="*", choices=["core", "worker", "hang"], default=["core"] * 5)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--log", type=Path, default=Path("survival.log"), help="Where the server's log is kept.")
+    parser.add_argument("--json", type=Path, help="Write what was measured there, with the answers that differ.")
+    parser.add_argument("flags", nargs="*", help="Flags of the server, behind --.")
+    args = parser.parse_args()
+    measured = survive(args.requests, args.deaths, args.seed, args.log, args.flags)
+    if args.json is not None:
+        args.json.write_text(json.dumps(measured, indent=1) + "\n")
+    del measured["differing"]
+    print(json.dumps(measured, indent=1))
+    return 1 if measured["lost"] or measured["not_equal"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
