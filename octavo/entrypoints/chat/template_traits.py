@@ -40,7 +40,7 @@ class ProbeCall:
 
     @property
     def tool(self) -> dict[str, Any]:
-        kinds = {key: {"type": "string" if isinstance(value, str) else "integer"}
+        kinds = {key: {"type": "string" if isinstance(value, str) else "integer", "description": "D."}
                  for key, value in self.arguments.items()}  # fmt: skip
         schema = {"type": "object", "properties": kinds}
         return {"type": "function", "function": {"name": self.name, "description": "D.", "parameters": schema}}
@@ -154,7 +154,7 @@ def _holds(text: str | None, calls: Sequence[ProbeCall]) -> bool:
 def _way_of_calls(template: str, special: _Special) -> tuple[str, bool, str | None, bool] | None:
     """Return how the template writes a call: the kind of id, whether arguments are text, the content, and whether a
     result must follow. None if it writes no calls."""
-    call = CALLS[0]
+    call, found = CALLS[0], None
     for id_field in ("short_id", "counted_id"):
         for as_text in (False, True):
             for content in (None, ""):
@@ -162,9 +162,12 @@ def _way_of_calls(template: str, special: _Special) -> tuple[str, bool, str | No
                 for needs_result in (False, True):
                     after = [_result(call, id_field)] if needs_result else []
                     text = _render(template, special, [*messages, *after], tools=TOOLS)
-                    if _holds(_after_question(text), [call]):
-                        return id_field, as_text, content, needs_result
-    return None
+                    after_question = _after_question(text)
+                    if _holds(after_question, [call]):
+                        found = found or (id_field, as_text, content, needs_result)
+                        if "None" not in (after_question or ""):  # otherwise it writes a null as a word
+                            return id_field, as_text, content, needs_result
+    return found
 
 
 @lru_cache(maxsize=64)

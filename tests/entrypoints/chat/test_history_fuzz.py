@@ -14,11 +14,9 @@ import os
 import random
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from octavo.entrypoints.chat.conversation import make_chat, render_messages
@@ -26,16 +24,14 @@ from octavo.entrypoints.chat.template_traits import template_traits
 from octavo.errors import RequestError
 from octavo.loading.tokenizer import ModelTokenizer
 from tests.entrypoints.chat import test_histories
+from tests.entrypoints.chat.published import SPECIAL, published, tokenizer_of
 from tests.entrypoints.chat.tools.test_format_detection import TOOL_TEMPLATES
 
 NUM_HISTORIES = int(os.environ.get("OCTAVO_HISTORIES", "12"))
-SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 TEMPLATES = {
     name: value for name, value in vars(test_histories).items()
     if name.isupper() and isinstance(value, str) and "messages" in value
-} | TOOL_TEMPLATES  # fmt: skip
-if folder := os.environ.get("OCTAVO_CHAT_TEMPLATES"):
-    TEMPLATES |= {path.stem: path.read_text() for path in sorted(Path(folder).glob("**/*.jinja"))}
+} | TOOL_TEMPLATES | published()  # fmt: skip
 
 Message = dict[str, Any]
 
@@ -162,10 +158,6 @@ def _call_in_form(call: Message, as_text: bool) -> Message:
     return {**call, "function": {"name": call["function"]["name"], "arguments": arguments}}
 
 
-def backend() -> Tokenizer:
-    return Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2}, unk_token="<unk>"))
-
-
 def rendered_by_octavo(tokenizer: ModelTokenizer, history: dict[str, Any]) -> tuple[str, str]:
     """The prompt and the reason of a refusal; one of them is empty."""
     body = make_chat(history)
@@ -178,7 +170,7 @@ def rendered_by_octavo(tokenizer: ModelTokenizer, history: dict[str, Any]) -> tu
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_histories_are_rendered_as_transformers_renders_them(name: str) -> None:
     template = TEMPLATES[name]
-    tokenizer = ModelTokenizer(backend(), SPECIAL, chat_template=template)
+    tokenizer = tokenizer_of(template)
     traits, histories = template_traits(tokenizer, template), Histories(name)
     for _ in range(NUM_HISTORIES):
         history = histories.next()

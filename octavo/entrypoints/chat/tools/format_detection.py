@@ -108,6 +108,9 @@ def model_formats(
         reasoning = _stated_reasoning(fields)
         if reasoning is None and template is not None:
             reasoning = _recognised_reasoning(tokenizer, template)
+    if tools is None and tool_parser == AUTO and reasoning is not None and reasoning.blocks is not None:
+        calls = reasoning.blocks.calls
+        tools, why = next(form for form in _known() if calls in (form.open, form.start)), ""
     return ModelFormats(tools, reasoning, why, _call_ids(tokenizer, template, tools))
 
 
@@ -174,10 +177,14 @@ def _cut_calls(tokenizer: ModelTokenizer, template: str) -> list[Rendered]:
     if plain is None:
         return []
     ends = {*_TURN_ENDS, *map(str, getattr(tokenizer, "special_tokens_map", {}).values())}
-    if (mark := _FIRST_MARK.match(plain.partition(ANSWER)[2])) is not None:
+    header, _, after = plain.partition(ANSWER)
+    if (mark := _FIRST_MARK.match(after)) is not None:
         ends.add(mark[1])
+    headers = set(re.findall(_MARK, header))
     return [
-        replace(one, text=_without_thoughts(_without_ends(_difference(one.text, plain), ends)))
+        replace(
+            one, text=_without_thoughts(_without_ends(_before_turn(_difference(one.text, plain), one, headers), ends))
+        )
         for one in rendered_calls(tokenizer, template)
     ]
 
@@ -189,6 +196,13 @@ def _without_thoughts(text: str) -> str:
         if after.startswith(style.end):
             return after.removeprefix(style.end)
     return text
+
+
+def _before_turn(text: str, one: Rendered, headers: set[str]) -> str:
+    """Return `text` before the next turn, which begins with one of the marks that are in `headers` of answers."""
+    position = max(text.rfind(part) + len(part) for part in one.calls[-1].texts)
+    begins = [begin for mark in headers if (begin := text.find(mark, position)) >= 0]
+    return text[: min(begins, default=len(text))]
 
 
 def _without_ends(text: str, ends: set[str]) -> str:
@@ -394,7 +408,7 @@ def _recognised_reasoning(tokenizer: ModelTokenizer, template: str) -> Reasoning
         before, _, after = text.partition(THOUGHT)
         for style in STYLES.values():
             if before.rstrip().endswith(style.start.rstrip()) and after.lstrip().startswith(style.end):
-                return _style(style.start, style.end, template)
+                return _style(style.start, style.end, after.partition(ANSWER)[0])
         start, end = _LAST_MARK.search(before), _FIRST_MARK.match(after)
         plain = rendered_answer(tokenizer, template) or ""
         if start is not None and end is not None and start[1] not in plain:

@@ -18,6 +18,7 @@ from octavo.entrypoints.chat.tools.format_parser import FormatParser
 from octavo.entrypoints.chat.tools.tool_formats import FORMATS, JsonCalls, NamedJson, ToolFormat
 from octavo.entrypoints.chat.tools.tool_parser import Call
 from octavo.loading.jinja_template import render_template
+from tests.entrypoints.chat.published import num_read, published, tokenizer_of
 
 
 class Templated:
@@ -163,6 +164,13 @@ def test_the_format_of_calls_is_recognised(name: str) -> None:
     assert found == FORMATS[name]
 
 
+@pytest.mark.parametrize("template", [*TOOL_TEMPLATES.values(), *published().values()])
+def test_a_template_whose_calls_are_not_read_is_refused_with_a_reason(template: str) -> None:
+    formats, (right, number) = model_formats(tokenizer_of(template)), num_read(template)
+    if formats.tools not in (FORMATS["phi4_mini_json"], FORMATS["openai"]):  # whose history is not as models write
+        assert right == number or formats.why_no_choice
+
+
 @pytest.mark.parametrize("name", TOOL_TEMPLATES)
 def test_calls_are_read_as_the_template_writes_them_and_forced_in_the_same_format(name: str) -> None:
     tokenizer: Any = Templated(TOOL_TEMPLATES[name])
@@ -192,6 +200,51 @@ def test_formats_that_only_history_shows_count() -> None:
     )
     assert "tools" not in template
     assert model_formats(Templated(template)).tools == FORMATS["deepseek_v3"]  # type: ignore[arg-type]
+
+
+K3 = (
+    "{{ tools | tojson if tools }}{% macro put(a, b) %}<|{{ a }}|>{{ b }}<|sep|>{% endmacro %}{% for m in messages %}{{ put('open', 'message role=\"' ~ m.role ~ '\"') }}"
+    "{% if m.role == 'assistant' %}{{ put('open', 'think') }}{{ m.reasoning_content }}{{ put('close', 'think') }}{{ put('open', 'response') }}{{ m.content }}{{ put('close', 'response') }}"
+    "{% if m.tool_calls %}{{ put('open', 'tools') }}{% for c in m.tool_calls %}{{ put('open', 'call tool=\"' ~ c.function.name ~ '\" index=\"' ~ loop.index ~ '\"') }}"
+    "{% for k, v in c.function.arguments.items() %}{{ put('open', 'argument key=\"' ~ k ~ '\" type=\"' ~ ('string' if v is string else 'number') ~ '\"') }}{{ v }}{{ put('close', 'argument') }}{% endfor %}"
+    "{{ put('close', 'call') }}{% endfor %}{{ put('close', 'tools') }}{% endif %}{% else %}{{ m.content }}{% endif %}{{ put('close', 'message') }}{% endfor %}"
+)
+HERMES_CALL = f"<tool_call>\n{OBJECT}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        # A null that is written as a word is no mark, and neither is the turn that follows calls.
+        (chat("{{ m.content }}\n" + each(HERMES_CALL, "\n")), "hermes", None),
+        (
+            chat(
+                each(HERMES_CALL, "\n"),
+                end="<|im_end|>\n{% if m.tool_calls %}<|im_start|>system\nMind it.<|im_end|>\n{% endif %}",
+            ),
+            "hermes",
+            None,
+        ),
+        # Marks around results of calls are not those around answers.
+        (
+            chat(
+                each(HERMES_CALL, "\n"),
+                answer="{% if m.role == 'tool' %}<response>{{ m.content }}</response>{% else %}"
+                + THINK
+                + "{% endif %}",
+            ),
+            "hermes",
+            "qwen3",
+        ),
+        (K3, "kimi_k3", "kimi_k3"),
+    ],
+)
+def test_what_stands_around_calls_and_answers_is_no_part_of_their_format(
+    template: str, tools: str, reasoning: str | None
+) -> None:
+    found = model_formats(Templated(template))  # type: ignore[arg-type]
+    assert found.tools == FORMATS[tools]
+    assert found.reasoning == (None if reasoning is None else STYLES[reasoning])
 
 
 def test_text_before_calls_may_be_a_turn_of_its_own() -> None:
