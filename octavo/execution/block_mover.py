@@ -43,7 +43,7 @@ class _StagingBuffer:
 
     def __init__(self, blocks: Array) -> None:
         self.blocks = blocks
-        self.is_free: Event | None = None
+        self.free_event: Event | None = None
 
 
 class _PoolMover:
@@ -110,12 +110,12 @@ class _PoolMover:
             for i, (_, destination) in enumerate(pairs):
                 device.copy(staged[i], self._host[destination])
 
-        if staging.is_free is not None:
-            compute.wait(staging.is_free)
+        if staging.free_event is not None:
+            compute.wait(staging.free_event)
         compute.run(gather)
         copies.wait(compute.record())
         copies.run(download)
-        staging.is_free = copies.record()
+        staging.free_event = copies.record()
 
     def _swap_in(self, pairs: Pairs) -> None:
         device, staging = self._device, self._next_staging_buffer()
@@ -130,12 +130,12 @@ class _PoolMover:
         def scatter() -> None:
             self._ops.scatter_blocks(staged, destinations, self._caches)
 
-        if staging.is_free is not None:
-            copies.wait(staging.is_free)
+        if staging.free_event is not None:
+            copies.wait(staging.free_event)
         copies.run(fill)
         compute.wait(copies.record())
         compute.run(scatter)
-        staging.is_free = compute.record()
+        staging.free_event = compute.record()
 
     def warm_up(self) -> None:
         """Copy the first block onto itself, so that the kernels are compiled."""

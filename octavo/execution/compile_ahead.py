@@ -169,7 +169,7 @@ class OutlineDevice:
     def copy(self, source: Any, target: Any) -> None:
         """Nothing is there."""
 
-    def capture_shapes(self, largest: StepShape) -> list[StepShape]:
+    def capture_shapes(self, max_shape: StepShape) -> list[StepShape]:
         return []
 
     def can_replay(self, captured: StepShape, used: StepShape) -> bool:

@@ -58,8 +58,8 @@ class CapturedProgram:
         with self.program.record(per_sample=False):
             hidden, features = model.hidden(watched)
         with self.program.record(per_sample=True):
-            logits, best = model.logits(watched, hidden)
-        results: Any = hidden, features, logits, best
+            logits, argmax_tokens = model.logits(watched, hidden)
+        results: Any = hidden, features, logits, argmax_tokens
         outputs: list[Any] = [self.program.output(array) for array in results]
         self.outputs = StepOutputs(*outputs)
 
@@ -111,8 +111,8 @@ class CpuDevice:
     def copy(self, source: Any, target: Any) -> None:
         np.copyto(target, source)
 
-    def capture_shapes(self, largest: StepShape) -> list[StepShape]:
-        return [largest]
+    def capture_shapes(self, max_shape: StepShape) -> list[StepShape]:
+        return [max_shape]
 
     def can_replay(self, captured: StepShape, used: StepShape) -> bool:
         return True

@@ -35,7 +35,7 @@ class _Wish(NamedTuple):
     blocks: list[int]  # rows of the encoder's output
 
 
-class AlignedPart(NamedTuple):
+class AlignmentPart(NamedTuple):
     """Tokens first .. end of a step, of such a row; `is_last` says whether the prompt's last token is among them."""
 
     row: int
@@ -52,7 +52,7 @@ class Alignment(NamedTuple):
     queries: list[Array]
     keys: list[Array]
 
-    def told(self, fetch: Callable[[Sequence[Array]], list[NDArray[Any]]]) -> list[bytes]:
+    def fetch_bytes(self, fetch: Callable[[Sequence[Array]], list[NDArray[Any]]]) -> list[bytes]:
         """Return the form of `StepResult.alignment`: the queries [A, D] of each token, then the keys [A, rows, D]."""
         found = [one.tobytes() for one in np.stack(fetch(self.queries), 1)]
         return [*found, b"".join(one.tobytes() for one in fetch(self.keys))] if self.keys else found
@@ -114,7 +114,7 @@ class CrossOutputs:
                 slots = blocks * self._block_size + self._offsets[seen.first : seen.end]
                 yield planned.row, rows.reshape(-1, rows.shape[-1]).astype(self._dtype), slots
 
-    def nothing(self, hidden_size: int, num_rows: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    def no_output(self, hidden_size: int, num_rows: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Return an output of `num_rows` that is written nowhere, and its slots, as `starting` yields them."""
         return np.zeros((num_rows, hidden_size), self._dtype), np.full(num_rows, -1)
 
@@ -144,7 +144,7 @@ class CrossOutputs:
         positions = into.positions[: len(row_of)]
         into.cross_mask[: len(row_of)] = np.where(positions < self._starts[row_of], 0, -1)
 
-    def aligned(self, plan: StepPlan) -> list[AlignedPart]:
+    def alignment_parts(self, plan: StepPlan) -> list[AlignmentPart]:
         """Return the prompt tokens of a step whose alignment is wanted."""
         found = []
         end = 0
@@ -152,11 +152,11 @@ class CrossOutputs:
             first, end = end, end + planned.num_tokens
             if (wish := self._wishes.get(planned.row)) is not None:
                 is_last = planned.num_computed + planned.num_tokens >= wish.num_prompt_tokens
-                found.append(AlignedPart(planned.row, wish, first, end, is_last))
+                found.append(AlignmentPart(planned.row, wish, first, end, is_last))
         return found
 
-    def submitted(self, plan: StepPlan, parts: Sequence[AlignedPart]) -> None:
-        """Note that a plan's step was submitted, with these `aligned` parts: its media are written, and prompts that
+    def note_submitted(self, plan: StepPlan, parts: Sequence[AlignmentPart]) -> None:
+        """Note that a plan's step was submitted, with these `alignment_parts`: its media are written, and prompts that
         end with it need no more alignment."""
         for planned in plan.rows if self._ahead else ():
             if (ahead := self._ahead.get(planned.row)) and ahead[0][-1].position <= planned.num_computed:
@@ -178,7 +178,7 @@ class CrossOutputs:
                 layer.keeps_query = False
 
     @contextmanager
-    def trying_alignment(self, model: CrossModel) -> Iterator[None]:
+    def warm_up_alignment(self, model: CrossModel) -> Iterator[None]:
         """While it is entered, the model computes everything that `alignment` may need: in layers with as many key
         heads as query heads."""
         described = [layer.description for layer, _ in model.cross_layers]
@@ -189,7 +189,7 @@ class CrossOutputs:
             layer.query = None
 
     def alignment(
-        self, model: CrossModel, parts: Sequence[AlignedPart], caches: Sequence[LayerKVCache]
+        self, model: CrossModel, parts: Sequence[AlignmentPart], caches: Sequence[LayerKVCache]
     ) -> dict[int, Alignment]:
         """Return, by row, the alignment of the step's tokens. All workers call it, with the same parts."""
         layers = model.cross_layers

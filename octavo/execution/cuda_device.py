@@ -35,31 +35,31 @@ _MIXED_TOKENS = (128, 256, 512)  # more keep the device busy for longer than Pyt
 _TEXT_TOKENS = (*_MIXED_TOKENS, 1024, 2048)  # of encoders, which are small
 
 
-def shapes_to_capture(largest: StepShape) -> list[StepShape]:
+def shapes_to_capture(max_shape: StepShape) -> list[StepShape]:
     """Steps of decodes, of some numbers of sequences; then steps with prompts, of some numbers of tokens. Where these
     may be pictures' there are two of each, so that steps without any upload no rows of theirs. Where there are
     adapters, first those of no row with one, which are as fast as if none were served; then the same with them. Models
     that pool decode nothing, and may want something of each token."""
-    if largest.adapted:
-        plain = shapes_to_capture(replace(largest, adapted=False))
+    if max_shape.adapted:
+        plain = shapes_to_capture(replace(max_shape, adapted=False))
         return plain + [replace(shape, adapted=True) for shape in plain]
-    groups = largest.groups
-    empty = replace(largest, tokens=0, seqs=0, samples=0, updates=0, media=0)
+    groups = max_shape.groups
+    empty = replace(max_shape, tokens=0, seqs=0, samples=0, updates=0, media=0)
     decodes = [
         replace(empty, tokens=size, seqs=size, samples=size, updates=UPDATES_PER_DECODE * groups * size)
-        for size in graph_sizes(largest.seqs)
+        for size in graph_sizes(max_shape.seqs)
     ]
-    most = _TEXT_TOKENS if largest.pools == "texts" else _MIXED_TOKENS
-    sizes = [size for size in most if size < largest.tokens] + [min(largest.tokens, most[-1])]
+    most = _TEXT_TOKENS if max_shape.pools == "texts" else _MIXED_TOKENS
+    sizes = [size for size in most if size < max_shape.tokens] + [min(max_shape.tokens, most[-1])]
     mixed = []
     for size in dict.fromkeys(sizes):
-        num_seqs = max(1, min(largest.seqs, size // 2))
+        num_seqs = max(1, min(max_shape.seqs, size // 2))
         # A sequence that is admitted sends its whole block table: prefixes of as many blocks as tokens.
-        num_updates = min(largest.updates, groups * (UPDATES_PER_DECODE * num_seqs + size))
-        num_samples = size if largest.pools else num_seqs
+        num_updates = min(max_shape.updates, groups * (UPDATES_PER_DECODE * num_seqs + size))
+        num_samples = size if max_shape.pools else num_seqs
         shape = replace(empty, tokens=size, seqs=num_seqs, samples=num_samples, updates=num_updates)
-        mixed += [shape, replace(shape, media=size)] if largest.media else [shape]
-    return mixed if largest.pools else decodes + mixed
+        mixed += [shape, replace(shape, media=size)] if max_shape.media else [shape]
+    return mixed if max_shape.pools else decodes + mixed
 
 
 def becomes(used: StepShape, captured: StepShape) -> bool:
@@ -190,8 +190,8 @@ class CudaDevice:
         source, target = (x if isinstance(x, Tensor) else torch.from_numpy(x) for x in (source, target))
         target.copy_(source, non_blocking=True)
 
-    def capture_shapes(self, largest: StepShape) -> list[StepShape]:
-        return shapes_to_capture(largest)
+    def capture_shapes(self, max_shape: StepShape) -> list[StepShape]:
+        return shapes_to_capture(max_shape)
 
     def can_replay(self, captured: StepShape, used: StepShape) -> bool:
         return becomes(used, captured)
@@ -231,8 +231,8 @@ class CudaDevice:
                     graph.capture_end()
             finally:
                 gc.enable()
-        hidden, logits, best, *other = cast(list[Any], outputs)
-        return CapturedGraph(graph, StepOutputs(hidden, other[0] if other else hidden, logits, best))
+        hidden, logits, argmax_tokens, *other = cast(list[Any], outputs)
+        return CapturedGraph(graph, StepOutputs(hidden, other[0] if other else hidden, logits, argmax_tokens))
 
     def fetch(self, arrays: Sequence[Array], after: Event) -> list[NDArray[Any]]:
         self.copies.wait(after)

@@ -53,7 +53,7 @@ class StepOutputs:
     hidden: Array  # [T, H] before the final norm
     features: Array  # [T, F]: what a draft head reads; `hidden` unless it reads other layers
     logits: Array  # [N, V] float32
-    best: Array  # [N] int64: the most likely tokens
+    argmax_tokens: Array  # [N] int64: the most likely tokens
 
 
 class StepModel(Protocol):
@@ -136,7 +136,7 @@ class Device(Protocol):
         """Copy between pinned and device memory, or on the device, in the stream that runs it."""
         ...
 
-    def capture_shapes(self, largest: StepShape) -> list[StepShape]:
+    def capture_shapes(self, max_shape: StepShape) -> list[StepShape]:
         """Return the shapes of steps to capture, the smallest first."""
         ...
 

@@ -31,11 +31,12 @@ class DeviceTables:
         self._last_tokens = device.zeros([self._num_rows + 1], "int32")  # likewise
         self._groups = [group for group in range(num_groups) if group not in table.state_groups]
 
-    def updates(self, plan: StepPlan, stale: set[int]) -> TableUpdates:
-        """Return a plan's changes of block tables. Its rows in `stale` are sent whole, and removed from `stale`."""
+    def updates(self, plan: StepPlan, rows_to_resend: set[int]) -> TableUpdates:
+        """Return a plan's changes of block tables. Send its rows in `rows_to_resend` whole, and remove them from the
+        set."""
         width, rows = self._width, self._num_rows + 1
-        resent = stale.intersection(planned.row for planned in plan.rows)
-        stale -= resent
+        resent = rows_to_resend.intersection(planned.row for planned in plan.rows)
+        rows_to_resend -= resent
         new = [entry for entry in plan.new_blocks if entry.row not in resent and entry.group in self._groups]
         places = [np.array([(e.group * rows + e.row) * width + e.position for e in new], np.int64)]
         blocks = [np.array([entry.block for entry in new], np.int32)]
@@ -77,6 +78,6 @@ class DeviceTables:
             inputs.token_ids, inputs.seq_table_rows,
         )  # fmt: skip
 
-    def keep(self, ops: Ops, owners: Array, tokens: Array) -> None:
-        """Keep sampled tokens, with the table rows that they belong to."""
-        cast(DeviceOps, ops).keep_tokens(self._last_tokens, owners, tokens)
+    def store_last_tokens(self, ops: Ops, table_rows: Array, tokens: Array) -> None:
+        """In the stream: store sampled `tokens` [N] as the last tokens of their table rows [N]."""
+        cast(DeviceOps, ops).keep_tokens(self._last_tokens, table_rows, tokens)

@@ -92,8 +92,8 @@ class Draft:
             if isinstance(model, Eagle3Head):
                 target.computation.aux_hidden_states = model.aux_hidden_states
                 model.target.on_layer_input = model.aux_hidden_states.see
-            if model.target_ids is not None:
-                runner.target_ids = ops.place(model.target_ids.reshape(-1, 1))
+            if model.target_token_ids is not None:
+                runner.draft_hooks.target_token_ids = ops.place(model.target_token_ids.reshape(-1, 1))
             self._drafter = chain = ChainDrafter(model, runner, target, self._group, device)
             chain.use_features(model.hidden_size, own.dtype, limits.max_num_seqs)
 

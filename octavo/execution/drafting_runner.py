@@ -91,7 +91,7 @@ class DraftingRunner:
                 for p in plan.rows
             ]
             plan = replace(plan, rows=rows)
-        self._worker_group.tell_plan(plan)
+        self._worker_group.send_plan(plan)
         compute = partial(self._runner.launch, plan)
         step = DraftedStep(self._drafter, plan, compute, draft_tokens, draft_s, self._has_stages)
         if self._has_stages:

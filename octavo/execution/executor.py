@@ -165,9 +165,9 @@ class MultiprocExecutor(LocalExecutor):
         hashes = {item.content_hash for admission in plan.admissions for item in admission.media}
         if media is not None and hashes:
             rows = {content_hash: media.rows(content_hash) for content_hash in hashes}
-            self.worker_group.tell_rows(rows)
+            self.worker_group.send_rows(rows)
         if not self._has_drafter:
-            self.worker_group.tell_plan(plan)
+            self.worker_group.send_plan(plan)
         if self.num_stages == 1:
             return super().submit(plan)
         if not self._has_drafter:

@@ -49,8 +49,8 @@ class ChainDrafter:
     def __init__(self, head: ChainHead, runner: Runner, target: Runner, group: int, device: Device) -> None:
         self._head, self._runner, self._device, self._group = head, runner, device, group
         self._ops = runner.ops
-        runner.keeps_features = target.keeps_features = True
-        target.read_features = self._read
+        runner.draft_hooks.keeps_features = target.draft_hooks.keeps_features = True
+        target.draft_hooks.warm_up_drafter = self._read
         table = target.table
         self._max_len = table.tokens.shape[1] - 1
         # Positions that the head has computed of each row, if it has a draft token for the next one; otherwise -1.
@@ -79,7 +79,7 @@ class ChainDrafter:
 
     def draft(self, plan: StepPlan) -> DraftBatch:
         """Make draft tokens for the rows of a plan that ask for them."""
-        has_vocabulary = self._head.target_ids is None
+        has_vocabulary = self._head.target_token_ids is None
         self._runner.defer_updates(self._changes)  # where nothing has been computed since
         self._changes = changes_of(plan, self._group, len(self._runner.table.blocks), has_vocabulary)
         self._runner.apply_updates(self._changes)
@@ -171,7 +171,7 @@ class MedusaDrafter:
 
     def __init__(self, heads: MedusaHeads, target: Runner, device: Device) -> None:
         self._heads, self._target, self._device, self._ops = heads, target, device, target.ops
-        target.keeps_features, target.read_features = True, self._read
+        target.draft_hooks.keeps_features, target.draft_hooks.warm_up_drafter = True, self._read
         num_rows = target.table.max_num_seqs
         self._sampling = SamplingTable(num_rows)
         self._num_computed = np.full(num_rows, -1, np.int64)  # of rows whose last features are there, else -1

@@ -78,18 +78,18 @@ class HostWorkers:
         return self._memories[worker_rank.stage]
 
     def ends(self, worker_rank: WorkerRank) -> LinkEnds:
-        """Return a worker's ends of the links to the stages before and after its own."""
+        """Return a worker's ends of the links to the previous and the next stage."""
         stage, rank = worker_rank.stage, worker_rank.shard.rank
-        before = behind = None
+        previous = following = None
         if stage > self._first:
-            before = self._pairs[stage - 1][rank].end
+            previous = self._pairs[stage - 1][rank].end
         elif self._entering:
-            before = LinkEnd(self._entering[rank])
+            previous = LinkEnd(self._entering[rank])
         if stage < self._last:
-            behind = self._pairs[stage][rank].start
+            following = self._pairs[stage][rank].start
         elif self._leaving:
-            behind = LinkEnd(self._leaving[rank])
-        return LinkEnds(self._slots, self._slot_bytes, before, behind)
+            following = LinkEnd(self._leaving[rank])
+        return LinkEnds(self._slots, self._slot_bytes, previous, following)
 
     def start(self, worker_rank: WorkerRank, control: int) -> None:
         """Start a worker. `control` is its connection to the first one."""

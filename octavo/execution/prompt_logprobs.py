@@ -14,7 +14,7 @@ from octavo.sampling.logprobs import MeasuredLogprobs, measure
 from octavo.step_plan import Admission, StepPlan
 
 # Rows computed at a time: 256 x 128k vocabulary entries are 128 MiB of float32.
-MOST_ROWS = 256
+MAX_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class PromptPart:
         """Measure the log-probabilities; `logits(begin, end)` returns those after the tokens begin .. end of the
         step."""
         measured = []
-        for start in range(0, len(self.predicted), MOST_ROWS):
-            tokens = self.predicted[start : start + MOST_ROWS]
+        for start in range(0, len(self.predicted), MAX_ROWS):
+            tokens = self.predicted[start : start + MAX_ROWS]
             first = self.first + start
             found = logits(first, first + len(tokens))
             measured.append((self.row, measure(ops, found, ops.place(tokens), np.full(len(tokens), self.num_top))))

@@ -1,9 +1,18 @@
-"""Carries out plans on one device: a plan becomes arrays, the model runs on them, tokens come back.
+"""Runs steps on one device: a plan becomes input arrays, the model computes, and the sampled tokens come back.
 
-`submit` writes what the step needs into pinned memory, has it uploaded at once, and appends forward pass, sampling and
-the download of the tokens to the device's stream. Where the device computes on its own nothing here waits for it:
-sampled tokens stay there as well, and a row of the next step takes its own from there, so that step can be submitted
-before anybody on the host knows them. A step that fits a captured one is its replay; others run call by call.
+`submit` applies a plan's updates and launches its rows; `collect` waits for the step and returns its results. Between
+them a step is work in the device's compute stream: the forward pass, sampling, and the copy of the tokens to the host.
+A step that fits a captured step is replayed; other steps are computed call by call. A device with its own memory keeps
+each row's last token, so that the next step can be submitted before the host knows it.
+
+    case                     inputs are uploaded  tokens are sampled      the host waits
+    device shares_memory     not at all           by the leader           in `launch`: the stream computes at once
+    device with own memory   in the stream        by the leader           in `launch` for a free staging buffer,
+                                                                          in `collect` for the step
+      that runs_ahead        in the stream        by the leader           as above; it has three staging buffers
+    follower                 as on the leader     not: it gets tokens     as the leader, then for the leader's tokens
+    stage with a previous    as above             as above                also in `launch` for the previous stage
+    stage with a next        as above             by no worker            also in `launch` for its own step
 """
 
 from __future__ import annotations
@@ -11,7 +20,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -20,22 +29,22 @@ from numpy.typing import NDArray
 
 from octavo.errors import DeviceMemoryError
 from octavo.execution.block_mover import BlockMover
-from octavo.execution.cross_outputs import AlignedPart, CrossOutputs
+from octavo.execution.cross_outputs import AlignmentPart, CrossOutputs
 from octavo.execution.device import Device, StepOutputs
 from octavo.execution.device_tables import DeviceTables, TableUpdates
 from octavo.execution.media_table import MediaTable
 from octavo.execution.pooling_table import PoolingTable
-from octavo.execution.prompt_logprobs import MOST_ROWS, PromptLogprobs, PromptPart
+from octavo.execution.prompt_logprobs import MAX_ROWS, PromptLogprobs, PromptPart
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import UPDATES_PER_DECODE, Padding, StepArrays, StepLayout, StepShape, pad
 from octavo.execution.step_computation import StepComputation
-from octavo.execution.submitted_step import Captured, StagingBuffer, SubmittedStep
+from octavo.execution.submitted_step import CapturedEntry, StagingBuffer, SubmittedStep
 from octavo.execution.worker_group import ALONE, WorkerGroup
 from octavo.models.registry import CrossModel, Model, StageModel
 from octavo.ops import Array, DeviceOps, LayerKVCache, Ops, ParallelDeviceOps
 from octavo.pooling_params import PoolingConfig
 from octavo.sampling.logprobs import entries, measure
-from octavo.sampling.sampler import sample_tokens, write_settings
+from octavo.sampling.sampler import SampledTokens, sample_tokens, write_settings
 from octavo.sampling.sampling_table import Samples, SamplingBatch, SamplingTable
 from octavo.sampling_params import MAX_LOGPROBS
 from octavo.speculative.synthetic import SyntheticAcceptance
@@ -46,8 +55,11 @@ if TYPE_CHECKING:
     from octavo.execution.adapter_store import AdapterStore
     from octavo.lora.ops import AdaptedOps
 
-# On a device that runs ahead two steps may be in flight while a third is written.
+# On a device that runs ahead two steps may be in flight while the host writes a third.
 _NUM_STAGING_BUFFERS_AHEAD = 3
+
+# Copies arrays of a finished step to the host.
+_Fetch = Callable[[Sequence[Array]], list[NDArray[Any]]]
 
 
 class RunnerAdapters(NamedTuple):
@@ -57,20 +69,32 @@ class RunnerAdapters(NamedTuple):
     store: AdapterStore
 
 
-class _Launched(NamedTuple):
-    """A step on its way through the device's stream."""
+@dataclass(slots=True)
+class DraftHooks:
+    """What speculative decoding sets on a runner after it is built."""
+
+    keeps_features: bool = False  # steps keep `SubmittedStep.features` for a draft head
+    warm_up_drafter: Callable[[Array], None] | None = None  # launches every kernel that reads features [T, F]
+    target_token_ids: Array | None = None  # [vocab_size, 1] int64: the target model's ids of a draft model's tokens
+    synthetic_acceptance: SyntheticAcceptance | None = None  # for benchmarks
+
+
+class _StepWork(NamedTuple):
+    """A step as the stream computes it."""
 
     step: SubmittedStep
     used: StepShape
     inputs: StepArrays[Array]
-    captured: Captured | None  # which is replayed
-    sampling: SamplingBatch | None
-    prompts: list[PromptPart]  # whose log-probabilities are wanted
-    aligned: list[AlignedPart]  # whose cross attention is wanted
+    captured: CapturedEntry | None  # None: computed call by call
+    sampling: SamplingBatch | None  # None: all samples are greedy
+    prompt_logprob_parts: list[PromptPart]
+    alignment_parts: list[AlignmentPart]
 
 
 class Runner:
-    """One model on one device, its KV cache, and the tables of the running sequences."""
+    """One model on one device, its KV cache, and the tables of the running sequences.
+
+    Methods run on the host; a docstring that begins with "In the stream" marks work of the device's compute stream."""
 
     def __init__(
         self,
@@ -86,43 +110,43 @@ class Runner:
         media: MediaTable | None = None,
         cross: CrossOutputs | None = None,
     ) -> None:
-        """With `pooling` the model's vectors are the result instead of tokens. `media` is for models that take media,
-        `cross` for those with cross attention."""
+        """With `pooling` the results are the model's vectors instead of tokens. `media` is for models that take media,
+        `cross` for models with cross attention."""
         self.model, self.ops, self.device = model, ops, device
         self.table, self.max_num_tokens = table, max_num_tokens
         self._adapters, self._worker_group, self._links = adapters, worker_group, worker_group.links
         self._media, self._cross = media, cross
-        self.caches: Sequence[LayerKVCache]
+        self.draft_hooks = DraftHooks()
+        self.captured_steps: list[CapturedEntry] = []
+        self.caches: Sequence[LayerKVCache]  # set by `use_caches`, as `_mover`
         self._mover: BlockMover
-        _, num_rows, max_blocks = table.blocks.shape
+        self._build_tables(grammars, pooling)
+        self._output_size = model.vocab_size if pooling is None else pooling.size  # elements of a sample's output
+        self._max_shape = self._compute_max_shape(pooling)
+        self.computation = StepComputation(
+            model, ops, device, self._max_shape, self._tables, self._links, None if adapters is None else adapters.ops
+        )
+        self._allocate_buffers()
+
+    def _build_tables(self, grammars: GrammarCompiler | None, pooling: PoolingConfig | None) -> None:
+        """Build the tables that have a row for each running sequence, beside `SequenceTable`."""
+        _, num_rows, max_blocks = self.table.blocks.shape
         self.sampling = SamplingTable(num_rows, grammars)
         self.pooling = PoolingTable(num_rows) if pooling is not None else None
-        self._result_size = model.vocab_size if pooling is None else pooling.size  # elements of a sample
         self._prompt_logprobs = PromptLogprobs()
         self.row_generation = np.zeros(num_rows, np.int64)  # how many sequences have had each row
-        self._stale: set[int] = set()  # rows whose block tables the device may not have got
-        self._tables = None if device.shares_memory else DeviceTables(device, table)
+        self._rows_to_resend: set[int] = set()  # rows whose block tables the device may lack
+        self._tables = None if self.device.shares_memory else DeviceTables(self.device, self.table)
         self._padding = Padding(0, num_rows, num_rows * max_blocks)
-        self._largest = self._largest_shape(pooling)
-        self.computation = StepComputation(
-            model, ops, device, self._largest, self._tables, self._links, None if adapters is None else adapters.ops
-        )
-        self._staging_buffers = self._allocate_staging_buffers()
-        self._buffer = device.upload_target(self._staging_buffers[0].inputs)  # what they are uploaded to
-        self._hidden_out = self._allocate_hidden_out()
-        self.captured_steps: list[Captured] = []
-        self.keeps_features = False  # whether steps have their `features`
-        self.read_features: Callable[[Array], None] | None = None  # launches all that reads them, for `warm_up`
-        self.target_ids: Array | None = None  # [vocab_size, 1] int64: the target model's ids of a draft model's tokens
-        self.synthetic: SyntheticAcceptance | None = None  # for benchmarks
 
-    def _largest_shape(self, pooling: PoolingConfig | None) -> StepShape:
+    def _compute_max_shape(self, pooling: PoolingConfig | None) -> StepShape:
         """Return the shape that every step fits in."""
         num_groups, num_rows, max_blocks = self.table.blocks.shape
         shape = StepShape(
             tokens=self.max_num_tokens,
             seqs=num_rows,
-            samples=max(self.max_num_tokens, num_rows),  # at most one a token, and one a row for forks
+            # At most one sample a token; forks of one token need at most one sample a row.
+            samples=max(self.max_num_tokens, num_rows),
             updates=0 if self._tables is None else num_groups * num_rows * (max_blocks + UPDATES_PER_DECODE),
             groups=num_groups,
             blocks=max_blocks if self._tables is None else 0,
@@ -132,96 +156,96 @@ class Runner:
         )
         if self._media is not None:
             shape = replace(shape, media=self.max_num_tokens, **self._media.extents)
-        if self._links.before is not None:
+        if self._links.previous is not None:
             stage = cast(StageModel, self.model)
             item_bytes = 4 if stage.stream_dtype == "float32" else 2
             shape = replace(shape, hidden_in_bytes=stage.stage_width * item_bytes)
         return shape
 
-    def _allocate_staging_buffers(self) -> list[StagingBuffer]:
-        num_bytes, num_samples = StepLayout(self._largest).num_bytes, self._largest.samples
-        return [
-            StagingBuffer(i, self.device.pinned([num_bytes], "uint8"), self.device.pinned([num_samples], "int64"))
-            for i in range(_NUM_STAGING_BUFFERS_AHEAD if self.device.runs_ahead else 1)
+    def _allocate_buffers(self) -> None:
+        """Allocate the staging buffers, and the buffers that they and a stage's hidden states are copied to."""
+        device, num_bytes = self.device, StepLayout(self._max_shape).num_bytes
+        self._staging_buffers = [
+            StagingBuffer(i, device.pinned([num_bytes], "uint8"), device.pinned([self._max_shape.samples], "int64"))
+            for i in range(_NUM_STAGING_BUFFERS_AHEAD if device.runs_ahead else 1)
         ]
-
-    def _allocate_hidden_out(self) -> NDArray[np.uint8] | None:
-        """Pinned memory for hidden states on their way to the next stage, if the device has memory of its own."""
-        if self._links.behind is None or self.device.shares_memory:
-            return None
-        row_bytes = cast(StageModel, self.model).stage_width * 4
-        return self.device.pinned([self.max_num_tokens * row_bytes], "uint8")
+        self._device_inputs = device.upload_target(self._staging_buffers[0].inputs)
+        # Pinned memory for hidden states on their way to the next stage.
+        self._hidden_out: NDArray[np.uint8] | None = None
+        if self._links.next is not None and not device.shares_memory:
+            row_bytes = cast(StageModel, self.model).stage_width * 4
+            self._hidden_out = device.pinned([self.max_num_tokens * row_bytes], "uint8")
 
     def use_caches(self, caches: Sequence[LayerKVCache], mover: BlockMover) -> None:
-        """Set the caches, by layer. To be called before anything runs: captured steps keep their caches."""
+        """Set the caches, by layer. Call this before anything runs: captured steps keep their caches."""
         self.caches = self.computation.caches = caches
         self._mover = mover
+
+    # Before the first request: captured steps and warm-up.
 
     def capture(self) -> None:
         """Capture steps, the largest first: smaller ones reuse its memory."""
         if not self.device.shares_memory:
             gc.collect()  # garbage may hold device memory; captures leave none, so once is enough
-        for shape in reversed(self.device.capture_shapes(self._largest)):
+        for shape in reversed(self.device.capture_shapes(self._max_shape)):
             layout = StepLayout(shape)
             staged = [layout.on_host(staging.inputs) for staging in self._staging_buffers]
             # All padding: a step that changes nothing.
             staged[0].query_start_loc[0] = 0
-            pad(staged[0], StepShape(0, 0, 0, 0, shape.groups), self._padding)
+            pad(staged[0], StepShape.empty(shape.groups), self._padding)
             self._upload(self._staging_buffers[0], layout.num_bytes)
             self.device.compute.record().wait()
-            inputs = layout.on_device(self._buffer, self.device.view)
-            self.captured_steps.insert(
-                0, Captured(layout, inputs, staged, self.device.capture(self.computation, inputs))
-            )
+            inputs = layout.on_device(self._device_inputs, self.device.view)
+            step = self.device.capture(self.computation, inputs)
+            self.captured_steps.insert(0, CapturedEntry(layout, inputs, staged, step))
 
     @property
-    def captured_bytes(self) -> int:
-        """Memory that `capture` will take: the results of the largest captured step, and as much again for its own
+    def capture_memory_bytes(self) -> int:
+        """The memory that `capture` will take: the outputs of the largest captured step, and as much again for its own
         memory. Smaller steps share both."""
         if self.device.shares_memory:
             return 0
-        largest = max((shape.samples for shape in self.device.capture_shapes(self._largest)), default=0)
-        return 2 * largest * self._result_size * 4
+        max_samples = max((shape.samples for shape in self.device.capture_shapes(self._max_shape)), default=0)
+        return 2 * max_samples * self._output_size * 4
 
     def run_largest_step(self) -> None:
         """Run the step that takes the most memory: the most tokens and samples, stored nowhere."""
-        num_samples = self._largest.seqs if self.pooling is None else self._most_vectors
-        self._dummy_run(self._largest.tokens, self._largest.seqs, num_samples, self._largest.adapted)
+        num_samples = self._max_shape.seqs if self.pooling is None else self._max_vectors
+        self._dummy_run(self._max_shape.tokens, self._max_shape.seqs, num_samples, self._max_shape.adapted)
 
     @property
-    def _most_vectors(self) -> int:
+    def _max_vectors(self) -> int:
         """The most vectors of a step: one a token if prompts are whole, otherwise one a sequence."""
-        return self._largest.samples if self._largest.pools == "texts" else self._largest.seqs
+        return self._max_shape.samples if self._max_shape.pools == "texts" else self._max_shape.seqs
 
     def warm_up(self) -> None:
         """Launch every kernel that a step of any size may launch, so that nothing is compiled later."""
-        for adapted in {False, self._largest.adapted}:
-            self._warm_up(adapted)
+        for adapted in {False, self._max_shape.adapted}:
+            self._warm_up_steps(adapted)
         if self._cross is not None:
             for num_rows in _device_ops(self.ops).row_classes(self._cross.num_tokens):
-                nothing = self._cross.nothing(cast(CrossModel, self.model).hidden_size, num_rows)
-                self.device.compute.run(partial(self.computation.write_encoder_kv, *nothing))
-                if self._largest.adapted:
+                output = self._cross.no_output(cast(CrossModel, self.model).hidden_size, num_rows)
+                self.device.compute.run(partial(self.computation.write_encoder_kv, *output))
+                if self._max_shape.adapted:
                     no_adapters = np.full(num_rows, -1, np.int32)
-                    self.device.compute.run(partial(self.computation.write_encoder_kv, *nothing, no_adapters))
+                    self.device.compute.run(partial(self.computation.write_encoder_kv, *output, no_adapters))
         self._mover.warm_up()
 
-    def _warm_up(self, adapted: bool) -> None:
-        ops, num_rows = _device_ops(self.ops), self._largest.seqs
+    def _warm_up_steps(self, adapted: bool) -> None:
+        ops, num_rows = _device_ops(self.ops), self._max_shape.seqs
         # Prompts. Views of one row may have other strides than views of several.
-        for num_tokens in sorted({1, *ops.row_classes(self._largest.tokens)}):
+        for num_tokens in sorted({1, *ops.row_classes(self._max_shape.tokens)}):
             self._dummy_run(num_tokens, max(1, min(num_tokens // 4, num_rows)), 1, adapted)
-        classes = ops.row_classes(self._most_vectors)
+        classes = ops.row_classes(self._max_vectors)
         if self.pooling is None:  # draft tokens and prompt log-probabilities: a step may sample after any token
-            classes = ops.row_classes(self._largest.samples, exactly=False)
+            classes = ops.row_classes(self._max_shape.samples, exactly=False)
         for num_samples in classes:
             try:
                 self._dummy_run(min(num_samples, num_rows), min(num_samples, num_rows), num_samples, adapted)
             except self.device.memory_errors:
-                # More samples than rows come from drafts or prompts, which may find no memory later either.
-                if (
-                    num_samples <= num_rows or self._worker_group.connections
-                ):  # others wait for what this one has not computed
+                # Draft tokens and prompts need more samples than rows, and may find too little memory later as well.
+                # With other workers the error is final: they wait for this worker's part of the step.
+                if num_samples <= num_rows or self._worker_group.connections:
                     raise
                 self.device.release_memory()
 
@@ -229,49 +253,52 @@ class Runner:
         """Run a step of equally long sequences, stored nowhere, with everything that requests may ask for."""
         num_media = num_tokens if self._media is not None else 0
         shape = replace(
-            self._largest, tokens=num_tokens, seqs=num_rows, samples=num_samples, updates=0, media=num_media,
+            self._max_shape, tokens=num_tokens, seqs=num_rows, samples=num_samples, updates=0, media=num_media,
             adapted=adapted,
         )  # fmt: skip
-        layout = StepLayout(shape)
-        staging = self._staging_buffers[0]
-        arrays = layout.on_host(staging.inputs)
-        pad(arrays, StepShape(0, 0, 0, 0, self._largest.groups), self._padding)
-        arrays.query_start_loc[:] = np.linspace(0, num_tokens, num_rows + 1).astype(np.int32)
+        layout, staging = StepLayout(shape), self._staging_buffers[0]
+        self._fill_dummy_arrays(layout.on_host(staging.inputs), shape)
+        self._upload(staging, layout.num_bytes)
+        inputs = layout.on_device(self._device_inputs, self.device.view)
+        self.device.compute.run(partial(self._compute_dummy, inputs, num_samples))
+        self.device.compute.record().wait()
+
+    def _fill_dummy_arrays(self, arrays: StepArrays[NDArray[Any]], shape: StepShape) -> None:
+        pad(arrays, StepShape.empty(shape.groups), self._padding)
+        arrays.query_start_loc[:] = np.linspace(0, shape.tokens, shape.seqs + 1).astype(np.int32)
         arrays.seq_lens[:] = np.diff(arrays.query_start_loc)
         arrays.slot_mapping[self.table.state_groups] = 0  # a state needs a block, and none is in use yet
         arrays.temperature[:] = arrays.top_p[:] = arrays.min_p[:] = 1
-        self._upload(staging, layout.num_bytes)
-        inputs = layout.on_device(self._buffer, self.device.view)
 
-        num_told = min(num_samples, max(self._largest.seqs, MOST_ROWS))  # samples with log-probabilities
+    def _compute_dummy(self, inputs: StepArrays[Array], num_samples: int) -> None:
+        """In the stream: compute a step with draft features, alignment, log-probabilities, penalties and masks."""
+        with self._with_alignment():
+            hidden, features = self.computation.hidden(inputs)
+        logits, argmax_tokens = self.computation.logits(inputs, hidden)
+        if self.draft_hooks.warm_up_drafter is not None:
+            self.draft_hooks.warm_up_drafter(features)
+        if self.pooling is not None or self._links.next is not None:
+            return
+        # As many samples as a step measures at a time: one a row, or a part of a prompt.
+        num_with_logprobs = min(num_samples, max(self._max_shape.seqs, MAX_ROWS))
+        raw = self.ops.rows_of(logits, np.arange(num_with_logprobs))
+        measure(self.ops, raw, argmax_tokens[:num_with_logprobs], np.full(num_with_logprobs, MAX_LOGPROBS))
+        one, neutral = np.zeros(1, np.int64), np.ones(num_samples, np.float32)
+        self.ops.penalize(logits, one, one, one.astype(np.float32), neutral, neutral - 1, neutral - 1)
+        self.ops.mask_tokens(logits, np.full((1, -(-self.model.vocab_size // 32)), -1, np.int32), one)
+        settings = inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.uniforms
+        self._to_target_token_ids(self.ops.sample(logits, *settings))
 
-        def work() -> None:
-            with self._telling_all():
-                hidden, features = self.computation.hidden(inputs)
-            logits, best = self.computation.logits(inputs, hidden)
-            if self.read_features is not None:
-                self.read_features(features)
-            if self.pooling is not None or self._links.behind is not None:
-                return
-            raw = self.ops.rows_of(logits, np.arange(num_told))  # as if all asked for log-probabilities
-            measure(self.ops, raw, best[:num_told], np.full(num_told, MAX_LOGPROBS))
-            one, neutral = np.zeros(1, np.int64), np.ones(num_samples, np.float32)
-            self.ops.penalize(logits, one, one, one.astype(np.float32), neutral, neutral - 1, neutral - 1)
-            self.ops.mask_tokens(logits, np.full((1, -(-self.model.vocab_size // 32)), -1, np.int32), one)
-            settings = inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.uniforms
-            self._as_targets(self.ops.sample(logits, *settings))
+    def _with_alignment(self) -> AbstractContextManager[None]:
+        """Return a context in which steps compute the alignment of cross attention, if the model has some."""
+        return nullcontext() if self._cross is None else self._cross.warm_up_alignment(cast(CrossModel, self.model))
 
-        self.device.compute.run(work)
-        self.device.compute.record().wait()
-
-    def _telling_all(self) -> AbstractContextManager[None]:
-        """While it is entered, steps compute the alignment of cross attention, if the model has one."""
-        return nullcontext() if self._cross is None else self._cross.trying_alignment(cast(CrossModel, self.model))
+    # A step: `submit` calls `apply_updates` and `launch`; `SubmittedStep.result` calls `collect`.
 
     def submit(self, plan: StepPlan) -> SubmittedStep:
-        """Have the device compute a plan, which must have at least one row, after those submitted before.
+        """Have the device compute a plan with at least one row, after all plans submitted before.
 
-        Raises `DeviceMemoryError`; blocks were moved and rows admitted by then, but no token was computed."""
+        Raises `DeviceMemoryError` after moving blocks and admitting rows, and before computing tokens."""
         self.apply_updates(plan)
         return self.launch(plan)
 
@@ -284,18 +311,20 @@ class Runner:
             self._adapters.store.load(plan.adapters)
 
     def launch(self, plan: StepPlan) -> SubmittedStep:
-        """Have the device compute the rows of a plan after `apply_updates`. Raises as `submit`. A caller that computes
-        no rows now calls `defer_updates` instead."""
+        """Have the device compute the rows of a plan after `apply_updates`. Raises as `submit`.
+
+        Waits for a free staging buffer, for the hidden states of the previous stage, and before a next stage for the
+        step. Call `defer_updates` instead if no rows are computed."""
         staging = self._staging_buffers.pop(0)
         self._staging_buffers.append(staging)
-        if staging.is_free is not None:
-            staging.is_free.wait()
+        if staging.free_event is not None:
+            staging.free_event.wait()
         try:
-            return self._start(plan, staging)
+            return self._submit_rows(plan, staging)
         except self.device.memory_errors as e:
-            if self._worker_group.connections:  # others wait for this worker's part: all have to start again
+            if self._worker_group.connections:  # other workers wait for this worker's part: all must start again
                 raise
-            self._stale.update(planned.row for planned in plan.rows)
+            self._rows_to_resend.update(planned.row for planned in plan.rows)
             self.device.release_memory()
             reason = str(e).splitlines()[0]
             raise DeviceMemoryError(
@@ -303,56 +332,65 @@ class Runner:
                 "--max-num-seqs or --gpu-memory-utilization."
             ) from None
         finally:
-            staging.is_free = self.device.compute.record()
+            staging.free_event = self.device.compute.record()
 
     def defer_updates(self, plan: StepPlan) -> None:
-        """Upload the block tables of a plan later, as none of its rows is computed now."""
-        self._stale.update(admission.row for admission in plan.admissions)
-        self._stale.update(entry.row for entry in plan.new_blocks)
+        """Note that a plan's block tables are uploaded with a later step: none of its rows is computed now."""
+        self._rows_to_resend.update(admission.row for admission in plan.admissions)
+        self._rows_to_resend.update(entry.row for entry in plan.new_blocks)
 
     def collect(self, step: SubmittedStep) -> StepResult:
-        """Wait for a step. Its tokens are appended to the rows that still belong to the same sequences."""
+        """Wait for a step, append its valid tokens to their rows, and return its results."""
         assert step.done is not None
         step.done.wait()
         self._worker_group.check()
-        sampled, samples, done = step.sampled, step.samples, step.done
-
-        def fetch(arrays: Sequence[Array]) -> list[NDArray[Any]]:
-            return self.device.fetch(arrays, done)
-
+        fetch = partial(self.device.fetch, after=step.done)
         result = StepResult(tokens=[])
         if step.vectors is not None:
-            [vectors] = fetch([step.vectors])
-            result.vectors = (
-                vectors.copy() if self.device.shares_memory else vectors
-            )  # a copy: the next step overwrites them
-        if sampled is not None:
-            tokens = step.staging.tokens[: len(samples.rows)].copy()
-            self._worker_group.tell_tokens(tokens)
-            result.logprobs, errors = sampled.results(tokens, fetch)
-            if self.synthetic is not None:
-                self.synthetic.apply(samples, tokens, self._may_change)
-            result.tokens = tokens.tolist()
-            is_kept = self.row_generation[samples.rows] == step.row_generation
-            if samples.drafted:
-                is_valid = samples.valid(tokens)
-                is_kept &= is_valid
-                errors = {n: message for n, message in errors.items() if is_valid[n]}
-            result.errors = {int(samples.rows[n]): message for n, message in errors.items()}
-            if not is_kept.all():
-                samples = Samples(samples.rows[is_kept], samples.forks[is_kept], samples.lengths[is_kept], {})
-                tokens = tokens[is_kept]
-            self.table.append(samples, tokens)
-            self.sampling.advance(samples.rows, samples.forks, tokens)
-        for row, measured in step.prompts:
-            found = result.prompt_logprobs.setdefault(row, [])
-            found += entries(fetch(measured.arrays), measured.num_top)
+            [result.vectors] = fetch([step.vectors])
+            if self.device.shares_memory:  # the next step overwrites the device's array
+                result.vectors = result.vectors.copy()
+        if step.sampled is not None:
+            tokens, errors = self._fetch_tokens(step, step.sampled, fetch, result)
+            result.errors = self._append_valid(step, tokens, errors)
+        for row, measured in step.prompt_logprobs:
+            of_row = result.prompt_logprobs.setdefault(row, [])
+            of_row += entries(fetch(measured.arrays), measured.num_top)
         if self._worker_group.is_leader:
-            result.alignment = {row: found.told(fetch) for row, found in step.alignment.items()}
+            result.alignment = {row: alignment.fetch_bytes(fetch) for row, alignment in step.alignment.items()}
         return result
 
-    def _may_change(self, row: int) -> bool:
-        """Return whether any token may replace a row's own: not if the row follows a grammar."""
+    def _fetch_tokens(
+        self, step: SubmittedStep, sampled: SampledTokens, fetch: _Fetch, result: StepResult
+    ) -> tuple[NDArray[np.int64], dict[int, str]]:
+        """Return the sampled tokens [N], and errors by sample. Send the tokens to the followers, and set the tokens and
+        log-probabilities of `result`."""
+        tokens = step.staging.tokens[: len(step.samples.rows)].copy()
+        self._worker_group.send_tokens(tokens)
+        result.logprobs, errors = sampled.results(tokens, fetch)
+        if self.draft_hooks.synthetic_acceptance is not None:
+            self.draft_hooks.synthetic_acceptance.apply(step.samples, tokens, self._may_replace_tokens)
+        result.tokens = tokens.tolist()
+        return tokens, errors
+
+    def _append_valid(self, step: SubmittedStep, tokens: NDArray[np.int64], errors: dict[int, str]) -> dict[int, str]:
+        """Append the valid tokens to the rows that still belong to the same sequences. Return the valid tokens' errors
+        by row."""
+        samples = step.samples
+        is_kept = self.row_generation[samples.rows] == step.row_generation
+        if samples.drafted:
+            is_valid = samples.valid(tokens)
+            is_kept &= is_valid
+            errors = {n: message for n, message in errors.items() if is_valid[n]}
+        if not is_kept.all():
+            samples = Samples(samples.rows[is_kept], samples.forks[is_kept], samples.lengths[is_kept], {})
+            tokens = tokens[is_kept]
+        self.table.append(samples, tokens)
+        self.sampling.advance(samples.rows, samples.forks, tokens)
+        return {int(step.samples.rows[n]): message for n, message in errors.items()}
+
+    def _may_replace_tokens(self, row: int) -> bool:
+        """Return whether any token may replace a row's sampled tokens: not if the row follows a grammar."""
         settings = self.sampling.settings[row]
         return settings is not None and settings.params.grammar is None
 
@@ -369,36 +407,37 @@ class Runner:
                 self._cross.admit(admission)
             self._prompt_logprobs.admit(admission)
 
-    def _start(self, plan: StepPlan, staging: StagingBuffer) -> SubmittedStep:
-        """Gather the step's arrays, upload them, and append the step to the device's stream."""
+    def _submit_rows(self, plan: StepPlan, staging: StagingBuffer) -> SubmittedStep:
+        """Gather the arrays of a plan's rows, upload them, and append the step to the stream."""
+        # 1. Write the encoder outputs that the step's tokens are the first to see.
         self._write_encoder_kv(plan)
-        updates = None if self._tables is None else self._tables.updates(plan, self._stale)
+        # 2. Find the changes of block tables that the device lacks.
+        updates = None if self._tables is None else self._tables.updates(plan, self._rows_to_resend)
+        # 3. Choose the captured step, if one fits, and lay out the arrays.
         used = self._shape_of(plan, 0 if updates is None else len(updates[0]))
-        prompts = self._prompt_logprobs.parts(plan, self.table.tokens) if self._links.behind is None else []
-        aligned = [] if self._cross is None else self._cross.aligned(plan)
-        captured = None if aligned else self._captured_for(used)  # a captured step keeps no queries
-        if captured is None:
-            layout = StepLayout(used)
-            arrays, inputs = layout.on_host(staging.inputs), layout.on_device(self._buffer, self.device.view)
-        else:
-            layout, arrays, inputs = captured.layout, captured.staged[staging.number], captured.inputs
+        prompt_logprob_parts: list[PromptPart] = []
+        if self._links.next is None:
+            prompt_logprob_parts = self._prompt_logprobs.parts(plan, self.table.tokens)
+        alignment_parts = [] if self._cross is None else self._cross.alignment_parts(plan)
+        captured = None if alignment_parts else self._captured_for(used)  # a captured step keeps no queries
+        layout, arrays, inputs = self._lay_out(used, captured, staging)
+        # 4. Gather the arrays from the tables.
         sampling = self._gather(plan, arrays, used, updates, layout.shape.adapted)
-        if self._links.before is not None:
-            self._links.before.receive(arrays.hidden_in[: used.tokens])
+        # 5. Wait for the previous stage.
+        if self._links.previous is not None:
+            self._links.previous.receive(arrays.hidden_in[: used.tokens])
+        # 6. Upload the arrays.
         self._upload(staging, layout.num_bytes)
+        # 7. Append the step's work to the stream.
         step = SubmittedStep(self, plan, staging, self.table.samples)
-        launched = _Launched(step, used, inputs, captured, sampling, prompts, aligned)
-        if captured is not None:
-            self.device.compute.run(partial(captured.step.replay, used))
-        self.device.compute.run(partial(self._finish, launched))
-        to_host = staging.tokens if self._hidden_out is None else self._hidden_out
-        self.device.compute.run(partial(self._download, step, used.samples), writes=[to_host])
-        step.done = self.device.compute.record()
-        if self._links.behind is not None:
+        self._append_work(_StepWork(step, used, inputs, captured, sampling, prompt_logprob_parts, alignment_parts))
+        # 8. Wait for the step if a next stage needs its hidden states.
+        if self._links.next is not None:
             self._send(step, used.tokens)
+        # 9. Forget requests that this step fulfils.
         self._prompt_logprobs.forget(plan)
         if self._cross is not None:
-            self._cross.submitted(plan, aligned)
+            self._cross.note_submitted(plan, alignment_parts)
         return step
 
     def _write_encoder_kv(self, plan: StepPlan) -> None:
@@ -409,11 +448,42 @@ class Runner:
                 adapter_slots = np.full(len(slots), slot, np.int32)
             self.device.compute.run(partial(self.computation.write_encoder_kv, rows, slots, adapter_slots))
 
+    def _shape_of(self, plan: StepPlan, num_updates: int) -> StepShape:
+        """Return the shape of a plan's step."""
+        num_seqs, max_shape = len(plan.rows), self._max_shape
+        used = StepShape(
+            sum([planned.num_tokens for planned in plan.rows]), num_seqs,
+            num_seqs if plan.has_one_sample_per_row else sum([planned.num_samples for planned in plan.rows]),
+            num_updates, max_shape.groups, max_shape.blocks,
+            hidden_in_bytes=max_shape.hidden_in_bytes, crosses=max_shape.crosses,
+            adapted=max_shape.adapted and self.table.has_adapters([planned.row for planned in plan.rows]),
+        )  # fmt: skip
+        if self._media is None:
+            return used
+        return replace(used, media=self._media.num_rows(plan), **self._media.extents)
+
+    def _captured_for(self, used: StepShape) -> CapturedEntry | None:
+        """Return the smallest captured step that a step fits in, if there is one."""
+        for captured in self.captured_steps:
+            if self.device.can_replay(captured.layout.shape, used):
+                return captured
+        return None
+
+    def _lay_out(
+        self, used: StepShape, captured: CapturedEntry | None, staging: StagingBuffer
+    ) -> tuple[StepLayout, StepArrays[NDArray[Any]], StepArrays[Array]]:
+        """Return a step's layout, and its arrays in the staging buffer and on the device."""
+        if captured is not None:
+            return captured.layout, captured.staged[staging.number], captured.inputs
+        layout = StepLayout(used)
+        return layout, layout.on_host(staging.inputs), layout.on_device(self._device_inputs, self.device.view)
+
     def _gather(
         self, plan: StepPlan, arrays: StepArrays[NDArray[Any]], used: StepShape, updates: TableUpdates | None,
         adapted: bool,
     ) -> SamplingBatch | None:  # fmt: skip
-        """Fill the step's arrays from the tables. Returns what the sampler has to know beyond them, if anything."""
+        """Fill the step's arrays from the tables. Return the sampler's settings that have no array, if there are
+        some."""
         row_of = self.table.gather(plan, arrays)
         if adapted:
             self.table.gather_adapters(row_of, arrays)
@@ -423,7 +493,7 @@ class Runner:
             self._cross.gather(plan, row_of, arrays)
         if self._tables is not None and updates is not None:
             self._tables.fill_table_rows(plan, arrays, row_of, self.table.samples, updates)
-            pad(arrays, used, self._padding_of(used))
+            pad(arrays, used, replace(self._padding, num_tokens=used.tokens))
         if self.pooling is not None:
             self.pooling.gather(plan, arrays)
             return None
@@ -432,105 +502,97 @@ class Runner:
             write_settings(arrays, sampling)
         return sampling
 
-    def _finish(self, launched: _Launched) -> None:
-        """Compute the step unless it was replayed, and choose its tokens; in the device's stream."""
-        step, used, outputs = launched.step, launched.used, self._outputs(launched)
-        if self.keeps_features:
+    def _upload(self, staging: StagingBuffer, num_bytes: int) -> None:
+        """Append the upload of a staging buffer's inputs to the stream."""
+        if self.device.shares_memory:
+            return
+
+        def upload() -> None:
+            self.device.copy(staging.inputs[:num_bytes], self._device_inputs[:num_bytes])
+
+        self.device.compute.run(upload, reads=[staging.inputs])
+
+    def _append_work(self, work: _StepWork) -> None:
+        """Append a step's work to the stream, and set its `done` event."""
+        step, used, compute = work.step, work.used, self.device.compute
+        if work.captured is not None:
+            compute.run(partial(work.captured.step.replay, used))
+        compute.run(partial(self._run_and_sample, work))
+        to_host = step.staging.tokens if self._hidden_out is None else self._hidden_out
+        compute.run(partial(self._download, step, used.samples), writes=[to_host])
+        step.done = compute.record()
+
+    def _send(self, step: SubmittedStep, num_tokens: int) -> None:
+        """Wait until the device has computed the step, and send its hidden states to the next stage."""
+        assert self._links.next is not None and step.done is not None
+        step.done.wait()
+        rows: Any = step.hidden_out
+        if self._hidden_out is not None:
+            rows = self._hidden_out[: rows.nbytes].reshape(num_tokens, -1)
+        self._links.next.send(rows)
+
+    # In the stream.
+
+    def _run_and_sample(self, work: _StepWork) -> None:
+        """In the stream: compute the step unless it was replayed, and sample its tokens."""
+        step, used, outputs = work.step, work.used, self._model_outputs(work)
+        if self.draft_hooks.keeps_features:
             step.features = outputs.features[: used.tokens]
-        if self._links.behind is not None:
+        if self._links.next is not None:
             step.hidden_out = self.device.view(outputs.hidden[: used.tokens], "uint8")
         elif self.pooling is not None:
             step.vectors = outputs.logits[: used.samples]
-            if launched.captured is not None and self.device.runs_ahead:  # before the next replay overwrites them
+            if work.captured is not None and self.device.runs_ahead:  # the next replay overwrites the outputs
                 step.vectors = self.ops.rows_of(step.vectors, np.arange(used.samples))
         elif used.samples:
-            self._choose_tokens(launched, outputs)
-        # Only now: on a device without a captured step they need as much memory as the logits had.
-        logits_of = partial(self.computation.logits_after, launched.inputs, outputs.hidden)
-        step.prompts = [measured for part in launched.prompts for measured in part.measure(self.ops, logits_of)]
+            self._sample(work, outputs)
+        # After sampling, so that both do not take memory at the same time.
+        logits_of = partial(self.computation.logits_after, work.inputs, outputs.hidden)
+        step.prompt_logprobs = [
+            measured for part in work.prompt_logprob_parts for measured in part.measure(self.ops, logits_of)
+        ]
 
-    def _outputs(self, launched: _Launched) -> StepOutputs:
-        if launched.captured is not None:
-            return launched.captured.step.outputs
-        if self._cross is None or not launched.aligned:
-            return self.computation.outputs(launched.inputs, launched.used.samples)
+    def _model_outputs(self, work: _StepWork) -> StepOutputs:
+        """In the stream: return the outputs of the replay, or compute them."""
+        if work.captured is not None:
+            return work.captured.step.outputs
+        if self._cross is None or not work.alignment_parts:
+            return self.computation.outputs(work.inputs, work.used.samples)
         model = cast(CrossModel, self.model)
         with self._cross.keeping_queries(model):
-            outputs = self.computation.outputs(launched.inputs, launched.used.samples)
-        launched.step.alignment = self._cross.alignment(model, launched.aligned, self.caches)
+            outputs = self.computation.outputs(work.inputs, work.used.samples)
+        work.step.alignment = self._cross.alignment(model, work.alignment_parts, self.caches)
         return outputs
 
-    def _choose_tokens(self, launched: _Launched, outputs: StepOutputs) -> None:
-        """Sample, on the first worker; the others get its tokens. A device keeps them for its next step."""
-        step, inputs, num_samples = launched.step, launched.inputs, launched.used.samples
-        tokens = outputs.best[:num_samples]
+    def _sample(self, work: _StepWork, outputs: StepOutputs) -> None:
+        """In the stream: sample on the leader. A device with its own memory stores the tokens for its next step."""
+        step, inputs, num_samples = work.step, work.inputs, work.used.samples
+        tokens = outputs.argmax_tokens[:num_samples]
         if self._worker_group.is_leader:
             step.sampled = sample_tokens(
-                self.ops, outputs.logits[:num_samples], tokens, inputs, launched.sampling, self.device.shares_memory
+                self.ops, outputs.logits[:num_samples], tokens, inputs, work.sampling, self.device.shares_memory
             )
-            step.sampled.tokens = tokens = self._as_targets(step.sampled.tokens)
+            step.sampled.tokens = tokens = self._to_target_token_ids(step.sampled.tokens)
         if self._tables is not None:
-            if not self._worker_group.shard.is_whole:  # other devices need them before their hosts are told
+            if not self._worker_group.shard.is_whole:  # the followers' devices need the tokens before their hosts do
                 cast(ParallelDeviceOps, self.ops).from_first(tokens)
-            self._tables.keep(self.ops, inputs.sample_table_rows[:num_samples], tokens)
+            self._tables.store_last_tokens(self.ops, inputs.sample_table_rows[:num_samples], tokens)
+
+    def _to_target_token_ids(self, tokens: Array) -> Array:
+        """In the stream: return tokens [N] of a draft model as the target model's ids."""
+        if self.draft_hooks.target_token_ids is None:
+            return tokens
+        known: Any = tokens
+        ids: Any = self.ops.take_rows(self.draft_hooks.target_token_ids, known * (known > 0))
+        return cast(Array, ids.reshape(-1))
 
     def _download(self, step: SubmittedStep, num_samples: int) -> None:
-        """Copy the tokens, or the hidden states for the next stage, to the host; in the device's stream."""
+        """In the stream: copy the tokens, or the hidden states for the next stage, to the host."""
         if step.sampled is not None:
             self.device.copy(step.sampled.tokens, step.staging.tokens[:num_samples])
         if self._hidden_out is not None and step.hidden_out is not None:
             self.device.copy(step.hidden_out.reshape(-1), self._hidden_out[: step.hidden_out.nbytes])
 
-    def _send(self, step: SubmittedStep, num_tokens: int) -> None:
-        """Wait until the device has computed the step, and send its hidden states to the next stage."""
-        assert self._links.behind is not None and step.done is not None
-        step.done.wait()
-        rows: Any = step.hidden_out
-        if self._hidden_out is not None:
-            rows = self._hidden_out[: rows.nbytes].reshape(num_tokens, -1)
-        self._links.behind.send(rows)
-
-    def _as_targets(self, tokens: Array) -> Array:
-        """Return tokens [N] of a draft model as the target model's ids."""
-        if self.target_ids is None:
-            return tokens
-        known: Any = tokens
-        found: Any = self.ops.take_rows(self.target_ids, known * (known > 0))
-        return cast(Array, found.reshape(-1))
-
-    def _shape_of(self, plan: StepPlan, num_updates: int) -> StepShape:
-        _, _, num_tokens, num_sampled_positions, num_forks, _ = zip(*plan.rows, strict=True)
-        num_seqs, largest = len(plan.rows), self._largest
-        num_samples = num_seqs
-        if num_sampled_positions.count(1) < num_seqs or num_forks.count(1) < num_seqs:
-            num_samples = sum([planned.num_samples for planned in plan.rows])
-        used = StepShape(
-            sum(num_tokens), num_seqs, num_samples, num_updates, largest.groups, largest.blocks,
-            hidden_in_bytes=largest.hidden_in_bytes, crosses=largest.crosses,
-            adapted=largest.adapted and self.table.has_adapters([planned.row for planned in plan.rows]),
-        )  # fmt: skip
-        if self._media is None:
-            return used
-        return replace(used, media=self._media.num_rows(plan), **self._media.extents)
-
-    def _captured_for(self, used: StepShape) -> Captured | None:
-        for captured in self.captured_steps:
-            if self.device.can_replay(captured.layout.shape, used):
-                return captured
-        return None
-
-    def _padding_of(self, used: StepShape) -> Padding:
-        return Padding(used.tokens, self._padding.no_row, self._padding.no_place)
-
-    def _upload(self, staging: StagingBuffer, num_bytes: int) -> None:
-        if self.device.shares_memory:
-            return
-
-        def work() -> None:
-            self.device.copy(staging.inputs[:num_bytes], self._buffer[:num_bytes])
-
-        self.device.compute.run(work, reads=[staging.inputs])
-
 
 def _device_ops(ops: Ops) -> DeviceOps:
-    return cast(DeviceOps, ops)  # devices with memory of their own have them
+    return cast(DeviceOps, ops)  # the operations of devices with their own memory

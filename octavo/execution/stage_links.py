@@ -172,14 +172,14 @@ class TcpLink:
 
 @dataclass(frozen=True, slots=True)
 class StageLinks:
-    """A worker's links to the stages before and after its own; None at the ends of the pipeline."""
+    """A worker's links to the previous and the next stage; None at the ends of the pipeline."""
 
-    before: Link | None = None
-    behind: Link | None = None
+    previous: Link | None = None
+    next: Link | None = None
 
     def hang_up(self) -> None:
         """Close the links to other hosts, so that no stage waits for another."""
-        for link in (self.before, self.behind):
+        for link in (self.previous, self.next):
             if isinstance(link, TcpLink):
                 link.hang_up()
 
@@ -195,20 +195,20 @@ class LinkEnd(NamedTuple):
 
 
 class LinkEnds(NamedTuple):
-    """A worker's ends of the links to the stages before and after its own."""
+    """A worker's ends of the links to the previous and the next stage."""
 
     slots: int
     slot_bytes: int
-    before: LinkEnd | None
-    behind: LinkEnd | None
+    previous: LinkEnd | None
+    next: LinkEnd | None
 
     @property
     def descriptors(self) -> list[int]:
-        return [fd for end in (self.before, self.behind) if end is not None for fd in end if fd is not None]
+        return [fd for end in (self.previous, self.next) if end is not None for fd in end if fd is not None]
 
     def open(self, watched: list[int]) -> StageLinks:
         """Open the links. `watched` are the connections of `WorkerGroup`."""
-        return StageLinks(*(None if end is None else self._open(end, watched) for end in (self.before, self.behind)))
+        return StageLinks(*(None if end is None else self._open(end, watched) for end in (self.previous, self.next)))
 
     def _open(self, end: LinkEnd, watched: list[int]) -> Link:
         connection = socket.socket(fileno=end.connection)

@@ -41,6 +41,11 @@ class StepShape:
     # Of models that pool: whether a step computes whole "texts", or "parts" of prompts.
     pools: Literal["", "texts", "parts"] = ""
 
+    @classmethod
+    def empty(cls, groups: int) -> StepShape:
+        """Return the shape of a step without tokens."""
+        return cls(0, 0, 0, 0, groups)
+
     def extent(self, name: str) -> int:
         if name == "bounds":
             return self.seqs + 1

@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 
 class StepComputation:
-    """A `StepModel` (`octavo.execution.device`) for steps with the arrays of `largest`. `tables` are for devices with
+    """A `StepModel` (`octavo.execution.device`) for steps with the arrays of `max_shape`. `tables` are for devices with
     memory of their own, `adapters` for models that are served with adapters."""
 
     caches: Sequence[LayerKVCache]  # by layer; set before anything is computed
 
     def __init__(
-        self, model: Model, ops: Ops, device: Device, largest: StepShape, tables: DeviceTables | None,
+        self, model: Model, ops: Ops, device: Device, max_shape: StepShape, tables: DeviceTables | None,
         links: StageLinks, adapters: AdaptedOps | None,
     ) -> None:  # fmt: skip
-        self._model, self._ops, self._device, self._largest = model, ops, device, largest
+        self._model, self._ops, self._device, self._max_shape = model, ops, device, max_shape
         self._tables, self._links, self._adapters = tables, links, adapters
-        self._hidden_in_dtype = cast(StageModel, model).stream_dtype if largest.hidden_in_bytes else ""
+        self._hidden_in_dtype = cast(StageModel, model).stream_dtype if max_shape.hidden_in_bytes else ""
         self.aux_hidden_states: AuxHiddenStates | None = None  # for draft heads that read other layers than the last
 
     def hidden(self, inputs: StepArrays[Array]) -> tuple[Array, Array]:
@@ -47,9 +47,9 @@ class StepComputation:
 
     def logits(self, inputs: StepArrays[Array], hidden: Array) -> tuple[Array, Array]:
         """`StepModel.logits`."""
-        if self._links.behind is not None:
-            return hidden, hidden  # which nobody reads
-        if self._largest.pools:
+        if self._links.next is not None:
+            return hidden, hidden  # nobody reads them: the last stage computes logits
+        if self._max_shape.pools:
             vectors = cast(PoolingModel, self._model).pool(hidden, inputs.pool_starts, inputs.sample_rows)
             return vectors, vectors
         with self._taking(inputs.sample_adapter_slots):
@@ -64,7 +64,7 @@ class StepComputation:
     def outputs(self, inputs: StepArrays[Array], num_samples: int) -> StepOutputs:
         """Compute all of it, call by call."""
         hidden, features = self.hidden(inputs)
-        if not num_samples or self._links.behind is not None:
+        if not num_samples or self._links.next is not None:
             return StepOutputs(hidden, features, hidden[:0], hidden[:0])
         return StepOutputs(hidden, features, *self.logits(inputs, hidden))
 
@@ -89,17 +89,17 @@ class StepComputation:
             query_start_loc=inputs.query_start_loc,
             seq_lens=inputs.seq_lens,
             sample_rows=inputs.sample_rows,
-            groups=tuple(GroupTables(inputs.slot_mapping[g], tables[g]) for g in range(self._largest.groups)),
-            media_rows=inputs.media_rows if self._largest.media else None,
-            media_indices=inputs.media_indices if self._largest.media else None,
+            groups=tuple(GroupTables(inputs.slot_mapping[g], tables[g]) for g in range(self._max_shape.groups)),
+            media_rows=inputs.media_rows if self._max_shape.media else None,
+            media_indices=inputs.media_indices if self._max_shape.media else None,
             cross_lens=inputs.cross_lens,
             cross_mask=inputs.cross_mask,
             token_types=inputs.token_types,
             hidden_in=self._device.view(inputs.hidden_in, self._hidden_in_dtype)
-            if self._largest.hidden_in_bytes
+            if self._max_shape.hidden_in_bytes
             else None,
-            axis_positions=inputs.axis_positions if self._largest.axes else None,
-            key_ends=inputs.key_ends if self._largest.sees_ahead else None,
+            axis_positions=inputs.axis_positions if self._max_shape.axes else None,
+            key_ends=inputs.key_ends if self._max_shape.sees_ahead else None,
         )
 
     def _taking(self, slots: Array) -> AbstractContextManager[None]:

@@ -28,11 +28,11 @@ class StagingBuffer:
     number: int
     inputs: NDArray[np.uint8]
     tokens: NDArray[np.int64]  # [max_num_samples]
-    is_free: Event | None = None  # the device no longer uses it
+    free_event: Event | None = None  # reached when the device no longer uses the buffer
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class CapturedEntry:
     """A captured step, and the arrays that it reads: on the device, and in each staging buffer, by its number."""
 
     layout: StepLayout
@@ -50,11 +50,12 @@ class SubmittedStep:
         self.staging = staging
         self.samples = samples
         self.row_generation = runner.row_generation[samples.rows]
-        self.sampled: SampledTokens | None = None  # set by the device's stream
-        self.vectors: Array | None = None  # likewise, [samples, size] float32, from a model that pools
-        self.prompts: list[tuple[int, MeasuredLogprobs]] = []  # with their rows
-        self.alignment: dict[int, Alignment] = {}
-        self.done: Event | None = None
+        self.done: Event | None = None  # reached when the device has computed the step
+        # Set in the stream.
+        self.sampled: SampledTokens | None = None
+        self.vectors: Array | None = None  # [samples, size] float32, from a model that pools
+        self.prompt_logprobs: list[tuple[int, MeasuredLogprobs]] = []  # with their rows
+        self.alignment: dict[int, Alignment] = {}  # by row
         self.features: Array | None = None  # [T, F]; valid until the next replay of a captured step
         self.hidden_out: Array | None = None  # [T, bytes]: hidden states for the next stage
 

@@ -281,7 +281,7 @@ class Worker:
         rates = None if speculative is None else speculative.synthetic_acceptance_rates
         if rates is not None:
             logger.warning("synthetic_acceptance_rates: guesses are accepted at these rates, and answers are WRONG")
-            self.runner.synthetic = SyntheticAcceptance(rates, vocab_size)
+            self.runner.draft_hooks.synthetic_acceptance = SyntheticAcceptance(rates, vocab_size)
 
     def _check_fits(self, description: ModelDescription, weights: Weights, config: ModelConfig) -> None:
         """Raise `LoadError` if the model's weights exceed the memory that is free."""
@@ -335,7 +335,7 @@ class Worker:
         if self._worker_group.worker_rank.num_stages > 1:
             sizes = [max(pair) for pair in zip(own_sizes, self._largest_blocks(), strict=True)]
         self._use(small, [0] * len(small))
-        other_bytes = sum(runner.captured_bytes for runner in self._runners if self._captures(runner))
+        other_bytes = sum(runner.capture_memory_bytes for runner in self._runners if self._captures(runner))
         other_bytes += self._tower_bytes()
         if self._draft is not None and device.shares_memory:
             other_bytes += self._draft.state_bytes  # they are in use when they are written

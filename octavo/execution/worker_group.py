@@ -95,10 +95,10 @@ class WorkerGroup:
         """Return the largest of all workers' numbers."""
         return own
 
-    def tell_plan(self, plan: StepPlan) -> None:
+    def send_plan(self, plan: StepPlan) -> None:
         """Send a plan to the other workers, of which there are none."""
 
-    def tell_tokens(self, tokens: NDArray[np.int64]) -> None:
+    def send_tokens(self, tokens: NDArray[np.int64]) -> None:
         """Send the sampled tokens [N] to the other workers."""
 
     def check(self) -> None:
@@ -214,14 +214,14 @@ class Leader(WorkerGroup):
                 hang_up(follower)
         self.links.hang_up()
 
-    def tell_rows(self, rows: dict[bytes, NDArray[np.float32]]) -> None:
+    def send_rows(self, rows: dict[bytes, NDArray[np.float32]]) -> None:
         self._tell(PictureRows.of(rows))
 
-    def tell_plan(self, plan: StepPlan) -> None:
+    def send_plan(self, plan: StepPlan) -> None:
         """Return the plan without sampling parameters, which the other workers do not need."""
         self._tell(Plan(replace(plan, admissions=[_without_sampling(admission) for admission in plan.admissions])))
 
-    def tell_tokens(self, tokens: NDArray[np.int64]) -> None:
+    def send_tokens(self, tokens: NDArray[np.int64]) -> None:
         self._tell(SampledTokens(tokens.tobytes()))
 
     def prepare_adapter(self, source: AdapterSource, own: Future[int]) -> Future[int]:

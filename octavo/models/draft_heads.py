@@ -106,7 +106,9 @@ class ChainHead:
         self.target, self._parameters, self._ops = target.model, parameters, parameters.ops
         self._dtype = parameters.dtype
         self.vocab_size, self.hidden_size = target.model.vocab_size, target.description.hidden_size
-        self.target_ids: NDArray[np.int64] | None = None  # the model's token for each head token, if the head has fewer
+        self.target_token_ids: NDArray[np.int64] | None = (
+            None  # the model's token for each head token, if the head has fewer
+        )
         self._embedding: LinearWeight | None = None
         size = target.description.hidden_size
         if "embedding" in names and f"{names['embedding']}.weight" in weights:
@@ -251,7 +253,7 @@ class Eagle3Head(ChainHead):
         size = target.description.hidden_size
         if self._output is not None and num_own != target.model.vocab_size:
             offsets = weights.take_integers("d2t", (num_own,))
-            self.target_ids = np.arange(num_own) + offsets
+            self.target_token_ids = np.arange(num_own) + offsets
             self.vocab_size = num_own
         for unused in ("t2d", "d2t"):
             weights.pass_over(unused)

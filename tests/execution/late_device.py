@@ -157,8 +157,8 @@ class LateDevice:
         source, target = (x if isinstance(x, Tensor) else torch.from_numpy(x) for x in (source, target))
         target.copy_(source)
 
-    def capture_shapes(self, largest: StepShape) -> list[StepShape]:
-        return shapes_to_capture(largest)
+    def capture_shapes(self, max_shape: StepShape) -> list[StepShape]:
+        return shapes_to_capture(max_shape)
 
     def can_replay(self, captured: StepShape, used: StepShape) -> bool:
         return becomes(used, captured)
@@ -186,7 +186,7 @@ class LateDevice:
 
 
 def _tensors(outputs: StepOutputs) -> list[Any]:
-    return [outputs.hidden, outputs.features, outputs.logits, outputs.best]
+    return [outputs.hidden, outputs.features, outputs.logits, outputs.argmax_tokens]
 
 
 def _spoil(tensor: Tensor) -> None:

@@ -155,8 +155,8 @@ def test_guesses_are_those_of_the_whole_sequence(model: Path, heads: dict[str, P
     own: Any = head.forward(batch(tokens[1:]), executor.worker._draft.runner.caches)  # type: ignore[union-attr]
     best: Any = head.logits(own)
     expected = np.asarray(best).argmax(1)
-    if head.target_ids is not None:
-        expected = head.target_ids[expected]
+    if head.target_token_ids is not None:
+        expected = head.target_token_ids[expected]
     assert {at: draft_tokens[0] for at, draft_tokens in guessed.items()} == {
         at: int(expected[at - 2]) for at in guessed
     }

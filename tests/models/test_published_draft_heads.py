@@ -207,7 +207,7 @@ def test_eagle3(adds_normed: bool) -> None:
     torch.testing.assert_close(hidden, x, atol=2e-5, rtol=1e-5)
     own = linear(rms_norm(x, (HIDDEN,), tensors["norm.weight"], EPS), tensors["lm_head.weight"])
     torch.testing.assert_close(logits, own, atol=2e-4, rtol=1e-5)
-    assert head.target_ids is not None and head.target_ids.tolist() == [i + i // 2 for i in range(num_own)]
+    assert head.target_token_ids is not None and head.target_token_ids.tolist() == [i + i // 2 for i in range(num_own)]
 
 
 @pytest.mark.parametrize("names", ["the authors'", "vLLM's"])

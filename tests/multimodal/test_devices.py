@@ -139,7 +139,7 @@ def test_memory_of_the_largest_medium_that_fits_is_left_free(
     device.cache_bytes = lambda *args: offered.append(args[2]) or cache_bytes(*args)  # type: ignore[method-assign,assignment,func-returns-value]
     with engine(monkeypatch, tmp_path, device, torch_ref, max_image_pixels=200_000) as llm:
         assert least <= max(one.num_tokens for one in made) <= 128
-        of_graphs = llm.core.executor.worker.runner.captured_bytes  # type: ignore[attr-defined]
+        of_graphs = llm.core.executor.worker.runner.capture_memory_bytes  # type: ignore[attr-defined]
         assert offered == [of_graphs + (1 << 20)]  # what the device says that a tower takes
 
 
