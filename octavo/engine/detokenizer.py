@@ -6,6 +6,8 @@ import codecs
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
+from octavo.loading.token_texts import decode, is_byte_level
+
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
@@ -72,13 +74,13 @@ class _TokenBytes(dict[int, bytes]):
     def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._hidden = hidden
+        self._added = _added_tokens(tokenizer)[0]
 
     def __missing__(self, token: int) -> bytes:
         piece = None if token in self._hidden else self._tokenizer.id_to_token(token)
-        try:
-            found = bytes([GPT2_BYTES[char] for char in piece or ""])
-        except KeyError:  # an added token: its text is its name
-            found = str(piece).encode()
+        letters = [GPT2_BYTES.get(letter) for letter in piece or ""]
+        is_text = token in self._added or None in letters  # and its letters stand for themselves
+        found = (piece or "").encode() if is_text else bytes(map(int, letters))  # type: ignore[arg-type]
         self[token] = found
         return found
 
@@ -96,9 +98,7 @@ GPT2_BYTES = _gpt2_bytes()
 @lru_cache(maxsize=8)
 def _token_bytes(tokenizer: Tokenizer, skip_special_tokens: bool) -> _TokenBytes | None:
     """Return the bytes of tokens, or None if the tokenizer is not byte-level."""
-    from tokenizers import decoders
-
-    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+    if not is_byte_level(tokenizer):
         return None
     return _TokenBytes(tokenizer, _added_tokens(tokenizer)[1] if skip_special_tokens else frozenset())
 
@@ -171,7 +171,7 @@ class WindowDetokenizer:
         return new
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+        return decode(self._tokenizer, token_ids, skip_special_tokens=self._skip_special_tokens)
 
 
 @lru_cache(maxsize=4)  # each call copies them out of the tokenizer

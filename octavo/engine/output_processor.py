@@ -12,6 +12,7 @@ import msgspec
 from octavo.engine.detokenizer import Detokenizer, StopStrings, make_detokenizer
 from octavo.engine.wire import Abort
 from octavo.errors import RequestError
+from octavo.loading.token_texts import decode
 from octavo.outputs import (
     CompletionOutput,
     Logprob,
@@ -482,10 +483,10 @@ class OutputProcessor:
     def position(self, entry: TokenLogprobs) -> PositionLogprobs:
         """Return a position's log-probabilities, the sampled token first. Top tokens rank 1, 2, …; the sampled one has
         its own rank."""
-        decode = self.tokenizer.backend_tokenizer.decode
+        tokenizer = self.tokenizer.backend_tokenizer
         position: PositionLogprobs = {}
         for i, (token, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
             if token not in position:
                 rank = entry.chosen_rank if i == 0 else i
-                position[token] = Logprob(logprob, rank, decode([token], skip_special_tokens=False))
+                position[token] = Logprob(logprob, rank, decode(tokenizer, [token], skip_special_tokens=False))
         return position

@@ -18,10 +18,9 @@ from octavo.errors import LoadError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.gguf_file import read_gguf
 from octavo.loading.jinja_template import compile_template, render_template
+from octavo.loading.token_texts import decode
 from octavo.loading.tokenizer_folder import WHAT_TO_DO, read_tokenizer_folder
 from octavo.loading.tokenizer_parts import ROLES, TokenizerParts
-
-_MAX_INLINE_IDS = 1024  # it takes about 100 µs to decode them
 
 
 class Encoding(dict[str, list[Any]]):
@@ -156,10 +155,7 @@ class ModelTokenizer:
         tokens contain their blanks."""
         ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
         ids = [ids] if isinstance(ids, int) else ids
-        if len(ids) <= _MAX_INLINE_IDS:
-            text = self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-        else:  # `decode_batch` lets other threads run, and `decode` does not (tokenizers 0.23)
-            [text] = self.backend_tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+        text = decode(self.backend_tokenizer, ids, skip_special_tokens=skip_special_tokens)
         cleans_up = self.cleans_up_spaces if clean_up_tokenization_spaces is None else clean_up_tokenization_spaces
         if cleans_up and type(self.backend_tokenizer.model).__name__ != "BPE":
             for ending in (".", "?", "!", ","):

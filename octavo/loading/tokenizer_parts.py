@@ -102,7 +102,7 @@ def sentencepiece(source: str, model: SentencePieces) -> Tokenizer:
         unk_token = pieces[model.unk_id] if 0 <= model.unk_id < len(pieces) else None
         options = {"fuse_unk": True, "byte_fallback": True}
         backend = Tokenizer(_bpe(source, vocab, merges, unk_token=unk_token, **options))
-    steps: list[normalizers.Normalizer] = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
+    steps = _charsmap_steps(model.charsmap) if model.charsmap else []
     if any(map(model.is_blank_run, pieces)):
         steps.append(normalizers.Replace("▁", " "))  # so that pieces of blanks also match runs of ▁
     if model.collapses_blanks:
@@ -120,6 +120,14 @@ def sentencepiece(source: str, model: SentencePieces) -> Tokenizer:
     strip = [decoders.Strip(content=" ", left=most)] if model.adds_prefix else []
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
     return backend
+
+
+def _charsmap_steps(charsmap: bytes) -> list[normalizers.Normalizer]:
+    """Return the steps of a compiled normalization. The library takes a line break of two characters as one (tokenizers
+    0.23), and sentencepiece normalizes each of them."""
+    precompiled = normalizers.Precompiled(charsmap)
+    whole, parts = precompiled.normalize_str("\r\n"), "".join(map(precompiled.normalize_str, "\r\n"))
+    return [precompiled] if whole == parts else [normalizers.Replace("\r\n", parts), precompiled]
 
 
 def merges_from_scores(scores: Mapping[str, float], made: Collection[str] | None = None) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from octavo.engine.detokenizer import ByteDetokenizer, StopStrings, WindowDetokenizer, make_detokenizer
+from octavo.loading.token_texts import decode
 
 VOCAB_SIZE = 49152
 NUM_SPECIAL = 17
@@ -40,6 +41,30 @@ def make(request: pytest.FixtureRequest) -> Any:
 def test_byte_level_vocabularies_get_the_detokenizer_of_their_own(backend: Tokenizer) -> None:
     assert isinstance(make_detokenizer(backend, []), ByteDetokenizer)
     assert isinstance(make_detokenizer(metaspace_tokenizer(), []), WindowDetokenizer)
+
+
+ODD = [
+    AddedToken("é"), AddedToken("Müller"), AddedToken("Ġ", special=True), AddedToken("<▁>"),
+    AddedToken("a▁b", special=True), AddedToken("<｜end▁of▁turn｜>", special=True), AddedToken("<plain>"),
+]  # fmt: skip
+
+
+@generated
+@given(data=st.data(), skip=st.booleans(), has_bytes=st.booleans())
+def test_the_text_of_an_added_token_is_the_token(make: Any, data: st.DataObject, skip: bool, has_bytes: bool) -> None:
+    """Whatever its letters stand for in tokens of the vocabulary."""
+    plain = metaspace_tokenizer()
+    if has_bytes:
+        plain = Tokenizer(models.BPE({"a": 0, "Ã": 1, "©": 2, "Ġb": 3}, []))
+        plain.decoder = decoders.ByteLevel()
+    usual = range(4 if has_bytes else 8)
+    plain.add_tokens(ODD)
+    odd = {plain.token_to_id(token.content): "" if skip and token.special else token.content for token in ODD}
+    tokens = data.draw(st.lists(st.sampled_from([*usual, *odd]), max_size=12))
+    whole = decode(plain, tokens, skip_special_tokens=skip)
+    assert "".join(grow(make, plain, tokens, skip=skip)) == whole
+    for token in set(tokens) & odd.keys():
+        assert decode(plain, [token], skip_special_tokens=skip) == odd[token] and odd[token] in whole
 
 
 def grow(

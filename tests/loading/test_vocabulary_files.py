@@ -28,6 +28,7 @@ from tests.loading.test_load_tokenizer import CORPUS
 PLAIN = [text for text in CORPUS if "<|" not in text]
 TEXTS = [*PLAIN, "hello world", "  the   hello", " x ", "\u3000ＦＵＬＬ ﬁ ①", "naïve <think>  tabs\t<think>x"]
 TEXTS += ["▁", " ▁", "▁ ", "a ▁ ", " ▁ x", "▁▁ a▁▁", "a  ▁  a"]  # blanks around what stands for one
+TEXTS += ["a\r\nb", " \r\n\r\n c\r\r\n", "\n\r"]
 
 Trained = Callable[..., Path]
 
