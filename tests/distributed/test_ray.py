@@ -25,11 +25,11 @@ from octavo.engine.engine_client import make_engine
 from octavo.errors import ConfigError, LoadError, OctavoError
 from octavo.execution.executor import MultiprocExecutor
 from tests.distributed.rays import install_ray
-from tests.distributed.test_nodes import FOUR_LAYERS
+from tests.distributed.test_nodes import FOUR_LAYERS, assert_same
 from tests.e2e.server import running_server
 from tests.e2e.test_nodes import complete
 from tests.execution.test_draft_tokens import guessed_requests
-from tests.execution.test_runner import config_of, model, run, told
+from tests.execution.test_runner import config_of, model, run
 from tests.ports import held_port
 from tests.waiting import wait_until, within
 
@@ -109,12 +109,7 @@ def test_nodes_of_ray_answer_as_one_worker(
     finally:
         executor.worker_group.close()
     expected = run(EngineCore(config_of(model, **FOUR_LAYERS)), guessed_requests(1), 1)
-    assert found.keys() == expected.keys()
-    for key, outputs in found.items():
-        was, should_be = told(outputs), told(expected[key])
-        tolerance = 2e-3 if "tensor_parallel_size" in flags else 0
-        assert was.pop("values") == pytest.approx(should_be.pop("values"), abs=tolerance)
-        assert was == should_be
+    assert_same(found, expected, flags)
     wait_until_free()
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 from PIL import Image
+
+from tests.e2e.server import Server, openai_client
 
 # That of LLaVA 1.5, with another way to end a turn.
 TEMPLATE = (
@@ -97,3 +101,10 @@ def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
     out = io.BytesIO()
     image.save(out, form, **options)
     return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    """Of the module's server."""
+    with openai_client(server) as client:
+        yield client

@@ -13,6 +13,7 @@ import ssl
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,15 +101,21 @@ class Pictures(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def server() -> Iterator[str]:
-    """The address of a server of pictures."""
+@contextmanager
+def serving_pictures() -> Iterator[str]:
+    """The address of a server of pictures, good and hostile."""
     Pictures.seen = []
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pictures) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    with serving_pictures() as address:
+        yield address
 
 
 def fetch(url: str, **changes: Any) -> bytes:

@@ -4,7 +4,6 @@ untouched."""
 from __future__ import annotations
 
 import contextlib
-import http.server
 import random
 import struct
 import threading
@@ -19,7 +18,7 @@ import pytest
 
 from tests.e2e.server import Server, running_server
 from tests.multimodal.conftest import encoded, picture
-from tests.multimodal.test_connector import PRIVATE, Pictures
+from tests.multimodal.test_connector import PRIVATE, serving_pictures
 from tests.multimodal.test_pictures import CASES, chunk, gif, png, url, webp
 from tests.multimodal.test_server import ask, image, said, text
 
@@ -29,12 +28,8 @@ MAX_GROWTH_BYTES = 96 << 20  # of all processes of the server: less than two of 
 @pytest.fixture
 def attacker() -> Iterator[str]:
     """The address of a server of hostile answers."""
-    Pictures.seen = []
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pictures) as server:
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with serving_pictures() as address:
+        yield address
 
 
 def hostile(attacker: str) -> list[str]:

@@ -17,7 +17,7 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.multimodal.picture_reader import from_url
-from tests.e2e.server import Server, openai_client, served
+from tests.e2e.server import Server, served
 from tests.multimodal.conftest import encoded, picture
 from tests.multimodal.test_pictures import CASES, url
 
@@ -34,12 +34,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, llava: Path) -> Iterator[Se
         "--num-gpu-blocks-override", "64", "--max-model-len", "256",
     ) as server:  # fmt: skip
         yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai_client(server) as client:
-        yield client
 
 
 def text(words: str) -> dict[str, Any]:

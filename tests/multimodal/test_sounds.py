@@ -19,7 +19,7 @@ from octavo import LLM, SamplingParams
 from octavo.errors import RequestError
 from octavo.multimodal.sounds import from_bytes
 from octavo.multimodal.voxtral import VoxtralProcessor
-from tests.e2e.server import Server, openai_client, served
+from tests.e2e.server import Server, served
 from tests.multimodal.conftest import encoded, picture
 from tests.multimodal.small_media import save_case
 from tests.multimodal.small_processors import Voxtral
@@ -57,12 +57,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, hears: Path) -> Iterator[Se
     ) as server:  # fmt: skip
         server.files = folder  # type: ignore[attr-defined]
         yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai_client(server) as client:
-        yield client
 
 
 def text(words: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.config import VideoConfig
 from octavo.multimodal.videos import from_bytes
-from tests.e2e.server import Server, openai_client, served
+from tests.e2e.server import Server, served
 from tests.multimodal.test_hostile import MAX_GROWTH_BYTES, num_bytes
 from tests.multimodal.test_server import said
 from tests.multimodal.test_videos import WRONG, encoded, save_case, shades
@@ -45,12 +45,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Se
         "1000000", "--max-video-bytes", "100000", "--max-video-seconds", "11", "--max-video-pixels", "60000", *sizes,
     ) as server:  # fmt: skip
         yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai_client(server) as client:
-        yield client
 
 
 def video(data: bytes = VIDEO, **more: Any) -> dict[str, Any]:
