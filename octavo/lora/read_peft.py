@@ -7,6 +7,7 @@ alpha / r or, with rsLoRA (Kalajdzievski 2023), by alpha / sqrt(r). With DoRA (L
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import LoadError
+from octavo.loading.bounded_patterns import bounded_patterns
 from octavo.loading.safetensors import SafetensorsFile, parse_safetensors
 from octavo.loading.torch_archive import TorchArchive, parse_torch_archive
 from octavo.lora.adapter_identity import AdapterContents, parse_config
-from octavo.lora.patterns import ModulePatterns
 
 _PREFIX = "base_model.model."
 _HEADS = frozenset({"lm_head", "embed_out"})
@@ -100,20 +101,33 @@ def read_peft(
     for name in saved if isinstance(saved, list | tuple) else ():
         if not any(f".{module}".endswith(f".{name}") and found.whole is not None for module, found in modules.items()):
             raise LoadError(f"{path} has no weight of {str(name)[:60]}, which modules_to_save says was trained.")
-    patterns = {
-        name: ModulePatterns(f"{contents.config.path}: {name}", config.get(name) or {})
+    ranks, alphas = (
+        _by_pattern(f"{contents.config.path}: {name}", config.get(name) or {})
         for name in ("rank_pattern", "alpha_pattern")
-    }
+    )
     targets = config.get("target_parameters") or []
     if targets:
         modules = _by_parameter(path, modules, targets, parameters_of)
     for module, adapter in modules.items():
         is_target = any(f".{module}.weight".endswith(f".{target}") for target in targets)
         key = f"{module}.weight" if is_target else module  # PEFT matches target_parameters by the parameter's name
-        rank = patterns["rank_pattern"].value(key, config.get("r", 8))
-        alpha = patterns["alpha_pattern"].value(key, config.get("lora_alpha", 8))
+        rank = ranks(key, config.get("r", 8))
+        alpha = alphas(key, config.get("lora_alpha", 8))
         _finish(path, config, module, adapter, rank, alpha, max_rank)
     return modules
+
+
+def _by_pattern(setting: str, values: Mapping[str, Any]) -> Callable[[str, Any], Any]:
+    """Return a function of a module and a default: the value of the first key in `values`, a regular expression, that
+    matches the module's name, or the rest of it after one of its dots (as in PEFT's `get_pattern_key`). Raises
+    `LoadError` for a key that is no regular expression, and if matching may take too long."""
+    patterns = list(zip(bounded_patterns(setting, values), values.values(), strict=True))
+
+    def find(module: str, default: Any) -> Any:
+        ends = [module, *(module[dot.end() :] for dot in re.finditer(r"\.", module))]
+        return next((value for pattern, value in patterns if any(map(pattern.fullmatch, ends))), default)
+
+    return find
 
 
 def _by_parameter(
