@@ -1,7 +1,7 @@
-"""Takes one chat through the engine: its template, its prompt, and its answers as deltas.
+"""Runs one chat request: renders its template, submits its prompt, and reads its answers as deltas.
 
-Every API with conversations (chat completions, Responses, Messages) turns its request into a `ChatCompletionRequest`
-and reads the answers here. An API itself only writes the deltas in its own form.
+Every API with conversations (chat completions, Responses, Messages) makes a `ChatCompletionRequest` and reads the
+answers with `Conversation`. The API then only writes the deltas in its own form.
 """
 
 from __future__ import annotations
@@ -44,23 +44,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The part of an answer that one output of the engine adds, and the totals so far."""
+    """One engine output of an answer: its new part, and the totals so far."""
 
     deltas: list[Delta]
     token_ids: list[int]
-    logprobs: Sequence[PositionLogprobs] | None  # of `token_ids`
+    logprobs: Sequence[PositionLogprobs] | None  # one entry for each of `token_ids`
     finish_reason: str | None  # stop, length, tool_calls or abort; None while the answer goes on
     stop_reason: int | str | None  # the stop text or token, or the reason of an abort
     num_prompt_tokens: int
-    num_cached_tokens: int  # of the prompt
+    num_cached_tokens: int  # prompt tokens from the prefix cache
     num_tokens: int  # tokens of the answer so far
     num_reasoning_tokens: int  # tokens of the reasoning so far
 
 
 class Conversation:
-    """One chat request. With `clamps_max_tokens`, a `max_tokens` that does not fit is lowered and no error. With
-    `ignores_unknown_effort`, `reasoning_effort` and `verbosity` are ignored if the model's template has no such
-    variable."""
+    """One chat request. Call `submit` first, then `read` for each output, or `read_whole` for each choice.
+
+    With `clamps_max_tokens`, a `max_tokens` that does not fit is lowered; otherwise it is an error. With
+    `ignores_unknown_effort`, or unless the server's `unknown_fields` is "error", `reasoning_effort` and `verbosity`
+    have no effect if the model's template has no such variable."""
 
     def __init__(
         self,
@@ -78,18 +80,24 @@ class Conversation:
         self._params = params
         self._clamps_max_tokens = clamps_max_tokens
         self._refuses_unknown_effort = state.args.unknown_fields == "error" and not ignores_unknown_effort
-        self._files: dict[str, bytes] = {}  # fetched media files, by URL
-        self._format = AnswerFormat()  # set when the prompt is rendered
-        self.num_reasoning_tokens = 0  # in the outputs read so far
-        self._readers = defaultdict[int, AnswerReader](lambda: AnswerReader(self._format))  # by choice
+        self._files: dict[str, bytes] = {}  # fetched media files, by URL; only inside `_fetched`
+        self._answer_format: AnswerFormat | None = None  # set by `prepare`
+        self.num_reasoning_tokens = 0  # over all choices and outputs read so far
+        self._readers = defaultdict[int, AnswerReader](lambda: AnswerReader(self._format))  # by index of the choice
+
+    @property
+    def _format(self) -> AnswerFormat:
+        assert self._answer_format is not None, "`submit` comes first"
+        return self._answer_format
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the whole text of an answer is content. Known after `submit`."""
+        """Whether answers have content only: no reasoning and no calls. Valid after `submit`."""
         return self._format.is_plain
 
     def read(self, completion: CompletionOutput) -> tuple[list[Delta], str | None]:
-        """Return the deltas of a choice's next output, and the finish reason."""
+        """Return the deltas of a choice's next output, and its finish reason. All tokens of an output in which
+        reasoning begins or ends count as reasoning."""
         reader = self._readers[completion.index]
         was_reasoning = reader.is_reasoning
         deltas = reader.add(completion.text, is_end=completion.finish_reason is not None)
@@ -101,27 +109,28 @@ class Conversation:
         """Return the deltas of a whole choice, and the finish reason."""
         reader = AnswerReader(self._format)
         deltas = reader.add(completion.text, is_end=True)
-        self.num_reasoning_tokens += self._num_reasoning(completion.token_ids, deltas)
+        self.num_reasoning_tokens += self._count_reasoning_tokens(completion.token_ids, deltas)
         return deltas, reader.finish_reason(completion.finish_reason)
 
-    def _num_reasoning(self, token_ids: list[int], deltas: list[Delta]) -> int:
-        """Return the number of a whole choice's reasoning tokens, including the end mark if it is one token."""
+    def _count_reasoning_tokens(self, token_ids: list[int], deltas: list[Delta]) -> int:
+        """Return the number of reasoning tokens of a whole choice. The end mark counts if it is one token; otherwise
+        the reasoning text is tokenized again."""
         reasoning = self._format.reasoning
         if reasoning is None:
             return 0
         ids = self._state.thinking_tokens
         if ids is not None and ids[1] in token_ids:
             return token_ids.index(ids[1]) + 1
-        thought = "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
-        if thought and all(isinstance(delta, ReasoningDelta) for delta in deltas):
+        reasoning_text = "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
+        if reasoning_text and all(isinstance(delta, ReasoningDelta) for delta in deltas):
             return len(token_ids)
-        return len(self._state.engine.inputs.encode(thought, add_special_tokens=False)) if thought else 0
+        return len(self._state.engine.inputs.encode(reasoning_text, add_special_tokens=False)) if reasoning_text else 0
 
     async def submit(
         self, response_id: str, sink: Sink | None = None
     ) -> tuple[Prompt, AsyncGenerator[RequestOutput, None]]:
-        """Check the request and return its prompt and its generator, like `ServerState.submit`. Raises `RequestError`
-        for an invalid request."""
+        """Check the request. Returns the prompt, and the generator of the outputs, like `ServerState.submit`. Raises
+        `RequestError`."""
         async with self._fetched():
             with naming_prompt("messages"):
                 return await self._state.submit(
@@ -130,27 +139,27 @@ class Conversation:
                     self._params,
                     self.prepare,
                     has_grammar=self._body.forces_calls or self._body.thinking_token_budget is not None,
-                    media=self._kinds(),
+                    media=self._media_kinds(),
                     clamps_max_tokens=self._clamps_max_tokens,
                     sink=sink,
                 )
 
     async def count_tokens(self, length: int) -> int:
-        """Return the number of the prompt's tokens. `length` is that of the request's body."""
+        """Return the number of the prompt's tokens. `length` is the length of the request's body."""
 
         def count() -> int:
             prepared = self.prepare()
             if not isinstance(prepared.prompt, str):
-                raise RequestError("tokens of prompt_embeds are not counted.", param="messages")
+                raise RequestError("the tokens of a prompt with prompt_embeds cannot be counted.", param="messages")
             return self._state.engine.inputs.count(prepared.prompt, prepared.media, prepared.add_special_tokens)
 
         async with self._fetched():
-            return await run_off_loop(count, length=length, media=self._kinds())
+            return await run_off_loop(count, length=length, media=self._media_kinds())
 
     @asynccontextmanager
     async def _fetched(self) -> AsyncIterator[None]:
-        """Fetch the conversation's media, and hold their files for `prepare` during the block. The number of requests
-        that hold files is limited, so that files fit into memory. Raises `RequestError`."""
+        """Fetch the media files; inside the block `prepare` can read them. `fetched_held` limits the number of requests
+        with files, so that the files fit into memory. Raises `RequestError`."""
         media = self._media()
         processor = self._state.engine.inputs.media_processor_of(media) if media else None
         if processor is None or not processor.needs_fetching(media):
@@ -166,8 +175,8 @@ class Conversation:
     async def progress(
         self, prompt: Prompt, outputs: AsyncGenerator[RequestOutput, None]
     ) -> AsyncGenerator[Progress, None]:
-        """Yield the progress of the only answer of a request without `n`. The arguments come from `submit`. Closing the
-        generator aborts the request."""
+        """Yield the progress of a request with one choice. `prompt` and `outputs` are the results of `submit`. Closing
+        the generator aborts the request."""
         num_tokens = 0
         try:
             async for output in outputs:
@@ -175,59 +184,61 @@ class Conversation:
                     deltas, finish_reason = self.read(completion)
                     num_tokens += len(completion.token_ids)
                     yield Progress(
-                        deltas,
-                        completion.token_ids,
-                        completion.logprobs,
-                        finish_reason,
-                        completion.stop_reason,
-                        len(prompt.token_ids),
-                        output.num_cached_tokens,
-                        num_tokens,
-                        self.num_reasoning_tokens,
+                        deltas=deltas,
+                        token_ids=completion.token_ids,
+                        logprobs=completion.logprobs,
+                        finish_reason=finish_reason,
+                        stop_reason=completion.stop_reason,
+                        num_prompt_tokens=len(prompt.token_ids),
+                        num_cached_tokens=output.num_cached_tokens,
+                        num_tokens=num_tokens,
+                        num_reasoning_tokens=self.num_reasoning_tokens,
                     )
         finally:
             await outputs.aclose()
 
     def prepare(self) -> PreparedPrompt:
-        """Render the conversation, and find how to read its answers and what they must contain."""
+        """Render the prompt, choose the format of the answers, and make their grammar. Sets the format, and may clear
+        `skip_special_tokens`. Runs in a thread. Raises `RequestError`."""
         body, state, params = self._body, self._state, self._params
-        tools = body.tools if body.chosen_tools else None
+        media, placeholders = self._decode_media()
+        prompt = self._render(placeholders)
+        self._answer_format = answer_format(body, state.formats, prompt)
+        special_tokens = state.engine.inputs.special_tokens
+        if any(token in mark for mark in self._format.marks for token in special_tokens):
+            params.skip_special_tokens = False  # the reader needs the marks, which have special tokens, in the text
+        budget = state.thinking_budget(body.thinking_token_budget, self._format.reasoning)
+        grammar = wanted_grammar(body, self._format, state.formats, params.structured_outputs, special_tokens, budget)
+        embeds = embeds_of([message.content for message in body.messages])
+        prompt_with_embeds = with_embeds(prompt, embeds) if embeds else prompt
+        # The template writes the special tokens itself.
+        return PreparedPrompt(prompt_with_embeds, bool(body.add_special_tokens), grammar, media)
+
+    def _render(self, placeholders: Mapping[str, str] | None) -> str:
+        body, state = self._body, self._state
         effort = effort_options(state.engine.tokenizer, body, is_strict=self._refuses_unknown_effort)
-        options = {**(state.args.default_chat_template_kwargs or {}), **effort}
-        media, placeholders = self._decoded()
-        prompt = render_messages(
+        return render_messages(
             state.engine.tokenizer,
             body,
             body.messages,
-            tools,
-            options,
+            body.tools if body.chosen_tools else None,
+            {**(state.args.default_chat_template_kwargs or {}), **effort},
             trusts_template=state.args.trust_request_chat_template,
             content_format=state.args.chat_template_content_format,
             placeholders=placeholders,
             takes_embeds=True,
             tool_format=state.formats.tools if body.tools or any(m.tool_calls for m in body.messages) else None,
         )
-        self._format = answer_format(body, state.formats, prompt)
-        marks = "".join(self._format.marks)
-        special_tokens = state.engine.inputs.special_tokens
-        if any(token in marks for token in special_tokens):
-            params.skip_special_tokens = False  # the reader must see the marks
-        budget = state.thinking_budget(body.thinking_token_budget, self._format.reasoning)
-        grammar = wanted_grammar(body, self._format, state.formats, params.structured_outputs, special_tokens, budget)
-        # The template has added the special tokens already.
-        embeds = embeds_of([message.content for message in body.messages])
-        whole = with_embeds(prompt, embeds) if embeds else prompt
-        return PreparedPrompt(whole, bool(body.add_special_tokens), grammar, media)
 
-    def _kinds(self) -> set[str]:
+    def _media_kinds(self) -> set[str]:
         """Return the kinds of the conversation's media."""
         return {medium.kind.name for medium in self._media()}
 
     def _media(self) -> list[SentMedium]:
         return media_of([message.content for message in self._body.messages])
 
-    def _decoded(self) -> tuple[dict[str, list[Any]] | None, Mapping[str, str] | None]:
-        """Return the decoded media of the conversation by kind, and by kind the text that stands for a medium. Raises
+    def _decode_media(self) -> tuple[dict[str, list[Any]] | None, Mapping[str, str] | None]:
+        """Return the decoded media by kind, and the placeholder text of each kind; None and None without media. Raises
         `RequestError`."""
         if not (media := self._media()):
             return None, None
@@ -236,7 +247,7 @@ class Conversation:
 
 
 def make_chat(fields: Mapping[str, Any]) -> ChatCompletionRequest:
-    """Return the chat request for the fields of another API's request. Raises `RequestError`."""
+    """Make a chat request from the fields of another API's request. Raises `RequestError`."""
     try:
         return ChatCompletionRequest.model_validate(fields)
     except ValidationError as error:
@@ -244,11 +255,12 @@ def make_chat(fields: Mapping[str, Any]) -> ChatCompletionRequest:
 
 
 def check_template_is_trusted(body: TemplateRequest, trusts_template: bool) -> None:
-    """Raise `RequestError` if the request brings its own template and the server does not trust it. Called before
-    anything reads the template."""
+    """Raise `RequestError` if the request brings its own template and the server does not trust it. It must run
+    before any code reads the template."""
     if body.chat_template is not None and not trusts_template:
         raise RequestError(
-            "chat_template is taken where the server was started with --trust-request-chat-template; leave it out.",
+            "this server takes no chat_template from requests: start it with --trust-request-chat-template, or leave "
+            "chat_template out.",
             param="chat_template",
         )
 
@@ -267,22 +279,25 @@ def render_messages(
     takes_embeds: bool = False,
     tool_format: ToolFormat | None = None,
 ) -> str:
-    """Return the prompt of `messages` and `tools`, with the template options of `body` and `options`. Unless the
-    options say otherwise, it ends with the beginning of an answer if the model `generates` one. The template writes
-    each medium, or `placeholders` has the text for its kind. Raises `RequestError` for media without `placeholders`,
-    for embeddings unless the caller `takes_embeds`, and for a template in `body` unless the caller
-    `trusts_template`."""
+    """Return the prompt text of `messages` and `tools`. `options` and the options of `body` go to the template; those
+    of `body` win. The prompt ends with the generation prompt if the model `generates`, unless `body` says otherwise or
+    continues the last message. The template writes each medium, or `placeholders` has the text of its kind. Raises
+    `RequestError` for media without `placeholders`, for embeddings unless the caller `takes_embeds`, and for a template
+    in `body` unless the caller `trusts_template`."""
     check_template_is_trusted(body, trusts_template)
     if not takes_embeds and embeds_of([message.content for message in messages]):
-        raise RequestError("parts of type prompt_embeds are built for chats and LLM.chat only.", param="messages")
+        raise RequestError(
+            "parts of type prompt_embeds are supported only in chat completions and LLM.chat.", param="messages"
+        )
     continues = bool(body.continue_final_message)
+    adds_prompt = body.add_generation_prompt
+    if adds_prompt is None:
+        adds_prompt = generates and not continues
     return render_chat(
         tokenizer,
-        [_for_template(message) for message in messages],
+        [_template_message(message) for message in messages],
         chat_template=body.chat_template,
-        add_generation_prompt=generates and not continues
-        if body.add_generation_prompt is None
-        else body.add_generation_prompt,
+        add_generation_prompt=adds_prompt,
         continue_final_message=continues,
         template_options={**(options or {}), **(body.chat_template_kwargs or {})},
         tools=[tool.model_dump(exclude_none=True) for tool in tools or ()],
@@ -292,8 +307,8 @@ def render_messages(
     )
 
 
-def _for_template(message: ChatMessage) -> dict[str, Any]:
-    """Return a message as templates expect it: no null fields, and reasoning under its older name."""
+def _template_message(message: ChatMessage) -> dict[str, Any]:
+    """Return a message for the template: without null fields, and with `reasoning` renamed to `reasoning_content`."""
     fields = message.model_dump(exclude={"content"}, exclude_none=True)
     if (reasoning := fields.pop("reasoning", None)) is not None:
         fields.setdefault("reasoning_content", reasoning)

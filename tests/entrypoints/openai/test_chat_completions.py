@@ -245,7 +245,7 @@ def test_a_message_of_the_assistant_may_be_empty(
         ({"echo": True}, "echo is not built yet; leave it out: completions have it, and a chat's last message is the"),
         ({"functions": [{}]}, "functions is not built yet; leave it out: tools has them."),
         ({"documents": [{"text": "a"}]}, 'chat_template_kwargs {"documents": [...]} gives them to the chat template'),
-        ({"chat_template": "x"}, "chat_template is taken where the server was started with --trust-request-chat-templ"),
+        ({"chat_template": "x"}, "this server takes no chat_template from requests: start it with --trust-request-"),
         ({"enable_thinking": False}, 'what is meant is perhaps chat_template_kwargs {"enable_thinking": ...}.'),
         ({"structured_outputs": {"mood": 1}}, "supplied: structured_outputs.mood"),
         ({"structured_outputs": {}}, "structured_outputs needs exactly one of json, regex, choice"),
