@@ -29,7 +29,7 @@ def prompt_embeds_config(
         "models that pool": pools,
         "models that see or hear": description.takes_media or description.num_cross_tokens > 0,
         "models that transformers computes": description.impl != "octavo",
-        "inputs of tokens to every layer": description.token_inputs is not None,
+        "inputs of tokens to every layer": description.per_layer_embeddings is not None,
         "embeddings of another size than the hidden states": description.embedding_size is not None,
         f"the multiplied embeddings of {description.architecture}": multiplier != 1.0
         and description.architecture not in _MULTIPLIES_ITSELF,

@@ -158,7 +158,7 @@ class Runner:
             shape = replace(shape, media=self.max_num_tokens, **self._media.extents)
         if self._links.previous is not None:
             stage = cast(StageModel, self.model)
-            item_bytes = 4 if stage.stream_dtype == "float32" else 2
+            item_bytes = 4 if stage.residual_dtype == "float32" else 2
             shape = replace(shape, hidden_in_bytes=stage.stage_width * item_bytes)
         return shape
 

@@ -35,7 +35,7 @@ class StepComputation:
     ) -> None:  # fmt: skip
         self._model, self._ops, self._device, self._max_shape = model, ops, device, max_shape
         self._tables, self._links, self._adapters = tables, links, adapters
-        self._hidden_in_dtype = cast(StageModel, model).stream_dtype if max_shape.hidden_in_bytes else ""
+        self._hidden_in_dtype = cast(StageModel, model).residual_dtype if max_shape.hidden_in_bytes else ""
         self.aux_hidden_states: AuxHiddenStates | None = None  # for draft heads that read other layers than the last
 
     def hidden(self, inputs: StepArrays[Array]) -> tuple[Array, Array]:

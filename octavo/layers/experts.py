@@ -332,7 +332,7 @@ def _stacks(
     for e in set(range(num)) - set(own):
         for name in (*names.gate_up, names.down):
             if "{}" in name:
-                weights.pass_over(f"{prefix}{name.format(e)}")
+                weights.ignore(f"{prefix}{name.format(e)}")
     parameters.num_matrix_bytes += sum(stack.num_bytes for stack in stacks)
     parameters.expert_matrices.append(lambda: _named(description, hidden_size, prefix, known, stacks))
     return stacks

@@ -106,3 +106,13 @@ class SharedNorm:
         if self._all_gather is not None:
             return self._norm.forward(self._all_gather.forward(x))[:, self._own]
         return self._norm.forward(x, consumer if self._may_quantize else None)
+
+
+def apply_norm(norm: Norm | None, x: Array, consumer: LinearWeight | None = None) -> Array:
+    """Return the norm of x, or x itself if there is no norm."""
+    return x if norm is None else norm.forward(x, consumer)
+
+
+def norm_quantizes(norm: Norm | None, consumer: LinearWeight | None) -> bool:
+    """Return whether a norm quantizes its result for `consumer`, so that its input may be float32."""
+    return norm is not None and consumer is not None and consumer.takes_float32

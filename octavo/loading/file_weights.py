@@ -164,7 +164,7 @@ class FileWeights(Weights):
             raise LoadError(f"{self._source} has no tensor {name}, which the model's configuration calls for.")
         return self._tensors[stored]
 
-    def pass_over(self, prefix: str) -> None:
+    def ignore(self, prefix: str) -> None:
         short = prefix.partition(".")[2]  # as in `_stored_name`
         prefixes = (prefix, short) if short else (prefix,)
         for name in [name for name in self._left if name.startswith(prefixes)]:

@@ -117,7 +117,7 @@ class Weights:
         """Note that a layer shares the tensors that `take` would take with an earlier layer. Nothing is taken, but each
         step reads these tensors again."""
 
-    def pass_over(self, prefix: str) -> None:
+    def ignore(self, prefix: str) -> None:
         """Let `check_all_taken` accept all tensors whose names begin with `prefix`: the model knows them and does not
         use them."""
 

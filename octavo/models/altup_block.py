@@ -11,14 +11,15 @@ from octavo.layers.altup import AltUpDescription
 from octavo.layers.norm import Norm
 from octavo.layers.parameters import Parameters
 from octavo.loading.weights import floats
+from octavo.models.block import BlockLike, TablesAndCache
 from octavo.models.description import LayerDescription
 from octavo.ops import Array, LayerKVCache, LinearWeight
 
 
-class AltUpBlock:
+class AltUpBlock(BlockLike):
     """A layer with norms around attention and feed-forward."""
 
-    reads_float32 = False
+    accepts_float32_residual = False
 
     def __init__(
         self, streams: AltUpDescription, layer: LayerDescription, hidden_size: int, parameters: Parameters,
@@ -59,8 +60,8 @@ class AltUpBlock:
         return self._ops.pack_linear([floats(np.ascontiguousarray(matrix[order]))], bias)
 
     def forward(
-        self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache, second: Any = None,
-        padded_embedding: Any = None,
+        self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache,
+        second_cache: TablesAndCache | None = None, padded_embedding: Array | None = None,
     ) -> Array:  # fmt: skip
         """Return the residual streams [T, streams * H] after this layer."""
         ops, size = self._ops, self._size

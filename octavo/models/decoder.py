@@ -6,192 +6,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 
-from octavo.batch import GroupTables, StepBatch
+from octavo.batch import StepBatch
 from octavo.kv_cache.groups import group_layers
 from octavo.layers.altup import AltUp
-from octavo.layers.attention import AttentionDescription
 from octavo.layers.cross_attention import CrossAttention
 from octavo.layers.embedding import Embedding
-from octavo.layers.mixer import FeedForwardLike, Mixer
-from octavo.layers.norm import Norm
+from octavo.layers.norm import Norm, apply_norm, norm_quantizes
 from octavo.layers.parameters import NamedMatrix, Parameters
+from octavo.layers.per_layer_embeddings import PerLayerEmbeddings
 from octavo.layers.pooler import Pooler
 from octavo.layers.positions import position_table
-from octavo.layers.product import Summand
 from octavo.layers.projection_head import ProjectionHead
-from octavo.layers.reused_layer import ReusedLayer
-from octavo.layers.token_inputs import TokenInputs
 from octavo.loading.weights import Weights
 from octavo.models.altup_block import AltUpBlock
-from octavo.models.description import LayerDescription, ModelDescription
+from octavo.models.block import Block, BlockBuilder, BlockLike, TablesAndCache, caches_of_layers
+from octavo.models.description import ModelDescription
 from octavo.ops import Array, LayerKVCache, LinearWeight, Ops, ParallelOps
 
 _NEVER_SAMPLED = -3e4  # a logit within float16's range
-TablesAndCache = tuple[GroupTables, LayerKVCache]  # a mixer's cache, and where the step's tokens are in it
 _NO_CACHE: TablesAndCache = cast(Any, (None, None))  # for layers without a cache
-
-
-class Block:
-    """Attention and feed-forward with their norms, added to the residual stream one after the other or together."""
-
-    def __init__(self, layer: LayerDescription, hidden_size: int, parameters: Parameters, prefix: str) -> None:
-        def norm(name: str | None) -> Norm | None:
-            if name is None:
-                return None
-            names = [f"{prefix}{n}" for n in name.split("|")]
-            found = next((n for n in names if f"{n}.weight" in parameters.weights), names[0])
-            return Norm(layer.norm, parameters, found, hidden_size)
-
-        self._layer, self._ops, self._multipliers = layer, parameters.ops, layer.multipliers
-        self.reads_float32 = not (
-            layer.parallel_mixer or layer.reused or layer.is_parallel or layer.keeps_normed or layer.gates
-        )
-        if layer.gates is not None:
-            of_attention, of_feed_forward = (
-                float(np.tanh(np.float32(parameters.weights.take(f"{prefix}{name}", (1,))[0]))) for name in layer.gates
-            )
-            self._multipliers = of_attention, 1.0, of_feed_forward
-            nothing = np.zeros((1, hidden_size), np.float32)
-            self._nothing = parameters.once(("nothing", hidden_size), lambda: parameters.ops.place(nothing))
-        self._attention: Mixer | None = None
-        if layer.attention is not None:
-            self._attention_norm = norm(layer.attention_norm)
-            self._attention = layer.attention.build(hidden_size, parameters, prefix)
-            self._attention_post_norm = norm(layer.attention_post_norm)
-            self.reads_float32 &= _quantizes(self._attention_norm, self._attention.consumer)
-        self._reused: ReusedLayer | None = None
-        if layer.reused is not None:
-            self._reused = layer.reused.build(hidden_size, parameters, prefix)
-        self._parallel_mixer: Mixer | None = None
-        if layer.parallel_mixer is not None:
-            self._parallel_mixer = layer.parallel_mixer.build(hidden_size, parameters, prefix)
-        self._feed_forward: FeedForwardLike | None = None
-        self._deferred: Array | None = None
-        if layer.feed_forward is not None:
-            self._feed_forward_norm = norm(layer.feed_forward_norm)
-            self._feed_forward = layer.feed_forward.build(hidden_size, parameters, prefix)
-            self._feed_forward_post_norm = norm(layer.feed_forward_post_norm)
-            self.reads_float32 &= _quantizes(self._feed_forward_norm, self._feed_forward.consumer)
-
-    @property
-    def cross_attention(self) -> CrossAttention | None:
-        """Return the block's cross attention, if it has one."""
-        return self._attention if isinstance(self._attention, CrossAttention) else None
-
-    def forward(
-        self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache,
-        second: TablesAndCache | None = None, *, padded_embedding: Array | None = None,
-    ) -> Array:  # fmt: skip
-        """Return the residual stream after this layer; residual [T, H] is overwritten."""
-        if self._layer.is_parallel:
-            return self._forward_parallel(residual, batch, tables, cache)
-        if self._attention is not None:
-            if self._reused is not None and padded_embedding is not None and second is not None:
-                stream = self._reused.forward(residual, padded_embedding, batch, *second)
-                hidden = _normed(self._attention_norm, stream, self._attention.consumer)
-            else:
-                residual, hidden = self._before(self._attention_norm, residual, self._attention)
-            attended = self._attention.forward(hidden, batch, tables, cache)
-            if self._parallel_mixer is not None and second is not None:
-                other = self._parallel_mixer.forward(hidden, batch, *second)
-                residual = self._add(residual, other, self._attention_post_norm, self._multipliers[1])
-            self._multiply_stream(residual, 0)
-            residual = self._add(residual, attended, self._attention_post_norm, self._multipliers[0])
-        if self._feed_forward is not None:
-            residual, hidden = self._before(self._feed_forward_norm, residual, self._feed_forward)
-            if self._layer.gates is not None:
-                self._ops.replace_rows(
-                    hidden, self._nothing, batch.cross_mask
-                )  # rows of zeros: without biases the output is zero too
-            fed = self._feed_forward.forward(hidden)
-            self._multiply_stream(residual, 1)
-            if self._layer.deferred_by:
-                self._deferred = fed.value()
-                return residual
-            residual = self._add(residual, fed, self._feed_forward_post_norm, self._multipliers[2])
-        return residual
-
-    def take_deferred(self) -> Array | None:
-        """Return the output [T, H] of the last `forward` that a later layer adds to the residual stream, if there is
-        one."""
-        deferred, self._deferred = self._deferred, None
-        return deferred
-
-    def _before(self, norm: Norm | None, residual: Array, layer: Mixer | FeedForwardLike) -> tuple[Array, Array]:
-        """Return the residual stream and the layer's input, which is quantized if only this layer reads it."""
-        if self._layer.keeps_normed:
-            normed = _normed(norm, residual, None)
-            return normed, normed
-        is_shared = layer is self._attention and self._parallel_mixer is not None
-        is_changed = self._layer.gates is not None
-        return residual, _normed(norm, residual, None if is_shared or is_changed else layer.consumer)
-
-    def _multiply_stream(self, residual: Array, part: int) -> None:
-        if (multiplier := self._layer.stream_multipliers[part]) != 1.0:
-            self._ops.add(residual, residual, multiplier - 1.0)
-
-    def _forward_parallel(self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Array:
-        assert self._attention is not None and self._feed_forward is not None
-        # A norm read by two matrices cannot quantize for one of them.
-        is_shared = self._feed_forward_norm is None
-        hidden = _normed(self._attention_norm, residual, None if is_shared else self._attention.consumer)
-        attended = self._attention.forward(hidden, batch, tables, cache)
-        if not is_shared:
-            hidden = _normed(self._feed_forward_norm, residual, self._feed_forward.consumer)
-        fed = self._feed_forward.forward(hidden)
-        residual = self._add(residual, attended, self._attention_post_norm)
-        return self._add(residual, fed, self._feed_forward_post_norm)
-
-    def _add(self, residual: Array, summand: Summand, post_norm: Norm | None, multiplier: float = 1.0) -> Array:
-        scale = self._layer.residual_multiplier * multiplier
-        if post_norm is None or self._layer.norms_stream:
-            summand.add_to(residual, scale)
-            return _normed(post_norm, residual, None)
-        self._ops.add(residual, post_norm.forward(summand.value()), scale)
-        return residual
-
-
-def _normed(norm: Norm | None, residual: Array, consumer: LinearWeight | None) -> Array:
-    return residual if norm is None else norm.forward(residual, consumer)
-
-
-def _quantizes(norm: Norm | None, consumer: LinearWeight | None) -> bool:
-    """Return whether a norm quantizes its result, so that its input may be float32."""
-    return norm is not None and consumer is not None and consumer.takes_float32
-
-
-class BlockLike(Protocol):
-    @property
-    def reads_float32(self) -> bool:
-        """Return whether the residual stream may be float32 if the model's type is smaller."""
-
-    def forward(
-        self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache,
-        second: TablesAndCache | None = None, *, padded_embedding: Array | None = None,
-    ) -> Array:  # fmt: skip
-        """Return the residual stream after this layer; residual [T, H] is overwritten.
-
-        `second` is the cache of a parallel mixer or of a reused layer; `padded_embedding` [T, 2 * H] is for a reused
-        layer."""
-
-
-def _caches_of_layer(description: ModelDescription) -> list[range]:
-    """Return the caches of each layer, as indices of `layer_caches`. A layer may read an earlier layer's caches."""
-    ends = list(accumulate(len(layer.keepers) for layer in description.layers))
-    found = [range(end - len(layer.keepers), end) for layer, end in zip(description.layers, ends, strict=True)]
-    for i, layer in enumerate(description.layers):
-        if isinstance(layer.attention, AttentionDescription) and layer.attention.reads_layer is not None:
-            found[i] = found[layer.attention.reads_layer]
-    return found
-
-
-# Makes a `Block`, or an architecture's own class, of: layer, hidden size, parameters, prefix of names
-BlockBuilder = Callable[[LayerDescription, int, Parameters, str], BlockLike]
 
 
 class Decoder:
@@ -214,6 +51,7 @@ class Decoder:
         self._own_vocab = description.shard.cut(self.vocab_size)
         parameters = Parameters(weights, ops, max_positions, dtype)
         self._build_embedding(parameters)
+        self._build_embedding_tables(parameters)
         self._altup: AltUp | None = None
         if description.altup is not None:
             is_first, is_last = description.is_first_stage, description.is_last_stage
@@ -221,29 +59,28 @@ class Decoder:
             block = partial(AltUpBlock, description.altup)
         self._build_embedding_carriers(parameters)
         self._blocks = self._build_blocks(block, parameters)
-        self._pass_over_the_rest(weights)
-        self._token_inputs: TokenInputs | None = None
-        if description.token_inputs is not None:
-            self._token_inputs = TokenInputs(
-                description.token_inputs, description.stage, len(description.layers), self.hidden_size, parameters,
-                description.layer_prefix, description.shard,
+        self._ignore_unused(weights)
+        self._per_layer_embeddings: PerLayerEmbeddings | None = None
+        if description.per_layer_embeddings is not None:
+            self._per_layer_embeddings = PerLayerEmbeddings(
+                description.per_layer_embeddings, description.stage, len(description.layers), self.hidden_size,
+                parameters, description.layer_prefix, description.shard,
             )  # fmt: skip
-        self._stream_scales = self._read_stream_scales(weights)
+        self._layer_scales = self._read_layer_scales(weights)
         self._group_of_cache = {
             cache: group for group, layers in enumerate(group_layers(self.layer_caches)) for cache in layers.layers
         }
-        self._caches_of_layer = _caches_of_layer(description)
+        self._caches_of_layers = caches_of_layers(description)
         self._build_output(parameters)
-        self.stream_dtype = self._choose_stream_dtype()
+        self.residual_dtype = self._choose_residual_dtype()
         self._num_weight_bytes = parameters.num_matrix_bytes
         self._matrices, self._expert_matrices = parameters.matrices, parameters.expert_matrices
         # Called with each layer's index and its input [T, H], in order, for draft heads that read hidden states.
         self.on_layer_input: Callable[[int, Array], None] | None = None
 
     def _build_embedding(self, parameters: Parameters) -> None:
-        """Build everything before the first layer: the embedding, its projection and norm, positions, token types.
-
-        The last stage has the embedding too if it is the output matrix."""
+        """Build the embedding and its projection to the hidden size. The last stage has the embedding too if it is the
+        output matrix."""
         description = self.description
         is_first, is_last, shard = description.is_first_stage, description.is_last_stage, description.shard
         embedding_size = description.embedding_size or self.hidden_size
@@ -256,32 +93,40 @@ class Decoder:
             )  # fmt: skip
         self._projection: LinearWeight | None = None
         if description.embedding_size is not None and is_first:
-            name, has_bias = description.embedding_projection_name, description.projects_last
+            name, has_bias = description.embedding_projection_name, description.projects_after_norm
             self._projection = parameters.linear([name], [self.hidden_size], embedding_size, has_bias)
-        width = embedding_size if description.projects_last else self.hidden_size
+
+    def _build_embedding_tables(self, parameters: Parameters) -> None:
+        """Build what changes the embedding in the first stage: a norm, and the tables of positions and token types."""
+        description = self.description
         self._embedding_norm: Norm | None = None
-        if description.embedding_norm is not None and is_first:
-            self._embedding_norm = Norm(description.embedding_norm, parameters, description.embedding_norm_name, width)
         self._positions: Array | None = None
-        if description.positions is not None and is_first:
-            self._positions = position_table(description.positions, parameters, width)
         self._token_types: Array | None = None
-        if description.token_types and is_first:
-            self._token_types = parameters.array(description.token_types_name, (description.token_types, width))
+        if not description.is_first_stage:
+            return
+        size = self.hidden_size
+        if description.projects_after_norm and description.embedding_size is not None:
+            size = description.embedding_size
+        if description.embedding_norm is not None:
+            self._embedding_norm = Norm(description.embedding_norm, parameters, description.embedding_norm_name, size)
+        if description.positions is not None:
+            self._positions = position_table(description.positions, parameters, size)
+        if num_types := description.num_token_types:
+            self._token_types = parameters.array(description.token_types_name, (num_types, size))
 
     def _build_embedding_carriers(self, parameters: Parameters) -> None:
         """Build identity matrices that write the embedding next to hidden states. A product with an identity matrix can
         be recorded; a copy cannot."""
         description, size, dtype = self.description, self.hidden_size, parameters.dtype
-        # For reused layers, which read rows [hidden, embedding].
-        self._pad_embedding: LinearWeight | None = None
+        # Reused layers read rows [hidden, embedding].
+        self._embedding_to_reused_input: LinearWeight | None = None
         if any(description.layers[i].reused is not None for i in description.stage):
-            self._pad_embedding = parameters.packed(np.eye(2 * size, size, -size, dtype))
-        # For the next stage, which reads rows [residual streams, embedding].
-        self._append_embedding: LinearWeight | None = None
+            self._embedding_to_reused_input = parameters.packed(np.eye(2 * size, size, -size, dtype))
+        # The next stage reads rows [residual streams, embedding].
+        self._embedding_to_stage_output: LinearWeight | None = None
         if description.carries_embedding and not description.is_last_stage:
             width = description.stage_width
-            self._append_embedding = parameters.packed(np.eye(width, size, size - width, dtype))
+            self._embedding_to_stage_output = parameters.packed(np.eye(width, size, size - width, dtype))
 
     def _build_blocks(self, block: BlockBuilder, parameters: Parameters) -> dict[int, BlockLike]:
         """Build the blocks of this stage, by layer."""
@@ -292,24 +137,24 @@ class Decoder:
                 blocks[i] = block(description.layers[i], self.hidden_size, parameters, prefix)
         return blocks
 
-    def _pass_over_the_rest(self, weights: Weights) -> None:
-        """Tell `weights` which tensors of the checkpoint are for other stages, or unused."""
+    def _ignore_unused(self, weights: Weights) -> None:
+        """Tell `weights` which tensors of the checkpoint only other stages use, or no stage."""
         description = self.description
         layers, own = description.checkpoint_layers, description.stage
         others = [layer for i, layer in enumerate(layers) if i not in own]
         for layer in (*others, *range(len(layers), len(layers) + description.num_unused_layers)):
-            weights.pass_over(f"{description.layer_prefix}{layer}.")
-        # Adapters of reused layers are outside of the layers in checkpoints.
+            weights.ignore(f"{description.layer_prefix}{layer}.")
+        # Checkpoints have the adapters of reused layers outside of the layers.
         reused = [layer.reused for i, layer in enumerate(description.layers) if i not in own]
         adapters = [f"{one.name}." for one in reused if one is not None]
         for prefix in (*description.other_stages, *adapters, *description.unused):
-            weights.pass_over(prefix)
+            weights.ignore(prefix)
 
-    def _read_stream_scales(self, weights: Weights) -> dict[int, float]:
-        """Return the factors of the residual stream after each layer."""
+    def _read_layer_scales(self, weights: Weights) -> dict[int, float]:
+        """Return the factor of the residual stream after each layer of this stage."""
         description, scales = self.description, dict[int, float]()
         for i in description.stage:
-            name, prefix = description.layers[i].stream_scale, description.layer_prefix
+            name, prefix = description.layers[i].residual_scale_name, description.layer_prefix
             tensor = f"{prefix}{description.checkpoint_layers[i]}.{name}"
             scales[i] = 1.0 if name is None else float(weights.take(tensor, (1,))[0])
         return scales
@@ -317,7 +162,7 @@ class Decoder:
     def _build_output(self, parameters: Parameters) -> None:
         """Build everything after the last layer: the final norm, and the output matrix or a pooler."""
         description = self.description
-        is_last, has_output = description.is_last_stage, self._has_output
+        is_last = description.is_last_stage
         self._norm: Norm | None = None
         if description.norm is not None and is_last:
             divisor = description.logits_divisor  # dividing in the norm gives the same as dividing logits (Granite)
@@ -326,29 +171,51 @@ class Decoder:
         if description.pooling is not None and is_last:
             self._pooler = Pooler(description.pooling, self.hidden_size, self.vocab_size, parameters)
         self._projection_head: ProjectionHead | None = None
-        if description.projection_head is not None and has_output:
+        if description.projection_head is not None and self._has_output:
             self._projection_head = ProjectionHead(description.projection_head, self.hidden_size, parameters)
-        self._lm_head = self._embedding.weight if is_last and self._embedding is not None else None
-        if description.num_input_only_tokens and has_output:
-            self._lm_head = self._padded_output(parameters)
-        elif has_output and not (self._is_tied and description.shard.is_whole):
-            # With several workers a tied matrix is read again: the embedding is cut by columns, the output by rows.
-            name = description.embedding_name if self._is_tied else description.output_name
-            size = self.hidden_size if description.projection_head is None else description.projection_head.size
-            self._lm_head = parameters.linear([name], [self.vocab_size], size, self._output_bias, own=self._own_vocab)
+        self._lm_head = self._build_lm_head(parameters) if is_last else None
 
-    def _choose_stream_dtype(self) -> str:
+    def _build_lm_head(self, parameters: Parameters) -> LinearWeight | None:
+        """Return the last stage's output matrix."""
+        description = self.description
+        embedding = None if self._embedding is None else self._embedding.weight
+        if not self._has_output:
+            return embedding  # a model that pools makes no logits; adapters may name its embedding as the output
+        if description.num_input_only_tokens:
+            return self._padded_lm_head(parameters)
+        if self._is_tied and description.shard.is_whole:
+            return embedding
+        # With several workers a tied matrix is read again: the embedding is cut by columns, the output by rows.
+        name = description.embedding_name if self._is_tied else description.output_name
+        size = self.hidden_size if description.projection_head is None else description.projection_head.size
+        return parameters.linear([name], [self.vocab_size], size, self._output_bias, own=self._own_vocab)
+
+    def _padded_lm_head(self, parameters: Parameters) -> LinearWeight:
+        """Return the output matrix with added rows of zeros for tokens that have no rows in the checkpoint. A bias
+        keeps these tokens from being sampled."""
+        description = self.description
+        assert not description.tie_word_embeddings and not description.output_bias
+        num_output_tokens = description.vocab_size - description.num_input_only_tokens
+        rows = parameters.weights.take(f"{description.output_name}.weight", (num_output_tokens, self.hidden_size))
+        bias = np.zeros(description.vocab_size, rows.dtype)
+        bias[num_output_tokens:] = _NEVER_SAMPLED
+        own = slice(self._own_vocab.start, self._own_vocab.stop)
+        return parameters.packed(np.pad(rows, ((0, description.num_input_only_tokens), (0, 0)))[own], bias[own])
+
+    def _choose_residual_dtype(self) -> str:
         """Return the type of the residual stream: float32 if all its readers quantize it, otherwise the model's type.
 
         float32 is worth its cost then, because sums of many layers in bfloat16 are less exact than quantized products
         (docs/performance.md)."""
-        # A pooler reads either type from the last norm.
-        ends_float32 = self._norm is not None if self._pooler is not None else _quantizes(self._norm, self._lm_head)
-        has_other_readers = self._projection_head is not None or self._token_inputs is not None
-        blocks_read_float32 = all(block.reads_float32 for block in self._blocks.values())
-        if not has_other_readers and (ends_float32 or not self.description.is_last_stage) and blocks_read_float32:
+        if self._projection_head is not None or self._per_layer_embeddings is not None:
+            return self._dtype
+        if not all(block.accepts_float32_residual for block in self._blocks.values()):
+            return self._dtype
+        if not self.description.is_last_stage:
             return "float32"
-        return self._dtype
+        # A pooler reads either type from the final norm.
+        accepts = self._norm is not None if self._pooler is not None else norm_quantizes(self._norm, self._lm_head)
+        return "float32" if accepts else self._dtype
 
     @property
     def _is_tied(self) -> bool:
@@ -364,18 +231,6 @@ class Decoder:
         """Return the name of the output matrix's bias, or False if it has none."""
         has_bias = self.description.output_bias and self.description.pooling is None
         return f"{self.description.output_name}.bias" if has_bias else False
-
-    def _padded_output(self, parameters: Parameters) -> LinearWeight:
-        """Return the output matrix with added rows of zeros for tokens that have no rows in the checkpoint. A bias
-        keeps these tokens from being sampled."""
-        description = self.description
-        assert not description.tie_word_embeddings and not description.output_bias
-        num_output_tokens = description.vocab_size - description.num_input_only_tokens
-        rows = parameters.weights.take(f"{description.output_name}.weight", (num_output_tokens, self.hidden_size))
-        bias = np.zeros(description.vocab_size, rows.dtype)
-        bias[num_output_tokens:] = _NEVER_SAMPLED
-        own = slice(self._own_vocab.start, self._own_vocab.stop)
-        return parameters.packed(np.pad(rows, ((0, description.num_input_only_tokens), (0, 0)))[own], bias[own])
 
     @property
     def matrices(self) -> tuple[NamedMatrix, ...]:
@@ -411,7 +266,7 @@ class Decoder:
 
     @property
     def makes_logits_alone(self) -> bool:
-        """Return whether this worker can compute `output` without other workers."""
+        """Return whether this worker can compute logits without other workers."""
         return self._lm_head is not None and self.description.shard.is_whole
 
     def forward(self, batch: StepBatch, caches: Sequence[LayerKVCache]) -> Array:
@@ -419,60 +274,84 @@ class Decoder:
 
         A stage that is not the last returns rows [T, `stage_width`]. `caches` belong to the entries of `layer_caches`
         of this stage's layers."""
-        description = self.description
-        residual = embedded = self._start(batch) if batch.hidden_in is None else batch.hidden_in
-        if batch.hidden_in is not None and description.carries_embedding:
-            width = description.stage_width - description.hidden_size
-            residual, embedded = batch.hidden_in[:, :width], batch.hidden_in[:, width:]
-        inputs = None if self._token_inputs is None else self._token_inputs.embed(batch.token_ids, embedded)
-        hidden_out = None
-        if self._append_embedding is not None:
-            hidden_out = self._ops.linear(embedded, self._append_embedding, self._dtype)
-        # Only models with a reused layer pass more to their blocks.
-        further: dict[str, Any] = {}
-        if self._pad_embedding is not None:
-            further = {"padded_embedding": self._ops.linear(embedded, self._pad_embedding, self._dtype)}
-        if self._altup is not None and description.is_first_stage:
+        residual, embedding = self._split_input(batch)
+        per_layer_inputs = None
+        if self._per_layer_embeddings is not None:
+            per_layer_inputs = self._per_layer_embeddings.embed(batch.token_ids, embedding)
+        stage_output = padded_embedding = None
+        if self._embedding_to_stage_output is not None:
+            stage_output = self._ops.linear(embedding, self._embedding_to_stage_output, self._dtype)
+        if self._embedding_to_reused_input is not None:
+            padded_embedding = self._ops.linear(embedding, self._embedding_to_reused_input, self._dtype)
+        if self._altup is not None and self.description.is_first_stage:
             residual = self._altup.expand(residual)
-        own_caches = description.caches_of(description.stage)
-        with_tables = {i: (batch.groups[self._group_of_cache[i]], c) for i, c in zip(own_caches, caches, strict=True)}
-        deferred: dict[int, Array] = {}  # layer -> the output that is added to the residual stream after this layer
+        caches_with_tables = self._with_tables(batch, caches)
+        deferred: dict[int, Array] = {}  # by layer: the output that is added to the residual stream after this layer
         for layer, block in self._blocks.items():
             if self.on_layer_input is not None:
                 self.on_layer_input(layer, residual)
-            (tables, cache), *second = [with_tables[i] for i in self._caches_of_layer[layer]] or [_NO_CACHE]
-            residual = block.forward(residual, batch, tables, cache, *second, **further)
-            if isinstance(block, Block) and (made := block.take_deferred()) is not None:
-                deferred[layer + description.layers[layer].deferred_by] = made
-            if layer in deferred:
-                self._ops.add(residual, deferred.pop(layer))
-            if layer < description.num_media_layers and batch.media_rows is not None:
-                self._ops.add_rows(residual, batch.media_rows[layer + 1], batch.media_indices)
-            if self._token_inputs is not None and inputs is not None:
-                self._token_inputs.add_to(residual, layer, inputs)
-            if (scale := self._stream_scales[layer]) != 1.0:
-                self._ops.add(residual, residual, scale - 1.0)
-        if hidden_out is not None:
-            self._ops.add(hidden_out[:, : residual.shape[1]], residual)
-            return hidden_out
-        if self._altup is not None and description.is_last_stage:
+            (tables, cache), second_cache = caches_with_tables[layer]
+            residual = block.forward(residual, batch, tables, cache, second_cache, padded_embedding)
+            if (output := block.take_deferred()) is not None:
+                deferred[layer + self.description.layers[layer].deferred_by] = output
+            self._after_layer(layer, residual, batch, deferred.pop(layer, None), per_layer_inputs)
+        if stage_output is not None:
+            self._ops.add(stage_output[:, : residual.shape[1]], residual)
+            return stage_output
+        if self._altup is not None and self.description.is_last_stage:
             residual = self._altup.merge(residual)
-        return residual if self._pooler is None else _normed(self._norm, residual, None)
+        return residual if self._pooler is None else apply_norm(self._norm, residual)
 
-    def _start(self, batch: StepBatch) -> Array:
+    def _split_input(self, batch: StepBatch) -> tuple[Array, Array]:
+        """Return the residual streams [T, streams * H] before this stage's layers, and the first layer's input [T, H]
+        if layers read it."""
+        if batch.hidden_in is None:
+            embedding = self._first_layer_input(batch)
+            return embedding, embedding
+        if not self.description.carries_embedding:
+            return batch.hidden_in, batch.hidden_in
+        width = self.description.stage_width - self.description.hidden_size
+        return batch.hidden_in[:, :width], batch.hidden_in[:, width:]
+
+    def _first_layer_input(self, batch: StepBatch) -> Array:
         """Return the input of the first layer, [T, H]."""
         ops, description = self._ops, self.description
-        residual = self.embed(batch.token_ids, self.stream_dtype)
+        residual = self.embed(batch.token_ids, self.residual_dtype)
         if batch.media_rows is not None:
             ops.replace_rows(residual, batch.media_rows[0], batch.media_indices)
         if self._positions is not None:
             ops.add(residual, ops.take_rows(self._positions, batch.positions))
         if self._token_types is not None:
             ops.add(residual, ops.take_rows(self._token_types, batch.token_types))
-        residual = _normed(self._embedding_norm, residual, None)
-        if self._projection is not None and description.projects_last:
-            residual = ops.linear(residual, self._projection, self.stream_dtype)
+        residual = apply_norm(self._embedding_norm, residual)
+        if self._projection is not None and description.projects_after_norm:
+            residual = ops.linear(residual, self._projection, self.residual_dtype)
         return residual
+
+    def _with_tables(
+        self, batch: StepBatch, caches: Sequence[LayerKVCache]
+    ) -> dict[int, tuple[TablesAndCache, TablesAndCache | None]]:
+        """Return the first and the second cache of each layer of this stage, with the tables of their groups."""
+        own = self.description.caches_of(self.description.stage)
+        with_tables = {i: (batch.groups[self._group_of_cache[i]], c) for i, c in zip(own, caches, strict=True)}
+        of_layers = dict[int, tuple[TablesAndCache, TablesAndCache | None]]()
+        for layer in self._blocks:
+            of_layer = [with_tables[i] for i in self._caches_of_layers[layer]]
+            of_layers[layer] = of_layer[0] if of_layer else _NO_CACHE, of_layer[1] if len(of_layer) > 1 else None
+        return of_layers
+
+    def _after_layer(
+        self, layer: int, residual: Array, batch: StepBatch, deferred: Array | None, per_layer_inputs: Array | None
+    ) -> None:
+        """Change the residual stream in place after a block: steps 10 to 13 of `octavo.models.block`."""
+        if deferred is not None:
+            self._ops.add(residual, deferred)
+        if layer < self.description.num_media_layers and batch.media_rows is not None:
+            self._ops.add_rows(residual, batch.media_rows[layer + 1], batch.media_indices)
+        if self._per_layer_embeddings is not None and per_layer_inputs is not None:
+            self._per_layer_embeddings.add_to(residual, layer, per_layer_inputs)
+        if (scale := self._layer_scales[layer]) != 1.0:
+            self._ops.add(residual, residual, scale - 1.0)
 
     def write_encoder_kv(self, rows: Array, positions: Array, slots: Array, caches: Sequence[LayerKVCache]) -> None:
         """Write the cross-attention keys and values of rows [N, H] of an encoder's output to `slots` [N] int64 of their
@@ -484,8 +363,8 @@ class Decoder:
     def cross_layers(self) -> list[tuple[CrossAttention, int]]:
         """Return the cross-attention layers of this stage, in order, each with the index of its cache in the stage."""
         first = self.description.caches_of(self.description.stage).start
-        found = [(block.cross_attention, i) for i, block in self._blocks.items() if isinstance(block, Block)]
-        return [(layer, self._caches_of_layer[i][0] - first) for layer, i in found if layer is not None]
+        layers = [(block.cross_attention, i) for i, block in self._blocks.items()]
+        return [(layer, self._caches_of_layers[i][0] - first) for layer, i in layers if layer is not None]
 
     def pool(self, hidden: Array, starts: Array, ends: Array) -> Array:
         """Return vectors [N, size] float32; vector n pools rows starts[n] .. ends[n] ([N] int64) of hidden [T, H]."""
@@ -495,26 +374,27 @@ class Decoder:
     def logits(self, hidden: Array) -> Array:
         """Return the logits [N, vocab_size] float32 of hidden states [N, H] before the final norm."""
         head = self._projection_head
-        return self.output(_normed(self._norm, hidden, self._lm_head if head is None else head.consumer))
+        consumer = self._lm_head if head is None else head.consumer
+        return self.logits_of_normed(apply_norm(self._norm, hidden, consumer))
 
     def embed(self, token_ids: Array, dtype: str | None = None) -> Array:
         """Return the embeddings [T, H] of token_ids [T] int32, without positions. The default `dtype` is the model's.
 
-        With `projects_last`, rows are not projected yet and have the embedding's size."""
+        With `projects_after_norm`, rows are not projected yet and have the embedding's size."""
         ops, multiplier = self._ops, self.description.embedding_multiplier
         assert self._embedding is not None, "the first stage embeds"
         if self._projection is None:
             return self._embedding.forward(token_ids, dtype or self._dtype, multiplier)
         embedded = self._embedding.forward(token_ids, self._dtype, multiplier)
-        if self.description.projects_last:  # after positions, token types and a norm
+        if self.description.projects_after_norm:  # after positions, token types and a norm
             return embedded
         return ops.linear(embedded, self._projection, dtype or self._dtype)
 
-    def normed(self, hidden: Array) -> Array:
+    def final_norm(self, hidden: Array) -> Array:
         """Return the final norm of hidden [N, H], not quantized."""
-        return _normed(self._norm, hidden, None)
+        return apply_norm(self._norm, hidden)
 
-    def output(self, hidden: Array) -> Array:
+    def logits_of_normed(self, hidden: Array) -> Array:
         """Return the logits [N, vocab_size] float32 of hidden [N, H] after the final norm."""
         ops = self._ops
         assert self._lm_head is not None, "the last stage makes logits"

@@ -7,7 +7,7 @@ An architecture is a set of settings of these classes: see `octavo.models.famili
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from octavo.kv_cache.groups import LayerCacheSpec
 from octavo.layers.altup import PROJECTIONS, UNEMBED, AltUpDescription
@@ -18,26 +18,38 @@ from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.mixer import MixerDescription
 from octavo.layers.mla import MLADescription
 from octavo.layers.norm import NormDescription
+from octavo.layers.per_layer_embeddings import PerLayerEmbeddingsDescription
 from octavo.layers.pooler import PoolingDescription
 from octavo.layers.positions import PositionsDescription
 from octavo.layers.projection_head import ProjectionHeadDescription
 from octavo.layers.reused_layer import ReusedLayerDescription
 from octavo.layers.tensor_parallel import WHOLE, Shard
-from octavo.layers.token_inputs import TokenInputsDescription
 
 _Mixer = TypeVar("_Mixer")
+
+
+class OutputScales(NamedTuple):
+    """The factors of a layer's outputs, before they are added to the residual stream."""
+
+    attention: float = 1.0
+    second_mixer: float = 1.0
+    feed_forward: float = 1.0
+
+
+_UNSCALED = OutputScales()
 
 
 @dataclass(frozen=True, slots=True)
 class LayerDescription:
     """A layer: attention (or another mixer) and feed-forward, one of which may be absent, and the norms around them.
+    `octavo.models.block` lists the order of its work.
 
     A norm exists if it has a name. The name is the checkpoint's module without the layer's prefix; several names are
     separated by "|", and the first that the checkpoint has is used. Norms before a part read the residual stream; post
     norms read the part's output before it is added to the stream.
 
-    In a parallel layer both parts read the same residual stream. A feed-forward without a norm of its own reads the
-    output of attention's norm.
+    With `parallel_residual` both parts read the same residual stream. A feed-forward without a norm of its own reads
+    the output of attention's norm.
     """
 
     attention: MixerDescription | None
@@ -47,30 +59,36 @@ class LayerDescription:
     attention_post_norm: str | None = None
     feed_forward_norm: str | None = "post_attention_layernorm"
     feed_forward_post_norm: str | None = None
-    is_parallel: bool = False
-    norms_stream: bool = False  # post norms are applied to the residual stream after a part is added to it
-    keeps_normed: bool = False  # the output of a norm before a part becomes the residual stream
-    # Factors of the residual stream before attention's output, and before the feed-forward's output, is added.
-    stream_multipliers: tuple[float, float] = (1.0, 1.0)
-    parallel_mixer: MixerDescription | None = None  # a second mixer with attention's input
+    parallel_residual: bool = False
+    post_norm_residual: bool = False  # post norms read the residual stream after a part's output is added to it
+    residual_from_norm: bool = False  # the output of a norm before a part becomes the residual stream
+    # Factors of the residual stream before attention's output, and before the feed-forward's output, is added. The
+    # first also scales a second mixer's output.
+    residual_scales: tuple[float, float] = (1.0, 1.0)
+    second_mixer: MixerDescription | None = None  # it has attention's input and post norm
     reused: ReusedLayerDescription | None = None  # its output is added to attention's input, not to the residual stream
-    # Factors of the outputs of attention, parallel mixer and feed-forward.
-    multipliers: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    residual_multiplier: float = 1.0  # factor of everything that is added to the residual stream
+    output_scales: OutputScales = _UNSCALED
+    residual_multiplier: float = 1.0  # factor of every output that is added to the residual stream
     # Names of gates, tensors [1]: attention's output is multiplied by tanh(gate[0]), the feed-forward's by
     # tanh(gate[1]). A token that sees no encoder output skips the layer.
-    gates: tuple[str, str] | None = None
-    stream_scale: str | None = None  # name of a tensor [1], the residual stream's factor at the end of the layer
-    deferred_by: int = 0  # the feed-forward's output is added to the residual stream this many layers later
+    tanh_gates: tuple[str, str] | None = None
+    residual_scale_name: str | None = None  # a tensor [1], the factor of the residual stream after the layer
+    # The feed-forward's output is added this many layers later, in the same pipeline stage (`octavo.models.sharding`).
+    deferred_by: int = 0
     checkpoint_layer: int | None = None  # index of the checkpoint's layer, if several descriptions make up one layer
 
+    def __post_init__(self) -> None:
+        if self.deferred_by:
+            scale = self.output_scales.feed_forward * self.residual_multiplier
+            assert self.feed_forward_post_norm is None and scale == 1.0, "a deferred output is added as it is"
+
     @property
-    def keepers(self) -> tuple[MixerDescription | ReusedLayerDescription, ...]:
+    def cached_mixers(self) -> tuple[MixerDescription | ReusedLayerDescription, ...]:
         """Return the layer's mixers that have a cache of their own."""
         own = self.attention
         if isinstance(own, AttentionDescription) and own.reads_layer is not None:
             own = None
-        return tuple(mixer for mixer in (own, self.parallel_mixer, self.reused) if mixer is not None)
+        return tuple(mixer for mixer in (own, self.second_mixer, self.reused) if mixer is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +104,12 @@ class ModelDescription:
     norm: NormDescription | None  # the final one
     embedding_multiplier: float = 1.0
     embedding_size: int | None = None  # if it is not the hidden size; a matrix projects the embedding to that size
-    projects_last: bool = False  # this matrix has a bias, and comes after positions, token types and norm
+    projects_after_norm: bool = False  # this matrix has a bias, and comes after positions, token types and norm
     embedding_norm: NormDescription | None = None
     positions: PositionsDescription | None = None  # added to the embedding
-    token_inputs: TokenInputsDescription | None = None  # further embeddings, read by all layers
+    per_layer_embeddings: PerLayerEmbeddingsDescription | None = None  # a second embedding, with a part for each layer
     altup: AltUpDescription | None = None  # several residual streams; None: one
-    token_types: int = 0  # rows of a table added to the embedding: 0 for the first text of a pair, 1 for the second
+    num_token_types: int = 0  # rows of a table added to the embedding: 0 for the first text of a pair, 1 for the second
     projection_head: ProjectionHeadDescription | None = None  # between the final norm and the output matrix
     pooling: PoolingDescription | None = None  # instead of the output matrix
     logits_divisor: float = 1.0
@@ -112,7 +130,7 @@ class ModelDescription:
     # Which tokens also see later tokens: "picture": a picture's tokens see the whole picture; "prompt": a prompt's
     # tokens see the whole prompt.
     sees_ahead: Literal["", "picture", "prompt"] = ""
-    media_stand_in: int | None = None  # the token that `token_inputs` reads in place of tokens with media rows
+    media_stand_in: int | None = None  # the token that `per_layer_embeddings` reads in place of tokens with media rows
     unused: tuple[str, ...] = ()  # prefixes of tensors that the model does not use
     shard: Shard = WHOLE  # this worker's part of the output matrix and of the layers: `octavo.models.sharding`
     num_precise_layers: int = 0  # number of first layers whose inputs are quantized to 16 bits instead of 8
@@ -126,7 +144,7 @@ class ModelDescription:
 
     def caches_of(self, layers: range) -> range:
         """Return the range of entries of `layer_caches` that belong to these consecutive layers."""
-        counts = [len(layer.keepers) for layer in self.layers]
+        counts = [len(layer.cached_mixers) for layer in self.layers]
         return range(sum(counts[: layers.start]), sum(counts[: layers.stop]))
 
     @property
@@ -140,7 +158,7 @@ class ModelDescription:
     @property
     def carries_embedding(self) -> bool:
         """Return whether layers read the embedding, so that stages must pass it on."""
-        return self.token_inputs is not None or any(layer.reused is not None for layer in self.layers)
+        return self.per_layer_embeddings is not None or any(layer.reused is not None for layer in self.layers)
 
     @property
     def stage_width(self) -> int:
@@ -205,4 +223,4 @@ class ModelDescription:
     @property
     def layer_caches(self) -> tuple[LayerCacheSpec, ...]:
         """Return the cache of each mixer that has one, layer by layer."""
-        return tuple(mixer.cache for layer in self.layers for mixer in layer.keepers)
+        return tuple(mixer.cache for layer in self.layers for mixer in layer.cached_mixers)

@@ -26,7 +26,8 @@ from octavo.layers.mla import MLADescription
 from octavo.layers.norm import Norm
 from octavo.layers.parameters import NamedMatrix, Parameters
 from octavo.loading.weights import Weights
-from octavo.models.decoder import Block, Decoder
+from octavo.models.block import Block
+from octavo.models.decoder import Decoder
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.families import FAMILIES
 from octavo.models.readers import read
@@ -71,7 +72,7 @@ class HeadTarget(NamedTuple):
     def tables(self, embeds: bool, outputs: bool) -> tuple[Decoder, Decoder]:
         """Return the network for embedding and the network for logits. Each is the model itself, or a copy of its
         matrices if the head wants it (`embeds`, `outputs`) and this worker's part cannot do it alone."""
-        model, whole = self.model, replace(self.description, token_inputs=None, altup=None)
+        model, whole = self.model, replace(self.description, per_layer_embeddings=None, altup=None)
         num_layers = len(whole.layers)
         embeds, outputs = embeds and not model.embeds_alone, outputs and not model.makes_logits_alone
         if embeds and outputs:
@@ -106,9 +107,8 @@ class ChainHead:
         self.target, self._parameters, self._ops = target.model, parameters, parameters.ops
         self._dtype = parameters.dtype
         self.vocab_size, self.hidden_size = target.model.vocab_size, target.description.hidden_size
-        self.target_token_ids: NDArray[np.int64] | None = (
-            None  # the model's token for each head token, if the head has fewer
-        )
+        # The model's token for each head token, if the head has fewer.
+        self.target_token_ids: NDArray[np.int64] | None = None
         self._embedding: LinearWeight | None = None
         size = target.description.hidden_size
         if "embedding" in names and f"{names['embedding']}.weight" in weights:
@@ -145,7 +145,7 @@ class ChainHead:
     def _project(self, hidden: Array) -> Array:
         """Return the logits [N, V] float32 of hidden [N, H], which the caller has normed if the head norms it."""
         if self._output is None:
-            return self._outputter.output(hidden)
+            return self._outputter.logits_of_normed(hidden)
         return self._ops.linear(hidden, self._output, "float32")
 
 
@@ -208,7 +208,7 @@ class EagleHead(ChainHead):
         self.layer_caches = tuple(layer.attention.cache for layer in layers if layer.attention is not None)
 
     def features_of(self, hidden: Array) -> Array:
-        return self.target.normed(hidden)
+        return self.target.final_norm(hidden)
 
     def forward(self, batch: StepBatch, caches: Sequence[LayerKVCache]) -> Array:
         ops = self._ops
@@ -256,7 +256,7 @@ class Eagle3Head(ChainHead):
             self.target_token_ids = np.arange(num_own) + offsets
             self.vocab_size = num_own
         for unused in ("t2d", "d2t"):
-            weights.pass_over(unused)
+            weights.ignore(unused)
         description = described(config, target.description)
         [layer] = description.layers
         if not isinstance(layer.attention, AttentionDescription) or layer.feed_forward is None:
@@ -366,7 +366,7 @@ class MedusaHeads:
 
     def features_of(self, hidden: Array) -> Array:
         """Return the heads' input: the final norm of the model's hidden states [N, H]."""
-        return self._target.normed(hidden)
+        return self._target.final_norm(hidden)
 
     def logits(self, head: int, features: Array) -> Array:
         """Return the logits [N, V] float32 of the token head + 2 places after the position; features [N, H]."""

@@ -61,4 +61,4 @@ def _with_cross_attention(layer: LayerDescription, num_tokens: int) -> LayerDesc
         value_name="cross_attn.v_proj", output_name="cross_attn.o_proj",
         qk_norm_names=("cross_attn.q_norm", "cross_attn.k_norm"),
     )  # fmt: skip
-    return replace(layer, attention=cross, gates=("cross_attn_attn_gate", "cross_attn_mlp_gate"))
+    return replace(layer, attention=cross, tanh_gates=("cross_attn_attn_gate", "cross_attn_mlp_gate"))

@@ -242,7 +242,7 @@ def read_media(name: str, config: Mapping[str, Any]) -> ModelDescription:
         sees_ahead = "picture" if text.get("use_bidirectional_attention") == "vision" else ""
         layers = tuple(_seeing_ahead_in_windows(layer) for layer in layers)
     stand_in: int | None = None
-    if description.token_inputs is not None:
+    if description.per_layer_embeddings is not None:
         stand_in = int(text.get("pad_token_id") or 0)
     num_media_layers = 0
     if family.stacked_layers:

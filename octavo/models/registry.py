@@ -65,7 +65,7 @@ class PoolingModel(Model, Protocol):
 class StageModel(Model, Protocol):
     """A model whose earlier or later layers other processes may compute."""
 
-    stream_dtype: str  # type of hidden states between layers; all stages must have the same
+    residual_dtype: str  # type of hidden states between layers; all stages must have the same
 
     @property
     def stage_width(self) -> int:

@@ -79,7 +79,7 @@ def _summands(description: ModelDescription) -> int:
     counts = set[int]()
     for layer in description.layers:
         feed_forward = layer.feed_forward
-        counts.update(mixer.units for mixer in (layer.attention, layer.parallel_mixer) if isinstance(mixer, _SHARDABLE))
+        counts.update(mixer.units for mixer in (layer.attention, layer.second_mixer) if isinstance(mixer, _SHARDABLE))
         if layer.reused is not None:
             counts |= {layer.reused.attention.units, layer.reused.feed_forward.intermediate_size}
         if isinstance(feed_forward, ExpertsDescription):
@@ -208,14 +208,14 @@ def _not_built(description: ModelDescription) -> dict[str, bool]:
 def all_gather_size(description: ModelDescription) -> int:
     """Return the most elements of a row that workers gather within a layer, or before the first layer."""
     sizes = [description.embedding_size or description.hidden_size]
-    if description.token_inputs is not None:
-        sizes.append(len(description.checkpoint_layers) * description.token_inputs.size)
+    if description.per_layer_embeddings is not None:
+        sizes.append(len(description.checkpoint_layers) * description.per_layer_embeddings.size)
     for layer in description.layers:
         feed_forward = layer.feed_forward
         if isinstance(feed_forward, ExpertsDescription):
             feed_forward = feed_forward.shared
         of_shared = () if layer.reused is None else (layer.reused.attention, layer.reused.feed_forward)
-        parts = (layer.attention, layer.parallel_mixer, feed_forward, *of_shared)
+        parts = (layer.attention, layer.second_mixer, feed_forward, *of_shared)
         sizes += [part.all_gather_size for part in parts if isinstance(part, _GATHERING)]
     return max(sizes)
 
@@ -228,13 +228,13 @@ def _with_shard(layer: LayerDescription, shard: Shard) -> LayerDescription:
         shared_expert = None if feed_forward.shared is None else replace(feed_forward.shared, shard=shard)
         feed_forward = replace(feed_forward, shard=shard, shared=shared_expert)
         feed_forward.own  # noqa: B018  # raises `ConfigError` if the shard is refused
-    attention, parallel_mixer = _sharded_mixer(layer.attention, shard), _sharded_mixer(layer.parallel_mixer, shard)
+    attention, second_mixer = _sharded_mixer(layer.attention, shard), _sharded_mixer(layer.second_mixer, shard)
     reused = layer.reused
     if reused is not None:
         of_all, inner = reused.attention, replace(reused.feed_forward, shard=shard)
         reused = replace(reused, attention=replace(of_all, shard=shard), feed_forward=inner)
         reused.attention.own_heads, reused.cache  # noqa: B018  # may raise too
-    return replace(layer, attention=attention, parallel_mixer=parallel_mixer, feed_forward=feed_forward, reused=reused)
+    return replace(layer, attention=attention, second_mixer=second_mixer, feed_forward=feed_forward, reused=reused)
 
 
 def _sharded_mixer(mixer: MixerDescription | None, shard: Shard) -> MixerDescription | None:

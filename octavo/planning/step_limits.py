@@ -93,7 +93,7 @@ def model_work(description: ModelDescription) -> ModelWork:
             matrices = 3 if feed_forward.gated else 2
             experts += feed_forward.num_experts * matrices * feed_forward.intermediate_size * description.hidden_size
             share = feed_forward.routing.top_k / feed_forward.num_experts
-        for mixer in (layer.attention, layer.parallel_mixer, layer.reused and layer.reused.attention):
+        for mixer in (layer.attention, layer.second_mixer, layer.reused and layer.reused.attention):
             if isinstance(mixer, AttentionDescription):
                 attention.append((2 * mixer.num_heads * mixer.head_size, mixer.window))
             elif isinstance(mixer, MLADescription):  # in absorbed form, heads multiply compressed vectors
@@ -104,7 +104,7 @@ def model_work(description: ModelDescription) -> ModelWork:
                     attention.append((mixer.index.num_heads * mixer.index.head_size, 0))
     head = 0 if description.pooling is not None else embedding
     tables = embedding if head == 0 or description.tie_word_embeddings else 2 * embedding
-    if (inputs := description.token_inputs) is not None:
+    if (inputs := description.per_layer_embeddings) is not None:
         tables += inputs.vocab_size * inputs.size * len(description.layers)
     cached = sum(spec.num_kv_heads * (spec.key_size + spec.value_size) for spec in description.layer_caches)
     return ModelWork(

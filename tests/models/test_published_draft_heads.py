@@ -138,7 +138,7 @@ def test_eagle() -> None:
     x = x + attend(tensors, "layers.0.", x)
     x = x + feed(tensors, "layers.0.", x)
     torch.testing.assert_close(hidden, x, atol=2e-5, rtol=1e-5)
-    torch.testing.assert_close(logits, model.output(x), atol=2e-4, rtol=1e-5)  # type: ignore[arg-type]
+    torch.testing.assert_close(logits, model.logits_of_normed(x), atol=2e-4, rtol=1e-5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("layout", ["a layer more", "mtp"])
@@ -171,7 +171,7 @@ def test_multi_token_prediction(layout: str) -> None:
     x = x + attend(tensors, prefix, norm(f"{prefix}input_layernorm", x))
     x = x + feed(tensors, prefix, x)
     normed = norm(names[3], x)
-    expected = linear(normed, tensors[f"{at}shared_head.head.weight"]) if is_layer else model.output(normed)  # type: ignore[arg-type]
+    expected = linear(normed, tensors[f"{at}shared_head.head.weight"]) if is_layer else model.logits_of_normed(normed)  # type: ignore[arg-type]
     torch.testing.assert_close(hidden, x if is_layer else normed, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-5)
 
@@ -241,5 +241,5 @@ class ShortNames(ArrayWeights):
     def take(self, name: str, shape: tuple[int, ...], dtype: str | None = None, own: range | None = None) -> Any:
         return super().take(self._name(name), shape, dtype, own)
 
-    def pass_over(self, prefix: str) -> None:
+    def ignore(self, prefix: str) -> None:
         self.left = {name for name in self.left if not name.startswith(prefix)}

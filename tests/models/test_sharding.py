@@ -136,7 +136,7 @@ class Staged:
 
 
 class PassingWeights(ArrayWeights):
-    def pass_over(self, prefix: str) -> None:
+    def ignore(self, prefix: str) -> None:
         self.left = {name for name in self.left if not name.startswith(prefix)}
 
 

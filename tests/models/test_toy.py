@@ -88,9 +88,9 @@ POST_NORMS = {"attention_post_norm": "post_1", "feed_forward_post_norm": "post_2
     [
         ({"before": False, "after": True}, NO_NORM_BEFORE | POST_NORMS),
         ({"after": True}, POST_NORMS),
-        ({"parallel": True}, {"is_parallel": True}),
-        ({"parallel": True, "after": True}, {"is_parallel": True} | POST_NORMS),
-        ({"parallel": True, "shared": True}, {"is_parallel": True, "feed_forward_norm": None}),
+        ({"parallel": True}, {"parallel_residual": True}),
+        ({"parallel": True, "after": True}, {"parallel_residual": True} | POST_NORMS),
+        ({"parallel": True, "shared": True}, {"parallel_residual": True, "feed_forward_norm": None}),
     ],
     ids=["norms after", "norms around", "parallel", "parallel, norms around", "parallel, one norm"],
 )

@@ -22,6 +22,7 @@ from octavo.layers.feed_forward import FeedForward, FeedForwardDescription
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
 from octavo.layers.positions import PositionsDescription
+from octavo.models.block import BlockLike, TablesAndCache
 from octavo.models.decoder import Decoder
 from octavo.models.description import LayerDescription, ModelDescription
 from octavo.models.registry import register
@@ -57,10 +58,10 @@ def read_toy(config: Mapping[str, Any]) -> ModelDescription:
     )  # fmt: skip
 
 
-class ToyBlock:
-    """What `octavo.models.decoder.Block` does for such a layer, without its optimisation: values, then additions."""
+class ToyBlock(BlockLike):
+    """What `octavo.models.block.Block` does for such a layer, without its optimisation: values, then additions."""
 
-    reads_float32 = False
+    accepts_float32_residual = False
 
     def __init__(self, layer: LayerDescription, hidden_size: int, parameters: Parameters, prefix: str) -> None:
         self.ops = parameters.ops
@@ -69,7 +70,10 @@ class ToyBlock:
         self.norm_2 = Norm(layer.norm, parameters, f"{prefix}ln_2", hidden_size)
         self.feed_forward = FeedForward(layer.feed_forward, hidden_size, parameters, prefix)
 
-    def forward(self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Array:
+    def forward(
+        self, residual: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache,
+        second_cache: TablesAndCache | None = None, padded_embedding: Array | None = None,
+    ) -> Array:  # fmt: skip
         hidden = self.norm_1.forward(residual)
         self.ops.add(residual, self.attention.forward(hidden, batch, tables, cache).value())
         self.ops.add(residual, self.feed_forward.forward(self.norm_2.forward(residual)).value())

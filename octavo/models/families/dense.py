@@ -35,7 +35,7 @@ _STACKED = {"qkv_names": ("self_attn.qkv_proj",)}
 _STACKED_UP = {"up_names": ("mlp.gate_up_proj",)}
 _PER_HEAD = {"qkv_blocks": key("num_attention_heads")}
 _QKV_BIAS = {"qkv_bias": True, "output_bias": False}
-_PARALLEL = {"is_parallel": True, "feed_forward_norm": None}
+_PARALLEL = {"parallel_residual": True, "feed_forward_norm": None}
 _GEMMA_RMS = rms(offset=1.0)
 _GEMMA_SCORES = {
     "scale": lambda c, _: c["query_pre_attn_scalar"] ** -0.5,
@@ -261,7 +261,7 @@ FAMILIES = {
     "GPTNeoXForCausalLM": Family(
         norm=layer_norm(), attention=_NEOX_ATTENTION,
         feed_forward=_ungated("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", bias=True),
-        layer={"is_parallel": key("use_parallel_residual")},
+        layer={"parallel_residual": key("use_parallel_residual")},
         model={
             "embedding_name": "gpt_neox.embed_in", "layer_prefix": "gpt_neox.layers.",
             "norm_name": "gpt_neox.final_layer_norm", "output_name": "embed_out",
@@ -303,7 +303,7 @@ FAMILIES = {
             "qk_norm_names": ("self_attn.q_layernorm.norms.{head}", "self_attn.k_layernorm.norms.{head}"),
         },
         layer={
-            "is_parallel": key("use_parallel_residual"),
+            "parallel_residual": key("use_parallel_residual"),
             "feed_forward_norm": _where("use_parallel_residual", None, "post_attention_layernorm"),
         },
     ),
@@ -317,7 +317,7 @@ FAMILIES = {
         },
         feed_forward=_ungated("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", bias=key("bias")),
         layer={
-            "is_parallel": lambda c, _: c["new_decoder_architecture"] or c["parallel_attn"],
+            "parallel_residual": lambda c, _: c["new_decoder_architecture"] or c["parallel_attn"],
             "attention_norm": _falcon_norms(True), "feed_forward_norm": _falcon_norms(False),
         },
         model=_GPT2_MODEL | {"embedding_name": "transformer.word_embeddings"}, rotates=_where("alibi", False, True),
@@ -368,7 +368,7 @@ FAMILIES = {
         attention=_BART | {"qkv_bias": key("enable_bias"), "output_bias": key("enable_bias")},
         feed_forward=_ungated("fc1", "fc2", bias=key("enable_bias")),
         layer={
-            "norms_stream": _where("do_layer_norm_before", False, True),
+            "post_norm_residual": _where("do_layer_norm_before", False, True),
             "attention_norm": _where("do_layer_norm_before", "self_attn_layer_norm", None),
             "feed_forward_norm": _where("do_layer_norm_before", "final_layer_norm", None),
             "attention_post_norm": _where("do_layer_norm_before", None, "self_attn_layer_norm"),

@@ -72,7 +72,7 @@ def _bert(
     types: dict[str, Any] = {}
     if has_types:
         name = f"{prefix}embeddings.token_type_embeddings.weight"
-        types = {"token_types": key("type_vocab_size"), "token_types_name": name}
+        types = {"num_token_types": key("type_vocab_size"), "token_types_name": name}
     positions = f"{prefix}embeddings.position_embeddings.weight"
     return Family(
         norm=layer_norm(), rope=None,
@@ -109,7 +109,7 @@ _DISTILBERT = _bert(
     },
 )  # fmt: skip
 _ELECTRA = _bert(
-    "electra.", projects_last=lambda c, _: _electra_size(c, 0) is not None,
+    "electra.", projects_after_norm=lambda c, _: _electra_size(c, 0) is not None,
     embedding_size=lambda c, i: _electra_size(c, i), embedding_projection_name="electra.embeddings_project",
 )  # fmt: skip
 
@@ -151,7 +151,8 @@ _NOMIC = Family(
     },
     layer=norms_of_sum("norm1", "norm2"),
     model={
-        "token_types": key("type_vocab_size"), "token_types_name": "nomic_bert.embeddings.token_type_embeddings.weight",
+        "num_token_types": key("type_vocab_size"),
+        "token_types_name": "nomic_bert.embeddings.token_type_embeddings.weight",
         "embedding_name": "nomic_bert.embeddings.word_embeddings", "embedding_norm": layer_norm(),
         "embedding_norm_name": "nomic_bert.emb_ln", "layer_prefix": "nomic_bert.encoder.layers.",
     },
@@ -172,7 +173,7 @@ def _gte(prefix: str) -> Family:
         },
         layer=norms_of_sum("attn_ln", "mlp_ln"),
         model={
-            "token_types": key("type_vocab_size"),
+            "num_token_types": key("type_vocab_size"),
             "token_types_name": f"{prefix}embeddings.token_type_embeddings.weight",
             "embedding_name": f"{prefix}embeddings.word_embeddings", "embedding_norm": layer_norm(),
             "embedding_norm_name": f"{prefix}embeddings.LayerNorm", "layer_prefix": f"{prefix}encoder.layer.",

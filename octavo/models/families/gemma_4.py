@@ -10,8 +10,8 @@ from typing import Any
 from octavo.errors import LoadError
 from octavo.layers.altup import AltUpDescription
 from octavo.layers.experts import PartNorms, stacked
+from octavo.layers.per_layer_embeddings import PerLayerEmbeddingsDescription
 from octavo.layers.rotary import RopeConfig
-from octavo.layers.token_inputs import TokenInputsDescription
 from octavo.models.families.settings import AROUND, ROOT, all_but_every, by_layer, shared_expert, sliding
 from octavo.models.readers import Config, Family, Setting, activation_of, rms, rope_of
 
@@ -84,12 +84,12 @@ def _intermediate_size(config: Config, i: int) -> int:
     return int(config["intermediate_size"] * (2 if is_wide else 1))
 
 
-def _token_inputs(config: Config, _: int) -> TokenInputsDescription | None:
+def _per_layer_embeddings(config: Config, _: int) -> PerLayerEmbeddingsDescription | None:
     size = config["hidden_size_per_layer_input"]
     if not size:
         return None
     activation = activation_of(config["hidden_act"])
-    return TokenInputsDescription(config["vocab_size_per_layer_input"], size, activation, rms()(config, 0))
+    return PerLayerEmbeddingsDescription(config["vocab_size_per_layer_input"], size, activation, rms()(config, 0))
 
 
 def _part_norms(config: Config, _: int) -> PartNorms:
@@ -110,8 +110,8 @@ def _sparsity(config: Config, i: int) -> float:
     return float(by_layer("activation_sparsity_pattern")(config, i))
 
 
-def _token_inputs_3n(config: Config, i: int) -> TokenInputsDescription | None:
-    found = _token_inputs(config, i)
+def _per_layer_embeddings_3n(config: Config, i: int) -> PerLayerEmbeddingsDescription | None:
+    found = _per_layer_embeddings(config, i)
     assert found is not None
     scale = "altup.correct_output_scale" if config["altup_correct_scale"] else None
     return replace(found, num_streams=config["altup_num_inputs"], input_scale=scale)
@@ -141,10 +141,10 @@ _GEMMA_4 = Family(
     },
     is_sparse=lambda c, _: bool(c["enable_moe_block"]),
     layer=AROUND | {
-        "stream_scale": "layer_scalar",
+        "residual_scale_name": "layer_scalar",
         "feed_forward_norm": lambda c, _: None if c["enable_moe_block"] else AROUND["feed_forward_norm"],
     },
-    model=ROOT | {"token_inputs": _token_inputs}, layer_type=all_but_every(6),
+    model=ROOT | {"per_layer_embeddings": _per_layer_embeddings}, layer_type=all_but_every(6),
 )  # fmt: skip
 FAMILIES = {
     "Gemma3nForCausalLM": Family(
@@ -154,7 +154,7 @@ FAMILIES = {
         },
         feed_forward={"intermediate_size": by_layer("intermediate_size"), "sparsity": _sparsity}, layer=AROUND,
         model=ROOT | {
-            "token_inputs": _token_inputs_3n,
+            "per_layer_embeddings": _per_layer_embeddings_3n,
             "altup": lambda c, _: AltUpDescription(c["altup_num_inputs"], c["laurel_rank"]), "unused": _unused_3n,
         },
         layer_type=sliding(lambda _, i: (i + 1) % 5), refuses=("altup_active_idx",),

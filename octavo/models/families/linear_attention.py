@@ -16,6 +16,7 @@ from octavo.layers.recurrent import (
     LightningDescription,
     ShortConvDescription,
 )
+from octavo.models.description import OutputScales
 from octavo.models.families.deepseek import latent
 from octavo.models.families.settings import (
     CORRECTION_NAMES,
@@ -50,6 +51,11 @@ def _minimax_factors(kind: str) -> Setting:
         return float(config[f"{name}_{kind}_factor"]), float(config[f"mlp_{kind}_factor"])
 
     return find
+
+
+def _minimax_output_scales(config: Config, i: int) -> OutputScales:
+    of_attention, of_feed_forward = _minimax_factors("beta")(config, i)
+    return OutputScales(attention=of_attention, feed_forward=of_feed_forward)
 
 
 def _lfm_type(config: Config, i: int) -> str:
@@ -263,8 +269,8 @@ FAMILIES = {
         layer_type=lambda _, i: "linear_attention" if (i + 1) % 2 == 0 else "full_attention",
         mixer=where_no_attention(_lightning), attention={"window": lambda c, _: c["sliding_window"] or 0},
         layer={
-            "keeps_normed": True, "stream_multipliers": _minimax_factors("alpha"),
-            "multipliers": lambda c, i: (_minimax_factors("beta")(c, i)[0], 1.0, _minimax_factors("beta")(c, i)[1]),
+            "residual_from_norm": True, "residual_scales": _minimax_factors("alpha"),
+            "output_scales": _minimax_output_scales,
         },
         experts={"router_names": ("block_sparse_moe.gate", "mlp.gate"), "names": W123},
         model={"unused": _minimax_constants},

@@ -12,6 +12,7 @@ from octavo.layers.feed_forward import FeedForwardDescription
 from octavo.layers.mamba import MambaDescription
 from octavo.layers.norm import NormDescription
 from octavo.layers.reused_layer import ReusedLayerDescription
+from octavo.models.description import OutputScales
 from octavo.models.families.settings import (
     GRANITE_EXPERTS,
     SIGMOID_GROUPS,
@@ -240,8 +241,8 @@ FAMILIES = {
             "bias": key("mlp_bias"), "gate_multiplier": lambda c, _: (c["mlp_multipliers"] or (1.0, 1.0))[0],
         },
         layer=_MLP_NORM | {
-            "parallel_mixer": _falcon,
-            "multipliers": lambda c, _: (
+            "second_mixer": _falcon,
+            "output_scales": lambda c, _: OutputScales(
                 c["attention_in_multiplier"] * c["attention_out_multiplier"], c["ssm_out_multiplier"],
                 (c["mlp_multipliers"] or (1.0, 1.0))[1],
             ),

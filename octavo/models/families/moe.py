@@ -14,6 +14,7 @@ from octavo.errors import LoadError
 from octavo.layers.attention import GateDescription
 from octavo.layers.experts import EXPERT_NAMES, ExpertNames, stacked
 from octavo.layers.rotary import AttentionTemperature
+from octavo.models.description import OutputScales
 from octavo.models.families.settings import (
     AFTER,
     ALL_SLIDE,
@@ -131,9 +132,11 @@ def _beam_depth(keeps_stream: bool) -> Setting:
     def factor(added: int) -> float:
         return math.sqrt((added - 1) / added if keeps_stream else 1 / added)
 
-    def find(_: Config, i: int) -> tuple[float, ...]:
+    def find(_: Config, i: int) -> tuple[float, float] | OutputScales:
         of_attention, of_feed_forward = factor(2 * i + 2), factor(2 * i + 3)
-        return (of_attention, of_feed_forward) if keeps_stream else (of_attention, 1.0, of_feed_forward)
+        if keeps_stream:
+            return of_attention, of_feed_forward
+        return OutputScales(attention=of_attention, feed_forward=of_feed_forward)
 
     return find
 
@@ -174,7 +177,8 @@ FAMILIES = {
             "output_bias": False, "num_kv_heads": _mimo_kv_heads, "head_value_size": key("v_head_dim"),
             "window": _mimo_window, "sinks": _of_sliding("self_attn.attention_sink_bias", None),
         },
-        layer={"multipliers": lambda c, _: (c["attention_value_scale"] or 1.0, 1.0, 1.0)},  # a factor of values
+        # The factor of values.
+        layer={"output_scales": lambda c, _: OutputScales(attention=c["attention_value_scale"] or 1.0)},
         experts=CORRECTION | {"routing": SIGMOID_GROUPS}, is_sparse=lambda _, i: i > 0,
         layer_type=sliding(lambda _, i: i > 0 and (i + 1) % 6 != 0),
     ),
@@ -200,7 +204,7 @@ FAMILIES = {
                 None if _beam_rotates(c, i) else AttentionTemperature(0.1, 2048, 1, is_power=True)
             ),
         },
-        layer=AROUND | {"stream_multipliers": _beam_depth(True), "multipliers": _beam_depth(False)},
+        layer=AROUND | {"residual_scales": _beam_depth(True), "output_scales": _beam_depth(False)},
         experts=CORRECTION | {"routing": SIGMOID_GROUPS}, is_sparse=lambda _, i: i > 2,
         layer_type=sliding(lambda c, i: (i + 1) % 6 != 0 and i + 1 != c["num_hidden_layers"]), rotates=_beam_rotates,
         refuses=("attention_bias",),
@@ -275,7 +279,7 @@ FAMILIES = {
         feed_forward={
             "intermediate_size": lambda c, _: c["prefix_dense_intermediate_size"] or c["intermediate_size"]
         },
-        layer={"is_parallel": True, "feed_forward_norm": None},
+        layer={"parallel_residual": True, "feed_forward_norm": None},
         experts={
             "routing": routing(
                 scoring=key("expert_selection_fn"), scale=_half_if_averaged,

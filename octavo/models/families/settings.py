@@ -23,7 +23,7 @@ def norms_of_sum(attention: str, feed_forward: str) -> dict[str, Any]:
     """Return settings for layers with post norms only, applied to the residual stream after each part is added (Vaswani
     et al. 2017)."""
     return {
-        "norms_stream": True, "attention_norm": None, "feed_forward_norm": None, "attention_post_norm": attention,
+        "post_norm_residual": True, "attention_norm": None, "feed_forward_norm": None, "attention_post_norm": attention,
         "feed_forward_post_norm": feed_forward,
     }  # fmt: skip
 

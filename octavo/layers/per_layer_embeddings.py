@@ -15,7 +15,7 @@ from octavo.ops import Array, LinearWeight
 
 
 @dataclass(frozen=True, slots=True)
-class TokenInputsDescription:
+class PerLayerEmbeddingsDescription:
     """The description of per-layer embeddings. Sizes are in elements."""
 
     vocab_size: int
@@ -26,13 +26,13 @@ class TokenInputsDescription:
     input_scale: str | None = None  # tensor [H], after a layer's prefix: a factor of the gate's input
 
 
-class TokenInputs:
+class PerLayerEmbeddings:
     """The per-layer embedding of `layers`, this stage's part of the model's `num_layers`, and each layer's gate and
     output matrix."""
 
     def __init__(
         self,
-        description: TokenInputsDescription,
+        description: PerLayerEmbeddingsDescription,
         layers: range,
         num_layers: int,
         hidden_size: int,
