@@ -28,14 +28,19 @@ class ApiKeys:
         `x-api-key: KEY`."""
         if not self._digests:
             return True
-        scheme, _, bearer = (authorization or "").partition(" ")
-        sent = [bearer.strip()] if scheme.lower() == "bearer" else []
-        if x_api_key is not None:
-            sent.append(x_api_key.strip())
-        digests = [_digest(key.encode("latin-1")) for key in sent]  # headers are latin-1 to ASGI
+        digests = [_digest(key) for key in sent_keys(authorization, x_api_key)]
         # Digests have equal lengths and every key is compared, so the time reveals nothing about the keys.
         matches = [hmac.compare_digest(one, expected) for one in digests for expected in self._digests]
         return any(matches)
+
+
+def sent_keys(authorization: str | None, x_api_key: str | None) -> list[bytes]:
+    """Return the keys in the values of these headers."""
+    scheme, _, bearer = (authorization or "").partition(" ")
+    sent = [bearer.strip()] if scheme.lower() == "bearer" else []
+    if x_api_key is not None:
+        sent.append(x_api_key.strip())
+    return [key.encode("latin-1") for key in sent]  # headers are latin-1 to ASGI
 
 
 def _digest(key: bytes) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 VARIABLES = {
     "OCTAVO_API_KEY": "A key that clients of a server or gateway must send, beside those of `--api-key`; what "
     "`octavo chat`, `complete` and `bench serve` send.",
+    "OCTAVO_ADMIN_KEY": "A key for the admin routes of `octavo gateway`, beside those of `--admin-key`.",
     "VLLM_API_KEY": "The same for servers, under vLLM's name.",
     "OPENAI_API_KEY": "What `octavo bench serve` sends without `--api-key` and `OCTAVO_API_KEY`.",
     "OCTAVO_CACHE": "Folder of the default model. Without it a folder `octavo` in `XDG_CACHE_HOME`, or in `~/.cache`.",

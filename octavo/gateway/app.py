@@ -12,10 +12,12 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from octavo.api_keys import ApiKeys
+from octavo.api_keys import ApiKeys, sent_keys
 from octavo.errors import RequestError
 from octavo.gateway.client import BrokenAnswerError, Client
 from octavo.gateway.gateway_metrics import GatewayMetrics
+from octavo.gateway.key_store import Key, KeyStore
+from octavo.gateway.meter import Meter
 from octavo.gateway.models import Models
 from octavo.gateway.ollama_routes import OllamaRoutes
 from octavo.gateway.proxy import Proxy, ProxyRequest, WaitLimits
@@ -37,10 +39,13 @@ class _ClientGoneError(Exception):
 class GatewayApp:
     """Call it as an ASGI application. `num_in_flight` counts requests that are not answered to their end."""
 
-    def __init__(self, models: Models, keys: ApiKeys, limits: WaitLimits, *, max_body_bytes: int) -> None:
-        self.models, self._keys = models, keys
-        self.metrics = GatewayMetrics(models)
-        self._proxy = Proxy(models, self.metrics, limits, keeps_keys=bool(keys))
+    def __init__(
+        self, models: Models, keys: ApiKeys, limits: WaitLimits, *, max_body_bytes: int, store: KeyStore | None = None
+    ) -> None:
+        """Clients need one of the `keys`, which have no limits, or of the `store`, if there are any."""
+        self.models, self._keys, self._store = models, keys, store
+        self.metrics = GatewayMetrics(models, store)
+        self._proxy = Proxy(models, self.metrics, limits, keeps_keys=bool(keys) or store is not None)
         self._ollama = OllamaRoutes(models, self._proxy)
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
@@ -74,23 +79,26 @@ class GatewayApp:
         arrival = time.monotonic()
         client = Client(send, path, streams=False)
         try:
-            self._check(scope, path)
+            key = self._check(scope, path)
             if path == "/v1/models" or path.startswith("/v1/models/"):
-                await self._list_models(scope["method"], path.removeprefix("/v1/models").removeprefix("/"), client)
+                name = path.removeprefix("/v1/models").removeprefix("/")
+                await self._list_models(scope["method"], name, key, client)
                 return
+            meter = None if self._store is None or key is None else Meter(self._store, key)
             headers = [(name, value) for name, value in scope["headers"]]
             types = [value for name, value in headers if name == b"content-type"]
             data = await self._read(receive)
             query = scope["query_string"]
             target = scope["raw_path"] + (b"?" + query if query else b"")
             if path.startswith(OLLAMA_PREFIX):
-                request = ProxyRequest(scope["method"], path, target, headers, RequestBody(data), arrival)
+                request = ProxyRequest(scope["method"], path, target, headers, RequestBody(data), arrival, meter)
                 client, work = self._ollama.begin(request, send)
             else:
                 body = read_body(data, types[0].decode("latin-1") if types else "")
                 client = Client(send, path, streams=body.streams)
-                request = ProxyRequest(scope["method"], path, target, headers, body, arrival)
+                request = ProxyRequest(scope["method"], path, target, headers, body, arrival, meter)
                 work = partial(self._proxy.answer, request, client)
+            client.meter = meter
             await self._unless_gone(work(), receive)
         except RequestError as error:
             self.metrics.requests.labels("none", "none", error.status).inc()
@@ -101,9 +109,14 @@ class GatewayApp:
             logger.exception("Unexpected error while answering a request")
             await client.fail(RequestError("Internal error.", status=500, code="internal_error"))
 
-    def _check(self, scope: Scope, path: str) -> None:
+    def _check(self, scope: Scope, path: str) -> Key | None:
+        """Return the client's key, if it is one of the store. Raises `RequestError`."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        if not self._keys.admit(headers.get(b"authorization"), headers.get(b"x-api-key")):
+        sent = headers.get(b"authorization"), headers.get(b"x-api-key")
+        key = None if self._store is None else next(filter(None, map(self._store.find, sent_keys(*sent))), None)
+        if key is not None and self._store is not None:
+            self._store.check(key)
+        elif (self._store is not None and not self._keys) or not self._keys.admit(*sent):
             raise RequestError(
                 "Incorrect or missing API key; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
                 status=401, code="invalid_api_key",
@@ -114,6 +127,7 @@ class GatewayApp:
             raise RequestError("The body must be sent as it is, without a Content-Encoding.", status=415)
         if self.is_stopping:
             raise RequestError("The gateway is stopping.", status=503, code="stopping")
+        return key
 
     async def _unless_gone(self, work: Awaitable[None], receive: Receive) -> None:
         """Answer; a client that hangs up ends the work at once, its replica's too."""
@@ -170,16 +184,17 @@ class GatewayApp:
         else:
             await client.reply(200, b"application/json", b'{"status":"ok"}')
 
-    async def _list_models(self, method: str, name: str, client: Client) -> None:
+    async def _list_models(self, method: str, name: str, key: Key | None, client: Client) -> None:
         if method != "GET":
             raise RequestError(f"Not allowed to {method} on /v1/models", status=405)
         self.models.look_for_more()
-        if name:
-            self.models.find(name)  # or it is refused
+        if name and not self.models.find(name).may_be_used_by(key):
+            raise RequestError(f"The API key is not for the model {name:.200}.", status=403, code="model_not_allowed")
         listed = [
             {"id": one, "object": "model", "created": self._created, "owned_by": "octavo", "root": deployment.name,
              "state": deployment.state}
             for one, deployment in self.models.names().items()
+            if deployment.may_be_used_by(key)
         ]  # fmt: skip
         found: Any = {"object": "list", "data": listed}
         if name:

@@ -3,6 +3,7 @@ be an event of a stream."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -10,11 +11,13 @@ from starlette.types import Send
 
 from octavo.errors import RequestError
 from octavo.gateway.error_bodies import error_body, error_event
+from octavo.gateway.meter import PROMPT_TOKENS, Meter
 from octavo.gateway.stream_progress import RESUMABLE, StreamProgress
 from octavo.gateway.upstream import HOP_BY_HOP, Answer
 
-_NOT_PASSED_ON = HOP_BY_HOP | {b"date", RESUMABLE}
+_NOT_PASSED_ON = HOP_BY_HOP | {b"date", RESUMABLE, PROMPT_TOKENS}
 _EVENTS = b"text/event-stream"
+_EVENT_END = re.compile(rb"(?<=\n\n)|(?<=\r\n\r\n)")
 _MAX_EVENT_BYTES = 1 << 20  # of an event that is held back until it is whole
 
 
@@ -34,6 +37,8 @@ class Client:
         self._failed_status = 0  # of an answer to a client that has had comments, and so a status
         self.has_answer = False  # it has a byte of an answer, or its status
         self.progress = StreamProgress()
+        self.meter: Meter | None = None  # of a client whose tokens are counted
+        self.hides_usage = False  # of a stream, which the gateway has asked for
         self.load_s = 0.0  # how long the request has waited for its model
 
     @property
@@ -53,6 +58,8 @@ class Client:
         is_events = answer.header(b"content-type").startswith(_EVENTS) and not answer.header(b"content-encoding")
         self._rest = b""
         self.progress.begin(answer.header(RESUMABLE) if is_events else b"")
+        if self.meter is not None:
+            self.meter.see_prompt(answer.header(PROMPT_TOKENS))
         if self._has_head:
             self._failed_status = 0 if is_events else answer.status
             return
@@ -64,22 +71,37 @@ class Client:
     async def write(self, data: bytes) -> None:
         """Pass bytes on. Of a stream only whole events: one that breaks off would be no JSON."""
         if not self._is_events:
-            await self._write(data)
+            if self.meter is not None:  # the last piece waits until the tokens are written
+                self.meter.see(data, is_events=False)
+                data, self._rest = self._rest, data
+            if data:
+                await self._write(data)
             return
         if self._failed_status:
             self._rest += data
             return
         if self.progress.is_resumable:
-            if data := self.progress.add(data):
-                await self._write(data)
+            await self._write_events(self.progress.add(data))
             return
         data = self._rest + data if self._rest else data
         end = len(data) if data.endswith(b"\n\n") else max(_after(data, b"\n\n"), _after(data, b"\r\n\r\n"))
         if len(data) - end > _MAX_EVENT_BYTES:
             end = len(data)
         self._rest = data[end:]
-        if end:
-            await self._write(data[:end])
+        await self._write_events(data[:end])
+
+    async def _write_events(self, data: bytes) -> None:
+        if data := self._seen(data):
+            await self._write(data)
+
+    def _seen(self, events: bytes) -> bytes:
+        """Count events, and return those that are the client's."""
+        if self.meter is not None:
+            self.meter.see(events, is_events=True)
+        if self.hides_usage and b'"choices":[]' in events:
+            parts = _EVENT_END.split(events)
+            return b"".join(one for one in parts if b'"choices":[]' not in one or b'"usage":{' not in one)
+        return events
 
     async def end(self) -> None:
         """The answer is whole."""
@@ -87,7 +109,10 @@ class Client:
             body = b" ".join(self._rest.split())
             await self._finish(error_event(body, self._path))
         else:
-            await self._finish(self.progress.flush() or self._rest)
+            rest = self._seen(self.progress.flush() or self._rest) if self._is_events else self._rest
+            if self.meter is not None:
+                self.meter.finish(self.progress.num_tokens)
+            await self._finish(rest)
 
     async def fail(self, error: RequestError) -> None:
         """Answer with an error. Raises `BrokenAnswerError` if part of another answer has been sent."""

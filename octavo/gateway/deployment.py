@@ -17,6 +17,7 @@ from typing import Literal
 
 from octavo.errors import RequestError
 from octavo.gateway.catalogue import ModelEntry
+from octavo.gateway.key_store import Key
 from octavo.gateway.memory_budget import MemoryBudget
 from octavo.gateway.replica import Replica
 from octavo.gateway.router import Router
@@ -79,6 +80,10 @@ class Deployment:
         the model stops."""
         asked = self.entry.keep_alive if self._asked_keep_alive is None else self._asked_keep_alive
         return None if asked is None or math.isinf(asked) else asked
+
+    def may_be_used_by(self, key: Key | None) -> bool:
+        """Return whether a client's key is for this model."""
+        return key is None or key.may_use({self.name, *self.entry.aliases})
 
     def ask_to_keep(self, seconds: float | None) -> None:
         """Have the model stop after this time without a request; None changes nothing."""

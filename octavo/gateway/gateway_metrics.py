@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from octavo.gateway.key_store import Key, KeyStore
 from octavo.gateway.models import Models
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -16,9 +17,9 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 class GatewayMetrics:
     """Counters are incremented where things happen; gauges are read from `models` when Prometheus asks."""
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: Models, store: KeyStore | None = None) -> None:
         self._registry = CollectorRegistry()
-        self._models = models
+        self._models, self._store = models, store
         on = self._registry
         labels = ["model", "replica"]
         self.requests = Counter(
@@ -79,6 +80,16 @@ class GatewayMetrics:
                 in_flight.add_metric([*name, replica.name], replica.num_in_flight)
                 up.add_metric([*name, replica.name], replica.takes_requests())
         yield from (in_flight, up, ready, held, starts, failed, affine)
+        requests = CounterMetricFamily(prefix + "key_requests", "Requests of a key, ever.", labels=["key"])
+        tokens = CounterMetricFamily(prefix + "key_tokens", "Tokens of a key, ever.", labels=["key", "kind"])
+        by_name: dict[str, list[Key]] = {}
+        for key in self._store or ():
+            by_name.setdefault(key.settings.name, []).append(key)
+        for label, keys in by_name.items():
+            requests.add_metric([label], sum(key.num_requests for key in keys))
+            tokens.add_metric([label, "prompt"], sum(key.num_prompt_tokens for key in keys))
+            tokens.add_metric([label, "completion"], sum(key.num_completion_tokens for key in keys))
+        yield from (requests, tokens)
         budget = self._models.budget
         yield GaugeMetricFamily(prefix + "memory_held_gib", "Memory of the models that run here.", budget.held_gib)
         yield CounterMetricFamily(

@@ -15,9 +15,11 @@ from starlette.types import Send
 from octavo.errors import OctavoError, RequestError
 from octavo.gateway.client import Client
 from octavo.gateway.deployment import Deployment
+from octavo.gateway.key_store import Key
+from octavo.gateway.meter import Meter
 from octavo.gateway.models import Models
 from octavo.gateway.octavo_commands import ModelCards, run_octavo
-from octavo.gateway.proxy import Proxy, ProxyRequest
+from octavo.gateway.proxy import Proxy, ProxyRequest, check_use
 from octavo.gateway.request_body import RequestBody
 from octavo.gateway.upstream import UpstreamError
 from octavo.ollama import API_VERSION, UNBUILT, plain_name, refuse_unbuilt
@@ -63,10 +65,11 @@ class OllamaRoutes:
         client = Client(send, path, streams=False)
         if path == "/api/version":
             return client, lambda: _reply(client, {"version": API_VERSION})
+        key = None if request.meter is None else request.meter.key
         if path == "/api/tags":
-            return client, lambda: self._tags(client)
+            return client, lambda: self._tags(client, key)
         if path == "/api/ps":
-            return client, lambda: self._running(client)
+            return client, lambda: self._running(client, key)
         try:
             body = msgspec.json.decode(request.body.data, type=_Named)
         except msgspec.DecodeError as error:
@@ -75,7 +78,9 @@ class OllamaRoutes:
         if not name:
             raise RequestError("model is required.", param="model")
         if path == "/api/show":
-            return client, lambda: self._show(name, client)
+            return client, lambda: self._show(name, client, key)
+        if key is not None:
+            raise RequestError(f"{path} is not for clients whose keys have limits.", status=403, code="not_allowed")
         if not self._models.is_open:
             raise RequestError(
                 f"{path} is for a gateway without a catalogue; this one serves the models that it was given.",
@@ -91,43 +96,55 @@ class OllamaRoutes:
         translated = translate(request.path, request.body.data)
         if translated.only_loads:
             client = Client(send, request.path, streams=False)
-            return client, lambda: self._load(translated, client)
+            return client, lambda: self._load(translated, client, request.meter)
         translator = AnswerTranslator(send, translated, request.arrival)
         client = Client(translator, translated.path, streams=False)  # comments have no place in Ollama's answers
         translator.load_s = lambda: client.load_s
-        body = RequestBody(msgspec.json.encode(translated.body), translated.model, True, is_json=True)
+        is_stream = "stream" in translated.body
+        data = msgspec.json.encode(translated.body)
+        body = RequestBody(data, translated.model, is_stream, is_json=True, wants_usage=is_stream)
         headers = [one for one in request.headers if one[0] not in (b"content-type", b"accept")]
         headers.append((b"content-type", b"application/json"))
-        inner = ProxyRequest("POST", translated.path, translated.path.encode(), headers, body, request.arrival)
+        inner = ProxyRequest(
+            "POST", translated.path, translated.path.encode(), headers, body, request.arrival, request.meter
+        )
 
         async def work() -> None:
-            self._models.find(translated.model).ask_to_keep(translated.keep_alive)
+            deployment = self._models.find(translated.model)
+            if request.meter is not None:
+                check_use(request.meter.key, deployment)
+            deployment.ask_to_keep(translated.keep_alive)
             await self._proxy.answer(inner, client)
 
         return client, work
 
-    async def _load(self, request: Translated, client: Client) -> None:
+    async def _load(self, request: Translated, client: Client, meter: Meter | None) -> None:
         deployment = self._models.find(request.model)
+        if meter is not None:
+            check_use(meter.key, deployment)
+            meter.admit(deployment.name)
         with deployment.hold():
             deployment.ask_to_keep(request.keep_alive)
             if request.keep_alive != 0:
                 await self._proxy.until_ready(deployment, client)
         await _reply(client, loaded_answer(request, "unload" if request.keep_alive == 0 else "load"))
 
-    async def _tags(self, client: Client) -> None:
+    async def _tags(self, client: Client, key: Key | None) -> None:
         self._models.look_for_more()
-        names = self._models.names()
+        names = {name: one for name, one in self._models.names().items() if one.may_be_used_by(key)}
         cards = await self._cards.of(list(names.values()))
         await _reply(client, {"models": [tag(name, card) for name, card in zip(names, cards, strict=True)]})
 
-    async def _running(self, client: Client) -> None:
-        ready = [one for one in self._models if one.state == "ready"]
+    async def _running(self, client: Client, key: Key | None) -> None:
+        ready = [one for one in self._models if one.state == "ready" and one.may_be_used_by(key)]
         cards = await self._cards.of(ready)
         listed = [running(one.name, card, _expiry(one)) for one, card in zip(ready, cards, strict=True)]
         await _reply(client, {"models": listed})
 
-    async def _show(self, name: str, client: Client) -> None:
+    async def _show(self, name: str, client: Client, key: Key | None) -> None:
         deployment = self._models.find(name)
+        if key is not None:
+            check_use(key, deployment)
         if deployment.entry.is_local:
             (card,) = await self._cards.of([deployment])
             if not card:

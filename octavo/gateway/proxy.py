@@ -11,12 +11,14 @@ import logging
 import re
 import time
 from collections.abc import Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octavo.errors import RequestError
 from octavo.gateway.client import Client
 from octavo.gateway.deployment import Deployment
 from octavo.gateway.gateway_metrics import GatewayMetrics
+from octavo.gateway.key_store import Key
+from octavo.gateway.meter import Meter
 from octavo.gateway.models import Models
 from octavo.gateway.replica import Replica
 from octavo.gateway.request_body import RequestBody
@@ -45,6 +47,12 @@ class ProxyRequest:
     headers: Headers
     body: RequestBody
     arrival: float  # time.monotonic
+    meter: Meter | None = None  # of a client with a key of the store
+
+    @property
+    def owner(self) -> str | None:
+        """The id of the client's key."""
+        return None if self.meter is None else self.meter.key.id
 
     def header(self, name: bytes) -> bytes | None:
         return next((value for own, value in self.headers if own == name), None)
@@ -75,8 +83,25 @@ class Proxy:
         """Answer a request. Raises `RequestError` where the gateway itself has to refuse."""
         deployment, keeper = self._place(request)
         others = [] if keeper is not None else [self._models.find(name) for name in deployment.entry.fallbacks]
+        if request.meter is None:
+            await self._answer_with_any([deployment, *others], keeper, request, client)
+            return
+        key = request.meter.key
+        check_use(key, deployment)
+        others = [one for one in others if one.may_be_used_by(key)]
+        request = _metered(request, key, client)
+        try:
+            await self._answer_with_any([deployment, *others], keeper, request, client)
+        finally:
+            request.meter.finish(client.progress.num_tokens)  # type: ignore[union-attr]
+
+    async def _answer_with_any(
+        self, deployments: list[Deployment], keeper: Replica | None, request: ProxyRequest, client: Client
+    ) -> None:
         first_error: RequestError | None = None
-        for one in (deployment, *others):
+        for one in deployments:
+            if request.meter is not None:
+                request.meter.admit(one.name)
             try:
                 with one.hold():
                     if await self._answer_with(one, keeper, request, client):
@@ -97,6 +122,8 @@ class Proxy:
         if named is None and (header := request.header(MODEL_HEADER)) is not None:
             named = header.decode("latin-1")
         home = self._created.find(path_id or request.body.refers_to or "")
+        if home is not None and home[2] != request.owner:
+            raise RequestError(f"{path_id or request.body.refers_to} is not known here.", status=404, code="not_found")
         if home is not None and (named is None or self._models.find(named).name == home[0]):
             deployment = self._models.find(home[0])
             if home[1] not in deployment.replicas:
@@ -121,6 +148,8 @@ class Proxy:
                 f"body, or in the header {MODEL_HEADER.decode()}.",
                 param="model",
             )
+        if request.method == "GET" and request.path in _LISTS and request.meter is not None:
+            raise RequestError(f"{request.path} lists what other clients keep, too.", status=403, code="not_allowed")
         if request.method == "GET" and request.path in _LISTS and deployment.entry.num_replicas > 1:
             raise RequestError(
                 f"{request.path} lists what one server keeps, and {deployment.name} has several replicas: ask for one "
@@ -195,7 +224,7 @@ class Proxy:
                 self._metrics.first_byte.labels(deployment.name).observe(time.monotonic() - request.arrival)
             if answer.status < 300 and _KEEPS.match(request.path):
                 for created in _CREATED.findall(data[:8192]):
-                    self._created.add(created.decode(), deployment.name, replica)
+                    self._created.add(created.decode(), deployment.name, replica, request.owner)
             return await self._pass_on(deployment, replica, answer, data, client, is_only)
         finally:
             replica.num_in_flight -= 1
@@ -264,3 +293,30 @@ class Proxy:
             await task
         finally:
             task.cancel()
+
+
+def check_use(key: Key, deployment: Deployment) -> None:
+    """Raise `RequestError` if a key is not for a model."""
+    if not deployment.may_be_used_by(key):
+        raise RequestError(
+            f"The API key {key.settings.name} is not for the model {deployment.name}.", param="model", status=403,
+            code="model_not_allowed",
+        )  # fmt: skip
+
+
+def _metered(request: ProxyRequest, key: Key, client: Client) -> ProxyRequest:
+    """Return the request with what counts its tokens, and the key's priority. Raises `RequestError` if they cannot be
+    counted."""
+    body, settings = request.body, key.settings
+    has_budget = settings.tokens_per_day is not None or settings.tokens_per_minute is not None
+    if has_budget and (body.is_background or (request.method, request.path) == ("POST", "/v1/batches")):
+        raise RequestError(
+            f"The API key {settings.name} has a limit of tokens, and those of batches and background responses are not "
+            "counted.", status=403, code="not_allowed",
+        )  # fmt: skip
+    if body.is_json and settings.priority is not None:
+        body = body.having(priority=settings.priority)
+    if body.streams and not body.wants_usage and request.path in RESUMABLE_PATHS:
+        body = body.having(stream_options={"include_usage": True})
+        client.hides_usage = True
+    return replace(request, body=body)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -23,6 +24,8 @@ _MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.)*")')
 class _Fields(msgspec.Struct):
     model: Any = None
     stream: Any = False
+    stream_options: Any = None
+    background: Any = False
     previous_response_id: Any = None
     input_file_id: Any = None
 
@@ -53,6 +56,12 @@ class RequestBody:
     refers_to: str | None = None  # the id of something that a replica keeps
     model_span: tuple[int, int] | None = None  # of the name in a multipart form
     is_json: bool = False
+    wants_usage: bool = False  # at the end of its stream
+    is_background: bool = False
+
+    def having(self, **fields: Any) -> RequestBody:
+        """Return the body with these fields in the place of its own."""
+        return replace(self, data=with_fields(self.data, {name: msgspec.json.encode(fields[name]) for name in fields}))
 
     def naming(self, model: str) -> bytes:
         """Return the bytes with another model's name, all others as they are. Raises `RequestError`."""
@@ -117,7 +126,19 @@ def read_body(data: bytes, content_type: str) -> RequestBody:
         raise RequestError(f"model must be a string, got {type(fields.model).__name__}.", param="model")
     ids = (fields.previous_response_id, fields.input_file_id)
     refers_to = next((one for one in ids if isinstance(one, str)), None)
-    return RequestBody(data, fields.model, fields.stream is True, refers_to, is_json=True)
+    options = fields.stream_options
+    wants_usage = isinstance(options, dict) and options.get("include_usage") is True
+    return RequestBody(
+        data, fields.model, fields.stream is True, refers_to, is_json=True, wants_usage=wants_usage,
+        is_background=fields.background is True,
+    )  # fmt: skip
+
+
+def with_fields(data: bytes, fields: Mapping[str, bytes]) -> bytes:
+    """Return a JSON object with further fields, behind its own: of two with one name readers take the last."""
+    more = b",".join(b'"%b":%b' % (name.encode(), value) for name, value in fields.items())
+    body = data.rstrip()[:-1].rstrip()
+    return body + (b"" if body.endswith(b"{") else b",") + more + b"}"
 
 
 def _read_form(data: bytes, options: str) -> RequestBody:

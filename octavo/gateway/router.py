@@ -83,16 +83,17 @@ class Router:
 
 
 class CreatedIds:
-    """Which model's replica keeps a response, a stored chat, a file or a batch. The oldest are forgotten first."""
+    """Which model's replica keeps a response, a stored chat, a file or a batch, and for whose key. The oldest are
+    forgotten first."""
 
     def __init__(self) -> None:
-        self._homes: OrderedDict[str, tuple[str, Replica]] = OrderedDict()
+        self._homes: OrderedDict[str, tuple[str, Replica, str | None]] = OrderedDict()
 
-    def add(self, created: str, model: str, replica: Replica) -> None:
-        self._homes[created] = model, replica
+    def add(self, created: str, model: str, replica: Replica, owner: str | None = None) -> None:
+        self._homes[created] = model, replica, owner
         self._homes.move_to_end(created)
         if len(self._homes) > MAX_IDS:
             self._homes.popitem(last=False)
 
-    def find(self, created: str) -> tuple[str, Replica] | None:
+    def find(self, created: str) -> tuple[str, Replica, str | None] | None:
         return self._homes.get(created)

@@ -22,9 +22,11 @@ import uvicorn
 from octavo.api_keys import ApiKeys, with_environment
 from octavo.errors import ConfigError
 from octavo.flags import Flags, flag
+from octavo.gateway.admin import AdminApp
 from octavo.gateway.app import GatewayApp
 from octavo.gateway.catalogue import Catalogue, named_models, read_catalogue
 from octavo.gateway.deployment import Launch
+from octavo.gateway.key_store import KeyStore
 from octavo.gateway.memory_budget import MemoryBudget
 from octavo.gateway.models import FindLocal, Models
 from octavo.gateway.proxy import WaitLimits
@@ -35,6 +37,7 @@ from octavo.processes import allow_files, event_loop_factory
 logger = logging.getLogger("octavo.gateway")
 
 LOOK_INTERVAL_S = 1.0  # at the catalogue's file
+CHECKPOINT_INTERVAL_S = 1.0  # between two times that the log of the file of keys is moved into it
 _DRAIN_POLL_S = 0.02
 
 
@@ -55,6 +58,12 @@ class GatewayArgs(Flags):
     api_key: list[str] = flag(
         [], "Keys of which clients must send one as bearer token. Also OCTAVO_API_KEY or VLLM_API_KEY."
     )
+    keys: str | None = flag(
+        None, "SQLite file of keys with limits, made if it is not there; the admin routes change it. Clients need one."
+    )
+    admin_port: int | None = flag(None, "Port of the admin routes for the file of --keys; 0 is any free one.")
+    admin_host: str = flag("127.0.0.1", "Address of the admin routes.")
+    admin_key: list[str] = flag([], "Keys of which the admin routes want one. Also OCTAVO_ADMIN_KEY.")
     memory_gib: float | None = flag(
         None, "GiB that the models that run here may take together, by the memory_gib of the catalogue. Default: any.",
         positive=True,
@@ -85,6 +94,12 @@ class GatewayArgs(Flags):
         for name in ("stream_keep_alive", "shutdown_timeout"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be 0 or more, got {getattr(self, name):g}.")
+        if self.admin_port is not None and (self.keys is None or not self.admin_keys):
+            raise ConfigError("--admin-port needs --keys FILE, and --admin-key or OCTAVO_ADMIN_KEY.")
+
+    @property
+    def admin_keys(self) -> list[str]:
+        return [*self.admin_key, *filter(None, [os.environ.get("OCTAVO_ADMIN_KEY")])]
 
 
 def run_gateway(args: GatewayArgs, models: list[str], find_local: FindLocal) -> None:
@@ -105,8 +120,13 @@ def run_gateway(args: GatewayArgs, models: list[str], find_local: FindLocal) -> 
     host = args.host or ("127.0.0.1" if is_open else "0.0.0.0")
     configure_logging("gateway", names=("octavo", "uvicorn", "asyncio"), log_format=args.log_format)
     allow_files()
-    with bind(host, args.port) as sock, asyncio.Runner(loop_factory=event_loop_factory()) as runner:
-        runner.run(_serve(args, catalogue, sock, find_local if is_open else None))
+    with contextlib.ExitStack() as stack:
+        sock = stack.enter_context(bind(host, args.port))
+        admin_sock = None
+        if args.admin_port is not None:
+            admin_sock = stack.enter_context(bind(args.admin_host, args.admin_port))
+        runner = stack.enter_context(asyncio.Runner(loop_factory=event_loop_factory()))
+        runner.run(_serve(args, catalogue, sock, admin_sock, find_local if is_open else None))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -125,11 +145,37 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def _serve(args: GatewayArgs, catalogue: Catalogue, sock: socket.socket, find_local: FindLocal | None) -> None:
-    server = GatewayServer(args, catalogue, find_local=find_local)
+async def _serve(
+    args: GatewayArgs,
+    catalogue: Catalogue,
+    sock: socket.socket,
+    admin_sock: socket.socket | None,
+    find_local: FindLocal | None,
+) -> None:
+    server = GatewayServer(args, catalogue, find_local=find_local, admin_sock=admin_sock)
+    if admin_sock is not None:
+        logger.info("the admin routes listen at port %d", admin_sock.getsockname()[1])
     names = ", ".join(catalogue.models) + ("" if find_local is None else " and models that are pulled")
     logger.info("the gateway listens at port %d, for %s", sock.getsockname()[1], names)
     await server.serve([sock])
+
+
+def _config(app: Any) -> uvicorn.Config:
+    options: dict[str, Any] = {
+        "loop": "none", "http": "httptools", "ws": "none", "lifespan": "off", "interface": "asgi3",
+        "log_config": None, "server_header": False, "proxy_headers": False,
+    }  # fmt: skip
+    return uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_keep_alive=30, timeout_graceful_shutdown=2, **options
+    )
+
+
+class _AdminServer(uvicorn.Server):
+    """Ends when the gateway's own server does."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 class GatewayServer(uvicorn.Server):
@@ -137,37 +183,39 @@ class GatewayServer(uvicorn.Server):
 
     def __init__(
         self, args: GatewayArgs, catalogue: Catalogue, launch: Launch = ServeProcess.start,
-        find_local: FindLocal | None = None,
+        find_local: FindLocal | None = None, admin_sock: socket.socket | None = None,
     ) -> None:  # fmt: skip
         budget = MemoryBudget(args.memory_gib)
         self.models = Models(catalogue, budget, launch, replica_timeout_s=args.replica_timeout, find_local=find_local)
         limits = WaitLimits(args.max_waiting, args.max_wait, args.stream_keep_alive)
-        self.app = GatewayApp(
-            self.models, ApiKeys(with_environment(args.api_key)), limits, max_body_bytes=args.max_body_bytes
-        )
-        self._args = args
+        self.store = None if args.keys is None else KeyStore(args.keys)
+        keys = ApiKeys(with_environment(args.api_key))
+        self.app = GatewayApp(self.models, keys, limits, max_body_bytes=args.max_body_bytes, store=self.store)
+        self._args, self._admin_sock = args, admin_sock
         self._draining: asyncio.Task[None] | None = None
         self._seen = self._file_stamp()
-        options: dict[str, Any] = {
-            "loop": "none", "http": "httptools", "ws": "none", "lifespan": "off", "interface": "asgi3",
-            "log_config": None, "server_header": False, "proxy_headers": False,
-        }  # fmt: skip
-        super().__init__(
-            uvicorn.Config(
-                self.app, log_level="warning", access_log=False, timeout_keep_alive=30, timeout_graceful_shutdown=2,
-                **options,
-            )
-        )  # fmt: skip
+        super().__init__(_config(self.app))
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self.models.preload()
         tasks = [asyncio.ensure_future(self._check_health()), asyncio.ensure_future(self._watch_file())]
+        admin = None
+        if self.store is not None:
+            tasks.append(asyncio.ensure_future(self._move_log(self.store)))
+            if self._admin_sock is not None:
+                admin = _AdminServer(_config(AdminApp(self.store, ApiKeys(self._args.admin_keys))))
+                tasks.append(asyncio.ensure_future(admin.serve([self._admin_sock])))
         try:
             await super().serve(sockets)
         finally:
+            if admin is not None:
+                admin.should_exit = True
+                await tasks.pop()
             for task in tasks:
                 task.cancel()
             await self.models.close()
+            if self.store is not None:
+                self.store.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -216,6 +264,12 @@ class GatewayServer(uvicorn.Server):
         while self.app.num_in_flight and time.monotonic() < deadline and not self.should_exit:  # noqa: ASYNC110
             await asyncio.sleep(_DRAIN_POLL_S)
         return not self.app.num_in_flight
+
+    async def _move_log(self, store: KeyStore) -> None:
+        while True:
+            await asyncio.sleep(CHECKPOINT_INTERVAL_S)
+            if store.has_news:
+                await asyncio.to_thread(store.checkpoint)
 
     async def _check_health(self) -> None:
         while True:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+from octavo.gateway.request_body import with_fields
+
 RESUMABLE = b"x-octavo-resumable"
 RESUMABLE_PATHS = frozenset(("/v1/chat/completions", "/v1/completions"))
 _TOKENS, _END = b": tokens ", b"data: [DONE]"
@@ -23,6 +25,7 @@ class StreamProgress:
         self._waiting: list[bytes] = []  # events without their tokens
         self._rest = b""  # of an event that is not whole
         self._num_at_loss = -1
+        self.num_tokens = 0
 
     def begin(self, about: bytes) -> None:
         """A replica begins to send, or goes on. `about` is its header."""
@@ -45,6 +48,7 @@ class StreamProgress:
         for event in events:
             if event.startswith(_TOKENS):
                 self._tokens.append(event[len(_TOKENS) :])
+                self.num_tokens += 1 + event.count(b",")
                 ready += self._waiting
                 self._waiting = []
             elif event.startswith(b":"):
@@ -74,5 +78,4 @@ class StreamProgress:
         if self._about is None:
             return body
         tokens = b"[" + b",".join(self._tokens) + b"]"
-        resume = self._about[:-1] + b',"tokens":' + tokens + b"}"
-        return body.rstrip()[:-1] + b',"resume":' + resume + b"}"
+        return with_fields(body, {"resume": with_fields(self._about, {"tokens": tokens})})

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+import httpx
 import ollama
 import openai
 import psutil
@@ -146,3 +151,79 @@ def test_streams_of_a_replica_that_is_killed_go_on_with_equal_bits(two_replicas:
         assert [one.result() for one in asking] == expected
     resumed = re.findall(r"octavo_gateway_resumed_streams_total\{.*\} (\S+)", two_replicas.get("/metrics")[1])
     assert sum(map(float, resumed)) >= 1, "each replica had some of the streams"
+
+
+class Upstream(ThreadingHTTPServer):
+    """A server that answers with a usage of 4 and 3 tokens, and counts requests by their user."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Answer)
+        self.seen: Counter[str] = Counter()
+
+
+class _Answer(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Upstream
+
+    def do_GET(self) -> None:
+        self._reply(b"{}")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.seen[body["user"]] += 1
+        self._reply(b'{"usage": {"prompt_tokens": 4, "completion_tokens": 3}}')
+
+    def _reply(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_every_count_is_exact_after_a_kill(tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    flags = ("--catalogue", str(file), "--keys", str(tmp_path / "keys.db"), "--admin-port", "0", "--admin-key", "root")
+    answered: Counter[str] = Counter()
+    num_keys = 8
+
+    def admin(server: Server, method: str, path: str, **fields: Any) -> Any:
+        port = re.findall(r"the admin routes listen at port (\d+)", server.log.read_text())[-1]
+        headers = {"authorization": "Bearer root"}
+        return httpx.request(
+            method, f"http://127.0.0.1:{port}{path}", headers=headers, timeout=within(60), **fields
+        ).json()
+
+    def ask(url: str, key_id: str, secret: str) -> None:
+        with httpx.Client(headers={"authorization": f"Bearer {secret}"}, timeout=within(60)) as client:
+            for _ in range(2000):
+                try:
+                    response = client.post(url + "/v1/chat/completions", json={"model": "m", "user": key_id})
+                except httpx.TransportError:
+                    return
+                answered[key_id] += response.status_code == 200
+
+    with Upstream() as upstream, ThreadPoolExecutor(num_keys + 1) as threads:
+        threads.submit(upstream.serve_forever)
+        try:
+            file.write_text(f"models:\n  m: {{addresses: ['http://127.0.0.1:{upstream.server_port}']}}\n")
+            with running_server(tmp_path, *flags, command=COMMAND) as server:
+                made = [admin(server, "POST", "/keys", json={"name": f"k{number}"}) for number in range(num_keys)]
+                asking = [threads.submit(ask, server.url, key["id"], key["key"]) for key in made]
+                wait_until(lambda: upstream.seen.total() >= 200)
+                os.kill(server.process.pid, signal.SIGKILL)
+                for one in asking:
+                    one.result()
+            with running_server(tmp_path, *flags, command=COMMAND) as server:
+                used = {key["id"]: key["used"] for key in admin(server, "GET", "/keys")["data"]}
+        finally:
+            upstream.shutdown()
+    assert answered.total() >= 100 and used.keys() == {key["id"] for key in made}
+    for key_id, counts in used.items():
+        num_counted, rest = divmod(counts["completion_tokens"], 3)
+        assert rest == 0 and counts["prompt_tokens"] == 4 * num_counted
+        # At the kill a key had one request under way at most.
+        assert answered[key_id] <= num_counted <= upstream.seen[key_id] <= counts["requests"] <= answered[key_id] + 1

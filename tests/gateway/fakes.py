@@ -150,6 +150,7 @@ class Gateway:
     server: GatewayServer
     http: httpx.AsyncClient
     launch: FakeLaunch
+    admin_url: str = ""
 
     async def ask(self, model: str | None = "a", path: str = "/v1/chat/completions", **fields: Any) -> httpx.Response:
         body = fields if model is None else {"model": model, **fields}
@@ -177,14 +178,15 @@ async def gateway(
         args["catalogue"], found = catalogue, read_catalogue(catalogue)
     else:
         found = msgspec.convert({"models": catalogue}, Catalogue) if find_local is None else Catalogue(find_local())
-    server = GatewayServer(GatewayArgs(**args), found, launch, find_local)
-    with bind("127.0.0.1", 0) as sock:
+    with bind("127.0.0.1", 0) as sock, bind("127.0.0.1", 0) as admin_sock:
+        has_admin = "keys" in args
+        server = GatewayServer(GatewayArgs(**args), found, launch, find_local, admin_sock if has_admin else None)
         serving = asyncio.ensure_future(server.serve([sock]))
         await until(lambda: server.started)
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         try:
             async with httpx.AsyncClient(base_url=url, timeout=None) as http:
-                yield Gateway(server, http, launch)
+                yield Gateway(server, http, launch, f"http://127.0.0.1:{admin_sock.getsockname()[1]}")
         finally:
             server.should_exit = True
             await serving

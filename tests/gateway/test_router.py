@@ -82,4 +82,4 @@ def test_memory_is_bounded(monkeypatch) -> None:  # type: ignore[no-untyped-def]
         ids.add(str(number), "m", one)
     assert len(router._holders) == 10
     assert Counter(ids.find(str(number)) is not None for number in range(100)) == {True: 10, False: 90}
-    assert ids.find("99") == ("m", one)
+    assert ids.find("99") == ("m", one, None)

@@ -41,6 +41,7 @@ from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
 # Asks for, and has, what another server needs to go on with a stream. Comments in the stream have its tokens.
 RESUMABLE = "X-Octavo-Resumable"
+PROMPT_TOKENS = "X-Octavo-Prompt-Tokens"
 LENGTH_OF_ENTRY = 8  # writing a log-probability takes as long as tokenizing so many characters
 ChoiceT = TypeVar("ChoiceT", CompletionChoice, ChatChoice)
 
@@ -92,6 +93,8 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
     async def answer(self, raw: Request) -> Response:
         """Return the whole answer, or its stream. Raises `RequestError` for an invalid request."""
         await self.submit()
+        if self._is_resumable:
+            self._headers[PROMPT_TOKENS] = str(self._num_prompt)
         if self._body.stream:
             wants_usage = self._body.wants_usage or self._state.args.enable_force_include_usage
             self._writer = ChunkWriter(self.chunk_kind, self._about, self.text_field, wants_usage=wants_usage)

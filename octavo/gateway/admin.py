@@ -1,0 +1,104 @@
+"""The admin routes: keys and what they have used. They have a port and a key of their own."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from octavo.api_keys import ApiKeys
+from octavo.errors import RequestError
+from octavo.gateway.client import Client
+from octavo.gateway.key_store import Key, KeySettings, KeyStore, day_number
+
+_MAX_BODY_BYTES = 1 << 20
+
+
+class AdminApp:
+    """Call it as an ASGI application."""
+
+    def __init__(self, store: KeyStore, admin_keys: ApiKeys) -> None:
+        self._store, self._admin_keys = store, admin_keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"{scope['type']} is not served")
+        client = Client(send, scope["path"], streams=False)
+        try:
+            headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+            if not self._admin_keys.admit(headers.get(b"authorization"), headers.get(b"x-api-key")):
+                raise RequestError("Incorrect or missing admin key.", status=401, code="invalid_api_key")
+            body = b""
+            while True:
+                message = await receive()
+                body += message.get("body", b"")
+                if message["type"] != "http.request" or not message.get("more_body", False):
+                    break
+                if len(body) > _MAX_BODY_BYTES:
+                    raise RequestError(f"The body has more than {_MAX_BODY_BYTES} bytes.", status=413)
+            query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
+            content_type, answer = self._answer(scope["method"], scope["path"].strip("/").split("/"), body, query)
+            await client.reply(200, content_type, answer)
+        except RequestError as error:
+            await client.fail(error)
+
+    def _answer(self, method: str, way: list[str], body: bytes, query: dict[str, str]) -> tuple[bytes, bytes]:
+        """Return the content type and the body of an answer. Raises `RequestError`."""
+        match method, way:
+            case "GET", ["keys"]:
+                return _json({"data": [_shown(key) for key in self._store]})
+            case "POST", ["keys"]:
+                key, secret = self._store.create(_settings(body))
+                return _json({**_shown(key), "key": secret})
+            case "GET", ["keys", key_id]:
+                return _json(_shown(self._store.get(key_id)))
+            case "PATCH", ["keys", key_id]:
+                key = self._store.get(key_id)
+                self._store.change(key, _settings(body, key.settings))
+                return _json(_shown(key))
+            case "DELETE", ["keys", key_id]:
+                self._store.delete(self._store.get(key_id))
+                return _json({"id": key_id, "deleted": True})
+            case "GET", ["usage"]:
+                return self._usage(query)
+        raise RequestError(f"Invalid URL ({method} /{'/'.join(way):.200})", status=404)
+
+    def _usage(self, query: dict[str, str]) -> tuple[bytes, bytes]:
+        try:
+            rows = self._store.usage(
+                day_number(query.get("since", "1970-01-01")), day_number(query.get("until", "9999-01-01"))
+            )
+        except ValueError:
+            raise RequestError("since and until are days such as 2026-11-27.", param="since") from None
+        if query.get("format") != "csv":
+            return _json({"data": rows})
+        text = io.StringIO()
+        names = ("key", "name", "day", "model", "requests", "prompt_tokens", "completion_tokens")
+        writer = csv.DictWriter(text, names)
+        writer.writeheader()
+        writer.writerows(rows)
+        return b"text/csv; charset=utf-8", text.getvalue().encode()
+
+
+def _settings(body: bytes, before: KeySettings | None = None) -> KeySettings:
+    """Return the settings of a body; keys that it lacks are as `before`. Raises `RequestError`."""
+    try:
+        given = msgspec.json.decode(body, type=dict[str, Any])
+        known = {} if before is None else msgspec.to_builtins(before)
+        return msgspec.convert(known | given, KeySettings)
+    except msgspec.DecodeError as error:  # ValidationError is one
+        raise RequestError(f"The body must be a JSON object with a key's settings: {error}.") from None
+
+
+def _shown(key: Key) -> dict[str, Any]:
+    used = {"requests": key.num_requests, "prompt_tokens": key.num_prompt_tokens,
+            "completion_tokens": key.num_completion_tokens}  # fmt: skip
+    return {"id": key.id, **msgspec.to_builtins(key.settings), "used": used}
+
+
+def _json(value: Any) -> tuple[bytes, bytes]:
+    return b"application/json", msgspec.json.encode(value)

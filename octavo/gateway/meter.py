@@ -1,0 +1,75 @@
+"""Counts a request of a key, and the tokens of its answer, as the replica's usage says them."""
+
+from __future__ import annotations
+
+import json
+
+from octavo.gateway.key_store import Key, KeyStore
+
+PROMPT_TOKENS = b"x-octavo-prompt-tokens"  # of a resumable stream, before its usage is known
+
+# What ends streams of the APIs: the tokens are written before the client gets it.
+_ENDS = (b"[DONE]", b"message_stop", b"response.completed", b"response.incomplete", b"response.failed")
+_USAGE = b'"usage":'
+_MAX_TAIL_BYTES = 65_536  # of an answer that is no stream, where its usage is looked for
+_decode = json.JSONDecoder().raw_decode
+
+
+class Meter:
+    """Of one request. `admit` it, `see` what it is sent, and `finish` before its end is sent and when it is over."""
+
+    def __init__(self, store: KeyStore, key: Key) -> None:
+        self._store, self.key = store, key
+        self._model: str | None = None
+        self._tail = b""
+        self._num_prompt = self._num_completion = 0
+        self._written = (0, 0)
+
+    def admit(self, model: str) -> None:
+        """Count the request, once, whichever models are asked. Raises `RequestError`."""
+        if self._model is None:
+            self._store.admit(self.key, model)
+        self._model = model
+
+    def see_prompt(self, header: bytes) -> None:
+        """Note the number of the prompt's tokens, if the replica says it."""
+        if header.isdigit():
+            self._num_prompt = max(self._num_prompt, int(header))
+
+    def see(self, data: bytes, *, is_events: bool) -> None:
+        """Look for the usage in a piece of an answer, whose events are whole."""
+        if not is_events:
+            self._tail = (self._tail + data)[-_MAX_TAIL_BYTES:]
+            return
+        self._look_into(data)
+        if any(end in data for end in _ENDS):
+            self.finish()
+
+    def finish(self, at_least: int = 0) -> None:
+        """Write the tokens that are not written yet. `at_least` so many tokens came, of a stream without a usage."""
+        if self._model is None:
+            return
+        if self._tail:
+            self._look_into(self._tail)
+            self._tail = b""
+        self._num_completion = max(self._num_completion, at_least)
+        prompt, completion = self._num_prompt - self._written[0], self._num_completion - self._written[1]
+        if prompt or completion:
+            self._written = self._num_prompt, self._num_completion
+            self._store.add_tokens(self.key, self._model, prompt, completion)
+
+    def _look_into(self, data: bytes) -> None:
+        begin = data.find(_USAGE)
+        while begin >= 0:
+            begin += len(_USAGE)
+            try:
+                usage, _ = _decode(data[begin : begin + 4096].decode("utf-8", "replace").lstrip())
+            except ValueError:
+                usage = None
+            if isinstance(usage, dict):
+                prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
+                prompt = usage.get("input_tokens") if prompt is None else prompt
+                completion = usage.get("output_tokens") if completion is None else completion
+                self._num_prompt = max(self._num_prompt, prompt if isinstance(prompt, int) else 0)
+                self._num_completion = max(self._num_completion, completion if isinstance(completion, int) else 0)
+            begin = data.find(_USAGE, begin)

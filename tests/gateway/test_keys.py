@@ -1,0 +1,276 @@
+"""Clients' keys: what each may do, what it has used, and that no count is lost."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import ollama
+import pytest
+
+from octavo.errors import ConfigError, RequestError
+from octavo.gateway.key_store import DAY_S, KeySettings, KeyStore, day_number, day_text
+from tests.gateway.fakes import Asked, FakeLaunch, Gateway, gateway, until
+from tests.waiting import Clock
+
+DAY = 20_000
+ADMIN = {"authorization": "Bearer root"}
+
+
+class Now:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.time = DAY * DAY_S + 30.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+def test_limits_hold_in_their_windows_and_after_a_crash(tmp_path: Path) -> None:
+    path, now = str(tmp_path / "keys.db"), Now()
+    store = KeyStore(path, now)
+    key, secret = store.create(KeySettings(name="a", requests_per_minute=2, requests_per_day=3, tokens_per_day=100))
+    other, _ = store.create(KeySettings(name="b", tokens_per_minute=10))
+    assert secret.encode() not in b"".join(file.read_bytes() for file in tmp_path.iterdir()), "only digests are kept"
+    for _ in range(2):
+        store.admit(key, "m")
+    with pytest.raises(RequestError, match="2 of 2 requests") as caught:
+        store.admit(key, "m")
+    assert caught.value.status == 429 and caught.value.retry_after_s == 31
+    store.admit(other, "m")
+    store.add_tokens(other, "m", 7, 3)
+    store = KeyStore(path, now)  # the process was killed
+    found = store.find(secret.encode())
+    assert found is not None and found.settings == key.settings
+    with pytest.raises(RequestError, match="2 of 2 requests"):
+        store.admit(found, "m")
+    other = store.get(other.id)
+    with pytest.raises(RequestError, match="10 of 10 tokens"):
+        store.admit(other, "m")
+    now.time += 60
+    store.admit(other, "n")
+    store.admit(found, "m")
+    with pytest.raises(RequestError, match="requests_per_day") as caught:
+        store.admit(found, "m")
+    assert caught.value.retry_after_s == DAY_S - 89
+    now.time += DAY_S
+    store.admit(found, "m")
+    store.add_tokens(found, "m", 99, 1)
+    with pytest.raises(RequestError, match="tokens_per_day"):
+        store.admit(found, "m")
+    rows = store.usage(0, 10**6)
+    columns = ("name", "day", "model", "requests", "completion_tokens")
+    assert sorted(tuple(row[column] for column in columns) for row in rows) == [
+        ("a", day_text(DAY), "m", 3, 0), ("a", day_text(DAY + 1), "m", 1, 1), ("b", day_text(DAY), "m", 1, 3),
+        ("b", day_text(DAY), "n", 1, 0),
+    ]  # fmt: skip
+    assert day_number(day_text(DAY)) == DAY
+    assert (found.num_requests, found.num_prompt_tokens) == (4, 99)
+
+
+def test_keys_expire_are_disabled_and_deleted(tmp_path: Path) -> None:
+    now = Now()
+    store = KeyStore(str(tmp_path / "keys.db"), now)
+    key, secret = store.create(KeySettings(name="a", expires_at=now.time + 10))
+    store.check(key)
+    now.time += 10
+    with pytest.raises(RequestError, match="has expired"):
+        store.check(key)
+    store.change(key, KeySettings(name="a", is_enabled=False))
+    with pytest.raises(RequestError, match="is disabled"):
+        store.check(key)
+    store.delete(key)
+    assert store.find(secret.encode()) is None and list(store) == []
+    (tmp_path / "other").write_text("no database" * 100)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        KeyStore(str(tmp_path / "other"))
+
+
+def test_a_file_that_cannot_be_written_admits_nothing_and_loses_nothing(tmp_path: Path) -> None:
+    path = str(tmp_path / "keys.db")
+    store = KeyStore(path, Now())
+    key, _ = store.create(KeySettings(name="a"))
+    store.admit(key, "m")
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(RequestError) as caught:
+        store.admit(key, "m")
+    assert caught.value.status == 503 and key.num_requests == 1
+    store.add_tokens(key, "m", 5, 6)
+    other.execute("ROLLBACK")
+    store.admit(key, "m")
+    (row,) = store.usage(0, 10**6)
+    assert (row["requests"], row["prompt_tokens"], row["completion_tokens"]) == (2, 5, 6)
+    assert (key.num_requests, key.num_prompt_tokens, key.num_completion_tokens) == (2, 5, 6)
+    store.checkpoint()
+
+
+USAGE = b'{"prompt_tokens": 4, "completion_tokens": 3, "details": {"x": null}}'
+MESSAGE = (
+    b'event: message_start\ndata: {"message": {"usage":{"input_tokens": 4, "output_tokens": 0}}}\n\n'
+    b'event: message_delta\ndata: {"usage":{"output_tokens": 3}}\n\nevent: message_stop\ndata: {}\n\n'
+)
+
+
+async def answer(asked: Asked) -> None:
+    """As each API does, with a usage of 4 and 3 tokens."""
+    if asked.target == "/v1/messages":
+        asked.begin_stream()
+        asked.piece(MESSAGE)
+        asked.piece(b"")
+    elif not asked.json.get("stream"):
+        asked.reply(b'{"id": "resp_1", "usage":%b, "x": "%b"}' % (USAGE, b"y" * 500))
+    else:
+        asked.begin_stream()
+        asked.piece(b'data: {"choices":[{"delta":{"content":"\\"usage\\":{"}}]}\n\n')
+        if asked.json.get("stream_options"):
+            asked.piece(b'data: {"choices":[],"usage":' + USAGE + b"}\n\n")
+        asked.piece(b"data: [DONE]\n\n")
+        asked.piece(b"")
+
+
+class Keys:
+    """The admin routes of a gateway."""
+
+    def __init__(self, gate: Gateway) -> None:
+        self.http = httpx.AsyncClient(base_url=gate.admin_url, headers=ADMIN, timeout=None)
+
+    async def create(self, **settings: Any) -> tuple[str, dict[str, str]]:
+        """The id of a new key, and its header."""
+        made = (await self.http.post("/keys", json={"name": "k", **settings})).json()
+        return made["id"], {"authorization": f"Bearer {made['key']}"}
+
+    async def used(self, key_id: str) -> tuple[int, int, int]:
+        used = (await self.http.get(f"/keys/{key_id}")).json()["used"]
+        return used["requests"], used["prompt_tokens"], used["completion_tokens"]
+
+
+def with_keys(
+    clock: Clock, tmp_path: Path, test: Callable[[Gateway, Keys], Awaitable[None]], behave: Any = answer, **args: Any
+) -> None:
+    async def run() -> None:
+        models: dict[str, Any] = {"a": {"aliases": ["x"], "fallbacks": ["b"]}, "b": {}}
+        options = {"keys": str(tmp_path / "keys.db"), "admin_key": ["root"], **args}
+        async with gateway(models, FakeLaunch(behave), **options) as gate:
+            keys = Keys(gate)
+            gate.server.store._now = Now()  # type: ignore[union-attr]
+            async with keys.http:
+                await test(gate, keys)
+
+    clock.run(run())
+
+
+def test_tokens_are_counted_in_every_api(clock: Clock, tmp_path: Path) -> None:
+    async def test(gate: Gateway, keys: Keys) -> None:
+        key_id, headers = await keys.create()
+        gate.http.headers.update(headers)
+        stream = await gate.ask(stream=True)
+        assert b"completion_tokens" not in stream.content and stream.content.endswith(b"data: [DONE]\n\n")
+        assert await keys.used(key_id) == (1, 4, 3)
+        wanted = await gate.ask(stream=True, stream_options={"include_usage": True})
+        assert b"completion_tokens" in wanted.content
+        assert (await gate.ask()).json()["x"] == "y" * 500
+        assert (await gate.ask(path="/v1/messages", stream=True)).content == MESSAGE
+        assert await keys.used(key_id) == (4, 16, 12)
+        client = ollama.AsyncClient(str(gate.http.base_url), headers=headers)
+        assert (await client.generate("a", "x")).eval_count == 3
+        assert await keys.used(key_id) == (5, 20, 15)
+        rows = (await keys.http.get("/usage")).json()["data"]
+        assert {row["model"] for row in rows} == {"a"} and sum(row["requests"] for row in rows) == 5
+        table = await keys.http.get("/usage?format=csv&since=2000-01-01")
+        assert table.text.splitlines()[0].startswith("key,name,day,model,requests")
+        assert await gate.metric('octavo_gateway_key_tokens_total{key="k",kind="prompt"}') == 20
+
+    with_keys(clock, tmp_path, test)
+
+
+def test_a_client_that_hangs_up_has_used_what_it_was_sent(clock: Clock, tmp_path: Path) -> None:
+    async def behave(asked: Asked) -> None:
+        about = json.dumps({"id": "c", "created": 1, "seed": 1})
+        asked.head(
+            content_type="text/event-stream", transfer_encoding="chunked", x_octavo_resumable=about,
+            x_octavo_prompt_tokens="9",
+        )  # fmt: skip
+        asked.piece(b'data: {"choices":[{}]}\n\n: tokens [1,2,3]\n\n')
+        await asked.reader.read()
+
+    async def test(gate: Gateway, keys: Keys) -> None:
+        key_id, headers = await keys.create()
+        body = {"model": "a", "stream": True}
+        async with gate.http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response:
+            assert await anext(response.aiter_raw())
+        await until(lambda: gate.server.app.num_in_flight == 0)
+        assert await keys.used(key_id) == (1, 9, 3)
+
+    with_keys(clock, tmp_path, test, behave)
+
+
+def test_a_key_is_for_its_models_and_sees_no_others(clock: Clock, tmp_path: Path) -> None:
+    async def test(gate: Gateway, keys: Keys) -> None:
+        assert (await gate.ask()).status_code == 401
+        key_id, headers = await keys.create(models=["x"])
+        gate.http.headers.update(headers)
+        refused = await gate.ask("b")
+        assert refused.status_code == 403 and refused.json()["error"]["code"] == "model_not_allowed"
+        listed = {one["id"] for one in (await gate.http.get("/v1/models")).json()["data"]}
+        assert listed == {"a", "x"} and (await gate.http.get("/v1/models/b")).status_code == 403
+        for path in ("show", "generate", "pull"):
+            assert (await gate.http.post(f"/api/{path}", json={"model": "b"})).status_code == 403
+        made = (await gate.ask(path="/v1/responses", input="x")).json()["id"]
+        _, others = await keys.create()
+        found = await gate.http.get(f"/v1/responses/{made}", headers=others)
+        assert found.status_code == 404, "what another key has made"
+        lists = await gate.http.get("/v1/files", headers={**others, "x-octavo-model": "a"})
+        assert lists.status_code == 403
+        changed = await keys.http.patch(f"/keys/{key_id}", json={"models": None, "is_enabled": False})
+        assert changed.json()["models"] is None and changed.json()["name"] == "k"
+        assert (await gate.ask("b")).status_code == 401
+        assert (await keys.http.delete(f"/keys/{key_id}")).json()["deleted"]
+        assert "b" not in gate.launch.begun
+
+    with_keys(clock, tmp_path, test)
+
+
+def test_limits_refuse_with_the_time_to_come_back(clock: Clock, tmp_path: Path) -> None:
+    async def test(gate: Gateway, keys: Keys) -> None:
+        key_id, headers = await keys.create(requests_per_day=3, priority=7)
+        gate.http.headers.update(headers)
+        for _ in range(3):
+            assert (await gate.ask()).status_code == 200
+        assert gate.launch.last("a").asked[-1].json["priority"] == 7
+        refused = await gate.ask()
+        assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= DAY_S + 1
+        assert len(gate.launch.last("a").asked) == 3 and await keys.used(key_id) == (3, 12, 9)
+        key_id, headers = await keys.create(tokens_per_day=7)
+        gate.http.headers.update(headers)
+        assert (await gate.ask(path="/v1/batches")).status_code == 403
+        assert (await gate.ask(path="/v1/responses", background=True)).status_code == 403
+        assert (await gate.ask()).status_code == 200 and (await gate.ask()).status_code == 429
+
+    with_keys(clock, tmp_path, test)
+
+
+def test_keys_of_flags_have_no_limits_and_admins_a_port_of_their_own(clock: Clock, tmp_path: Path) -> None:
+    async def test(gate: Gateway, keys: Keys) -> None:
+        assert (await gate.ask()).status_code == 401
+        plain = {"x-api-key": "plain"}
+        assert (await gate.http.post("/v1/completions", json={"model": "a"}, headers=plain)).status_code == 200
+        assert (await gate.http.get("/keys", headers=plain)).status_code == 400, "a path as any other"
+        for headers in ({"authorization": "Bearer plain"}, {"authorization": ""}):
+            assert (await keys.http.get("/keys", headers=headers)).status_code == 401
+        for body, says in (
+            (b"{", "JSON"), (b"{}", "name"), (b'{"name": "k", "requests_per_day": -1}', "requests_per_day"),
+            (b'{"name": "k", "colour": 1}', "colour"),
+        ):  # fmt: skip
+            refused = await keys.http.post("/keys", content=body)
+            assert refused.status_code == 400 and says in refused.json()["error"]["message"]
+        assert (await keys.http.get("/keys/none")).status_code == 404
+        assert (await keys.http.get("/usage?since=today")).status_code == 400
+        assert (await keys.http.get("/keys")).json() == {"data": []}
+
+    with_keys(clock, tmp_path, test, api_key=["plain"])
