@@ -46,7 +46,7 @@ def test_whoever_waits_for_a_paused_engine_can_still_be_ended(with_engine: WithE
 def test_nothing_comes_after_a_pause_that_keeps_requests(with_engine: WithEngine) -> None:
     async def use(engine: AsyncLLMEngine) -> None:
         asking = asyncio.create_task(ask(engine, ANSWER, "r"))
-        await until(lambda: bool(engine._outputs.requests))
+        await until(lambda: asking.done() or engine._outputs.requests)
         await engine.pause_generation("keep")
         assert not engine._outputs.requests, "the core had answered before it paused"
         assert await asking == "length"

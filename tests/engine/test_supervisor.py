@@ -233,7 +233,7 @@ def test_a_halted_engine_stays_halted_with_its_next_core(
         engine._supervisor.core.kill()
         await until(lambda: not engine.is_ready)
         await until_ready(engine)
-        assert sent == [SetPaused(True)] * 2
+        assert [one for one in sent if isinstance(one, SetPaused)] == [SetPaused(True)] * 2
         await engine.resume_generation()
 
     with_engine(use, max_restarts=1)
