@@ -494,11 +494,11 @@ class AsyncLLMEngine(EngineCalls):
                     if stream is not None and not stream.is_untold:
                         stream.is_untold = True
                         self._untold.append(stream)
-                self._continuation.tokens_came()
+                self._continuation.step_ended()
                 if self.metrics is not None:
                     self.metrics.record_step(stats)
             case Running(request_ids):
-                self._continuation.running = set(request_ids)
+                self._continuation.step_begins(request_ids)
             case BlockMap():
                 self._control.take_block_map(message)
             case CacheWasReset():

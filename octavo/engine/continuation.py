@@ -2,7 +2,8 @@
 tokens that it has: `AsyncLLMEngine` continues them.
 
 A request may be what kills cores. If it was in the step at two deaths in a row and got no token in between, it goes to
-the next core before the others, alone among them; if that core dies with it in the step too, it is refused.
+the next core before the others, alone among them; if that core dies with it in the step too, it is refused. The trial
+ends with a token, or with more steps than it had before the last death: beams and long prompts show no token for long.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ class Continuation:
 
     def __init__(self, outputs: OutputProcessor, send: Callable[[EngineRequest], None]) -> None:
         self._outputs, self._send = outputs, send
-        self.running: set[str] = set()  # requests in the core's steps, as it has told; some may have ended since
+        self._running: dict[str, int] = {}  # requests in the core's steps, and the core's steps before their first
+        self._num_steps = 0  # that the core has finished
         self._has_core = False
         self._unsent: dict[str, None] = {}  # requests that wait for the trials, in order
         self._suspects: list[str] = []  # to be tried, the first one now
@@ -34,19 +36,33 @@ class Continuation:
 
     def begin(self) -> int:
         """Give a core that is ready the requests of the one before. Returns their number."""
-        self._has_core = True
+        self._has_core, self._num_steps = True, 0
         self._unsent = dict.fromkeys(self._outputs.requests)
         num_continued = len(self._unsent)
         self._send_next()
         return num_continued
 
-    def tokens_came(self) -> None:
-        """After each step's outputs: end a trial that has shown that a suspect does not kill cores."""
+    def step_begins(self, request_ids: list[str]) -> None:
+        """Note the requests in the step that begins; some of them may have ended."""
+        self._running = {one: self._running.get(one, self._num_steps) for one in request_ids}
+
+    def step_ended(self) -> None:
+        """After a step's outputs: end a trial that has shown that a suspect does not kill cores."""
+        self._num_steps += 1
         if self._suspects:
             state = self._outputs.requests.get(self._suspects[0])
-            if state is None or state.num_tokens > self._num_tokens_before:
+            if state is None or self._is_cleared(state):
                 del self._suspects[0]
                 self._send_next()
+
+    def _is_cleared(self, state: RequestState) -> bool:
+        if state.num_tokens > self._num_tokens_before:
+            return True
+        return self._num_steps_of(state) > state.num_steps_at_death
+
+    def _num_steps_of(self, state: RequestState) -> int:
+        """Return how many steps of the core a request was in."""
+        return self._num_steps - self._running.get(state.request.request_id, self._num_steps)
 
     def core_died(self) -> dict[str, RequestError]:
         """Find suspects, as the core has died, perhaps before it was ready. Returns the requests to refuse, with their
@@ -68,8 +84,9 @@ class Continuation:
             elif is_in_step and state.num_tokens_at_death == state.num_tokens and request_id not in self._suspects:
                 self._suspects.append(request_id)
             state.num_tokens_at_death = state.num_tokens if is_in_step else None
+            state.num_steps_at_death = self._num_steps_of(state)
         self._has_core = False
-        self.running, self._unsent = set(), {}
+        self._running, self._unsent = {}, {}
         return refused
 
     def is_suspect(self, request_id: str) -> bool:
@@ -78,7 +95,7 @@ class Continuation:
     def _is_in_step(self, state: RequestState) -> bool:
         """Return whether the core may have been computing a request, or preparing its grammar, adapter or media."""
         request = state.request
-        if request.request_id in self.running:
+        if request.request_id in self._running:
             return True
         is_prepared = request.params.grammar is None and request.adapter is None and not request.media
         return not (is_prepared or state.num_tokens or request.request_id in self._unsent)

@@ -188,7 +188,7 @@ class RequestState:
     __slots__ = (
         "_processor", "alignment", "completions", "error", "external_id", "has_news", "has_prediction", "is_delta",
         "is_final_only", "is_over", "is_ranked", "last_token_time", "metrics", "num_cached_tokens", "num_predicted",
-        "num_running", "num_tokens_at_death", "pooled", "prompt_logprobs", "request", "stream",
+        "num_running", "num_steps_at_death", "num_tokens_at_death", "pooled", "prompt_logprobs", "request", "stream",
     )  # fmt: skip
 
     def __init__(self, request: EngineRequest, external_id: str, processor: OutputProcessor) -> None:
@@ -208,6 +208,7 @@ class RequestState:
         self.has_news = False  # for `take`
         self.is_over = False
         self.num_tokens_at_death: int | None = None  # if the last core died with it in the step
+        self.num_steps_at_death = 0  # of that core in which it was, and which ended
         self.num_predicted = (0, 0)  # tokens of its prediction that earlier cores accepted and rejected
         params = request.params
         self.has_prediction = bool(request.prediction)

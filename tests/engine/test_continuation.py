@@ -140,11 +140,11 @@ class Engine:
     def give(self, *names: str) -> None:
         """A step's outputs: a token for each of these requests."""
         self.outputs.process([SequenceOutput(name, 0, [7]) for name in names])
-        self.continuation.tokens_came()
+        self.continuation.step_ended()
 
     def die(self, *running: str, is_ready_again: bool = True) -> list[str]:
         """Die with these requests in the step. Returns the requests that are refused."""
-        self.continuation.running = set(running)
+        self.continuation.step_begins([*running])
         refused = list(self.continuation.core_died())
         for name in refused:
             self.outputs.drop(name)
@@ -202,6 +202,24 @@ def test_a_trial_ends_with_its_request_only(end: str) -> None:
     else:
         assert engine.die() == []
         assert engine.sent == [("a", 0)], "it is tried again"
+
+
+def test_the_trial_of_a_request_that_shows_no_token_ends_when_it_gets_further_than_before() -> None:
+    engine = Engine()
+    for name in ("searches", "b"):
+        engine.add(name)
+    for _ in range(2):
+        engine.continuation.step_begins(["searches", "b"])
+        for _ in range(3):
+            engine.give("b")
+        engine.die("searches", "b")
+    assert engine.sent == [("searches", 0)]
+    engine.continuation.step_begins(["searches"])
+    for _ in range(3):
+        engine.give()
+    assert engine.sent == [("searches", 0)], "it may be its fourth step that kills"
+    engine.give()
+    assert engine.sent == [("searches", 0), ("b", 6)]
 
 
 def test_a_request_that_a_core_prepares_may_be_what_kills_it() -> None:
