@@ -9,7 +9,7 @@ machine.
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from octavo.config import MediaConfig
 from octavo.media_kinds import IMAGE
@@ -32,10 +32,30 @@ class PictureReader:
         self._config = config
 
     def from_bytes(self, data: bytes) -> Image:
-        return from_bytes(data, self._config.max_bytes, self._config.max_pixels)
+        """Return the picture in a file, in the form of `normalized`. Raises `RequestError`."""
+        from PIL import Image
+
+        if len(data) > self._config.max_bytes:
+            raise IMAGE.too_many_bytes(self._config.max_bytes)
+        max_pixels = self._config.max_pixels
+        limits = {"max_pixels": max_pixels, "memory_bytes": _MEMORY_BYTES + max_pixels * _BYTES_A_PIXEL}
+        found, pixels = decode(IMAGE, data, limits)
+        return Image.frombytes("RGB", tuple(found["size"]), pixels)
 
     def normalized(self, given: object) -> Image:
-        return normalized(given, self._config.max_pixels)
+        """Return a Pillow image as RGB, turned upright by its EXIF orientation, transparent parts on white. Raises
+        `RequestError`."""
+        from PIL import Image
+
+        if not isinstance(given, Image.Image):
+            raise IMAGE.refusal(f"it must be a PIL.Image, got {type(given).__name__}.")
+        try:
+            check_size(given.size, self._config.max_pixels)
+            return upright(given)
+        except Refused as e:
+            raise IMAGE.refusal(str(e)) from None
+        except Exception:
+            raise IMAGE.refusal("it is not a readable picture.") from None
 
     def is_many(self, given: object) -> bool:
         return isinstance(given, list | tuple)
@@ -55,43 +75,6 @@ class PictureReader:
         ]
 
     def content_hash(self, medium: Image, settings: str, salt: str | None) -> bytes:
-        return content_hash(medium, settings, salt)
-
-
-def from_url(url: str, max_bytes: int, max_pixels: int) -> Image:
-    """Return the picture of a `data:` URL, in the form of `normalized`. Raises `RequestError`."""
-    return from_bytes(IMAGE.data_of(url, max_bytes), max_bytes, max_pixels)
-
-
-def from_bytes(data: bytes, max_bytes: int, max_pixels: int) -> Image:
-    """Return the picture in a file, in the form of `normalized`. Raises `RequestError`."""
-    from PIL import Image
-
-    if len(data) > max_bytes:
-        raise IMAGE.too_many_bytes(max_bytes)
-    limits = {"max_pixels": max_pixels, "memory_bytes": _MEMORY_BYTES + max_pixels * _BYTES_A_PIXEL}
-    found, pixels = decode(IMAGE, data, limits)
-    return Image.frombytes("RGB", tuple(found["size"]), pixels)
-
-
-def normalized(image: Any, max_pixels: int) -> Image:
-    """Return a Pillow image as RGB, turned upright by its EXIF orientation, transparent parts on white. Raises
-    `RequestError`."""
-    from PIL import Image
-
-    if not isinstance(image, Image.Image):
-        raise IMAGE.refusal(f"it must be a PIL.Image, got {type(image).__name__}.")
-    try:
-        check_size(image.size, max_pixels)
-        return upright(image)
-    except Refused as e:
-        raise IMAGE.refusal(str(e)) from None
-    except Exception:
-        raise IMAGE.refusal("it is not a readable picture.") from None
-
-
-def content_hash(image: Image, settings: str, salt: str | None) -> bytes:
-    """Return the SHA-256 of everything that a tower's rows depend on, and of the salt that keeps tenants apart."""
-    digest = hashlib.sha256(repr((salt or "", settings, image.mode, image.size)).encode())
-    digest.update(image.tobytes())
-    return digest.digest()
+        digest = hashlib.sha256(repr((salt or "", settings, medium.mode, medium.size)).encode())
+        digest.update(medium.tobytes())
+        return digest.digest()

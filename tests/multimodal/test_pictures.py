@@ -7,18 +7,28 @@ import struct
 import tracemalloc
 import zlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from PIL import Image, features
 
 from octavo.errors import RequestError
+from octavo.media_kinds import IMAGE
 from octavo.multimodal.decoder_process import Refused
 from octavo.multimodal.picture_decoder import decode
-from octavo.multimodal.picture_reader import content_hash, from_bytes, from_url, normalized
+from octavo.multimodal.picture_reader import PictureReader
 from tests.multimodal.conftest import encoded, picture
 
 MAX_BYTES, MAX_PIXELS = 100_000, 1_000_000
+
+
+def reader(max_bytes: int = MAX_BYTES, max_pixels: int = MAX_PIXELS) -> PictureReader:
+    return PictureReader(SimpleNamespace(max_bytes=max_bytes, max_pixels=max_pixels))  # type: ignore[arg-type]
+
+
+def from_url(given: str) -> Any:
+    return reader().from_bytes(IMAGE.data_of(given, MAX_BYTES))
 
 
 def url(data: bytes, media_type: str = "image/png") -> str:
@@ -131,7 +141,7 @@ def test_a_hostile_picture_is_refused_before_it_costs_much(name: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(RequestError, match=said) as refused:
-            from_url(given, MAX_BYTES, MAX_PIXELS)
+            from_url(given)
         assert tracemalloc.get_traced_memory()[1] < 8 << 20  # the bombs are of 90 MB
     finally:
         tracemalloc.stop()
@@ -141,7 +151,7 @@ def test_a_hostile_picture_is_refused_before_it_costs_much(name: str) -> None:
 
 
 def test_progressive_files_are_taken() -> None:
-    assert from_url(url(of_many_scans(3), "image/jpeg"), MAX_BYTES, MAX_PIXELS).size == (64, 64)
+    assert from_url(url(of_many_scans(3), "image/jpeg")).size == (64, 64)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +159,7 @@ def test_progressive_files_are_taken() -> None:
     [(GOOD, "image/png"), (JPEG, "image/jpeg"), (JPEG, "IMAGE/JPG"), (GIF, "image/gif"), (WEBP, "image/webp")],
 )
 def test_files_that_people_send_are_taken(data: bytes, media_type: str) -> None:
-    found = from_url(url(data, media_type), MAX_BYTES, MAX_PIXELS)
+    found = from_url(url(data, media_type))
     assert found.mode == "RGB" and found.size == (40, 60)
     if data is GOOD:
         assert found.tobytes() == picture(0).tobytes()
@@ -159,7 +169,7 @@ def test_files_that_people_send_are_taken(data: bytes, media_type: str) -> None:
 def test_of_what_moves_the_first_frame_is_seen(form: str, options: dict[str, Any]) -> None:
     flat = [image.quantize(200) for image in MOVING]
     data = encoded(flat[0], form, save_all=True, append_images=flat[1:], **options)
-    assert from_bytes(data, MAX_BYTES, MAX_PIXELS).tobytes() == flat[0].convert("RGB").tobytes()
+    assert reader().from_bytes(data).tobytes() == flat[0].convert("RGB").tobytes()
 
 
 def test_codecs_are_those_of_the_list_and_pillow_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,22 +185,26 @@ def test_what_looks_alike_is_alike() -> None:
     turned = upright.transpose(Image.Transpose.ROTATE_90)
     exif = Image.Exif()
     exif[0x0112] = 6
-    assert from_bytes(encoded(turned, exif=exif), MAX_BYTES, MAX_PIXELS).tobytes() == upright.tobytes()
+    assert reader().from_bytes(encoded(turned, exif=exif)).tobytes() == upright.tobytes()
     clear = Image.new("RGBA", (8, 8), (255, 0, 0, 0))
     white = Image.new("RGB", (8, 8), "white")
     palette = Image.new("P", (8, 8))
     for data in (encoded(palette, "GIF", transparency=0), encoded(clear, "WEBP")):
-        assert from_bytes(data, 10**4, 10**4).tobytes() == white.tobytes()
-    for image in (clear, Image.new("LA", (8, 8), (0, 0)), from_bytes(encoded(palette, transparency=0), 10**4, 10**4)):
-        assert normalized(image, MAX_PIXELS).tobytes() == white.tobytes()
+        assert reader(10**4, 10**4).from_bytes(data).tobytes() == white.tobytes()
+    for image in (
+        clear,
+        Image.new("LA", (8, 8), (0, 0)),
+        reader(10**4, 10**4).from_bytes(encoded(palette, transparency=0)),
+    ):
+        assert reader().normalized(image).tobytes() == white.tobytes()
     grey = Image.new("I;16", (8, 8), 0x8000)
-    assert normalized(grey, MAX_PIXELS).getpixel((0, 0)) == (128, 128, 128)
+    assert reader().normalized(grey).getpixel((0, 0)) == (128, 128, 128)
 
 
 def test_a_hash_takes_in_size_settings_bytes_and_salt() -> None:
     wide, tall = Image.new("RGB", (4, 9)), Image.new("RGB", (9, 4))
     other = Image.new("RGB", (4, 9), (0, 0, 1))
     keys = [(wide, "{}", None), (tall, "{}", None), (other, "{}", None), (wide, "{1}", None), (wide, "{}", "mine")]
-    found = {content_hash(*key) for key in keys}
+    found = {reader().content_hash(*key) for key in keys}
     assert len(found) == len(keys) and {len(digest) for digest in found} == {32}
-    assert content_hash(Image.new("RGB", (4, 9)), "{}", None) in found
+    assert reader().content_hash(Image.new("RGB", (4, 9)), "{}", None) in found

@@ -16,10 +16,9 @@ import openai
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.multimodal.picture_reader import from_url
 from tests.e2e.server import Server, served
 from tests.multimodal.conftest import encoded, picture
-from tests.multimodal.test_pictures import CASES, url
+from tests.multimodal.test_pictures import CASES, from_url, url
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +71,7 @@ def test_pictures_are_answered_as_in_scripts(client: openai.OpenAI, llava: Path)
     answer = ask(client, text("See"), image(A), {"type": "image_url", "image_url": B}, text("and say"))
     assert answer.usage.prompt_tokens == len("USER: \n\nSee and say ASSISTANT:") + 2 * 4
     with LLM(str(llava), dtype="float32", max_model_len=256, num_gpu_blocks_override=64) as llm:
-        images = [picture(0), from_url(B, 10**6, 10**6)]
+        images = [picture(0), from_url(B)]
         [output] = llm.generate(
             {"prompt": "USER: <image>\n<image>\nSee and say ASSISTANT:", "multi_modal_data": {"image": images}},
             SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True),
