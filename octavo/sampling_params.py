@@ -213,7 +213,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     truncate_prompt_tokens: int | None = None
-    """Keep only this many of the prompt's last tokens; -1 is as many as fit."""
+    """Keep only this many of the prompt's tokens; -1 is as many as fit."""
+    truncation_side: str = "left"
+    """Where a prompt is cut: "left" keeps its last tokens, "right" its first."""
     logits_processors: list[Any] | None = None
     """Callables (prompt ids, output ids, logits [V] float32) -> logits; only in the process of the engine
     (`LLM`). Logits are a torch tensor; on a CPU where torch is not installed they are numpy's array."""
@@ -362,6 +364,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             require(name, value is None or value >= -1, "-1 (all of the vocabulary), 0 or more")
+        require("truncation_side", self.truncation_side in ("left", "right"), '"left" or "right"')
         require(
             "truncate_prompt_tokens",
             self.truncate_prompt_tokens is None or self.truncate_prompt_tokens == -1 or self.truncate_prompt_tokens > 0,

@@ -314,7 +314,8 @@ class InputProcessor:
                 self._refuse_long(asked)
             token_ids = self.encode(asked, add_special_tokens) if isinstance(asked, str) else asked
         if keep is not None:
-            token_ids = token_ids[-(keep if keep > 0 else max(1, limit - (params.max_tokens or 1))) :]
+            keep = keep if keep > 0 else max(1, limit - (params.max_tokens or 1))
+            token_ids = token_ids[:keep] if params.truncation_side == "right" else token_ids[-keep:]
         self.check_known(token_ids)
         self._check_length(len(token_ids), room=room)
         return Prompt(token_ids, text, media=items, cache_salt=salt), media

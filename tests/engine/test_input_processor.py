@@ -190,12 +190,13 @@ def test_min_tokens_must_fit(inputs: InputProcessor) -> None:
 @pytest.mark.parametrize(
     ("truncate", "max_tokens", "kept"), [(3, 5, 3), (40, 1, 12), (-1, 5, 12), (-1, 15, 5), (-1, 100, 1), (-1, None, 12)]
 )
-def test_truncation_keeps_the_last_tokens(
+def test_truncation_keeps_the_last_tokens_or_the_first(
     inputs: InputProcessor, truncate: int, max_tokens: int | None, kept: int
 ) -> None:
-    params = SamplingParams(truncate_prompt_tokens=truncate, max_tokens=max_tokens)
-    request = inputs.process(ids(12), params)
-    assert request.prompt.token_ids == ids(12)["prompt_token_ids"][-kept:]
+    whole = ids(12)["prompt_token_ids"]
+    for side, expected in (("left", whole[-kept:]), ("right", whole[:kept])):
+        params = SamplingParams(truncate_prompt_tokens=truncate, max_tokens=max_tokens, truncation_side=side)
+        assert inputs.process(ids(12), params).prompt.token_ids == expected
 
 
 def test_a_prompt_that_is_too_long_is_cut_to_what_fits(inputs: InputProcessor) -> None:

@@ -54,7 +54,6 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
 # For some of these fields, what to do instead.
 _INSTEAD = {
     "documents": 'chat_template_kwargs {"documents": [...]} gives them to the chat template',
-    "echo": "completions have it, and a chat's last message is the client's own",
     "function_call": "tool_choice says it",
     "functions": "tools has them",
     "guided_decoding_backend": "structured outputs are always made by llguidance",
@@ -64,10 +63,8 @@ _INSTEAD = {
     "mm_processor_kwargs": "the model's own settings are taken",
     "prompt_embeds": "completions take them, and messages as parts of type prompt_embeds, with --enable-prompt-embeds",
     "repetition_detection": "frequency_penalty and repetition_penalty keep answers from repeating themselves",
-    "return_prompt_text": "/tokenize with messages has the tokens",
     "session_id": "conversations are recognised by what they begin with; cache_salt keeps them apart",
     "stream_interval": "each token is streamed when it is there",
-    "truncation_side": "the last tokens of a prompt are kept",
     "vllm_xargs": "nothing here reads it; what requests can say has fields of its own",
 }
 

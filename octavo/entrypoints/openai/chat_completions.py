@@ -14,6 +14,7 @@ from octavo.entrypoints.chat.answer_reader import Delta, ReasoningDelta, TextDel
 from octavo.entrypoints.chat.conversation import Conversation
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.streaming import ChunkWriter, encode_json
+from octavo.entrypoints.openai.completions import prompt_text
 from octavo.entrypoints.openai.generation_job import LENGTH_OF_ENTRY, GenerationJob
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, NamedToolChoice
 from octavo.entrypoints.openai.response_bodies import (
@@ -48,7 +49,15 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         self._conversation = Conversation(body, self._state, self._params)
         self._role = self._state.args.response_role
         self._prompt_token_ids: list[int] = []
-        self._kept: list[Delta] | None = [] if body.store else None  # deltas of a stream that will be stored
+        last = body.messages[-1]
+        self._echo = ""  # what answers begin with
+        if body.echo and last.role == self._role and last.content:
+            given = last.content
+            self._echo = given if isinstance(given, str) else "".join(part.get("text", "") for part in given)
+        self._prompt_text: str | None = None
+        self._kept: list[Delta] | None = (
+            [TextDelta(self._echo)] if body.store else None
+        )  # deltas of a stream that will be stored
         self._has_begun = False  # whether the stream has begun
         self._finish_reason = "abort"
         self._stop_reason: int | str | None = None
@@ -56,6 +65,9 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
     async def submit(self) -> None:
         prompt, generator = await self._conversation.submit(self._about["id"], self._push)
         self._prompt_token_ids = prompt.token_ids
+        if self._body.return_prompt_text:
+            is_cut = self._body.truncate_prompt_tokens is not None
+            self._prompt_text = await prompt_text(self._state.engine.tokenizer, prompt, is_cut=is_cut)
         self._num_prompt = len(prompt.token_ids)
         self._generators = [generator]
 
@@ -81,7 +93,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         self._num_reasoning = self._conversation.num_reasoning_tokens
         return ChatChoice(
             index=completion.index,
-            message=assistant_message(self._role, deltas),
+            message=assistant_message(self._role, [TextDelta(self._echo), *deltas]),
             logprobs=self._logprobs(completion),
             finish_reason=self._end(finish_reason) or "abort",
             stop_reason=completion.stop_reason,
@@ -95,6 +107,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
             choices=choices,
             usage=self._usage(),
             prompt_token_ids=self._prompt_token_ids if self._body.return_token_ids else None,
+            prompt_text=self._prompt_text,
         )
         if wants_logprobs:  # set here, so that pydantic does not check each entry
             response.prompt_logprobs = self._formatter.prompt(self._prompt_logprobs[0])
@@ -121,10 +134,12 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         return events
 
     def _begin(self, writer: ChunkWriter, index: int) -> bytes:
-        delta = b'"delta":' + encode_json({"role": self._role, "content": ""})
+        delta = b'"delta":' + encode_json({"role": self._role, "content": self._echo})
         prompt = b""
         if self._body.return_token_ids:
             prompt = b',"prompt_token_ids":' + encode_json(self._prompt_token_ids)
+        if self._prompt_text is not None:
+            prompt += b',"prompt_text":' + encode_json(self._prompt_text)
         return writer.choice(index, delta, usage=self._usage_so_far(), chunk_fields=prompt)
 
     def _event(self, writer: ChunkWriter, completion: CompletionOutput) -> bytes:

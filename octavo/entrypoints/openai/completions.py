@@ -46,6 +46,10 @@ async def create_completion(body: CompletionRequest, raw: Request) -> Response:
 async def prompt_text(tokenizer: ModelTokenizer, prompt: Prompt, *, is_cut: bool) -> str:
     """Return the text of a prompt for an answer that repeats it. A prompt that `is_cut` gives the text of its remaining
     tokens."""
+    if prompt.is_embedded:
+        raise RequestError(
+            "a prompt with embeddings has no text; leave return_prompt_text out.", param="return_prompt_text"
+        )
     if prompt.text is not None and not is_cut:
         return prompt.text
     return await run_off_loop(lambda: str(tokenizer.decode(prompt.token_ids)), length=len(prompt.token_ids))
@@ -57,6 +61,7 @@ class _Prompt:
 
     echo: str | None  # the prompt's text, if answers start with it
     token_ids: list[int]
+    shown: str | None  # the prompt's text, if answers have it in a field of its own
     begun: set[int] = field(default_factory=set)  # indices of choices that have begun
     offsets: dict[int, TextOffsets] = field(default_factory=dict)  # by choice, if logprobs are asked for
 
@@ -91,11 +96,12 @@ class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
                     scores_prompt=body.only_prompt,
                     sink=self._push if len(body.prompts) == 1 else None,
                 )
-            echo = None
-            if body.echo:
+            echo = shown = None
+            if body.echo or body.return_prompt_text:
                 is_cut = body.truncate_prompt_tokens is not None
-                echo = await prompt_text(self._state.engine.tokenizer, prompt, is_cut=is_cut)
-            self._prompts.append(_Prompt(echo, prompt.token_ids))
+                text = await prompt_text(self._state.engine.tokenizer, prompt, is_cut=is_cut)
+                echo, shown = text if body.echo else None, text if body.return_prompt_text else None
+            self._prompts.append(_Prompt(echo, prompt.token_ids, shown))
             self._num_prompt += len(prompt.token_ids)
             self._generators.append(generator)
 
@@ -113,6 +119,7 @@ class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
         if self._body.return_token_ids:
             choice.token_ids = [] if self._body.only_prompt else completion.token_ids
             choice.prompt_token_ids = prompt.token_ids
+        choice.prompt_text = prompt.shown
         if self._body.prompt_logprobs is not None and prompt_index in self._prompt_logprobs:
             choice.prompt_logprobs = self._formatter.prompt(self._prompt_logprobs[prompt_index])
         return choice
@@ -122,7 +129,13 @@ class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
 
     def _is_plain(self) -> bool:
         body = self._body
-        wants_more = body.echo or body.only_prompt or body.wants_continuous_usage or body.return_token_ids
+        wants_more = (
+            body.echo
+            or body.return_prompt_text
+            or body.only_prompt
+            or body.wants_continuous_usage
+            or body.return_token_ids
+        )
         return body.logprobs is None and not wants_more
 
     def _events(self, writer: ChunkWriter, prompt_index: int, output: RequestOutput, is_plain: bool) -> list[bytes]:
@@ -149,6 +162,8 @@ class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
             extra = b',"token_ids":' + encode_json(token_ids)
             if is_first:
                 extra += b',"prompt_token_ids":' + encode_json(prompt.token_ids)
+        if prompt.shown is not None and is_first:
+            extra += b',"prompt_text":' + encode_json(prompt.shown)
         if not text and not extra and finish_reason is None and (logprobs is None or not logprobs.tokens):
             return b""
         return writer.choice(

@@ -265,8 +265,9 @@ class SamplingRequest(TokenRequest):
         "Answers to generate, of which the n likeliest come; or the beams.", minimum=1, maximum=MAX_N
     )
     spaces_between_special_tokens: bool | None = described("Put spaces between special tokens in the text.")
-    truncate_prompt_tokens: Int | None = described(
-        "Keep as many of the prompt's last tokens; -1: all that fit.", minimum=-1
+    truncate_prompt_tokens: Int | None = described("Keep as many of the prompt's tokens; -1: all that fit.", minimum=-1)
+    truncation_side: Literal["left", "right"] | None = described(
+        "Keep the prompt's last tokens (left) or first (right)."
     )
     use_beam_search: bool | None = described("Search for the likeliest answers instead of choosing token by token.")
     length_penalty: float | None = described(
@@ -357,6 +358,7 @@ class GenerationRequest(SamplingRequest):
     # vLLM's.
     prompt_logprobs: Int | None = described("logprobs for the prompt's tokens.", minimum=-1)
     return_token_ids: bool | None = described("Add the token ids of prompt and answer.")
+    return_prompt_text: bool | None = described("Add the prompt's text, in chats as the template has written it.")
     return_tokens_as_token_ids: bool | None = described("Write tokens as token_id:N in log-probabilities.")
     # Octavo's own.
     resume: Resume | None = described("Go on with a stream of another server that was lost, as octavo gateway does.")
@@ -496,6 +498,7 @@ class ChatCompletionRequest(GenerationRequest, TemplateRequest):
     thinking_token_budget: Annotated[Int, Field(ge=0)] | None = described(
         "Tokens that the reasoning may have; then its end is all that may come."
     )
+    echo: bool | None = described("Begin the answer with the last message, if it is the assistant's too.")
     include_reasoning: bool | None = described("Whether reasoning is shown, in a field of its own.")
     reasoning_effort: Effort | None = described(
         "How much to reason, where the chat template knows of it: its variable reasoning_effort, or enable_thinking or "

@@ -75,6 +75,7 @@ class CompletionChoice(ResponseModel):
     prompt_logprobs: PromptLogprobs | None = None
     token_ids: list[int] | None = None  # with return_token_ids
     prompt_token_ids: list[int] | None = None
+    prompt_text: str | None = None  # with return_prompt_text
 
 
 class CompletionResponse(ResponseModel):
@@ -149,6 +150,7 @@ class ChatCompletionResponse(ResponseModel):
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None  # with return_token_ids; all choices have the same
+    prompt_text: str | None = None  # with return_prompt_text
 
 
 class GenerateResponse(ResponseModel):

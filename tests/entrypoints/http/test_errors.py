@@ -55,7 +55,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ({"n": 2, "best_of": 3, "stream": True}, "best_of", "best_of must be equal to n (2) in a stream"),
         ({"logprobs": 21}, "logprobs", "logprobs: a request may have 20 log-probabilities of a position here"),
         ({"logprob_token_ids": [1]}, "logprob_token_ids", "is not built yet; leave it out: top_logprobs -1 has them"),
-        ({"truncation_side": "right"}, "truncation_side", "leave it out: the last tokens of a prompt are kept."),
+        ({"truncation_side": "middle"}, "truncation_side", "truncation_side should be 'left' or 'right'"),
         ({"prompt_logprobs": -1}, "prompt_logprobs", "here (--max-logprobs), got -1 (all 259 of the vocabulary)."),
         ({"logit_bias": {"a": 1}}, "logit_bias", "logit_bias must be a map of token ids to numbers"),
         ({"logit_bias": {"300": 1}}, "logit_bias", "logit_bias has token id 300"),

@@ -127,9 +127,9 @@ def test_token_ids_come_when_asked_and_streams_have_the_same(
     client: openai.OpenAI, engine: FakeEngine, fields: dict[str, Any]
 ) -> None:
     engine.answer = '[{"name": "f", "parameters": {"a": "Grüße, 世界"}}]' if "tools" in fields else "Grüße, Welt"
-    asked = {**fields, "extra_body": {"return_token_ids": True}}
+    asked = {**fields, "extra_body": {"return_token_ids": True, "return_prompt_text": True}}
     whole = chat(client, **asked)
-    assert whole.prompt_token_ids == engine.seen[-1][0]
+    assert whole.prompt_token_ids == engine.seen[-1][0] == engine.inputs.encode(whole.prompt_text, False)
     for choice in whole.choices:
         text = engine.answer + str(choice.index or "")
         every = [*engine.inputs.encode(text), engine.tokenizer.eos_token_id]
@@ -139,6 +139,7 @@ def test_token_ids_come_when_asked_and_streams_have_the_same(
         (choice,) = chunk.choices
         if choice.delta.role:
             assert (chunk.prompt_token_ids, choice.index in token_ids) == (whole.prompt_token_ids, False)
+            assert chunk.prompt_text == whole.prompt_text
         else:
             assert not hasattr(chunk, "prompt_token_ids")
         token_ids.setdefault(choice.index, []).extend(getattr(choice, "token_ids", []))
@@ -242,7 +243,6 @@ def test_a_message_of_the_assistant_may_be_empty(
             {"structured_outputs": {"structural_tag": "{"}},
             "structured_outputs.structural_tag cannot be read: Expecting",
         ),
-        ({"echo": True}, "echo is not built yet; leave it out: completions have it, and a chat's last message is the"),
         ({"functions": [{}]}, "functions is not built yet; leave it out: tools has them."),
         ({"documents": [{"text": "a"}]}, 'chat_template_kwargs {"documents": [...]} gives them to the chat template'),
         ({"chat_template": "x"}, "this server takes no chat_template from requests: start it with --trust-request-"),
@@ -294,6 +294,26 @@ def test_values_that_ask_for_nothing_are_taken(http: httpx.Client) -> None:
         "modalities": ["text"],
     }
     assert http.post("/v1/chat/completions", json={"messages": [USER], **idle}).status_code == 200
+
+
+BEGUN = {"role": "assistant", "content": [{"type": "text", "text": "Once "}, {"type": "text", "text": "upon"}]}
+
+
+@pytest.mark.parametrize(("last", "echoed"), [(BEGUN, "Once upon"), ({**BEGUN, "content": "It"}, "It"), (USER, "")])
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"continue_final_message": True, "add_generation_prompt": False}])
+def test_an_echo_is_the_last_message_if_it_is_the_assistants(
+    client: openai.OpenAI, last: Any, echoed: str, fields: dict[str, Any]
+) -> None:
+    known, more = {"n": fields.get("n", 1)}, {key: value for key, value in fields.items() if key != "n"}
+    asked: Any = {"model": MODEL, "messages": [USER, last], **known, "extra_body": {"echo": True, **more}}
+    plain: Any = {**asked, "extra_body": more}
+    expected = [echoed + (one.message.content or "") for one in client.chat.completions.create(**plain).choices]
+    assert [one.message.content for one in client.chat.completions.create(**asked).choices] == expected
+    texts = [""] * len(expected)
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for one in chunk.choices:
+            texts[one.index] += one.delta.content or ""
+    assert texts == expected
 
 
 @pytest.mark.parametrize("role", ["ipython", "critic", "Rückfrage"])

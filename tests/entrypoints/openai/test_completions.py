@@ -304,13 +304,14 @@ def test_token_ids_come_when_asked_and_streams_have_the_same(
     client: openai.OpenAI, engine: FakeEngine, fields: dict[str, Any]
 ) -> None:
     engine.answer = "Grüße, 世界"
-    asked = {**fields, "extra_body": {"return_token_ids": True}}
+    asked = {**fields, "extra_body": {"return_token_ids": True, "return_prompt_text": True}}
     whole = complete(client, **asked)
     prompts = fields.get("prompt", ["Say hi"])
     for choice in whole.choices:
         text = engine.answer + str(choice.index or "") * ("n" in fields)
         assert choice.token_ids == [*engine.inputs.encode(text), engine.tokenizer.eos_token_id]
-        assert choice.prompt_token_ids == engine.inputs.encode(prompts[choice.index if len(prompts) > 1 else 0])
+        prompt = prompts[choice.index if len(prompts) > 1 else 0]
+        assert (choice.prompt_token_ids, choice.prompt_text) == (engine.inputs.encode(prompt), prompt)
     _, _, chunks = streamed(client, **asked)
     token_ids: dict[int, list[int]] = {}
     prompt_ids: dict[int, list[int]] = {}
@@ -318,6 +319,7 @@ def test_token_ids_come_when_asked_and_streams_have_the_same(
         if getattr(choice, "prompt_token_ids", None) is not None:
             assert choice.index not in token_ids, "the prompt comes with the first chunk of its choice"
             prompt_ids[choice.index] = choice.prompt_token_ids
+            assert choice.prompt_text == prompts[choice.index if len(prompts) > 1 else 0]
         token_ids.setdefault(choice.index, []).extend(choice.token_ids)
     assert token_ids == {choice.index: choice.token_ids for choice in whole.choices}
     assert prompt_ids == {choice.index: choice.prompt_token_ids for choice in whole.choices}
