@@ -38,7 +38,7 @@ def why_not_cuda() -> str | None:
     if not _torch_has_cuda():
         return "the installed torch was built without CUDA; install a CUDA build of it (https://pytorch.org)"
     if find_spec("triton") is None:
-        return "the package triton is missing; install octavo[cuda]"
+        return "the package triton is missing; scripts/install cuda brings it"
     return None
 
 

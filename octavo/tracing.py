@@ -1,7 +1,7 @@
 """OpenTelemetry: sends a span for each request to `--otlp-traces-endpoint`, with the attributes of vLLM's spans, and a
 child span for each phase in the engine.
 
-The packages are an extra (`pip install 'octavo[otel]'`) and are imported only with the flag. A request's `traceparent`
+The packages are an extra (`scripts/install otel`) and are imported only with the flag. A request's `traceparent`
 header, if present, is the parent of its span.
 """
 
@@ -36,7 +36,7 @@ def check_endpoint(endpoint: str) -> None:
     except ModuleNotFoundError:
         found = None
     if found is None:
-        raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry; install it with: pip install 'octavo[otel]'")
+        raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry; run scripts/install otel")
 
 
 def _protocol() -> str:

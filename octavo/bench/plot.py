@@ -36,7 +36,7 @@ def new_figure(num_panels: int, **options: Any) -> tuple[Figure, Sequence[Any]]:
     try:
         import matplotlib as mpl
     except ImportError:
-        raise ConfigError("plots need matplotlib: pip install 'octavo[bench]'.") from None
+        raise ConfigError("plots need matplotlib: scripts/install bench.") from None
     from matplotlib.figure import Figure
 
     style: dict[str, Any] = {

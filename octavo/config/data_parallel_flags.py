@@ -56,7 +56,7 @@ def flags_for_ray(args: EngineArgs, backend: str) -> dict[str, Any]:
 def check_ray_is_here(flag: str) -> None:
     """Raise `ConfigError` if Ray is not installed. `flag` is the flag that asks for it."""
     if find_spec("ray") is None:
-        raise ConfigError(f"{flag} ray needs Ray: pip install 'octavo[ray]', on all hosts.")
+        raise ConfigError(f"{flag} ray needs Ray: scripts/install ray, on all hosts.")
 
 
 def check_data_parallel(args: EngineArgs, device: str) -> None:

@@ -83,8 +83,8 @@ def media_config(
             )
     if missing := _missing(*_MODULES, *kind.modules):
         raise ConfigError(
-            f"{checkpoint.name} {kind.verb} by {', '.join(missing)}, which is not installed: pip install "
-            f"'octavo[{kind.extra}]', or add --language-model-only."
+            f"{checkpoint.name} {kind.verb} by {', '.join(missing)}, which is not installed: "
+            f"scripts/install {kind.extra}, or add --language-model-only."
         )
     if not any((Path(checkpoint.path) / name).is_file() for name in _PROCESSOR_FILES):
         raise ConfigError(
@@ -161,8 +161,8 @@ def _video_config(
     if token is not None and (options or limits.get(VIDEO.name)):
         if missing:
             raise ConfigError(
-                f"{checkpoint.name} sees videos by {', '.join(missing)}, which is not installed: pip install "
-                f"'octavo[{VIDEO.extra}]', or leave --media-io-kwargs and the limit of videos out."
+                f"{checkpoint.name} sees videos by {', '.join(missing)}, which is not installed: "
+                f"scripts/install {VIDEO.extra}, or leave --media-io-kwargs and the limit of videos out."
             )
         if not has_processor:
             raise ConfigError(

@@ -44,7 +44,7 @@ def sound_config(
     missing = [module for module in _MODULES if find_spec(module) is None]
     if missing:
         raise ConfigError(
-            f"{checkpoint.name} hears by {', '.join(missing)}, which is not installed: pip install 'octavo[audio]'."
+            f"{checkpoint.name} hears by {', '.join(missing)}, which is not installed: scripts/install audio."
         )
     if not any((Path(checkpoint.path) / name).is_file() for name in _EXTRACTOR_FILES):
         raise ConfigError(f"{checkpoint.name} has no {' or '.join(_EXTRACTOR_FILES)}, which says how it hears.")

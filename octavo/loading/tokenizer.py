@@ -283,7 +283,7 @@ def _from_transformers(folder: str, trust_remote_code: bool) -> ModelTokenizer:
     except ImportError:
         raise LoadError(
             f"the tokenizer in {folder} can only be read by transformers, which is not installed: "
-            "pip install octavo[transformers]."
+            "run scripts/install transformers."
         ) from None
     has_json = os.path.exists(os.path.join(folder, "tokenizer.json"))
     reader = transformers.PreTrainedTokenizerFast if has_json else transformers.AutoTokenizer

@@ -181,7 +181,7 @@ def _describe_by_transformers(name: str, config: Mapping[str, Any], code_folder:
     except ImportError:
         raise LoadError(
             f"architecture {name}{about} runs through transformers only if that is installed: "
-            "pip install octavo[transformers]. `octavo models` lists those that need it not."
+            "run scripts/install transformers. `octavo models` lists those that need none."
         ) from None
     try:
         return describe(config, code_folder)

@@ -4,7 +4,7 @@ cache, products, embedding, norms and activations replace parts of its modules.
 `describe` runs the network once on the meta device, which computes shapes only, and notes how each layer calls its
 attention. For the rest of the engine, the only difference of such a model
 is that its steps are not captured. `octavo.models.registry` imports this module only when such a model is asked for: it
-needs the extra `octavo[transformers]`.
+needs the extra `transformers`.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def _processors() -> Iterator[Finding]:
     except ImportError as error:
         yield Finding(
             "no", "kernels", f"the native kernels cannot be loaded ({error}); install a wheel for this platform, or "
-            "build them: pip install .",
+            "build them: scripts/install",
         )  # fmt: skip
         return
     isa = _cpu.isa()

@@ -25,9 +25,7 @@ def _codebook(name: str) -> NDArray[np.int8]:
     try:
         from gguf import quants
     except ImportError:
-        raise ConfigError(
-            f"{name} matrices need the codebooks of the gguf package: pip install 'octavo[gguf]'."
-        ) from None
+        raise ConfigError(f"{name} matrices need the codebooks of the gguf package: scripts/install gguf.") from None
     kind = getattr(quants, name)
     kind.init_grid()
     units = 8 if name.startswith("IQ1") else 1

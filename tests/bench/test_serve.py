@@ -152,7 +152,7 @@ def test_a_key_is_sent(tiny_tokenizer: Path, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_plot_is_drawn(address: str, engine: FakeEngine, tiny_tokenizer: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install 'octavo[bench]'")
+    pytest.importorskip("matplotlib", reason="plots need matplotlib: scripts/install bench")
     plot = tmp_path / "run.svg"
     flags = ["--num-prompts", "3", "--random-input-len", "8", "--random-output-len", "4", "--ignore-eos"]
     run(address, tmp_path, tiny_tokenizer, *flags, "--plot", str(plot))
@@ -164,7 +164,7 @@ def test_a_plot_is_drawn(address: str, engine: FakeEngine, tiny_tokenizer: Path,
 def test_several_rates_and_servers_are_measured_in_turn_and_drawn_as_curves(
     address: str, engine: FakeEngine, tiny_tokenizer: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install 'octavo[bench]'")
+    pytest.importorskip("matplotlib", reason="plots need matplotlib: scripts/install bench")
     file, plot = tmp_path / "result.json", tmp_path / "sweep.svg"
     few = ["--num-prompts", "3", "--random-input-len", "8", "--random-output-len", "4", "--ignore-eos"]
     flags = ["--tokenizer", str(tiny_tokenizer), "--disable-tqdm", "--json", str(file), "--plot", str(plot), *few]

@@ -31,7 +31,7 @@ VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*)|:\?[^}]*)?\}")
 def tool(name: str) -> str:
     """The path of a program that the extra `test` installs beside this Python."""
     path = Path(sys.executable).parent / name
-    assert path.exists(), f"{name} comes with pip install octavo[test]"
+    assert path.exists(), f"{name} comes with scripts/install test"
     return str(path)
 
 

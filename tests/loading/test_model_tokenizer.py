@@ -250,7 +250,7 @@ def test_what_needs_transformers_says_so_where_it_is_missing(tmp_path: Path, mon
     (tmp_path / "vocab.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "CTRLTokenizer"}')
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(LoadError, match=r"only be read by transformers, .*pip install octavo\[transformers\]"):
+    with pytest.raises(LoadError, match=r"only be read by transformers, .*scripts/install transformers"):
         read_tokenizer(str(tmp_path))
 
 

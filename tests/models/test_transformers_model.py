@@ -139,7 +139,7 @@ def test_models_that_nobody_knows_are_refused() -> None:
 def test_what_is_missing_is_named_with_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "octavo.models.transformers_model", raising=False)
-    with pytest.raises(LoadError, match=r"NobodysForCausalLM is not built .* pip install octavo\[transformers\]"):
+    with pytest.raises(LoadError, match=r"NobodysForCausalLM is not built .* scripts/install transformers"):
         describe({"architectures": ["NobodysForCausalLM"]})
 
 

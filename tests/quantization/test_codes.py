@@ -75,7 +75,7 @@ def test_both_libraries_unpack_the_same(name: str) -> None:
 def test_codebooks_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     gguf_codebooks._codebook.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ConfigError, match=r"IQ3_S matrices need the codebooks .* pip install 'octavo\[gguf\]'"):
+    with pytest.raises(ConfigError, match=r"IQ3_S matrices need the codebooks .* scripts/install gguf"):
         unpack(random_matrix("IQ3_S", 2, 256))
 
 

@@ -85,7 +85,7 @@ class ServerArgs(RequestLimits, Flags):
     disable_log_requests: bool = flag(False, "Do not log requests, by the older name.")
     log_format: Literal["text", "json"] = flag("text", "Form of the log: text, or JSON objects, one a line.")
     otlp_traces_endpoint: str | None = flag(
-        None, "URL of an OpenTelemetry collector that gets a span a request; needs pip install 'octavo[otel]'."
+        None, "URL of an OpenTelemetry collector that gets a span a request; needs scripts/install otel."
     )
     uvicorn_log_level: LogLevel = flag("warning", "Log level of the HTTP server; info logs every HTTP request.")
     disable_uvicorn_access_log: bool = flag(False, "Do not log HTTP requests, whatever the level.")

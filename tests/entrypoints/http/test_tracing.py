@@ -175,7 +175,7 @@ def test_a_request_that_fails_or_is_left_is_a_span_too(collector: Collector, eng
 
 def test_without_the_extra_the_flag_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'octavo\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"scripts/install otel"):
         ServerArgs(otlp_traces_endpoint="http://localhost:4317").check()
 
 
