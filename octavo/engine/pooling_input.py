@@ -231,11 +231,9 @@ class Scores:
         *,
         fields: tuple[str, str] = ("queries", "documents"),
         instruction: str | None = None,
-        priority: int = 0,
-        arrival_time: float | None = None,
-        cache_salt: str | None = None,
+        **scheduling: Any,
     ) -> None:
-        """`fields` are what the sides are called where errors are read."""
+        """`fields` are what the sides are called where errors are read; `scheduling`, arguments of `process`."""
         if not queries or not documents:
             raise RequestError("there must be a query and a document at least.")
         if len(queries) not in (1, len(documents)):
@@ -264,8 +262,7 @@ class Scores:
                     sources.append(source)
         self._config, self._instruction = config, instruction
         self.requests = inputs.process(
-            [*self._places], params, priority=priority, arrival_time=arrival_time, cache_salt=cache_salt,
-            add_special_tokens=config.score_template is None, sources=sources,
+            [*self._places], params, add_special_tokens=config.score_template is None, sources=sources, **scheduling,
         )  # fmt: skip
 
     def _texts(self, config: PoolingConfig, query: str, document: str, instruction: str | None) -> list[Text]:

@@ -168,7 +168,10 @@ class PoolingJob:
         self.inputs = PoolingInput(self._state.engine.inputs)
         self.response_id, self._headers = self._state.response_id(prefix, body, raw)
         arrival = ARRIVAL.get()
-        self._arrival_time = None if arrival is None else arrival.at
+        self._scheduling: dict[str, Any] = {
+            "priority": body.priority, "cache_salt": body.cache_salt,
+            "arrival_time": None if arrival is None else arrival.at,
+        }  # fmt: skip
         self._length = 0 if arrival is None else arrival.num_bytes
 
     async def texts(self, body: TextsRequest, params: PoolingParams) -> list[EngineRequest]:
@@ -184,8 +187,8 @@ class PoolingJob:
                     content_format=self._state.args.chat_template_content_format,
                 )  # fmt: skip
             return self.inputs.process(
-                body.texts(conversation), params, add_special_tokens=body.adds_special_tokens, priority=body.priority,
-                arrival_time=self._arrival_time, cache_salt=body.cache_salt, sources=field,
+                body.texts(conversation), params, add_special_tokens=body.adds_special_tokens, sources=field,
+                **self._scheduling,
             )  # fmt: skip
 
         return await run_off_loop(make, length=self._length)
@@ -193,14 +196,9 @@ class PoolingJob:
     async def named(self, texts: Sequence[InputText], params: PoolingParams, field: str) -> list[EngineRequest]:
         """Return the engine's requests for texts with names of prompts. `field` is the body's field that errors name.
         Raises `RequestError`."""
-
-        def make() -> list[EngineRequest]:
-            return self.inputs.process(
-                texts, params, priority=self._body.priority, arrival_time=self._arrival_time,
-                cache_salt=self._body.cache_salt, sources=field,
-            )  # fmt: skip
-
-        return await run_off_loop(make, length=self._length)
+        return await run_off_loop(
+            lambda: self.inputs.process(texts, params, sources=field, **self._scheduling), length=self._length
+        )
 
     async def scores(
         self,
@@ -216,8 +214,7 @@ class PoolingJob:
                 self.inputs,
                 self.inputs.shortened(queries, body.max_tokens_per_query, fields[0]),
                 self.inputs.shortened(documents, body.max_tokens_per_doc, fields[1]),
-                body.params(), fields=fields, instruction=body.instruction, priority=body.priority,
-                arrival_time=self._arrival_time, cache_salt=body.cache_salt,
+                body.params(), fields=fields, instruction=body.instruction, **self._scheduling,
             )  # fmt: skip
 
         return await run_off_loop(make, length=self._length)
