@@ -98,7 +98,10 @@ class Client:
         """Count events, and return those that are the client's."""
         if self.meter is not None:
             self.meter.see(events, is_events=True)
-        if self.hides_usage and b'"choices":[]' in events:
+        if not self.hides_usage:
+            return events
+        events = events.replace(b',"usage":null}\n\n', b"}\n\n")
+        if b'"choices":[]' in events:
             parts = _EVENT_END.split(events)
             return b"".join(one for one in parts if b'"choices":[]' not in one or b'"usage":{' not in one)
         return events

@@ -35,6 +35,7 @@ _LISTS = {"/v1/files", "/v1/batches", "/v1/chat/completions"}
 _KEEPS = re.compile(r"/v1/(?:responses|chat/completions|files|batches)(?:/(?!input_tokens$)([^/]+))?")
 _CREATED = re.compile(rb'"(?:id|output_file_id|error_file_id)"\s*:\s*"((?:resp|chatcmpl|file|batch)[-_][\w-]{1,100})"')
 _BUSY = (429, 503)
+_USAGE_PATHS = ("/v1/chat/completions", "/v1/completions")  # whose streams have a usage only where it is asked for
 
 
 @dataclass(frozen=True)
@@ -316,7 +317,7 @@ def _metered(request: ProxyRequest, key: Key, client: Client) -> ProxyRequest:
         )  # fmt: skip
     if body.is_json and settings.priority is not None:
         body = body.having(priority=settings.priority)
-    if body.streams and not body.wants_usage and request.path in RESUMABLE_PATHS:
+    if body.streams and not body.wants_usage and request.path in _USAGE_PATHS:
         body = body.having(stream_options={"include_usage": True})
         client.hides_usage = True
     return replace(request, body=body)

@@ -12,8 +12,10 @@ import msgspec
 from octavo.gateway.request_body import with_fields
 
 RESUMABLE = b"x-octavo-resumable"
-RESUMABLE_PATHS = frozenset(("/v1/chat/completions", "/v1/completions"))
-_TOKENS, _END = b": tokens ", b"data: [DONE]"
+RESUMABLE_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages"))
+_TOKENS = b": tokens "
+_ENDS = (b"data: [DONE]", b"event: message_stop")
+_KEEP_ALIVES = (b":", b"event: ping")
 
 
 class StreamProgress:
@@ -51,11 +53,11 @@ class StreamProgress:
                 self.num_tokens += 1 + event.count(b",")
                 ready += self._waiting
                 self._waiting = []
-            elif event.startswith(b":"):
+            elif event.startswith(_KEEP_ALIVES):
                 ready.append(event)
             else:
                 self._waiting.append(event)
-                if event.startswith(_END):
+                if event.startswith(_ENDS):
                     ready += self._waiting
                     self._waiting = []
         return b"".join(event + b"\n\n" for event in ready)

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from octavo.entrypoints.cli.gateway import main
+from octavo.entrypoints.cli.gateway import local_entries, main
 from octavo.errors import ConfigError
 from octavo.gateway.catalogue import ModelEntry, check_memory, named_models, read_catalogue
+from octavo.loading.default_model import DEFAULT_MODEL_NAME
+from octavo.loading.local_models import LocalModel
 
 
 @pytest.mark.parametrize(
@@ -78,6 +80,19 @@ def test_a_budget_wants_to_know_what_each_model_takes() -> None:
     check_memory(catalogue, None)
     with pytest.raises(ConfigError, match="named twice"):
         named_models(["a", "a"])
+
+
+def test_the_models_on_this_machine_are_a_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = [
+        LocalModel(DEFAULT_MODEL_NAME, DEFAULT_MODEL_NAME, ()), LocalModel("org/m:Q4_0", "/m.gguf", (), ("org/m",)),
+        LocalModel("n:Q4_0", "/n.gguf", (), ("n",)), LocalModel("n", "/n", ()),
+    ]  # fmt: skip
+    monkeypatch.setattr("octavo.entrypoints.cli.gateway.local_models", lambda folders: here)
+    found = local_entries([])
+    assert {name: (entry.model, entry.aliases) for name, entry in found.items()} == {
+        DEFAULT_MODEL_NAME: (None, []), "org/m:Q4_0": ("/m.gguf", ["org/m"]), "n:Q4_0": ("/n.gguf", []),
+        "n": ("/n", []),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,8 @@ async def answer(asked: Asked) -> None:
         asked.reply(b'{"id": "resp_1", "usage":%b, "x": "%b"}' % (USAGE, b"y" * 500))
     else:
         asked.begin_stream()
-        asked.piece(b'data: {"choices":[{"delta":{"content":"\\"usage\\":{"}}]}\n\n')
+        null = b',"usage":null' if asked.json.get("stream_options") else b""
+        asked.piece(b'data: {"choices":[{"delta":{"content":"\\"usage\\":{"}}]' + null + b"}\n\n")
         if asked.json.get("stream_options"):
             asked.piece(b'data: {"choices":[],"usage":' + USAGE + b"}\n\n")
         asked.piece(b"data: [DONE]\n\n")
@@ -170,7 +171,7 @@ def test_tokens_are_counted_in_every_api(clock: Clock, tmp_path: Path) -> None:
         key_id, headers = await keys.create()
         gate.http.headers.update(headers)
         stream = await gate.ask(stream=True)
-        assert b"completion_tokens" not in stream.content and stream.content.endswith(b"data: [DONE]\n\n")
+        assert stream.content == b'data: {"choices":[{"delta":{"content":"\\"usage\\":{"}}]}\n\ndata: [DONE]\n\n'
         assert await keys.used(key_id) == (1, 4, 3)
         wanted = await gate.ask(stream=True, stream_options={"include_usage": True})
         assert b"completion_tokens" in wanted.content

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, Tag, model_validator
 
 from octavo.entrypoints.http.body_fields import Int, RequestBody, Text, described, refuse_unbuilt
+from octavo.entrypoints.openai.request_bodies import Resume
 from octavo.errors import RequestError
 
 _NOTE = "Taken and without effect: it changes no answer."
@@ -236,3 +237,10 @@ class MessagesRequest(CountTokensRequest):
     inference_geo: Text | None = described(_NOTE)
     diagnostics: dict[str, Any] | None = described(_NOTE)
     user_profile_id: Text | None = described(_NOTE)
+    resume: Resume | None = described("Go on with a stream of another server that was lost, as octavo gateway does.")
+
+    @model_validator(mode="after")
+    def _check_resume(self) -> MessagesRequest:
+        if self.resume is not None and not self.stream:
+            raise RequestError("resume goes with a stream.", param="resume")
+        return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -16,6 +17,7 @@ from octavo.entrypoints.anthropic.to_chat import to_chat
 from octavo.entrypoints.chat.conversation import Conversation, Progress
 from octavo.entrypoints.http.body_fields import ResponseModel
 from octavo.entrypoints.http.error_responses import error_body, error_fields
+from octavo.entrypoints.http.resumable import ResumableStream
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import ARRIVAL, state_of
 from octavo.entrypoints.http.streaming import EventStream, named_event, run_until_disconnect
@@ -56,11 +58,15 @@ async def create_message(body: MessagesRequest, raw: Request) -> Response:
     # Agents send an effort to any model, as they do `thinking`.
     conversation = Conversation(chat, state, params, clamps_max_tokens=True, ignores_unknown_effort=True)
     request_id = uuid.uuid4().hex
-    prompt, outputs = await conversation.submit(f"msg_{request_id}")
-    builder, headers = MessageBuilder(body, f"msg_{request_id}", model), {"request-id": f"req_{request_id}"}
+    resumable = ResumableStream(
+        raw, params, body.resume, f"msg_{request_id}", int(time.time()), can_be=bool(body.stream)
+    )
+    prompt, outputs = await conversation.submit(resumable.id)
+    builder, headers = MessageBuilder(body, resumable.id, model), {"request-id": f"req_{request_id}"}
     progress = conversation.progress(prompt, outputs)
     if body.stream:
-        return _MessageStream(_stream(builder, progress), headers)
+        headers |= resumable.headers(len(prompt.token_ids))
+        return _MessageStream(_stream(builder, progress, resumable), headers)
     message = await run_until_disconnect(_collect(builder, progress), raw.receive)
     return Response(status_code=499) if message is None else JSONResponse(message, headers=headers)
 
@@ -82,11 +88,14 @@ async def _collect(builder: MessageBuilder, progress: AsyncGenerator[Progress, N
     return builder.message
 
 
-async def _stream(builder: MessageBuilder, progress: AsyncGenerator[Progress, None]) -> AsyncGenerator[bytes, None]:
+async def _stream(
+    builder: MessageBuilder, progress: AsyncGenerator[Progress, None], resumable: ResumableStream
+) -> AsyncGenerator[bytes, None]:
     try:
         async for part in progress:
-            if events := builder.add(part):
-                yield b"".join(map(named_event, events))
+            events = b"".join(map(named_event, builder.add(part)))
+            if shown := resumable.shown(events, part.token_ids, is_last=part.finish_reason is not None):
+                yield shown
     except Exception as error:
         yield b"event: error\ndata: " + error_body(**error_fields(error)) + b"\n\n"
     finally:

@@ -63,6 +63,7 @@ def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
     if isinstance(body, MessagesRequest):
         fields |= {
             "max_tokens": body.max_tokens,
+            "resume": body.resume,
             "stop": body.stop_sequences,
             "temperature": body.temperature,
             "top_p": body.top_p,

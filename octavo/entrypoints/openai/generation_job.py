@@ -3,7 +3,6 @@ answer or the chunks of a stream."""
 
 from __future__ import annotations
 
-import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
@@ -16,17 +15,9 @@ from starlette.responses import Response
 
 from octavo.engine.off_loop import run_off_loop
 from octavo.engine.output_processor import RequestState
+from octavo.entrypoints.http.resumable import ResumableStream
 from octavo.entrypoints.http.server_state import state_of
-from octavo.entrypoints.http.streaming import (
-    DONE,
-    ChunkWriter,
-    EventStream,
-    Push,
-    encode_json,
-    merge,
-    respond,
-    tokens_comment,
-)
+from octavo.entrypoints.http.streaming import DONE, ChunkWriter, EventStream, Push, merge, respond
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
 from octavo.entrypoints.openai.request_bodies import GenerationRequest
 from octavo.entrypoints.openai.response_bodies import (
@@ -39,9 +30,6 @@ from octavo.entrypoints.openai.response_bodies import (
 from octavo.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
-# Asks for, and has, what another server needs to go on with a stream. Comments in the stream have its tokens.
-RESUMABLE = "X-Octavo-Resumable"
-PROMPT_TOKENS = "X-Octavo-Prompt-Tokens"
 LENGTH_OF_ENTRY = 8  # writing a log-probability takes as long as tokenizing so many characters
 ChoiceT = TypeVar("ChoiceT", CompletionChoice, ChatChoice)
 
@@ -59,23 +47,16 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         model = state.resolve_model(body.model)
         self._params = body.to_sampling_params(state.engine.config.model.default_sampling_params)
         response_id, self._headers = state.response_id(self.id_prefix, body, raw)
+        self._resumable = ResumableStream(
+            raw, self._params, body.resume, response_id, int(time.time()), can_be=body.is_resumable
+        )
         # The first fields of the answer and of each chunk.
         self._about: dict[str, Any] = {
-            "id": response_id,
-            "created": int(time.time()),
+            "id": self._resumable.id,
+            "created": self._resumable.created,
             "model": model,
             "system_fingerprint": state.fingerprint,
         }
-        self._is_resumable = body.is_resumable and RESUMABLE in raw.headers
-        self._num_replayed = 0 if body.resume is None else len(body.resume.tokens)  # outputs that another server sent
-        if body.resume is not None:
-            self._about |= {"id": body.resume.id, "created": body.resume.created}
-            self._params.seed = body.resume.seed
-        if self._is_resumable:
-            if self._params.seed is None:
-                self._params.seed = random.getrandbits(63)
-            about = {"id": self._about["id"], "created": self._about["created"], "seed": self._params.seed}
-            self._headers[RESUMABLE] = encode_json(about).decode()
         as_ids = body.return_tokens_as_token_ids
         as_ids = state.args.return_tokens_as_token_ids if as_ids is None else as_ids
         self._formatter = LogprobsFormatter(state.engine.tokenizer, as_token_ids=as_ids)
@@ -93,13 +74,12 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
     async def answer(self, raw: Request) -> Response:
         """Return the whole answer, or its stream. Raises `RequestError` for an invalid request."""
         await self.submit()
-        if self._is_resumable:
-            self._headers[PROMPT_TOKENS] = str(self._num_prompt)
         if self._body.stream:
             wants_usage = self._body.wants_usage or self._state.args.enable_force_include_usage
             self._writer = ChunkWriter(self.chunk_kind, self._about, self.text_field, wants_usage=wants_usage)
             self._has_plain_answer = self._is_plain()
-            return EventStream(self._stream(wants_usage), self._headers, self._push)
+            headers = self._headers | self._resumable.headers(self._num_prompt)
+            return EventStream(self._stream(wants_usage), headers, self._push)
         return await respond(self._collect(), raw, self._headers)
 
     @abstractmethod
@@ -160,19 +140,14 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         assert isinstance(output, RequestOutput) and self._push is not None
         self._note(0, output)
         if self._has_plain_answer and len(state.completions) == 1:
-            self._push.begin_text(*self._writer.around_text(0), shows_tokens=self._is_resumable)
+            self._push.begin_text(*self._writer.around_text(0), shows_tokens=self._resumable.shows_tokens)
         return self._encode(0, output)
 
     def _encode(self, prompt_index: int, output: RequestOutput) -> bytes:
-        """Return the chunks of an output, and a comment with its tokens in a resumable stream: another server can go on
-        with what comes before the comment."""
-        events = self._events(self._writer, prompt_index, output, self._has_plain_answer)
-        if self._num_replayed:
-            self._num_replayed -= 1
-            return b""
-        if self._is_resumable and not output.finished:
-            events.append(tokens_comment(output.outputs[0].token_ids))
-        return b"".join(events)
+        """Return the chunks of an output, and its tokens in a resumable stream."""
+        events = b"".join(self._events(self._writer, prompt_index, output, self._has_plain_answer))
+        token_ids = output.outputs[0].token_ids if output.outputs else []
+        return self._resumable.shown(events, token_ids, is_last=output.finished)
 
     def _note(self, prompt_index: int, output: RequestOutput) -> int:
         """Record an output's values beside its text. Return the length of a text that takes as long to write as its

@@ -14,6 +14,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "stream
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": {"prompt": "Hi", "echo": True, "stop": ["end"], "max_tokens": 64},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 64},
 }
 
 

@@ -1,0 +1,59 @@
+"""Streams that another server can go on with, such as another replica behind `octavo gateway`.
+
+A request with the header X-Octavo-Resumable is answered with the stream's id, time and seed in the same header. In the
+stream a comment with tokens follows the events that the tokens make. The other server gets both as the field `resume`,
+replays the tokens through the readers of the answer, and sends what comes after them.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Protocol
+
+from starlette.requests import Request
+
+from octavo.entrypoints.http.streaming import encode_json, tokens_comment
+from octavo.sampling_params import SamplingParams
+
+_HEADER, _PROMPT_TOKENS = "X-Octavo-Resumable", "X-Octavo-Prompt-Tokens"
+
+
+class Resumed(Protocol):
+    """The field `resume` of a body."""
+
+    id: str
+    created: int
+    seed: int
+    tokens: list[list[int]]  # in groups as they came
+
+
+class ResumableStream:
+    """What one stream needs to be gone on with, and what another server has sent of it. `shows_tokens`: its events are
+    followed by tokens."""
+
+    def __init__(
+        self, raw: Request, params: SamplingParams, resume: Resumed | None, name: str, created: int, *, can_be: bool
+    ) -> None:
+        """Set the seed of `params`. `name` is the id of a stream that begins here."""
+        self.id, self.created = (name, created) if resume is None else (resume.id, resume.created)
+        self._num_replayed = 0 if resume is None else len(resume.tokens)  # outputs that another server has sent
+        self.shows_tokens = can_be and _HEADER in raw.headers
+        if resume is not None:
+            params.seed = resume.seed
+        elif self.shows_tokens and params.seed is None:
+            params.seed = random.getrandbits(63)
+        self._seed = params.seed
+
+    def headers(self, num_prompt_tokens: int) -> dict[str, str]:
+        """Return the headers of the stream."""
+        if not self.shows_tokens:
+            return {}
+        about = {"id": self.id, "created": self.created, "seed": self._seed}
+        return {_HEADER: encode_json(about).decode(), _PROMPT_TOKENS: str(num_prompt_tokens)}
+
+    def shown(self, events: bytes, token_ids: list[int], *, is_last: bool) -> bytes:
+        """Return what the client gets of an output's events: nothing if another server has sent them."""
+        if self._num_replayed:
+            self._num_replayed -= 1
+            return b""
+        return events + tokens_comment(token_ids) if self.shows_tokens and not is_last else events
