@@ -266,9 +266,8 @@ async def probed(front: FrontEnd, num_streams: int, num_tokens: int) -> list[str
     while len(front.metrics.steps) < 0.9 * num_tokens:  # noqa: ASYNC110 - a chat alone would wait for others
         await asyncio.sleep(0.1)
     stop.set()
-    lines = [f"{num_streams} streams", *(await asyncio.to_thread(found.get) for _ in "123")]
     await asyncio.gather(streams, probing)
-    return lines
+    return [f"{num_streams} streams", *(found.get() for _ in "123")]
 
 
 def main() -> None:

@@ -137,7 +137,7 @@ _INSTEAD = {
     "skip_clone": "the caller's parameters stay as they are",
     "skip_reading_prefix_cache": "a prompt with a cache_salt of its own finds nothing in the cache",
     "stop_strings": "stop is a list of texts",
-    "stream_interval": "each token is given when it is there",
+    "stream_interval": "the engine has a stream_interval for all requests",
     "thinking_token_budget": "the server's chats have it",
 }
 

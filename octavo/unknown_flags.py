@@ -81,7 +81,6 @@ _ADVICE = {
     "spec_decoding_acceptance_method": f"{_NEEDLESS}draft tokens change no answer",
     "speculative_max_model_len": "--speculative-config.max_model_len NUMBER",
     "ssl_cert_reqs": "--ssl-ca-certs has clients show a certificate",
-    "stream_interval": f"{_NEEDLESS}each token is streamed when it is there",
     "structured_outputs_config": f"{_GRAMMARS}; --disable-additional-properties is its one option",
     "tokenizer_revision": "--revision is that of the model's tokenizer too",
     "typical_acceptance_sampler_posterior_alpha": f"{_NEEDLESS}draft tokens change no answer",

@@ -114,6 +114,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
             enable_chunked_prefill=enable_chunked_prefill,
             policy=args.scheduling_policy,
             preemption_mode=args.preemption_mode,
+            stream_interval=args.stream_interval,
             check_invariants=args.check_invariants,
             target_step_s=args.target_step_time and args.target_step_time / 1e3,
             starts_at_pictures=media is not None and description.num_cross_tokens > 0,

@@ -113,6 +113,9 @@ class EngineArgs(Flags):
     max_num_batched_tokens: int | None = flag(None, "Tokens in a step at most; default 2048.", positive=True)
     enable_chunked_prefill: bool = flag(True, "Let a prompt be computed over several steps.")
     enable_prefix_caching: bool = flag(True, "Reuse the blocks of prompts that start alike.")
+    stream_interval: int = flag(
+        1, "Tokens in an event of a stream at least, but for the first and the last.", positive=True
+    )
     preemption_mode: PreemptionMode = flag("recompute", "What happens to a request that must give its blocks back.")
     scheduling_policy: SchedulingPolicy = flag(
         "fcfs", "Who goes first: the first come; the lowest priority value; or whose first token is due first, which "

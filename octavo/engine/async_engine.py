@@ -112,7 +112,9 @@ class AsyncLLMEngine(EngineCalls):
                 raise
             inputs = InputProcessor(config, tokenizer)
         self.inputs, self.tokenizer = inputs, inputs.tokenizer
-        self._outputs = OutputProcessor(self.tokenizer, metrics, makes_logprobs_later=True)
+        self._outputs = OutputProcessor(
+            self.tokenizer, metrics, makes_logprobs_later=True, stream_interval=config.scheduler.stream_interval
+        )
         # `tell`: a request that a dying core misses goes to the next one.
         self._continuation = Continuation(self._outputs, self._supervisor.tell)
         self._streams: dict[str, RequestStream] = {}

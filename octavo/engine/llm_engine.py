@@ -41,7 +41,7 @@ class LLMEngine(StepCalls):
         self.inputs = InputProcessor(self.config, self.tokenizer)
         self.metrics = EngineMetrics(config.model.served_model_names[0], self.config.model.max_model_len)
         self._log_line = LogLine(self.metrics, time.monotonic())
-        self._outputs = OutputProcessor(self.tokenizer, self.metrics)
+        self._outputs = OutputProcessor(self.tokenizer, self.metrics, stream_interval=config.scheduler.stream_interval)
         self._failed: list[RequestFailed] = []  # their errors are still to be raised
         self._ids: dict[str, str] = {}  # the core's ids by the caller's
         self._lora_requests: dict[str, LoRARequest] = {}  # by the caller's ids

@@ -148,3 +148,19 @@ def test_a_caller_that_has_gone_is_told_nothing(tokenizer: Any) -> None:
         assert given.outputs.requests["a"].stream is None
 
     asyncio.run(use())
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
+def test_outputs_have_the_interval_of_new_tokens_but_for_the_first_and_the_last(
+    tokenizer: Any, kind: RequestOutputKind
+) -> None:
+    given = Followed(tokenizer, interval=8, output_kind=kind)
+    numbers: list[int] = []  # of all tokens, at each output
+    for step in range(1, 31):
+        output = SequenceOutput("a", 0, [300], "length" if step == 30 else None)
+        other = [SequenceOutput("a", 1, [300], "length")] if step == 30 else []
+        for result in given.outputs.process([output, *other])[0]:
+            assert isinstance(result, RequestOutput)
+            new = sum(len(part.token_ids) for part in result.outputs)
+            numbers.append(new + (numbers[-1] if numbers and kind is RequestOutputKind.DELTA else 0))
+    assert numbers == [1, 9, 17, 25, 31]

@@ -64,7 +64,7 @@ _INSTEAD = {
     "prompt_embeds": "completions take them, and messages as parts of type prompt_embeds, with --enable-prompt-embeds",
     "repetition_detection": "frequency_penalty and repetition_penalty keep answers from repeating themselves",
     "session_id": "conversations are recognised by what they begin with; cache_salt keeps them apart",
-    "stream_interval": "each token is streamed when it is there",
+    "stream_interval": "--stream-interval is the server's",
     "vllm_xargs": "nothing here reads it; what requests can say has fields of its own",
 }
 
