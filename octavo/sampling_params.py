@@ -321,12 +321,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             "length_penalty",
         ):  # fmt: skip
             value = getattr(self, name)
+            if value is _DEFAULTS[name]:
+                continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
                 _refuse(name, value, "a finite number")
             setattr(self, name, float(value))
         for name in ("n", "top_k", "min_tokens"):
-            if not _is_integer(getattr(self, name)):
-                _refuse(name, getattr(self, name), "a 64-bit integer")
+            value = getattr(self, name)
+            if value is not _DEFAULTS[name] and not _is_integer(value):
+                _refuse(name, value, "a 64-bit integer")
         for name in ("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
             value = getattr(self, name)
             if value is not None and not _is_integer(value, limit=2**64 if name == "seed" else 2**63):
@@ -401,6 +404,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         ):
             if not is_idle:
                 _refuse(name, getattr(self, name), "left out with use_beam_search")
+
+
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
 
 
 class BeamSearchParams(msgspec.Struct, kw_only=False, omit_defaults=True):

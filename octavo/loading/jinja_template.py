@@ -173,6 +173,8 @@ def _plain(value: Any) -> Any:
     """Return a copy of JSON types only: other objects have methods that a template must not reach."""
     if value is None or type(value) in (str, int, float, bool):
         return value
+    if type(value) is dict:
+        return {_plain(key): _plain(item) for key, item in value.items()}
     for kind in (str, int, float):
         if isinstance(value, kind):
             return getattr(kind, f"__{kind.__name__}__")(value)  # not a subclass's method, such as an enum's

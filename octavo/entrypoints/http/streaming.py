@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from pydantic import BaseModel
@@ -95,7 +95,6 @@ def named_event(event: Mapping[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode_json(event))
 
 
-@runtime_checkable
 class Connection(Protocol):
     """The server's side of an answer (`uvicorn_server.ResponseCycle`)."""
 
@@ -183,8 +182,8 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         push = self._push
         keeper = _Keeper(self.keep_alive, send_body, idle_s, push) if idle_s and self.keep_alive else None
-        connection = getattr(send_body, "__self__", None)
-        if isinstance(connection, Connection):
+        connection: Connection | None = getattr(send_body, "__self__", None)
+        if connection is not None and hasattr(connection, "attach"):  # a `ResponseCycle`, and no middleware
             connection.attach(push)
         try:
             async for events in self._events:
@@ -242,21 +241,26 @@ async def encode_off_loop(value: Any) -> bytes:
 
 async def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
     """Return the result of `work`, or None if the client hung up first and `work` was cancelled."""
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
+    task = asyncio.current_task()
+    assert task is not None
+    has_gone = False
+
+    async def watch() -> None:
+        nonlocal has_gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        has_gone = True
+        task.cancel()
+
+    watcher = asyncio.ensure_future(watch())
     try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        return await work
+    except asyncio.CancelledError:
+        if not has_gone or task.uncancel():  # cancelled by others
+            raise
+        return None
     finally:
         watcher.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.wait((task,))
-    return None if task.cancelled() else task.result()
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def merge(
