@@ -155,7 +155,7 @@ def simulate(num_replicas: int, num_conversations: int, pattern: Pattern, num_bl
             )
             # The router knows what is allowed, not what the answer will be.
             allowed = EngineRequest(request.request_id, request.prompt, params, [], MAX_TOKENS, now)
-            chosen = router.route(allowed, block_hashes(request.prompt, BLOCK_SIZE), range(num_replicas))
+            chosen = router.route(allowed, block_hashes(request, BLOCK_SIZE), range(num_replicas))
             replicas[chosen].core.add(request)
             begun[request.request_id] = now
             if not replicas[chosen].is_stepping:

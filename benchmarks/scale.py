@@ -159,7 +159,7 @@ def simulate(
             params = SamplingParams(max_tokens=lengths[1], ignore_eos=True)
             request = EngineRequest(str(number), prompt, params, [], lengths[1], now)
             served[request.request_id] = Served(now)
-            replica = router.route(request, block_hashes(prompt, BLOCK_SIZE), range(dp))
+            replica = router.route(request, block_hashes(request, BLOCK_SIZE), range(dp))
             cores[replica].add(request)
             if is_stepping[replica]:
                 continue

@@ -1,6 +1,7 @@
 """Prints what everything around the model costs: microseconds of a decode step by part, at several numbers of streams.
 
     python benchmarks/step_overhead.py [--streams 1,16,64,256] [--steps 200] [--weights-mb 80] [--sampled] [--profile]
+    python benchmarks/step_overhead.py --prompt-len 128000    # what the admission of a long prompt costs instead
 
 Scheduler, tables, sampler, wire and detokenizer are the engine's own; only the model computes nothing and the choice of
 a token is read off a text. Each figure is the median over the steps. `core` adds up what a step waits for in a server,
@@ -28,7 +29,7 @@ from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.wire import StepOutputs as CoreOutputs
-from octavo.engine.wire import decode_core_message, encode_message
+from octavo.engine.wire import decode_core_message, decode_frontend_message, encode_message
 from octavo.entrypoints.http.streaming import ChunkWriter
 from octavo.entrypoints.openai.completions import CompletionJob
 from octavo.execution.block_mover import BlockMover
@@ -208,6 +209,41 @@ def bench(num_streams: int, num_steps: int, num_weight_bytes: int, sampled: bool
     return found
 
 
+def bench_admission(prompt_len: int, num_requests: int = 7) -> dict[str, float]:
+    """Milliseconds of the front end (`process`, `encode`), of the core between steps (`decode`, `add`), and of steps:
+    the first of a prompt, and one in which a prompt that has its prefix in the cache waits for room."""
+    args = EngineArgs(max_model_len=prompt_len + 64, max_num_seqs=2, enable_prefix_caching=True)
+    args.hf_overrides = {"max_position_embeddings": prompt_len + 64}
+    config = args.create_engine_config()
+    tokenizer = load_tokenizer(config.model.checkpoint)
+    inputs = InputProcessor(config, tokenizer)
+    whole: Any = NoModelExecutor(config, list(range(2, 50)))
+    whole.num_blocks = [whole.num_blocks[0] * 3 // 4]  # one prompt, and half of another
+    core = EngineCore(config, whole)
+    parts = Parts()
+    parts_of = {"process": inputs.process, "encode": encode_message, "decode": decode_frontend_message}
+    process, encode, decode = (parts.timed(name, function) for name, function in parts_of.items())
+    add, first_step = parts.timed("add", core.add), parts.timed("first_step", core.step)
+    tokens = np.random.default_rng(0).integers(3, config.model.vocab_size, (num_requests, prompt_len)).tolist()
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    for ids in tokens:
+        request = decode(encode(process({"prompt_token_ids": ids}, params)))
+        add(request)
+        first_step()
+        while core.scheduler.has_work:
+            core.step()
+    # A prompt that runs leaves the beginning of the last one in the cache, and too little room for the rest.
+    core.add(inputs.process({"prompt_token_ids": tokens[0]}, SamplingParams(max_tokens=60, ignore_eos=True)))
+    while not core.step().outputs:
+        pass
+    core.add(inputs.process({"prompt_token_ids": tokens[-1]}, params))
+    core.step()  # hashes
+    waiting_step = parts.timed("waiting_step", core.step)
+    for _ in range(num_requests):
+        waiting_step()
+    return {name: parts.median_us(name) / 1000 for name in parts.seconds}
+
+
 CORE = ("schedule", "submit", "collect", "update", "stats", "encode", "core")
 COLUMNS = (*CORE, "LLM_text", "LLM", "decode", "text", "chunks", "front_end")
 
@@ -219,7 +255,12 @@ def main() -> None:
     parser.add_argument("--weights-mb", type=float, default=80, help="read in each step; 0 leaves the caches alone")
     parser.add_argument("--sampled", action="store_true", help="temperature and top_p instead of greedy")
     parser.add_argument("--profile", action="store_true", help="print where Python spends the time of each run")
+    parser.add_argument("--prompt-len", type=int, help="time the admission of prompts of so many tokens, not steps")
     args = parser.parse_args()
+    if args.prompt_len:
+        for name, ms in bench_admission(args.prompt_len).items():
+            print(f"{name:>12} {ms:8.2f} ms", flush=True)
+        return
     print(f"{'streams':>7}" + "".join(f"{name:>10}" for name in COLUMNS) + "   (microseconds a step)")
     for streams in map(int, args.streams.split(",")):
         found = bench(streams, args.steps, round(args.weights_mb * 1e6), args.sampled, args.profile)

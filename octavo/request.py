@@ -7,7 +7,9 @@ collection. `octavo.engine.wire` turns them into bytes.
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import msgspec
 
@@ -81,6 +83,15 @@ class MediaInput(msgspec.Struct, frozen=True, array_like=True):
     time_step: float = 1.0
 
 
+# Tokens in the core: an array, which takes no time to copy, to hash and to write into a row.
+Tokens: TypeAlias = "list[int] | array[int]"
+
+
+def pack_tokens(token_ids: Tokens) -> bytes:
+    """Return tokens as int32."""
+    return array("i", token_ids).tobytes()
+
+
 class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):
     """A prompt, and everything that its keys and values depend on. Two sequences share cached blocks only if all of it
     agrees."""
@@ -92,6 +103,7 @@ class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):
     cache_salt: str | None = None  # requests with different salts share no cached blocks
     is_embedded: bool = False  # `media` has embeddings that replace all or some tokens; penalties ignore these
     second_start: int | None = None  # in a pair: first token of the second text, for models that tell them apart
+    packed: bytes = b""  # `token_ids` by `pack_tokens`, on the way to a core, which has an array of them
 
 
 class AdapterSource(msgspec.Struct, frozen=True, array_like=True):
@@ -124,6 +136,7 @@ class EngineRequest(msgspec.Struct, tag="request", omit_defaults=True, weakref=T
     final_check: FinalCheck | None = None  # check of its answers' texts
     begun: list[list[int]] = []  # tokens of its answer that another server has sent, in groups as they came
     output_token_ids: dict[int, list[int]] = {}  # by completion to go on with: its tokens from a core that has died
+    block_hashes: bytes = b""  # of the prompt's full blocks, one after the other, as far as they are known
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):

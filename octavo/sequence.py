@@ -6,6 +6,7 @@ blocks of the prompt; each is scheduled, preempted and aborted on its own.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,7 +32,7 @@ class Sequence:
     key: tuple[float, int]  # scheduling order: smaller goes first and is preempted last
     seed: int
     index: int = 0  # which completion of its request
-    token_ids: list[int] = field(default_factory=list)  # prompt, then output
+    token_ids: array[int] = field(default_factory=lambda: array("i"))  # prompt, then output
     stop_reasons: dict[int, int | None] = field(default_factory=dict)  # tokens that end it -> `stop_reason`
     num_computed_tokens: int = 0  # tokens in the cache, those of steps in flight included
     num_awaited_tokens: int = 0  # tokens that steps in flight will sample
@@ -123,7 +124,7 @@ class Sequence:
             seed=self.seed,
             stop_reasons=self.stop_reasons,
             index=index,
-            token_ids=list(self.token_ids),
+            token_ids=self.token_ids[:],
             num_computed_tokens=self.num_computed_tokens,
             block_tables=[list(table) for table in self.block_tables],
             block_hashes=list(self.block_hashes),
@@ -137,7 +138,7 @@ class Sequence:
     def continued(self, index: int, output_token_ids: list[int]) -> Sequence:
         """A completion that another core has begun. It goes on like a preempted one."""
         one = self.fork(index)
-        one.token_ids += output_token_ids
+        one.token_ids.extend(output_token_ids)
         one.num_preemptions += 1
         return one
 

@@ -49,7 +49,7 @@ class Admission:
     """A sequence takes a row of the runner's tables. This is everything that the runner keeps of it."""
 
     row: int
-    token_ids: list[int]  # prompt and output so far
+    packed_tokens: bytes  # prompt and output so far, as int32
     num_prompt_tokens: int
     block_tables: list[list[int]]  # by cache group
     params: SamplingParams
@@ -61,6 +61,10 @@ class Admission:
     second_start: int | None = None  # this and the next two: see `Prompt`
     media: tuple[MediaItem, ...] = ()
     is_embedded: bool = False
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        return np.frombuffer(self.packed_tokens, np.int32)
 
 
 class NewBlock(NamedTuple):

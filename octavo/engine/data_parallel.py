@@ -221,7 +221,7 @@ class DataParallelEngine(EngineCalls):
         try:
             size = self.config.cache.block_size
             length = len(request.prompt.token_ids)
-            hashes = await run_off_loop(lambda: block_hashes(request.prompt, size), length=length)
+            hashes = await run_off_loop(lambda: block_hashes(request, size), length=length)
             _ = self.is_ready  # its first read may be this one
             # While no engine is ready, a request waits for the engine that it would go to, if that has not failed for
             # good.
@@ -241,7 +241,7 @@ class DataParallelEngine(EngineCalls):
         """Route a request again, as its engine has died. Returns its next engine; None: it waits for its own."""
         others = [] if request.data_parallel_rank is not None else self._ready
         available = [i for i, engine in enumerate(self._engines) if i != place and engine in others]
-        hashes = block_hashes(request.prompt, self.config.cache.block_size)
+        hashes = block_hashes(request, self.config.cache.block_size)
         chosen = self._router.route(request, hashes, available or [place])
         return None if chosen == place else self._engines[chosen]
 

@@ -14,6 +14,7 @@ import msgspec
 from octavo.config import EngineConfig, MediaConfig, ModelConfig
 from octavo.engine.off_loop import MAX_INLINE_LENGTH
 from octavo.errors import LoadError, RequestError, naming_prompt
+from octavo.kv_cache.block_hashes import prompt_hashes
 from octavo.lora.adapter_identity import source
 from octavo.lora.request import LoRARequest
 from octavo.media_kinds import KINDS, MediaKind, SentMedium
@@ -67,6 +68,7 @@ class InputProcessor:
         self.model = model = config.model
         self.scheduler = config.scheduler
         self._lora = config.lora
+        self._hashed_size = config.cache.block_size if config.cache.enable_prefix_caching else 0
         self._num_engines = len(config.served_ranks)
         self._closes_objects = config.disable_additional_properties
         self.tokenizer = tokenizer
@@ -200,6 +202,7 @@ class InputProcessor:
         return EngineRequest(
             request_id=self.new_id(),
             prompt=made,
+            block_hashes=prompt_hashes(made, self._hashed_size) if self._hashed_size else b"",
             params=params,
             eos_token_ids=self.eos_token_ids,
             max_tokens=self._max_tokens(params, num_places - (1 - room), clamps_max_tokens),

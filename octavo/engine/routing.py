@@ -13,8 +13,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from octavo.kv_cache.block_hashes import extend_hashes
-from octavo.request import EngineRequest, Prompt
+from octavo.kv_cache.block_hashes import extend_hashes, prompt_hashes, split_hashes
+from octavo.request import EngineRequest
 
 
 class PrefixIndex:
@@ -67,12 +67,10 @@ _REQUEST_MEMORY = 64  # likewise, requests of a replica: some turns of each conv
 _LOAD_WEIGHT = 0.85
 
 
-def block_hashes(prompt: Prompt, block_size: int) -> list[bytes]:
+def block_hashes(request: EngineRequest, block_size: int) -> list[bytes]:
     """Return the hashes of a prompt's full blocks, for `Router.route`. It takes about 0.1 ms for 1,000 tokens: run it
     off the event loop for long prompts."""
-    hashes: list[bytes] = []
-    extend_hashes(hashes, prompt, prompt.token_ids, block_size)
-    return hashes
+    return split_hashes(request.block_hashes or prompt_hashes(request.prompt, block_size))
 
 
 class Router:

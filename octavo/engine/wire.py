@@ -6,11 +6,13 @@ comes back. What they carry is defined in `octavo.request` and `octavo.stats`.
 
 from __future__ import annotations
 
+from array import array
+
 import msgspec
 import zmq
 
 from octavo.config import EngineConfig
-from octavo.request import AdapterSource, EngineRequest, SequenceOutput
+from octavo.request import AdapterSource, EngineRequest, SequenceOutput, pack_tokens
 from octavo.stats import EngineStats
 
 
@@ -116,9 +118,26 @@ class Leaving(msgspec.Struct, tag="leaving"):
 FrontendMessage = EngineRequest | Abort | GetBlockMap | ResetCache | SetPaused | LoadAdapter | UnloadAdapter
 CoreMessage = StepOutputs | Running | Ready | Failed | BlockMap | CacheWasReset | Leaving
 
-encode_message = msgspec.msgpack.Encoder().encode
-decode_frontend_message = msgspec.msgpack.Decoder(FrontendMessage).decode
+_encode = msgspec.msgpack.Encoder().encode
+_decode_frontend_message = msgspec.msgpack.Decoder(FrontendMessage).decode
 decode_core_message = msgspec.msgpack.Decoder(CoreMessage).decode
+
+
+def encode_message(message: FrontendMessage | CoreMessage) -> bytes:
+    """Return a message as bytes. The tokens of a request's prompt are packed: as a list they would hold the core."""
+    if isinstance(message, EngineRequest):
+        prompt = message.prompt
+        packed = msgspec.structs.replace(prompt, token_ids=[], packed=pack_tokens(prompt.token_ids))
+        message = msgspec.structs.replace(message, prompt=packed)
+    return _encode(message)
+
+
+def decode_frontend_message(data: bytes) -> FrontendMessage:
+    message: FrontendMessage = _decode_frontend_message(data)
+    if isinstance(message, EngineRequest):
+        msgspec.structs.force_setattr(message.prompt, "token_ids", array("i", message.prompt.packed))
+        msgspec.structs.force_setattr(message.prompt, "packed", b"")
+    return message
 
 
 def is_readable(socket: zmq.Socket[bytes]) -> bool:

@@ -51,6 +51,9 @@ class AttentionBlocks:
             limit = missing
         return limit
 
+    def has(self, keys: list[bytes], place: int) -> bool:
+        return self.pool.lookup(keys[place] + self.key_suffix) is not None
+
     def prefix_table(self, keys: list[bytes], num_blocks: int) -> list[int]:
         first = self.first_visible(num_blocks * self.block_size)
         table = [self.null] * first

@@ -31,6 +31,8 @@ class BlockPool:
         self.ref_counts = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks  # key under which a block is indexed
         self._index: dict[bytes, int] = {}
+        self.watched: set[int] = set()  # blocks of a prefix that is remembered
+        self.has_lost_watched = False  # one of them has left the index since
         self._sentinel = num_blocks
         self._next: list[int] = [*range(1, num_blocks + 1), 0]
         self._previous: list[int] = [num_blocks, *range(num_blocks)]
@@ -88,6 +90,7 @@ class BlockPool:
         if key is not None:
             del self._index[key]
             self.hashes[block] = None
+            self.has_lost_watched |= block in self.watched
 
     def forget_all(self) -> None:
         """Empty the index. Blocks in use stay in use."""

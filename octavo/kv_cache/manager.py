@@ -76,6 +76,9 @@ class KVCacheManager:
         self._pool_of = [group.pool for group in groups]
         self._has_window = bool(windowed)
         self._moves = self._no_moves()
+        # A sequence that waited for room, the number of its tokens, and its prefix then; see `_recall`.
+        self._remembered: tuple[Sequence, int, Prefix] | None = None
+        self._whole = next((blocks for blocks in self.attention if not blocks.window), None)
         self._returning: list[tuple[int, int]] = []  # (pool, host block): free with the next plan
 
     def forget_prefixes(self) -> None:
@@ -111,6 +114,8 @@ class KVCacheManager:
     def find_prefix(self, seq: Sequence) -> Prefix:
         """Return the longest prefix of `seq` of which every group holds what later tokens need. At least one token is
         left to compute, for its logits; prompt log-probabilities need the whole prompt computed."""
+        if (known := self._recall(seq)) is not None:
+            return known
         num_blocks = 0
         if self.enable_prefix_caching and seq.params.prompt_logprobs is None:
             extend_block_hashes(seq, self.block_size)
@@ -127,12 +132,37 @@ class KVCacheManager:
         """Give `seq`, which has no blocks, the result of `find_prefix`, if all its other tokens fit too."""
         assert not seq.block_tables
         if not self._has_room(seq, prefix.tables, num_step_tokens):
+            self._remember(seq, prefix)
             return False
+        self._remembered = None
         seq.block_tables = prefix.tables
         seq.num_computed_tokens = prefix.num_tokens
         seq.num_registered_blocks = prefix.num_tokens // self.block_size
         self._share(seq)
         return True
+
+    def _remember(self, seq: Sequence, prefix: Prefix) -> None:
+        """Keep the prefix of a sequence that is looked at again in the next step."""
+        if not prefix.num_tokens or (self._remembered is not None and self._remembered[2] is prefix):
+            return
+        self._remembered = seq, seq.num_tokens, prefix
+        for pool in self.pools:
+            pool.watched, pool.has_lost_watched = set(), False
+        for blocks, table in zip(self._groups, prefix.tables, strict=True):
+            blocks.pool.watched.update(table)
+
+    def _recall(self, seq: Sequence) -> Prefix | None:
+        """Return the remembered prefix of `seq`, if its blocks are still in the index and it cannot be longer now: a
+        group of all tokens has not got the next block. Finding a prefix takes a millisecond for 100,000 tokens."""
+        if self._remembered is None or self._remembered[0] is not seq or self._whole is None:
+            return None
+        _, num_tokens, prefix = self._remembered
+        next_block = prefix.num_tokens // self.block_size
+        if num_tokens != seq.num_tokens or any(pool.has_lost_watched for pool in self.pools):
+            return None
+        if next_block < (num_tokens - 1) // self.block_size and self._whole.has(seq.block_hashes, next_block):
+            return None
+        return prefix
 
     def swap_in(self, seq: Sequence, num_step_tokens: int) -> bool:
         """Bring the blocks of `seq` back from the host, if all its other tokens fit too."""

@@ -214,7 +214,7 @@ class SamplingTable:
         for array, value in zip(self._values.values(), values, strict=True):
             array[row] = value
         if self._grammars is not None:
-            output = admission.token_ids[admission.num_prompt_tokens :]
+            output = admission.token_ids[admission.num_prompt_tokens :].tolist()
             self._grammars.admit(row, params, output, admission.stop_token_ids)
         needs_settings = params.temperature > 0 or params.wants_logprobs or is_special or params.grammar is not None
         (self._needs_settings.add if needs_settings else self._needs_settings.discard)(row)

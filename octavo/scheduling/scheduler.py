@@ -26,10 +26,12 @@ nothing, and `update` drops the row's result.
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 
 from octavo.config import SchedulerConfig
 from octavo.errors import RequestError
+from octavo.kv_cache.block_hashes import split_hashes
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.lora.pool import AdapterPool
 from octavo.request import EngineRequest, Prompt, SequenceOutput
@@ -99,7 +101,8 @@ class Scheduler:
             key=(0, self._num_arrivals),  # replaced below: the sort key needs the sequence
             seed=(request.params.seed or 0) % 2**64,
             stop_reasons=stop_reasons(request),
-            token_ids=list(request.prompt.token_ids),
+            token_ids=array("i", request.prompt.token_ids),
+            block_hashes=split_hashes(request.block_hashes),
             num_pending_forks=request.params.num_sequences - 1,
         )
         seq.key = (self._sort_key(seq), self._num_arrivals)
@@ -229,7 +232,7 @@ class Scheduler:
         assert self._speculation is not None
         if num_forks > 1:
             for fork in self.queues.siblings(seq):
-                self._speculation.accept(fork, fork.token_ids[-1:], None)
+                self._speculation.accept(fork, fork.token_ids[-1:].tolist(), None)
         elif not seq.has_ended:
             self._speculation.accept(seq, tokens, drafts)
 

@@ -101,7 +101,7 @@ class Step:
 def _admission(seq: Sequence, row: int) -> Admission:
     return Admission(
         row=row,
-        token_ids=list(seq.token_ids),
+        packed_tokens=seq.token_ids.tobytes(),
         num_prompt_tokens=seq.num_prompt_tokens,
         block_tables=[list(table) for table in seq.block_tables],
         params=seq.params,

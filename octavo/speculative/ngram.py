@@ -8,6 +8,7 @@ token is right.
 
 from __future__ import annotations
 
+from octavo.request import Tokens
 from octavo.sequence import Sequence
 from octavo.speculative.proposer import NO_PROPOSAL, Proposal, ReadingShare
 
@@ -29,14 +30,14 @@ class NgramIndex:
         self.num_read = 0
         self._ends: list[dict[int, int]] = [{} for _ in self.lengths]  # hash of an n-gram -> the place behind it
 
-    def read(self, tokens: list[int], end: int, most: int) -> None:
+    def read(self, tokens: Tokens, end: int, most: int) -> None:
         """Index the n-grams that end before `end`, at `most` more places."""
         begin, self.num_read = self.num_read, min(end, self.num_read + most)
         for n, ends in zip(self.lengths, self._ends, strict=True):
             for i in range(max(begin + 1, n), self.num_read + 1):
                 ends[hash(tuple(tokens[i - n : i]))] = i
 
-    def find(self, tokens: list[int]) -> tuple[int, int] | None:
+    def find(self, tokens: Tokens) -> tuple[int, int] | None:
         """(place, n): the longest n-gram at the end of `tokens`, a text, that the index has, and what it is followed
         by."""
         for n, ends in zip(self.lengths, self._ends, strict=True):
@@ -57,12 +58,12 @@ class LookupState:
         self.length = 0  # tokens before it that agree
         self.left = (-1, 0)  # the place at which it was left last, and the tokens of the sequence then
 
-    def follow(self, tokens: list[int], source: list[int]) -> bool:
+    def follow(self, tokens: Tokens, source: Tokens) -> bool:
         """Go on with the tokens that are new. Returns whether the source has them all."""
         if self.place < 0:
             return False
-        new = tokens[self.num_seen :]
-        if source[self.place : self.place + len(new)] != new:
+        new = list(tokens[self.num_seen :])
+        if list(source[self.place : self.place + len(new)]) != new:
             return False
         self.place += len(new)
         self.length += len(new)
@@ -99,7 +100,7 @@ class NgramProposer:
             return NO_PROPOSAL
         return Proposal(tuple(tokens[state.place : state.place + most]), _level(state.length))
 
-    def _return(self, state: LookupState, tokens: list[int]) -> tuple[int, int] | None:
+    def _return(self, state: LookupState, tokens: Tokens) -> tuple[int, int] | None:
         """(place, n): a quote goes on, near the place at which it was left, after `n` tokens that agree."""
         place, num_tokens = state.left
         if place < 0 or len(tokens) > num_tokens + _QUOTE_GAP:
@@ -136,16 +137,16 @@ class PredictionProposer:
         """Nothing outlasts the sequence."""
 
 
-def _find_next(end: list[int], text: list[int], begin: int, lengths: tuple[int, ...]) -> tuple[int, int] | None:
+def _find_next(end: Tokens, text: Tokens, begin: int, lengths: tuple[int, ...]) -> tuple[int, int] | None:
     """(place, n): what follows the next occurrence in `text`, behind `begin`, of the longest n-gram at the `end` of
     another. `lengths` are those of n-grams, the longest first."""
     for n in lengths:
-        wanted, place = end[-n:], begin
+        wanted, place = list(end[-n:]), begin
         while len(wanted) == n:
             try:
                 place = text.index(wanted[-1], place) + 1
             except ValueError:
                 break
-            if text[max(place - n, 0) : place] == wanted:
+            if list(text[max(place - n, 0) : place]) == wanted:
                 return place, n
     return None

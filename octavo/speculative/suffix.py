@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from octavo.request import Tokens
 from octavo.sequence import Sequence
 from octavo.speculative.proposer import NO_PROPOSAL, Proposal, ReadingShare
 
@@ -153,7 +154,7 @@ class SuffixProposer:
         drafted = tuple(automaton.continuation(place, most, self._least_probability)) if most else ()
         return Proposal(drafted, min(length.bit_length(), 7))
 
-    def _match(self, state: _State, tokens: list[int]) -> None:
+    def _match(self, state: _State, tokens: Tokens) -> None:
         """Bring the places in recent answers up to date."""
         if not self._max_requests:
             return

@@ -18,6 +18,7 @@ from octavo.engine.input_processor import InputProcessor
 from octavo.engine.off_loop import MAX_INLINE_LENGTH
 from octavo.engine.wire import decode_frontend_message, encode_message
 from octavo.errors import RequestError
+from octavo.kv_cache.block_hashes import HASH_BYTES, prompt_hashes
 from octavo.loading.checkpoint import Checkpoint
 from octavo.request import Prompt
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
@@ -250,6 +251,13 @@ def test_every_end_token_of_the_model_counts_if_the_model_can_say_it(model: Mode
     assert InputProcessor(engine_config(other), tokenizer).eos_token_ids == [EOS, 4, 9]
 
 
+def test_block_hashes_are_made_in_front_of_the_core(inputs: InputProcessor) -> None:
+    request = inputs.process({"prompt": "one two three " * 6, "cache_salt": "é"}, SamplingParams())
+    size = inputs._hashed_size
+    assert size and request.block_hashes == prompt_hashes(request.prompt, size)
+    assert len(request.block_hashes) == len(request.prompt.token_ids) // size * HASH_BYTES > 0
+
+
 def test_whatever_is_accepted_can_cross_the_wire(inputs: InputProcessor) -> None:
     params = SamplingParams(
         n=2, best_of=3, temperature=10**30, top_p=0.5, top_k=2**62, seed=2**64 - 1, stop=["\n", "👩"],
@@ -258,6 +266,8 @@ def test_whatever_is_accepted_can_cross_the_wire(inputs: InputProcessor) -> None
     )  # fmt: skip
     request = inputs.process({"prompt": "x", "cache_salt": "é"}, params)
     received = decode_frontend_message(encode_message(request))
+    assert received.prompt.token_ids.tolist() == request.prompt.token_ids, "an array, which is copied in no time"
+    msgspec.structs.force_setattr(received.prompt, "token_ids", request.prompt.token_ids)
     assert msgspec.to_builtins(received) == msgspec.to_builtins(request)
 
 

@@ -21,7 +21,7 @@ def request(name: str, tokens: list[int], max_tokens: int = 1, **prompt: Any) ->
 
 
 def route(router: Router, one: EngineRequest, available: Iterable[int]) -> int:
-    return router.route(one, block_hashes(one.prompt, SIZE), available)
+    return router.route(one, block_hashes(one, SIZE), available)
 
 
 def test_a_prefix_attracts_its_own_kind_only_and_less_than_a_load_repels() -> None:

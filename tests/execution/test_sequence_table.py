@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import Padding, StepArrays, StepLayout, StepShape, pad
 from octavo.kv_cache.groups import CacheGroup, LayerCacheSpec
+from octavo.request import pack_tokens
 from octavo.sampling.sampling_table import Samples
 from octavo.sampling_params import SamplingParams
 from octavo.step_plan import Admission, NewBlock, PlannedRow, StepPlan
@@ -30,7 +31,7 @@ Tables = dict[int, list[list[int]]]  # by row, then by group
 
 
 def admission(row: int, tokens: list[int], blocks: list[list[int]]) -> Admission:
-    return Admission(row, tokens, len(tokens), blocks, SamplingParams(), [], 0, 0)
+    return Admission(row, pack_tokens(tokens), len(tokens), blocks, SamplingParams(), [], 0, 0)
 
 
 def table() -> SequenceTable:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
-from octavo.kv_cache.block_hashes import extend_block_hashes
+import pytest
+
+from octavo.kv_cache import block_hashes
+from octavo.kv_cache.block_hashes import extend_block_hashes, prompt_hashes, split_hashes
 from octavo.request import EngineRequest, MediaItem, Prompt
 from octavo.sampling_params import SamplingParams
 from octavo.sequence import Sequence
@@ -14,7 +18,7 @@ SIZE = 4
 
 def sequence(tokens: list[int], **prompt: Any) -> Sequence:
     request = EngineRequest("r", Prompt(tokens, **prompt), SamplingParams(), [0], 16, 0.0)
-    return Sequence(request=request, key=(0, 0), seed=0, token_ids=list(tokens))
+    return Sequence(request=request, key=(0, 0), seed=0, token_ids=array("i", tokens))
 
 
 def hashes(tokens: list[int], **prompt: Any) -> list[bytes]:
@@ -30,9 +34,19 @@ def test_hashes_depend_on_tokens_and_parents_and_grow_with_the_tokens() -> None:
     assert hashes([5, 6, 7, 8, 5, 6, 7, 8])[0] != hashes([5, 6, 7, 8, 5, 6, 7, 8])[1]
     seq = sequence([1, 2, 3, 4, 5, 6, 7])
     extend_block_hashes(seq, SIZE)
-    seq.token_ids += [8, 9]
+    seq.token_ids.extend([8, 9])
     extend_block_hashes(seq, SIZE)
     assert seq.block_hashes == long
+
+
+def test_hashes_that_a_request_brings_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, salted = list(range(11)), {"cache_salt": "x"}
+    seq, expected = sequence(tokens, **salted), hashes(tokens, **salted)
+    seq.block_hashes = split_hashes(prompt_hashes(seq.request.prompt, SIZE))
+    assert seq.block_hashes == expected
+    monkeypatch.setattr(block_hashes, "_digest", None)
+    extend_block_hashes(seq, SIZE)
+    assert seq.block_hashes == expected
 
 
 def test_salt_and_adapter_are_part_of_every_hash_and_are_not_mistaken_for_each_other() -> None:

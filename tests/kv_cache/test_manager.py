@@ -86,6 +86,28 @@ def test_prompt_logprobs_and_a_disabled_cache_find_nothing() -> None:
     assert prefix_of(off, [1, 2, 3, 4, 5]) == []
 
 
+def test_the_prefix_of_a_sequence_that_waits_is_found_once_until_it_changes() -> None:
+    cache = manager(num_blocks=8)
+    tokens = list(range(7 * SIZE))
+    owner = sequence(tokens[: 2 * SIZE + 1])
+    compute(cache, owner)
+    waiting = sequence([*tokens, *range(100, 120)])
+    found = cache.find_prefix(waiting)
+    assert found.num_tokens == 2 * SIZE and not cache.share_prefix(waiting, found, 100)
+    assert cache.find_prefix(waiting) is found, "nothing was looked up"
+    longer = sequence(tokens[: 3 * SIZE + 1])
+    assert cache.share_prefix(longer, cache.find_prefix(longer), 100)
+    cache.grow(longer, longer.num_tokens)
+    longer.num_computed_tokens = longer.num_tokens
+    cache.register_computed(longer, longer.num_tokens)
+    again = cache.find_prefix(waiting)
+    assert again.num_tokens == 3 * SIZE and not cache.share_prefix(waiting, again, 100)
+    cache.release(longer)
+    cache.release(owner)
+    compute(cache, sequence(list(range(200, 200 + 7 * SIZE))))  # which takes blocks of the prefix
+    assert cache.find_prefix(waiting).num_tokens < 3 * SIZE
+
+
 def test_only_full_computed_blocks_are_indexed() -> None:
     cache = manager()
     seq = sequence([1, 2, 3, 4, 5, 6, 7, 8])

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo import ops
-from octavo.request import TokenLogprobs
+from octavo.request import TokenLogprobs, pack_tokens
 from octavo.sampling.random import uniform
 from octavo.sampling.sampler import sample_tokens, write_settings
 from octavo.sampling.sampling_table import Samples as DrawnFor
@@ -51,7 +51,8 @@ def sample(rows: list[Row]) -> Samples:
     for place, row in zip(places.tolist(), rows, strict=True):
         known = row.prompt + row.output
         tokens[place, : len(known)] = known
-        table.admit(Admission(place, known, len(row.prompt), [[]], row.params, row.stop_token_ids, row.seed, row.index))
+        packed, num_prompt = pack_tokens(known), len(row.prompt)
+        table.admit(Admission(place, packed, num_prompt, [[]], row.params, row.stop_token_ids, row.seed, row.index))
     lengths = np.array([len(row.prompt) + len(row.output) for row in rows], np.int64)
     batch = table.build(DrawnFor(places, np.zeros(len(rows), np.int64), lengths), tokens)
     logits = torch.stack([row.logits for row in rows]).numpy()

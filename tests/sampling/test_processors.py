@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.ops import cpu
+from octavo.request import pack_tokens
 from octavo.sampling.processors import process_logits
 from octavo.sampling.sampling_table import RowSettings, Samples, SamplingTable, SpecialSample
 from octavo.sampling_params import SamplingParams
@@ -251,10 +252,10 @@ def test_the_error_of_a_processor_names_it_and_says_what_it_should_have_returned
 def test_a_plain_request_is_not_processed_at_all() -> None:
     table = SamplingTable(3)
     plain = SamplingParams(top_k=5, top_p=0.5, temperature=2.0, logprobs=1, stop_token_ids=[3])
-    table.admit(Admission(0, [1, 2], 1, [[]], plain, [0], 1, 0))
-    table.admit(Admission(1, [1, 2], 1, [[]], SamplingParams(presence_penalty=0.1), [0], 1, 0))
+    table.admit(Admission(0, pack_tokens([1, 2]), 1, [[]], plain, [0], 1, 0))
+    table.admit(Admission(1, pack_tokens([1, 2]), 1, [[]], SamplingParams(presence_penalty=0.1), [0], 1, 0))
     samples = Samples(np.array([0, 1, 0], np.int64), np.zeros(3, np.int64), np.full(3, 2))
     batch = table.build(samples, np.zeros((3, 9), np.int32))
     assert [special.sample for special in batch.special] == [1]
-    table.admit(Admission(1, [1, 2], 1, [[]], plain, [0], 1, 0))
+    table.admit(Admission(1, pack_tokens([1, 2]), 1, [[]], plain, [0], 1, 0))
     assert table.build(samples, np.zeros((3, 9), np.int32)).special == []

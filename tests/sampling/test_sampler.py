@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.request import pack_tokens
 from octavo.sampling.random import uniform
 from octavo.sampling.sampling_table import Samples, SamplingTable
 from octavo.sampling_params import SamplingParams
@@ -242,7 +243,7 @@ def test_the_first_tokens_of_forks_are_those_that_their_own_rows_would_draw() ->
     logits = random_logits(1000, seed=8)
     count = 8
     table = SamplingTable(2)
-    table.admit(Admission(1, [3, 4], 2, [[]], SamplingParams(n=count), [], 9, 0))
+    table.admit(Admission(1, pack_tokens([3, 4]), 2, [[]], SamplingParams(n=count), [], 9, 0))
     rows = np.full(count, 1, np.int64)
     samples = Samples(rows, np.arange(count), np.full(count, 2, np.int64))
     batch = table.build(samples, np.zeros((2, 4), np.int32))

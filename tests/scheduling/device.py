@@ -44,7 +44,7 @@ class Device:
             self._move(moves.swap_in, host_memory, memory)
         for admission in plan.admissions:
             tables = [list(table) for table in admission.block_tables]
-            self.rows[admission.row] = Row(admission, list(admission.token_ids), tables)
+            self.rows[admission.row] = Row(admission, admission.token_ids.tolist(), tables)
         for row, group, position, block in plan.new_blocks:
             table = self.rows[row].block_tables[group]
             table[position : position + 1] = [block]

@@ -31,7 +31,7 @@ def step(s: Scheduler, *offers: Offer) -> list[SequenceOutput]:
 
 
 def outputs_of(s: Scheduler) -> list[list[int]]:
-    return sorted(seq.token_ids[seq.num_prompt_tokens :] for seq in s.queues)
+    return sorted(seq.token_ids[seq.num_prompt_tokens :].tolist() for seq in s.queues)
 
 
 def test_the_best_continuations_live_on_whatever_beam_they_come_from() -> None:

@@ -69,7 +69,7 @@ def test_what_was_computed_of_wrong_guesses_is_undone() -> None:
     assert planned.num_tokens == 9
     assert output.token_ids == [11, 99]
     [seq] = s.queues
-    assert (seq.token_ids[6:], seq.num_computed_tokens) == ([10, 11, 99], 8)
+    assert (seq.token_ids[6:].tolist(), seq.num_computed_tokens) == ([10, 11, 99], 8)
     assert len(seq.block_tables[0]) == s.cache.pools[0].num_used == 2, "blocks for guesses that were wrong are free"
     assert sum(key is not None for key in s.cache.pools[0].hashes) == 2, "full blocks of tokens that stand are indexed"
     stats = s.take_stats()
