@@ -292,9 +292,10 @@ class AsyncLLMEngine(EngineCalls):
             if await self._wait_until_accepted(stream):
                 state = self._outputs.add(request, external_id, answer)
                 stream.follow(state)
-                for token_ids in request.begun:
-                    yield self._outputs.replay(state, token_ids)
-                self._take(state)
+                replayed = [self._outputs.replay(state, token_ids) for token_ids in request.begun]
+                self._take(state)  # before a caller that is slow: a request that no core has would pass for a hang
+                for output in replayed:
+                    yield output
             while True:
                 output = await stream.get()
                 yield output

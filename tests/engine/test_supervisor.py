@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from octavo import SamplingParams
 from octavo.engine import restart_policy
 from octavo.engine.async_engine import AsyncLLMEngine
 from octavo.engine.core_client import CoreClient
 from octavo.engine.wire import FrontendMessage, SetPaused
 from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError, RequestError
 from octavo.metrics.prometheus import EngineMetrics
+from octavo.request import EngineRequest
 from tests.engine.stub_engine import ANSWER, EXIT, FAIL, HANG, THREE_CORES, ask, until_ready
 from tests.waiting import Clock, until
 
@@ -237,3 +239,23 @@ def test_a_halted_engine_stays_halted_with_its_next_core(
         await engine.resume_generation()
 
     with_engine(use, max_restarts=1)
+
+
+def test_a_request_that_another_server_began_is_with_the_core_before_its_caller_has_read(
+    with_engine: Callable[..., EngineMetrics], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a slow caller's request would pass for a hang, or go to a core that is started again twice."""
+    sent: list[FrontendMessage] = []
+    send = CoreClient.send
+    monkeypatch.setattr(CoreClient, "send", lambda core, message: (sent.append(message), send(core, message))[1])
+
+    async def use(engine: AsyncLLMEngine) -> None:
+        params = SamplingParams(max_tokens=9, detokenize=False)
+        request = engine.inputs.process({"prompt_token_ids": HANG}, params)
+        request.begun = [[70, 71], [72]]
+        outputs = engine.generate_from(request)
+        assert (await anext(outputs)).outputs[0].token_ids[:2] == [70, 71]
+        assert [one.output_token_ids for one in sent if isinstance(one, EngineRequest)] == [{0: [70, 71, 72]}]
+        await outputs.aclose()
+
+    with_engine(use)
