@@ -6,7 +6,7 @@ out of the window of every token still to compute are `NULL_BLOCK`.
 
 from __future__ import annotations
 
-from octavo.kv_cache.block_pool import BlockPool
+from octavo.kv_cache.block_pool import BlockPool, Changes, Copies
 from octavo.kv_cache.groups import NULL_BLOCK
 
 NO_BLOCK = -1  # no block has this number
@@ -80,21 +80,14 @@ class AttentionBlocks:
         )
         return max(num_new, 0) + num_copied - num_left
 
-    def free_out_of_window(self, table: list[int], num_computed: int, changed: list[tuple[int, int, int]]) -> None:
+    def free_out_of_window(self, table: list[int], num_computed: int, changed: Changes) -> None:
         """Release the blocks that tokens from `num_computed` on do not see."""
         for i in self._out_of_window(table, num_computed):
             self.pool.release(table[i])
             table[i] = self.null
             changed.append((self.group, i, self.null))
 
-    def allocate(
-        self,
-        table: list[int],
-        num_computed: int,
-        num_tokens: int,
-        copies: list[tuple[int, int]],
-        changed: list[tuple[int, int, int]],
-    ) -> None:
+    def allocate(self, table: list[int], num_computed: int, num_tokens: int, copies: Copies, changed: Changes) -> None:
         """Allocate blocks for tokens num_computed .. num_tokens, and copy shared blocks that will be written."""
         pool = self.pool
         for i in range(num_computed // self.block_size, len(table)):

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+Copies = list[tuple[int, int]]  # of blocks: (source, target)
+Changes = list[tuple[int, int, int]]  # entries of block tables: (group, position, block)
+
 
 class BlockState(IntEnum):
     """What a block is used for, for `/ui` and debugging."""

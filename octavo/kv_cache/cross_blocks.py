@@ -7,7 +7,7 @@ A sequence without media has none. They are not in the prefix index: tokens do n
 
 from __future__ import annotations
 
-from octavo.kv_cache.block_pool import BlockPool
+from octavo.kv_cache.block_pool import BlockPool, Changes, Copies
 
 
 class CrossBlocks:
@@ -37,17 +37,10 @@ class CrossBlocks:
     def num_needed(self, table: list[int], num_computed: int, num_rows: int) -> int:
         return self._num_blocks(num_rows) - len(table)
 
-    def free_out_of_window(self, table: list[int], num_computed: int, changed: list[tuple[int, int, int]]) -> None:
+    def free_out_of_window(self, table: list[int], num_computed: int, changed: Changes) -> None:
         """There is no window."""
 
-    def allocate(
-        self,
-        table: list[int],
-        num_computed: int,
-        num_rows: int,
-        copies: list[tuple[int, int]],
-        changed: list[tuple[int, int, int]],
-    ) -> None:
+    def allocate(self, table: list[int], num_computed: int, num_rows: int, copies: Copies, changed: Changes) -> None:
         """Allocate all blocks of the sequence with its first tokens."""
         for i in range(len(table), self._num_blocks(num_rows)):
             table.append(self.pool.allocate())

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from octavo.kv_cache.attention_blocks import AttentionBlocks
 from octavo.kv_cache.block_hashes import extend_block_hashes
-from octavo.kv_cache.block_pool import BlockPool
+from octavo.kv_cache.block_pool import BlockPool, Changes
 from octavo.kv_cache.cross_blocks import CrossBlocks
 from octavo.kv_cache.groups import CacheGroup
 from octavo.kv_cache.state_blocks import MAX_DRAFT_TOKENS, StateBlocks
@@ -25,8 +25,6 @@ UNLIMITED = 2**62
 # prompt that continues an answer computes at most so many blocks again.
 _SNAPSHOT_BLOCKS = 8
 _NOT_KEPT = -1  # in a table of host blocks: the device's has the null block there
-
-Changes = list[tuple[int, int, int]]  # entries of block tables: (group, position, block)
 
 
 @dataclass(frozen=True, slots=True)

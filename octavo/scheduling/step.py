@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 
-from octavo.kv_cache.manager import Changes
+from octavo.kv_cache.block_pool import Changes
 from octavo.scheduling.time_limit import TimeLimit
 from octavo.sequence import Sequence
 from octavo.step_plan import Admission, NewBlock, PlannedRow, StepPlan
