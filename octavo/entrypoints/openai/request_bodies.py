@@ -371,7 +371,7 @@ class GenerationRequest(SamplingRequest):
             raise RequestError("prompt_logprobs is only allowed when stream is false.", param="prompt_logprobs")
         if self.resume is not None and not self.is_resumable:
             raise RequestError(
-                "resume goes with a stream of one answer to one prompt, without log-probabilities and beams.",
+                "resume goes with a stream of one answer to one prompt, without log-probabilities, beams and store.",
                 param="resume",
             )
         return self
@@ -516,6 +516,10 @@ class ChatCompletionRequest(GenerationRequest, TemplateRequest):
     def _own_params(self) -> dict[str, Any]:
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return {"max_tokens": max_tokens} | ({"logprobs": self.top_logprobs or 0} if self.logprobs else {})
+
+    @property
+    def is_resumable(self) -> bool:
+        return super().is_resumable and not self.store  # clients may not choose the id of what is kept
 
     @property
     def forces_calls(self) -> bool:

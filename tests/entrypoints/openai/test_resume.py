@@ -55,8 +55,12 @@ def test_only_streams_of_one_answer_are_resumable(http: httpx.Client, engine: Fa
     about = {"id": "cmpl-1", "created": 1, "seed": 1}
     for fields, says in (
         ({"stream": False, "resume": {**about, "tokens": []}}, "goes with a stream"),
+        ({"n": 2, "resume": {**about, "tokens": []}}, "goes with a stream"),
         ({"resume": {**about, "tokens": [[2000]]}}, "beyond the model's"),
         ({"max_tokens": 2, "resume": {**about, "tokens": [[5], [6]]}}, "all 2 tokens"),
     ):
         refused = http.post(path, json={"model": MODEL, "stream": True, "prompt": "a", **fields})
         assert refused.status_code == 400 and says in refused.json()["error"]["message"]
+    stored = {"messages": [{"role": "user", "content": "x"}], "stream": True, "store": True}
+    refused = http.post("/v1/chat/completions", json={**stored, "resume": {**about, "tokens": []}})
+    assert refused.status_code == 400 and "store" in refused.json()["error"]["message"]
