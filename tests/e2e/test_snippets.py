@@ -1,11 +1,23 @@
-"""What users of vLLM have, run as it is but for the package's name, the model's and the port."""
+"""What users of vLLM have, run as it is but for the package's name, the model's and the port; and docs/tutorial_*.md,
+run as they are written but for the ports.
+
+The blocks of a tutorial run in order, in one namespace of Python's. A server of `octavo serve` lives to the page's end.
+A block of `text` is what the block before it prints, with … for anything. `<!-- not run: reason -->` leaves the next
+block out.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
+import re
+import shlex
 import subprocess
+import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +28,9 @@ from tests.e2e.server import Server, running_server
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).parents[2]
+TUTORIALS = sorted(path.stem for path in (ROOT / "docs").glob("tutorial_*.md"))
+BLOCK = re.compile(r"^(<!-- not run: .+ -->\n)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAME = "facebook/opt-125m"  # what the snippets call their model
 KEY = "token-abc123"
 
@@ -227,3 +242,56 @@ def test_the_plain_server_and_its_client(tmp_path: Path) -> None:
                 lines = [json.loads(line)["text"] for line in response.read().split(b"\n") if line]
             assert len(lines[-1]) == 2
             assert all(text.startswith("San Francisco is a") for text in lines[-1])
+
+
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_a_tutorial_runs_as_it_is_written(name: str, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / f"{name}.md").read_text()
+    (tmp_path / "octavo").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m octavo.entrypoints.cli.main "$@"\n')
+    (tmp_path / "octavo").chmod(0o755)
+    urls: dict[str, str] = {}  # of the servers, by the page's ports
+    variables: dict[str, Any] = {"__name__": "__main__"}
+    printed, num_compared = "", 0
+    with contextlib.ExitStack() as servers:
+
+        def serve(flags: list[str]) -> None:
+            at = flags.index("--port") if "--port" in flags else len(flags)
+            server = servers.enter_context(running_server(tmp_path, *flags[:at], *flags[at + 2 :]))
+            urls[flags[at + 1] if at < len(flags) else "8000"] = server.url
+
+        for not_run, language, code in BLOCK.findall(page):
+            for port, url in urls.items():
+                code = code.replace(f"http://localhost:{port}", url)
+            if language == "text":
+                expected = ".*".join(map(re.escape, code.strip().split("…")))
+                assert re.search(expected, printed, re.DOTALL), f"{code} is not in: {printed}"
+                num_compared += 1
+            elif language == "bash" and not not_run:
+                printed = _run_shell(code, tmp_path, serve)
+            elif language == "python" and not not_run:
+                out = io.StringIO()
+                with contextlib.redirect_stdout(out):
+                    exec(compile(code, name, "exec"), variables)
+                printed = out.getvalue()
+    assert urls and num_compared
+
+
+def _run_shell(code: str, folder: Path, serve: Callable[[list[str]], None]) -> str:
+    """Run commands, with `octavo serve` by `serve`, and return what they print."""
+    others = []
+    for line in code.replace("\\\n", "").splitlines():
+        words = shlex.split(line.rstrip(" &"), comments=True)
+        if words[:2] == ["octavo", "serve"] or words[:1] == ["scripts/serve"]:
+            serve(words[1:] if words[0] == "scripts/serve" else words[2:])
+        else:
+            others.append(line)
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", "\n".join(others)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
