@@ -62,3 +62,14 @@ def test_a_client_works_as_it_is(server: Server, pooling: Server, client: str, t
     done = subprocess.run(command, capture_output=True, text=True, **running)
     assert done.returncode == 0, done.stderr[-5000:]
     server.wait_until_idle()
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
+def test_ollamas_javascript_client_works_as_it_is(server: Server, pooling: Server, tmp_path: Path) -> None:
+    program = tmp_path / "program.mjs"
+    program.write_text((PROGRAMS.parent / "ollama.mjs").read_text())
+    if reason := why_not(["npm", "install", "--no-audit", "--no-fund", "ollama@0.6.4"], cwd=tmp_path):
+        pytest.skip(f"ollama cannot be installed here: {reason}")
+    done = subprocess.run(["node", str(program), server.url, pooling.url], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr[-5000:]
+    server.wait_until_idle()
