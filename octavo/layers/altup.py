@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
-from octavo.loading.weights import floats
+from octavo.layers.zero_rows import ZeroRows
 from octavo.ops import Array
 from octavo.quantization import StoredWeight
 
@@ -41,9 +39,8 @@ class AltUp:
             names = (f"{name}.{i}.weight" for i in range(count - 1))
             return [parameters.weights.take_matrix(name, (size, size)) for name in names]
 
-        # The first stream is the embedding itself: a product with the identity copies it to its place.
-        own = floats(np.eye(size, dtype=parameters.dtype))
-        self._projections = ops.pack_linear([own, *taken(PROJECTIONS)]) if is_first else None
+        self._projections = ops.pack_linear(taken(PROJECTIONS)) if is_first else None
+        self._streams = ZeroRows(size, count * size, parameters) if is_first else None
         self._unembed = [ops.pack_linear([matrix]) for matrix in taken(UNEMBED)] if is_last else []
         weights = [*self._unembed, *([] if self._projections is None else [self._projections])]
         parameters.num_matrix_bytes += sum(weight.num_bytes for weight in weights)
@@ -54,12 +51,12 @@ class AltUp:
         """Return the residual streams [T, streams * H]: hidden [T, H], then projections of it, scaled to the same
         magnitude."""
         ops, rows = self._ops, hidden.shape[0]
-        assert self._projections is not None, "the first stage expands"
-        residual_streams = ops.linear(hidden, self._projections, self._dtype)
-        others = residual_streams[:, self._size :]
+        assert self._projections is not None and self._streams is not None, "the first stage expands"
+        others = ops.linear(hidden, self._projections, self._dtype)
         normed = self._norm.forward(others.reshape(rows, self._count - 1, self._size)).reshape(rows, -1)
-        ops.add(others, others, -1.0)
-        ops.add(others, ops.multiply(normed, self._magnitude(hidden)))
+        residual_streams = self._streams.of(hidden)
+        ops.add(residual_streams[:, : self._size], hidden)
+        ops.add(residual_streams[:, self._size :], ops.multiply(normed, self._magnitude(hidden)))
         return residual_streams
 
     def merge(self, residual_streams: Array) -> Array:

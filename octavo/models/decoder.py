@@ -21,6 +21,7 @@ from octavo.layers.per_layer_embeddings import PerLayerEmbeddings
 from octavo.layers.pooler import Pooler
 from octavo.layers.positions import position_table
 from octavo.layers.projection_head import ProjectionHead
+from octavo.layers.zero_rows import ZeroRows
 from octavo.loading.weights import Weights
 from octavo.models.altup_block import AltUpBlock
 from octavo.models.block import Block, BlockBuilder, BlockLike, TablesAndCache, caches_of_layers
@@ -115,18 +116,16 @@ class Decoder:
             self._token_types = parameters.array(description.token_types_name, (num_types, size))
 
     def _build_embedding_carriers(self, parameters: Parameters) -> None:
-        """Build identity matrices that write the embedding next to hidden states. A product with an identity matrix can
-        be recorded; a copy cannot."""
-        description, size, dtype = self.description, self.hidden_size, parameters.dtype
+        """Build what makes rows of zeros, to whose end the embedding is added."""
+        description, size = self.description, self.hidden_size
         # Reused layers read rows [hidden, embedding].
-        self._embedding_to_reused_input: LinearWeight | None = None
+        self._reused_input: ZeroRows | None = None
         if any(description.layers[i].reused is not None for i in description.stage):
-            self._embedding_to_reused_input = parameters.packed(np.eye(2 * size, size, -size, dtype))
+            self._reused_input = ZeroRows(size, 2 * size, parameters)
         # The next stage reads rows [residual streams, embedding].
-        self._embedding_to_stage_output: LinearWeight | None = None
+        self._stage_output: ZeroRows | None = None
         if description.carries_embedding and not description.is_last_stage:
-            width = description.stage_width
-            self._embedding_to_stage_output = parameters.packed(np.eye(width, size, size - width, dtype))
+            self._stage_output = ZeroRows(size, description.stage_width, parameters)
 
     def _build_blocks(self, block: BlockBuilder, parameters: Parameters) -> dict[int, BlockLike]:
         """Build the blocks of this stage, by layer."""
@@ -279,10 +278,10 @@ class Decoder:
         if self._per_layer_embeddings is not None:
             per_layer_inputs = self._per_layer_embeddings.embed(batch.token_ids, embedding)
         stage_output = padded_embedding = None
-        if self._embedding_to_stage_output is not None:
-            stage_output = self._ops.linear(embedding, self._embedding_to_stage_output, self._dtype)
-        if self._embedding_to_reused_input is not None:
-            padded_embedding = self._ops.linear(embedding, self._embedding_to_reused_input, self._dtype)
+        if self._stage_output is not None:
+            stage_output = self._stage_output.ending_in(embedding)
+        if self._reused_input is not None:
+            padded_embedding = self._reused_input.ending_in(embedding)
         if self._altup is not None and self.description.is_first_stage:
             residual = self._altup.expand(residual)
         caches_with_tables = self._with_tables(batch, caches)

@@ -15,6 +15,7 @@ from pathlib import Path
 from threading import Barrier
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -160,6 +161,34 @@ def test_a_model_in_stages_gives_the_bits_of_the_whole(name: str, ops: Ops, tmp_
     staged: Any = Staged(description, arrays, ops, [len(layers) for layers in stage_layers(description, 2)])
     for found, expected in zip(all_logits(staged, ops, sequences), all_logits(whole, ops, sequences), strict=True):
         assert torch.equal(found, expected)
+
+
+class PackingOps:
+    """Operations that keep the matrices that they pack."""
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops, self.packed = ops, list[Any]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def pack_linear(self, parts: Sequence[Any], *args: Any, **more: Any) -> Any:
+        self.packed += parts
+        return self._ops.pack_linear(parts, *args, **more)
+
+
+@pytest.mark.parametrize("name", ["zamba 2", "gemma 3n"])
+def test_no_product_only_copies(name: str, ops: Ops, tmp_path: Path) -> None:
+    """A matrix with one number in each column, as identity matrices have, costs as much as any other."""
+    model = EVERY[name]
+    model.save(model.reference(seed=1), tmp_path)
+    description = describe(json.loads((tmp_path / "config.json").read_text()))
+    arrays = {n: tensor.numpy() for n, tensor in load_file(tmp_path / "model.safetensors").items()}
+    packing: Any = PackingOps(ops)
+    build(with_stage(description, range(len(description.layers))), PassingWeights(arrays), packing, 128, "float32")
+    assert len(packing.packed) > 10
+    several = [part for part in packing.packed if part.shape[0] > 1]
+    assert not [part.shape for part in several if (np.count_nonzero(part.data, 0) == 1).all()]
 
 
 def test_layers_are_shared_out_among_stages() -> None:
