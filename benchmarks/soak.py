@@ -131,7 +131,7 @@ class Soak:
             async for line in response.aiter_lines():
                 if line == "data: [DONE]":
                     done = True
-                elif line:
+                elif line.startswith("data: "):  # others are comments that keep a stream open while it pauses
                     event = json.loads(line.removeprefix("data: "))
                     if "error" in event:
                         return str(event["error"]["code"])
