@@ -52,8 +52,10 @@ Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 
 class FlagParser(argparse.ArgumentParser):
     """Accepts flags with underscores and with hyphens, as vLLM does, but no abbreviations. For unknown flags it says
-    what to do instead. `--help=WORD` shows the flags with the word in their names."""
+    what to do instead. `--help=WORD` shows the flags with the word in their names, `--help=all` all of them."""
 
+    # What --help shows: names of flags by the title of their group. Empty: all flags.
+    common_flags: Mapping[str, Sequence[str]] = types.MappingProxyType({})
     # Returns more words for the command line, from its parsed arguments and its words; they come behind its own.
     more_words: Callable[[argparse.Namespace, Sequence[str]], Sequence[str]] | None = None
 
@@ -84,19 +86,36 @@ class FlagParser(argparse.ArgumentParser):
             self.error("\n  ".join([f"unrecognized arguments: {' '.join(unknown)}", *advice_on(names, known)]))
         return found
 
-    def _show(self, wanted: str) -> NoReturn:
-        """Print the help of flags whose names contain `wanted`, or of `all`, and end the process."""
+    def format_help(self) -> str:
+        """Return the text of `--help`."""
+        if not self.common_flags:
+            return super().format_help()
+        groups = [(t, [self._option_string_actions[n] for n in names]) for t, names in self.common_flags.items()]
+        num_others = sum(a.dest != "help" for a in self._actions if a.option_strings) - sum(
+            len(actions) for _, actions in groups
+        )
+        return (
+            f"{self.format_usage()}\n{self.description}\n\n{self._help_of(groups)}\n"
+            f"--help=all shows {num_others} flags more, --help=WORD those with the word in their names.\n"
+        )
+
+    def _help_of(self, groups: Collection[tuple[str | None, Sequence[argparse.Action]]]) -> str:
         formatter = self._get_formatter()
-        num_found = 0
-        for group in self._action_groups:
-            actions = [a for a in group._group_actions if wanted == "all" or any(wanted in n for n in a.option_strings)]
-            num_found += len(actions)
-            formatter.start_section(group.title)
+        for title, actions in groups:
+            formatter.start_section(title)
             formatter.add_arguments(actions)
             formatter.end_section()
-        if not num_found:
-            self.error(f"no flag has {wanted} in its name; --help shows all")
-        print(formatter.format_help(), end="")
+        return formatter.format_help()
+
+    def _show(self, wanted: str) -> NoReturn:
+        """Print the help of flags whose names contain `wanted`, or of `all`, and end the process."""
+        found = [
+            (g.title, [a for a in g._group_actions if wanted == "all" or any(wanted in n for n in a.option_strings)])
+            for g in self._action_groups
+        ]
+        if not any(actions for _, actions in found):
+            self.error(f"no flag has {wanted} in its name; --help=all shows all")
+        print(self._help_of(found), end="")
         self.exit()
 
     def _knows(self, word: str) -> bool:

@@ -49,6 +49,14 @@ COMMANDS: Commands = {
     ),
     "bench": Command("octavo.entrypoints.cli.main", "bench", "measure the engine", "make_bench_parser"),
 }
+TASKS: Mapping[str, tuple[Sequence[str], str]] = {  # commands, and an example of one
+    "serve": (("serve", "gateway"), "octavo serve Qwen/Qwen3-0.6B --max-model-len 8192"),
+    "talk to a model": (("run", "chat", "complete", "run-batch"), "octavo run Qwen/Qwen3-0.6B"),
+    "keep models": (("pull", "list", "show", "rm", "ps", "stop"), "octavo pull Qwen/Qwen3-0.6B"),
+    "find out what runs": (("models", "plan", "doctor", "collect-env"), "octavo plan Qwen/Qwen3-0.6B --format int4"),
+    "measure": (("bench",), "octavo bench serve --num-prompts 100 --request-rate 2"),
+    "set up a shell": (("completion",), "octavo completion bash"),
+}
 BENCHMARKS: Commands = {
     "throughput": Command(
         "octavo.bench.offline", "throughput", "tokens per second of many requests, offline", "make_throughput_parser"
@@ -85,7 +93,14 @@ def bench(argv: Sequence[str], *, prog: str) -> int:
 
 
 def _plain_parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description="Serve large language models.")
+    tasks = []
+    for task, (names, example) in TASKS.items():
+        lines = (f"  {name:11}  {COMMANDS[name].help}" for name in names)
+        tasks.append("\n".join([f"{task}:", *lines, f"  > {example}"]))
+    about = "\n\n".join(["Serve large language models.", *tasks, f"`{prog} COMMAND --help` tells more."])
+    parser = argparse.ArgumentParser(
+        prog=prog, usage="%(prog)s COMMAND ...", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-v", "--version", action="version", version=__version__)
     return parser
 
@@ -102,7 +117,8 @@ def _run_named(commands: Commands, argv: Sequence[str], parser: argparse.Argumen
         run = getattr(importlib.import_module(command.module), command.run)
         code: int = run(list(argv[1:]), prog=f"{parser.prog} {argv[0]}")
         return code
-    names = parser.add_subparsers(metavar="COMMAND", required=True)
+    listed = commands is COMMANDS  # in its description, by task
+    names = parser.add_subparsers(metavar="COMMAND", required=True, help=argparse.SUPPRESS if listed else None)
     for name, command in commands.items():
         names.add_parser(name, help=command.help)
     if not argv:

@@ -23,12 +23,23 @@ from octavo.flags import FlagParser, with_hyphens
 from octavo.logs import JSON, configure_logging
 from octavo.unknown_flags import advice_on
 
+_COMMON_FLAGS = {
+    "model": ("--served-model-name", "--max-model-len", "--dtype", "--quantization", "--chat-template", "--device"),
+    "server": ("--host", "--port", "--api-key", "--log-format", "--config"),
+    "load": ("--max-num-seqs", "--max-queue-len", "--max-request-time"),
+    "memory and speed": (
+        "--cpu-memory-utilization", "--gpu-memory-utilization", "--tensor-parallel-size", "--speculative-config",
+    ),
+    "adapters": ("--enable-lora", "--lora-modules"),
+}  # fmt: skip
+
 
 def make_parser(prog: str) -> FlagParser:
     """Return a parser of every flag of the engine and of the server."""
-    return add_flags(
-        FlagParser(prog=prog, usage="%(prog)s [MODEL] [--flags]", description="Serve a model over the OpenAI API.")
-    )
+    about = "Serve MODEL (a Hugging Face id, a folder or a .gguf file; by default a small one) over the OpenAI API."
+    parser = add_flags(FlagParser(prog=prog, usage="%(prog)s [MODEL] [--flags]", description=about))
+    parser.common_flags = _COMMON_FLAGS
+    return parser
 
 
 def add_flags(parser: FlagParser) -> FlagParser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -178,6 +179,29 @@ def test_help_may_be_asked_about_a_word(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         parse_args(["--help=colour"], "octavo serve")
     assert "no flag has colour in its name" in capsys.readouterr().err
+
+
+def test_help_of_serve_shows_twenty_flags_and_all_shows_each(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--help"], "octavo serve")
+    shown = capsys.readouterr().out
+    flags = {name for names in serve._COMMON_FLAGS.values() for name in names}
+    assert len(flags) == 20
+    assert set(re.findall(r"^  (--[\w-]+)", shown, re.MULTILINE)) == flags
+    every = {name for name in serve.make_parser("octavo serve")._option_string_actions if name.startswith("--")}
+    with pytest.raises(SystemExit):
+        parse_args(["--help=all"], "octavo serve")
+    assert set(re.findall(r"--[a-z][\w-]+", capsys.readouterr().out)) >= every
+
+
+def test_each_command_belongs_to_one_task_whose_example_is_one_of_its_commands() -> None:
+    assert sorted(name for names, _ in main.TASKS.values() for name in names) == sorted(main.COMMANDS)
+    parser = main.make_parser()
+    for names, example in main.TASKS.values():
+        words = example.split()
+        assert words[0] == "octavo" and words[1] in names
+        _, unknown = parser.parse_known_args(words[1:])
+        assert unknown == (words[2:] if words[1] == "run" else []), "run takes its MODEL before it parses"
 
 
 def test_no_command_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
