@@ -196,7 +196,7 @@ class InputProcessor:
             grammar = WantedGrammar(params.structured_outputs, special_tokens=self.special_tokens)
         check = None
         if grammar is not None:
-            params.grammar, check = make_checked_grammar(*grammar, closes_objects=self._closes_objects)
+            params.grammar, check = make_checked_grammar(grammar, closes_objects=self._closes_objects)
             params.structured_outputs = None
         params.bad_words_token_ids = self._bad_words(params.bad_words) if params.bad_words else None
         return EngineRequest(

@@ -136,12 +136,12 @@ class ThinkingBudget:
 
 
 class WantedGrammar(NamedTuple):
-    """What an answer must be: the arguments of `make_checked_grammar`."""
+    """What an answer must be: `content` after `reasoning` if any. Without content only the `budget` bounds it."""
 
     content: StructuredOutputsParams | ToolCalls | None
     reasoning: ReasoningMarks | None = None
-    field: str | None = None
-    special_tokens: Mapping[str, int] | None = None  # ids by text
+    field: str | None = None  # what errors call a structure, where that is not `structured_outputs`
+    special_tokens: Mapping[str, int] | None = None  # ids by text: they have no text in a grammar
     budget: ThinkingBudget | None = None
 
 
@@ -152,23 +152,14 @@ class MadeGrammar(NamedTuple):
     check: FinalCheck | None = None
 
 
-def make_checked_grammar(
-    content: StructuredOutputsParams | ToolCalls | None,
-    reasoning: ReasoningMarks | None = None,
-    field: str | None = None,
-    special_tokens: Mapping[str, int] | None = None,
-    budget: ThinkingBudget | None = None,
-    *,
-    closes_objects: bool = False,
-) -> MadeGrammar:
-    """The grammar of answers that are `content`, after `reasoning` if any, and the check of what it leaves open. Every
-    grammar is made here. Without `content` only the `budget` of the reasoning bounds them.
+def make_checked_grammar(wanted: WantedGrammar, *, closes_objects: bool = False) -> MadeGrammar:
+    """The grammar of the answers that are wanted, and the check of what it leaves open. Every grammar is made here.
 
-    `field` is what errors call a structure, where that is not `structured_outputs`; `special_tokens` are those of the
-    vocabulary, which have no text in a grammar and are named by their ids. `closes_objects`: objects whose schema names
-    properties have no others, where neither the schema nor the request says anything of others.
-    Raises `RequestError` with the reason if it is not one that can be followed. Takes some seconds for the largest.
+    `closes_objects`: objects whose schema names properties have no others, where neither the schema nor the request
+    says anything of others. Raises `RequestError` with the reason if it is not one that can be followed. Takes some
+    seconds for the largest.
     """
+    content, reasoning, field, special_tokens, budget = wanted
     is_call = isinstance(content, ToolCalls)
     if content is None:
         assert budget is not None

@@ -5,11 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.errors import RequestError
-from octavo.structured_output.grammar_builder import StructuredOutputsParams, ToolCalls, _problem, make_checked_grammar
+from octavo.structured_output.grammar_builder import (
+    StructuredOutputsParams,
+    ToolCalls,
+    WantedGrammar,
+    _problem,
+    make_checked_grammar,
+)
 
 
-def make_grammar(content: StructuredOutputsParams | ToolCalls | None, *more: Any, **options: Any) -> str:
-    return make_checked_grammar(content, *more, **options).text
+def make_grammar(
+    content: StructuredOutputsParams | ToolCalls | None, *more: Any, closes_objects: bool = False, **options: Any
+) -> str:
+    return make_checked_grammar(WantedGrammar(content, *more, **options), closes_objects=closes_objects).text
 
 
 def check_grammar(grammar: str, field: str) -> None:

@@ -18,7 +18,7 @@ from jsonschema.validators import validator_for
 
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
-from octavo.structured_output.grammar_builder import make_checked_grammar
+from octavo.structured_output.grammar_builder import WantedGrammar, make_checked_grammar
 from octavo.structured_output.schema_keywords import SchemaError
 from octavo.structured_output.schema_lowering import lower
 from octavo.structured_output.schema_validation import Validator
@@ -34,7 +34,7 @@ def grammar_of(schema: Any, **options: Any) -> str:
 
 
 def check_of(schema: Any) -> Any:
-    return make_checked_grammar(StructuredOutputsParams(json=schema)).check
+    return make_checked_grammar(WantedGrammar(StructuredOutputsParams(json=schema))).check
 
 
 def oracle_of(schema: Any) -> Any:
@@ -46,7 +46,7 @@ def oracle_of(schema: Any) -> Any:
 def test_published_shapes_admit_what_is_valid_and_nothing_else(seed: int) -> None:
     """By `jsonschema`: answers at random, and what differs from them in one place. Keys come in the schema's order."""
     schema, rng = published_schema(seed), random.Random(seed)
-    made, oracle = make_checked_grammar(StructuredOutputsParams(json=schema)), oracle_of(schema)
+    made, oracle = make_checked_grammar(WantedGrammar(StructuredOutputsParams(json=schema))), oracle_of(schema)
     for _ in range(3):
         answer = random_answer(made.text, rng)
         if answer is None:
@@ -105,7 +105,7 @@ def admits_text(grammar: str, text: str) -> bool:
     ],
 )
 def test_numbers_beyond_what_a_grammar_writes_are_checked_at_the_end(bounds: dict[str, Any]) -> None:
-    made = make_checked_grammar(StructuredOutputsParams(json={"type": "number", **bounds}))
+    made = make_checked_grammar(WantedGrammar(StructuredOutputsParams(json={"type": "number", **bounds})))
     assert made.check is not None
     for value in (0, 1, 123456789, -(2**64), 10**18, 1.5):
         assert (made.check.problem(str(value)) is None) == Draft202012Validator(bounds).is_valid(value)
@@ -175,7 +175,7 @@ def test_keywords_that_no_grammar_has_are_written_with_others(
     ],
 )  # fmt: skip
 def test_the_rest_is_seen_when_the_answer_has_ended(schema: dict[str, Any], right: Any, wrong: Any) -> None:
-    made = make_checked_grammar(StructuredOutputsParams(json=schema))
+    made = make_checked_grammar(WantedGrammar(StructuredOutputsParams(json=schema)))
     assert admits(made.text, right)
     check = check_of({**schema, "$comment": "the same"})
     if check is not None:
@@ -302,7 +302,9 @@ def test_closing_never_makes_a_value_valid() -> None:
     for seed in range(60, 100):
         schema, rng = published_schema(seed), random.Random(seed)
         oracle = oracle_of(schema)
-        made = make_checked_grammar(StructuredOutputsParams(json=schema, disable_additional_properties=True))
+        made = make_checked_grammar(
+            WantedGrammar(StructuredOutputsParams(json=schema, disable_additional_properties=True))
+        )
         answer = random_answer(made.text, rng)
         if answer is None or "Infinity" in json.dumps(json.loads(answer)):
             continue
@@ -332,7 +334,7 @@ def test_odd_schemas_are_taken_or_refused_with_the_field(seed: int) -> None:
         if not isinstance(schema, dict):
             continue
         try:
-            made = make_checked_grammar(StructuredOutputsParams(json=schema))
+            made = make_checked_grammar(WantedGrammar(StructuredOutputsParams(json=schema)))
         except RequestError as e:
             refusals.append((e.param, str(e)))
             continue
@@ -377,7 +379,7 @@ def test_the_official_suite(draft: str) -> None:
             schema = case["schema"]
             schema = {"$schema": _DRAFTS[draft], **schema} if isinstance(schema, dict) else {"allOf": [schema]}
             try:
-                made = make_checked_grammar(StructuredOutputsParams(json=schema))
+                made = make_checked_grammar(WantedGrammar(StructuredOutputsParams(json=schema)))
             except RequestError as e:
                 if any(test["valid"] for test in case["tests"]) and not any(text in str(e) for text in _REFUSED):
                     wrong.append((file.name, case["description"], str(e)))
