@@ -37,7 +37,15 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "docs"
-PAGES = ("*.md", "docs/*.md", "docs/images/*", "examples/*.*", "deploy/helm/octavo/README.md", "deploy/systemd/*")
+PAGES = (
+    "*.md",
+    "docs/*.md",
+    "docs/images/*",
+    "benchmarks/results/*.md",
+    "examples/*.*",
+    "deploy/helm/octavo/README.md",
+    "deploy/systemd/*",
+)
 _MARKUP = re.compile(r"([\\*_|\[\]<>])")
 _RELEASE = re.compile(r"\d+(\.\d+)*")
 
