@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TELL_S = 0.003  # of a turn of the event loop, in which streams get their news
+_TELL_S = 0.002  # of a turn of the event loop, in which streams get their news
 _TOLD_AT_ONCE = 32  # streams between two looks at the clock
 
 

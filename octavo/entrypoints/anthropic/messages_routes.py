@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -61,12 +61,18 @@ async def create_message(body: MessagesRequest, raw: Request) -> Response:
     resumable = ResumableStream(
         raw, params, body.resume, f"msg_{request_id}", int(time.time()), can_be=bool(body.stream)
     )
-    prompt, outputs = await conversation.submit(resumable.id)
     builder, headers = MessageBuilder(body, resumable.id, model), {"request-id": f"req_{request_id}"}
-    progress = conversation.progress(prompt, outputs)
+
+    def write(part: Progress) -> bytes:
+        events = b"".join(map(named_event, builder.add(part)))
+        return resumable.shown(events, part.token_ids, is_last=part.finish_reason is not None)
+
+    push = conversation.push(write) if body.stream else None
+    prompt, outputs = await conversation.submit(resumable.id, push)
+    progress = conversation.progress(outputs)
     if body.stream:
         headers |= resumable.headers(len(prompt.token_ids))
-        return _MessageStream(_stream(builder, progress, resumable), headers)
+        return _MessageStream(_stream(write, progress), headers, push)
     message = await run_until_disconnect(_collect(builder, progress), raw.receive)
     return Response(status_code=499) if message is None else JSONResponse(message, headers=headers)
 
@@ -89,12 +95,11 @@ async def _collect(builder: MessageBuilder, progress: AsyncGenerator[Progress, N
 
 
 async def _stream(
-    builder: MessageBuilder, progress: AsyncGenerator[Progress, None], resumable: ResumableStream
+    write: Callable[[Progress], bytes], progress: AsyncGenerator[Progress, None]
 ) -> AsyncGenerator[bytes, None]:
     try:
         async for part in progress:
-            events = b"".join(map(named_event, builder.add(part)))
-            if shown := resumable.shown(events, part.token_ids, is_last=part.finish_reason is not None):
+            if shown := write(part):
                 yield shown
     except Exception as error:
         yield b"event: error\ndata: " + error_body(**error_fields(error)) + b"\n\n"

@@ -7,7 +7,7 @@ answers with `Conversation`. The API then only writes the deltas in its own form
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from octavo.entrypoints.chat.media_parts import content_for_template, embeds_of,
 from octavo.entrypoints.chat.reasoning_effort import effort_options
 from octavo.entrypoints.http.error_responses import validation_error
 from octavo.entrypoints.http.server_state import PreparedPrompt, ServerState
+from octavo.entrypoints.http.streaming import Push
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, ChatMessage, TemplateRequest, Tool
 from octavo.errors import RequestError, naming_prompt
 from octavo.media_kinds import SentMedium
@@ -82,6 +83,7 @@ class Conversation:
         self._refuses_unknown_effort = state.args.unknown_fields == "error" and not ignores_unknown_effort
         self._files: dict[str, bytes] = {}  # fetched media files, by URL; only inside `_fetched`
         self._answer_format: AnswerFormat | None = None  # set by `prepare`
+        self._num_tokens = 0  # of the outputs in `progress` and `push`
         self.num_reasoning_tokens = 0  # over all choices and outputs read so far
         self._readers = defaultdict[int, AnswerReader](lambda: AnswerReader(self._format))  # by index of the choice
 
@@ -172,30 +174,36 @@ class Conversation:
             finally:
                 self._files = {}
 
-    async def progress(
-        self, prompt: Prompt, outputs: AsyncGenerator[RequestOutput, None]
-    ) -> AsyncGenerator[Progress, None]:
-        """Yield the progress of a request with one choice. `prompt` and `outputs` are the results of `submit`. Closing
-        the generator aborts the request."""
-        num_tokens = 0
+    async def progress(self, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[Progress, None]:
+        """Yield the progress of a request with one choice. `outputs` come from `submit`. Closing the generator aborts
+        the request."""
         try:
             async for output in outputs:
-                for completion in output.outputs:
-                    deltas, finish_reason = self.read(completion)
-                    num_tokens += len(completion.token_ids)
-                    yield Progress(
-                        deltas=deltas,
-                        token_ids=completion.token_ids,
-                        logprobs=completion.logprobs,
-                        finish_reason=finish_reason,
-                        stop_reason=completion.stop_reason,
-                        num_prompt_tokens=len(prompt.token_ids),
-                        num_cached_tokens=output.num_cached_tokens,
-                        num_tokens=num_tokens,
-                        num_reasoning_tokens=self.num_reasoning_tokens,
-                    )
+                for part in self._parts(output):
+                    yield part
         finally:
             await outputs.aclose()
+
+    def push(self, write: Callable[[Progress], bytes]) -> Push:
+        """Return a sink for `submit`, which writes progress that `progress` then does not yield."""
+        return Push(lambda output: b"".join([write(part) for part in self._parts(output)]))
+
+    def _parts(self, output: RequestOutput) -> Iterator[Progress]:
+        """Yield the progress that an output adds."""
+        for completion in output.outputs:
+            deltas, finish_reason = self.read(completion)
+            self._num_tokens += len(completion.token_ids)
+            yield Progress(
+                deltas=deltas,
+                token_ids=completion.token_ids,
+                logprobs=completion.logprobs,
+                finish_reason=finish_reason,
+                stop_reason=completion.stop_reason,
+                num_prompt_tokens=len(output.prompt_token_ids),
+                num_cached_tokens=output.num_cached_tokens,
+                num_tokens=self._num_tokens,
+                num_reasoning_tokens=self.num_reasoning_tokens,
+            )
 
     def prepare(self) -> PreparedPrompt:
         """Render the prompt, choose the format of the answers, and make their grammar. Sets the format, and may clear

@@ -109,8 +109,8 @@ class Push:
 
     __slots__ = ("_encode", "_shows_tokens", "_text_chunk", "_write", "has_sent", "is_open", "num_text_tokens")
 
-    def __init__(self, encode: Callable[[RequestState], bytes]) -> None:
-        """`encode` takes a request's news and returns the events."""
+    def __init__(self, encode: Callable[[RequestOutput], bytes]) -> None:
+        """`encode` returns the events of an output."""
         self.is_open = False
         self.has_sent = False  # since the keeper's last check
         self.num_text_tokens = 0  # tokens that `encode` has not seen
@@ -140,7 +140,9 @@ class Push:
     def take(self, state: RequestState) -> None:
         assert self._write is not None
         if self._text_chunk is None:
-            if events := self._encode(state):
+            output = state.take()
+            assert isinstance(output, RequestOutput)
+            if events := self._encode(output):
                 self.has_sent = True
                 self._write(b"%x\r\n%b\r\n" % (len(events), events))
             return

@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.engine.off_loop import run_off_loop
-from octavo.engine.output_processor import RequestState
 from octavo.entrypoints.http.resumable import ResumableStream
 from octavo.entrypoints.http.server_state import state_of
 from octavo.entrypoints.http.streaming import DONE, ChunkWriter, EventStream, Push, merge, respond
@@ -133,13 +132,11 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
             yield self._writer.usage(self._usage().model_dump_json().encode())
         yield DONE
 
-    def _pushed(self, state: RequestState) -> bytes:
-        """Take the news of a request without log-probabilities, and return the chunks. The first output shows how many
-        tokens of the prompt were cached, and begins the stream."""
-        output = state.take()
-        assert isinstance(output, RequestOutput) and self._push is not None
+    def _pushed(self, output: RequestOutput) -> bytes:
+        """Return the chunks of an output without log-probabilities. The first output tells how many tokens of the
+        prompt were cached, and begins the stream."""
         self._note(0, output)
-        if self._has_plain_answer and len(state.completions) == 1:
+        if self._push is not None and self._has_plain_answer and self._params.num_completions == 1:
             self._push.begin_text(*self._writer.around_text(0), shows_tokens=self._resumable.shows_tokens)
         return self._encode(0, output)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from octavo.entrypoints.chat.answer_reader import CallDelta, Delta, ReasoningDelta, TextDelta
 from octavo.entrypoints.chat.conversation import Progress
+from octavo.entrypoints.http.streaming import named_event
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
 from octavo.entrypoints.responses.items import item_id
 from octavo.entrypoints.responses.responses_protocol import ResponsesRequest
@@ -51,6 +52,10 @@ class ResponseBuilder:
         self.response["status"] = "queued" if self.response["background"] else "in_progress"
         events = [self._event("response.created", response=self._snapshot())]
         return [*events, self._event(f"response.{self.status}", response=self._snapshot())]
+
+    def write(self, progress: Progress) -> bytes:
+        """Return the events that `progress` adds, as server-sent events."""
+        return b"".join(map(named_event, self.add(progress)))
 
     def add(self, progress: Progress) -> list[Event]:
         """Return the events that `progress` adds."""

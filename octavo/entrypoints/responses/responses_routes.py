@@ -16,7 +16,7 @@ from octavo.entrypoints.http.pagination import Deleted, Page, page_query, read_b
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import ARRIVAL, ServerState, state_of
 from octavo.entrypoints.http.store import Stored
-from octavo.entrypoints.http.streaming import EventStream, encode_json, encode_off_loop, run_until_disconnect
+from octavo.entrypoints.http.streaming import EventStream, Push, encode_json, encode_off_loop, run_until_disconnect
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
 from octavo.entrypoints.responses import stored_responses
 from octavo.entrypoints.responses.items import Item, read_items, to_messages
@@ -61,12 +61,12 @@ async def create_response(body: ResponsesRequest, raw: Request) -> Response:
     history, items = await _read(body, state, response_id)
     formatter = LogprobsFormatter(state.engine.tokenizer) if body.wants_logprobs else None
     builder = ResponseBuilder(body, response_id, model, formatter)
-    progress = await _submit(body, state, builder, [*history, *items])
+    progress, push = await _submit(body, state, builder, [*history, *items])
     if body.background:
         return await _start(BackgroundRun(state, builder, items, progress), items, state, headers, bool(body.stream))
     run = ResponseRun(state, builder, items, progress)
     if body.stream:
-        return EventStream(run.stream(), headers)
+        return EventStream(run.stream(), headers, push)
     response = await run_until_disconnect(run.collect(), raw.receive)
     if response is None:
         return Response(status_code=499)
@@ -100,18 +100,19 @@ async def _read(body: ResponsesRequest, state: ServerState, response_id: str) ->
 
 async def _submit(
     body: ResponsesRequest, state: ServerState, builder: ResponseBuilder, items: list[Item]
-) -> AsyncGenerator[Progress, None]:
+) -> tuple[AsyncGenerator[Progress, None], Push | None]:
     """Submit the conversation to the engine; with `truncation` "auto" only as many of its last turns as fit."""
     messages = await run_off_loop(lambda: to_messages(items, body.instructions), length=_length())
 
-    async def submit(first: int) -> AsyncGenerator[Progress, None]:
+    async def submit(first: int) -> tuple[AsyncGenerator[Progress, None], Push | None]:
         kept = messages if first == 0 else [*messages[:num_fixed], *messages[first:]]
         chat = await run_off_loop(lambda: to_chat(body, kept), length=_length())
         params = chat.to_sampling_params(state.engine.config.model.default_sampling_params)
         builder.set_params(params)
         conversation = Conversation(chat, state, params, clamps_max_tokens=True)
-        prompt, outputs = await conversation.submit(builder.response["id"])
-        return conversation.progress(prompt, outputs)
+        push = conversation.push(builder.write) if body.stream and not body.background else None
+        _, outputs = await conversation.submit(builder.response["id"], push)
+        return conversation.progress(outputs), push
 
     num_fixed = next((i for i, one in enumerate(messages) if one["role"] not in ("system", "developer")), 0)
     turns = [i for i, one in enumerate(messages) if i > num_fixed and one["role"] == "user"]
@@ -126,7 +127,7 @@ async def _submit(
         while low < high:
             middle = (low + high) // 2
             try:
-                tried = await submit(turns[middle])
+                tried, _ = await submit(turns[middle])
                 await tried.aclose()
                 high = middle
             except RequestError as error:
