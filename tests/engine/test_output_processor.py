@@ -386,3 +386,14 @@ def test_an_answer_is_compared_with_its_schema_when_it_has_ended(
     else:
         completion = only(results).outputs[0]
         assert (completion.finish_reason, completion.stop_reason) == (finish, stop_reason)
+
+
+@pytest.mark.parametrize("stop", [[], ["NEVER", "no"]])
+def test_a_stream_of_deltas_keeps_no_more_text_than_a_stop_string_may_need(tokenizer: Any, stop: list[str]) -> None:
+    outputs = processor(tokenizer, request(output_kind=DELTA, stop=stop))
+    state = outputs.requests["r"]
+    tokens = tokenizer.encode("A long text of which all has been sent, and which still ends with NEV ER")
+    texts = [only(outputs.process([say([token])])[0]).outputs[0].text for token in tokens]
+    kept = state.completions[0].text
+    assert "".join(texts) + kept[state.completions[0].num_sent_chars :] == tokenizer.decode(tokens)
+    assert len(kept) <= max(map(len, stop), default=0)
