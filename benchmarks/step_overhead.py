@@ -104,7 +104,7 @@ class NoModel(CpuDevice):
 
     def replay(self, used: StepShape) -> None:
         self._weights.sum()
-        self.outputs = replace(self.outputs, best=self._ops.argmax(self.outputs.logits))
+        self.outputs = replace(self.outputs, argmax_tokens=self._ops.argmax(self.outputs.logits))
 
 
 class NoModelExecutor:
