@@ -1,4 +1,4 @@
-"""The asynchronous engine: text in, streams of `RequestOutput` out, with the core in a process of its own.
+"""The asynchronous engine. It takes text and yields `RequestOutput`s. The core runs in its own process.
 
 Requests are answered here. The core's process is `supervisor.py`'s business, sleep and pause are `control.py`'s, and
 adapters that callers name `adapter_requests.py`'s.
@@ -64,12 +64,13 @@ def _kinds_of(prompt: object) -> Collection[str]:
 class AsyncLLMEngine(EngineCalls):
     """Serves many requests at once with one engine core.
 
-    Make it with `from_engine_args`; servers start the `core` process before they have a configuration. All coroutines
-    belong to the event loop of the first call.
+    `from_engine_args` makes an engine. A server starts the `core` process earlier, before it has a configuration. All
+    coroutines must run in the event loop of the first call.
 
-    If the core dies, it is started again if `max_restarts` allows it (`Supervisor`), and running requests go on with
-    the next core, as if nothing had happened (`Continuation`).
-    """
+    The life of a request: it waits for the engine (`stream.opening`), then it is in the core (`_outputs.requests`),
+    then it has finished, is aborted, or is handed over to another engine. `_streams` has it until its caller leaves. If
+    the core dies, `Supervisor` starts another one, within `max_restarts`, and `Continuation` gives it the running
+    requests with their tokens."""
 
     def __init__(
         self,
@@ -88,9 +89,10 @@ class AsyncLLMEngine(EngineCalls):
         find_other: Callable[[EngineRequest], AsyncLLMEngine | None] | None = None,
         make_core: Callable[[EngineConfig, CoreProcess | None], Core] | None = None,
     ) -> None:
-        """See `Supervisor` for restarts, timeouts and `make_core`. Engines of one server share their `inputs`.
-        `on_loss` is called when the core has died, with its cache. `find_other` then returns, for each request, another
-        engine that can go on with it now, if there is one. With `on_engine_death` "fail" requests fail instead."""
+        """`Supervisor` explains restarts, timeouts and `make_core`. The engines of one server share one `inputs`. The
+        engine calls `on_loss` when the core, and so its cache, is gone. It calls `find_other` for each running request;
+        the result is another engine that can continue the request now, or None. With `on_engine_death` "fail" running
+        requests fail instead."""
         self.metrics, self._on_loss, self._find_other = metrics, on_loss, find_other
         self._continues = on_engine_death == "continue"
         self.stats = EngineStats()  # of the core's last step
@@ -105,7 +107,7 @@ class AsyncLLMEngine(EngineCalls):
         )  # fmt: skip
         if inputs is None:
             try:
-                # The core loads its model meanwhile.
+                # while the core loads the model
                 tokenizer = load_tokenizer(config.model.checkpoint, config.model.chat_template)
             except BaseException:
                 self._supervisor.core.close()
@@ -169,12 +171,12 @@ class AsyncLLMEngine(EngineCalls):
 
     @property
     def error(self) -> OctavoError | None:
-        """Why the engine takes no requests now, or None."""
+        """The reason that the engine takes no requests now; None if it takes them."""
         return self._supervisor.error
 
     @property
     def has_died(self) -> bool:
-        """Whether the core has ended for good without `shutdown`."""
+        """Whether the core has failed for good, other than by `shutdown`."""
         return self.failure is not None and not isinstance(self.failure, EngineStoppingError)
 
     @property
@@ -187,29 +189,30 @@ class AsyncLLMEngine(EngineCalls):
 
     @property
     def is_leaving(self) -> bool:
-        """Whether the core's host will stop, so that new requests should go to another engine."""
+        """Whether the core's host is about to stop. New requests should go to another engine."""
         return self._supervisor.is_leaving
 
     async def wait_ready(self) -> Ready:
-        """Return when the core takes requests, with its sizes. Raises the error that kept it from starting, and
-        `EngineRestartingError` while it is started again."""
+        """Wait until the core takes requests, and return its sizes. Raises the error that prevented its start, and
+        `EngineRestartingError` during a restart."""
         return await self._supervisor.wait_ready()
 
     async def check_health(self) -> None:
-        """Raise `EngineDeadError`, or the error that kept the core from starting, if it is not running."""
+        """Raise the present error if the core does not run: `EngineDeadError`, or the error that prevented its
+        start."""
         if self.error is not None:
             raise self.error
 
     async def wait_failed(self) -> None:
-        """Return when the engine has died and will not be started again."""
+        """Wait until the engine has failed for good."""
         await self._supervisor.wait_failed()
 
     def stop_restarting(self) -> None:
-        """Start no core again that dies from now on."""
+        """From now on, do not start another core after a death."""
         self._supervisor.restart_policy.limit = 0
 
     async def do_log_stats(self) -> None:
-        """Log a line of throughput and use since the last one, if anything ran and is counted."""
+        """Log one line: throughput and use since the last line. Logs nothing without metrics, or if nothing ran."""
         if self._log_line is not None:
             self._log_line.log(time.monotonic())
 
@@ -246,11 +249,11 @@ class AsyncLLMEngine(EngineCalls):
         sink: Sink | None = None,
         answer: list[int] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """`generate` for a request that `inputs.process` has made. Outputs have the `external_id`, if given, instead of
-        the request's own id. The `sink` gets outputs while it is open and the caller waits; the caller gets the others,
+        """Like `generate`, for a request from `inputs.process`. Outputs carry `external_id`, if given, in place of the
+        request's id. The `sink` gets outputs while it is open and the caller waits; the caller gets the others,
         of which the last is one. The tokens of the first sequence are put into `answer`.
 
-        At its `deadline` the request ends with what it has: finish reason "abort", stop reason "timeout".
+        At its `deadline` the request ends with its tokens so far: finish reason "abort", stop reason "timeout".
         """
         async with contextlib.aclosing(self._outputs_of(request, external_id, sink, answer)) as outputs:
             async for output in outputs:
@@ -258,8 +261,8 @@ class AsyncLLMEngine(EngineCalls):
                 yield output
 
     async def pool(self, request: EngineRequest, external_id: str | None = None) -> PoolingRequestOutput[PoolingOutput]:
-        """Return the result of a pooling request that `PoolingInput.process` has made. Raises as `generate_from` does,
-        and `RequestError` (408) at the request's `deadline`."""
+        """Return the result of a request from `PoolingInput.process`. Raises the errors of `generate_from`, and
+        `RequestError` (408) at the request's `deadline`."""
         async with contextlib.aclosing(self._outputs_of(request, external_id)) as outputs:
             async for output in outputs:
                 if isinstance(output, PoolingRequestOutput):
@@ -307,13 +310,13 @@ class AsyncLLMEngine(EngineCalls):
             stream.engine.leave(stream)
 
     def _take(self, state: RequestState) -> None:
-        """Have the core compute a request."""
+        """Send a request to the core, and count it in the forecast if it has no token yet."""
         if not state.num_tokens:
             self.forecast.add(state.request.request_id, len(state.request.prompt.token_ids))
         self._continuation.submit(state)
 
-    def adopt(self, stream: RequestStream, state: RequestState) -> None:
-        """Go on with a request of another engine, of which the core has died."""
+    def take_over(self, stream: RequestStream, state: RequestState) -> None:
+        """Continue a request of another engine whose core has died."""
         stream.engine = self
         self._streams[stream.external_id] = stream
         self._outputs.requests[state.request.request_id] = state
@@ -325,14 +328,14 @@ class AsyncLLMEngine(EngineCalls):
             self.metrics.num_continued += number
 
     def leave(self, stream: RequestStream) -> None:
-        """End a request, whose caller has all that it wants."""
+        """Forget a request whose caller reads no more, and abort it if it still runs."""
         self.forecast.end(stream.request.request_id)
         del self._streams[stream.external_id]
         self._abort_in_core(stream)
         stream.close()
 
     async def _wait_until_accepted(self, stream: RequestStream) -> bool:
-        """Wait until the engine takes requests. Returns False if this request ends before."""
+        """Wait until the engine takes requests. Returns False if the request ends first."""
         self._supervisor.listen()
         if self.is_ready and not self._control.is_paused:
             return True
@@ -348,14 +351,15 @@ class AsyncLLMEngine(EngineCalls):
         return True
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests: their streams end with what they have, finish reason "abort". Unknown ids are ignored."""
+        """Abort requests. Each stream gets its output so far, with the finish reason "abort". Unknown ids are
+        ignored."""
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
             if (stream := self._streams.get(one)) is not None:
                 stream.abort()
 
     async def abort_all_for_shutdown(self) -> None:
-        """End every request as the server stops: streams with a first token end with finish reason "abort", the others
-        raise `EngineStoppingError`."""
+        """Abort all requests as the server stops. A stream with a first token gets its output so far, with the finish
+        reason "abort". Other streams raise `EngineStoppingError`."""
         for stream in list(self._streams.values()):
             state = self._abort_in_core(stream)
             if state is not None and state.metrics.first_token_time is None:
@@ -373,15 +377,15 @@ class AsyncLLMEngine(EngineCalls):
         return True
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Remove the adapter of a `lora_int_id`. Returns whether there was one."""
+        """Remove the adapter of a `lora_int_id`. Returns whether the id had an adapter."""
         return self._adapters.remove(lora_id)
 
     async def list_loras(self) -> set[int]:
-        """Return the `lora_int_id`s that were named and not removed."""
+        """Return the named `lora_int_id`s that are not removed."""
         return self._adapters.named.ids
 
     async def pin_lora(self, lora_id: int) -> bool:
-        """Keep the adapter of a `lora_int_id` on the host, and on the device while others can be evicted."""
+        """Keep the adapter of a `lora_int_id` in host memory. The device evicts it only if no other can be evicted."""
         await self._adapters.pin(lora_id)
         return True
 
@@ -390,7 +394,7 @@ class AsyncLLMEngine(EngineCalls):
         self._adapters.named.name(lora_id, source)
 
     async def load_adapter(self, source: AdapterSource) -> None:
-        """Return when an adapter is on the host. Raises `RequestError` if it cannot be served."""
+        """Wait until an adapter is in host memory. Raises `RequestError` if it cannot be served."""
         await self._adapters.load(source)
 
     def unload_adapter(self, identity: str) -> None:
@@ -398,49 +402,50 @@ class AsyncLLMEngine(EngineCalls):
         self._adapters.unload(identity)
 
     async def block_map(self) -> BlockMap | None:
-        """Return what each KV block is used for, between two steps; None if the core does not answer in time.
+        """Return the use of each KV block, taken between two steps; None if the core does not answer in time.
 
-        Callers that ask at the same time share one answer; without a caller nothing is gathered.
+        Concurrent callers share one answer. The core gathers the map only on request.
         """
         return await self._control.block_map()
 
     async def is_paused(self) -> bool:
-        """Whether new requests wait."""
+        """Whether the engine holds new requests back, because it is paused or asleep."""
         return self._control.is_paused
 
     async def is_sleeping(self) -> bool:
-        """Whether the engine has freed memory and not been woken."""
+        """Whether the engine has freed memory and has not woken up."""
         return self._control.is_sleeping
 
     async def pause_generation(
         self, mode: str = "abort", *, wait_for_inflight_requests: bool | None = None, clear_cache: bool = True
     ) -> None:
-        """Let new requests wait until `resume_generation`. Running ones end with what they have (`mode` "abort"),
-        run to their end first ("wait", formerly `wait_for_inflight_requests`), or stand still ("keep"; the cache is not
-        cleared then)."""
+        """Hold new requests until `resume_generation`. `mode` decides about running requests. "abort" ends them with
+        their tokens so far. "wait" (formerly `wait_for_inflight_requests`) lets them finish. "keep" stops computing
+        them; then the cache is not cleared."""
         await self._control.pause("wait" if wait_for_inflight_requests else mode, clear_cache)
 
     async def resume_generation(self) -> None:
-        """Take requests again, and go on with halted ones. Does nothing while the engine sleeps."""
+        """Take requests again, and continue halted requests. No effect while the engine sleeps."""
         await self._control.resume()
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Empty the prefix cache. Returns False if the core ended meanwhile, with its cache."""
+        """Empty the prefix cache. Returns False if the core ended before it answered; its cache is gone too."""
         refuse_kwargs(reset_running_requests=reset_running_requests)
         return await self._control.reset_prefix_cache()
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free memory until `wake_up`; requests wait.
 
-        Level 1 keeps the weights and frees the KV cache. Level 2 ends the core's process, with all that it holds;
-        another one waits, with nothing but its modules. On GPUs, whose memory a process gives back only at its end,
-        level 1 does as level 2, and weights are read again from the page cache.
+        Level 1 keeps the weights and frees the KV cache. Level 2 ends the core's process; a new process waits with only
+        its imports done. On a GPU level 1 does the same as level 2, because a process frees GPU memory only at its end.
+        Waking then reads the weights from the page cache.
         """
         await self._control.sleep(level, mode)
         self._record_sleep()
 
     async def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Allocate again what `sleep` freed: "weights", the "kv_cache", or both. Requests go on once both are there."""
+        """Allocate again what `sleep` freed: "weights", the "kv_cache", or both. Requests continue once both are
+        allocated."""
         await self._control.wake_up(tags)
         self._record_sleep()
 
@@ -449,26 +454,26 @@ class AsyncLLMEngine(EngineCalls):
             self.metrics.sleep_level = self._control.sleep_level
 
     def shutdown(self) -> None:
-        """End the core's process. Streams still open raise `EngineStoppingError`."""
+        """End the core's process. Open streams raise `EngineStoppingError`."""
         self._supervisor.shutdown()
 
     def _is_busy(self) -> bool:
-        """Return whether the core has work."""
+        """Return whether requests run and the engine is not paused."""
         return bool(self._outputs.requests) and not self._control.is_paused
 
     def _abort_running(self) -> None:
-        """Abort the requests that the core has; those that wait for the engine go on waiting."""
+        """Abort the requests that the core has. Requests that still wait for the engine keep waiting."""
         for stream in list(self._streams.values()):
             if stream.opening is None:
                 stream.abort()
 
     def abort_and_notify(self, stream: RequestStream, stop_reason: str | None = None) -> None:
-        """Abort a request in the core and give its caller the last output."""
+        """Abort a request and give its caller the last output."""
         if self._abort_in_core(stream, stop_reason) is not None:
             stream.wake()
 
     def _abort_in_core(self, stream: RequestStream, stop_reason: str | None = None) -> RequestState | None:
-        """Abort a request in the core. Returns its state, or None if it has ended already."""
+        """Abort a request, in the core or while it still waits. Returns its state, or None if it has ended."""
         request_id = stream.request.request_id
         if stream.opening is not None and not stream.has_ended_early:
             stream.has_ended_early = True
@@ -533,31 +538,30 @@ class AsyncLLMEngine(EngineCalls):
             asyncio.get_running_loop().call_soon(self._tell)
 
     def _lose(self, error: OctavoError) -> None:
-        """Keep the running requests for the next core, or let other engines go on with them, or fail them, as the core
-        has ended."""
+        """The core has ended. Give each running request to another engine, keep it for the next core, or fail it."""
         self._control.lose()
         self._adapters.lose(error)
         if self._on_loss is not None:
             self._on_loss()
-        self.stats = EngineStats()  # nothing runs, waits or holds a block any more
+        self.stats = EngineStats()  # no request runs or waits, and no block is used
         if self.metrics is not None:
             self.metrics.num_restarts = self._supervisor.num_restarts
             self.metrics.record_step(self.stats)
         refused = self._continuation.core_died()
         failure = self._supervisor.failure
-        may_go_on = self._continues and not isinstance(failure, EngineStoppingError)
+        may_continue = self._continues and not isinstance(failure, EngineStoppingError)
         for stream in list(self._streams.values()):
             request_id = stream.request.request_id
             if (state := self._outputs.requests.get(request_id)) is None:
                 continue
             why = refused.get(request_id)
-            if may_go_on and why is None and (self._give_away(stream, state) or failure is None):
+            if may_continue and why is None and (self._hand_over(stream, state) or failure is None):
                 continue
             self._outputs.drop(request_id)
             stream.fail(why or error)
 
-    def _give_away(self, stream: RequestStream, state: RequestState) -> bool:
-        """Let another engine go on with a request. Returns False if none can, or none should."""
+    def _hand_over(self, stream: RequestStream, state: RequestState) -> bool:
+        """Let another engine continue a request. Returns False if no engine can, or if the request may kill cores."""
         request = state.request
         if self._find_other is None or self._continuation.is_suspect(request.request_id):
             return False
@@ -565,5 +569,5 @@ class AsyncLLMEngine(EngineCalls):
             return False
         self.forecast.end(request.request_id)
         del self._streams[stream.external_id], self._outputs.requests[request.request_id]
-        other.adopt(stream, state)
+        other.take_over(stream, state)
         return True
