@@ -1,0 +1,42 @@
+"""Adapters for other projects' suites: a small checkout is run, and what does not apply is counted with its reason."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ADAPTERS = Path(__file__).parents[1] / "scripts" / "suite_adapters"
+TESTS = {
+    "test_api.py": "from vllm import SamplingParams\n\ndef test_it(): assert SamplingParams(n=1).n == 1\n",
+    "test_wrong.py": "def test_it(): assert not 'right'\n",
+    "test_within.py": "from vllm.inner.parts import Part\n\ndef test_it(): pass\n",
+}
+
+
+@pytest.mark.slow
+def test_a_checkouts_tests_are_run_and_counted(tmp_path: Path) -> None:
+    folder = tmp_path / "tests" / "entrypoints"
+    folder.mkdir(parents=True)
+    for name, text in TESTS.items():
+        (folder / name).write_text(text)
+    command = [sys.executable, str(ADAPTERS / "run.py"), "vllm", str(tmp_path), "-p", "no:randomly"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert "vllm: 1 passed, 1 failed, 0 error, 1 not applicable" in done.stdout, done.stdout + done.stderr
+    assert "1 not applicable: modules that test vLLM from within" in done.stdout
+
+
+def test_what_is_no_checkout_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, str(ADAPTERS / "run.py"), "llama.cpp", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "is no checkout of llama.cpp" in done.stderr
+
+
+def test_every_rule_says_why() -> None:
+    rules = tomllib.loads((ADAPTERS / "not_applicable.toml").read_text())
+    for rule in (rule for suite in rules.values() for rule in suite):
+        assert re.compile(rule["tests"]) and rule["why"] and rule.keys() == {"tests", "why"}
