@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import json
 import multiprocessing
 import os
@@ -48,6 +47,7 @@ from octavo.engine.wire import (
 )
 from octavo.entrypoints.chat.chat_template import compile_chat_template
 from octavo.entrypoints.http import uvicorn_server
+from octavo.entrypoints.http.server import collect_rarely
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.processes import allow_files
@@ -242,8 +242,7 @@ async def run(args: argparse.Namespace, num_streams: int, folder: Path) -> list[
         await engine.wait_ready()
         front = FrontEnd(engine, metrics, sock.getsockname()[1], aborts)
         await front.round(8, 4 * EDGE_STEPS, sends=True)  # the first chats import modules
-        gc.collect()
-        gc.freeze()
+        collect_rarely()
         if args.probe:
             lines = await probed(front, num_streams, args.tokens)
         else:

@@ -6,7 +6,6 @@ answers with `Conversation`. The API then only writes the deltas in its own form
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -85,7 +84,7 @@ class Conversation:
         self._answer_format: AnswerFormat | None = None  # set by `prepare`
         self._num_tokens = 0  # of the outputs in `progress` and `push`
         self.num_reasoning_tokens = 0  # over all choices and outputs read so far
-        self._readers = defaultdict[int, AnswerReader](lambda: AnswerReader(self._format))  # by index of the choice
+        self._readers: dict[int, AnswerReader] = {}  # by index of the choice
 
     @property
     def _format(self) -> AnswerFormat:
@@ -100,7 +99,9 @@ class Conversation:
     def read(self, completion: CompletionOutput) -> tuple[list[Delta], str | None]:
         """Return the deltas of a choice's next output, and its finish reason. All tokens of an output in which
         reasoning begins or ends count as reasoning."""
-        reader = self._readers[completion.index]
+        reader = self._readers.get(completion.index)
+        if reader is None:
+            reader = self._readers[completion.index] = AnswerReader(self._format)
         was_reasoning = reader.is_reasoning
         deltas = reader.add(completion.text, is_end=completion.finish_reason is not None)
         if was_reasoning or reader.is_reasoning:

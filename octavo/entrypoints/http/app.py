@@ -150,6 +150,7 @@ class _App(Starlette):
         try:
             await super().__call__(scope, receive, send_noting)
         finally:
+            scope.pop(SERVER_SEND, None)  # it refers to the scope: a cycle would wait for a full collection
             self.counts.record(scope["method"], self._route(scope["path"]), status, time.monotonic() - begin)
 
     def _route(self, path: str) -> str:

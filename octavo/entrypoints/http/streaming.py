@@ -103,6 +103,10 @@ class Connection(Protocol):
         ...
 
 
+def _encode_nothing(output: RequestOutput) -> bytes:
+    return b""
+
+
 class Push:
     """A request's `Sink`: writes to the connection at once, while the client keeps up. What it cannot write comes
     through the stream's generator."""
@@ -130,6 +134,7 @@ class Push:
 
     def close(self) -> None:
         self._write, self.is_open = None, False
+        self._encode = _encode_nothing  # the old one may refer to this object: a cycle waits for a full collection
 
     def begin_text(self, before: bytes, after: bytes, *, shows_tokens: bool) -> None:
         """From now on write the text of the only completion between `before` and `after`, without `encode`, and its
@@ -169,7 +174,7 @@ class EventStream(Response):
 
     def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str], push: Push | None = None) -> None:
         self._events = events
-        self._push = push or Push(lambda _: b"")  # which gets nothing
+        self._push = push or Push(_encode_nothing)
         self.status_code = 200
         self.background: BackgroundTask | None = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})

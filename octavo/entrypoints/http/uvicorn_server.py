@@ -169,6 +169,8 @@ class HttpProtocol(HttpToolsProtocol):
         if self._push is not None:
             self._push.close()
         super().connection_lost(exc)
+        if self.cycle is not None and isinstance(self.cycle.transport, _ClosingTransport):
+            self.cycle.transport.let_go()
 
     def data_received(self, data: bytes) -> None:
         if self._is_lingering or self.transport.is_closing():
@@ -287,11 +289,21 @@ class HttpProtocol(HttpToolsProtocol):
         self._close()
 
 
+def _do_nothing(*_: object) -> None:
+    """Stand for what a connection did that has gone."""
+
+
 class _ClosingTransport:
     """The transport of one answer. Closing it hangs up in the protocol's way."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None], attach: Callable[[Push], None]) -> None:
-        self.write, self.is_closing, self.close, self.attach = transport.write, transport.is_closing, close, attach
+        self.write: Callable[[bytes], None] = transport.write
+        self.is_closing, self.close, self.attach = transport.is_closing, close, attach
+
+    def let_go(self) -> None:
+        """Forget the connection, which has gone. It refers to this object: a cycle would wait for a full collection."""
+        self.is_closing = lambda: True
+        self.write = self.close = self.attach = _do_nothing
 
 
 class ResponseCycle(RequestResponseCycle):

@@ -62,7 +62,7 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         self._generators: list[AsyncGenerator[RequestOutput, None]] = []  # one for each prompt
         # Log-probabilities may need a thread, which only the generators use.
         wants_logprobs = self._params.wants_logprobs or self._params.prompt_logprobs is not None
-        self._push = None if wants_logprobs else Push(self._pushed)
+        self._push = Push(self._pushed) if body.stream and not wants_logprobs else None
         self._prompt_logprobs: dict[int, Sequence[PositionLogprobs | None]] = {}  # by prompt
         self._num_prompt = 0  # tokens of all prompts
         self._num_cached: dict[int, int] = {}  # tokens, by prompt

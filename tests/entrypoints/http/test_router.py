@@ -52,7 +52,8 @@ def test_a_full_queue_refuses_what_would_wait_in_it_and_nothing_else(engine: Fak
     waits = {
         "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate", "/invocations",
         "/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank",
-        "/v2/rerank", "/v1/audio/transcriptions", "/v1/audio/translations",
+        "/v2/rerank", "/v1/audio/transcriptions", "/v1/audio/translations", "/api/chat", "/api/generate", "/api/embed",
+        "/api/embeddings",
     }  # fmt: skip
     routes = [(one.method, one.path) for router in [*ROUTERS, engine_control.router] for one in router.specs]
     routes += [tuple(route.split(" ")) for routes in LAZY_ROUTES.values() for route in routes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,6 +16,7 @@ from octavo.engine.output_processor import RequestState
 from octavo.entrypoints.http import uvicorn_server
 from octavo.entrypoints.http.streaming import Push
 from octavo.entrypoints.http.uvicorn_server import HttpProtocol
+from octavo.outputs import RequestOutput
 from tests.waiting import Clock, virtual_sleep
 
 WRITE_TIMEOUT_S = 60.0
@@ -219,8 +221,9 @@ def test_a_client_that_reads_again_is_not_cut_off(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_push_is_open_while_its_client_is_there_and_keeps_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    push = Push(lambda state: b"pushed")
-    state = cast(RequestState, None)
+    push = Push(lambda output: b"pushed")
+    output = RequestOutput("a", None, [1], [], False)
+    state = cast(RequestState, SimpleNamespace(take=lambda: output))
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         connection = send.__self__  # type: ignore[attr-defined]
