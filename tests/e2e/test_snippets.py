@@ -1,7 +1,7 @@
-"""What users of vLLM have, run as it is but for the package's name, the model's and the port; and docs/tutorial_*.md,
-run as they are written but for the ports.
+"""What users of vLLM have, run as it is but for the package's name, the model's and the port; and the pages
+of PAGES, run as they are written but for the ports.
 
-The blocks of a tutorial run in order, in one namespace of Python's. A server of `octavo serve` lives to the page's end.
+The blocks of a page run in order, in one namespace of Python's. A server of `octavo serve` lives to the page's end.
 A block of `text` is what the block before it prints, with … for anything. `<!-- not run: reason -->` leaves the next
 block out.
 """
@@ -25,11 +25,12 @@ import pytest
 
 from octavo.loading.checkpoint import resolve
 from tests.e2e.server import Server, running_server
+from tests.waiting import within
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-TUTORIALS = sorted(path.stem for path in (ROOT / "docs").glob("tutorial_*.md"))
+PAGES = [*sorted(path.stem for path in (ROOT / "docs").glob("tutorial_*.md")), "structured_output"]
 BLOCK = re.compile(r"^(<!-- not run: .+ -->\n)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAME = "facebook/opt-125m"  # what the snippets call their model
 KEY = "token-abc123"
@@ -244,8 +245,8 @@ def test_the_plain_server_and_its_client(tmp_path: Path) -> None:
             assert all(text.startswith("San Francisco is a") for text in lines[-1])
 
 
-@pytest.mark.parametrize("name", TUTORIALS)
-def test_a_tutorial_runs_as_it_is_written(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_runs_as_it_is_written(name: str, tmp_path: Path) -> None:
     page = (ROOT / "docs" / f"{name}.md").read_text()
     (tmp_path / "octavo").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m octavo.entrypoints.cli.main "$@"\n')
     (tmp_path / "octavo").chmod(0o755)
@@ -259,6 +260,8 @@ def test_a_tutorial_runs_as_it_is_written(name: str, tmp_path: Path) -> None:
             server = servers.enter_context(running_server(tmp_path, *flags[:at], *flags[at + 2 :]))
             urls[flags[at + 1] if at < len(flags) else "8000"] = server.url
 
+        if "octavo serve" not in page and "scripts/serve" not in page:
+            serve([])
         for not_run, language, code in BLOCK.findall(page):
             for port, url in urls.items():
                 code = code.replace(f"http://localhost:{port}", url)
@@ -280,9 +283,9 @@ def _run_shell(code: str, folder: Path, serve: Callable[[list[str]], None]) -> s
     """Run commands, with `octavo serve` by `serve`, and return what they print."""
     others = []
     for line in code.replace("\\\n", "").splitlines():
-        words = shlex.split(line.rstrip(" &"), comments=True)
-        if words[:2] == ["octavo", "serve"] or words[:1] == ["scripts/serve"]:
-            serve(words[1:] if words[0] == "scripts/serve" else words[2:])
+        command = re.match(r"(octavo serve|scripts/serve)\b(.*)", line)
+        if command:
+            serve(shlex.split(command[2].rstrip(" &"), comments=True))
         else:
             others.append(line)
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
@@ -290,7 +293,7 @@ def _run_shell(code: str, folder: Path, serve: Callable[[list[str]], None]) -> s
         ["bash", "-euo", "pipefail", "-c", "\n".join(others)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=within(120),
         env=environment,
     )
     assert done.returncode == 0, done.stderr
