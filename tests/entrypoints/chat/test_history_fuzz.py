@@ -14,6 +14,7 @@ import os
 import random
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -105,6 +106,8 @@ class Histories:
         sent = json.dumps(arguments, ensure_ascii=choose.random() < 0.5)
         if not arguments:
             sent = choose.choice(["", " ", "{}", "null", None])
+        elif choose.random() < 0.05:
+            sent = choose.choice([sent[:-1], f"[{sent}]", json.dumps(self._text())])  # no object
         call_id = choose.choice(
             [f"abcdefgh{len(self._calls)}", f"functions.get_weather:{len(self._calls)}", f"call_{len(self._calls)}"]
         )
@@ -152,8 +155,13 @@ def _in_form(message: Message, as_text: bool, null: str | None, joint: str | Non
 
 def _call_in_form(call: Message, as_text: bool) -> Message:
     sent = call["function"]["arguments"]
-    value = json.loads(sent) if sent and sent.strip() else {}
-    value = {} if value is None else value
+    value = None
+    with suppress(ValueError):
+        value = json.loads(sent or "null")
+    if not isinstance(value, dict):
+        value = {} if not (sent or "").strip() or (value is None and sent == "null") else sent
+    if isinstance(value, str):
+        return call
     arguments = json.dumps(value, ensure_ascii=False) if as_text else value
     return {**call, "function": {"name": call["function"]["name"], "arguments": arguments}}
 
