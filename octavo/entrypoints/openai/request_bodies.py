@@ -169,6 +169,7 @@ class ResponseFormat(RequestBody):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")  # of json_object, as llama.cpp and others take it
     format: dict[str, Any] | None = None
     structures: list[dict[str, Any]] | None = None
     triggers: list[Text] | None = None
@@ -184,6 +185,10 @@ class ResponseFormat(RequestBody):
             raise RequestError(
                 "response_format.json_schema goes with type json_schema, and only with it.",
                 param="response_format.json_schema",
+            )
+        if self.schema_ is not None and self.type != "json_object":
+            raise RequestError(
+                "response_format.schema goes with type json_object, and only with it.", param="response_format.schema"
             )
         fields = [name for name in ("format", "structures", "triggers") if getattr(self, name) is not None]
         if self.type == "structural_tag" and fields not in (["format"], ["structures", "triggers"]):
@@ -313,6 +318,8 @@ class SamplingRequest(TokenRequest):
                 found["response_format.json_schema.schema"] = {"json": schema.schema_, **closes}
             elif self.response_format.type == "structural_tag":
                 found["response_format"] = {"structural_tag": self.response_format.structural_tag}
+            elif self.response_format.schema_ is not None:
+                found["response_format.schema"] = {"json": self.response_format.schema_}
             else:
                 found["response_format"] = {"json_object": True}
         for field in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"):

@@ -224,6 +224,10 @@ def test_a_message_of_the_assistant_may_be_empty(
             "tools[0].function.parameters must describe an object, not 'array'",
         ),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema goes with type json_schema"),
+        (
+            {"response_format": {"type": "text", "schema": {}}},
+            "response_format.schema goes with type json_object, and only with it.",
+        ),
         ({"response_format": {"type": "mood"}}, "response_format.type should be 'text', 'json_object'"),
         ({"response_format": {"type": "structural_tag"}}, "needs either format or structures and triggers"),
         (
@@ -294,6 +298,20 @@ def test_values_that_ask_for_nothing_are_taken(http: httpx.Client) -> None:
         "modalities": ["text"],
     }
     assert http.post("/v1/chat/completions", json={"messages": [USER], **idle}).status_code == 200
+
+
+def test_a_schema_may_stand_beside_json_object(http: httpx.Client, engine: FakeEngine) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    grammars = []
+    for form in (
+        {"type": "json_object", "schema": schema},
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+        {"type": "json_object"},
+    ):
+        answer = http.post("/v1/chat/completions", json={"messages": [USER], "response_format": form})
+        assert answer.status_code == 200, answer.text
+        grammars.append(engine.seen[-1][1].grammar)
+    assert grammars[0] == grammars[1] != grammars[2]
 
 
 BEGUN = {"role": "assistant", "content": [{"type": "text", "text": "Once "}, {"type": "text", "text": "upon"}]}
