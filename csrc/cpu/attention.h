@@ -7,7 +7,7 @@
 #pragma once
 
 #include "attention_8bit.h"
-#ifdef OCTAVO_TILES
+#ifdef OCTAVO_AMX
 #include "attention_amx.h"
 #endif
 
@@ -39,7 +39,7 @@ void attend_partition(const Head<E>& h, View& view, Rows<E>& rows, int partition
     memset(rows.out, 0, static_cast<size_t>(rows.count * rows.padded) * sizeof(float));
     first = max_of(first, partition_begin(partition));
     last = min_of(last, partition_begin(partition + 1) - 1);
-#ifdef OCTAVO_TILES
+#ifdef OCTAVO_AMX
     if constexpr (__is_same(E, PlainBf16)) {
         if (rows.sees_alike && h.steps % kTileMaxRows == 0) {
             for (int r = 0; r < rows.count; r += kTileMaxRows) {

@@ -122,7 +122,7 @@ void embedding(const void* args, int64_t task) {
             } else if (m.format < 0) {
                 table_row(m, row, put);
             } else {
-                with_format(m, [&](auto format) { int_row<decltype(format)>(m, row, put); });
+                with_format(m, [&](auto format) { for_row_elements<decltype(format)>(m, row, put); });
             }
         };
         const int32_t slot = a.slots && valid ? a.slots[t] : -1;

@@ -14,15 +14,15 @@ namespace {
 // latency times the bandwidth of one core.
 constexpr int kPrefetchBytes = 4096;
 
-// Returns how many vectors of outputs are finished together. Gated outputs need whole pairs of gate and up panels,
-// quantized outputs a whole block of the row. Other epilogues take `otherwise`.
-inline int64_t unit_vecs(const LinearArgs& a, int64_t otherwise) {
+// Returns how many vectors of outputs an epilogue finishes together. Gated outputs need whole pairs of gate and up
+// panels, quantized outputs a whole block of the row. Other epilogues take `otherwise`.
+inline int64_t epilogue_vecs(const LinearArgs& a, int64_t otherwise) {
     const bool by_blocks = is_quantized(a.out_dtype);
     if (a.epilogue == kActivated && by_blocks) return 2 * kVecsPerPanel;
     if (a.epilogue != kGated) return otherwise;
     return (by_blocks ? 4 : 2) * kVecsPerPanel;
 }
-constexpr int kMaxUnit = 4 * kPanel;
+constexpr int kMaxEpilogueWidth = 4 * kPanel;
 
 // Returns the number of panels of a matrix. Gate and up have whole panels each.
 inline int64_t panels_of(const Matrix& m) {
@@ -40,18 +40,18 @@ inline Segment segment_of(const Matrix& m, int64_t number) {
 }
 
 // Computes y as the sum of a matrix's segments, in the order of summation_tree.h. make(segment, to) writes one
-// segment's products, `rows` by `width` floats, whose rows lie kMaxUnit apart. Sums that wait for others are in
-// `waiting`: kTreeDepth - 1 of them, `step` floats apart.
+// segment's products, `rows` by `width` floats, whose rows lie kMaxEpilogueWidth apart. Sums that wait for others are
+// in `partial_sums`: kTreeDepth - 1 of them, `step` floats apart.
 template <class Make>
-inline void sum_segments(const Matrix& m, float* y, float* waiting, int64_t step, int64_t rows, int64_t width,
+inline void sum_segments(const Matrix& m, float* y, float* partial_sums, int64_t step, int64_t rows, int64_t width,
                          Make make) {
-    const auto at = [&](int depth) { return depth == 0 ? y : waiting + (depth - 1) * step; };
+    const auto at = [&](int depth) { return depth == 0 ? y : partial_sums + (depth - 1) * step; };
     in_tree(
         m.segments, [&](int index, int depth) { make(segment_of(m, index), at(depth)); },
         [&](int depth) {
             float* to = at(depth - 1);
             const float* more = at(depth);
-            for (int64_t r = 0; r < rows; ++r, to += kMaxUnit, more += kMaxUnit) {
+            for (int64_t r = 0; r < rows; ++r, to += kMaxEpilogueWidth, more += kMaxEpilogueWidth) {
                 for (int64_t i = 0; i < width; i += kLanes) store(to + i, add(load(to + i), load(more + i)));
             }
         });

@@ -78,7 +78,7 @@ void experts_shrink(const void* args, int64_t task) {
     }
 }
 
-// The first product. Tasks divide the cost of all parts evenly, in whole units of panels: one may end in the middle of
+// The first product. Tasks divide the cost of all parts evenly, in whole epilogues: a task may end in the middle of
 // an expert, where the next begins.
 void experts_up(const void* args, int64_t task) {
     const ExpertsPass& p = *static_cast<const ExpertsPass*>(args);
@@ -92,8 +92,8 @@ void experts_up(const void* args, int64_t task) {
     linear.clamp = a.clamp;
     const int64_t sides = a.up->gated ? 2 : 1;
     const int64_t panels = (a.up->n / sides + kPanel - 1) / kPanel * sides;
-    const int64_t unit = unit_vecs(linear, kVecsPerPanel) / kVecsPerPanel;
-    const int64_t units = (panels + unit - 1) / unit;
+    const int64_t epilogue_panels = epilogue_vecs(linear, kVecsPerPanel) / kVecsPerPanel;
+    const int64_t epilogues = (panels + epilogue_panels - 1) / epilogue_panels;
     const int64_t cost = s.parts[s.num_parts - 1].cost_end;
     const int64_t begin = cost * task / p.up_tasks;
     const int64_t end = cost * (task + 1) / p.up_tasks;
@@ -102,13 +102,15 @@ void experts_up(const void* args, int64_t task) {
         const int64_t part_begin = i == 0 ? 0 : s.parts[i - 1].cost_end;
         if (part.cost_end <= begin) continue;
         if (part_begin >= end) break;
-        // Returns the first unit that begins at or after a place in the part's cost.
-        const auto unit_at = [&](int64_t at) {
+        // Returns the first epilogue that begins at or after a place in the part's cost.
+        const auto epilogue_at = [&](int64_t at) {
             const int64_t width = part.cost_end - part_begin;
-            return at <= part_begin ? 0 : at >= part.cost_end ? units : ((at - part_begin) * units + width - 1) / width;
+            if (at <= part_begin) return int64_t{0};
+            if (at >= part.cost_end) return epilogues;
+            return ((at - part_begin) * epilogues + width - 1) / width;
         };
-        const int64_t panel_begin = unit_at(begin) * unit;
-        const int64_t panel_end = min_of(unit_at(end) * unit, panels);
+        const int64_t panel_begin = epilogue_at(begin) * epilogue_panels;
+        const int64_t panel_end = min_of(epilogue_at(end) * epilogue_panels, panels);
         if (panel_begin >= panel_end) continue;
         linear.matrix = a.up[part.expert];
         linear.x = input_row(p, part.begin, part.rows);

@@ -26,7 +26,7 @@ constexpr int kMinima = 2;  // of a block: one for 32 elements
 // kWordsAt of a panel's superblock on (but not word kGap). `keep` writes the rest of the superblock. `largest_scale`
 // returns the largest scale of a row of a superblock; it may be NaN or infinite.
 constexpr int32_t kNotKept = -1;
-constexpr int kBlocksOfSuper = kSuperblock / kQBlock;
+constexpr int kBlocksPerSuperblock = kSuperblock / kQBlock;
 constexpr int kQ4KBlock = kPanel * kQBlock / 2 + 128;
 constexpr int kQ5KBlock = kPanel * kQBlock * 5 / 8 + 128;
 constexpr int kQ3KWordsAt = kPanel * 2;
@@ -144,7 +144,7 @@ struct BlocksK {
     static constexpr int kScalesAt = 0, kWordsAt = 0, kWords = 4 * kWordsOfBlock, kGap = kWordsOfBlock - 1;
     static void gather(const uint8_t* from, uint32_t* words) {
         constexpr uint32_t kLow = 0x0f0f0f0f, kHigh = 0xf0f0f0f0;
-        for (int block = 0; block < kBlocksOfSuper; ++block) {
+        for (int block = 0; block < kBlocksPerSuperblock; ++block) {
             const uint8_t* nibbles = from + kNibbles + 32 * block;
             uint32_t* of_block = words + block * kWordsOfBlock;
             for (int step = 0; step < 4; ++step) {
@@ -247,7 +247,7 @@ struct Q6_K {
     // in their high two bits.
     static constexpr int kScalesAt = 192, kWordsAt = kQ6KHeader, kWords = kSuperblock / 16 * 3, kGap = -1;
     static void gather(const uint8_t* from, uint32_t* words) {
-        for (int block = 0; block < kBlocksOfSuper; ++block) {
+        for (int block = 0; block < kBlocksPerSuperblock; ++block) {
             uint32_t codes[kQBlock / 4];
             read_codes(from, block, kQBlock, nullptr, reinterpret_cast<uint8_t*>(codes));
             for (int step = 0; step < kQBlock / 16; ++step) {
@@ -314,7 +314,7 @@ struct Q3_K {
         for (int group = 0; group < 16; ++group) numbers[group] = scale(from, group);
         store_six_bits(numbers, words, 1);
         words += 3;
-        for (int block = 0; block < kBlocksOfSuper; ++block, words += 6) {
+        for (int block = 0; block < kBlocksPerSuperblock; ++block, words += 6) {
             uint32_t codes[kQBlock / 4];
             read_codes(from, block, kQBlock, nullptr, reinterpret_cast<uint8_t*>(codes));
             for (int i = 0; i < 6; ++i) words[i] = 0;

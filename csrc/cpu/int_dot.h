@@ -1,7 +1,7 @@
 // Products of quantized rows with integer matrices. A tile is R rows by one panel. Products of codes and elements are
-// summed in integers, which are exact in any order. The rest of a block is a few float operations for each output, in
-// one order over the blocks. So a row's bits depend neither on R nor on how the work is cut. Layouts of matrices are in
-// int_layouts.h and superblock_layouts.h. Included by linear.h and embedding.h only.
+// summed in integers, which are exact in any order. A few float operations follow for each group, in one order over the
+// blocks. So a row's bits depend neither on R nor on how the work is cut. Layouts of matrices are in int_layouts.h and
+// superblock_layouts.h; int_layouts.h explains the words. Included by linear.h and embedding.h only.
 #pragma once
 
 #include "epilogue.h"
@@ -11,412 +11,517 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// Returns where the integer sum of group g begins: -z times the sum of the group's elements, or 0 where codes are
-// centred before they are multiplied. Zeros of 8 and 32 are powers of two, as 128 is, so the shift is exact.
+constexpr int kVecBytes = kLanes * 4;
+
+// Returns the start of group g's integer sum: -z times the sum of the group's elements, or 0 where codes are centred
+// before they are multiplied. Zeros of 8 and 32 are powers of two, as 128 is, so the shift is exact.
 template <class F>
 inline int32_t start_of_sum(const QBlock& x, int g) {
     if (F::kBits == 8 && kCodesAreCentred) return 0;
-    if (F::kBits < 8 && F::kGroup == 16) return x.start16[g] >> (8 - F::kBits);  // of -128 times the sum
-    return F::kBits == 4 ? x.start4[g] : F::kGroup == 32 ? x.start8[g] : x.start16[g];
+    if (F::kBits < 8 && F::kGroupElements == 16) return x.start_z128_by_16[g] >> (8 - F::kBits);
+    if (F::kBits == 4) return x.start_z8[g];
+    return F::kGroupElements == 32 ? x.start_z128[g] : x.start_z128_by_16[g];
 }
 
-// How far ahead a single tile of rows fetches, into the second-level cache: the first has no room beside what the tile
-// reads.
+// How far ahead of a single tile of vectors weights are fetched, into the second-level cache: what the tile reads fills
+// the first.
 constexpr int kIntPrefetchBytes = 8192;
 
-// What to fetch while a tile is computed: for each block `lines` lines from `from` on, and lines of adapters' factors.
+// The prefetches of a tile: for each block `lines` lines of weights from `from` on, and lines of LoRA factors.
 struct Fetch {
     const char* from;
     int lines;
-    Pieces& factors;
-    int64_t factor_lines;
+    Pieces& lora_factors;
+    int64_t lora_lines;
 
     inline void of_block() {
         for (int i = 0; i < lines; ++i, from += 64) __builtin_prefetch(from, 0, 2);
-        factors.fetch(factor_lines);
+        lora_factors.fetch(lora_lines);
     }
 };
 
-// How the rows of a batch are cut: first tiles for tile instructions, where these are faster, then tiles of vectors.
+// How the rows of a batch are cut into tiles: first AMX tiles, where these are faster, then tiles of vectors.
 template <class F>
-class RowCuts {
+class TileSplit {
   public:
-    struct Cut {
-        int64_t begin, end;
-        bool by_instructions;
+    struct Tile {
+        int64_t begin, end;  // rows of the batch
+        bool uses_amx;
     };
 
-    explicit RowCuts(int64_t rows)
+    explicit TileSplit(int64_t rows)
         : rows_(rows),
-          whole_(IntTilesOf<F>::whole_tiles(rows)),
-          rest_(max_of<int64_t>(0, rows - whole_ * kRowsOfTile)),
-          narrow_((rest_ + kIntRows - 1) / kIntRows) {}
+          amx_tiles_(AmxTiles<F>::num_tiles(rows)),
+          vector_rows_(max_of<int64_t>(0, rows - amx_tiles_ * kAmxRows)),
+          vector_tiles_((vector_rows_ + kIntRows - 1) / kIntRows) {}
 
-    int64_t count() const { return whole_ + narrow_; }
-    bool any_by_instructions() const { return whole_ > 0; }
+    int64_t count() const { return amx_tiles_ + vector_tiles_; }
+    bool uses_amx() const { return amx_tiles_ > 0; }
 
-    Cut at(int64_t i) const {
-        if (i < whole_) return {i * kRowsOfTile, min_of((i + 1) * kRowsOfTile, rows_), true};
-        const int64_t begin = rows_ - rest_, narrow = i - whole_;
-        return {begin + rest_ * narrow / narrow_, begin + rest_ * (narrow + 1) / narrow_, false};
+    Tile at(int64_t i) const {
+        if (i < amx_tiles_) return {i * kAmxRows, min_of((i + 1) * kAmxRows, rows_), true};
+        const int64_t begin = rows_ - vector_rows_, number = i - amx_tiles_;
+        return {begin + vector_rows_ * number / vector_tiles_, begin + vector_rows_ * (number + 1) / vector_tiles_,
+                false};
     }
 
   private:
-    int64_t rows_, whole_, rest_, narrow_;
+    int64_t rows_, amx_tiles_, vector_rows_, vector_tiles_;
 };
 
-// Returns how many blocks a product reads at a time: all of a panel, or as many as are opened together. A single tile
-// of vectors opens as few as it can, so that blocks are read soon after they are fetched.
-template <class F>
-inline int64_t blocks_at_a_time(int64_t blocks, int64_t cuts, bool by_instructions) {
-    if (F::kOpenedBytes == 0 && !by_instructions) return blocks;
-    return min_of<int64_t>(blocks, cuts == 1 && !by_instructions ? kBlocksOfSuper : kOpenedBlocks);
+// The parts of a tile. `x` are its R rows, `b` a block of them, `acc` its float sums, `v0` the first of the V vectors
+// of outputs that are worked on together.
+
+// Begins the sums at zero, or at the values in y.
+template <int R>
+__attribute__((always_inline)) inline void load_sums(const float* y, bool is_first, Vec (&acc)[R][kVecsPerPanel]) {
+    for (int r = 0; r < R; ++r) {
+        for (int v = 0; v < kVecsPerPanel; ++v) {
+            acc[r][v] = is_first ? zero() : load(y + r * kMaxEpilogueWidth + v * kLanes);
+        }
+    }
 }
 
-// Computes y[r, 0 .. kPanel) for R rows over `blocks` blocks. With `is_first` sums begin at zero, else at what y holds.
-// The results are multiplied by `factor`. V vectors of outputs are worked on at a time.
+// Stores the sums, times `factor`, in y.
+template <int R>
+__attribute__((always_inline)) inline void store_sums(const Vec (&acc)[R][kVecsPerPanel], Vec factor, float* y) {
+    for (int r = 0; r < R; ++r) {
+        for (int v = 0; v < kVecsPerPanel; ++v) {
+            store(y + r * kMaxEpilogueWidth + v * kLanes, mul(acc[r][v], factor));
+        }
+    }
+}
+
+// Adds a step of eight elements of k: codes of 4 bits, two a byte.
+template <int R, int V>
+__attribute__((always_inline)) inline void add_step4(const QBlock* const* x, int64_t b, const char* step, int s,
+                                                     Ints (&sum)[R][V]) {
+    Ints low[V], high[V];
+    for (int v = 0; v < V; ++v) {
+        const Ints both = load_ints(step + v * kVecBytes);
+        // Elements 8s to 8s + 3 of 16 outputs, a code a byte; then elements 8s + 4 to 8s + 7.
+        low[v] = low_nibbles(both);
+        high[v] = high_nibbles(both);
+    }
+    for (int r = 0; r < R; ++r) {
+        // Four elements of the row in every lane, times the low halves; below, the next four times the high halves.
+        const Ints four = set1_bytes(x[r][b].q + s * 8);
+        for (int v = 0; v < V; ++v) sum[r][v] = add_to_sums4(sum[r][v], low[v], four);
+    }
+    for (int r = 0; r < R; ++r) {
+        const Ints four = set1_bytes(x[r][b].q + s * 8 + 4);
+        for (int v = 0; v < V; ++v) sum[r][v] = add_to_sums4(sum[r][v], high[v], four);
+    }
+}
+
+// Adds two steps of four elements of k each, with codes of 6 bits: without VNNI, sums of both fit 16 bits
+// (docs/kernels.md).
+template <int R, int V>
+__attribute__((always_inline)) inline void add_two_steps6(const QBlock* const* x, int64_t b, const char* step, int s,
+                                                          Ints (&sum)[R][V]) {
+    Ints first[V], second[V];
+    for (int v = 0; v < V; ++v) {
+        first[v] = load_ints(step + v * kVecBytes);
+        second[v] = load_ints(step + kStepBytes + v * kVecBytes);
+    }
+    for (int r = 0; r < R; ++r) {
+        const Ints of_first = set1_bytes(x[r][b].q + s * 4), of_second = set1_bytes(x[r][b].q + s * 4 + 4);
+        for (int v = 0; v < V; ++v) sum[r][v] = dot_two_codes6(sum[r][v], first[v], of_first, second[v], of_second);
+    }
+}
+
+// Adds a step of four elements of k, with codes of 8 bits.
+template <int R, int V>
+__attribute__((always_inline)) inline void add_step8(const QBlock* const* x, int64_t b, const char* step, int s,
+                                                     Ints (&sum)[R][V]) {
+    Ints codes[V];
+    // `centred` makes codes signed on sets that multiply signed bytes; other sets leave them.
+    for (int v = 0; v < V; ++v) codes[v] = centred(load_ints(step + v * kVecBytes));
+    for (int r = 0; r < R; ++r) {
+        const Ints four = set1_bytes(x[r][b].q + s * 4);
+        for (int v = 0; v < V; ++v) sum[r][v] = dot_codes8(sum[r][v], codes[v], four);
+    }
+}
+
+// Sets `sum` to the integer sums of group g. `codes` are those of the block, from vector v0 on.
+template <class F, int R, int V>
+__attribute__((always_inline)) inline void dot_group(const QBlock* const* x, int64_t b, const char* codes, int g,
+                                                     Ints (&sum)[R][V]) {
+    constexpr int kStepsPerGroup = F::kGroupElements / F::kCodesPerByte / 4;
+    for (int r = 0; r < R; ++r) {
+        const int32_t start = start_of_sum<F>(x[r][b], g);
+        for (int v = 0; v < V; ++v) sum[r][v] = F::kBits == 4 ? begin_sums4(start) : set1_int(start);
+    }
+#pragma GCC unroll 8
+    for (int s = g * kStepsPerGroup; s < (g + 1) * kStepsPerGroup; ++s) {
+        const char* step = codes + s * kStepBytes;
+        if constexpr (F::kBits == 4) {
+            add_step4<R, V>(x, b, step, s, sum);
+        } else if constexpr (F::kBits == 6) {
+            if (s % 2 == 0) add_two_steps6<R, V>(x, b, step, s, sum);
+        } else {
+            add_step8<R, V>(x, b, step, s, sum);
+        }
+    }
+    if constexpr (F::kBits == 4) {
+        for (int r = 0; r < R; ++r) {
+            const int32_t start = start_of_sum<F>(x[r][b], g);
+            for (int v = 0; v < V; ++v) sum[r][v] = end_sums4(sum[r][v], start);
+        }
+    }
+}
+
+// Adds group g's integer sums, scaled, to `acc`. sum_of(r, v) returns a vector of integer sums as floats.
+template <class F, int R, int V, class SumOf>
+__attribute__((always_inline)) inline void add_scaled(const BlocksView& w, const QBlock* const* x, int64_t b, int g,
+                                                      int v0, SumOf sum_of, Vec (&acc)[R][kVecsPerPanel]) {
+    const auto* scales = reinterpret_cast<const typename F::Scale*>(w.scales) + g * kPanel;
+    for (int v = 0; v < V; ++v) {
+        const Vec weight_scale = load_scale(scales + (v0 + v) * kLanes);
+        for (int r = 0; r < R; ++r) {
+            const Vec row_scale = set1(x[r][b].scale[g * F::kGroupElements / 32]);
+            if constexpr (F::kHasMinimaBy16) {
+                const Vec added = mul(load_scale(scales + F::kGroupsPerBlock * kPanel + (v0 + v) * kLanes),
+                                      set1(static_cast<float>(x[r][b].start_z128_by_16[g])));
+                // acc += row scale * (scale * integer sum + minimum * start)
+                acc[r][v0 + v] = fma(fma(weight_scale, sum_of(r, v), added), row_scale, acc[r][v0 + v]);
+            } else {
+                // acc += scale * row scale * integer sum
+                acc[r][v0 + v] = fma(mul(weight_scale, row_scale), sum_of(r, v), acc[r][v0 + v]);
+            }
+        }
+    }
+}
+
+// Adds the products of a block's minima, one for each 32 elements of k, to `acc`.
+template <class F, int R, int V>
+__attribute__((always_inline)) inline void add_minima(const BlocksView& w, const QBlock* const* x, int64_t b, int v0,
+                                                      Vec (&acc)[R][kVecsPerPanel]) {
+    const uint16_t* minima = reinterpret_cast<const uint16_t*>(w.scales + F::kScaleBytes);
+    for (int v = 0; v < V; ++v) {
+        const Pairs of_vector = load_pairs(minima + (v0 + v) * kLanes * 2);
+        for (int r = 0; r < R; ++r) {
+            acc[r][v0 + v] = dot_pairs(acc[r][v0 + v], of_vector, BF16::broadcast(x[r][b].sums));
+        }
+    }
+}
+
+// Computes y[r, 0 .. kPanel) for R rows over `blocks` blocks. With `is_first` sums begin at zero, otherwise at the
+// values in y. The results are multiplied by `factor`.
 template <class F, int R>
-void int_tile(IntView w, int64_t blocks, const QBlock* rows, int64_t x_stride, bool is_first, Vec factor, float* y,
+void int_tile(BlocksView w, int64_t blocks, const QBlock* rows, int64_t x_stride, bool is_first, Vec factor, float* y,
               Fetch fetch) {
     constexpr int V = kIntVecs;
-    constexpr int kStepBytes = kPanel * 4;
-    constexpr int kVecBytes = kLanes * 4;
-    // A step is one vector of code bytes for each 16 outputs: eight elements of k in codes of 4 bits, else four.
-    constexpr int kStepsPerGroup = F::kGroup / F::kCodesOfByte / 4;
     const QBlock* x[R];
     for (int r = 0; r < R; ++r) x[r] = rows + r * x_stride;
     Vec acc[R][kVecsPerPanel];
-    for (int r = 0; r < R; ++r) {
-        for (int v = 0; v < kVecsPerPanel; ++v) acc[r][v] = is_first ? zero() : load(y + r * kMaxUnit + v * kLanes);
-    }
+    load_sums<R>(y, is_first, acc);
     for (int64_t b = 0; b < blocks; ++b, w.codes += w.code_stride, w.scales += w.scale_stride) {
         fetch.of_block();
 #pragma GCC unroll 8
         for (int v0 = 0; v0 < kVecsPerPanel; v0 += V) {
 #pragma GCC unroll 4
-            for (int g = 0; g < F::kGroups; ++g) {
+            for (int g = 0; g < F::kGroupsPerBlock; ++g) {
                 // Where registers are few (AVX2) the float sums stay in memory while integers are summed.
                 leave_in_memory(acc);
                 Ints sum[R][V];
-                for (int r = 0; r < R; ++r) {
-                    const int32_t start = start_of_sum<F>(x[r][b], g);
-                    for (int v = 0; v < V; ++v) sum[r][v] = F::kBits == 4 ? begin_sums4(start) : set1_int(start);
-                }
-#pragma GCC unroll 8
-                for (int s = g * kStepsPerGroup; s < (g + 1) * kStepsPerGroup; ++s) {
-                    const char* step = w.codes + s * kStepBytes + v0 * kVecBytes;
-                    if constexpr (F::kBits == 4) {
-                        Ints low[V], high[V];
-                        for (int v = 0; v < V; ++v) {
-                            const Ints both = load_ints(step + v * kVecBytes);
-                            // Elements 8s to 8s + 3 of 16 outputs, a code a byte; then elements 8s + 4 to 8s + 7.
-                            low[v] = low_nibbles(both);
-                            high[v] = high_nibbles(both);
-                        }
-                        for (int r = 0; r < R; ++r) {
-                            // Four elements of the row in every lane, times the low halves; below, the next four times
-                            // the high halves.
-                            const Ints four = set1_bytes(x[r][b].q + s * 8);
-                            for (int v = 0; v < V; ++v) sum[r][v] = add_to_sums4(sum[r][v], low[v], four);
-                        }
-                        for (int r = 0; r < R; ++r) {
-                            const Ints four = set1_bytes(x[r][b].q + s * 8 + 4);
-                            for (int v = 0; v < V; ++v) sum[r][v] = add_to_sums4(sum[r][v], high[v], four);
-                        }
-                    } else if constexpr (F::kBits == 6) {
-                        // Two steps at a time: without VNNI, sums of both fit 16 bits (docs/kernels.md).
-                        if (s % 2) continue;
-                        Ints first[V], second[V];
-                        for (int v = 0; v < V; ++v) {
-                            first[v] = load_ints(step + v * kVecBytes);
-                            second[v] = load_ints(step + kStepBytes + v * kVecBytes);
-                        }
-                        for (int r = 0; r < R; ++r) {
-                            const Ints a = set1_bytes(x[r][b].q + s * 4), c = set1_bytes(x[r][b].q + s * 4 + 4);
-                            for (int v = 0; v < V; ++v) {
-                                sum[r][v] = dot_two_codes6(sum[r][v], first[v], a, second[v], c);
-                            }
-                        }
-                    } else {
-                        Ints codes[V];
-                        // `centred` makes codes signed on sets that multiply signed bytes, else leaves them.
-                        for (int v = 0; v < V; ++v) codes[v] = centred(load_ints(step + v * kVecBytes));
-                        for (int r = 0; r < R; ++r) {
-                            const Ints four = set1_bytes(x[r][b].q + s * 4);
-                            for (int v = 0; v < V; ++v) sum[r][v] = dot_codes8(sum[r][v], codes[v], four);
-                        }
-                    }
-                }
-                if constexpr (F::kBits == 4) {
-                    for (int r = 0; r < R; ++r) {
-                        const int32_t start = start_of_sum<F>(x[r][b], g);
-                        for (int v = 0; v < V; ++v) sum[r][v] = end_sums4(sum[r][v], start);
-                    }
-                }
-                const auto* scales = reinterpret_cast<const typename F::Scale*>(w.scales) + g * kPanel;
-                for (int v = 0; v < V; ++v) {
-                    const Vec d = load_scale(scales + (v0 + v) * kLanes);
-                    for (int r = 0; r < R; ++r) {
-                        const Vec of_row = set1(x[r][b].scale[g * F::kGroup / 32]);
-                        if constexpr (F::kMinimaBy16) {
-                            const Vec added = mul(load_scale(scales + F::kGroups * kPanel + (v0 + v) * kLanes),
-                                                  set1(static_cast<float>(x[r][b].start16[g])));
-                            // acc += row scale * (scale * integer sum + minimum * start value)
-                            acc[r][v0 + v] = fma(fma(d, to_float(sum[r][v]), added), of_row, acc[r][v0 + v]);
-                        } else {
-                            // acc += scale * row scale * integer sum
-                            acc[r][v0 + v] = fma(mul(d, of_row), to_float(sum[r][v]), acc[r][v0 + v]);
-                        }
-                    }
-                }
+                dot_group<F, R, V>(x, b, w.codes + v0 * kVecBytes, g, sum);
+                const auto sum_of = [&](int r, int v) __attribute__((always_inline)) { return to_float(sum[r][v]); };
+                add_scaled<F, R, V>(w, x, b, g, v0, sum_of, acc);
             }
+            if constexpr (F::kHasMinimaBy32) add_minima<F, R, V>(w, x, b, v0, acc);
+        }
+    }
+    store_sums<R>(acc, factor, y);
+}
+
+#ifdef OCTAVO_I8MM
+// Sets `sum` to the integer sums of group g by ARM's matrix instructions, [2 outputs][2 rows] each: two vectors for
+// each pair of rows and vector of outputs.
+template <class F, int kPairs, int V>
+__attribute__((always_inline)) inline void dot_group_i8mm(const QBlock* const* x, int64_t b, const char* codes, int g,
+                                                          Ints (&sum)[kPairs][V][2]) {
+    // An operand has eight elements of k: a step of codes of 4 bits, or two steps of codes of more bits.
+    constexpr int kOperandBytes = 2 / F::kCodesPerByte * kStepBytes;
+    constexpr int kOperandsPerGroup = F::kGroupElements / 8;
+    for (int p = 0; p < kPairs; ++p) {
+        const Ints start = starts_of_two_rows(start_of_sum<F>(x[2 * p][b], g), start_of_sum<F>(x[2 * p + 1][b], g));
+        for (int v = 0; v < V; ++v) sum[p][v][0] = sum[p][v][1] = start;
+    }
+#pragma GCC unroll 4
+    for (int i = g * kOperandsPerGroup; i < (g + 1) * kOperandsPerGroup; ++i) {
+        const char* step = codes + i * kOperandBytes;
+        TwoInts operands[V];
+        for (int v = 0; v < V; ++v) {
+            const Ints first = load_ints(step + v * kVecBytes);
+            if constexpr (F::kBits == 4) {
+                // An output's first four codes and its next four lie side by side: eight k of two outputs are an
+                // operand.
+                operands[v] = interleaved(low_nibbles(first), high_nibbles(first));
+            } else {
+                operands[v] = interleaved(first, load_ints(step + kStepBytes + v * kVecBytes));
+            }
+        }
+        for (int p = 0; p < kPairs; ++p) {
+            // Eight elements of each of the two rows, the other operand.
+            const Ints eight = load_two_rows(x[2 * p][b].q + i * 8, x[2 * p + 1][b].q + i * 8);
             for (int v = 0; v < V; ++v) {
-                const uint16_t* minima = reinterpret_cast<const uint16_t*>(w.scales + F::kScaleBytes);
-                if constexpr (F::kMinima) {
-                    const Pairs m = load_pairs(minima + (v0 + v) * kLanes * 2);
-                    for (int r = 0; r < R; ++r) {
-                        acc[r][v0 + v] = dot_pairs(acc[r][v0 + v], m, BF16::broadcast(x[r][b].sums));
-                    }
+                for (int half = 0; half < 2; ++half) {
+                    sum[p][v][half] = multiply_matrices(sum[p][v][half], operands[v].of[half], eight);
                 }
             }
         }
     }
-    for (int r = 0; r < R; ++r) {
-        for (int v = 0; v < kVecsPerPanel; ++v) store(y + r * kMaxUnit + v * kLanes, mul(acc[r][v], factor));
-    }
 }
 
-#ifdef OCTAVO_MATRICES
-// As int_tile, by ARM's matrix instructions: two rows by two outputs at a time. If R is odd, the last row is its own
-// neighbour. Groups have the integer sums of int_tile, and float operations follow in the same order.
+// As int_tile, by I8MM: two rows by two outputs at a time. If R is odd, the last row is its own neighbour.
 template <class F, int R>
-void int_tile_by_matrices(IntView w, int64_t blocks, const QBlock* rows, int64_t x_stride, bool is_first, Vec factor,
-                          float* y, Fetch fetch) {
-    constexpr int V = kMatrixVecs;
+void int_tile_i8mm(BlocksView w, int64_t blocks, const QBlock* rows, int64_t x_stride, bool is_first, Vec factor,
+                   float* y, Fetch fetch) {
+    constexpr int V = kI8mmVecs;
     constexpr int kPairs = (R + 1) / 2;
-    constexpr int kStepBytes = kPanel * 4;
-    constexpr int kVecBytes = kLanes * 4;
-    // A step is eight elements of k: one vector of codes of four bits, or two of codes of more bits.
-    constexpr int kVecsPerStep = 2 / F::kCodesOfByte;
-    constexpr int kStepsPerGroup = F::kGroup / 8;
     const QBlock* x[2 * kPairs];
     for (int r = 0; r < 2 * kPairs; ++r) x[r] = rows + min_of(r, R - 1) * x_stride;
     Vec acc[R][kVecsPerPanel];
-    for (int r = 0; r < R; ++r) {
-        for (int v = 0; v < kVecsPerPanel; ++v) acc[r][v] = is_first ? zero() : load(y + r * kMaxUnit + v * kLanes);
-    }
+    load_sums<R>(y, is_first, acc);
     for (int64_t b = 0; b < blocks; ++b, w.codes += w.code_stride, w.scales += w.scale_stride) {
         fetch.of_block();
         for (int v0 = 0; v0 < kVecsPerPanel; v0 += V) {
 #pragma GCC unroll 4
-            for (int g = 0; g < F::kGroups; ++g) {
+            for (int g = 0; g < F::kGroupsPerBlock; ++g) {
                 Ints sum[kPairs][V][2];
-                for (int p = 0; p < kPairs; ++p) {
-                    const Ints start =
-                        starts_of_two_rows(start_of_sum<F>(x[2 * p][b], g), start_of_sum<F>(x[2 * p + 1][b], g));
-                    for (int v = 0; v < V; ++v) sum[p][v][0] = sum[p][v][1] = start;
-                }
-#pragma GCC unroll 4
-                for (int s = g * kStepsPerGroup; s < (g + 1) * kStepsPerGroup; ++s) {
-                    const char* step = w.codes + s * kVecsPerStep * kStepBytes + v0 * kVecBytes;
-                    TwoInts codes[V];
-                    for (int v = 0; v < V; ++v) {
-                        const Ints first = load_ints(step + v * kVecBytes);
-                        if constexpr (F::kBits == 4) {
-                            // An output's first four codes and its next four lie side by side: eight k of two outputs
-                            // are an operand.
-                            codes[v] = interleaved(low_nibbles(first), high_nibbles(first));
-                        } else {
-                            codes[v] = interleaved(first, load_ints(step + kStepBytes + v * kVecBytes));
-                        }
-                    }
-                    for (int p = 0; p < kPairs; ++p) {
-                        // Eight elements of each of the two rows, the other operand.
-                        const Ints eight = load_two_rows(x[2 * p][b].q + s * 8, x[2 * p + 1][b].q + s * 8);
-                        for (int v = 0; v < V; ++v) {
-                            for (int i = 0; i < 2; ++i) {
-                                sum[p][v][i] = multiply_matrices(sum[p][v][i], codes[v].of[i], eight);
-                            }
-                        }
-                    }
-                }
-                const auto* scales = reinterpret_cast<const typename F::Scale*>(w.scales) + g * kPanel;
-                for (int v = 0; v < V; ++v) {
-                    const Vec d = load_scale(scales + (v0 + v) * kLanes);
-                    for (int r = 0; r < R; ++r) {
-                        const Vec of_row = set1(x[r][b].scale[g * F::kGroup / 32]);
-                        // Sums lie as [2 outputs][2 rows] by instruction; sums_by_row gathers a row's.
-                        const Vec found = to_float(sums_by_row(sum[r / 2][v][0], sum[r / 2][v][1]).of[r % 2]);
-                        if constexpr (F::kMinimaBy16) {
-                            const Vec added = mul(load_scale(scales + F::kGroups * kPanel + (v0 + v) * kLanes),
-                                                  set1(static_cast<float>(x[r][b].start16[g])));
-                            acc[r][v0 + v] = fma(fma(d, found, added), of_row, acc[r][v0 + v]);
-                        } else {
-                            acc[r][v0 + v] = fma(mul(d, of_row), found, acc[r][v0 + v]);
-                        }
-                    }
-                }
+                dot_group_i8mm<F, kPairs, V>(x, b, w.codes + v0 * kVecBytes, g, sum);
+                // sums_by_row gathers a row's sums.
+                const auto sum_of = [&](int r, int v) __attribute__((always_inline)) {
+                    return to_float(sums_by_row(sum[r / 2][v][0], sum[r / 2][v][1]).of[r % 2]);
+                };
+                add_scaled<F, R, V>(w, x, b, g, v0, sum_of, acc);
             }
-            if constexpr (F::kMinima) {
-                const uint16_t* minima = reinterpret_cast<const uint16_t*>(w.scales + F::kScaleBytes);
-                for (int v = 0; v < V; ++v) {
-                    const Pairs m = load_pairs(minima + (v0 + v) * kLanes * 2);
-                    for (int r = 0; r < R; ++r) {
-                        acc[r][v0 + v] = dot_pairs(acc[r][v0 + v], m, BF16::broadcast(x[r][b].sums));
-                    }
-                }
-            }
+            if constexpr (F::kHasMinimaBy32) add_minima<F, R, V>(w, x, b, v0, acc);
         }
     }
-    for (int r = 0; r < R; ++r) {
-        for (int v = 0; v < kVecsPerPanel; ++v) store(y + r * kMaxUnit + v * kLanes, mul(acc[r][v], factor));
-    }
+    store_sums<R>(acc, factor, y);
 }
 #endif
 
-// Computes a tile of R rows. A single row would leave half of a matrix instruction idle, so vectors take it.
+// Computes a tile of R rows. A single row would leave half of an I8MM instruction idle, so vectors take it.
 template <class F, int R>
-inline void int_tile_of_rows(IntView w, int64_t blocks, const QBlock* rows, int64_t x_stride, bool is_first, Vec factor,
-                             float* y, Fetch fetch) {
-#ifdef OCTAVO_MATRICES
+inline void int_tile_of_rows(BlocksView w, int64_t blocks, const QBlock* rows, int64_t x_stride, bool is_first,
+                             Vec factor, float* y, Fetch fetch) {
+#ifdef OCTAVO_I8MM
     if constexpr (R > 1) {
-        int_tile_by_matrices<F, R>(w, blocks, rows, x_stride, is_first, factor, y, fetch);
-    } else {
-        int_tile<F, R>(w, blocks, rows, x_stride, is_first, factor, y, fetch);
+        int_tile_i8mm<F, R>(w, blocks, rows, x_stride, is_first, factor, y, fetch);
+        return;
     }
-#else
-    int_tile<F, R>(w, blocks, rows, x_stride, is_first, factor, y, fetch);
 #endif
+    int_tile<F, R>(w, blocks, rows, x_stride, is_first, factor, y, fetch);
 }
 
-// Adds up pairs of rows of a panel's y: the first `outputs` rows become the sums of rows 2r and 2r + 1.
-inline void add_pairs(float* y, int64_t outputs) {
-    for (int64_t r = 0; r < outputs; ++r) {
-        const float* pair = y + 2 * r * kMaxUnit;
+// Adds up pairs of rows of a panel's y: the first `out_rows` rows become the sums of rows 2r and 2r + 1.
+inline void add_pairs(float* y, int64_t out_rows) {
+    for (int64_t r = 0; r < out_rows; ++r) {
+        const float* pair = y + 2 * r * kMaxEpilogueWidth;
         for (int i = 0; i < kPanel; i += kLanes) {
-            store(y + r * kMaxUnit + i, add(load(pair + i), load(pair + kMaxUnit + i)));
+            store(y + r * kMaxEpilogueWidth + i, add(load(pair + i), load(pair + kMaxEpilogueWidth + i)));
         }
     }
 }
 
-// Computes the product of rows and panels. A unit of panels meets every row before the next unit does. Rows come in
-// batches, which share the columns of weights that are unpacked for their outliers. A batch comes in tiles. Meanwhile
-// the next weights are fetched, in equal parts.
+// The sizes of a task that multiplies `task_rows` rows of the call.
 template <class F>
-void int_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
-    using Flat = typename F::Flat;
-    constexpr int kRows = F::kOpenedBytes ? kOpenedRows : kOutlierRows;
-    alignas(64) float y[kRows * kMaxUnit];
-    alignas(64) float waiting[kRows * kMaxUnit];  // sums of segments, each a panel wide
-    static_assert((kTreeDepth - 1) * kPanel <= kMaxUnit);
-    alignas(64) char opened[F::kOpenedBytes ? F::kOpenedBytes * kOpenedBlocks : 1];
-    const int64_t blocks = (a.matrix.k + kQBlock - 1) / kQBlock;
-    const int64_t panel_bytes = blocks * F::kBlockBytes;
-    // With adapters a unit is as many panels as fit: they share the cost of finding and beginning with adapters.
-    const int64_t unit = unit_vecs(a, a.expands ? kMaxUnit / kLanes : kVecsPerPanel) / kVecsPerPanel;
-    // Both rows of a pair are rows here, until their outputs are added up (add_pairs).
-    const int64_t rows_of_one = a.x_is_paired ? 2 : 1;
-    const int64_t rows = (row_end - row_begin) * rows_of_one, x_stride = a.x_stride / rows_of_one;
-    const QBlock* x = static_cast<const QBlock*>(a.x) + row_begin * a.x_stride;
-    OutlierList& outliers = OutlierList::of(x, x_stride, blocks, rows, kRows, a.matrix.segments);
-    using Cuts = RowCuts<Flat>;
-    const int64_t all_cuts = rows / kRows * Cuts(kRows).count() + Cuts(rows % kRows).count();
-    const bool by_instructions = Cuts(min_of<int64_t>(rows, kRows)).any_by_instructions();
-    const int lines = static_cast<int>(((F::kBlockBytes + 63) / 64 + all_cuts - 1) / all_cuts);
-    const int64_t step = blocks_at_a_time<F>(blocks, all_cuts, by_instructions);
-    IntTilesOf<Flat> instructions(x, x_stride, blocks, rows, by_instructions);
-    const int64_t soon = by_instructions ? step * F::kBlockBytes : kIntPrefetchBytes;  // how far ahead of a single tile
-    const float inverse = 1 / a.matrix.factor;
-    const int64_t all_panels = panels_of(a.matrix);
-    FactorLines factors(a, row_begin, row_end, panel_begin, all_panels);
-    for (int64_t panel = panel_begin; panel < panel_end; panel += unit) {
-        const int64_t panels = min_of(unit, panel_end - panel);
-        const char* w = static_cast<const char*>(a.matrix.data) + panel * panel_bytes;
-        factors.list(panel, panels, panels * all_cuts * blocks);
-        int64_t cuts_before = 0;
-        for (int64_t first = 0; first < rows; first += kRows) {
-            const int64_t some = min_of<int64_t>(kRows, rows - first), outputs = some / rows_of_one;
-            const Cuts cuts(some);
-            for (int64_t p = 0; p < panels; ++p) {
-                const char* panel_w = w + p * panel_bytes;
-                float* panel_y = y + p * kPanel;
-                outliers.make_columns<F>(panel_w, first, inverse);
-                sum_segments(a.matrix, panel_y, waiting, kPanel, outputs, kPanel, [&](Segment segment, float* to) {
-                    const int64_t segment_begin = segment.begin / kQBlock;
-                    const int64_t segment_end = segment_begin + (segment.size + kQBlock - 1) / kQBlock;
-                    for (int64_t block = segment_begin; block < segment_end; block += step) {
-                        const int64_t count = min_of(step, segment_end - block);
-                        const bool is_last = block + count == segment_end;
-                        const IntView view = F::open(panel_w, block, count, inverse, opened);
-                        if (cuts.any_by_instructions()) instructions.open(view, count);
-                        for (int64_t i = 0; i < cuts.count(); ++i) {
-                            const auto cut = cuts.at(i);
-                            const char* next = all_cuts == 1 ? panel_w + block * F::kBlockBytes + soon
-                                                             : panel_w + panels * panel_bytes +
-                                                                   ((cuts_before + i) * blocks + block) * lines * 64;
-                            const bool is_first = block == segment_begin;
-                            const Vec factor = set1(is_last ? a.matrix.factor : 1);
-                            Fetch fetch{next, lines, factors.pieces(), factors.take(count)};
-                            if (cut.by_instructions) {
-                                instructions.multiply(view, count, first + cut.begin, block, is_first, factor,
-                                                      to + cut.begin * kMaxUnit, [&] { fetch.of_block(); });
-                                continue;
-                            }
-                            with_constant<kIntRows>(cut.end - cut.begin, [&](auto r) {
-                                int_tile_of_rows<Flat, decltype(r)::kValue>(
-                                    view, count, x + (first + cut.begin) * x_stride + block, x_stride, is_first, factor,
-                                    to + cut.begin * kMaxUnit, fetch);
-                            });
-                        }
-                    }
-                    outliers.add(first, some, segment.number, a.matrix.factor, to, kMaxUnit);
-                    if (a.x_is_paired) add_pairs(to, outputs);
-                });
+struct TaskSizes {
+    static constexpr int kBatchRows = F::kOpenedBytes ? kOpenedRows : kOutlierRows;
+
+    int64_t rows_per_output;  // 2 if x has pairs of rows: both are rows of the product until add_pairs
+    int64_t rows, x_stride;
+    int64_t blocks, panel_bytes;
+    int64_t epilogue_panels;
+    int64_t tiles;  // of all batches
+    bool uses_amx;
+    int64_t blocks_at_once;
+    int fetch_lines;         // lines of the next weights that each tile fetches for each block
+    int64_t prefetch_bytes;  // how far ahead a single tile fetches
+
+    TaskSizes(const LinearArgs& args, int64_t task_rows)
+        : rows_per_output(args.x_is_paired ? 2 : 1),
+          rows(task_rows * rows_per_output),
+          x_stride(args.x_stride / rows_per_output),
+          blocks((args.matrix.k + kQBlock - 1) / kQBlock),
+          panel_bytes(blocks * F::kBlockBytes) {
+        using Split = TileSplit<typename F::OpenedFormat>;
+        // With LoRA as many panels as fit: they share the cost of finding and beginning with adapters.
+        const int64_t max_vecs = args.expands ? kMaxEpilogueWidth / kLanes : kVecsPerPanel;
+        epilogue_panels = epilogue_vecs(args, max_vecs) / kVecsPerPanel;
+        tiles = rows / kBatchRows * Split(kBatchRows).count() + Split(rows % kBatchRows).count();
+        uses_amx = Split(min_of<int64_t>(rows, kBatchRows)).uses_amx();
+        fetch_lines = static_cast<int>(((F::kBlockBytes + 63) / 64 + tiles - 1) / tiles);
+        // All blocks of a panel, or as many as are opened together. A single tile of vectors opens as few as it can, so
+        // that blocks are read soon after they are fetched.
+        blocks_at_once = blocks;
+        if (F::kOpenedBytes > 0 || uses_amx) {
+            blocks_at_once = min_of<int64_t>(blocks, tiles == 1 && !uses_amx ? kBlocksPerSuperblock : kOpenedBlocks);
+        }
+        prefetch_bytes = uses_amx ? blocks_at_once * F::kBlockBytes : kIntPrefetchBytes;
+    }
+};
+
+// The product of a task's rows and panels, for panels in one format.
+template <class F>
+class IntProductTask {
+  public:
+    IntProductTask(const LinearArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin)
+        : args_(args),
+          row_begin_(row_begin),
+          sizes_(args, row_end - row_begin),
+          x_(static_cast<const QBlock*>(args.x) + row_begin * args.x_stride),
+          outliers_(OutlierList::of(x_, sizes_.x_stride, sizes_.blocks, sizes_.rows, kBatchRows, args.matrix.segments)),
+          amx_(x_, sizes_.x_stride, sizes_.blocks, sizes_.rows, sizes_.uses_amx),
+          lora_factors_(args, row_begin, row_end, panel_begin, panels_of(args.matrix)) {}
+
+    // Multiplies panels panel_begin .. panel_end - 1. The loops, from the outermost to the innermost: epilogue panels,
+    // batches of rows, panels, segments of k, runs of blocks, tiles of rows. Rows of a batch share the columns of
+    // weights that are unpacked for their outliers. Tiles fetch the next weights meanwhile, in equal parts.
+    void run(int64_t panel_begin, int64_t panel_end) {
+        for (int64_t panel = panel_begin; panel < panel_end; panel += sizes_.epilogue_panels) {
+            const int64_t panels = min_of(sizes_.epilogue_panels, panel_end - panel);
+            lora_factors_.list(panel, panels, panels * sizes_.tiles * sizes_.blocks);
+            int64_t tiles_before = 0;
+            for (int64_t first = 0; first < sizes_.rows; first += kBatchRows) {
+                const int64_t rows = min_of<int64_t>(kBatchRows, sizes_.rows - first);
+                const Batch batch{first, rows, rows / sizes_.rows_per_output, tiles_before, Split(rows)};
+                for (int64_t p = 0; p < panels; ++p) multiply_panel(batch, panel + p, panels, y_ + p * kPanel);
+                tiles_before += batch.split.count();
+                finish(args_, {y_, kMaxEpilogueWidth, row_begin_ + first / sizes_.rows_per_output, batch.out_rows,
+                               panel * kPanel, panels * kPanel});
+                if (args_.expands) amx_.configure();  // adapters configured tiles of their own
             }
-            cuts_before += cuts.count();
-            finish(a, {y, kMaxUnit, row_begin + first / rows_of_one, outputs, panel * kPanel, panels * kPanel});
-            if (a.expands) instructions.configure();  // adapters configured tiles of their own
         }
     }
+
+  private:
+    using Opened = typename F::OpenedFormat;
+    using Split = TileSplit<Opened>;
+    static constexpr int kBatchRows = TaskSizes<F>::kBatchRows;
+
+    struct Batch {
+        int64_t first, rows, out_rows;
+        int64_t tiles_before;  // tiles of earlier batches
+        Split split;
+    };
+
+    // Consecutive blocks of a segment.
+    struct Run {
+        int64_t block, count;
+        bool is_first, is_last;
+    };
+
+    void multiply_panel(const Batch& batch, int64_t panel, int64_t panels, float* y) {
+        const char* w = static_cast<const char*>(args_.matrix.data) + panel * sizes_.panel_bytes;
+        const char* next = w + panels * sizes_.panel_bytes;
+        outliers_.make_columns<F>(w, batch.first, inverse_);
+        sum_segments(args_.matrix, y, partial_sums_, kPanel, batch.out_rows, kPanel,
+                     [&](Segment segment, float* to) { multiply_segment(batch, w, next, segment, to); });
+    }
+
+    void multiply_segment(const Batch& batch, const char* w, const char* next, Segment segment, float* to) {
+        const int64_t begin = segment.begin / kQBlock;
+        const int64_t end = begin + (segment.size + kQBlock - 1) / kQBlock;
+        for (int64_t block = begin; block < end; block += sizes_.blocks_at_once) {
+            const int64_t count = min_of(sizes_.blocks_at_once, end - block);
+            multiply_run(batch, w, next, {block, count, block == begin, block + count == end}, to);
+        }
+        outliers_.add(batch.first, batch.rows, segment.number, args_.matrix.factor, to, kMaxEpilogueWidth);
+        if (args_.x_is_paired) add_pairs(to, batch.out_rows);
+    }
+
+    void multiply_run(const Batch& batch, const char* w, const char* next, Run run, float* to) {
+        const BlocksView view = F::open_blocks(w, run.block, run.count, inverse_, opened_);
+        if (batch.split.uses_amx()) amx_.open_blocks(view, run.count);
+        const Vec factor = set1(run.is_last ? args_.matrix.factor : 1);
+        for (int64_t i = 0; i < batch.split.count(); ++i) {
+            const typename Split::Tile tile = batch.split.at(i);
+            const int64_t row = batch.first + tile.begin;
+            float* y = to + tile.begin * kMaxEpilogueWidth;
+            Fetch fetch{next_weights(w, next, batch.tiles_before + i, run.block), sizes_.fetch_lines,
+                        lora_factors_.pieces(), lora_factors_.take(run.count)};
+            if (tile.uses_amx) {
+                amx_.multiply(view, run.count, row, run.block, run.is_first, factor, y, [&] { fetch.of_block(); });
+                continue;
+            }
+            with_constant<kIntRows>(tile.end - tile.begin, [&](auto r) {
+                int_tile_of_rows<Opened, decltype(r)::kValue>(view, run.count, x_ + row * sizes_.x_stride + run.block,
+                                                              sizes_.x_stride, run.is_first, factor, y, fetch);
+            });
+        }
+    }
+
+    // Returns the weights that a tile fetches from block `block` on: some bytes ahead in panel `w` for a single tile,
+    // otherwise the tile's share of panel `next`, which is multiplied after the epilogue.
+    const char* next_weights(const char* w, const char* next, int64_t tile, int64_t block) const {
+        if (sizes_.tiles == 1) return w + block * F::kBlockBytes + sizes_.prefetch_bytes;
+        return next + (tile * sizes_.blocks + block) * sizes_.fetch_lines * 64;
+    }
+
+    const LinearArgs& args_;
+    const int64_t row_begin_;
+    const TaskSizes<F> sizes_;
+    const QBlock* const x_;
+    const float inverse_ = 1 / args_.matrix.factor;
+    OutlierList& outliers_;
+    AmxTiles<Opened> amx_;
+    FactorLines lora_factors_;
+    alignas(64) char opened_[F::kOpenedBytes ? F::kOpenedBytes * kOpenedBlocks : 1];
+    alignas(64) float y_[kBatchRows * kMaxEpilogueWidth];
+    alignas(64) float partial_sums_[kBatchRows * kMaxEpilogueWidth];  // of segments, each a panel wide
+    static_assert((kTreeDepth - 1) * kPanel <= kMaxEpilogueWidth);
+};
+
+// Computes rows row_begin .. row_end - 1 by panels panel_begin .. panel_end - 1.
+template <class F>
+void int_product_task(const LinearArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin,
+                      int64_t panel_end) {
+    IntProductTask<F>(args, row_begin, row_end, panel_begin).run(panel_begin, panel_end);
+}
+
+// Returns element `at` of one output of the first block of `w`, divided by the matrix's factor.
+template <class F>
+inline float element_of_block(const BlocksView& w, int64_t at, int64_t lane) {
+    using Opened = typename F::OpenedFormat;
+    const auto* scales = reinterpret_cast<const typename Opened::Scale*>(w.scales);
+    const uint16_t* minima = reinterpret_cast<const uint16_t*>(w.scales + Opened::kScaleBytes);
+    int32_t code;
+    if constexpr (Opened::kBits == 4) {
+        // Low half: the first four of eight elements; high half: the next four.
+        const uint8_t both = static_cast<uint8_t>(w.codes[at / 8 * kStepBytes + lane * 4 + at % 4]);
+        code = (at / 4 % 2 == 0 ? both & 15 : both >> 4) - 8;
+    } else {
+        code = static_cast<uint8_t>(w.codes[at / 4 * kStepBytes + lane * 4 + at % 4]) - (1 << (Opened::kBits - 1));
+    }
+    float value = scale_value(scales[at / Opened::kGroupElements * kPanel + lane]) * static_cast<float>(code);
+    if constexpr (Opened::kHasMinimaBy32) {
+        value += bits_of<float>(static_cast<uint32_t>(minima[lane * 2 + at / 32]) << 16);
+    } else if constexpr (Opened::kHasMinimaBy16) {
+        value += reinterpret_cast<const float*>(minima)[at / 16 * kPanel + lane] * F::kStartOfOne;
+    }
+    return value;
 }
 
 // Calls f(k, value) for each element k of row n of an integer matrix.
 template <class F, class Function>
-inline void int_row(const Matrix& m, int64_t n, Function f) {
-    using Flat = typename F::Flat;
-    using Scale = typename Flat::Scale;
-    alignas(64) char opened[F::kOpenedBytes ? F::kOpenedBytes * kBlocksOfSuper : 1];
+inline void for_row_elements(const Matrix& m, int64_t n, Function f) {
+    alignas(64) char opened[F::kOpenedBytes ? F::kOpenedBytes * kBlocksPerSuperblock : 1];
     const int64_t blocks = (m.k + kQBlock - 1) / kQBlock;
-    const int64_t lane = n % kPanel;
     const char* panel = static_cast<const char*>(m.data) + n / kPanel * blocks * F::kBlockBytes;
-    for (int64_t block = 0; block < blocks; block += kBlocksOfSuper) {
-        const int64_t count = min_of<int64_t>(kBlocksOfSuper, blocks - block);
-        IntView w = F::open(panel, block, count, 1 / m.factor, opened);
+    for (int64_t block = 0; block < blocks; block += kBlocksPerSuperblock) {
+        const int64_t count = min_of<int64_t>(kBlocksPerSuperblock, blocks - block);
+        BlocksView w = F::open_blocks(panel, block, count, 1 / m.factor, opened);
         const int64_t end = min_of(m.k, (block + count) * kQBlock);
         for (int64_t k = block * kQBlock; k < end; ++k) {
-            const int64_t at = k % kQBlock;
-            if (at == 0 && k > block * kQBlock) {
+            if (k % kQBlock == 0 && k > block * kQBlock) {
                 w.codes += w.code_stride;
                 w.scales += w.scale_stride;
             }
-            const Scale* scales = reinterpret_cast<const Scale*>(w.scales);
-            const uint16_t* minima = reinterpret_cast<const uint16_t*>(w.scales + Flat::kScaleBytes);
-            int32_t code;
-            if constexpr (Flat::kBits == 4) {
-                // Low half: the first four of eight elements; high half: the next four.
-                const uint8_t both = static_cast<uint8_t>(w.codes[at / 8 * kPanel * 4 + lane * 4 + at % 4]);
-                code = (at / 4 % 2 == 0 ? both & 15 : both >> 4) - 8;
-            } else {
-                code =
-                    static_cast<uint8_t>(w.codes[at / 4 * kPanel * 4 + lane * 4 + at % 4]) - (1 << (Flat::kBits - 1));
-            }
-            float value = scale_value(scales[at / Flat::kGroup * kPanel + lane]) * static_cast<float>(code);
-            if constexpr (Flat::kMinima) {
-                value += bits_of<float>(static_cast<uint32_t>(minima[lane * 2 + at / 32]) << 16);
-            } else if constexpr (Flat::kMinimaBy16) {
-                value += reinterpret_cast<const float*>(minima)[at / 16 * kPanel + lane] * F::kStartOfOne;
-            }
-            f(k, m.factor * value);
+            f(k, m.factor * element_of_block<F>(w, k % kQBlock, n % kPanel));
         }
     }
 }

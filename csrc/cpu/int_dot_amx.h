@@ -1,8 +1,8 @@
-// The products of int_dot.h by the tile instructions of AMX: sixteen rows by a vector of outputs, group by group. A
-// group has the same integer sums as with vectors, and the same float operations follow in the same order. So a row has
-// the same bits either way, and vectors take the rows that fill no tile. A tile instruction takes as long for a group
-// of 32 elements as for 64, and float operations wait until it and a store are done. Therefore vectors work on one
-// group while tiles make the next. Included by int_dot.h only.
+// The tiles of int_dot.h by AMX's tile instructions: sixteen rows by a vector of outputs, group by group. A group has
+// the same integer sums as with vectors, and the same float operations follow in the same order, so a row has the same
+// bits either way. Vectors compute the rows that fill no AMX tile. A tile instruction takes as long for a group of 32
+// elements as for 64, and float operations wait for it and for a store. Therefore vectors work on one group while AMX
+// computes the next. Included by int_dot.h only.
 #pragma once
 
 #include <optional>
@@ -10,38 +10,38 @@
 
 #include "launch_number.h"
 #include "superblock_layouts.h"
-#ifdef OCTAVO_TILES
+#ifdef OCTAVO_AMX
 #include "amx.h"
 #endif
 
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-constexpr int kRowsOfTile = 16;
-constexpr int kTileGroup = 32;  // elements of a group, the only size that tiles take
+constexpr int kAmxRows = 16;
+constexpr int kAmxGroupElements = 32;  // the only size of groups that AMX tiles take
 
-// A task's products by tile instructions, where there are none: no tile is ever whole.
-template <class F, bool kThereAreTiles>
-struct IntTiles {
-    IntTiles(const QBlock*, int64_t, int64_t, int64_t, bool) {}
-    static constexpr int64_t whole_tiles(int64_t) { return 0; }
-    void open(IntView, int64_t) {}
+// A task's AMX tiles, where there is no AMX: no rows are a tile.
+template <class F, bool kHasAmx>
+struct AmxTilesIf {
+    AmxTilesIf(const QBlock*, int64_t, int64_t, int64_t, bool) {}
+    static constexpr int64_t num_tiles(int64_t) { return 0; }
+    void open_blocks(BlocksView, int64_t) {}
     template <class Meanwhile>
-    void multiply(IntView, int64_t, int64_t, int64_t, bool, Vec, float*, Meanwhile) {}
+    void multiply(BlocksView, int64_t, int64_t, int64_t, bool, Vec, float*, Meanwhile) {}
     void configure() {}
 };
 
-#ifdef OCTAVO_TILES
+#ifdef OCTAVO_AMX
 
-static_assert(kRowsOfTile == kTileMaxRows);
+static_assert(kAmxRows == kTileMaxRows);
 template <class F>
-using IntTilesOf = IntTiles<F, F::kGroup == kTileGroup>;
+using AmxTiles = AmxTilesIf<F, F::kGroupElements == kAmxGroupElements>;
 
 // A block of sixteen quantized rows, laid out as tiles and vectors read it. Missing rows are zeros.
 struct alignas(64) BlockOfRows {
-    int8_t q[kRowsOfTile][kQBlock];
-    float scale[2][kRowsOfTile];
-    uint16_t sums[kRowsOfTile][2];
+    int8_t q[kAmxRows][kQBlock];
+    float scale[2][kAmxRows];
+    uint16_t sums[kAmxRows][2];
 };
 
 // Quantized rows laid out in tiles, for all panels that they meet. A thread lays the same rows out once in a launch,
@@ -60,7 +60,7 @@ class RowTiles {
 
     // Returns the sixteen rows that begin with `row`, from block `block` on.
     const BlockOfRows* at(int64_t row, int64_t block) const {
-        return blocks_.data() + row / kRowsOfTile * rows_.blocks + block;
+        return blocks_.data() + row / kAmxRows * rows_.blocks + block;
     }
 
   private:
@@ -75,13 +75,13 @@ class RowTiles {
     };
 
     void lay_out(int64_t x_stride) {
-        const int64_t tiles = (rows_.rows + kRowsOfTile - 1) / kRowsOfTile;
+        const int64_t tiles = (rows_.rows + kAmxRows - 1) / kAmxRows;
         if (blocks_.size() < static_cast<size_t>(tiles * rows_.blocks)) blocks_.resize(tiles * rows_.blocks);
         BlockOfRows* to = blocks_.data();
-        for (int64_t first = 0; first < rows_.rows; first += kRowsOfTile) {
-            const int64_t some = min_of<int64_t>(kRowsOfTile, rows_.rows - first);
+        for (int64_t first = 0; first < rows_.rows; first += kAmxRows) {
+            const int64_t some = min_of<int64_t>(kAmxRows, rows_.rows - first);
             for (int64_t b = 0; b < rows_.blocks; ++b, ++to) {
-                if (some < kRowsOfTile) *to = {};
+                if (some < kAmxRows) *to = {};
                 const QBlock* x = rows_.x + first * x_stride + b;
                 for (int64_t r = 0; r < some; ++r, x += x_stride) {
                     memcpy(to->q[r], x->q, kQBlock);
@@ -98,19 +98,18 @@ class RowTiles {
     std::vector<BlockOfRows> blocks_;  // grown, never shrunk
 };
 
-// An opened block: codes less their zero, as signed bytes, in sixteen steps of four elements of all outputs of a panel.
-constexpr int kStepBytes = kPanel * 4;
+// Bytes of an opened block: codes less their zero, as signed bytes, in sixteen steps of four elements of k.
 constexpr int kSignedBytes = kPanel * kQBlock;
 
 // Writes the codes of `blocks` blocks to `to`, opened.
 template <class F>
-void open_codes(IntView w, int64_t blocks, char* to) {
+void open_signed_codes(BlocksView w, int64_t blocks, char* to) {
     // z in every byte.
     const Ints zero_code = set1_int((1 << (F::kBits - 1)) * 0x01010101u);
     for (int64_t b = 0; b < blocks; ++b, w.codes += w.code_stride, to += kSignedBytes) {
-        for (int at = 0; at < kSignedBytes / F::kCodesOfByte; at += kLanes * 4) {
+        for (int at = 0; at < kSignedBytes / F::kCodesPerByte; at += kLanes * 4) {
             const Ints codes = load_ints(w.codes + at);
-            if constexpr (F::kCodesOfByte == 2) {
+            if constexpr (F::kCodesPerByte == 2) {
                 // A step of nibbles becomes two steps: its low halves are the first four elements, its high halves the
                 // next.
                 char* step = to + at / kStepBytes * 2 * kStepBytes + at % kStepBytes;
@@ -123,41 +122,41 @@ void open_codes(IntView w, int64_t blocks, char* to) {
     }
 }
 
-// Writes the integer sums of group kGroup of a block to `sums` [16 rows][kLanes], for the vector of outputs at `codes`.
-// The two groups of a block have tiles of their own, so that one is computed while the other is read.
-template <int kGroup>
-inline void group_by_tiles(const BlockOfRows& x, const char* codes, int32_t* sums) {
-    tile_zero<kGroup>();
+// Writes the integer sums of group `group` of a block to `sums` [16 rows][kLanes], for the vector of outputs at
+// `codes`. The two groups of a block have tiles of their own, so that one is computed while the other is read.
+template <int group>
+inline void amx_group_sums(const BlockOfRows& x, const char* codes, int32_t* sums) {
+    tile_zero<group>();
     // Elements of sixteen rows by 32 k; codes of 32 k, four a lane, by 16 outputs.
-    tile_load<4 + kGroup>(x.q[0] + kGroup * kTileGroup, kQBlock);
-    tile_load<6 + kGroup>(codes + kGroup * kTileGroup / 4 * kStepBytes, kStepBytes);
-    tile_dot_int8<kGroup, 4 + kGroup, 6 + kGroup>();
-    tile_store<kGroup>(sums, kLanes * 4);
+    tile_load<4 + group>(x.q[0] + group * kAmxGroupElements, kQBlock);
+    tile_load<6 + group>(codes + group * kAmxGroupElements / 4 * kStepBytes, kStepBytes);
+    tile_dot_int8<group, 4 + group, 6 + group>();
+    tile_store<group>(sums, kLanes * 4);
 }
 
 // Tiles 0 and 1 are sums, 4 and 5 rows, 6 and 7 codes, one of each for each group of a block.
-inline TileShapes int_tile_shapes() {
+inline TileShapes amx_tile_shapes() {
     TileShapes shapes;
     for (int group = 0; group < 2; ++group) {
-        shapes.set(group, kRowsOfTile, kTileMaxBytes);
-        shapes.set(4 + group, kRowsOfTile, kTileGroup);
-        shapes.set(6 + group, kTileGroup / 4, kTileMaxBytes);
+        shapes.set(group, kAmxRows, kTileMaxBytes);
+        shapes.set(4 + group, kAmxRows, kAmxGroupElements);
+        shapes.set(6 + group, kAmxGroupElements / 4, kTileMaxBytes);
     }
     return shapes;
 }
 
 // As int_tile, for sixteen rows of y. `codes` are the opened codes of `w`. Calls meanwhile() for each block.
 template <class F, class Meanwhile>
-void int_tile_by_tiles(IntView w, const char* codes, int64_t blocks, const BlockOfRows* x, bool is_first, Vec factor,
-                       float* y, Meanwhile meanwhile) {
+void int_tile_amx(BlocksView w, const char* codes, int64_t blocks, const BlockOfRows* x, bool is_first, Vec factor,
+                  float* y, Meanwhile meanwhile) {
     using Scale = typename F::Scale;
-    static_assert(F::kGroup == kTileGroup && F::kGroups == 2);
-    alignas(64) int32_t sums[2][kRowsOfTile * kLanes];
+    static_assert(F::kGroupElements == kAmxGroupElements && F::kGroupsPerBlock == 2);
+    alignas(64) int32_t sums[2][kAmxRows * kLanes];
     for (int v = 0; v < kVecsPerPanel; ++v, y += kLanes, codes += kLanes * 4) {
-        Vec acc[kRowsOfTile];
-        for (int r = 0; r < kRowsOfTile; ++r) acc[r] = is_first ? zero() : load(y + r * kMaxUnit);
+        Vec acc[kAmxRows];
+        for (int r = 0; r < kAmxRows; ++r) acc[r] = is_first ? zero() : load(y + r * kMaxEpilogueWidth);
         const char* scales_at = w.scales;
-        group_by_tiles<0>(x[0], codes, sums[0]);
+        amx_group_sums<0>(x[0], codes, sums[0]);
         for (int64_t b = 0; b < blocks; ++b, scales_at += w.scale_stride) {
             if (v == 0) meanwhile();
             const char* block_codes = codes + b * kSignedBytes;
@@ -166,35 +165,35 @@ void int_tile_by_tiles(IntView w, const char* codes, int64_t blocks, const Block
             for (int g = 0; g < 2; ++g) {
                 // Tiles begin the next group before vectors take up the sums of this one.
                 if (g == 0) {
-                    group_by_tiles<1>(x[b], block_codes, sums[1]);
+                    amx_group_sums<1>(x[b], block_codes, sums[1]);
                 } else if (b + 1 < blocks) {
-                    group_by_tiles<0>(x[b + 1], block_codes + kSignedBytes, sums[0]);
+                    amx_group_sums<0>(x[b + 1], block_codes + kSignedBytes, sums[0]);
                 }
-                const Vec d = load_scale(scales + g * kPanel);
+                const Vec weight_scale = load_scale(scales + g * kPanel);
 #pragma GCC unroll 16
-                for (int r = 0; r < kRowsOfTile; ++r) {
+                for (int r = 0; r < kAmxRows; ++r) {
                     const Vec sum = to_float(load_ints(sums[g] + r * kLanes));
-                    acc[r] = fma(mul(d, set1(x[b].scale[g][r])), sum, acc[r]);
+                    acc[r] = fma(mul(weight_scale, set1(x[b].scale[g][r])), sum, acc[r]);
                 }
             }
-            if constexpr (F::kMinima) {
+            if constexpr (F::kHasMinimaBy32) {
                 const uint16_t* minima = reinterpret_cast<const uint16_t*>(scales_at + F::kScaleBytes);
                 const Pairs m = load_pairs(minima + v * kLanes * 2);
 #pragma GCC unroll 16
-                for (int r = 0; r < kRowsOfTile; ++r) acc[r] = dot_pairs(acc[r], m, BF16::broadcast(x[b].sums[r]));
+                for (int r = 0; r < kAmxRows; ++r) acc[r] = dot_pairs(acc[r], m, BF16::broadcast(x[b].sums[r]));
             }
         }
-        for (int r = 0; r < kRowsOfTile; ++r) store(y + r * kMaxUnit, mul(acc[r], factor));
+        for (int r = 0; r < kAmxRows; ++r) store(y + r * kMaxEpilogueWidth, mul(acc[r], factor));
     }
 }
 
-// A task's products by tile instructions. Without `are_used` no tiles are configured.
+// A task's AMX tiles. Without `are_used` none are configured.
 template <class F>
-class IntTiles<F, true> {
+class AmxTilesIf<F, true> {
   public:
-    IntTiles(const QBlock* x, int64_t x_stride, int64_t blocks, int64_t rows, bool are_used) {
+    AmxTilesIf(const QBlock* x, int64_t x_stride, int64_t blocks, int64_t rows, bool are_used) {
         if (!are_used) return;
-        scope_.emplace(int_tile_shapes());
+        scope_.emplace(amx_tile_shapes());
         rows_ = &RowTiles::of(x, x_stride, blocks, rows);
     }
 
@@ -202,25 +201,25 @@ class IntTiles<F, true> {
     // sixteen, so vectors are faster for fewer than thirteen rows. With codes of eight bits vectors are also faster for
     // a single tile, for which codes would have to be copied. (They are faster for groups of 16 elements too: a tile
     // takes as long for 16 elements as for 32.)
-    static constexpr int64_t whole_tiles(int64_t rows) {
+    static constexpr int64_t num_tiles(int64_t rows) {
         constexpr int64_t kFewest = 13;
-        if (F::kBits == 8 && rows < 2 * kRowsOfTile) return 0;
-        return (rows + kRowsOfTile - kFewest) / kRowsOfTile;
+        if (F::kBits == 8 && rows < 2 * kAmxRows) return 0;
+        return (rows + kAmxRows - kFewest) / kAmxRows;
     }
 
     // Opens the codes that `multiply` reads until the next call.
-    void open(IntView w, int64_t blocks) { open_codes<F>(w, blocks, codes_); }
+    void open_blocks(BlocksView w, int64_t blocks) { open_signed_codes<F>(w, blocks, codes_); }
 
     // Computes sixteen of the task's rows from `row` on, over `blocks` blocks from `block` on.
     template <class Meanwhile>
-    void multiply(IntView w, int64_t blocks, int64_t row, int64_t block, bool is_first, Vec factor, float* y,
+    void multiply(BlocksView w, int64_t blocks, int64_t row, int64_t block, bool is_first, Vec factor, float* y,
                   Meanwhile meanwhile) {
-        int_tile_by_tiles<F>(w, codes_, blocks, rows_->at(row, block), is_first, factor, y, meanwhile);
+        int_tile_amx<F>(w, codes_, blocks, rows_->at(row, block), is_first, factor, y, meanwhile);
     }
 
     // Configures the tiles again after other code has given them other shapes.
     void configure() {
-        if (scope_) tile_configure(int_tile_shapes());
+        if (scope_) tile_configure(amx_tile_shapes());
     }
 
   private:
@@ -232,7 +231,7 @@ class IntTiles<F, true> {
 #else
 
 template <class F>
-using IntTilesOf = IntTiles<F, false>;
+using AmxTiles = AmxTilesIf<F, false>;
 
 #endif
 

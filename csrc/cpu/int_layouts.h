@@ -34,16 +34,20 @@
 //   row      one token's inputs (or outputs) of a product       block      64 elements of k of a panel or of a row
 //   panel    32 output channels of a packed matrix              superblock 256 elements of k: four blocks, one unit
 //   code     the integer that stands for a weight               group      elements that share a scale: 16 or 32
-//   scale    what a group's codes are multiplied by             minimum    what is added to 32 weights (Q2_K: to 16)
-//   unit     what a superblock's scales are multiplied by       factor     a power of two for the whole matrix
+//   scale    the multiplier of a group's codes                  minimum    the number added to 32 weights (Q2_K: to 16)
+//   unit     the multiplier of a superblock's scales            factor     a power of two for the whole matrix
 //   lane     one number of a vector register                    vector     a register: kLanes floats
+//   step     four bytes of codes for each output of a panel     pair       two bfloat16, or two rows of one output
 //   QBlock   a block of a row: bytes, scales, sums, outliers    outlier    an element of a row kept as a float
 //   zero     z: a stored code stands for code - z               start      -z times the sum of a group's elements
 //   open     turn superblocks into blocks with scales of their own, in the first-level cache
-//   task     a piece of a call that one thread does             epilogue   what becomes of a product's outputs
-//   segment  an equal part of k with a sum of its own           tile       rows by a panel in registers
+//   task     the part of a call that one thread computes        epilogue   the work on a product's outputs
+//   segment  an equal part of k with a sum of its own           tile       rows by a panel, summed in registers
+//   set      an instruction set that this file is compiled for  AMX tile   sixteen rows by a panel, on AMX
+//   epilogue panels: the panels that one epilogue finishes together
+//   VNNI, AMX, I8MM: x86's dot products of bytes, x86's tile registers, ARM's products of 2 x 8 by 8 x 2 bytes
 // An integer sum begins at its start, so that codes are multiplied as they are stored. Where products take signed codes
-// (AMX's tiles, sets with kCodesAreCentred), z is subtracted from the codes instead and sums begin at 0.
+// (AMX, sets with kCodesAreCentred), z is subtracted from the codes instead and sums begin at 0.
 #pragma once
 
 #include "activation_functions.h"
@@ -51,9 +55,11 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-// Some consecutive blocks of a panel: where the first block's codes and scales lie, and the bytes from one block to the
+constexpr int kStepBytes = kPanel * 4;  // bytes of a step
+
+// Consecutive blocks of a panel: the places of the first block's codes and scales, and the bytes from one block to the
 // next. The minima of a block follow its scales.
-struct IntView {
+struct BlocksView {
     const char* codes;
     int64_t code_stride;
     const char* scales;
@@ -72,36 +78,49 @@ inline float half_value(uint16_t h) {
 inline float scale_value(uint16_t scale) { return half_value(scale); }
 inline float scale_value(float scale) { return scale; }
 
-// A layout whose blocks are read as they lie: codes, then scales, then minima. Codes of 4 bits are two a byte, codes of
-// more bits one a byte. Scales are float16, or float32 in an opened buffer. `minima` says what they are: 0, none; 32, a
-// bfloat16 for each 32 elements; 16, a float32 for each 16 elements, which is multiplied by a start value of QBlock.
+// A format F of integer matrices, here or in superblock_layouts.h, has
+//   kBits          bits of a code
+//   kBlockBytes    bytes of a packed block; of a superblock, a fourth
+//   OpenedFormat   the IntFormat of opened blocks; F itself if blocks are read as they lie
+//   kOpenedBytes   bytes of the buffer that an opened block takes; 0 if blocks are read as they lie
+//   open_blocks(panel, block, blocks, inverse, opened)   returns the view of blocks block .. block + blocks - 1, opened
+//                  into `opened`; superblocks are opened whole. Their scales are divided by the matrix's factor
+//                  (`inverse` is 1 over it)
+//   column(panel, k, inverse, out)   writes element k of the panel's outputs to `out`, as floats, divided by the factor
+//   kStartOfOne    the start of a group with the sum 1, if OpenedFormat has minima of 16 elements
+// An IntFormat also has kGroupElements and the sizes of a block's parts.
+//
+// Codes of 4 bits are two a byte, codes of more bits one a byte. Scales are float16, or float32 in an opened buffer.
+// `minima`: 0, none; 32, a bfloat16 for each 32 elements; 16, a float32 for each 16 elements, which is multiplied by a
+// start of QBlock.
 template <int bits, int group, int minima, class ScaleType = uint16_t>
 struct IntFormat {
-    using Flat = IntFormat;
+    using OpenedFormat = IntFormat;
     using Scale = ScaleType;
     static constexpr int kBits = bits;
-    static constexpr int kGroup = group;
-    static constexpr bool kMinima = minima == 32, kMinimaBy16 = minima == 16;
-    static constexpr int kGroups = kQBlock / group;
-    static constexpr int kCodesOfByte = bits == 4 ? 2 : 1;
-    static constexpr int kCodeBytes = kPanel * kQBlock / kCodesOfByte;
-    static constexpr int kScaleBytes = kPanel * kGroups * static_cast<int>(sizeof(Scale));
-    static_assert(minima == 0 || minima == 32 || group == 16);
-    static constexpr int kMinimumBytes = kMinima ? kPanel * 4 : kMinimaBy16 ? kPanel * kGroups * 4 : 0;
+    static constexpr int kGroupElements = group;
+    static_assert(minima == 0 || minima == 32 || (minima == 16 && group == 16 && sizeof(ScaleType) == 4));
+    static constexpr bool kHasMinimaBy32 = minima == 32, kHasMinimaBy16 = minima == 16;
+    static constexpr int kGroupsPerBlock = kQBlock / group;
+    static constexpr int kCodesPerByte = bits == 4 ? 2 : 1;
+    static constexpr int kCodeBytes = kPanel * kQBlock / kCodesPerByte;
+    static constexpr int kScaleBytes = kPanel * kGroupsPerBlock * static_cast<int>(sizeof(Scale));
+    static constexpr int kMinimumBytes = kHasMinimaBy32   ? kPanel * 4
+                                         : kHasMinimaBy16 ? kPanel * kGroupsPerBlock * 4
+                                                          : 0;
     static constexpr int kBlockBytes = kCodeBytes + kScaleBytes + kMinimumBytes;
-    // Bytes that an opened block takes. Here there is nothing to open.
     static constexpr int kOpenedBytes = 0;
 
-    static inline IntView open(const char* panel, int64_t block, int64_t, float, char*) {
+    static inline BlocksView open_blocks(const char* panel, int64_t block, int64_t, float, char*) {
         const char* w = panel + block * kBlockBytes;
         return {w, kBlockBytes, w + kCodeBytes, kBlockBytes};
     }
 
-    // Writes element k of the panel's 32 outputs to `out`, as floats, divided by the matrix's factor.
     static inline void column(const char* panel, int64_t k, float, Vec* out) {
+        static_assert(!kHasMinimaBy16, "only opened blocks have such minima");
         const char* block = panel + k / kQBlock * kBlockBytes;
         const int at = static_cast<int>(k % kQBlock);
-        // The vector that has element `at`, and the first bit of its code in a lane: byte at % 4, low or high half.
+        // The vector with element `at`, and the first bit of its code in a lane: byte at % 4, low or high half.
         const char* codes = block + (bits == 4 ? at / 8 : at / 4) * kPanel * 4;
         const int shift = at % 4 * 8 + (bits == 4 ? at / 4 % 2 * 4 : 0);
         const Scale* scales = reinterpret_cast<const Scale*>(block + kCodeBytes) + at / group * kPanel;
@@ -109,7 +128,7 @@ struct IntFormat {
         for (int v = 0; v < kVecsPerPanel; ++v) {
             const Vec code = to_float(code_at<bits>(load_ints(codes + v * kLanes * 4), shift));
             out[v] = mul(load_scale(scales + v * kLanes), code);
-            if constexpr (kMinima) {
+            if constexpr (kHasMinimaBy32) {
                 out[v] = add(out[v], one_of_pairs(load_pairs(added + v * kLanes * 2), at / 32));
             }
         }

@@ -46,9 +46,9 @@ struct QBlock {
     float scale[2];                       // of each 32 elements
     float outlier[2][kMaxOutliers];       // of each 32 elements; 0 where there is none
     uint16_t sums[2];                     // bf16: scale times the sum of each 32 elements; minima are multiplied by it
-    int32_t start4[2];                    // -8 times the sum of each 32 elements
-    int32_t start8[2];                    // -128 times the sum of each 32 elements
-    int32_t start16[4];                   // -128 times the sum of each 16 elements
+    int32_t start_z8[2];                  // -8 times the sum of each 32 elements
+    int32_t start_z128[2];                // -128 times the sum of each 32 elements
+    int32_t start_z128_by_16[4];          // -128 times the sum of each 16 elements
     uint8_t outlier_at[2][kMaxOutliers];  // where in the block the outliers stand
 };
 

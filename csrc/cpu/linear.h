@@ -5,7 +5,7 @@
 #pragma once
 
 #include "int_dot.h"
-#ifdef OCTAVO_TILES
+#ifdef OCTAVO_AMX
 #include "linear_amx.h"
 #endif
 
@@ -72,11 +72,11 @@ void linear_tile(const LinearArgs& a, Segment segment, int64_t row, int64_t vec,
         }
     }
     for (int r = 0; r < R; ++r) {
-        for (int v = 0; v < V; ++v) store(y + r * kMaxUnit + v * kLanes, acc[r][v]);
+        for (int v = 0; v < V; ++v) store(y + r * kMaxEpilogueWidth + v * kLanes, acc[r][v]);
     }
 }
 
-#ifdef OCTAVO_MATRICES
+#ifdef OCTAVO_I8MM
 // As linear_tile, for bf16 by ARM's matrix instructions: two rows by two outputs at a time. If R is odd, the last row
 // is its own neighbour. The instructions add the pairs of k in the order of linear_tile and round as its dot products
 // do, so a row has the same bits either way.
@@ -132,7 +132,7 @@ void bf16_tile_by_matrices(const LinearArgs& a, Segment segment, int64_t row, in
         for (int v = 0; v < V; ++v) {
             // Sums lie as [2 outputs][2 rows] by instruction; sums_by_row gathers a row's.
             const TwoVecs two = sums_by_row(acc[r / 2][v][0], acc[r / 2][v][1]);
-            store(y + r * kMaxUnit + v * kLanes, two.of[r % 2]);
+            store(y + r * kMaxEpilogueWidth + v * kLanes, two.of[r % 2]);
         }
     }
 }
@@ -141,7 +141,7 @@ void bf16_tile_by_matrices(const LinearArgs& a, Segment segment, int64_t row, in
 // Computes a tile of R rows. A single row would leave half of a matrix instruction idle, so vectors take it.
 template <class E, int R, int V>
 inline void linear_tile_of_rows(const LinearArgs& a, Segment segment, int64_t row, int64_t vec, float* y) {
-#ifdef OCTAVO_MATRICES
+#ifdef OCTAVO_I8MM
     if constexpr (E::kStep == 2 && R > 1) {
         bf16_tile_by_matrices<R, V>(a, segment, row, vec, y);
     } else {
@@ -167,29 +167,30 @@ inline void linear_vecs(const LinearArgs& a, Segment segment, int64_t rows, int6
     }
 }
 
-// Computes the product unit by unit. A unit of vectors meets every tile of rows before the next unit does: its weights
-// stay in the cache meanwhile.
+// Computes the vectors of an epilogue for every tile of rows, then those of the next epilogue: their weights stay in
+// the cache meanwhile.
 template <class E, int V, int kMaxRows>
 void linear_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t vec_begin, int64_t vec_end) {
-    constexpr int kFloats = kMaxRows * kMaxUnit;
+    constexpr int kFloats = kMaxRows * kMaxEpilogueWidth;
     alignas(64) float y[kFloats];
-    alignas(64) float waiting[(kTreeDepth - 1) * kFloats];
-    const int64_t unit = unit_vecs(a, V);
+    alignas(64) float partial_sums[(kTreeDepth - 1) * kFloats];
+    const int64_t epilogue_width = epilogue_vecs(a, V);
     const int64_t rows = row_end - row_begin;
     const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows;
-    for (int64_t vec = vec_begin; vec < vec_end; vec += unit) {
-        const int64_t vecs = min_of(unit, vec_end - vec);
+    for (int64_t vec = vec_begin; vec < vec_end; vec += epilogue_width) {
+        const int64_t vecs = min_of(epilogue_width, vec_end - vec);
         if (a.expands && vec + vecs < vec_end) {
-            const int64_t next = vec + vecs, width = min_of(unit, vec_end - next);
+            const int64_t next = vec + vecs, width = min_of(epilogue_width, vec_end - next);
             fetch_factors(a, row_begin, row_end, next / kVecsPerPanel, (width + kVecsPerPanel - 1) / kVecsPerPanel);
         }
         for (int64_t t = 0; t < tiles; ++t) {
             const int64_t begin = row_begin + rows * t / tiles;
             const int64_t end = row_begin + rows * (t + 1) / tiles;
-            sum_segments(a.matrix, y, waiting, kFloats, end - begin, vecs * kLanes, [&](Segment segment, float* to) {
-                linear_vecs<E, V, kMaxRows>(a, segment, end - begin, begin, vec, vecs, to);
-            });
-            finish(a, {y, kMaxUnit, begin, end - begin, vec * kLanes, vecs * kLanes});
+            sum_segments(a.matrix, y, partial_sums, kFloats, end - begin, vecs * kLanes,
+                         [&](Segment segment, float* to) {
+                             linear_vecs<E, V, kMaxRows>(a, segment, end - begin, begin, vec, vecs, to);
+                         });
+            finish(a, {y, kMaxEpilogueWidth, begin, end - begin, vec * kLanes, vecs * kLanes});
         }
     }
 }
@@ -207,21 +208,21 @@ void linear_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64
     }
 }
 
-// Computes rows row_begin .. row_end - 1 by panels panel_begin .. panel_end - 1, whole units of the epilogue, with the
+// Computes rows row_begin .. row_end - 1 by panels panel_begin .. panel_end - 1, whole epilogues, with the
 // product of the matrix's format.
 void product_block(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
     const Matrix& m = a.matrix;
     if (m.format == kWeightF32) {
         linear_block<F32>(a, row_begin, row_end, panel_begin * kVecsPerPanel, panel_end * kVecsPerPanel);
     } else if (m.format == kWeightBF16) {
-#ifdef OCTAVO_TILES
+#ifdef OCTAVO_AMX
         bf16_tile_block(a, row_begin, row_end, panel_begin, panel_end);
 #else
         linear_block<BF16>(a, row_begin, row_end, panel_begin * kVecsPerPanel, panel_end * kVecsPerPanel);
 #endif
     } else {
-        with_format(m,
-                    [&](auto format) { int_block<decltype(format)>(a, row_begin, row_end, panel_begin, panel_end); });
+        with_format(
+            m, [&](auto format) { int_product_task<decltype(format)>(a, row_begin, row_end, panel_begin, panel_end); });
     }
 }
 
@@ -230,18 +231,18 @@ void linear(const void* args, int64_t task) {
     const LinearArgs& a = *static_cast<const LinearArgs*>(args);
     const Matrix& m = a.matrix;
     const int64_t panels = panels_of(m);
-    const int64_t unit = unit_vecs(a, kVecsPerPanel) / kVecsPerPanel;
-    const int64_t units = (panels + unit - 1) / unit;
+    const int64_t epilogue_panels = epilogue_vecs(a, kVecsPerPanel) / kVecsPerPanel;
+    const int64_t epilogues = (panels + epilogue_panels - 1) / epilogue_panels;
     const int64_t row_chunk = task / a.panel_chunks;
     const int64_t panel_chunk = task % a.panel_chunks;
     const int64_t row_begin = a.rows * row_chunk / a.row_chunks;
     const int64_t row_end = a.rows * (row_chunk + 1) / a.row_chunks;
-    const int64_t panel_begin = units * panel_chunk / a.panel_chunks * unit;
-    const int64_t panel_end = min_of(units * (panel_chunk + 1) / a.panel_chunks * unit, panels);
+    const int64_t panel_begin = epilogues * panel_chunk / a.panel_chunks * epilogue_panels;
+    const int64_t panel_end = min_of(epilogues * (panel_chunk + 1) / a.panel_chunks * epilogue_panels, panels);
     // An integer product has fetched the factors that the next task of its rows begins with. If all tasks have the same
     // rows, the next one may be another thread's, so each task fetches its own.
     if (a.expands && (m.format < kWeightInt4 || panel_begin == 0 || a.row_chunks == 1)) {
-        fetch_factors(a, row_begin, row_end, panel_begin, min_of(unit, panel_end - panel_begin));
+        fetch_factors(a, row_begin, row_end, panel_begin, min_of(epilogue_panels, panel_end - panel_begin));
     }
     product_block(a, row_begin, row_end, panel_begin, panel_end);
 }

@@ -94,25 +94,25 @@ void bf16_tiles(const LinearArgs& a, Segment segment, int64_t row, int rows, int
         memcpy(last_w, w, static_cast<size_t>((rest + 1) / 2 * kPanel * 2) * sizeof(*w));
         bf16_tile_step<kTall>(last_x, last_x + kTileMaxRows * kTileK, kTileMaxBytes, last_w);
     }
-    constexpr int64_t kStride = kMaxUnit * sizeof(float);
+    constexpr int64_t kStride = kMaxEpilogueWidth * sizeof(float);
     tile_store<0>(y, kStride);
     tile_store<1>(y + kLanes, kStride);
     if constexpr (kTall) {
-        tile_store<2>(y + kTileMaxRows * kMaxUnit, kStride);
-        tile_store<3>(y + kTileMaxRows * kMaxUnit + kLanes, kStride);
+        tile_store<2>(y + kTileMaxRows * kMaxEpilogueWidth, kStride);
+        tile_store<3>(y + kTileMaxRows * kMaxEpilogueWidth + kLanes, kStride);
     }
 }
 
-// Computes `count` rows at a time; row_end - row_begin is a multiple. A unit of panels meets all rows before the next
-// unit does. With kWaits an epilogue that takes vectors as long as products take tiles is done while tiles compute the
-// next unit.
+// Computes `count` rows at a time; row_end - row_begin is a multiple. The panels of an epilogue meet all rows before
+// the next panels do. With kWaits an epilogue that takes vectors as long as products take tiles is done while tiles
+// compute the next product.
 template <bool kTall, bool kWaits>
 void bf16_tile_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, int count, int64_t panel_begin,
                        int64_t panel_end) {
-    constexpr int kFloats = (kTall ? 2 : 1) * kTileMaxRows * kMaxUnit;
+    constexpr int kFloats = (kTall ? 2 : 1) * kTileMaxRows * kMaxEpilogueWidth;
     alignas(64) float buffers[kWaits ? 2 : 1][kFloats];
-    alignas(64) float waiting[kFloats];  // sums of segments, each a panel wide
-    static_assert((kTreeDepth - 1) * kPanel <= kMaxUnit);
+    alignas(64) float partial_sums[kFloats];  // sums of segments, each a panel wide
+    static_assert((kTreeDepth - 1) * kPanel <= kMaxEpilogueWidth);
     const int upper = min_of(count, kTileMaxRows);
     TileShapes shapes;
     for (int v = 0; v < kVecsPerPanel; ++v) {
@@ -123,24 +123,25 @@ void bf16_tile_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, 
     shapes.set(4, upper, kTileMaxBytes);
     if (kTall) shapes.set(5, count - upper, kTileMaxBytes);
     const TileScope scope(shapes);
-    const int64_t unit = unit_vecs(a, kVecsPerPanel) / kVecsPerPanel;
-    const int64_t steps = unit * (a.matrix.k / kTileK);
+    const int64_t epilogue_panels = epilogue_vecs(a, kVecsPerPanel) / kVecsPerPanel;
+    const int64_t steps = epilogue_panels * (a.matrix.k / kTileK);
     const int64_t rows_a_step = steps > 0 ? (count + steps - 1) / steps : count;
     Unfinished before(a);
     int turn = 0;
-    for (int64_t panel = panel_begin; panel < panel_end; panel += unit) {
-        const int64_t panels = min_of(unit, panel_end - panel), next = panel + panels;
-        if (a.expands) fetch_factors(a, row_begin, row_end, next, min_of(unit, panel_end - next));
+    for (int64_t panel = panel_begin; panel < panel_end; panel += epilogue_panels) {
+        const int64_t panels = min_of(epilogue_panels, panel_end - panel), next = panel + panels;
+        if (a.expands) fetch_factors(a, row_begin, row_end, next, min_of(epilogue_panels, panel_end - next));
         for (int64_t row = row_begin; row < row_end; row += count) {
             float* y = buffers[turn];
             for (int64_t p = 0; p < panels; ++p) {
-                sum_segments(a.matrix, y + p * kPanel, waiting, kPanel, count, kPanel, [&](Segment segment, float* to) {
-                    bf16_tiles<kTall>(a, segment, row, count, panel + p, to, [&] {
-                        if constexpr (kWaits) before.finish_some(rows_a_step);
-                    });
-                });
+                sum_segments(a.matrix, y + p * kPanel, partial_sums, kPanel, count, kPanel,
+                             [&](Segment segment, float* to) {
+                                 bf16_tiles<kTall>(a, segment, row, count, panel + p, to, [&] {
+                                     if constexpr (kWaits) before.finish_some(rows_a_step);
+                                 });
+                             });
             }
-            const Products products{y, kMaxUnit, row, count, panel * kPanel, panels * kPanel};
+            const Products products{y, kMaxEpilogueWidth, row, count, panel * kPanel, panels * kPanel};
             if constexpr (kWaits) {
                 before.put(products);
                 turn = 1 - turn;
@@ -153,7 +154,8 @@ void bf16_tile_columns(const LinearArgs& a, int64_t row_begin, int64_t row_end, 
     before.finish_all();
 }
 
-// Activations and gates are the epilogues that are worth waiting for. With adapters none waits: they use tiles too.
+// Activations and gates are the epilogues that are worth waiting for. With adapters none waits: they use tiles
+// too.
 template <bool kTall>
 void bf16_tile_rows(const LinearArgs& a, int64_t row_begin, int64_t row_end, int count, int64_t panel_begin,
                     int64_t panel_end) {

@@ -96,7 +96,7 @@ inline void shrink_tile(const typename E::T* const* x, const typename E::T* a, i
     }
 }
 
-#ifdef OCTAVO_TILES
+#ifdef OCTAVO_AMX
 // Adds one step of 32 elements of k: rows of x by kCount panels of A, which lie `panel_elements` apart, into tiles 0 to
 // kCount - 1.
 template <int kCount>
@@ -218,7 +218,7 @@ void shrink_part(const ShrinkArgs& a, const AdapterRows& part, int64_t split) {
     if (panel_begin == panel_end) return;
     fetch_beginning(f);
     const T* x[kAdapterRows];
-#ifdef OCTAVO_TILES
+#ifdef OCTAVO_AMX
     constexpr bool kByTiles = E::kStep == 2;
 #else
     constexpr bool kByTiles = false;
@@ -235,7 +235,7 @@ void shrink_part(const ShrinkArgs& a, const AdapterRows& part, int64_t split) {
         }
     }
     if (&part + 1 < s.parts + s.num_parts) fetch_beginning(a.factors[(&part + 1)->slot]);
-#ifdef OCTAVO_TILES
+#ifdef OCTAVO_AMX
     if constexpr (kByTiles) {
         return shrink_part_by_tiles(a, part, x[0], as_they_are ? a.x_stride : a.k, panel_begin, panel_end);
     }

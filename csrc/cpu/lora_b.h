@@ -3,7 +3,7 @@
 #pragma once
 
 #include "lora_factors.h"
-#ifdef OCTAVO_TILES
+#ifdef OCTAVO_AMX
 #include "amx.h"
 #endif
 
@@ -92,7 +92,7 @@ class Expand {
     }
 };
 
-#ifdef OCTAVO_TILES
+#ifdef OCTAVO_AMX
 // Adds one step to tiles 0 and 1, of kVecs vectors of outputs: elements of the shrunk rows (tile kS) by B's (tiles kB
 // and kB + 1).
 template <int kVecs, int kS, int kB>

@@ -83,7 +83,7 @@ class Pieces {
     Piece pieces_[kMostPieces];
 };
 
-// The lines that a task of a product fetches while it computes one unit of panels: the factors of the next unit's
+// The lines that a task of a product fetches while it computes the panels of an epilogue: the factors of the next
 // epilogue, and the task's share of the factors that the next product of adapters reads, in the order in which that
 // product's tasks take them.
 class FactorLines {
@@ -117,7 +117,7 @@ class FactorLines {
     Pieces& pieces() { return pieces_; }
 
   private:
-    static constexpr int64_t kFirstPanels = 4;  // a unit of gated panels
+    static constexpr int64_t kFirstPanels = 4;  // of a quantized gated epilogue
 
     static int64_t lines_in(int64_t bytes) { return (bytes + kLineBytes - 1) / kLineBytes; }
 

@@ -88,9 +88,9 @@ void write_block(const Matrix& to, const PanelBlock& block, int begin, int end, 
 int64_t packed_block_bytes(const Matrix& matrix) {
     if (matrix.format == kWeightQ4K) return kQ4KBlock;
     if (matrix.format == kWeightQ5K) return kQ5KBlock;
-    if (matrix.format == kWeightQ6K) return kQ6KSuper / kBlocksOfSuper;
-    if (matrix.format == kWeightQ3K) return kQ3KSuper / kBlocksOfSuper;
-    if (matrix.format == kWeightQ2K) return kQ2KSuper / kBlocksOfSuper;
+    if (matrix.format == kWeightQ6K) return kQ6KSuper / kBlocksPerSuperblock;
+    if (matrix.format == kWeightQ3K) return kQ3KSuper / kBlocksPerSuperblock;
+    if (matrix.format == kWeightQ2K) return kQ2KSuper / kBlocksPerSuperblock;
     const int64_t codes = matrix.format == kWeightInt4 ? kQBlock / 2 : kQBlock;
     return kPanel * (codes + kQBlock / matrix.group * 2 + (matrix.minima ? kMinima * 2 : 0));
 }
@@ -146,9 +146,9 @@ void pack_part_panel(const void* args, int64_t task) {
     const int64_t blocks = (a.to.k + kQBlock - 1) / kQBlock, block_bytes = packed_block_bytes(a.to);
     if constexpr (Source::kKept != kNotKept) {
         if (a.to.format == Source::kKept) {
-            const int64_t super_bytes = kBlocksOfSuper * block_bytes;
+            const int64_t super_bytes = kBlocksPerSuperblock * block_bytes;
             const uint8_t* source = a.source + row * a.stride;
-            for (int64_t super = 0; super < blocks / kBlocksOfSuper; ++super, out += super_bytes) {
+            for (int64_t super = 0; super < blocks / kBlocksPerSuperblock; ++super, out += super_bytes) {
                 keep_superblock<Source>(source + super * Source::kBytes, a.stride, begin, end, out);
             }
             return;

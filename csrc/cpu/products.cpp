@@ -3,7 +3,7 @@
 // each set, as kernels.cpp is.
 #include "experts.h"
 #include "lora_a.h"
-#ifdef OCTAVO_TILES
+#ifdef OCTAVO_AMX
 #include "attention.h"
 #endif
 
@@ -12,7 +12,7 @@ namespace octavo {
 const ProductKernels OCTAVO_CONCAT(kProducts_, OCTAVO_ISA) = {
     OCTAVO_ISA::linear,    OCTAVO_ISA::experts_up,           OCTAVO_ISA::experts_down,
     OCTAVO_ISA::shrink,    OCTAVO_ISA::experts_shrink<true>, OCTAVO_ISA::experts_shrink<false>,
-#ifdef OCTAVO_TILES
+#ifdef OCTAVO_AMX
     OCTAVO_ISA::attention,
 #else
     nullptr,

@@ -8,9 +8,9 @@ constexpr int kTileRows = 12;
 constexpr int kTileVecs = 2;
 constexpr int kTileRows4 = 6;
 constexpr int kTileRows8 = 2;
-#ifdef OCTAVO_MATRICES
+#ifdef OCTAVO_I8MM
 constexpr int kIntRows = 8;
-constexpr int kMatrixVecs = 2;  // as kIntVecs, for tiles by matrix instructions
+constexpr int kI8mmVecs = 2;  // as kIntVecs, for tiles by matrix instructions
 #else
 constexpr int kIntRows = 4;
 #endif
@@ -245,7 +245,7 @@ inline void sum_bytes(const int8_t* p, int32_t* sums) {
     for (int i = 0; i < 4; ++i) sums[i] = vaddlvq_s8(vld1q_s8(p + i * 16));
 }
 
-#ifdef OCTAVO_MATRICES
+#ifdef OCTAVO_I8MM
 // Matrix instructions multiply two rows by two outputs. A vector has four lanes, one for each output. Two vectors that
 // are neighbours along the reduced dimension are interleaved to two operands of two outputs each. Sums of both are then
 // taken apart by row.

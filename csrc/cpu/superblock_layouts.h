@@ -9,16 +9,16 @@
 namespace octavo::OCTAVO_ISA {
 namespace {
 
-constexpr int kBlocksOfSuper = kSuperblock / kQBlock;
+constexpr int kBlocksPerSuperblock = kSuperblock / kQBlock;
 // Blocks that are opened together for several tiles of rows: some 20 KB, which fit the first-level cache.
 constexpr int64_t kOpenedBlocks = 8;
-static_assert(kOpenedBlocks % kBlocksOfSuper == 0, "whole superblocks are opened");
+static_assert(kOpenedBlocks % kBlocksPerSuperblock == 0, "whole superblocks are opened");
 
 // Opens `blocks` blocks from `block` on, whole superblocks of format F, into `opened`. Codes, scales and minima are all
 // written anew.
 template <class F>
-inline IntView open_whole(const char* panel, int64_t block, int64_t blocks, float inverse, char* opened) {
-    for (int64_t b = 0; b < blocks; b += kBlocksOfSuper) {
+inline BlocksView open_whole(const char* panel, int64_t block, int64_t blocks, float inverse, char* opened) {
+    for (int64_t b = 0; b < blocks; b += kBlocksPerSuperblock) {
         const char* super = panel + (block + b) * F::kBlockBytes;
         char* to = opened + b * F::kOpenedBytes;
         for (int v = 0; v < kVecsPerPanel; ++v) {
@@ -29,7 +29,7 @@ inline IntView open_whole(const char* panel, int64_t block, int64_t blocks, floa
             F::template open_block<3>(header, super, v, to);
         }
     }
-    return {opened, F::kOpenedBytes, opened + F::Flat::kCodeBytes, F::kOpenedBytes};
+    return {opened, F::kOpenedBytes, opened + F::OpenedFormat::kCodeBytes, F::kOpenedBytes};
 }
 
 // Returns the fourth of four six-bit numbers, byte by byte. The low six bits of a, b and c are the first three numbers;
@@ -92,12 +92,12 @@ struct ScalesAndMinima {
 // Q4_K: a superblock is four blocks, each with its codes and 128 bytes of scales and minima. Opening writes scales and
 // minima only: codes are read as they lie.
 struct FormatQ4K {
-    using Flat = IntFormat<4, 32, 32, float>;
+    using OpenedFormat = IntFormat<4, 32, 32, float>;
     static constexpr int kBits = 4;
-    static constexpr int kBlockBytes = Flat::kCodeBytes + kPanel * 4;
-    static constexpr int kOpenedBytes = Flat::kScaleBytes + Flat::kMinimumBytes;
+    static constexpr int kBlockBytes = OpenedFormat::kCodeBytes + kPanel * 4;
+    static constexpr int kOpenedBytes = OpenedFormat::kScaleBytes + OpenedFormat::kMinimumBytes;
 
-    struct Header : ScalesAndMinima<Flat::kCodeBytes> {
+    struct Header : ScalesAndMinima<OpenedFormat::kCodeBytes> {
         using ScalesAndMinima::ScalesAndMinima;
 
         // Returns the scale of a group, rounded to float16. Sets its minimum, not rounded yet. GGUF's codes begin at 0,
@@ -116,13 +116,14 @@ struct FormatQ4K {
         float* scales = reinterpret_cast<float*>(to) + v * kLanes;
         store(scales, header.scale<2 * block>(minima[0]));
         store(scales + kPanel, header.scale<2 * block + 1>(minima[1]));
-        store_ints(to + Flat::kScaleBytes + v * kLanes * 4, as_ints(round_to_pairs(minima[0], minima[1])));
+        store_ints(to + OpenedFormat::kScaleBytes + v * kLanes * 4, as_ints(round_to_pairs(minima[0], minima[1])));
     }
 
-    static inline IntView open(const char* panel, int64_t block, int64_t blocks, float inverse, char* opened) {
+    static inline BlocksView open_blocks(const char* panel, int64_t block, int64_t blocks, float inverse,
+                                         char* opened) {
         const char* super = panel + block * kBlockBytes;
-        const IntView view = {super, kBlockBytes, opened, kOpenedBytes};
-        for (int64_t b = 0; b < blocks; b += kBlocksOfSuper, super += kBlocksOfSuper * kBlockBytes) {
+        const BlocksView view = {super, kBlockBytes, opened, kOpenedBytes};
+        for (int64_t b = 0; b < blocks; b += kBlocksPerSuperblock, super += kBlocksPerSuperblock * kBlockBytes) {
             for (int v = 0; v < kVecsPerPanel; ++v) {
                 const Header header(super, v, inverse);
                 open_block<0>(header, v, opened + b * kOpenedBytes);
@@ -135,7 +136,7 @@ struct FormatQ4K {
     }
 
     static inline void column(const char* panel, int64_t k, float inverse, Vec* out) {
-        const char* super = panel + k / kSuperblock * kBlocksOfSuper * kBlockBytes;
+        const char* super = panel + k / kSuperblock * kBlocksPerSuperblock * kBlockBytes;
         const int at = static_cast<int>(k % kQBlock);
         const char* codes = panel + k / kQBlock * kBlockBytes + at / 8 * kPanel * 4;
         const int group = static_cast<int>(k % kSuperblock / 32), shift = at % 4 * 8 + at / 4 % 2 * 4;
@@ -154,12 +155,12 @@ struct FormatQ4K {
 // Q5_K: as Q4_K, but after the nibbles of a block come the fifth bits, a word for each 32 elements. Bit j of its byte i
 // belongs to element 4j + i.
 struct FormatQ5K {
-    using Flat = IntFormat<8, 32, 32, float>;
+    using OpenedFormat = IntFormat<8, 32, 32, float>;
     static constexpr int kBits = 5;
     static constexpr int kNibbleBytes = kPanel * kQBlock / 2;
     static constexpr int kCodeBytes = kNibbleBytes + kPanel * kQBlock / 8;
     static constexpr int kBlockBytes = kCodeBytes + kPanel * 4;
-    static constexpr int kOpenedBytes = Flat::kBlockBytes;
+    static constexpr int kOpenedBytes = OpenedFormat::kBlockBytes;
 
     struct Header : ScalesAndMinima<kCodeBytes> {
         using ScalesAndMinima::ScalesAndMinima;
@@ -210,7 +211,7 @@ struct FormatQ5K {
     static inline Vec open_group(const Header& header, const char* block, int v, char* to) {
         constexpr int half = group % 2;
         Vec less, minimum;
-        store(reinterpret_cast<float*>(to + Flat::kCodeBytes) + half * kPanel + v * kLanes,
+        store(reinterpret_cast<float*>(to + OpenedFormat::kCodeBytes) + half * kPanel + v * kLanes,
               header.template scale<group>(less, minimum));
         const Ints more = in_all_bytes(sub(set1(128), less));
         // The group is one word of fifth bits, four vectors of nibbles and eight of the bytes that they become.
@@ -230,15 +231,17 @@ struct FormatQ5K {
         char* to = opened + block * kOpenedBytes;
         const Vec first = open_group<2 * block>(header, from, v, to);
         const Vec second = open_group<2 * block + 1>(header, from, v, to);
-        store_ints(to + Flat::kCodeBytes + Flat::kScaleBytes + v * kLanes * 4, as_ints(round_to_pairs(first, second)));
+        store_ints(to + OpenedFormat::kCodeBytes + OpenedFormat::kScaleBytes + v * kLanes * 4,
+                   as_ints(round_to_pairs(first, second)));
     }
 
-    static inline IntView open(const char* panel, int64_t block, int64_t blocks, float inverse, char* opened) {
+    static inline BlocksView open_blocks(const char* panel, int64_t block, int64_t blocks, float inverse,
+                                         char* opened) {
         return open_whole<FormatQ5K>(panel, block, blocks, inverse, opened);
     }
 
     static inline void column(const char* panel, int64_t k, float inverse, Vec* out) {
-        const char* super = panel + k / kSuperblock * kBlocksOfSuper * kBlockBytes;
+        const char* super = panel + k / kSuperblock * kBlocksPerSuperblock * kBlockBytes;
         const char* block = panel + k / kQBlock * kBlockBytes;
         const int at = static_cast<int>(k % kQBlock), byte = at % 4 * 8;
         for (int v = 0; v < kVecsPerPanel; ++v) {
@@ -263,15 +266,15 @@ struct FormatQ5K {
 // Each of the first four words [4][32] has the two low bits of vectors 2i and 2i + 1, in bits 0 to 1 and 2 to 3 of each
 // nibble. Each of the last two words [2][32] has the third bits of four vectors, in bits 0 to 3 of each nibble.
 struct FormatQ3K {
-    using Flat = IntFormat<4, 16, 0, float>;
+    using OpenedFormat = IntFormat<4, 16, 0, float>;
     static constexpr int kBits = 3;
     static constexpr int kUnitBytes = kPanel * 2;
     static constexpr int kHeaderBytes = kUnitBytes + 3 * kPanel * 4;
     static constexpr int kLowBytes = kPanel * kQBlock / 4;
     static constexpr int kCodeBytes = kLowBytes + kPanel * kQBlock / 8;
-    static constexpr int kSuperBytes = kHeaderBytes + kBlocksOfSuper * kCodeBytes;
-    static constexpr int kBlockBytes = kSuperBytes / kBlocksOfSuper;
-    static constexpr int kOpenedBytes = Flat::kBlockBytes;
+    static constexpr int kSuperBytes = kHeaderBytes + kBlocksPerSuperblock * kCodeBytes;
+    static constexpr int kBlockBytes = kSuperBytes / kBlocksPerSuperblock;
+    static constexpr int kOpenedBytes = OpenedFormat::kBlockBytes;
 
     struct Header {
         Vec unit;
@@ -316,14 +319,15 @@ struct FormatQ3K {
         open_step<5>(low, high, codes);
         open_step<6>(low, high, codes);
         open_step<7>(low, high, codes);
-        float* scales = reinterpret_cast<float*>(to + Flat::kCodeBytes) + v * kLanes;
+        float* scales = reinterpret_cast<float*>(to + OpenedFormat::kCodeBytes) + v * kLanes;
         store(scales, header.template scale<4 * block>());
         store(scales + kPanel, header.template scale<4 * block + 1>());
         store(scales + 2 * kPanel, header.template scale<4 * block + 2>());
         store(scales + 3 * kPanel, header.template scale<4 * block + 3>());
     }
 
-    static inline IntView open(const char* panel, int64_t block, int64_t blocks, float inverse, char* opened) {
+    static inline BlocksView open_blocks(const char* panel, int64_t block, int64_t blocks, float inverse,
+                                         char* opened) {
         return open_whole<FormatQ3K>(panel, block, blocks, inverse, opened);
     }
 
@@ -351,15 +355,15 @@ struct FormatQ3K {
 // Think of the first eight elements as nibbles, as codes of four bits lie: they are in the low two bits of each nibble.
 // The other eight elements are in its high two bits. No scale and no minimum is rounded.
 struct FormatQ2K {
-    using Flat = IntFormat<4, 16, 16, float>;
+    using OpenedFormat = IntFormat<4, 16, 16, float>;
     static constexpr int kBits = 2;
     static constexpr int kUnitBytes = 2 * kPanel * 2;
     static constexpr int kHeaderBytes = kUnitBytes + 4 * kPanel * 4;
     static constexpr int kCodeBytes = kPanel * kQBlock / 4;
-    static constexpr int kSuperBytes = kHeaderBytes + kBlocksOfSuper * kCodeBytes;
-    static constexpr int kBlockBytes = kSuperBytes / kBlocksOfSuper;
-    static constexpr int kOpenedBytes = Flat::kBlockBytes;
-    static constexpr float kStartOfOne = -128;  // start16 of QBlock is this many times the sum of 16 elements
+    static constexpr int kSuperBytes = kHeaderBytes + kBlocksPerSuperblock * kCodeBytes;
+    static constexpr int kBlockBytes = kSuperBytes / kBlocksPerSuperblock;
+    static constexpr int kOpenedBytes = OpenedFormat::kBlockBytes;
+    static constexpr float kStartOfOne = -128;  // start_z128_by_16 of QBlock is this many times the sum of 16 elements
 
     struct Header {
         Vec unit, minimum_unit;
@@ -383,7 +387,7 @@ struct FormatQ2K {
 
     template <int group>
     static inline void open_group(const Header& header, const char* codes, int v, char* to) {
-        constexpr int at = group % Flat::kGroups;
+        constexpr int at = group % OpenedFormat::kGroupsPerBlock;
         const Ints word = load_ints(codes + (at * kPanel + v * kLanes) * 4);
         // Plus eight: GGUF's zero is 0, that of the flat format 8. Bit 3 of every nibble is free, so `or` adds. The
         // first vector has elements 0 to 7 of the group, the second 8 to 15.
@@ -392,9 +396,9 @@ struct FormatQ2K {
         store_ints(out, or_ints(and_ints(word, twos), eights));
         store_ints(out + kPanel * 4, or_ints(and_ints(shift_right<2>(word), twos), eights));
         Vec minimum;
-        float* scales = reinterpret_cast<float*>(to + Flat::kCodeBytes) + at * kPanel + v * kLanes;
+        float* scales = reinterpret_cast<float*>(to + OpenedFormat::kCodeBytes) + at * kPanel + v * kLanes;
         store(scales, header.template scale<group>(minimum));
-        store(scales + Flat::kGroups * kPanel, minimum);
+        store(scales + OpenedFormat::kGroupsPerBlock * kPanel, minimum);
     }
 
     template <int block>
@@ -407,7 +411,8 @@ struct FormatQ2K {
         open_group<4 * block + 3>(header, codes, v, to);
     }
 
-    static inline IntView open(const char* panel, int64_t block, int64_t blocks, float inverse, char* opened) {
+    static inline BlocksView open_blocks(const char* panel, int64_t block, int64_t blocks, float inverse,
+                                         char* opened) {
         return open_whole<FormatQ2K>(panel, block, blocks, inverse, opened);
     }
 
@@ -434,13 +439,13 @@ struct FormatQ2K {
 // codes of its four blocks follow, three vectors of bytes for each 16 elements. The low six bits of vector s are
 // elements 4s + i; the high two bits of all three are elements 12 + i (fourth_of_six_bits).
 struct FormatQ6K {
-    using Flat = IntFormat<6, 16, 0, float>;
+    using OpenedFormat = IntFormat<6, 16, 0, float>;
     static constexpr int kBits = 6;
     static constexpr int kHeaderBytes = kPanel * (2 + kSuperblock / 16);
     static constexpr int kCodeBytes = kPanel * kQBlock * 6 / 8;
-    static constexpr int kSuperBytes = kHeaderBytes + kBlocksOfSuper * kCodeBytes;
-    static constexpr int kBlockBytes = kSuperBytes / kBlocksOfSuper;
-    static constexpr int kOpenedBytes = Flat::kBlockBytes;
+    static constexpr int kSuperBytes = kHeaderBytes + kBlocksPerSuperblock * kCodeBytes;
+    static constexpr int kBlockBytes = kSuperBytes / kBlocksPerSuperblock;
+    static constexpr int kOpenedBytes = OpenedFormat::kBlockBytes;
 
     static inline Vec scale(const char* super, int group, int v, Vec unit) {
         const uint8_t* scales = reinterpret_cast<const uint8_t*>(super) + kPanel * (2 + group) + v * kLanes;
@@ -451,13 +456,14 @@ struct FormatQ6K {
         return mul(load_half(reinterpret_cast<const uint16_t*>(super) + v * kLanes), set1(inverse));
     }
 
-    static inline IntView open(const char* panel, int64_t block, int64_t blocks, float inverse, char* opened) {
+    static inline BlocksView open_blocks(const char* panel, int64_t block, int64_t blocks, float inverse,
+                                         char* opened) {
         const Ints six = set1_int(0x3f3f3f3f);
         const char* super = panel + block * kBlockBytes;
-        const IntView view = {opened, kOpenedBytes, opened + Flat::kCodeBytes, kOpenedBytes};
-        for (int64_t b = 0; b < blocks; b += kBlocksOfSuper, super += kSuperBytes) {
+        const BlocksView view = {opened, kOpenedBytes, opened + OpenedFormat::kCodeBytes, kOpenedBytes};
+        for (int64_t b = 0; b < blocks; b += kBlocksPerSuperblock, super += kSuperBytes) {
             const char* from = super + kHeaderBytes;
-            for (int i = 0; i < kBlocksOfSuper; ++i) {
+            for (int i = 0; i < kBlocksPerSuperblock; ++i) {
                 char* to = opened + (b + i) * kOpenedBytes;
                 for (int step = 0; step < kQBlock / 16; ++step, from += 3 * kPanel * 4) {
                     for (int v = 0; v < kVecsPerPanel; ++v) {
@@ -468,11 +474,12 @@ struct FormatQ6K {
                         store_ints(out + 3 * kPanel * 4, fourth_of_six_bits(three[0], three[1], three[2]));
                     }
                 }
-                float* scales = reinterpret_cast<float*>(to + Flat::kCodeBytes);
+                float* scales = reinterpret_cast<float*>(to + OpenedFormat::kCodeBytes);
                 for (int v = 0; v < kVecsPerPanel; ++v) {
                     const Vec unit = scale_unit(super, v, inverse);
-                    for (int g = 0; g < Flat::kGroups; ++g) {
-                        store(scales + g * kPanel + v * kLanes, scale(super, i * Flat::kGroups + g, v, unit));
+                    for (int g = 0; g < OpenedFormat::kGroupsPerBlock; ++g) {
+                        store(scales + g * kPanel + v * kLanes,
+                              scale(super, i * OpenedFormat::kGroupsPerBlock + g, v, unit));
                     }
                 }
             }
