@@ -164,6 +164,7 @@ def service() -> Dashboard:
             }, *(f"vllm:num_requests_{word}" for word in ("running", "waiting", "swapped"))),
             panel("vllm:kv_cache_usage_perc", "Cache Utilization"),
             panel("vllm:request_success", "Finish Reason", "finished_reason"),
+            panel("vllm:admission_rejections", "Refused because of the Load", "reason"),
             panel("vllm:request_prompt_tokens", "Request Prompt Length"),
             panel("vllm:request_generation_tokens", "Request Generation Length"),
             panel("vllm:request_max_num_generation_tokens", "Max Generation Token in Sequence Group"),
@@ -178,6 +179,7 @@ def service() -> Dashboard:
         "Servers": [
             Panel("Up", (('up{instance=~"$instance"}', "{{instance}}"),), description="1 where a scrape succeeded."),
             panel("octavo:engine_restarts", "Engine Restarts", "instance"),
+            panel("octavo:requests_continued", "Requests that outlived an Engine", "instance"),
             Panel("Time since Start", ((f"time() - process_start_time_seconds{select('')}", "{{instance}}"),), "s"),
         ],
     })  # fmt: skip
@@ -197,6 +199,7 @@ def engine() -> Dashboard:
         "KV cache": [
             share("Prompt tokens found in the cache", "vllm:prefix_cache_hits", "vllm:prefix_cache_queries"),
             panel("vllm:num_preemptions"),
+            panel("vllm:request_num_preemptions", "Preemptions of a request"),
             panel("vllm:cpu_cache_usage_perc", "Host cache usage"),
         ],
         "Speculation": [

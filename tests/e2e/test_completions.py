@@ -118,7 +118,7 @@ def test_a_search_over_http_is_the_search_of_the_library(client: openai.OpenAI) 
 
 
 def test_a_suffix_is_refused_clearly(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="suffix is not built yet; leave it out") as refused:
+    with pytest.raises(openai.BadRequestError, match="was not trained to fill in") as refused:
         client.completions.create(model=MODEL, prompt=STORY, suffix="the end")
     assert refused.value.param == "suffix"
 
