@@ -37,6 +37,7 @@ def graph() -> ImportGraph:
     return ImportGraph()
 
 
+@pytest.mark.long
 def test_the_graph_has_every_import_that_python_makes(graph: ImportGraph) -> None:
     names = [name for name in graph.paths if name.startswith("octavo") and not name.endswith("__main__")]
     done = subprocess.run(

@@ -36,10 +36,10 @@ class AdminApp:
             while True:
                 message = await receive()
                 body += message.get("body", b"")
-                if message["type"] != "http.request" or not message.get("more_body", False):
-                    break
                 if len(body) > _MAX_BODY_BYTES:
                     raise RequestError(f"The body has more than {_MAX_BODY_BYTES} bytes.", status=413)
+                if message["type"] != "http.request" or not message.get("more_body", False):
+                    break
             query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
             content_type, answer = self._answer(scope["method"], scope["path"].strip("/").split("/"), body, query)
             await client.reply(200, content_type, answer)

@@ -48,9 +48,8 @@ class AnswerTranslator:
         self._is_begun = self._is_done = False
         self._first_at: float | None = None  # of the answer's first event
         self._calls: dict[int, dict[str, str]] = {}
-        self._whole: dict[
-            str, Any
-        ] = {}  # text, thinking, calls and log-probabilities of an answer that is not streamed
+        # Text, thinking, calls and log-probabilities of an answer that is not streamed.
+        self._whole: dict[str, Any] = {}
         self._finish_reason: str | None = None
         self._usage: dict[str, Any] = {}
 

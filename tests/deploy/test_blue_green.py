@@ -125,6 +125,7 @@ def asked_all_the_time(site: Site) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("broken", "error"),
     [
@@ -147,6 +148,7 @@ def test_a_broken_version_leaves_what_there_was(site: Site, broken: str, error: 
     assert {site.says() for _ in range(10)} == {"first"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("at", "serves"),
     [
@@ -277,9 +279,10 @@ class Clients:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_clients", "num_changes", "num_broken"),
-    [(8, 2, 0), pytest.param(64, 10, 4, marks=[pytest.mark.long, pytest.mark.timeout(1200)])],
+    [(8, 2, 0), pytest.param(64, 10, 4, marks=pytest.mark.timeout(1200))],
 )
 def test_no_request_fails_while_servers_change(
     site: Site, tmp_path: Path, tiny_tokenizer: Path, num_clients: int, num_changes: int, num_broken: int

@@ -92,6 +92,7 @@ def finds_data(prometheus: Prometheus, query: str) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_every_query_of_every_panel_finds_data(prometheus: Prometheus) -> None:
     empty = []
     for path in sorted((GRAFANA / "dashboards").iterdir()):

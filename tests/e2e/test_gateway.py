@@ -127,7 +127,7 @@ def test_streams_of_a_replica_that_is_killed_go_on_with_equal_bits(two_replicas:
     def ask(number: int) -> tuple[str, str | None, int]:
         with openai_client(two_replicas) as client:
             stream = client.chat.completions.create(
-                model="pair", messages=[{"role": "user", "content": f"Tell a tale of {number} hens."}], max_tokens=300,
+                model="pair", messages=[{"role": "user", "content": f"Tell a tale of {number} hens."}], max_tokens=200,
                 temperature=0.8, seed=number, stream=True, stream_options={"include_usage": True},
                 extra_body={"ignore_eos": True},  # none ends before the kill, whatever its tokens
             )  # fmt: skip
