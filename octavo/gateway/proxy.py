@@ -32,8 +32,10 @@ MODEL_HEADER = b"x-octavo-model"  # names the model of a request without one in 
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 _NOT_PASSED_ON = HOP_BY_HOP | {b"host", b"content-length", b"expect", MODEL_HEADER, RESUMABLE}
 _LISTS = {"/v1/files", "/v1/batches", "/v1/chat/completions"}
-_KEEPS = re.compile(r"/v1/(?:responses|chat/completions|files|batches)(?:/(?!input_tokens$)([^/]+))?")
-_CREATED = re.compile(rb'"(?:id|output_file_id|error_file_id)"\s*:\s*"((?:resp|chatcmpl|file|batch)[-_][\w-]{1,100})"')
+_KEEPS = re.compile(r"/v1/(?:responses|conversations|chat/completions|files|batches)(?:/(?!input_tokens$)([^/]+))?")
+_CREATED = re.compile(
+    rb'"(?:id|output_file_id|error_file_id)"\s*:\s*"((?:resp|conv|chatcmpl|file|batch)[-_][\w-]{1,100})"'
+)
 _BUSY = (429, 503)
 _USAGE_PATHS = ("/v1/chat/completions", "/v1/completions")  # whose streams have a usage only where it is asked for
 

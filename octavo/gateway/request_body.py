@@ -27,6 +27,7 @@ class _Fields(msgspec.Struct):
     stream_options: Any = None
     background: Any = False
     previous_response_id: Any = None
+    conversation: Any = None
     input_file_id: Any = None
 
 
@@ -124,7 +125,9 @@ def read_body(data: bytes, content_type: str) -> RequestBody:
         raise RequestError(f"The body must be a JSON object: {error}.") from None
     if fields.model is not None and not isinstance(fields.model, str):
         raise RequestError(f"model must be a string, got {type(fields.model).__name__}.", param="model")
-    ids = (fields.previous_response_id, fields.input_file_id)
+    home = fields.conversation
+    conversation_id = home.get("id") if isinstance(home, dict) else home
+    ids = (conversation_id, fields.previous_response_id, fields.input_file_id)
     refers_to = next((one for one in ids if isinstance(one, str)), None)
     options = fields.stream_options
     wants_usage = isinstance(options, dict) and options.get("include_usage") is True

@@ -83,7 +83,7 @@ class Router:
 
 
 class CreatedIds:
-    """Which model's replica keeps a response, a stored chat, a file or a batch, and for whose key. The oldest are
+    """Which model's replica keeps a response, a conversation, a stored chat, a file or a batch, and for whose key. The oldest are
     forgotten first."""
 
     def __init__(self) -> None:

@@ -76,7 +76,7 @@ def test_what_is_kept_is_asked_of_the_server_that_keeps_it() -> None:
         for path in ingress["spec"]["rules"][0]["http"]["paths"]
         if ingress["metadata"]["annotations"].get("nginx.ingress.kubernetes.io/upstream-hash-by") == "$remote_addr"
     }
-    assert hashed == {"/v1/responses", "/v1/files", "/v1/batches"}
+    assert hashed == {"/v1/responses", "/v1/conversations", "/v1/files", "/v1/batches"}
 
 
 def _worker(manifests: list[Manifest]) -> dict[str, Any]:

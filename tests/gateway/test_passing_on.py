@@ -153,6 +153,11 @@ def test_what_a_replica_keeps_is_asked_of_that_replica(clock: Clock) -> None:
                         assert server.asked[-1].target == path
                     await gate.ask("a", "/v1/responses", previous_response_id=one, input=one)
                     assert server.asked[-1].json["previous_response_id"] == one
+                    for conversation in (one, {"id": one}):
+                        await gate.ask("a", "/v1/responses", conversation=conversation, input="other")
+                        assert server.asked[-1].json["conversation"] == conversation
+                    path = f"/v1/conversations/{one}/items?limit=1"
+                    assert (await gate.http.get(path)).status_code == 200 and server.asked[-1].target == path
                 headers = {"x-octavo-model": "a"}
                 assert "several replicas" in (await gate.http.get("/v1/files", headers=headers)).text
                 assert (await gate.http.get("/v1/files/file-1", headers=headers)).status_code == 200

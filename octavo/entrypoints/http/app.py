@@ -75,6 +75,16 @@ LAZY_ROUTES = {
         "POST /v1/responses/{response_id}/cancel",
         "GET /v1/responses/{response_id}/input_items",
     ),
+    "octavo.entrypoints.responses.conversation_routes": (
+        "POST /v1/conversations",
+        "GET /v1/conversations/{conversation_id}",
+        "POST /v1/conversations/{conversation_id}",
+        "DELETE /v1/conversations/{conversation_id}",
+        "GET /v1/conversations/{conversation_id}/items",
+        "POST /v1/conversations/{conversation_id}/items",
+        "GET /v1/conversations/{conversation_id}/items/{item_id}",
+        "DELETE /v1/conversations/{conversation_id}/items/{item_id}",
+    ),
     "octavo.entrypoints.pooling.pooling_routes": (
         "POST /v1/embeddings",
         "POST /v2/embed",

@@ -36,7 +36,7 @@ _SUGGESTED_FIELDS = {
 # Routes of OpenAI's and vLLM's servers that Octavo does not have.
 UNBUILT_PATHS = frozenset((
     "/v1/audio/speech", "/v1/realtime", "/v1/images/generations",
-    "/v1/moderations", "/v1/conversations", "/v1/fine_tuning/jobs", "/v1/uploads", "/v1/vector_stores",
+    "/v1/moderations", "/v1/fine_tuning/jobs", "/v1/uploads", "/v1/vector_stores",
     "/v1/assistants", "/v1/threads", "/v1/messages/batches", "/v1/responses/compact",
     "/v1/completions/render", "/v1/completions/derender", "/v1/chat/completions/render",
     "/v1/chat/completions/derender", "/v1/chat/completions/batch", "/generative_scoring", "/inference/v1/generate",

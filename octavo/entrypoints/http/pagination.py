@@ -61,6 +61,11 @@ class Page(ResponseModel):
         )
 
     @classmethod
+    def whole(cls, items: Sequence[dict[str, Any]]) -> Self:
+        """Return all of `items` as one page."""
+        return cls.of(items, PageQuery(None, len(items), is_ascending=True))
+
+    @classmethod
     def of_whole(cls, items: Sequence[dict[str, Any]], query: PageQuery) -> Self:
         """Return a page of the whole list `items`, which are in the order of creation. Raises `RequestError`."""
         rest = list(items) if query.is_ascending else list(reversed(items))

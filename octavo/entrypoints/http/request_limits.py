@@ -30,7 +30,7 @@ _SCHEMAS = (
     "tools", "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     "structural_tag", "text", "output_config", "output_format",
 )  # fmt: skip
-_CONVERSATIONS = ("messages", "input", "system")
+_CONVERSATIONS = ("messages", "input", "items", "system")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Objects that the server keeps between requests: responses, stored chats, files, batches. They are in one SQLite
+"""Objects that the server keeps between requests: responses, conversations, stored chats, files, batches. They are in one SQLite
 database, in memory or in a file that several servers may share.
 
 An object has a kind, an id, a JSON body, and an optional `extra`. Long contents are separate chunks. Unfinished work
@@ -28,7 +28,7 @@ DEAD_AFTER_S = 30.0  # seconds without a beat
 _BUSY_S = 10.0  # time that an operation waits for another server's operation
 _VERSION = 1  # version of the tables
 _PAGE_BYTES = 4096
-_EVICTED = ("response", "chat")  # kinds whose oldest objects are deleted to make room
+_EVICTED = ("response", "chat", "conversation")  # kinds whose oldest objects are deleted to make room
 _EVICTED_AT_ONCE = 16
 _TABLES = """
 CREATE TABLE objects (
@@ -206,7 +206,7 @@ class Database:
         self._db.execute("DELETE FROM owners WHERE owner = ?", (self.owner,))
 
     def _make_room(self, num_bytes: int) -> None:
-        """Delete the oldest responses and chats until `num_bytes` fit. Raises `StoreError` if they are not enough."""
+        """Delete the oldest responses, conversations and chats until `num_bytes` fit. Raises `StoreError` if they are not enough."""
         while self._num_bytes() + num_bytes > self._max_bytes:
             marks = ", ".join("?" * len(_EVICTED))
             rows = self._db.execute(

@@ -33,14 +33,15 @@ def response_of(id: str) -> str | None:
     return f"resp_{parts[1]}" if len(parts) == 3 else None
 
 
-def read_items(value: str | list[Any], response_id: str) -> list[Item]:
-    """Return the items of a request's `input`, each with an id. Raises `RequestError` naming the place."""
+def read_items(value: str | list[Any], owner_id: str, field: str = "input") -> list[Item]:
+    """Return the items of a request's `field`, each with an id, which is made of `owner_id` if the item has none. Raises
+    `RequestError` naming the place."""
     given = [{"role": "user", "content": value}] if isinstance(value, str) else value
     items = []
     for i, item in enumerate(given):
         if not isinstance(item, dict):
-            raise _wrong(f"input[{i}]", "should be an object")
-        items.append(_read_item(item, f"input[{i}]", item_id("msg", response_id, -1 - i)))
+            raise _wrong(f"{field}[{i}]", "should be an object")
+        items.append(_read_item(item, f"{field}[{i}]", item_id("msg", owner_id, -1 - i)))
     return items
 
 

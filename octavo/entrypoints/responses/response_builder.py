@@ -82,7 +82,7 @@ class ResponseBuilder:
 
     def fail(self, code: str, message: str) -> list[Event]:
         """End the response with an error. Return the events."""
-        self.response["error"] = {"code": code, "message": message}
+        self.response |= {"error": {"code": code, "message": message}, "completed_at": None}
         return [*self._close("incomplete"), *self._end("failed")]
 
     def cancel(self) -> None:
@@ -223,6 +223,7 @@ def _empty_response(body: ResponsesRequest, response_id: str, model: str) -> dic
         "status": "in_progress",
         "background": bool(body.background),
         "completed_at": None,
+        "conversation": body.conversation_id and {"id": body.conversation_id},
         "error": None,
         "frequency_penalty": 0.0,
         "incomplete_details": None,

@@ -12,7 +12,7 @@ from octavo.entrypoints.http.error_responses import error_fields
 from octavo.entrypoints.http.server_state import ServerState
 from octavo.entrypoints.http.store import Database, StoreError
 from octavo.entrypoints.http.streaming import named_event
-from octavo.entrypoints.responses import stored_responses
+from octavo.entrypoints.responses import stored_conversations, stored_responses
 from octavo.entrypoints.responses.items import Item
 from octavo.entrypoints.responses.response_builder import Event, ResponseBuilder
 
@@ -65,9 +65,19 @@ class ResponseRun:
         code = "rate_limit_exceeded" if fields["status"] == 429 else "server_error"
         return self._builder.fail(code, fields["message"])
 
+    async def _join(self) -> None:
+        """Add what was said and answered to the conversation that the request names. Raises `RequestError`: if there is
+        no room, or the conversation is gone, the next turn would miss this one."""
+        conversation, said = self.response["conversation"], [*self._items, *self.response["output"]]
+        if conversation is not None and self.response["status"] != "failed":
+            await self._state.store.run(
+                lambda database: stored_conversations.append(database, conversation["id"], said)
+            )
+
     async def _keep(self) -> None:
         """Store the response, unless the request says otherwise. If the store has no room, the client still gets the
         response, which says that it is not stored."""
+        await self._join()
         if not self.response["store"]:
             return
         try:
@@ -93,7 +103,10 @@ class BackgroundRun(ResponseRun):
         """Run until the answer is complete or cancelled."""
         try:
             async for part in self._progress:
-                await self._tell(self._builder.add(part))
+                events = self._builder.add(part)
+                if part.finish_reason is not None:
+                    await self._join()
+                await self._tell(events)
         except asyncio.CancelledError:
             self._builder.cancel()
         except Exception as error:

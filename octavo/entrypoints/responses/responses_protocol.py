@@ -20,7 +20,6 @@ MAX_TOP_LOGPROBS = 20
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "access_programs": (),
     "context_management": ([],),
-    "conversation": (),
     "enable_response_messages": (False,),
     "image": (),
     "moderation": (),
@@ -43,6 +42,12 @@ class FunctionTool(RequestBody):
     allowed_callers: list[Literal["direct"]] | None = None
     defer_loading: Literal[False] | None = None
     output_schema: dict[str, Any] | None = None
+
+
+class NamedConversation(RequestBody):
+    """The conversation with this id."""
+
+    id: Text
 
 
 class NamedFunction(FunctionName):
@@ -128,6 +133,9 @@ class ResponsesRequest(TokenRequest):
     )
     instructions: Text | None = described("What the system says first. It is not carried over to the next response.")
     previous_response_id: Text | None = described("The stored response after which this conversation goes on.")
+    conversation: Text | NamedConversation | None = described(
+        "The stored conversation, or its id, that goes on: what is said and answered is added to it."
+    )
     store: bool | None = described("Keep the response, so that it can be retrieved and gone on from; true if left out.")
     background: bool | None = described("Answer at once, and go on without the client.")
     metadata: Annotated[dict[str, Text], Field(max_length=MAX_METADATA)] | None = described(
@@ -170,7 +178,13 @@ class ResponsesRequest(TokenRequest):
     def _check_together(self) -> ResponsesRequest:
         if self.background and self.store is False:
             raise RequestError("background needs store: the response is fetched later.", param="background")
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise RequestError("conversation and previous_response_id exclude each other.", param="conversation")
         return self
+
+    @property
+    def conversation_id(self) -> str | None:
+        return self.conversation.id if isinstance(self.conversation, NamedConversation) else self.conversation
 
     @property
     def is_stored(self) -> bool:

@@ -40,6 +40,7 @@ class ResponseObject(ResponseModel):
     status: str
     model: str
     output: list[dict[str, Any]]
+    conversation: dict[str, Any] | None
     error: dict[str, Any] | None
     incomplete_details: dict[str, Any] | None
     previous_response_id: str | None
@@ -91,10 +92,11 @@ async def count_input_tokens(body: ResponsesRequest, raw: Request) -> InputToken
 async def _read(body: ResponsesRequest, state: ServerState, response_id: str) -> tuple[list[Item], list[Item]]:
     """Return the items of the earlier conversation, and the items of the request."""
     items = await run_off_loop(lambda: read_items(body.input, response_id), length=_length())
-    if body.previous_response_id is None and not any(item["type"] == "item_reference" for item in items):
+    previous_id, conversation_id = body.previous_response_id, body.conversation_id
+    if previous_id is conversation_id is None and not any(item["type"] == "item_reference" for item in items):
         return [], items
     return await state.store.run(
-        lambda database: stored_responses.with_history(database, body.previous_response_id, items)
+        lambda database: stored_responses.with_history(database, previous_id, conversation_id, items)
     )
 
 

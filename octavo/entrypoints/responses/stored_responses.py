@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import msgspec
 
 from octavo.entrypoints.http.store import Database, Stored
 from octavo.entrypoints.http.streaming import encode_json
+from octavo.entrypoints.responses import stored_conversations
 from octavo.entrypoints.responses.items import Item, response_of
 from octavo.errors import RequestError
 
@@ -43,9 +45,14 @@ def write(database: Database, response: dict[str, Any], items: list[Item], *, is
     database.put(KIND, response["id"], encode_json(response), encode_json(items), is_owned=is_owned)
 
 
-def with_history(database: Database, previous_id: str | None, items: list[Item]) -> tuple[list[Item], list[Item]]:
+def with_history(
+    database: Database, previous_id: str | None, conversation_id: str | None, items: list[Item]
+) -> tuple[list[Item], list[Item]]:
     """Return the items of the earlier conversation, and `items` with references replaced by their items. Raises
     `RequestError`."""
+    if conversation_id is not None:
+        _, earlier = stored_conversations.find(database, conversation_id)
+        return earlier, resolved(database, items)
     chain: list[Stored] = []
     response_id = previous_id
     while response_id is not None:
@@ -62,13 +69,28 @@ def with_history(database: Database, previous_id: str | None, items: list[Item])
             raise RequestError(f"The response {response_id!r:.100} has not ended yet.", param="previous_response_id")
         chain.append(stored)
         response_id = response["previous_response_id"]
-    history: list[Item] = []
+    history = _before(database, chain[-1]) if chain else []
     for stored in reversed(chain):
         history += [*read_input(stored), *_decode(stored.body)["output"]]
-    return history, [_resolve(database, item) if item["type"] == "item_reference" else item for item in items]
+    return history, resolved(database, items)
 
 
-def _resolve(database: Database, reference: Item) -> Item:
+def _before(database: Database, stored: Stored) -> list[Item]:
+    """Return the items of a response's conversation before those of its request. Raises `RequestError`."""
+    home = _decode(stored.body).get("conversation")
+    if home is None:
+        return []
+    _, items = stored_conversations.find(database, home["id"])
+    own = {item["id"] for item in read_input(stored)}
+    return list(itertools.takewhile(lambda item: item["id"] not in own, items))
+
+
+def resolved(database: Database, items: list[Item], field: str = "input") -> list[Item]:
+    """Return `items`, a request's `field`, with references replaced by their items. Raises `RequestError`."""
+    return [_resolve(database, item, field) if item["type"] == "item_reference" else item for item in items]
+
+
+def _resolve(database: Database, reference: Item, field: str) -> Item:
     response_id = response_of(reference["id"])
     stored = None if response_id is None else database.get(KIND, response_id)
     if stored is not None:
@@ -76,4 +98,4 @@ def _resolve(database: Database, reference: Item) -> Item:
             if item["id"] == reference["id"]:
                 found: Item = item
                 return found
-    raise RequestError(f"Item with id {reference['id']!r:.100} not found.", param="input", status=404, code="not_found")
+    raise RequestError(f"Item with id {reference['id']!r:.100} not found.", param=field, status=404, code="not_found")

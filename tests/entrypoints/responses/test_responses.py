@@ -311,6 +311,8 @@ def test_pages_of_input_items(http: httpx.Client) -> None:
         ({"tool_choice": {"type": "function", "name": "no"}, "tools": [WEATHER]}, "tool_choice"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"conversation": "conv_1"}, "conversation"),
+        ({"conversation": {"id": "conv_1"}}, "conversation"),
+        ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "conversation"),
         ({"enable_response_messages": True}, "enable_response_messages"),
         ({"previous_response": {"id": "r"}}, "previous_response"),
         ({"prompt": {"id": "p"}}, "prompt"),

@@ -1,0 +1,96 @@
+"""Conversations in the store: an object with metadata, and the items that were said in it, in order.
+
+A conversation that gets items counts as new: those that were not used for longest leave a full store first.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from octavo.entrypoints.http.store import Database
+from octavo.entrypoints.http.streaming import encode_json
+from octavo.entrypoints.responses.items import Item
+from octavo.errors import RequestError
+
+KIND = "conversation"
+_decode = msgspec.json.Decoder().decode
+
+
+def create(database: Database, metadata: Mapping[str, str], items: Sequence[Item]) -> dict[str, Any]:
+    """Store a new conversation and return it, without its items. Raises `RequestError` for items with one id."""
+    conversation = {
+        "id": f"conv_{uuid.uuid4().hex}",
+        "object": "conversation",
+        "created_at": int(time.time()),
+        "metadata": dict(metadata),
+    }
+    _refuse_repeated([], items)
+    _write(database, conversation, items)
+    return conversation
+
+
+def find(database: Database, conversation_id: str) -> tuple[dict[str, Any], list[Item]]:
+    """Return a conversation and its items. Raises `RequestError` (404)."""
+    stored = database.get(KIND, conversation_id)
+    if stored is None:
+        raise RequestError(
+            f"Conversation with id {conversation_id!r:.100} not found.",
+            param="conversation",
+            status=404,
+            code="not_found",
+        )
+    return _decode(stored.body), _decode(stored.extra or b"[]")
+
+
+def find_item(database: Database, conversation_id: str, item_id: str) -> Item:
+    """Return an item of a conversation. Raises `RequestError` (404)."""
+    for item in find(database, conversation_id)[1]:
+        if item["id"] == item_id:
+            return item
+    raise RequestError(f"Item with id {item_id!r:.100} not found.", param="item_id", status=404, code="not_found")
+
+
+def set_metadata(database: Database, conversation_id: str, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Replace the metadata of a conversation and return it. Raises `RequestError` (404)."""
+    conversation, _ = find(database, conversation_id)
+    conversation["metadata"] = dict(metadata)
+    database.put(KIND, conversation_id, encode_json(conversation))
+    return conversation
+
+
+def append(database: Database, conversation_id: str, items: Sequence[Item]) -> None:
+    """Add items at the end of a conversation. Raises `RequestError` if there is no such conversation, or if it has an
+    item already."""
+    conversation, earlier = find(database, conversation_id)
+    _refuse_repeated(earlier, items)
+    _write(database, conversation, [*earlier, *items])
+
+
+def remove(database: Database, conversation_id: str, item_id: str) -> dict[str, Any]:
+    """Delete an item and return its conversation. Raises `RequestError` (404)."""
+    find_item(database, conversation_id, item_id)
+    conversation, items = find(database, conversation_id)
+    _write(database, conversation, [item for item in items if item["id"] != item_id])
+    return conversation
+
+
+def _write(database: Database, conversation: Mapping[str, Any], items: Sequence[Item]) -> None:
+    id = conversation["id"]
+    database.forget(KIND, id)  # it becomes the newest
+    database.put(KIND, id, encode_json(conversation), encode_json(items))
+
+
+def _refuse_repeated(earlier: Sequence[Item], items: Sequence[Item]) -> None:
+    known = {item["id"] for item in earlier}
+    for item in items:
+        if item["id"] in known:
+            raise RequestError(
+                f"The conversation already has an item with the id {item['id']!r:.100}; send only what is new.",
+                param="items",
+            )
+        known.add(item["id"])
