@@ -5,7 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from octavo.errors import OctavoError
+from octavo.errors import ConfigError, LoadError, OctavoError
+from octavo.terminal_styles import DIM, RED, has_styles, styled
+
+# What a person can do after an error, beside what its message says. Programs that read errors get the message alone.
+_NEXT_STEPS: dict[type[OctavoError], str] = {
+    ConfigError: "`octavo serve --help=WORD` explains the flags with WORD in their names.",
+    LoadError: "`octavo doctor` checks this machine and the way to the hub; `octavo list` names the models here.",
+}
 
 
 def run_command(command: Callable[[], None]) -> int:
@@ -14,7 +21,9 @@ def run_command(command: Callable[[], None]) -> int:
         command()
         sys.stdout.flush()  # flush here, where a reader that has gone is no error
     except OctavoError as error:
-        print(f"octavo: error: {error}", file=sys.stderr)
+        show_error(str(error))
+        if has_styles(sys.stderr) and (step := _NEXT_STEPS.get(type(error))):
+            print(styled(step, DIM, sys.stderr), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -22,3 +31,8 @@ def run_command(command: Callable[[], None]) -> int:
         sys.stderr.close()
         return 141
     return 0
+
+
+def show_error(text: str) -> None:
+    """Print an error as a line, in colour on a terminal."""
+    print(f"{styled('octavo: error:', RED, sys.stderr)} {text}", file=sys.stderr)

@@ -6,24 +6,32 @@ import argparse
 import http.client
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from octavo.entrypoints.cli import run_command
+from octavo.entrypoints.cli import run_command, show_error
+from octavo.entrypoints.cli.answer_view import AnswerView, PlainView, make_view
+from octavo.entrypoints.cli.typed_lines import typed_lines
 from octavo.errors import OctavoError
 from octavo.flags import FlagParser
 from octavo.sse_reader import EventReader
 
 TIMEOUT_S = 600
+_HISTORY = "$XDG_STATE_HOME/octavo/history, by default in ~/.local/state"
 
 
 def make_chat_parser(prog: str) -> FlagParser:
     parser = _make_parser(prog, "Talk to a running server. Ctrl-C stops an answer, Ctrl-D ends.")
     parser.add_argument("--system-prompt", help="What the model is told before the conversation.")
     parser.add_argument("-q", "--quick", metavar="MESSAGE", help="Send one message, print the answer and end.")
+    parser.add_argument(
+        "--plain", action="store_true", help="Print answers as they are; without it a terminal shows Markdown."
+    )
     return parser
 
 
@@ -43,14 +51,17 @@ def chat(argv: Sequence[str] | None = None, *, prog: str = "octavo chat") -> int
 def talk(args: argparse.Namespace) -> None:
     """Chat with the server and the model of the parsed arguments."""
     client = ApiClient(args)
-    is_typed = sys.stdin.isatty() and args.quick is None
+    is_typed = _is_typed(args)
     if is_typed:
-        print(f"{client.model}. Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr)
-    messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
-    for text in _typed_lines() if args.quick is None else [args.quick]:
+        print(f"{client.model}. Ctrl-C stops an answer, Ctrl-D ends, /help has more.", file=sys.stderr)
+    messages = _first_messages(args)
+    for text in _texts(args):
+        if is_typed and (command := _COMMAND.fullmatch(text.strip())):
+            _run_typed_command(command["name"], command["file"], messages, args)
+            continue
         messages.append({"role": "user", "content": text})
         choices = client.stream("/chat/completions", messages=messages)
-        answer = _print_answer(choices, lambda choice: choice["delta"].get("content") or "", goes_on=is_typed)
+        answer = _print_answer(choices, _delta_parts, make_view(plain=args.plain), goes_on=is_typed)
         if answer is None:  # without an answer the question is dropped from the conversation
             messages.pop()
         else:
@@ -63,12 +74,58 @@ def complete(argv: Sequence[str] | None = None, *, prog: str = "octavo complete"
 
     def run() -> None:
         client = ApiClient(args)
-        is_typed = sys.stdin.isatty() and args.quick is None
-        for text in _typed_lines() if args.quick is None else [args.quick]:
+        for text in _texts(args):
             choices = client.stream("/completions", prompt=text)
-            _print_answer(choices, lambda choice: choice["text"], goes_on=is_typed)
+            _print_answer(choices, lambda choice: ("", choice["text"]), PlainView(), goes_on=_is_typed(args))
 
     return run_command(run)
+
+
+def _is_typed(args: argparse.Namespace) -> bool:
+    return sys.stdin.isatty() and args.quick is None
+
+
+def _texts(args: argparse.Namespace) -> Iterator[str]:
+    return typed_lines(keeps_history=args.history) if args.quick is None else iter([args.quick])
+
+
+def _first_messages(args: argparse.Namespace) -> list[dict[str, str]]:
+    return [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
+
+
+def _delta_parts(choice: dict[str, Any]) -> tuple[str, str]:
+    """Return the reasoning and the answer in a chunk of a chat."""
+    delta = choice["delta"]
+    return delta.get("reasoning_content") or delta.get("reasoning") or "", delta.get("content") or ""
+
+
+# A line that begins with one word after a slash. A blank before the slash sends it to the model.
+_COMMAND = re.compile(r"/(?P<name>[a-z]+)(?: +(?P<file>.+))?")
+_COMMAND_HELP = """\
+/clear      forget the conversation
+/save FILE  write the conversation to a new file, as Markdown
+/help       this
+Up and down recall what you have typed, in earlier runs too (--no-history keeps nothing)."""
+
+
+def _run_typed_command(name: str, file: str | None, messages: list[dict[str, str]], args: argparse.Namespace) -> None:
+    match name, file:
+        case "clear", None:
+            messages[:] = _first_messages(args)
+            print("The conversation is forgotten.", file=sys.stderr)
+        case "save", str():
+            parts = [f"## {message['role']}\n\n{message['content'].strip()}\n" for message in messages]
+            try:
+                with open(Path(file).expanduser(), "x", encoding="utf-8") as saved:
+                    saved.write("\n".join(parts))
+                print(f"Saved to {file}.", file=sys.stderr)
+            except OSError as error:
+                show_error(f"the conversation cannot be saved to {file}: {error.strerror}.")
+        case "help", None:
+            print(_COMMAND_HELP, file=sys.stderr)
+        case _:
+            asked = f"/{name}" if file is None else f"/{name} {file}"
+            show_error(f"{asked} is no command: /clear, /save FILE and /help are. A blank before / sends the line.")
 
 
 def _make_parser(prog: str, description: str) -> FlagParser:
@@ -77,6 +134,10 @@ def _make_parser(prog: str, description: str) -> FlagParser:
     parser.add_argument("--model", "--model-name", help="Default: the first that the server names.")
     parser.add_argument("--max-tokens", type=int, help="Tokens of an answer at most.")
     parser.add_argument("--temperature", type=float, help="0 is greedy; default: the server's.")
+    parser.add_argument(
+        "--history", action=argparse.BooleanOptionalAction, default=True,
+        help=f"Whether lines typed on a terminal are kept in a file ({_HISTORY}), to be recalled in later runs.",
+    )  # fmt: skip
     return parser
 
 
@@ -87,52 +148,41 @@ def add_server_flags(parser: FlagParser) -> FlagParser:
     return parser
 
 
-def _typed_lines() -> Iterator[str]:
-    """Yield lines that are not blank, until end of file. On a terminal there are a prompt, editing and a history, and
-    Ctrl-C drops the typed text; a pipe has none of these."""
-    is_typed = sys.stdin.isatty()
-    if is_typed:
-        with suppress(ImportError):
-            import readline  # noqa: F401  # input() uses it from then on
-    while True:
-        try:
-            line = input("> " if is_typed else "")
-        except EOFError:
-            if is_typed:
-                print()
-            return
-        except KeyboardInterrupt:
-            if not is_typed:
-                raise
-            print()
-            continue
-        if line.strip():
-            yield line
-
-
 def _print_answer(
-    choices: Generator[dict[str, Any], None, None], text_of: Callable[[dict[str, Any]], str], *, goes_on: bool
+    choices: Generator[dict[str, Any], None, None],
+    parts_of: Callable[[dict[str, Any]], tuple[str, str]],
+    view: AnswerView,
+    *,
+    goes_on: bool,
 ) -> str | None:
-    """Print an answer as it comes, and return it. If the program `goes_on` after it, Ctrl-C keeps the answer so far; an
-    error is printed as a line, and None is returned."""
-    answer = ""
+    """Show an answer as it comes, and return it without its reasoning. If the program `goes_on` after it, Ctrl-C keeps
+    the answer so far; an error is printed as a line, and None is returned."""
+    answer, is_begun = "", False
+    error: OctavoError | None = None
     try:
         for choice in choices:
-            text = text_of(choice)
-            answer += text
-            print(text, end="", flush=True)
+            thought, text = parts_of(choice)
+            is_begun |= bool(thought or text)
+            if thought:
+                view.think(thought)
+            if text:
+                answer += text
+                view.add(text)
     except KeyboardInterrupt:
         if not goes_on:
             raise
-    except OctavoError as error:
-        if not goes_on:
-            raise
-        print("\n" if answer else "", f"octavo: error: {error}", sep="", file=sys.stderr)
-        return None
+    except OctavoError as raised:
+        error = raised
     finally:
         choices.close()
-    print()
-    return answer
+        if is_begun or error is None:
+            view.end()
+    if error is None:
+        return answer
+    if not goes_on:
+        raise error
+    show_error(str(error))
+    return None
 
 
 class NoServerError(OctavoError):

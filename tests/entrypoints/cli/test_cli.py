@@ -261,4 +261,4 @@ def test_the_clients_say_what_is_wrong_in_one_line(
     assert "answered 404: The model 'other' does not exist here" in capsys.readouterr().err
     engine.fails_after = (2, RuntimeError("x"))
     assert complete(["--url", address + "/v1", "-q", "Hi"]) == 1
-    assert capsys.readouterr() == ("He", "octavo: error: Internal error.\n")
+    assert capsys.readouterr() == ("He\n", "octavo: error: Internal error.\n")
