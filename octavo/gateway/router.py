@@ -83,8 +83,8 @@ class Router:
 
 
 class CreatedIds:
-    """Which model's replica keeps a response, a conversation, a stored chat, a file or a batch, and for whose key. The oldest are
-    forgotten first."""
+    """Which model's replica keeps a response, a conversation, a stored chat, a file or a batch, and for whose key. The
+    oldest are forgotten first."""
 
     def __init__(self) -> None:
         self._homes: OrderedDict[str, tuple[str, Replica, str | None]] = OrderedDict()

@@ -1,5 +1,5 @@
-"""Objects that the server keeps between requests: responses, conversations, stored chats, files, batches. They are in one SQLite
-database, in memory or in a file that several servers may share.
+"""Objects that the server keeps between requests: responses, conversations, stored chats, files, batches. They are in
+one SQLite database, in memory or in a file that several servers may share.
 
 An object has a kind, an id, a JSON body, and an optional `extra`. Long contents are separate chunks. Unfinished work
 has an owner, a server that reports every few seconds that it is alive; work of a silent server is abandoned. All access
@@ -206,7 +206,8 @@ class Database:
         self._db.execute("DELETE FROM owners WHERE owner = ?", (self.owner,))
 
     def _make_room(self, num_bytes: int) -> None:
-        """Delete the oldest responses, conversations and chats until `num_bytes` fit. Raises `StoreError` if they are not enough."""
+        """Delete the oldest responses, conversations and chats until `num_bytes` fit. Raises `StoreError` if they are
+        not enough."""
         while self._num_bytes() + num_bytes > self._max_bytes:
             marks = ", ".join("?" * len(_EVICTED))
             rows = self._db.execute(

@@ -34,7 +34,7 @@ def response_of(id: str) -> str | None:
 
 
 def read_items(value: str | list[Any], owner_id: str, field: str = "input") -> list[Item]:
-    """Return the items of a request's `field`, each with an id, which is made of `owner_id` if the item has none. Raises
+    """Return the items of a request's `field`, each with an id, which is made of `owner_id` if it has none. Raises
     `RequestError` naming the place."""
     given = [{"role": "user", "content": value}] if isinstance(value, str) else value
     items = []
