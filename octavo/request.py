@@ -136,11 +136,13 @@ class EngineRequest(msgspec.Struct, tag="request", omit_defaults=True, weakref=T
     final_check: FinalCheck | None = None  # check of its answers' texts
     begun: list[list[int]] = []  # tokens of its answer that another server has sent, in groups as they came
     output_token_ids: dict[int, list[int]] = {}  # by completion to go on with: its tokens from a core that has died
+    session_id: str | None = None  # requests of one session go to one engine, where the load allows it
     block_hashes: bytes = b""  # of the prompt's full blocks, one after the other, as far as they are known
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
-    """Log-probabilities at one position: the chosen token first, then the most likely ones, best first."""
+    """Log-probabilities at one position: the chosen token first, then the most likely ones, best first, or
+    those that the request names."""
 
     token_ids: list[int]
     logprobs: list[float]

@@ -19,6 +19,7 @@ import msgspec
 from octavo.errors import RequestError
 
 MAX_LOGPROBS = 20  # unless --max-logprobs says otherwise
+MAX_LOGPROB_TOKEN_IDS = 128  # vLLM's bound
 MAX_N = 128
 MAX_LENGTH_PENALTY = 10  # beyond it powers of long lengths overflow floating-point numbers
 # Takes (prompt_token_ids, output_token_ids, logits [vocab_size] float32) and returns the logits to use.
@@ -130,7 +131,6 @@ _INSTEAD = {
     "guided_grammar": "StructuredOutputsParams(grammar=...) as structured_outputs",
     "guided_json": "StructuredOutputsParams(json=...) as structured_outputs",
     "guided_regex": "StructuredOutputsParams(regex=...) as structured_outputs",
-    "logprob_token_ids": "logprobs of -1 has them among all, where max_logprobs allows it",
     "max_new_tokens": "max_tokens bounds what is generated",
     "repetition_detection": "frequency_penalty and repetition_penalty keep answers from repeating themselves",
     "response_format": "StructuredOutputsParams(json=schema) as structured_outputs",
@@ -205,8 +205,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     logprobs: int | None = None
     """Log-probabilities of the chosen token and of this many most likely ones, before penalties and temperature; -1 is
     all of the vocabulary. --max-logprobs bounds both."""
+    logprob_token_ids: list[int] | None = None
+    """In the place of the most likely ones: log-probabilities of these tokens, whose ranks are not measured, and of the
+    chosen one; at most `MAX_LOGPROB_TOKEN_IDS`, whatever --max-logprobs says."""
     prompt_logprobs: int | None = None
-    """The same of each token of the prompt but the first."""
+    """Like `logprobs`, of each token of the prompt but the first."""
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -272,6 +275,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         elif structured is not None and not isinstance(structured, StructuredOutputsParams):
             _refuse("structured_outputs", structured, "StructuredOutputsParams or null")
         self._check_types()
+        if self.logprob_token_ids:
+            self.logprobs = 0
         self._check_ranges()
 
     @classmethod
@@ -311,6 +316,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         )
 
     @property
+    def num_logprobs(self) -> int | None:
+        """Return the number of log-probabilities of a position beside that of the chosen token, -1 for all; None if
+        none are wanted."""
+        return len(self.logprob_token_ids) if self.logprob_token_ids else self.logprobs
+
+    @property
     def wants_logprobs(self) -> bool:
         """Return whether the engine must report the log-probability of each sampled token."""
         return self.logprobs is not None or self.num_sequences > self.n or self.use_beam_search
@@ -338,7 +349,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             value = getattr(self, name)
             if not isinstance(value, list) or not all(isinstance(s, str) and s and is_unicode(s) for s in value):
                 _refuse(name, value, "a list of non-empty strings of valid Unicode")
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, list) and all(type(t) is int and t >= 0 for t in value)):
                 _refuse(name, value, "a list of token ids")
@@ -376,6 +387,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         require(
             "allowed_token_ids", self.allowed_token_ids is None or bool(self.allowed_token_ids), "null or not empty"
         )
+        num_asked = len(self.logprob_token_ids or ())
+        require("logprob_token_ids", num_asked <= MAX_LOGPROB_TOKEN_IDS, f"{MAX_LOGPROB_TOKEN_IDS} token ids at most")
         if self.stop and not self.detokenize:
             _refuse("stop", self.stop, "empty when detokenize is false: stop strings are found in the text")
         self._check_beam_search()
@@ -400,6 +413,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             ("top_k", self.top_k <= 0),
             ("min_p", self.min_p == 0),
             ("stop", not self.stop),
+            ("logprob_token_ids", not self.logprob_token_ids),
             ("structured_outputs", self.structured_outputs is None and self.grammar is None),
         ):
             if not is_idle:

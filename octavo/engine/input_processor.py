@@ -498,7 +498,7 @@ class InputProcessor:
                 f"{self.model.vocab_size}.",
                 param="allowed_token_ids",
             )
-        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids", "logprob_token_ids"):
             for token in getattr(params, name) or ():
                 if not 0 <= token < self.model.vocab_size:
                     raise RequestError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -33,15 +34,15 @@ if TYPE_CHECKING:
     from octavo.loading.tokenizer import ModelTokenizer
     from octavo.metrics.prometheus import EngineMetrics
 
-MakePosition = Callable[[TokenLogprobs], PositionLogprobs]
+MakePosition = Callable[..., PositionLogprobs]  # `OutputProcessor.position`
 
 
 class _Completion:
     """One sequence of a request: its tokens, and its text as far as it is still needed."""
 
     __slots__ = (
-        "_detokenizer", "_final_check", "_min_tokens", "_num_hidden", "_num_kept", "_num_read", "_shows_stop_token",
-        "_stop", "cumulative_logprob", "error", "finish_reason", "index", "is_end_sent", "last_token_time", "logprobs",
+        "_detokenizer", "_final_check", "_has_ranks", "_min_tokens", "_num_hidden", "_num_kept", "_num_read",
+        "_shows_stop_token", "_stop", "cumulative_logprob", "error", "finish_reason", "index", "is_end_sent", "last_token_time", "logprobs",
         "num_accepted_prediction_tokens", "num_held_back", "num_rejected_prediction_tokens", "num_sent_chars",
         "num_sent_tokens", "stop_reason", "text", "token_ids",
     )  # fmt: skip
@@ -52,6 +53,7 @@ class _Completion:
         self.token_ids: list[int] = []
         self.text = ""  # with what is held back; a stream of deltas drops what it has sent
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self._has_ranks = not params.logprob_token_ids
         self.cumulative_logprob: float | None = 0.0 if params.wants_logprobs else None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -169,7 +171,8 @@ class _Completion:
         self.is_end_sent = self.finish_reason is not None
         positions: Sequence[Any] | None = None
         if self.logprobs is not None:
-            positions = Positions(self.logprobs[tokens:], make_position)
+            make = make_position if self._has_ranks else partial(make_position, has_ranks=False)
+            positions = Positions(self.logprobs[tokens:], make)
         return CompletionOutput(
             index=self.index,
             text=text,
@@ -481,13 +484,13 @@ class OutputProcessor:
             state.num_cached_tokens,
         )
 
-    def position(self, entry: TokenLogprobs) -> PositionLogprobs:
+    def position(self, entry: TokenLogprobs, has_ranks: bool = True) -> PositionLogprobs:
         """Return a position's log-probabilities, the sampled token first. Top tokens rank 1, 2, …; the sampled one has
-        its own rank."""
+        its own rank. Without `has_ranks` the others are no top tokens, and have none."""
         tokenizer = self.tokenizer.backend_tokenizer
         position: PositionLogprobs = {}
         for i, (token, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
             if token not in position:
-                rank = entry.chosen_rank if i == 0 else i
+                rank = entry.chosen_rank if i == 0 else i if has_ranks else None
                 position[token] = Logprob(logprob, rank, decode(tokenizer, [token], skip_special_tokens=False))
         return position

@@ -61,6 +61,7 @@ class _Routed:
 
 _FIRST_ANSWER_TOKENS = 128  # the prediction before an answer has ended
 _ANSWER_MEMORY = 32  # answers after which older ones count e times less
+_MAX_SESSIONS = 65_536
 _REQUEST_MEMORY = 64  # likewise, requests of a replica: some turns of each conversation
 # Most of a conversation's tokens were given to the replica that has it cached. With a weight above 1/2 a replica with
 # two conversations more than another gives one away; from 1 on it would with one more, which would go back and forth.
@@ -81,14 +82,22 @@ class Router:
         self._block_size = block_size
         self._replicas = [_Replica(PrefixIndex(max_blocks)) for _ in range(num_replicas)]
         self._routed: dict[str, _Routed] = {}
+        self._homes: OrderedDict[str, int] = OrderedDict()  # by session: the replica of its last request
 
     def route(self, request: EngineRequest, hashes: list[bytes], available: Iterable[int]) -> int:
         """Return the index of the `available` replica that serves `request`, which counts as its load until `end`.
-        `hashes` are the `block_hashes` of its prompt. Raises `ValueError` if none is available."""
+        `hashes` are the `block_hashes` of its prompt. The replica of its session counts as if it had the whole prompt
+        cached. Raises `ValueError` if none is available."""
         num_tokens = len(request.prompt.token_ids)
         missing = {i: self._num_missing(i, num_tokens, hashes) for i in available}
         self._take_back(missing)
-        chosen = min(missing, key=lambda i: missing[i] + _LOAD_WEIGHT * self._load(i))
+        home = None if request.session_id is None else self._homes.get(request.session_id)
+        chosen = min(missing, key=lambda i: (1 if i == home else missing[i]) + _LOAD_WEIGHT * self._load(i))
+        if request.session_id is not None:
+            self._homes[request.session_id] = chosen
+            self._homes.move_to_end(request.session_id)
+            if len(self._homes) > _MAX_SESSIONS:
+                self._homes.popitem(last=False)
         replica = self._replicas[chosen]
         expected = min(request.max_tokens, round(self._answer_tokens)) * request.params.num_completions
         num_given = missing[chosen] + expected
@@ -125,11 +134,13 @@ class Router:
         replica.num_tokens = 0
         replica.was_lost = True
         replica.index.clear()
+        self._homes = OrderedDict((session, home) for session, home in self._homes.items() if home != number)
 
     def forget_caches(self) -> None:
         """Forget all caches; loads stay."""
         for replica in self._replicas:
             replica.index.clear()
+        self._homes.clear()
 
     def load(self, number: int) -> int:
         """Return the tokens that a replica still has to compute, as predicted."""

@@ -29,6 +29,7 @@ from octavo.gateway.upstream import HOP_BY_HOP, Answer, Headers, UpstreamError
 logger = logging.getLogger("octavo.gateway")
 
 MODEL_HEADER = b"x-octavo-model"  # names the model of a request without one in its body
+SESSION_HEADER = b"x-session-id"
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 _NOT_PASSED_ON = HOP_BY_HOP | {b"host", b"content-length", b"expect", MODEL_HEADER, RESUMABLE}
 _LISTS = {"/v1/files", "/v1/batches", "/v1/chat/completions"}
@@ -56,6 +57,13 @@ class ProxyRequest:
     def owner(self) -> str | None:
         """The id of the client's key."""
         return None if self.meter is None else self.meter.key.id
+
+    @property
+    def session(self) -> bytes | None:
+        """What stands for the client's session among the hashes of prefixes."""
+        said = self.body.session_id
+        given = self.header(SESSION_HEADER) if said is None else said.encode()
+        return None if not given else b"session " + given
 
     def header(self, name: bytes) -> bytes | None:
         return next((value for own, value in self.headers if own == name), None)
@@ -188,10 +196,12 @@ class Proxy:
         )  # fmt: skip
 
     def _choose(self, deployment: Deployment, request: ProxyRequest, tried: set[Replica]) -> Replica | None:
-        hashes = request.body.prefix_hashes() if deployment.entry.num_replicas > 1 else []
-        replica = deployment.router.choose(deployment.replicas, hashes, tried)
-        if replica is not None and hashes:
-            deployment.router.remember(replica, hashes)
+        if deployment.entry.num_replicas == 1:
+            return deployment.router.choose(deployment.replicas, [], tried)
+        hashes, session = request.body.prefix_hashes(), request.session
+        replica = deployment.router.choose(deployment.replicas, hashes, tried, session)
+        if replica is not None:
+            deployment.router.remember(replica, hashes, session)
         return replica
 
     async def _try(

@@ -28,6 +28,7 @@ class _Fields(msgspec.Struct):
     background: Any = False
     previous_response_id: Any = None
     conversation: Any = None
+    session_id: Any = None
     input_file_id: Any = None
 
 
@@ -59,6 +60,7 @@ class RequestBody:
     is_json: bool = False
     wants_usage: bool = False  # at the end of its stream
     is_background: bool = False
+    session_id: str | None = None
 
     def having(self, **fields: Any) -> RequestBody:
         """Return the body with these fields in the place of its own."""
@@ -134,6 +136,7 @@ def read_body(data: bytes, content_type: str) -> RequestBody:
     return RequestBody(
         data, fields.model, fields.stream is True, refers_to, is_json=True, wants_usage=wants_usage,
         is_background=fields.background is True,
+        session_id=fields.session_id if isinstance(fields.session_id, str) else None,
     )  # fmt: skip
 
 

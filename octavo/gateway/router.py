@@ -1,5 +1,5 @@
-"""Which replica answers a request: the one with the longest prefix of its conversation, corrected by load; else the
-better of two drawn at random. And which replica keeps something by an id."""
+"""Which replica answers a request: the one of its session, or the one with the longest prefix of its conversation,
+corrected by load; else the better of two drawn at random. And which replica keeps something by an id."""
 
 from __future__ import annotations
 
@@ -27,20 +27,29 @@ class Router:
         self.num_affine = 0  # requests that went where their prefix is
 
     def choose(
-        self, replicas: Sequence[Replica], hashes: Sequence[bytes], excluded: Collection[Replica] = ()
+        self,
+        replicas: Sequence[Replica],
+        hashes: Sequence[bytes],
+        excluded: Collection[Replica] = (),
+        session: bytes | None = None,
     ) -> Replica | None:
-        """Return the replica for a request with these prefixes, the longest last; None if no one takes requests."""
+        """Return the replica for a request with these prefixes, the longest last, and of this session; None if no one
+        takes requests."""
         chosen = self._less_loaded(replicas, excluded)
         if chosen is None:
             return None
-        holder = self._holder(replicas, hashes, excluded)
+        keys = hashes if session is None else [*hashes, session]
+        holder = self._holder(replicas, keys, excluded)
         if holder is not None and self._may_take(holder, replicas):
             self.num_affine += 1
             chosen = holder
         return chosen
 
-    def remember(self, replica: Replica, hashes: Sequence[bytes]) -> None:
-        """Note that a replica was given these prefixes."""
+    def remember(self, replica: Replica, hashes: Sequence[bytes], session: bytes | None = None) -> None:
+        """Note that a replica was given these prefixes, and is now the one of the session."""
+        if session is not None:
+            self._holders[session] = [replica]
+            self._holders.move_to_end(session)
         for one in hashes:
             holders = self._holders.setdefault(one, [])
             self._holders.move_to_end(one)

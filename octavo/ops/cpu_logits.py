@@ -93,6 +93,13 @@ def logprobs(
     return values, ranks, top, (top_values - sums[:, None]).astype(np.float32)
 
 
+def logprobs_of(logits: NDArray[Any], samples: NDArray[Any], tokens: NDArray[Any]) -> NDArray[Any]:
+    check_runs_now("logprobs_of")
+    sums = _log_sums(logits, samples, np.ones(len(samples), np.float32))
+    values: NDArray[Any] = (logits[samples[:, None], tokens] - sums[:, None]).astype(np.float32)
+    return values
+
+
 def normalize(logits: NDArray[Any], samples: NDArray[Any], temperatures: NDArray[Any]) -> None:
     check_runs_now("normalize")
     divisors = temperatures.astype(np.float32)

@@ -330,6 +330,10 @@ class OpsOver(Protocol[A]):
         larger logits). For each row the K = min(num_top, V) likeliest tokens: ids [N, K] int64 and values [N, K]
         float32, best first, of equals the lowest id first."""
 
+    def logprobs_of(self, logits: A, samples: HostArray, tokens: HostArray) -> A:
+        """Return the values of `tokens` [M, K] int64 by log_softmax of rows `samples` [M] of logits: [M, K] float32, of
+        each token the same bits as `logprobs` returns."""
+
     def normalize(self, logits: A, samples: HostArray, temperatures: HostArray) -> None:
         """Replace rows `samples` [M] of logits by log_softmax(row / temperature), in place."""
 

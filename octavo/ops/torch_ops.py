@@ -25,6 +25,12 @@ def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tens
     return (chosen - sums)[:, 0].float(), ranks, top, (top_values - sums).float()
 
 
+def logprobs_of(logits: Tensor, samples: NDArray[Any], tokens: NDArray[Any]) -> Tensor:
+    rows = logits[upload(samples, logits.device)]
+    sums = rows.double().logsumexp(-1, keepdim=True)
+    return (rows.gather(1, upload(tokens, logits.device)) - sums).float()
+
+
 def normalize(logits: Tensor, samples: NDArray[Any], temperatures: NDArray[Any]) -> None:
     rows = upload(samples, logits.device)
     divisors = upload(temperatures.astype(np.float32), logits.device)

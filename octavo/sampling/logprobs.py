@@ -29,6 +29,15 @@ def measure(ops: Ops, logits: Array, tokens: Array, num_top: NDArray[np.int64]) 
     return MeasuredLogprobs((tokens, *ops.logprobs(logits, tokens, int(num_top.max()))), num_top)
 
 
+def measure_of(ops: Ops, logits: Array, samples: NDArray[np.int64], tokens: Sequence[Sequence[int]]) -> Array:
+    """Return the log-probabilities of `tokens` of each of the rows `samples` [M] of logits [N, V]: [M, K], where K is
+    the most tokens of a row. What lies behind a row's tokens means nothing."""
+    asked = np.zeros((len(tokens), max(map(len, tokens))), np.int64)
+    for row, own in zip(asked, tokens, strict=True):
+        row[: len(own)] = own
+    return ops.logprobs_of(logits, samples, asked)
+
+
 def entries(arrays: Sequence[NDArray[Any]], num_top: NDArray[np.int64]) -> list[TokenLogprobs]:
     """Return `MeasuredLogprobs.arrays` as messages. The arrays are on the host by now."""
     return [

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from octavo.ops import NO_TOKEN, Array, Ops
 from octavo.request import TokenLogprobs
 from octavo.sampling.beam_scores import best_tokens, offers, score_beams
-from octavo.sampling.logprobs import MeasuredLogprobs, entries, measure
+from octavo.sampling.logprobs import MeasuredLogprobs, entries, measure, measure_of
 from octavo.sampling.processors import process_logits
 from octavo.sampling.random import uniform
 from octavo.sampling.sampling_table import SamplingBatch
@@ -38,6 +38,8 @@ class SampledTokens:
     errors: dict[int, str] = field(default_factory=dict)
     wanted: list[int] = field(default_factory=list)  # the samples that `logprobs` belongs to
     logprobs: MeasuredLogprobs | None = None
+    logprob_tokens: list[tuple[int, list[int]]] = field(default_factory=list)  # samples, tokens asked for
+    of_tokens: Array | None = None  # their log-probabilities, a row for each of `logprob_tokens`
     offers: list[tuple[list[int], Array, Array]] = field(default_factory=list)
 
     def results(
@@ -56,6 +58,13 @@ class SampledTokens:
         if self.logprobs is not None:
             for n, entry in zip(self.wanted, entries(fetch(self.logprobs.arrays), self.logprobs.num_top), strict=True):
                 found[n] = entry
+        if self.of_tokens is not None:
+            [values] = fetch([self.of_tokens])
+            for (n, asked), of_asked in zip(self.logprob_tokens, values.tolist(), strict=True):
+                of_sample = found[n]
+                assert of_sample is not None
+                of_sample.token_ids += asked
+                of_sample.logprobs += of_asked[: len(asked)]
         for samples, best, scores in self.offers:
             for n, entry in offers(samples, *fetch([best, scores])):
                 found[n] = entry
@@ -104,6 +113,10 @@ def sample_tokens(
     if raw is not None:
         sampled.wanted = wanted.tolist()
         sampled.logprobs = measure(ops, raw, ops.rows_of(sampled.tokens, wanted), num_logprobs[wanted])
+        if batch.logprob_tokens:
+            samples, asked = zip(*batch.logprob_tokens, strict=True)
+            sampled.logprob_tokens = batch.logprob_tokens
+            sampled.of_tokens = measure_of(ops, raw, np.searchsorted(wanted, samples), asked)
     return sampled
 
 

@@ -178,6 +178,8 @@ class SamplingBatch:
     # Waits for the masks of samples that follow a grammar. Returns the masks, and by sample why a grammar cannot be
     # followed any further.
     masks: Callable[[], Masks] = _no_masks
+    # Samples of which log-probabilities of certain tokens are wanted, and these tokens.
+    logprob_tokens: list[tuple[int, list[int]]] = field(default_factory=list)
     beams: Beams = field(default_factory=list)
 
 
@@ -189,6 +191,7 @@ class SamplingTable:
         self._grammars = None if compiler is None else GrammarTable(compiler, max_num_seqs)
         self._is_special = np.zeros(max_num_seqs, bool)
         self._values = {name: np.zeros(max_num_seqs, dtype) for name, dtype in _SETTINGS.items()}
+        self._logprob_tokens: dict[int, list[int]] = {}  # by row
         self._beams: dict[int, tuple[int, float]] = {}  # by row of a beam: number of tokens to offer, temperature
         self._needs_settings: set[int] = set()  # rows that ask for more than the most likely token
 
@@ -201,6 +204,9 @@ class SamplingTable:
         self._is_special[row] = is_special
         temperature = min(params.temperature, _MAX_FLOAT32)
         num_logprobs = (params.logprobs or 0) if params.wants_logprobs else -1
+        self._logprob_tokens.pop(row, None)
+        if params.logprob_token_ids:
+            self._logprob_tokens[row] = params.logprob_token_ids
         self._beams.pop(row, None)
         if params.use_beam_search:
             # Enough tokens for all sequences to continue this beam, even if its most likely tokens all end it.
@@ -239,6 +245,9 @@ class SamplingTable:
             position=(lengths - settings["num_prompt_tokens"]).astype(np.uint64),
             special=self._special(samples, tokens),
             masks=masks,
+            logprob_tokens=[
+                (n, self._logprob_tokens[row]) for n, row in enumerate(rows.tolist()) if row in self._logprob_tokens
+            ],
             beams=[(n, *self._beams[row]) for n, row in enumerate(rows.tolist()) if row in self._beams],
         )
 

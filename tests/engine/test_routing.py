@@ -40,6 +40,28 @@ def test_a_prefix_attracts_its_own_kind_only_and_less_than_a_load_repels() -> No
         route(router, request("e", [9]), [])
 
 
+def test_a_session_stays_where_it_was_unless_the_load_repels_it() -> None:
+    router = Router(2, SIZE, 100)
+    homes = {"a": 0, "b": 1}
+    for name, home in homes.items():
+        one = request(name, [home] * 40)
+        one.session_id = name
+        assert route(router, one, [0, 1]) == home
+        router.end(name, [])
+    again = request("again", [7] * 40)  # the history was rewritten: nothing of it is known
+    again.session_id = "b"
+    assert route(router, again, [0, 1]) == 1
+    router.end("again", [])
+    route(router, request("long", [8] * 400), [1])
+    later = request("later", [9] * 40)
+    later.session_id = "b"
+    assert route(router, later, [0, 1]) == 0
+    router.forget(0)
+    new = request("new", [9] * 40)
+    new.session_id = "a"
+    assert route(router, new, [1]) == 1
+
+
 def test_a_dead_replica_has_neither_load_nor_prefixes() -> None:
     router = Router(2, SIZE, 100)
     route(router, request("a", list(range(40))), [1])

@@ -87,6 +87,7 @@ class FakeEngine:
         params, request_id = request.params, request.request_id
         others = {
             "priority": request.priority, "salt": request.prompt.cache_salt, "rank": request.data_parallel_rank,
+            "session": request.session_id,
         }  # fmt: skip
         self.seen.append((request.prompt.token_ids, params, others))
         self.deadlines.append(request.deadline)
@@ -143,15 +144,20 @@ class FakeEngine:
             index,
             [token],
             finish_reason="stop" if is_end else "length" if step + 1 == max_tokens else None,
-            logprobs=[_logprobs(token, params.logprobs or 0)] if params.wants_logprobs else None,
+            logprobs=[_logprobs(token, params.logprobs or 0, params.logprob_token_ids)]
+            if params.wants_logprobs
+            else None,
             prompt_logprobs=[_logprobs(t, params.prompt_logprobs or 0) for t in prompt[1:]] if wants_prompt else None,
             num_cached_tokens=3,
             first_scheduled_time=time.monotonic(),
         )
 
 
-def _logprobs(token: int, num_top: int) -> TokenLogprobs:
-    """The token at -0.5 as the second most likely, after its successor at -0.25; the last one cannot be."""
+def _logprobs(token: int, num_top: int, asked: list[int] | None = None) -> TokenLogprobs:
+    """The token at -0.5 as the second most likely, after its successor at -0.25; the last one cannot be. Those that are
+    asked for have -1 each."""
+    if asked:
+        return TokenLogprobs([token, *asked], [-0.5, *[-1.0] * len(asked)], 2)
     top = [((token + 1) % 259, -0.25), (token, -0.5), ((token + 2) % 259, float("-inf"))][:num_top]
     return TokenLogprobs([token, *(t for t, _ in top)], [-0.5, *(p for _, p in top)], 2)
 

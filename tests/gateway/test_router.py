@@ -38,6 +38,19 @@ def test_the_longest_prefix_wins() -> None:
     assert router.num_affine == 2
 
 
+def test_a_session_goes_where_its_last_request_went() -> None:
+    router, fleet = Router(random.Random(1)), replicas(8)
+    router.remember(fleet[2], [b"1", b"2"], b"session a")
+    router.remember(fleet[5], [b"3"], b"session a")
+    assert router.choose(fleet, [b"1", b"2"], session=b"session a") is fleet[5]
+    assert router.choose(fleet, [b"1", b"2"], session=b"session b") is fleet[2]
+    assert router.choose(fleet, [b"1", b"2"], [fleet[5]], b"session a") is fleet[2]
+    fleet[5].num_in_flight = 100
+    assert router.choose(fleet, [], session=b"session a") is not fleet[5]
+    router.forget(fleet[5])
+    assert router.choose(fleet, [b"3"], [fleet[2]], b"session a") is not None
+
+
 def test_load_corrects_affinity() -> None:
     router, fleet = Router(random.Random(1)), replicas(4)
     router.remember(fleet[0], [b"1"])

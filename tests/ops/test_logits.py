@@ -117,6 +117,18 @@ def test_ranks_of_tokens_that_do_not_exist_are_refused() -> None:
 
 
 @pytest.mark.parametrize("ops", BACKENDS)
+def test_log_probabilities_of_given_tokens_have_the_bits_of_chosen_ones(ops: ModuleType) -> None:
+    rng, logits = np.random.default_rng(3), logits_of(3)
+    samples, tokens = np.array([3, 0, 3]), rng.integers(0, VOCAB, (3, 7))
+    found = on_host(ops.logprobs_of(placed(ops, logits), samples, tokens))
+    assert found.shape == (3, 7) and found.dtype == np.float32
+    for k in range(7):
+        rows = placed(ops, np.ascontiguousarray(logits[samples]))
+        chosen = on_host(ops.logprobs(rows, placed(ops, np.ascontiguousarray(tokens[:, k])), 0)[0])
+        assert np.array_equal(found[:, k], chosen)
+
+
+@pytest.mark.parametrize("ops", BACKENDS)
 def test_rows_are_normalized_ranked_copied_and_processed(ops: ModuleType) -> None:
     logits, samples = placed(ops, logits_of(3)), np.array([3, 1])
     ops.normalize(logits, samples, np.array([2.0, 1.0]))

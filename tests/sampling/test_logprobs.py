@@ -15,6 +15,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.batch import StepBatch
 from octavo.config import SchedulerConfig
+from octavo.errors import RequestError
 from octavo.execution.block_mover import BlockMover
 from octavo.execution.cpu_device import CpuDevice
 from octavo.execution.runner import Runner
@@ -93,6 +94,25 @@ def test_zero_logprobs_report_the_chosen_token_alone_and_none_report_nothing() -
     ])  # fmt: skip
     assert [entry and entry.token_ids for entry in found.logprobs] == [[1], None, [1]]
     assert found.logprobs[0] == TokenLogprobs([1], [0.0], 1)
+
+
+def test_log_probabilities_of_given_tokens_stand_in_the_place_of_the_likeliest() -> None:
+    logits = torch.tensor([3.0, 2.0, 1.0, 0.0])
+    found = sample([
+        Row(logits, SamplingParams(logprobs=2, logprob_token_ids=[3, 0, 2], temperature=0.0, logit_bias={0: -100.0})),
+        Row(logits, SamplingParams(logprobs=2)),
+        Row(logits, SamplingParams(logprob_token_ids=[1])),
+    ])  # fmt: skip
+    exact = log_softmax(logits)
+    one, likeliest, other = found.logprobs
+    assert one is not None and likeliest is not None and other is not None
+    assert (one.token_ids, one.chosen_rank) == ([1, 3, 0, 2], 2)
+    np.testing.assert_allclose(one.logprobs, exact[one.token_ids], rtol=1e-5)
+    assert len(likeliest.token_ids) == 3
+    assert other.token_ids[1:] == [1] and other.logprobs[1] == one.logprobs[0]
+    for wrong in ({"logprob_token_ids": list(range(129))}, {"logprob_token_ids": [1], "use_beam_search": True}):
+        with pytest.raises(RequestError, match="logprob_token_ids"):
+            SamplingParams(**wrong)
 
 
 class TableModel:

@@ -53,6 +53,7 @@ MAX_SOUNDS_HELD = 16  # transcribed at once; other sounds wait as files
 MAX_FETCHED_HELD = 32  # requests whose media are fetched or wait to be decoded; other requests wait with addresses only
 ID_HEADER = "X-Request-Id"
 RANK_HEADER = "X-data-parallel-rank"
+SESSION_HEADER = "X-Session-ID"
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,11 +320,11 @@ class ServerState:
         smaller `max_tokens`."""
         params, num_prompt = request.params, len(request.prompt.token_ids)
         self.args.refuse_entries("prompt_logprobs", params.prompt_logprobs, num_prompt)
-        if params.logprobs is None:
+        if (num_each := params.num_logprobs) is None:
             return request
         if params.max_tokens is not None:
-            self.args.refuse_entries("logprobs", params.logprobs, request.max_tokens * params.num_sequences)
-        most = self.args.max_logprob_entries // ((1 + params.logprobs) * params.num_sequences)
+            self.args.refuse_entries("logprobs", num_each, request.max_tokens * params.num_sequences)
+        most = self.args.max_logprob_entries // ((1 + num_each) * params.num_sequences)
         return msgspec.structs.replace(request, max_tokens=max(1, min(request.max_tokens, most)))
 
     def _resumed(self, request: EngineRequest, tokens: list[list[int]]) -> EngineRequest:
@@ -397,7 +398,10 @@ class ServerState:
         limits_s = [limit for limit in (body.timeout, self.args.max_request_time) if limit is not None]
         deadline = request.arrival_time + min(limits_s) if limits_s else None
         self.check_ttft(len(request.prompt.token_ids), body.max_ttft)
-        request = msgspec.structs.replace(request, deadline=deadline, max_ttft_s=body.max_ttft)
+        session_id = body.session_id or (None if arrival is None else arrival.headers.get(SESSION_HEADER))
+        request = msgspec.structs.replace(
+            request, deadline=deadline, max_ttft_s=body.max_ttft, session_id=session_id or None
+        )
         if (resume := getattr(body, "resume", None)) is not None:
             request = self._resumed(request, resume.tokens)
         outputs = self.engine.generate_from(request, sink=None if self.tracer is not None else sink)

@@ -181,7 +181,9 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
         if not self._body.logprobs:
             return None
-        return self._formatter.chat(completion.token_ids, completion.logprobs or [], self._body.top_logprobs or 0)
+        return self._formatter.chat(
+            completion.token_ids, completion.logprobs or [], self._body.num_shown(self._body.top_logprobs)
+        )
 
 
 def _fields(delta: Delta) -> dict[str, Any]:

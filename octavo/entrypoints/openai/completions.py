@@ -201,7 +201,9 @@ class CompletionJob(GenerationJob[CompletionRequest, CompletionChoice]):
             return text, None
         tokenizer = self._state.engine.tokenizer
         offsets = echo_offsets(tokenizer, echoed, prompt.echo or "") + self._offsets(prompt, completion).add(token_ids)
-        return text, self._formatter.completion(echoed + token_ids, shown, self._body.logprobs, offsets)
+        return text, self._formatter.completion(
+            echoed + token_ids, shown, self._body.num_shown(self._body.logprobs), offsets
+        )
 
     def _offsets(self, prompt: _Prompt, completion: CompletionOutput) -> TextOffsets:
         """Return the text offsets of a choice, which begin after its echo."""

@@ -159,7 +159,7 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         if (found := output.prompt_logprobs) is not None and prompt_index not in self._prompt_logprobs:
             self._prompt_logprobs[prompt_index] = found
             num_entries = len(found) * len(found[-1] or ())
-        if (num_top := self._params.logprobs) is not None:
+        if (num_top := self._params.num_logprobs) is not None:
             num_top = num_top if num_top >= 0 else len(self._state.engine.tokenizer)
             num_entries += (1 + num_top) * sum(len(one.logprobs or ()) for one in output.outputs)
         return num_entries * LENGTH_OF_ENTRY

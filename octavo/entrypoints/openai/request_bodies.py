@@ -29,7 +29,14 @@ from octavo.entrypoints.http.body_fields import (
     refuse_unbuilt,
 )
 from octavo.errors import RequestError
-from octavo.sampling_params import MAX_LENGTH_PENALTY, MAX_N, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from octavo.sampling_params import (
+    MAX_LENGTH_PENALTY,
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_N,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
@@ -246,6 +253,10 @@ class TokenRequest(PromptRequest):
         "Lower goes first, with --scheduling-policy priority.", default=0
     )
     request_id: Id | None = described("Becomes part of the answer's id, and comes back as header X-Request-Id.")
+    session_id: Annotated[Text, Field(min_length=1)] | None = described(
+        "Requests of one session go to one replica (octavo gateway) and one engine (-dp), where the load allows it; "
+        "the header X-Session-ID says it too."
+    )
     cache_salt: Annotated[Text, Field(min_length=1)] | None = described(
         "Requests with different salts share no cached prompt."
     )
@@ -364,6 +375,9 @@ class GenerationRequest(SamplingRequest):
     prompt_cache_key: Text | None = described(_IGNORED)
     # vLLM's.
     prompt_logprobs: Int | None = described("logprobs for the prompt's tokens.", minimum=-1)
+    logprob_token_ids: list[TokenId] | None = described(
+        f"With logprobs: those of these tokens, {MAX_LOGPROB_TOKEN_IDS} at most, in the place of the likeliest."
+    )
     return_token_ids: bool | None = described("Add the token ids of prompt and answer.")
     return_prompt_text: bool | None = described("Add the prompt's text, in chats as the template has written it.")
     return_tokens_as_token_ids: bool | None = described("Write tokens as token_id:N in log-probabilities.")
@@ -376,12 +390,18 @@ class GenerationRequest(SamplingRequest):
             raise RequestError("stream_options is only allowed when stream is true.", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs is only allowed when stream is false.", param="prompt_logprobs")
+        if self.logprob_token_ids and self.logprobs in (None, False):  # type: ignore[attr-defined]
+            raise RequestError("logprob_token_ids is only allowed with logprobs.", param="logprob_token_ids")
         if self.resume is not None and not self.is_resumable:
             raise RequestError(
                 "resume goes with a stream of one answer to one prompt, without log-probabilities, beams and store.",
                 param="resume",
             )
         return self
+
+    def num_shown(self, num_top: int | None) -> int:
+        """Return how many log-probabilities of a position are shown of those that there are; -1: all of them."""
+        return -1 if self.logprob_token_ids else num_top or 0
 
     @property
     def is_resumable(self) -> bool:

@@ -300,6 +300,40 @@ def test_values_that_ask_for_nothing_are_taken(http: httpx.Client) -> None:
     assert http.post("/v1/chat/completions", json={"messages": [USER], **idle}).status_code == 200
 
 
+def test_log_probabilities_are_of_the_tokens_that_are_named(http: httpx.Client, engine: FakeEngine) -> None:
+    body = {"messages": [USER], "logprobs": True, "top_logprobs": 2, "logprob_token_ids": [65, 66, 67]}
+    answer = http.post("/v1/chat/completions", json={**body, "max_tokens": 1, "return_tokens_as_token_ids": True})
+    [entry] = answer.json()["choices"][0]["logprobs"]["content"]
+    assert [(one["token"], one["logprob"]) for one in entry["top_logprobs"]] == [
+        (entry["token"], -0.5), *((f"token_id:{id}", -1.0) for id in (65, 66, 67)),
+    ]  # fmt: skip
+    assert (engine.seen[-1][1].logprobs, engine.seen[-1][1].logprob_token_ids) == (0, [65, 66, 67])
+    whole = http.post(
+        "/v1/completions", json={"prompt": "a", "logprobs": 1, "logprob_token_ids": [65], "max_tokens": 1}
+    )
+    [top] = whole.json()["choices"][0]["logprobs"]["top_logprobs"]
+    assert sorted(top.values()) == [-1.0, -0.5]
+    for fields in ({"logprob_token_ids": [300]}, {"logprob_token_ids": [1] * 129}, {"logprobs": False}):
+        refused = http.post("/v1/chat/completions", json=body | fields | {"top_logprobs": 0})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprob_token_ids"), refused.text
+
+
+def test_a_session_is_named_in_the_body_or_by_a_header(http: httpx.Client, engine: FakeEngine) -> None:
+    for path, body in {
+        "/v1/chat/completions": {"messages": [USER]},
+        "/v1/completions": {"prompt": "a"},
+        "/v1/responses": {"input": "a"},
+        "/v1/messages": {"messages": [USER], "max_tokens": 4, "model": "alias"},
+    }.items():
+        assert http.post(path, json=body, headers={"X-Session-ID": "mine"}).status_code == 200
+        assert engine.seen[-1][2]["session"] == "mine"
+        if path != "/v1/messages":
+            named = http.post(path, json={**body, "session_id": "other"}, headers={"X-Session-ID": "mine"})
+            assert named.status_code == 200 and engine.seen[-1][2]["session"] == "other"
+        http.post(path, json=body)
+        assert engine.seen[-1][2]["session"] is None
+
+
 def test_a_schema_may_stand_beside_json_object(http: httpx.Client, engine: FakeEngine) -> None:
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
     grammars = []
