@@ -10,7 +10,7 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
 
     num_running: int = 0
     num_waiting: int = 0
-    num_deferred: int = 0  # waiting requests whose grammar, adapter or media are being prepared
+    num_deferred: int = 0  # waiting requests whose grammar, adapter, media or blocks are being prepared
     num_swapped: int = 0
     num_blocks: int = 0
     num_blocks_used: int = 0  # referenced by a sequence
@@ -43,3 +43,10 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_media_queries: int = 0  # media of requests looked up in the cache of rows
     num_media_hits: int = 0  # media whose rows were found
     tower_s: float = 0.0  # seconds of the tower for the others
+    num_disk_hits: int = 0  # prompt tokens whose blocks were read from disk; `num_prefix_hits` has them too
+    disk_read_bytes: int = 0  # of blocks
+    num_disk_written: int = 0  # blocks
+    disk_written_bytes: int = 0
+    num_disk_dropped: int = 0  # blocks that were not kept on disk: the writer was behind, or the disk refused
+    num_disk_damaged: int = 0  # files that were found damaged, and removed
+    disk_bytes: int = 0  # gauge: of all blocks on disk

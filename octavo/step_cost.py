@@ -21,6 +21,8 @@ _LARGEST_SURPRISE = 1.5  # measured times are clipped to this factor around the 
 _FIRST_SURPRISE = 20.0  # the factor for the first step of a kind; half of it for the second, and so on
 _TRUST = 0.1  # weight of the start's proportions, in steps of a single feature
 _FIRST_STEPS = 50  # of a kind: each fits all coefficients; later steps fit one, in a tenth of the time
+_READ_S_PER_BYTE = 1e-9  # of a disk, until reads were measured
+_DOUBT = 0.9  # of the cost of reading, when it was too high to read: a disk that was slow once is tried again
 _BENDS = (8, 64)  # numbers of tokens at which the cost of a further token may change
 
 
@@ -116,6 +118,7 @@ class StepCostModel:
         self._num_steps = [0, 0]  # by kind
         self._mean_surprise = 1.0
         self._next = 0  # next share to fit
+        self._read_s_per_byte = _READ_S_PER_BYTE
 
     @classmethod
     def derived(cls, weight_bytes: int, key_bytes: int, bytes_per_s: float, operations_per_s: float) -> StepCostModel:
@@ -131,6 +134,19 @@ class StepCostModel:
         base: float = sum(map(mul, self._coefficients, work.features()))
         beside = median(self._ratios_with_tower) if self.tower_running and self._ratios_with_tower else 0.0
         return max(self.slowness, beside) * base
+
+    def read_s(self, num_bytes: int) -> float:
+        """Return the predicted seconds to read cached blocks from disk."""
+        return num_bytes * self._read_s_per_byte
+
+    def observe_read(self, num_bytes: int, seconds: float) -> None:
+        """Learn from a read of blocks."""
+        if num_bytes:
+            self._read_s_per_byte += (seconds / num_bytes - self._read_s_per_byte) / 4
+
+    def doubt_reads(self) -> None:
+        """Lower the cost of reading a little, as nothing is read and learned while it is too high."""
+        self._read_s_per_byte *= _DOUBT
 
     def observe(self, work: StepWork, seconds: float, had_neighbour: bool = False) -> None:
         """Learn from a step that took `seconds`. `had_neighbour` says that a tower ran beside it."""

@@ -201,6 +201,14 @@ def engine() -> Dashboard:
             panel("vllm:num_preemptions"),
             panel("vllm:request_num_preemptions", "Preemptions of a request"),
             panel("vllm:cpu_cache_usage_perc", "Host cache usage"),
+            panel("octavo:disk_cache_hits", "Prompt tokens read from disk"),
+            together("Cache on disk: traffic", "Bps", {
+                "read": rate("octavo:disk_cache_read_bytes"), "written": rate("octavo:disk_cache_written_bytes"),
+            }, "octavo:disk_cache_read_bytes", "octavo:disk_cache_written_bytes"),
+            together("Cache on disk: blocks", "cps", {
+                word: rate(f"octavo:disk_cache_blocks_{word}") for word in ("written", "dropped", "damaged")
+            }, *(f"octavo:disk_cache_blocks_{word}" for word in ("written", "dropped", "damaged"))),
+            panel("octavo:disk_cache_bytes", "Size of the cache on disk"),
         ],
         "Speculation": [
             share("Share of draft tokens accepted", accepted, drafts),

@@ -8,6 +8,7 @@ refuses flags that cannot be honoured. Larger groups of flags have modules of th
 from octavo.config.engine_args import AsyncEngineArgs, EngineArgs
 from octavo.config.engine_config import (
     CacheConfig,
+    DiskCacheConfig,
     EngineConfig,
     EngineHostsConfig,
     LoRAConfig,
@@ -28,6 +29,7 @@ VllmConfig = EngineConfig  # vLLM's name
 __all__ = [
     "AsyncEngineArgs",
     "CacheConfig",
+    "DiskCacheConfig",
     "EngineArgs",
     "EngineConfig",
     "EngineHostsConfig",

@@ -9,6 +9,7 @@ from typing import Any
 
 from octavo.config.checks import SAMPLING_DEFAULTS, check
 from octavo.config.data_parallel_flags import engine_hosts_config
+from octavo.config.disk_cache_flags import disk_cache_config
 from octavo.config.engine_args import AUTO_LENGTH, EngineArgs
 from octavo.config.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from octavo.config.lora_flags import lora_config
@@ -93,6 +94,9 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
     if speculative is not None and pooling is not None:
         raise ConfigError(f"{checkpoint.name} pools and samples no tokens; leave speculation out.")
     media = media_config(args, checkpoint, description, max_model_len, device)
+    draft = draft_config(args, speculative, model, device)
+    # With cross attention, keys and values of tokens depend on the sound or the pictures too.
+    shares_prefixes = args.enable_prefix_caching and not whole_prompts and not description.num_cross_tokens
     return EngineConfig(
         model=model,
         cache=CacheConfig(
@@ -102,9 +106,8 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
             gpu_memory_utilization=args.gpu_memory_utilization,
             memory_bytes=args.kv_cache_memory_bytes,
             swap_space_bytes=int(args.swap_space * GIB),
-            enable_prefix_caching=args.enable_prefix_caching
-            and not whole_prompts
-            and not description.num_cross_tokens,  # keys and values of tokens depend on the sound or the pictures too
+            enable_prefix_caching=shares_prefixes,
+            disk=disk_cache_config(args, device, shares_prefixes=shares_prefixes, has_draft_model=draft is not None),
             is_scratch=pooling is not None and pooling.whole_prompts,
             dtype=cache_dtype(args, dtype, device),
         ),
@@ -140,7 +143,7 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
         sound=sound_config(args, checkpoint, description, device, pools=pooling is not None),
         prompt_embeds=prompt_embeds_config(args, checkpoint, description, max_model_len, pools=pooling is not None),
         speculative=speculative,
-        draft=draft_config(args, speculative, model, device),
+        draft=draft,
     )
 
 

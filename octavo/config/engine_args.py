@@ -109,6 +109,11 @@ class EngineArgs(Flags):
     num_gpu_blocks_override: int | None = flag(None, "KV blocks to allocate, whatever the memory.", positive=True)
     block_size: int = flag(16, "Tokens in a KV block: 8, 16 or 32; on GPUs up to 256.")
     swap_space: float = flag(4.0, "GiB of host memory for swapped requests, with --preemption-mode swap.")
+    kv_cache_disk: str | None = flag(
+        None, "Folder that keeps blocks of the KV cache, on CPUs: prompts that begin like earlier ones are read from "
+        "it when that is faster than to compute them, also after a restart.",
+    )  # fmt: skip
+    kv_cache_disk_gib: float = flag(16.0, "GiB that --kv-cache-disk may take; the blocks used longest ago go first.")
     max_num_seqs: int = flag(256, "Sequences in a step at most.", positive=True)
     max_num_batched_tokens: int | None = flag(None, "Tokens in a step at most; default 2048.", positive=True)
     enable_chunked_prefill: bool = flag(True, "Let a prompt be computed over several steps.")

@@ -98,6 +98,14 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskCacheConfig:
+    """The folder of the cached blocks that outlive the engine."""
+
+    folder: str
+    limit_bytes: int  # of all that is in it
+
+
+@dataclass(frozen=True, slots=True)
 class CacheConfig:
     """How the KV cache is sized and shared."""
 
@@ -109,6 +117,7 @@ class CacheConfig:
     enable_prefix_caching: bool
     dtype: str  # the model's type, int8 or an eight-bit float
     memory_bytes: int | None = None  # on each device; replaces the share of memory
+    disk: DiskCacheConfig | None = None  # None: blocks are in memory only
     is_scratch: bool = False  # no KV is kept between steps; the cache holds one step, one layer at a time
     # Blocks on the device and on the host, by vLLM's names; None until the engine is ready.
     num_gpu_blocks: int | None = None

@@ -9,18 +9,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from octavo.config import EngineConfig
+from octavo.config import DiskCacheConfig, EngineConfig
 from octavo.engine.adapter_library import AdapterLibrary
 from octavo.engine.pending_requests import LoadingAdapter, PendingRequest
 from octavo.engine.wire import AdapterLoaded, BlockMap, StepOutputs
 from octavo.errors import DeviceMemoryError, RequestError
+from octavo.kv_cache.disk_tier import DiskTier
 from octavo.kv_cache.manager import KVCacheManager
+from octavo.loading.memory import GIB
 from octavo.lora.pool import AdapterPool
 from octavo.request import AdapterSource, EngineRequest, SequenceOutput
 from octavo.scheduling.scheduler import Scheduler
@@ -59,6 +62,9 @@ class EngineCore:
         self, config: EngineConfig, executor: Executor | None = None, speculation: Speculation | None = None
     ) -> None:
         """Tests pass an executor and a speculation of their own."""
+        weights: Future[str] | None = None
+        if config.cache.disk is not None:
+            weights = _identify_weights(config, config.cache.disk)  # while they are loaded
         if executor is None:
             from octavo.execution.executor import make_executor  # late: it imports kernels
 
@@ -84,6 +90,10 @@ class EngineCore:
             config.scheduler, cache, executor.runs_ahead, speculation, self.cost,
             None if self.adapters is None else self.adapters.pool, executor.num_stages,
         )  # fmt: skip
+        self.disk: DiskTier | None = None
+        if config.cache.disk is not None and weights is not None:
+            self.disk = _open_disk(config, config.cache.disk, weights.result(), executor, cache, self.cost)
+            weakref.finalize(self, self.disk.close)
         self._takes_media = any(one is not None for one in (config.media, config.sound, config.prompt_embeds))
         self.is_paused = False  # nothing is computed
         self.on_admission: Callable[[list[str]], None] | None = None  # told the running requests before they run
@@ -102,10 +112,11 @@ class EngineCore:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. If it can never run, the next step's outputs have its error."""
-        if request.params.grammar is None and request.adapter is None and not request.media:
+        fetch = None if self.disk is None else self.disk.fetch(request)
+        if request.params.grammar is None and request.adapter is None and not request.media and fetch is None:
             self._queue(request)
             return
-        preparing = PendingRequest(request)
+        preparing = PendingRequest(request, fetch=fetch)
         if request.params.grammar is not None:
             preparing.grammar = self.executor.prepare_grammar(request.params.grammar, request.eos_token_ids, request)
         self._pending[request.request_id] = preparing
@@ -113,15 +124,31 @@ class EngineCore:
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         if index is None:
-            self._pending.pop(request_id, None)
+            self._end_fetch(self._pending.pop(request_id, None))
         self.scheduler.abort(request_id, index)
 
     def reset_prefix_cache(self, *, frees_memory: bool = False) -> None:
-        """Empty the prefix cache. With `frees_memory` give the cache's memory back to the system; no request may be
-        running then."""
+        """Empty the prefix cache, also on disk. With `frees_memory` give the cache's memory back to the system, and
+        keep what is on disk; no request may be running then."""
+        if self.disk is not None:
+            if frees_memory:
+                self.save_blocks(waits=True)
+            self.disk.forget(removes_files=not frees_memory)
         self.scheduler.cache.forget_prefixes()
         if frees_memory:
             self.executor.release_cache()
+
+    def save_blocks(self, waits: bool = False) -> bool:
+        """Save cached blocks on disk while there is nothing to compute: the next one. If the caller `waits`, all of
+        them, until they are written. Returns whether more are left."""
+        if self.disk is None:
+            return False
+        is_left = self.disk.save_while_idle()
+        while waits and is_left:
+            is_left = self.disk.save_while_idle()
+        if waits:
+            self.disk.wait_until_saved()
+        return is_left
 
     def load_adapter(self, source: AdapterSource, pins: bool = False) -> None:
         """Read an adapter into the host's memory. A later step's outputs say when it is there."""
@@ -181,6 +208,9 @@ class EngineCore:
         stats.num_waiting += stats.num_deferred
         if self.adapters is not None:
             self._add_adapter_stats(stats, self.adapters)
+        if self.disk is not None:
+            self.disk.save_while_busy(step_s)
+            self.disk.take_stats(stats)
         if self._takes_media:
             stats.num_media_queries, stats.num_media_hits, stats.tower_s = self.executor.take_media_stats()
         return StepOutputs(outputs, stats, loaded)
@@ -215,6 +245,8 @@ class EngineCore:
         left: list[Future[Any]] = [] if self.adapters is None else [*self.adapters.reading]
         for one in self._pending.values():
             left += [future for future in one.media or () if not future.done()]
+            if one.fetch is not None:
+                left += [*one.fetch.reading][:1]
             if one.grammar is not None and not one.grammar.done():
                 left.append(one.grammar)
         wait(left, timeout=_PREPARE_WAIT_S, return_when=FIRST_COMPLETED)
@@ -229,6 +261,9 @@ class EngineCore:
         if self.adapters is not None:
             self._find_room(self.adapters, several)
         self._look_at_media(several)
+        for one in several:
+            if self.disk is not None and one.fetch is not None:
+                self.disk.is_over(one.fetch)
         for one in several:
             request_id = one.request.request_id
             if self._pending.get(request_id) is not one or not one.is_ready:
@@ -274,11 +309,15 @@ class EngineCore:
             try:
                 one.adapter = adapters.want(source, self._adapters_in_use)
             except RequestError as e:
-                del self._pending[one.request.request_id]
+                self._end_fetch(self._pending.pop(one.request.request_id))
                 self._refuse(one.request, e)
                 continue
             if one.adapter is None:
                 self._has_adapter_room = False
+
+    def _end_fetch(self, pending: PendingRequest | None) -> None:
+        if self.disk is not None and pending is not None and pending.fetch is not None:
+            self.disk.end(pending.fetch)
 
     def _adapters_in_use(self) -> set[str]:
         """Return the identities of adapters that must stay on the host: those of queued requests, and those that
@@ -330,3 +369,32 @@ class EngineCore:
         stats.num_adapter_evictions, pool.num_evictions = pool.num_evictions, 0
         stats.num_adapter_reads, stats.adapter_read_s = adapters.take_reads()
         stats.num_adapters_on_host, stats.num_adapters_on_device = len(adapters), len(pool.resident)
+
+
+def _identify_weights(config: EngineConfig, disk: DiskCacheConfig) -> Future[str]:
+    """Start to hash the model's files."""
+    from octavo.execution.cache_fingerprint import model_identity
+    from octavo.kv_cache.block_files import notes_folder
+
+    thread = ThreadPoolExecutor(1, "weight-identity")
+    found = thread.submit(model_identity, config.model, notes_folder(disk.folder))
+    thread.shutdown(wait=False)
+    return found
+
+
+def _open_disk(
+    config: EngineConfig, disk: DiskCacheConfig, weights: str, executor: Executor, cache: KVCacheManager,
+    cost: StepCostModel,
+) -> DiskTier:  # fmt: skip
+    """Open the blocks on disk that this engine may have computed. Raises `ConfigError` if the folder cannot be used."""
+    from octavo.execution.cache_fingerprint import cache_fingerprint
+    from octavo.kv_cache.block_files import BlockFiles
+
+    fingerprint = cache_fingerprint(
+        config, weights, executor.cache_groups, executor.block_bytes, executor.max_model_len
+    )
+    files = BlockFiles(disk.folder, fingerprint, disk.limit_bytes)
+    logger.info(
+        "KV cache on disk: %s holds %.2f of %.2f GiB", disk.folder, files.num_bytes / GIB, disk.limit_bytes / GIB
+    )
+    return DiskTier(files, executor, cache, cost)

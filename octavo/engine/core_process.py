@@ -48,6 +48,7 @@ from octavo.request import EngineRequest
 logger = logging.getLogger("octavo.engine.core_process")  # not __name__, which may be __main__
 
 _LOSS_S = 1.0  # within this time the watcher of the workers says which died first
+_SAVING_S = 2.0  # at the end, for blocks on their way to disk; the parent waits 5 s
 
 _goodbyes: list[Callable[[], object]] = []  # called before the process ends with its parent
 
@@ -93,6 +94,8 @@ def _run(args: CoreProcessArgs, phases: Phases, receiver: zmq.Socket[bytes], sen
     if isinstance(executor, MultiprocExecutor):
         executor.worker_group.on_death(partial(_die, args.end_path))
         _goodbyes.append(executor.worker_group.say_goodbye)
+    if core.disk is not None:
+        _goodbyes.append(partial(core.disk.wait_until_saved, _SAVING_S))
     ready = Ready(
         max_model_len=executor.max_model_len,
         num_blocks=sum(executor.num_blocks),
@@ -116,6 +119,8 @@ def _serve(core: EngineCore, receiver: zmq.Socket[bytes], sender: zmq.Socket[byt
     while True:
         has_news = core.has_work
         if not has_news:
+            while not is_readable(receiver) and core.save_blocks():
+                pass
             has_news = _handle(core, sender, receiver.recv())
         while is_readable(receiver):
             has_news |= _handle(core, sender, receiver.recv())

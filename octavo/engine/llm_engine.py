@@ -202,5 +202,7 @@ class LLMEngine(StepCalls):
         return True
 
     def close(self) -> None:
+        if self._core is not None:
+            self._core.save_blocks(waits=True)
         self._core = None
         gc.collect()  # the runner and its program refer to each other

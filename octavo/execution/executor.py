@@ -48,11 +48,21 @@ class Executor(Protocol):
     num_host_blocks: list[int]
     weight_bytes: int  # of the packed matrices
     cache_bytes: int  # of the KV cache, used or not
+    block_bytes: Sequence[int]  # of a block of the cache, by pool
     startup: dict[str, float]  # seconds by phase
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Submit a step, which runs after those submitted before. Raises `DeviceMemoryError` if there is too little
         memory for it; only this step is lost then."""
+        ...
+
+    def read_blocks(self, pool: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
+        """Return a copy of the contents of blocks, [len(blocks), block_bytes[pool]]. No step may be in flight, and
+        there is one worker, on CPUs."""
+        ...
+
+    def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
+        """Overwrite blocks with `contents`, as `read_blocks` has returned them."""
         ...
 
     def release_cache(self) -> None:
@@ -112,12 +122,19 @@ class LocalExecutor:
         self.max_model_len = worker.max_model_len
         self.num_blocks, self.num_host_blocks = worker.num_blocks, worker.num_host_blocks
         self.weight_bytes, self.cache_bytes = worker.weight_bytes, worker.cache_bytes
+        self.block_bytes: Sequence[int] = worker.block_bytes
         self.startup = phases.seconds
         adapters = worker.adapters
         self.adapter_memory = AdapterMemory(0, 0, 0, 1) if adapters is None else adapters.memory
 
     def submit(self, plan: StepPlan) -> PendingStep:
         return self.worker.submit(plan)
+
+    def read_blocks(self, pool: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
+        return self.worker.read_blocks(pool, blocks)
+
+    def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
+        self.worker.write_blocks(pool, blocks, contents)
 
     def release_cache(self) -> None:
         self.worker.release_cache()

@@ -39,7 +39,7 @@ from octavo.models.description import ModelDescription
 from octavo.models.inventory import adaptable_modules, record
 from octavo.models.registry import Model, StageModel, build, describe
 from octavo.models.sharding import with_shard, with_stage
-from octavo.ops import AdapterOps, LayerKVCache, Ops
+from octavo.ops import AdapterOps, Array, LayerKVCache, Ops
 from octavo.phases import Phases
 from octavo.request import MediaInput
 from octavo.speculative.synthetic import SyntheticAcceptance
@@ -350,6 +350,7 @@ class Worker:
 
         self.num_blocks, self.num_host_blocks, self.max_model_len = self._worker_group.agree(choose)
         self.cache_bytes = sum(map(mul, self.num_blocks, own_sizes))
+        self.block_bytes = own_sizes
         swap_bytes, on_host = sum(map(mul, self.num_host_blocks, own_sizes)), self._worker_group.worker_rank.on_host
         capacity.check_swap_space(swap_bytes, self.cache_bytes if device.shares_memory else 0, on_host.size)
         config = config.with_max_model_len(self.max_model_len)
@@ -411,6 +412,16 @@ class Worker:
             most = max(len(self._places_in(pool, description.caches_of(layers))) for layers in stages)
             found.append(most * block_bytes(self._layer_cache(spec, 1)))
         return found
+
+    def read_blocks(self, pool: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
+        """Return the contents of blocks, [len(blocks), bytes of a block]. No step may be in flight."""
+        assert self._device.shares_memory, "blocks in the memory of a GPU are not read"
+        return cast("NDArray[np.uint8]", self._ops.gather_blocks(np.array(blocks), self._cache[pool]))
+
+    def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
+        """Overwrite blocks. No step may be in flight."""
+        assert self._device.shares_memory, "blocks in the memory of a GPU are not written"
+        self._ops.scatter_blocks(cast(Array, contents), np.array(blocks), self._cache[pool])
 
     def take_rows(self, rows: Mapping[bytes, NDArray[np.float32]]) -> None:
         """Take the rows of the next plan's media, by content hash, from the first worker, which has the tower."""

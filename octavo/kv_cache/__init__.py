@@ -1,5 +1,6 @@
-"""Where tokens live: groups of layers, block pools with their prefix index, block tables, and the host swap tier.
+"""Where tokens live: groups of layers, block pools with their prefix index, block tables, the host swap tier, and the
+tier on disk.
 
-This package handles block *numbers* only. `octavo.execution` owns the memory and carries out the copies that a
-`StepPlan` lists.
+This package handles block *numbers*, and bytes only on their way to and from disk. `octavo.execution` owns the memory
+and carries out the copies that a `StepPlan` lists.
 """

@@ -6,6 +6,8 @@ out of the window of every token still to compute are `NULL_BLOCK`.
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from octavo.kv_cache.block_pool import BlockPool, Changes, Copies
 from octavo.kv_cache.groups import NULL_BLOCK
 
@@ -35,21 +37,29 @@ class AttentionBlocks:
         num_seen = self.window - 1 + num_step_tokens  # by all tokens of a step
         return min(num_all, (num_seen - 2) // self.block_size + 2)  # for any position within a block
 
-    def num_prefix_blocks(self, keys: list[bytes], limit: int) -> int:
-        """Return the longest prefix, in blocks up to `limit`, of which the index has all that later tokens see."""
+    def num_prefix_blocks(self, keys: list[bytes], limit: int, tier: Container[bytes] = ()) -> int:
+        """Return the longest prefix, in blocks up to `limit`, of which the index or the `tier` below it has all that
+        later tokens see."""
         lookup, suffix = self.pool.lookup, self.key_suffix
         if not self.window:
             for i in range(limit):
-                if lookup(keys[i] + suffix) is None:
+                if lookup(keys[i] + suffix) is None and keys[i] + suffix not in tier:
                     return i
             return limit
         while limit:
-            visible = range(self.first_visible(limit * self.block_size), limit)
-            missing = next((i for i in reversed(visible) if lookup(keys[i] + suffix) is None), None)
+            visible = reversed(range(self.first_visible(limit * self.block_size), limit))
+            missing = next(
+                (i for i in visible if lookup(keys[i] + suffix) is None and keys[i] + suffix not in tier), None
+            )
             if missing is None:
                 break
             limit = missing
         return limit
+
+    def prefix_keys(self, keys: list[bytes], num_blocks: int) -> list[bytes]:
+        """Return the index's keys of the blocks that tokens after a prefix of `num_blocks` see."""
+        first = self.first_visible(num_blocks * self.block_size)
+        return [key + self.key_suffix for key in keys[first:num_blocks]]
 
     def has(self, keys: list[bytes], place: int) -> bool:
         return self.pool.lookup(keys[place] + self.key_suffix) is not None
@@ -57,8 +67,8 @@ class AttentionBlocks:
     def prefix_table(self, keys: list[bytes], num_blocks: int) -> list[int]:
         first = self.first_visible(num_blocks * self.block_size)
         table = [self.null] * first
-        for key in keys[first:num_blocks]:
-            block = self.pool.lookup(key + self.key_suffix)
+        for key in self.prefix_keys(keys, num_blocks):
+            block = self.pool.lookup(key)
             assert block is not None, "the prefix was found before"
             table.append(block)
         return table

@@ -8,6 +8,7 @@ not indexed holds nothing of value and is handed out first, so that a small load
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Protocol
 
 Copies = list[tuple[int, int]]  # of blocks: (source, target)
 Changes = list[tuple[int, int, int]]  # entries of block tables: (group, position, block)
@@ -20,6 +21,13 @@ class BlockState(IntEnum):
     CACHED = 1  # free, but its contents are indexed
     USED = 2
     SHARED = 3  # referenced more than once
+
+
+class PoolWatcher(Protocol):
+    """Told of blocks that enter and leave the index of a pool, before their contents change."""
+
+    def entered(self, block: int, key: bytes) -> None: ...
+    def leaves(self, block: int, key: bytes) -> None: ...
 
 
 class BlockPool:
@@ -36,6 +44,7 @@ class BlockPool:
         self._index: dict[bytes, int] = {}
         self.watched: set[int] = set()  # blocks of a prefix that is remembered
         self.has_lost_watched = False  # one of them has left the index since
+        self.watcher: PoolWatcher | None = None
         self._sentinel = num_blocks
         self._next: list[int] = [*range(1, num_blocks + 1), 0]
         self._previous: list[int] = [num_blocks, *range(num_blocks)]
@@ -86,11 +95,15 @@ class BlockPool:
             self._link(other)
         self._index[key] = block
         self.hashes[block] = key
+        if self.watcher is not None:
+            self.watcher.entered(block, key)
 
     def forget(self, block: int) -> None:
         """Remove a block from the index, as its contents are about to change."""
         key = self.hashes[block]
         if key is not None:
+            if self.watcher is not None:
+                self.watcher.leaves(block, key)
             del self._index[key]
             self.hashes[block] = None
             self.has_lost_watched |= block in self.watched

@@ -7,6 +7,8 @@ A sequence without media has none. They are not in the prefix index: tokens do n
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from octavo.kv_cache.block_pool import BlockPool, Changes, Copies
 
 
@@ -25,8 +27,11 @@ class CrossBlocks:
     def num_most_blocks(self, num_tokens: int, num_step_tokens: int) -> int:
         return self._num_blocks(self._num_tokens)
 
-    def num_prefix_blocks(self, keys: list[bytes], limit: int) -> int:
+    def num_prefix_blocks(self, keys: list[bytes], limit: int, tier: Container[bytes] = ()) -> int:
         return 0
+
+    def prefix_keys(self, keys: list[bytes], num_blocks: int) -> list[bytes]:
+        return []
 
     def prefix_table(self, keys: list[bytes], num_blocks: int) -> list[int]:
         return []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections.abc
 from bisect import bisect
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from octavo.kv_cache.attention_blocks import AttentionBlocks
@@ -117,14 +117,34 @@ class KVCacheManager:
         num_blocks = 0
         if self.enable_prefix_caching and seq.params.prompt_logprobs is None:
             extend_block_hashes(seq, self.block_size)
-            num_blocks = (seq.num_tokens - 1) // self.block_size
-            num_agreed, i = 0, 0
-            while num_agreed < len(self._groups):  # a shorter prefix is looked up in the other groups again
-                found = self._groups[i].num_prefix_blocks(seq.block_hashes, num_blocks)
-                num_agreed = num_agreed + 1 if found == num_blocks else 1
-                num_blocks, i = found, (i + 1) % len(self._groups)
+            num_blocks = self.num_prefix_blocks(seq.block_hashes, (seq.num_tokens - 1) // self.block_size)
         tables = [blocks.prefix_table(seq.block_hashes, num_blocks) for blocks in self._groups]
         return Prefix(num_blocks * self.block_size, tables)
+
+    def num_prefix_blocks(
+        self, keys: list[bytes], limit: int, tiers: collections.abc.Sequence[Container[bytes]] = ()
+    ) -> int:
+        """Return the longest prefix, in blocks up to `limit`, of which every group has what later tokens need: in the
+        index of its pool, or in the tier below the pool."""
+        num_blocks, num_agreed, i = limit, 0, 0
+        while num_agreed < len(self._groups):  # a shorter prefix is looked up in the other groups again
+            tier = tiers[self._pool_of[i]] if tiers else ()
+            found = self._groups[i].num_prefix_blocks(keys, num_blocks, tier)
+            num_agreed = num_agreed + 1 if found == num_blocks else 1
+            num_blocks, i = found, (i + 1) % len(self._groups)
+        return num_blocks
+
+    def prefix_names(self, keys: list[bytes], num_blocks: int) -> list[tuple[int, bytes]]:
+        """Return the pool and the key of every block that tokens after a prefix of `num_blocks` need."""
+        found = [blocks.prefix_keys(keys, num_blocks) for blocks in self._groups]
+        # Group by group from the end: a window has the last blocks of the prefix only.
+        places = range(-max(map(len, found), default=0), 0)
+        return [
+            (pool, of_group[place])
+            for place in places
+            for pool, of_group in zip(self._pool_of, found, strict=True)
+            if len(of_group) >= -place
+        ]
 
     def share_prefix(self, seq: Sequence, prefix: Prefix, num_step_tokens: int) -> bool:
         """Give `seq`, which has no blocks, the result of `find_prefix`, if all its other tokens fit too."""

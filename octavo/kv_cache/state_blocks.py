@@ -11,6 +11,8 @@ sequence's.
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from octavo.kv_cache.block_pool import BlockPool, Changes, Copies
 
 MAX_DRAFT_TOKENS = 32  # of a sequence in a step: entries that block tables of the shortest sequences have for them
@@ -29,11 +31,15 @@ class StateBlocks:
     def num_most_blocks(self, num_tokens: int, num_step_tokens: int) -> int:
         return 1
 
-    def num_prefix_blocks(self, keys: list[bytes], limit: int) -> int:
-        """Return the longest prefix, in blocks up to `limit`, that ends at a snapshot."""
-        while limit and self.pool.lookup(keys[limit - 1]) is None:
+    def num_prefix_blocks(self, keys: list[bytes], limit: int, tier: Container[bytes] = ()) -> int:
+        """Return the longest prefix, in blocks up to `limit`, that ends at a snapshot in the index or in the `tier`
+        below it."""
+        while limit and self.pool.lookup(keys[limit - 1]) is None and keys[limit - 1] not in tier:
             limit -= 1
         return limit
+
+    def prefix_keys(self, keys: list[bytes], num_blocks: int) -> list[bytes]:
+        return keys[num_blocks - 1 : num_blocks] if num_blocks else []
 
     def prefix_table(self, keys: list[bytes], num_blocks: int) -> list[int]:
         block = self.pool.lookup(keys[num_blocks - 1]) if num_blocks else None

@@ -62,6 +62,12 @@ SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by sleep level; 
 # More such fields, for which vLLM has no names.
 _OWN_COUNTERS = {
     "tower_s": ("tower_seconds", "What towers took to make rows of media."),
+    "num_disk_hits": ("disk_cache_hits", "Prompt tokens whose blocks were read from disk."),
+    "disk_read_bytes": ("disk_cache_read_bytes", "Bytes of these blocks."),
+    "num_disk_written": ("disk_cache_blocks_written", "Blocks of the KV cache that were written to disk."),
+    "disk_written_bytes": ("disk_cache_written_bytes", "Bytes of these blocks."),
+    "num_disk_dropped": ("disk_cache_blocks_dropped", "Blocks that were not kept: the disk was behind, or refused."),
+    "num_disk_damaged": ("disk_cache_blocks_damaged", "Files that were found damaged, and removed."),
     "num_adapter_reads": ("adapter_reads", "Adapters read from disk."),
     "adapter_read_s": ("adapter_read_seconds", "From when they were asked for to when they were on the host."),
     "num_adapter_loads": ("adapter_loads", "Adapters copied to the device."),
@@ -276,7 +282,7 @@ class EngineMetrics:
         help = "Prompt tokens, computed or found in the cache."
         yield _Family("counter", "vllm:prompt_tokens_by_source", help, sources, ("source",))
         reasons = {("capacity",): self.last.num_waiting - self.last.num_deferred, ("deferred",): self.last.num_deferred}
-        help = "Requests that wait for their turn, or until their grammar, adapter or media are prepared."
+        help = "Requests that wait for their turn, or until their grammar, adapter, media or blocks are there."
         yield _Family("gauge", "vllm:num_requests_waiting_by_reason", help, reasons, ("reason",))
         states = {(name,): int(level == self.sleep_level) for level, name in enumerate(SLEEP_STATES)}
         help = "1 for the state that the engine is in."
@@ -309,6 +315,8 @@ class EngineMetrics:
         yield _Family("gauge", "octavo:memory_bytes", help, num_bytes, ("kind",))
         for field, (name, help) in _OWN_COUNTERS.items():
             yield _Family("counter", f"octavo:{name}", help, {(): self.totals[field]})
+        help = "Blocks of the KV cache on disk, of all servers that share the folder."
+        yield _Family("gauge", "octavo:disk_cache_bytes", help, {(): self.last.disk_bytes})
         help = "Adapters that are held, by place."
         held = {("host",): self.last.num_adapters_on_host, ("device",): self.last.num_adapters_on_device}
         yield _Family("gauge", "octavo:adapters", help, held, ("place",))

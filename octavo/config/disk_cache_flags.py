@@ -1,0 +1,36 @@
+"""Checks --kv-cache-disk and makes the `DiskCacheConfig`."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from octavo.config.engine_args import EngineArgs
+from octavo.config.engine_config import DiskCacheConfig
+from octavo.errors import ConfigError
+
+_GIB = 1 << 30
+
+
+def disk_cache_config(
+    args: EngineArgs, device: str, *, shares_prefixes: bool, has_draft_model: bool
+) -> DiskCacheConfig | None:
+    """Return the configuration of the cache on disk, or None without the flag. Raises `ConfigError` where it cannot be
+    kept."""
+    if not 0 < args.kv_cache_disk_gib < math.inf:
+        raise ConfigError(f"--kv-cache-disk-gib must be above 0 GiB, got {args.kv_cache_disk_gib}.")
+    if args.kv_cache_disk is None:
+        if args.kv_cache_disk_gib != EngineArgs.kv_cache_disk_gib:
+            raise ConfigError("--kv-cache-disk-gib is the size of the folder that --kv-cache-disk names; name one.")
+        return None
+    for what, is_so in {
+        "on GPUs": device != "cpu",
+        "with several workers (-tp, -pp)": args.tensor_parallel_size * args.pipeline_parallel_size > 1,
+        "with a draft model or head, whose keys and values the blocks hold too": has_draft_model,
+    }.items():
+        if is_so:
+            raise ConfigError(f"--kv-cache-disk is not built yet {what}; leave it out.")
+    if not shares_prefixes:
+        reason = "is off" if not args.enable_prefix_caching else "is not possible for this model"
+        raise ConfigError(f"--kv-cache-disk keeps the blocks of the prefix cache, which {reason}; leave it out.")
+    return DiskCacheConfig(os.path.abspath(os.path.expanduser(args.kv_cache_disk)), int(args.kv_cache_disk_gib * _GIB))

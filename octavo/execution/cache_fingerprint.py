@@ -1,0 +1,104 @@
+"""The fingerprint of a KV cache: a hash of everything, beside a prompt, that decides the bits of a cached block.
+
+Blocks on disk are kept by it. What is in it may only be too much: then blocks of another server are not found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from octavo.config import EngineConfig, ModelConfig
+from octavo.errors import ConfigError
+from octavo.kv_cache.groups import CacheGroup
+from octavo.loading.weight_identity import weight_identity
+from octavo.version import __version__
+
+# Packages of Octavo whose code decides what a step computes.
+_COMPUTING = ("execution", "kv_cache", "layers", "loading", "lora", "models", "multimodal", "ops", "quantization")
+_MEDIA_LIMITS = {
+    "folder", "max_count", "max_bytes", "cache_tokens", "kept_bytes", "adapter", "allowed_folder", "allowed_domains",
+    "allows_private", "fetch_timeout_s", "max_redirects",
+}  # fmt: skip
+
+
+def model_identity(model: ModelConfig, notes: Path) -> str:
+    """Return the hash of the model's files. Those that `notes` has are not read again. Raises `ConfigError`."""
+    checkpoint = model.checkpoint
+    files = [*checkpoint.weight_files, *checkpoint.module_files.values()]
+    try:
+        return weight_identity(files, notes)
+    except OSError as e:
+        raise ConfigError(f"--kv-cache-disk reads the model's files, and {e.filename}: {e.strerror}.") from None
+
+
+def cache_fingerprint(
+    config: EngineConfig, weights: str, groups: Sequence[CacheGroup], block_bytes: Sequence[int], max_model_len: int
+) -> bytes:
+    """Return the fingerprint, 16 bytes. `weights` is the `model_identity`, `block_bytes` are by pool."""
+    model, cache = config.model, config.cache
+    facts: dict[str, Any] = {
+        "code": _code_hash(),
+        "machine": [platform.machine(), _instruction_set(config.device)],
+        "versions": [__version__, _version("numpy"), _version("ml_dtypes")],
+        "weights": weights,
+        "format": model.checkpoint.format,
+        "config": model.checkpoint.config,
+        "seed": model.seed if model.checkpoint.format == "dummy" else None,
+        "types": [model.dtype, model.quantization, model.num_precise_layers, cache.dtype],
+        "lengths": [max_model_len, cache.block_size],
+        "groups": [repr(group) for group in groups],
+        "block_bytes": list(block_bytes),
+        "pooling": repr(model.pooling),
+    }
+    uses_torch = model.impl == "transformers"
+    if model.impl == "transformers":
+        facts["code_folder"] = None if model.code_folder is None else _hash_of_files(Path(model.code_folder), "*.py")
+    if config.lora is not None:
+        facts["adapters"] = [config.lora.dtype, config.lora.target_modules]
+    for name, media in (("media", config.media), ("sound", config.sound), ("prompt_embeds", config.prompt_embeds)):
+        if media is not None:
+            uses_torch = True
+            facts[name] = {key: value for key, value in asdict(media).items() if key not in _MEDIA_LIMITS}
+            if folder := getattr(media, "folder", None):
+                facts[f"{name} processor"] = _hash_of_files(Path(folder), "*.json")
+    if uses_torch:  # its sums depend on the number of threads
+        facts["torch"] = [_version("torch"), _version("transformers"), config.cpu_threads]
+    data = json.dumps(facts, sort_keys=True, default=repr).encode()
+    return hashlib.sha256(data).digest()[:16]
+
+
+def _instruction_set(device: str) -> str:
+    from octavo import _cpu
+
+    return str(_cpu.isa()) if device == "cpu" else device
+
+
+def _code_hash() -> str:
+    """Return a hash of the code that computes: kernels, and the Python code that calls them."""
+    root = Path(__file__).parents[1]
+    digests = [_hash_of_files(root / package, "*.py") for package in _COMPUTING]
+    return "".join([*digests, _hash_of_files(root, "_cpu*.so")])
+
+
+def _hash_of_files(folder: Path, pattern: str) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob(pattern)):
+        if file.is_file():
+            content = file.read_bytes()
+            digest.update(f"{file.relative_to(folder)} {len(content)} ".encode())
+            digest.update(content)
+    return digest.hexdigest()[:32]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

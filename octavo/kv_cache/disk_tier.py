@@ -1,0 +1,418 @@
+"""The tier below the block pools: computed blocks go to files, and come back before a prompt is computed.
+
+Blocks are saved outside of the steps: while the engine is idle, for a small share of its time while it is busy, and
+when they are about to leave a pool. A thread writes them, from a queue of bounded size; a block that finds the queue
+full is not kept. `fetch` looks a prompt up, and has threads read what the pools lack if that is faster than to compute
+it. `EngineCore` calls everything here, from one thread. See `block_files` for the folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Container, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.kv_cache.block_files import BlockFiles, Name
+from octavo.kv_cache.block_hashes import extend_hashes, split_hashes
+from octavo.kv_cache.manager import KVCacheManager
+from octavo.request import EngineRequest
+from octavo.stats import EngineStats
+from octavo.step_cost import StepCostModel, StepWork
+
+logger = logging.getLogger(__name__)
+
+_QUEUE_BYTES = 64 << 20  # of blocks on their way to the folder, and as much on their way back
+_CHUNK_BYTES = 4 << 20  # of blocks that are read together: a few milliseconds
+_NUM_READERS = 2
+_BUSY_SHARE = 0.01  # of a busy engine's time that saving may take
+_MOST_CREDIT_S = 0.02  # of saved-up time: a busy engine saves no longer in one go
+_PATIENCE = 2.0  # a prompt whose blocks take longer than this multiple of computing them is computed
+_IDLE_WAIT_S = 0.01  # for the writer; then the caller looks for messages
+_MOST_LOOKS = 4  # for files of other servers, for a prompt and a pool: each takes some microseconds
+_COUNTERS = ("num_disk_hits", "disk_read_bytes", "num_disk_written", "disk_written_bytes", "num_disk_dropped")
+
+_Block = tuple[Name, NDArray[np.uint8]]
+
+
+class BlockMemory(Protocol):
+    """The memory of the blocks."""
+
+    block_bytes: Sequence[int]  # of a block, by pool
+
+    def read_blocks(self, pool: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
+        """Return a copy of the contents of blocks, [len(blocks), block_bytes[pool]]."""
+        ...
+
+    def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
+        """Overwrite blocks with `contents`, [len(blocks), block_bytes[pool]]."""
+        ...
+
+
+class _PoolWatch(Container[bytes]):
+    """Tells the tier of blocks of one pool, and contains the keys of those that are on disk."""
+
+    def __init__(self, tier: DiskTier, pool: int) -> None:
+        self._tier, self._pool = tier, pool
+        self.num_looks = 0  # files of other servers that may still be looked for
+
+    def entered(self, block: int, key: bytes) -> None:
+        self._tier.note_computed((self._pool, key), block)
+
+    def leaves(self, block: int, key: bytes) -> None:
+        self._tier.save_before_loss((self._pool, key))
+
+    def __contains__(self, key: object) -> bool:
+        assert isinstance(key, bytes)
+        files, name = self._tier.files, (self._pool, key)
+        if files.knows(name):
+            return True
+        self.num_looks -= 1
+        return self.num_looks >= 0 and files.has(name)
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Blocks that were read together."""
+
+    blocks: list[_Block]
+    is_whole: bool  # none was missing or damaged
+    seconds: float
+
+
+@dataclass(slots=True)
+class Fetch:
+    """Blocks of a prompt on their way from the folder."""
+
+    keys: list[bytes]  # hashes of the prompt's full blocks
+    num_cached_blocks: int  # of the prefix that the pools had when it began
+    num_found_blocks: int  # of the prefix that pools and folder have together
+    began: float  # on the tier's clock
+    patience_s: float  # after this time the rest is computed instead
+    unread: list[list[Name]]  # in chunks, the next one last
+    reading: deque[Future[_Chunk]] = field(default_factory=deque)
+    has_ended: bool = False
+
+
+class DiskTier:
+    """Keeps the indexed blocks of the pools of `cache` in `files`."""
+
+    def __init__(
+        self,
+        files: BlockFiles,
+        memory: BlockMemory,
+        cache: KVCacheManager,
+        cost: StepCostModel,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.files, self._memory, self._cache, self._cost, self._clock = files, memory, cache, cost, clock
+        self._watches = [_PoolWatch(self, pool) for pool in range(len(cache.pools))]
+        for pool, watch in zip(cache.pools, self._watches, strict=True):
+            pool.watcher = watch
+        self._unsaved: dict[Name, int] = {}  # blocks that only a pool has, the oldest first
+        self._credit_s = 0.0  # time that saving may still take beside steps
+        self._fetches: list[Fetch] = []
+        self._num_reading = 0  # chunks
+        self._to_read = SimpleQueue[tuple[Future[_Chunk], Sequence[Name]] | None]()
+        self._abandoned: list[Future[_Chunk]] = []  # chunks that nobody waits for any more
+        for _ in range(_NUM_READERS):  # daemons: a disk that hangs keeps no process from ending
+            threading.Thread(target=self._read, name="block-reader", daemon=True).start()
+        self._lock = threading.Condition()  # for what the writer's thread shares: everything from here on
+        self._queue: deque[_Block | Sequence[Name]] = deque()  # blocks to write, or names of blocks that were used
+        self._queued: set[Name] = set()
+        self._queued_bytes = 0
+        self._is_writing = self._is_closed = False
+        self._write_s = 0.0  # the writer's processor time for a block, lately
+        self._last_error = ""
+        self._stats = EngineStats()
+        self._writer = threading.Thread(target=self._write, name="block-writer", daemon=True)
+        self._writer.start()
+
+    def take_stats(self, stats: EngineStats) -> None:
+        """Add the gauges, and the increments of the counters since the last call."""
+        with self._lock:
+            own, self._stats = self._stats, EngineStats()
+        for name in _COUNTERS:
+            setattr(stats, name, getattr(own, name))
+        stats.num_disk_damaged, self.files.num_damaged = self.files.num_damaged, 0
+        stats.disk_bytes = self.files.num_bytes
+
+    def forget(self, removes_files: bool) -> None:
+        """Forget the blocks of the pools, whose contents are about to be lost; with `removes_files` those of the folder
+        too."""
+        self._unsaved.clear()
+        for fetch in list(self._fetches):
+            self.end(fetch)
+        if removes_files:
+            with self._lock:
+                self._queue.clear()
+                self._queued.clear()
+                self._queued_bytes = 0
+                self._lock.wait_for(lambda: not self._is_writing)
+                self.files.remove_all()
+
+    def wait_until_saved(self, timeout_s: float | None = None) -> bool:
+        """Return when nothing is left to write, or after `timeout_s`. Any thread may call it; the engine's own saves
+        meanwhile what is unsaved."""
+        with self._lock:
+            return self._lock.wait_for(
+                lambda: not (self._unsaved or self._queue or self._is_writing) or self._is_closed, timeout_s
+            )
+
+    def close(self) -> None:
+        """Save what is unsaved, and end the threads."""
+        while self.save_while_idle():
+            pass
+        with self._lock:
+            self._is_closed = True
+            self._lock.notify_all()
+        self._writer.join()
+        for _ in range(_NUM_READERS):
+            self._to_read.put(None)
+
+    # Blocks that go to the folder.
+
+    def note_computed(self, name: Name, block: int) -> None:
+        if not self.files.knows(name) and name not in self._queued:
+            self._unsaved[name] = block
+
+    def save_before_loss(self, name: Name) -> None:
+        """Save a block that is about to be overwritten, if it is not saved yet and the writer keeps up."""
+        block = self._unsaved.pop(name, None)
+        if block is not None:
+            self._save(name, block)
+
+    def save_while_busy(self, step_s: float) -> None:
+        """Save blocks in a small share of the time of a step, which took `step_s`."""
+        if not self._unsaved:
+            return
+        self._credit_s = min(self._credit_s + _BUSY_SHARE * step_s, _MOST_CREDIT_S)
+        while self._credit_s > 0 and self._unsaved and self._has_room():
+            begin = self._clock()
+            self._save_oldest()
+            self._credit_s -= self._clock() - begin + self._write_s
+
+    def save_while_idle(self) -> bool:
+        """Save a block, or wait shortly for the writer. Returns False if no block is unsaved."""
+        if not self._unsaved:
+            return False
+        with self._lock:
+            has_room = self._lock.wait_for(self._has_room, _IDLE_WAIT_S)
+        if has_room:
+            self._save_oldest()
+        return not self._is_closed
+
+    def _save_oldest(self) -> None:
+        name = next(iter(self._unsaved))
+        self._save(name, self._unsaved.pop(name))
+
+    def _save(self, name: Name, block: int) -> None:
+        """Queue a copy of a block, if there is room."""
+        if not self._has_room():
+            with self._lock:
+                self._stats.num_disk_dropped += 1
+            return
+        contents = self._memory.read_blocks(name[0], [block])[0]
+        with self._lock:
+            self._queue.append((name, contents))
+            self._queued.add(name)
+            self._queued_bytes += contents.nbytes
+            self._lock.notify_all()
+
+    def _has_room(self) -> bool:
+        """Return whether the queue takes another block. An empty queue takes a block of any size."""
+        return self._queued_bytes < _QUEUE_BYTES and not self._is_closed
+
+    def _write(self) -> None:
+        """Write what is queued, in a thread, until the tier is closed."""
+        while True:
+            with self._lock:
+                self._is_writing = False
+                self._lock.notify_all()
+                self._lock.wait_for(lambda: self._queue or self._is_closed)
+                if not self._queue:
+                    return
+                item = self._queue.popleft()
+                self._is_writing = True
+            if isinstance(item, tuple):
+                self._write_block(*item)
+            else:
+                self.files.touch(item)
+
+    def _write_block(self, name: Name, contents: NDArray[np.uint8]) -> None:
+        begin, error, is_written = time.thread_time(), "", False
+        try:
+            is_written = self.files.write(name, contents)
+        except OSError as e:
+            error = e.strerror or type(e).__name__
+        if error and error != self._last_error:
+            logger.warning("blocks of the KV cache are not kept on disk: %s", error)
+        self._last_error = error
+        with self._lock:
+            self._write_s += (time.thread_time() - begin - self._write_s) / 8
+            if name in self._queued:  # it was not forgotten
+                self._queued.remove(name)
+                self._queued_bytes -= contents.nbytes
+            self._stats.num_disk_written += is_written
+            self._stats.num_disk_dropped += not is_written
+            self._stats.disk_written_bytes += contents.nbytes * is_written
+
+    # Blocks that come back.
+
+    def fetch(self, request: EngineRequest) -> Fetch | None:
+        """Begin to read the blocks of a request's prompt that the pools lack. Returns None if there are none, or if to
+        compute them is faster."""
+        limit = (len(request.prompt.token_ids) - 1) // self._cache.block_size
+        if limit <= 0 or request.params.prompt_logprobs is not None:
+            return None
+        keys, pools = self._hashes(request), self._cache.pools
+        num_cached = self._cache.num_prefix_blocks(keys, limit)
+        for watch in self._watches:
+            watch.num_looks = _MOST_LOOKS
+        num_found = self._cache.num_prefix_blocks(keys, limit, self._watches)
+        used = self._cache.prefix_names(keys, num_found)
+        self._touch(used)
+        missing = [(pool, key) for pool, key in used if pools[pool].lookup(key) is None]
+        if num_found <= num_cached or not self._fit(missing) or self._hangs():
+            return None
+        compute_s = self._compute_s(num_cached, num_found)
+        if self._read_s(missing) >= compute_s:
+            self._cost.doubt_reads()
+            return None
+        for pool, key in used:  # blocks that are there are used now: they outlast those that come
+            if (block := pools[pool].lookup(key)) is not None:
+                pools[pool].share(block)
+                pools[pool].release(block)
+        found = Fetch(keys, num_cached, num_found, self._clock(), _PATIENCE * compute_s, self._chunks(missing))
+        self._fetches.append(found)
+        self._read_ahead(found)
+        return found
+
+    def is_over(self, fetch: Fetch) -> bool:
+        """Put what has been read into the pools. Returns whether the prompt need not wait any longer."""
+        while not fetch.has_ended and fetch.reading and fetch.reading[0].done():
+            chunk = fetch.reading.popleft().result()
+            self._num_reading -= 1
+            num_bytes = sum(contents.nbytes for _, contents in chunk.blocks)
+            with self._lock:
+                self._stats.disk_read_bytes += num_bytes
+            self._cost.observe_read(num_bytes, chunk.seconds)
+            if not self._take_in(chunk) or not chunk.is_whole:
+                self.end(fetch)
+            self._read_ahead(fetch)
+        is_late = self._clock() - fetch.began > fetch.patience_s
+        if not fetch.has_ended and (not fetch.reading or is_late):
+            self.end(fetch)
+        return fetch.has_ended
+
+    def end(self, fetch: Fetch) -> None:
+        """Wait no longer for a fetch. What it has brought counts as found on disk."""
+        if fetch.has_ended:
+            return
+        fetch.has_ended = True
+        self._fetches.remove(fetch)
+        fetch.unread.clear()
+        self._abandoned += fetch.reading
+        for future in fetch.reading:
+            future.cancel()
+        fetch.reading.clear()
+        num_blocks = self._cache.num_prefix_blocks(fetch.keys, fetch.num_found_blocks)
+        with self._lock:
+            self._stats.num_disk_hits += max(0, num_blocks - fetch.num_cached_blocks) * self._cache.block_size
+
+    def _hashes(self, request: EngineRequest) -> list[bytes]:
+        """Return the hashes of the prompt's full blocks, and keep them in the request."""
+        keys = split_hashes(request.block_hashes)
+        extend_hashes(keys, request.prompt, request.prompt.token_ids, self._cache.block_size)
+        request.block_hashes = b"".join(keys)
+        return keys
+
+    def _compute_s(self, num_cached_blocks: int, num_found_blocks: int) -> float:
+        """Return the predicted seconds to compute the tokens of blocks."""
+        first, end = num_cached_blocks * self._cache.block_size, num_found_blocks * self._cache.block_size
+        return self._cost.seconds(StepWork().plus(first, end - first, 1))
+
+    def _read_s(self, names: Sequence[Name]) -> float:
+        """Return the predicted seconds to read blocks after those that are being read."""
+        num_bytes = sum(self._memory.block_bytes[pool] for pool, _ in names)
+        return self._cost.read_s(num_bytes + self._num_reading * _CHUNK_BYTES)
+
+    def _hangs(self) -> bool:
+        """Return whether a reader still waits for what a fetch no longer waited for."""
+        ended = [future for future in self._abandoned if future.done()]
+        self._num_reading -= len(ended)
+        self._abandoned = [future for future in self._abandoned if not future.done()]
+        return bool(self._abandoned)
+
+    def _fit(self, names: Sequence[Name]) -> bool:
+        """Return whether the pools have free blocks for all of `names`."""
+        counts = Counter(pool for pool, _ in names)
+        return all(count <= self._cache.pools[pool].num_free for pool, count in counts.items())
+
+    def _chunks(self, names: Sequence[Name]) -> list[list[Name]]:
+        """Return `names` in chunks to read together, the first one last."""
+        chunks: list[list[Name]] = []
+        num_bytes = _CHUNK_BYTES
+        for name in names:
+            if num_bytes >= _CHUNK_BYTES:
+                chunks.append([])
+                num_bytes = 0
+            chunks[-1].append(name)
+            num_bytes += self._memory.block_bytes[name[0]]
+        return chunks[::-1]
+
+    def _touch(self, names: Sequence[Name]) -> None:
+        """Mark blocks as used, the beginning of a prompt last: without it the rest is worth nothing."""
+        if names:
+            with self._lock:
+                self._queue.append(names[::-1])
+                self._lock.notify_all()
+
+    def _read_ahead(self, fetch: Fetch) -> None:
+        """Have chunks read, at least one, and no more than memory is meant for."""
+        while fetch.unread and (not fetch.reading or self._num_reading * _CHUNK_BYTES < _QUEUE_BYTES):
+            fetch.reading.append(Future())
+            self._to_read.put((fetch.reading[-1], fetch.unread.pop()))
+            self._num_reading += 1
+
+    def _read(self) -> None:
+        """Read chunks, in a thread, until the tier is closed."""
+        while (wanted := self._to_read.get()) is not None:
+            future, names = wanted
+            if future.set_running_or_notify_cancel():
+                future.set_result(self._read_chunk(names))
+
+    def _read_chunk(self, names: Sequence[Name]) -> _Chunk:
+        """Read blocks up to the first that is missing or damaged."""
+        begin, found = time.monotonic(), list[_Block]()
+        for name in names:
+            contents = self.files.read(name, self._memory.block_bytes[name[0]])
+            if contents is None:
+                break
+            found.append((name, contents))
+        return _Chunk(found, len(found) == len(names), time.monotonic() - begin)
+
+    def _take_in(self, chunk: _Chunk) -> bool:
+        """Put blocks into the pools, where they are free and indexed. Returns False if there are too few free
+        blocks."""
+        for number, pool in enumerate(self._cache.pools):
+            found = [
+                (key, contents) for (of, key), contents in chunk.blocks if of == number and pool.lookup(key) is None
+            ]
+            if len(found) > pool.num_free:
+                return False
+            if found:
+                blocks = [pool.allocate() for _ in found]
+                self._memory.write_blocks(number, blocks, np.stack([contents for _, contents in found]))
+                for block, (key, _) in zip(blocks, found, strict=True):
+                    pool.register(block, key)
+                    pool.release(block)
+        return True

@@ -1,0 +1,194 @@
+"""`--kv-cache-disk` in the whole engine: what the next engine reads has the bits that it would compute, for all kinds
+of layers and caches; and what else decides the bits keeps it apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams
+from octavo.errors import ConfigError
+from octavo.kv_cache import disk_tier
+from octavo.step_cost import StepCostModel
+from tests.models.small_latent import LATENT_MODELS
+from tests.models.small_models import MODELS, VOCAB
+from tests.models.small_recurrent import RECURRENT_MODELS
+
+ALL = MODELS | LATENT_MODELS | RECURRENT_MODELS
+DOCUMENT = torch.randint(3, VOCAB, (70,), generator=torch.Generator().manual_seed(0)).tolist()
+PROMPTS = [DOCUMENT, [*DOCUMENT[:41], 7, 9, 11]]
+PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=3)
+
+
+@pytest.fixture(autouse=True)
+def reads_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small models compute faster than a disk answers."""
+    monkeypatch.setattr(StepCostModel, "read_s", lambda self, num_bytes: 0.0)
+    monkeypatch.setattr(disk_tier, "_PATIENCE", 1e9)
+
+
+@pytest.fixture
+def model(tmp_path: Path, tiny_tokenizer: Path) -> Iterator[Any]:
+    """Make engines of a small model, which share the folder `disk`."""
+    folder, made = tmp_path / "model", list[LLM]()
+
+    def make(name: str, seed: int = 2, **settings: Any) -> LLM:
+        if not folder.exists():
+            ALL[name].save(ALL[name].reference(seed=seed), folder)
+        shape = {"dtype": "float32", "max_model_len": 96, "block_size": 8, "num_gpu_blocks_override": 80}
+        shape |= {"kv_cache_disk": str(tmp_path / "disk"), "check_invariants": True} | settings
+        made.append(LLM(str(folder), tokenizer=str(tiny_tokenizer), **shape))  # type: ignore[arg-type]
+        for array in (array for pool in made[-1].core.executor.worker._cache for one in pool for array in one.arrays):
+            array.view(np.uint8)[...] = 0  # not every byte of a block is one of a key or a value
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.close()
+
+
+def answers(llm: LLM, prompts: list[Any], params: SamplingParams = PARAMS, **more: Any) -> list[list[Any]]:
+    """Return of each prompt the tokens and the log-probabilities of each completion."""
+    found = llm.generate(
+        [one if isinstance(one, dict) else {"prompt_token_ids": one} for one in prompts], params, use_tqdm=False, **more
+    )
+    return [[(list(one.token_ids), one.logprobs) for one in result.outputs] for result in found]
+
+
+def num_found(llm: LLM, **more: Any) -> int:
+    """Return how many tokens of the document need not be computed."""
+    [output] = llm.generate([{"prompt_token_ids": DOCUMENT} | more], SamplingParams(max_tokens=1), use_tqdm=False)  # type: ignore[list-item]
+    return output.num_cached_tokens or 0
+
+
+def blocks(llm: LLM) -> dict[tuple[int, bytes], bytes]:
+    """Return the contents of all indexed blocks."""
+    return {
+        (number, key): llm.core.executor.read_blocks(number, [block]).tobytes()
+        for number, pool in enumerate(llm.core.scheduler.cache.pools)
+        for key, block in pool._index.items()
+    }
+
+
+CASES = {
+    "full": ("llama ratio 3, head 64, tied", {}),
+    "bfloat16": ("qwen3", {"dtype": "bfloat16"}),
+    "eight bits": ("llama ratio 4, head 128", {"kv_cache_dtype": "int8"}),
+    "windows": ("gemma 3", {}),
+    "states": ("qwen 3.5", {}),
+    "states and attention": ("jamba", {}),
+    "latent attention": ("deepseek v3", {}),
+    "n-grams": ("qwen3", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_block_from_disk_has_the_bits_of_a_computed_one(case: str, model: Any) -> None:
+    name, settings = CASES[case]
+    first = model(name, **settings)
+    expected = answers(first, PROMPTS)
+    first.close()
+    second = model(name, **settings)
+    fetched = second.core.disk.fetch
+    found: list[Any] = []
+    second.core.disk.fetch = lambda request: found.append(fetched(request)) or found[-1]
+    assert answers(second, PROMPTS) == expected
+    assert found[0] is not None and found[0].num_found_blocks >= 5
+    plain = model(name, kv_cache_disk=None, **settings)
+    assert answers(plain, PROMPTS) == expected
+    computed, read = blocks(plain), blocks(second)
+    assert len(read.keys() & computed.keys()) >= 8
+    assert all(read[name] == computed[name] for name in read.keys() & computed.keys())
+
+
+def test_forks_beams_and_salts_read_what_is_theirs(model: Any) -> None:
+    sampled = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=10, ignore_eos=True, logprobs=3)
+    beams = SamplingParams(n=3, use_beam_search=True, temperature=0, max_tokens=10, ignore_eos=True)
+    first = model("qwen3")
+    expected = [answers(first, PROMPTS, params) for params in (sampled, beams)]
+    first.close()
+    second = model("qwen3")
+    assert (num_found(second, cache_salt="another tenant"), num_found(second)) == (0, 64)
+    second.core.scheduler.cache.forget_prefixes()
+    assert [answers(second, PROMPTS, params) for params in (sampled, beams)] == expected
+
+
+def test_other_weights_and_settings_find_nothing(model: Any, tmp_path: Path) -> None:
+    first = model("qwen3")
+    answers(first, PROMPTS)
+    first.close()
+    for changed in ({"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}, {"block_size": 16}, {"quantization": "int8"}):
+        other = model("qwen3", **changed)
+        assert num_found(other) == 0, changed
+        other.close()
+    weights = tmp_path / "model" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    other = model("qwen3")
+    assert num_found(other) == 0, "a bit of a weight"
+
+
+def test_the_files_of_another_machine_are_found(model: Any, tmp_path: Path) -> None:
+    first = model("qwen3")
+    expected = answers(first, PROMPTS)
+    first.close()
+    (tmp_path / "disk").rename(tmp_path / "copied")
+    second = model("qwen3", kv_cache_disk=str(tmp_path / "copied"))
+    assert num_found(second) == 64 and answers(second, PROMPTS) == expected
+
+
+def test_sleep_keeps_what_is_on_disk_and_a_reset_does_not(model: Any) -> None:
+    llm = model("qwen3")
+    expected = answers(llm, PROMPTS)
+    llm.sleep(1)
+    llm.wake_up()
+    assert num_found(llm) == 64 and answers(llm, PROMPTS) == expected
+    llm.reset_prefix_cache()
+    assert num_found(llm) == 0
+
+
+def test_evicted_blocks_come_back(model: Any) -> None:
+    """Thirty prompts of five blocks in a cache of 24."""
+    llm = model("qwen3", num_gpu_blocks_override=24, max_num_seqs=3)
+    plain = model("qwen3", num_gpu_blocks_override=24, max_num_seqs=3, kv_cache_disk=None)
+    prompts = [[(7 * number + place) % VOCAB for place in range(44)] for number in range(30)]
+    expected = answers(plain, prompts)
+    assert answers(llm, prompts) == expected
+    llm.core.save_blocks(waits=True)
+    assert answers(llm, prompts) == expected
+    metrics = llm.llm_engine.metrics.totals
+    assert metrics["num_disk_hits"] >= 20 * 40 and metrics["num_disk_dropped"] == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"kv_cache_disk_gib": 0.0}, "--kv-cache-disk-gib must be above 0"),
+        ({"kv_cache_disk": None, "kv_cache_disk_gib": 1.0}, "--kv-cache-disk-gib is the size of the folder"),
+        ({"tensor_parallel_size": 2}, r"--kv-cache-disk is not built yet with several workers \(-tp, -pp\)"),
+        ({"enable_prefix_caching": False}, "keeps the blocks of the prefix cache, which is off"),
+        ({"kv_cache_disk": "/dev/null/disk"}, "--kv-cache-disk /dev/null/disk: Not a directory; name a folder"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(settings: dict[str, Any], said: str, model: Any) -> None:
+    with pytest.raises(ConfigError, match=said):
+        model("qwen3", **settings)
+
+
+def test_a_damaged_note_of_the_weights_is_not_believed(model: Any, tmp_path: Path) -> None:
+    first = model("qwen3")
+    answers(first, PROMPTS)
+    first.close()
+    notes = list((tmp_path / "disk" / "octavo-kv-1" / "weights").iterdir())
+    assert notes
+    for note in notes:
+        note.write_text(json.dumps("x"))
+    second = model("qwen3")
+    assert num_found(second) == 64

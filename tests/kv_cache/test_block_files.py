@@ -1,0 +1,141 @@
+"""Blocks in a folder: what is found again, what is not served, and how much room they take."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.kv_cache.block_files import BlockFiles, Name
+
+SIZE = 4000  # of a block: with its checksum it takes one page
+PAGE = 4096
+
+
+def name(number: int, pool: int = 0) -> Name:
+    return pool, number.to_bytes(16, "big")
+
+
+def contents(number: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.random.default_rng(number).integers(0, 256, SIZE, np.uint8)
+
+
+def files(folder: Path, num_pages: int = 100, fingerprint: bytes = b"f" * 16) -> BlockFiles:
+    return BlockFiles(str(folder), fingerprint, num_pages * PAGE)
+
+
+def paths(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_block_is_found_as_it_was_also_by_the_next_server_and_under_no_other_fingerprint(tmp_path: Path) -> None:
+    first = files(tmp_path)
+    assert first.write(name(1), contents(1)) and first.write(name(1, pool=1), contents(2))
+    for one in (first, files(tmp_path)):
+        assert np.array_equal(one.read(name(1), SIZE), contents(1))  # type: ignore[arg-type]
+        assert np.array_equal(one.read(name(1, pool=1), SIZE), contents(2))  # type: ignore[arg-type]
+        assert (one.has(name(1)), one.has(name(2))) == (True, False)
+    other = files(tmp_path, fingerprint=b"g" * 16)
+    assert not other.has(name(1)) and other.read(name(1), SIZE) is None
+    assert other.num_bytes == 2 * PAGE, "the bound is of the whole folder"
+
+
+@pytest.mark.parametrize("damage", ["a bit", "torn", "longer", "empty", "of another name"])
+def test_a_damaged_file_is_not_served_and_removed(damage: str, tmp_path: Path) -> None:
+    one = files(tmp_path)
+    one.write(name(1), contents(1))
+    [path] = paths(tmp_path)
+    data = bytearray(path.read_bytes())
+    if damage == "a bit":
+        data[SIZE // 2] ^= 4
+    elif damage == "of another name":
+        one.write(name(2), contents(2))
+        data = bytearray(next(other for other in paths(tmp_path) if other != path).read_bytes())
+        one.remove([name(2)])
+    else:
+        data = {"torn": data[:SIZE], "longer": data + b"x", "empty": bytearray()}[damage]
+    path.write_bytes(data)
+    for again in (one, files(tmp_path)):
+        again.num_damaged = 0
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+        assert again.read(name(1), SIZE) is None
+        assert (again.num_damaged, again.has(name(1)), paths(tmp_path), again.num_bytes) == (1, False, [], 0)
+    assert one.write(name(1), contents(1)) and one.read(name(1), SIZE) is not None
+
+
+def test_the_blocks_that_were_used_longest_ago_go_first_and_the_bound_holds(tmp_path: Path) -> None:
+    one = files(tmp_path, num_pages=4)
+    for number in range(4):
+        one.write(name(number), contents(number))
+    one.touch([name(1), name(0)])
+    one.write(name(4), contents(4))
+    assert [number for number in range(5) if one.has(name(number))] == [0, 1, 3, 4]
+    one.write(name(5), contents(5))
+    assert [number for number in range(6) if one.has(name(number))] == [0, 1, 4, 5]
+    assert one.num_bytes == 4 * PAGE == PAGE * len(paths(tmp_path))
+    for number, path in (
+        (number, path) for number in range(6) for path in paths(tmp_path) if f"{number:032x}" in path.name
+    ):
+        os.utime(path, (number, number))
+    smaller = files(tmp_path, num_pages=2)
+    assert [number for number in range(6) if smaller.has(name(number))] == [4, 5], (
+        "a smaller bound holds from the start"
+    )
+    assert not files(tmp_path, num_pages=2).write(name(7), np.zeros(2 * PAGE, np.uint8)), "larger than the bound"
+
+
+def test_two_servers_share_a_folder(tmp_path: Path) -> None:
+    one, other = files(tmp_path, num_pages=32), files(tmp_path, num_pages=32)
+    one.write(name(1), contents(1))
+    assert not other.knows(name(1)) and other.has(name(1)) and other.knows(name(1))
+    assert np.array_equal(other.read(name(1), SIZE), contents(1))  # type: ignore[arg-type]
+    other.write(name(1), contents(1))
+    one.remove([name(1)])
+    assert other.read(name(1), SIZE) is None and not other.knows(name(1)) and other.num_damaged == 0
+    for number in range(2, 40):
+        one.write(name(number), contents(number))
+        other.write(name(100 + number), contents(number))
+    assert len(paths(tmp_path)) <= 32 + 32 // 16 + 1, "each finds the other's blocks as it writes"
+
+
+def test_what_a_killed_server_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
+    one = files(tmp_path)
+    one.write(name(1), contents(1))
+    [path] = paths(tmp_path)
+    left, written = path.with_name("left.part"), path.with_name("written.part")
+    left.write_bytes(b"half")
+    written.write_bytes(b"half")
+    with written.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert files(tmp_path).num_bytes == PAGE
+        assert paths(tmp_path) == [path, written]
+    files(tmp_path)
+    assert paths(tmp_path) == [path]
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = files(tmp_path)
+    real = os.writev
+
+    def half(file: int, parts: list[memoryview]) -> int:
+        if len(parts) < 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(file, [parts[0][:-10], parts[1][:0]]) + 10
+
+    monkeypatch.setattr(os, "writev", half)
+    with pytest.raises(OSError, match="No space"):
+        one.write(name(1), contents(1))
+    assert (paths(tmp_path), one.num_bytes, one.has(name(1))) == ([], 0, False)
+
+
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--kv-cache-disk .*file: Not a directory; name a folder"):
+        files(tmp_path / "file")

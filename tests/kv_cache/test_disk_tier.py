@@ -1,0 +1,269 @@
+"""The tier on disk below the pools: when blocks are saved, when they are read, and that nobody waits for a disk."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from octavo.kv_cache import disk_tier
+from octavo.kv_cache.block_files import BlockFiles, Name
+from octavo.kv_cache.disk_tier import DiskTier, Fetch
+from octavo.kv_cache.groups import LayerCacheSpec, group_layers
+from octavo.kv_cache.manager import KVCacheManager
+from octavo.request import EngineRequest, Prompt
+from octavo.sampling_params import SamplingParams
+from octavo.sequence import Sequence as TokenSequence
+from octavo.stats import EngineStats
+from octavo.step_cost import StepCostModel
+from tests.waiting import wait_until
+
+SIZE, NUM_BLOCKS = 4, 12
+BLOCK_BYTES = 64
+FULL = LayerCacheSpec("full", num_kv_heads=2, key_size=8, value_size=8)
+WINDOW = LayerCacheSpec("window", num_kv_heads=2, key_size=8, value_size=8, window=6)
+STATE = LayerCacheSpec("state", num_bytes=32)
+
+
+class Memory:
+    """The memory of the pools."""
+
+    def __init__(self, num_blocks: list[int]) -> None:
+        self.block_bytes = [BLOCK_BYTES] * len(num_blocks)
+        self.blocks = [np.zeros((count, BLOCK_BYTES), np.uint8) for count in num_blocks]
+
+    def read_blocks(self, pool: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
+        return self.blocks[pool][list(blocks)]
+
+    def write_blocks(self, pool: int, blocks: Sequence[int], contents: NDArray[np.uint8]) -> None:
+        self.blocks[pool][list(blocks)] = contents
+
+
+class Engine:
+    """Pools, their memory, and the tier. A block is computed by writing a hash of its key."""
+
+    def __init__(self, folder: Path, layers: Sequence[LayerCacheSpec] = (FULL,)) -> None:
+        groups = group_layers(layers)
+        num_pools = 1 + max(group.pool for group in groups)
+        num_blocks = [NUM_BLOCKS * sum(group.pool == pool for group in groups) for pool in range(num_pools)]
+        self.cache = KVCacheManager(groups, num_blocks, SIZE, [0] * num_pools, True)
+        self.memory, self.now = Memory(num_blocks), 0.0
+        self.cost = StepCostModel.derived(10**9, 1000, 1e10, 1e11)
+        self.files = BlockFiles(str(folder), b"f" * 16, 1 << 20)
+        self.tier = DiskTier(self.files, self.memory, self.cache, self.cost, lambda: self.now)
+
+    def compute(self, tokens: list[int]) -> TokenSequence:
+        """Run a prompt to its end, a block at a time as with states, and keep its blocks."""
+        seq = TokenSequence(request=request(tokens), key=(0, 0), seed=0, token_ids=list(tokens))  # type: ignore[arg-type]
+        assert self.cache.share_prefix(seq, self.cache.find_prefix(seq), 64)
+        while seq.num_computed_tokens < len(tokens):
+            end = min(len(tokens), seq.num_computed_tokens + SIZE)
+            assert self.cache.grow(seq, end) is not None
+            for pool, moves in enumerate(self.cache.take_moves()):
+                for source, target in moves.copy:
+                    self.memory.blocks[pool][target] = self.memory.blocks[pool][source]
+            for group, table in enumerate(seq.block_tables):
+                pool = self.cache._pool_of[group]
+                self.memory.blocks[pool][table[-1]] = np.random.default_rng([group, *tokens[:end]]).integers(
+                    0, 256, BLOCK_BYTES, np.uint8
+                )
+            seq.num_computed_tokens = end
+            self.cache.register_computed(seq, end)
+        self.cache.release(seq)
+        return seq
+
+    def contents(self) -> dict[Name, bytes]:
+        """What the index of each pool leads to."""
+        return {
+            (number, key): self.memory.blocks[number][block].tobytes()
+            for number, pool in enumerate(self.cache.pools)
+            for key, block in pool._index.items()
+        }
+
+    def save(self) -> None:
+        while self.tier.save_while_idle():
+            pass
+        self.tier.wait_until_saved()
+
+    def fetched(self, tokens: list[int]) -> Fetch | None:
+        """Fetch a prompt to the end."""
+        fetch = self.tier.fetch(request(tokens))
+        if fetch is not None:
+            wait_until(lambda: self.tier.is_over(fetch))
+        return fetch
+
+    def stats(self) -> EngineStats:
+        stats = EngineStats()
+        self.tier.take_stats(stats)
+        return stats
+
+
+def request(tokens: list[int], **params: Any) -> EngineRequest:
+    return EngineRequest("r", Prompt(list(tokens)), SamplingParams(**params), [0], 16, 0.0)
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Iterator[Any]:
+    made: list[Engine] = []
+
+    def make(layers: Sequence[LayerCacheSpec] = (FULL,)) -> Engine:
+        made.append(Engine(tmp_path, layers))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.tier.close()
+
+
+@pytest.mark.parametrize("layers", [(FULL,), (FULL, WINDOW), (FULL, STATE), (STATE,), (FULL, WINDOW, STATE)], ids=str)
+def test_the_next_engine_finds_what_was_computed(layers: Sequence[LayerCacheSpec], engines: Any) -> None:
+    tokens = list(range(100, 122))
+    first = engines(layers)
+    first.compute(tokens)
+    before = first.contents()
+    first.save()
+    assert first.stats().num_disk_written == len(before) == len(list(first.files._sizes))
+    second = engines(layers)
+    fetch = second.fetched(tokens)
+    assert fetch is not None and fetch.num_found_blocks == 5
+    assert second.contents().items() <= before.items() and second.contents()
+    seq = TokenSequence(request=request(tokens), key=(0, 0), seed=0, token_ids=list(tokens))  # type: ignore[arg-type]
+    assert second.cache.find_prefix(seq).num_tokens == 20
+    assert all(pool.num_used == 0 for pool in second.cache.pools), "what was read waits as free blocks"
+    second.cache.check([])
+    stats = second.stats()
+    assert (stats.num_disk_hits, stats.disk_read_bytes) == (20, BLOCK_BYTES * len(second.contents()))
+    second.save()
+    assert second.stats().num_disk_written == 0, "what came from the folder is not written again"
+    assert second.fetched(tokens) is None, "the pools have it"
+
+
+def test_a_block_is_saved_before_it_leaves_the_pool(engines: Any) -> None:
+    one = engines()
+    one.compute(list(range(40)))
+    saved = one.contents()
+    one.compute(list(range(100, 148)))  # takes every block
+    one.tier.wait_until_saved(timeout_s=0)
+    wait_until(lambda: len(list(one.files._sizes)) >= len(saved))
+    for (pool, key), contents in saved.items():
+        assert one.files.read((pool, key), BLOCK_BYTES).tobytes() == contents
+
+
+def test_a_busy_engine_saves_in_a_hundredth_of_its_time(engines: Any) -> None:
+    one = engines()
+    one.compute(list(range(40)))
+    read = one.memory.read_blocks
+
+    def slow(pool: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
+        one.now += 0.003
+        return read(pool, blocks)
+
+    one.memory.read_blocks = slow
+    one.tier._write_s = 0.0
+    for _ in range(6):
+        one.tier.save_while_busy(0.1)  # 1 ms of each
+    assert len(one.tier._unsaved) == 10 - 2
+    one.tier.save_while_busy(1e9)
+    assert len(one.tier._unsaved) >= 10 - 2 - 7, "saved-up time is bounded"
+
+
+def test_blocks_that_find_the_queue_full_are_dropped_and_nobody_waits(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_tier, "_QUEUE_BYTES", 2 * BLOCK_BYTES)
+    one, may_go = engines(), threading.Event()
+    write = one.files.write
+    one.files.write = lambda *args: may_go.wait() and write(*args)  # a disk that hangs
+    one.compute(list(range(40)))
+    one.compute(list(range(100, 148)))
+    may_go.set()
+    one.save()
+    stats = one.stats()
+    assert stats.num_disk_dropped == 8 and stats.num_disk_written == 2 + 12
+
+
+def test_a_disk_that_refuses_is_not_fatal(engines: Any, caplog: pytest.LogCaptureFixture) -> None:
+    one = engines()
+
+    def refuse(*_: object) -> bool:
+        raise OSError(28, "No space left on device")
+
+    write, one.files.write = one.files.write, refuse
+    one.compute(list(range(40)))
+    one.save()
+    assert (one.stats().num_disk_dropped, caplog.text.count("No space left on device")) == (10, 1)
+    one.files.write = write
+    one.compute(list(range(200, 220)))
+    one.save()
+    assert one.stats().num_disk_written == 5
+
+
+def test_a_prompt_is_computed_where_that_is_faster(engines: Any) -> None:
+    first = engines()
+    first.compute(list(range(22)))
+    first.save()
+    second = engines()
+    second.cost.observe_read(1, 100.0)  # such a disk takes a day
+    assert second.tier.fetch(request(list(range(22)))) is None
+    second.cost._read_s_per_byte = 0.0
+    assert second.tier.fetch(request(list(range(22)), prompt_logprobs=1)) is None, "the whole prompt is computed"
+    assert second.tier.fetch(request(list(range(4)))) is None, "one token is computed in any case"
+    assert second.fetched(list(range(22))) is not None
+
+
+def test_a_damaged_block_ends_the_prefix(engines: Any, tmp_path: Path) -> None:
+    first = engines()
+    seq = first.compute(list(range(22)))
+    first.save()
+    path = first.files._path((0, seq.block_hashes[3]))
+    path.write_bytes(path.read_bytes()[:-40])
+    second = engines()
+    second.fetched(list(range(22)))
+    stats = second.stats()
+    assert (stats.num_disk_hits, stats.num_disk_damaged, path.exists()) == (12, 1, False)
+    before = first.contents()
+    assert second.contents() == {name: before[name] for name in second.contents()}
+
+
+def test_a_disk_that_hangs_is_waited_for_no_longer_than_computing_takes(engines: Any) -> None:
+    first = engines()
+    first.compute(list(range(22)))
+    first.save()
+    second, began, may_go = engines(), threading.Event(), threading.Event()
+    read = second.files.read
+
+    def hang(*args: Any) -> Any:
+        began.set()
+        may_go.wait()
+        return read(*args)
+
+    second.files.read = hang
+    fetch = second.tier.fetch(request(list(range(22))))
+    assert fetch is not None and not second.tier.is_over(fetch)
+    began.wait()
+    second.now = fetch.patience_s + 1
+    assert second.tier.is_over(fetch) and second.contents() == {}
+    assert second.tier.fetch(request(list(range(22)))) is None, "and the next request does not wait at all"
+    may_go.set()
+    wait_until(lambda: not second.tier._hangs())
+    assert second.fetched(list(range(22))) is not None, "until it answers again"
+
+
+def test_what_is_forgotten_does_not_come_back(engines: Any) -> None:
+    one = engines()
+    one.compute(list(range(22)))
+    one.save()
+    other = engines()
+    fetch = other.tier.fetch(request(list(range(22))))
+    assert fetch is not None
+    other.tier.forget(removes_files=False)  # as when memory is freed: what was on its way is not put there
+    assert other.tier.is_over(fetch) and other.contents() == {}
+    assert other.fetched(list(range(22))) is not None
+    other.tier.forget(removes_files=True)
+    other.cache.forget_prefixes()
+    assert list(other.files._sizes) == [] and other.tier.fetch(request(list(range(22)))) is None
