@@ -120,14 +120,23 @@ _AMPERE = (
 _SINGLE = (Tile(32, 16, 128, 4, 3), Tile(32, 32, 64, 4, 3), Tile(32, 64, 64, 4, 3))
 
 
-@cache
 def choose_tile(
     capability: tuple[int, int], multiprocessors: int, num_rows: int, num_out: int, row_bytes: int, dtype: torch.dtype,
     unit: int, block_t: int | None = None,
 ) -> tuple[Tile, int]:  # fmt: skip
     """Return the tile for a product with a matrix of `num_out` rows of `row_bytes`, and the number of its channels that
     a program computes, a multiple of `unit`. `block_t` fixes the number of tokens of a tile."""
-    num_rows = schedule.row_class(num_rows)
+    row_class = schedule.row_class(num_rows)
+    return _tile_of_class(capability, multiprocessors, row_class, num_out, row_bytes, dtype, unit, block_t)
+
+
+@cache
+def _tile_of_class(
+    capability: tuple[int, int], multiprocessors: int, num_rows: int, num_out: int, row_bytes: int, dtype: torch.dtype,
+    unit: int, block_t: int | None,
+) -> tuple[Tile, int]:  # fmt: skip
+    """Return what `choose_tile` does for a class of rows. A choice takes 1 to 8 ms, so prompts of new lengths must find
+    those of other lengths here."""
     hopper = capability[0] in LARGE_SHARED
     if dtype is torch.float32:
         tile = next((t for t in _SINGLE if num_rows <= t.block_t), _SINGLE[-1])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from octavo.ops.triton import linear as kernels
+from octavo.ops.triton.schedule import row_class
 from tests.ops.tensors import torch_ref
 from tests.ops.triton.conftest import DEVICE, products
 
@@ -100,6 +101,14 @@ def test_tiles_hold_the_channels_that_they_are_given(rows: int, n: int) -> None:
                 tile, channels = kernels.choose_tile(*machine, rows, n, 4096 * dtype.itemsize, dtype, unit)
                 assert channels % unit == 0
                 assert 0 < channels <= tile.block_n
+
+
+def test_tiles_are_chosen_once_a_class_of_rows() -> None:
+    kernels._tile_of_class.cache_clear()
+    for rows in (*range(1, 300), *range(1900, 4000, 7)):
+        kernels.choose_tile((9, 0), 132, rows, 4096, 8192, torch.bfloat16, 8)
+    classes = {row_class(rows) for rows in (*range(1, 300), *range(1900, 4000, 7))}
+    assert kernels._tile_of_class.cache_info().misses == len(classes)
 
 
 def test_input_of_another_type_is_refused() -> None:
