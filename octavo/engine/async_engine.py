@@ -30,7 +30,7 @@ from octavo.engine.request_log import log_request
 from octavo.engine.request_stream import RequestStream, Sink
 from octavo.engine.supervisor import Supervisor
 from octavo.engine.vllm_names import refuse_kwargs
-from octavo.engine.wire import Abort, BlockMap, CacheWasReset, CoreMessage, Ready, Running, StepOutputs
+from octavo.engine.wire import Abort, BlockMap, CacheWasReset, CoreMessage, Loading, Ready, Running, StepOutputs
 from octavo.errors import EngineStoppingError, OctavoError, RequestError
 from octavo.loading.tokenizer import load_tokenizer
 from octavo.logs import configure_logging
@@ -85,15 +85,18 @@ class AsyncLLMEngine(EngineCalls):
         logs_requests: bool = False,
         max_log_len: int | None = None,
         inputs: InputProcessor | None = None,
+        on_loading: Callable[[int, float], None] | None = None,
         on_loss: Callable[[], None] | None = None,
         find_other: Callable[[EngineRequest], AsyncLLMEngine | None] | None = None,
         make_core: Callable[[EngineConfig, CoreProcess | None], Core] | None = None,
     ) -> None:
-        """`Supervisor` explains restarts, timeouts and `make_core`. The engines of one server share one `inputs`. The
-        engine calls `on_loss` when the core, and so its cache, is gone. It calls `find_other` for each running request;
-        the result is another engine that can continue the request now, or None. With `on_engine_death` "fail" running
-        requests fail instead."""
+        """`Supervisor` explains restarts, timeouts and `make_core`. The engines of one server share one `inputs`. While
+        a core loads, the engine calls `on_loading` with its place among the host's engines and the share of the weights
+        that are loaded. The engine calls `on_loss` when the core, and so its cache, is gone. It calls `find_other` for
+        each running request; the result is another engine that can continue the request now, or None. With
+        `on_engine_death` "fail" running requests fail instead."""
         self.metrics, self._on_loss, self._find_other = metrics, on_loss, find_other
+        self._on_loading = on_loading
         self._continues = on_engine_death == "continue"
         self.stats = EngineStats()  # of the core's last step
         self.forecast = FirstTokenForecast()
@@ -511,6 +514,9 @@ class AsyncLLMEngine(EngineCalls):
                 self._control.take_block_map(message)
             case CacheWasReset():
                 self._control.cache_was_reset()
+            case Loading(share):
+                if self._on_loading is not None:
+                    self._on_loading(self.config.place, share)
             case Ready():
                 self._control.halt_again()
                 self._adapters.pin_again()

@@ -59,16 +59,21 @@ class EngineCore:
     """A scheduler and an executor. On a device that runs ahead the scheduler plans a step while the last one runs."""
 
     def __init__(
-        self, config: EngineConfig, executor: Executor | None = None, speculation: Speculation | None = None
+        self,
+        config: EngineConfig,
+        executor: Executor | None = None,
+        speculation: Speculation | None = None,
+        on_loading: Callable[[float], None] | None = None,
     ) -> None:
-        """Tests pass an executor and a speculation of their own."""
+        """`on_loading` is called with the share of the weights that are loaded. Tests pass an executor and a
+        speculation of their own."""
         weights: Future[str] | None = None
         if config.cache.disk is not None:
             weights = _identify_weights(config, config.cache.disk)  # while they are loaded
         if executor is None:
             from octavo.execution.executor import make_executor  # late: it imports kernels
 
-            executor = make_executor(config)
+            executor = make_executor(config, on_loading)
         self.executor = executor
         cache = KVCacheManager(
             executor.cache_groups, executor.num_blocks, config.cache.block_size, executor.num_host_blocks,

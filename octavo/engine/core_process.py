@@ -30,6 +30,7 @@ from octavo.engine.wire import (
     Failed,
     GetBlockMap,
     LoadAdapter,
+    Loading,
     Ready,
     ResetCache,
     Running,
@@ -85,7 +86,7 @@ def main() -> None:
 
 
 def _run(args: CoreProcessArgs, phases: Phases, receiver: zmq.Socket[bytes], sender: zmq.Socket[bytes]) -> None:
-    core = EngineCore(args.config)
+    core = EngineCore(args.config, on_loading=_LoadingReport(sender))
     from octavo.execution.executor import MultiprocExecutor
 
     gc.freeze()  # from here on collections scan only newer objects
@@ -113,6 +114,18 @@ def _run(args: CoreProcessArgs, phases: Phases, receiver: zmq.Socket[bytes], sen
         if isinstance(executor, MultiprocExecutor):  # a worker may have died, which `_die` reports
             threading.Event().wait(_LOSS_S)
         raise
+
+
+class _LoadingReport:
+    """Sends the share of the weights that are loaded, at most fifty times in a start."""
+
+    def __init__(self, sender: zmq.Socket[bytes]) -> None:
+        self._sender, self._sent = sender, 0.0
+
+    def __call__(self, share: float) -> None:
+        if share - self._sent >= 0.02 or share == 1:
+            self._sent = share
+            self._sender.send(encode_message(Loading(share)))
 
 
 def _serve(core: EngineCore, receiver: zmq.Socket[bytes], sender: zmq.Socket[bytes]) -> None:

@@ -82,6 +82,12 @@ class Running(msgspec.Struct, tag="running"):
     request_ids: list[str]
 
 
+class Loading(msgspec.Struct, tag="loading"):
+    """What share of the model's weights the core has loaded, from 0 to 1."""
+
+    share: float
+
+
 class Ready(msgspec.Struct, tag="ready"):
     """The core has loaded its model and takes requests."""
 
@@ -116,7 +122,7 @@ class Leaving(msgspec.Struct, tag="leaving"):
 
 
 FrontendMessage = EngineRequest | Abort | GetBlockMap | ResetCache | SetPaused | LoadAdapter | UnloadAdapter
-CoreMessage = StepOutputs | Running | Ready | Failed | BlockMap | CacheWasReset | Leaving
+CoreMessage = StepOutputs | Running | Loading | Ready | Failed | BlockMap | CacheWasReset | Leaving
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_frontend_message = msgspec.msgpack.Decoder(FrontendMessage).decode

@@ -109,14 +109,15 @@ class LocalExecutor:
         device: Device | None = None,
         ops: Ops | None = None,
         worker_group: WorkerGroup = ALONE,
+        on_loading: Callable[[float], None] | None = None,
     ) -> None:
-        """Device and operations follow from `config.device`; tests pass their own. Raises `LoadError` or `ConfigError`
-        if model or cache do not fit."""
+        """Device and operations follow from `config.device`; tests pass their own. `on_loading` is called with the
+        share of the weights that are loaded. Raises `LoadError` or `ConfigError` if model or cache do not fit."""
         phases = Phases()
         if device is None or ops is None:
             device, ops = _open_device(config, worker_group)
         phases.end("kernels")
-        self.worker = worker = Worker(config, device, ops, phases, worker_group)
+        self.worker = worker = Worker(config, device, ops, phases, worker_group, on_loading)
         self.runs_ahead, self.num_stages = device.runs_ahead, worker_group.worker_rank.num_stages
         self.cache_groups = worker.groups
         self.max_model_len = worker.max_model_len
@@ -165,13 +166,13 @@ class LocalExecutor:
 class MultiprocExecutor(LocalExecutor):
     """The first of several workers; the others compute the same plans."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, on_loading: Callable[[float], None] | None = None) -> None:
         model = config.model
         description = describe(model.checkpoint.config, model.impl, model.code_folder, model.pooling)
         self.worker_group = Leader(config, description)
         self._has_drafter = config.draft is not None  # then the worker sends plans, with its draft tokens
         try:
-            super().__init__(config, worker_group=self.worker_group)
+            super().__init__(config, worker_group=self.worker_group, on_loading=on_loading)
             self.worker_group.wait_until_ready()
         except BaseException as error:
             self.worker_group.abandon(str(error))
@@ -220,14 +221,16 @@ class _LastStage:
         return self._submit().result()
 
 
-def make_executor(config: EngineConfig) -> LocalExecutor:
+def make_executor(config: EngineConfig, on_loading: Callable[[float], None] | None = None) -> LocalExecutor:
     """Return an executor with the configured workers. Raises as `LocalExecutor` does."""
     if config.nodes.rank:
         raise ConfigError(
             f"--node-rank {config.nodes.rank} has no engine of its own: run `octavo serve --headless` there."
         )
     num_workers = config.tensor_parallel_size * config.pipeline_parallel_size
-    return LocalExecutor(config) if num_workers == 1 else MultiprocExecutor(config)
+    if num_workers == 1:
+        return LocalExecutor(config, on_loading=on_loading)
+    return MultiprocExecutor(config, on_loading)
 
 
 def _open_device(config: EngineConfig, worker_group: WorkerGroup) -> tuple[Device, Ops]:

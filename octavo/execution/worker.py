@@ -64,12 +64,19 @@ class Worker:
     """Loads a model, sizes its cache and captures its steps. `phases` records how long each takes."""
 
     def __init__(
-        self, config: EngineConfig, device: Device, ops: Ops, phases: Phases, worker_group: WorkerGroup = ALONE
+        self,
+        config: EngineConfig,
+        device: Device,
+        ops: Ops,
+        phases: Phases,
+        worker_group: WorkerGroup = ALONE,
+        on_loading: Callable[[float], None] | None = None,
     ) -> None:
         self._config, self._device, self._ops, self._worker_group = config, device, ops, worker_group
         model_config, limits = config.model, config.scheduler
         description, weights = self._open(model_config, phases, worker_group.worker_rank)
         self._description, self._own_layers = description, description.caches_of(description.stage)
+        weights.on_taken = on_loading
         compiling = self._compile_ahead(description, weights, ops)
         adapted = self._with_adapters(ops)
         model = self._load(description, weights, ops if adapted is None else adapted.as_ops(), phases)

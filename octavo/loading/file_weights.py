@@ -6,6 +6,7 @@ memory-mapped files until they are taken, so that loading needs memory for the m
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -109,6 +110,7 @@ class FileWeights(Weights):
         super().__init__(dtype, quantization)
         self._tensors, self._mapped, self._source = tensors, mapped, source
         self._left = dict.fromkeys(tensors)
+        self._num_taken, self._num_elements = 0, sum(math.prod(tensor.shape) for tensor in tensors.values())
         self._tied = tied
 
     def __contains__(self, name: str) -> bool:
@@ -138,7 +140,7 @@ class FileWeights(Weights):
                 f"{list(shape)}."
             )
         self.stored_format(name)
-        self._left.pop(self._stored_name(name), None)
+        self._mark_taken(name, tensor)
         return tensor.read()
 
     def take_integers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.int64]:
@@ -149,8 +151,15 @@ class FileWeights(Weights):
                 f"{self._source}: tensor {name} has the shape {list(tensor.shape)} and type {tensor.format}; "
                 f"{list(shape)} integers are expected."
             )
-        self._left.pop(self._stored_name(name), None)
+        self._mark_taken(name, tensor)
         return found.astype(np.int64)
+
+    def _mark_taken(self, name: str, tensor: FileTensor) -> None:
+        if self._left.pop(self._stored_name(name), False) is False:
+            return  # it was taken before
+        self._num_taken += math.prod(tensor.shape)
+        if self.on_taken is not None:
+            self.on_taken(self._num_taken / self._num_elements)
 
     def _stored_name(self, name: str) -> str:
         """Return the name of a tensor in the files. Older checkpoints were written from the model's first module, so

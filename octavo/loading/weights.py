@@ -29,6 +29,7 @@ class Weights:
     """
 
     position_bytes = 0  # bytes of the model's tables for each position that a sequence may have
+    on_taken: Callable[[float], None] | None = None  # called with the share of the checkpoint's elements that are taken
 
     def __init__(self, dtype: str, quantization: str | None) -> None:
         self._dtype, self._quantization = dtype, quantization

@@ -51,6 +51,17 @@ def _all_equal(checkpoint: Checkpoint, expected: dict[str, torch.Tensor], dtype:
         assert np.array_equal(taken[name], _numpy(tensor, dtype)), name
 
 
+def test_weights_tell_what_share_of_them_is_taken(hf_folder: Path, hf_tensors: HfTensors) -> None:
+    shares: list[float] = []
+    weights, sizes = _open(resolve(str(hf_folder))), {name: tensor.numel() for name, tensor in hf_tensors().items()}
+    weights.on_taken = shares.append
+    for name, tensor in hf_tensors().items():
+        for _ in range(2):  # a tensor that is taken again counts once
+            weights.take(name, tuple(tensor.shape))
+    assert shares == pytest.approx(np.cumsum(list(sizes.values())) / sum(sizes.values()))
+    assert shares[-1] == 1
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("file_format", ["safetensors", "pt", "pt before torch 1.6", "gguf"])
 def test_every_format_yields_the_same_tensors(

@@ -20,21 +20,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from octavo.config import AsyncEngineArgs, EngineConfig
+from octavo.config import AsyncEngineArgs
 from octavo.engine.core_client import CoreProcess
-from octavo.engine.wire import Ready
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError, OctavoError
-from octavo.logs import JSON, configure_logging
+from octavo.logs import configure_logging
 from octavo.metrics.log_line import LogLine
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.phases import Phases
 from octavo.processes import allow_files, event_loop_factory
 from octavo.variables import COUNTERPARTS, HARMLESS
-from octavo.version import __version__
 
 if TYPE_CHECKING:
     from octavo.engine.engine_client import EngineClient
+    from octavo.entrypoints.http.start_display import StartDisplay
 
 logger = logging.getLogger("octavo.server")
 
@@ -50,6 +49,7 @@ class _Started(NamedTuple):
     args: ServerArgs
     sock: socket.socket
     phases: Phases
+    display: StartDisplay
 
 
 def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
@@ -117,7 +117,9 @@ def _start(engine_args: AsyncEngineArgs, args: ServerArgs) -> Iterator[_Started]
         phases.end("configuration")
         from octavo.engine.engine_client import make_engine
         from octavo.entrypoints.chat.chat_template import compile_chat_template
+        from octavo.entrypoints.http.start_display import StartDisplay
 
+        display = StartDisplay(config, args, sock)
         engine = make_engine(
             config,
             metrics=metrics,
@@ -126,12 +128,14 @@ def _start(engine_args: AsyncEngineArgs, args: ServerArgs) -> Iterator[_Started]
             on_engine_death=args.on_engine_death,
             step_timeout_s=args.engine_step_timeout or None,
             ready_timeout_s=args.engine_ready_timeout or None,
+            on_loading=display.show_loading,
         )
         compile_chat_template(engine.tokenizer)
         phases.end("tokenizer")
         try:
-            yield _Started(engine, metrics, args, sock, phases)
+            yield _Started(engine, metrics, args, sock, phases, display)
         finally:
+            display.clear()
             engine.shutdown()
 
 
@@ -186,7 +190,7 @@ def collect_rarely() -> None:
 
 
 async def _serve(started: _Started) -> None:
-    engine, metrics, args, sock, phases = started
+    engine, metrics, args, sock, phases, display = started
     from octavo.entrypoints.http.uvicorn_server import HttpServer
 
     server = HttpServer(engine, args)
@@ -198,7 +202,7 @@ async def _serve(started: _Started) -> None:
         ready = await engine.wait_ready()
         phases.end("wait for core")
         metrics.record_startup("server", phases.seconds)
-        _show_banner(engine.config, ready, args, sock, phases.total)
+        display.show_ready(engine.config, ready, phases.total)
         log_lines = [
             asyncio.create_task(
                 LogLine(one, time.monotonic(), f"engine {one.engine}: " if len(metrics.of_engines) > 1 else "").run(
@@ -296,34 +300,3 @@ def start_prometheus(args: ServerArgs) -> Any:
     except OSError as error:
         raise ConfigError(f"cannot listen at --prometheus-port {args.prometheus_port}: {error.strerror}.") from None
     return registry
-
-
-def _show_banner(config: EngineConfig, ready: Ready, args: ServerArgs, sock: socket.socket, seconds: float) -> None:
-    """Show what is served, how much it can hold, and its address."""
-    model = config.model
-    num_slots = ready.num_blocks * ready.block_size
-    host, port = ("", 0) if args.uds is not None else sock.getsockname()[:2]
-    shown_host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    scheme = "https" if args.ssl_certfile else "http"
-    if model.pooling is not None:
-        takes = f"texts of up to {model.max_model_len:,} tokens"
-        holds = f"gives {' and '.join(model.pooling.tasks)}, {model.pooling.size} numbers each"
-    else:
-        takes = f"{model.max_model_len:,} tokens of prompt and output together"
-        holds = (
-            f"{ready.num_blocks:,} blocks of {ready.block_size} = {num_slots:,} tokens: "
-            f"{num_slots / model.max_model_len:.1f} requests of full length"
-        )
-    lines = {
-        "model": f"{', '.join(model.served_model_names)} ({model.checkpoint.format}, {model.dtype}, {config.device})",
-        "context": takes,
-        "KV cache" if model.pooling is None else "vectors": holds,
-        "API": f"{scheme}://{shown_host}:{port}{args.root_path}/v1" if args.uds is None else f"{args.uds}, path /v1",
-    }
-    title = f"Octavo {__version__}, ready in {seconds:.1f} s"
-    if args.log_format == JSON:
-        logger.info(title, extra={"ready": lines})
-        return
-    print(title, flush=True)
-    for name, text in lines.items():
-        print(f"  {name:<9} {text}", flush=True)
