@@ -281,8 +281,7 @@ class Clients:
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("num_clients", "num_changes", "num_broken"),
-    [(8, 2, 0), pytest.param(64, 10, 4, marks=pytest.mark.timeout(1200))],
+    ("num_clients", "num_changes", "num_broken"), [(8, 2, 0), pytest.param(64, 10, 4, marks=pytest.mark.timeout(1200))]
 )
 def test_no_request_fails_while_servers_change(
     site: Site, tmp_path: Path, tiny_tokenizer: Path, num_clients: int, num_changes: int, num_broken: int

@@ -16,10 +16,13 @@ from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
 from octavo.kv_cache import disk_tier
 from octavo.step_cost import StepCostModel
+from tests.engine.disk_cache_kills import LIMIT_BYTES, kill_engines
 from tests.models.small_latent import LATENT_MODELS
 from tests.models.small_models import MODELS, VOCAB
 from tests.models.small_recurrent import RECURRENT_MODELS
 
+NUM_KILLS = 20  # `benchmarks/cache_tiers.py kills` does more
+PART_BYTES = 2 * 4096  # of the block that is being written: page and checksum
 ALL = MODELS | LATENT_MODELS | RECURRENT_MODELS
 DOCUMENT = torch.randint(3, VOCAB, (70,), generator=torch.Generator().manual_seed(0)).tolist()
 PROMPTS = [DOCUMENT, [*DOCUMENT[:41], 7, 9, 11]]
@@ -192,3 +195,14 @@ def test_a_damaged_note_of_the_weights_is_not_believed(model: Any, tmp_path: Pat
         note.write_text(json.dumps("x"))
     second = model("qwen3")
     assert num_found(second) == 64
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_engines_that_are_killed_leave_no_wrong_block_and_no_lost_room(tmp_path: Path, tiny_tokenizer: Path) -> None:
+    folder = tmp_path / "model"
+    MODELS["qwen3"].save(MODELS["qwen3"].reference(seed=2), folder)
+    found = list(kill_engines(str(folder), str(tiny_tokenizer), tmp_path / "disk", NUM_KILLS))
+    assert [(one["wrong"], one["damaged"], one["left"]) for one in found] == [(0, 0, 0)] * NUM_KILLS
+    assert all(one["bytes"] <= LIMIT_BYTES + PART_BYTES for one in found)
+    assert sum(one["blocks"] for one in found) > 0 and sum(one["cached"] for one in found[1:]) > 0
