@@ -42,9 +42,9 @@ class _Completion:
 
     __slots__ = (
         "_detokenizer", "_final_check", "_has_ranks", "_min_tokens", "_num_hidden", "_num_kept", "_num_read",
-        "_shows_stop_token", "_stop", "cumulative_logprob", "error", "finish_reason", "index", "is_end_sent", "last_token_time", "logprobs",
-        "num_accepted_prediction_tokens", "num_held_back", "num_rejected_prediction_tokens", "num_sent_chars",
-        "num_sent_tokens", "stop_reason", "text", "token_ids",
+        "_shows_stop_token", "_stop", "cumulative_logprob", "error", "finish_reason", "index", "is_end_sent",
+        "last_token_time", "logprobs", "num_accepted_prediction_tokens", "num_held_back",
+        "num_rejected_prediction_tokens", "num_sent_chars", "num_sent_tokens", "stop_reason", "text", "token_ids",
     )  # fmt: skip
 
     def __init__(self, request: EngineRequest, index: int, tokenizer: ModelTokenizer) -> None:
