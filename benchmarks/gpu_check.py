@@ -1,14 +1,20 @@
 """Everything about the GPU backend that only a GPU can tell: `scripts/gpu-check` prepares what this needs and runs it.
 
-    python benchmarks/gpu_check.py [PART ...] [--results FOLDER] [--limit-s 450] [--smoke]
+    python benchmarks/gpu_check.py [quick | kernels | rest | PART ...] [--results FOLDER] [--limit-s 450]
+                                   [--total-s 480] [--smoke]
 
-Parts, each of which takes less than eight minutes on a machine that has never compiled a kernel: `kernels` (their tests
-on the device, and a request's bits alone, among others, in chunks, preempted), `parity` (answers of a GPU and of the
-CPU on the same random weights, for every family), `pooling` (the same of models that pool, and texts a second),
-`parallel` (several GPUs, where there are some, that share a model or have one each: the answers of one, the same bits
-in two runs, the end of a worker, steps, exchanges, output of engines), `model` (an 8B-shaped model: decode, prefill,
-where a step's time goes), `adapters` (what they add to such a model's steps), `transformers` (the same work on the same
-device), `start` (with an empty cache of kernels, and again), `serve` (over HTTP, by `octavo bench serve`).
+`quick` is what to know first, in at most eight minutes on a machine that has never compiled a kernel: `rates` of the
+device, `rows` (bits of a row of each product, alone and among others), `answers` (one engine from end to end, and the
+CPU's), then an 8B-shaped model in `bfloat16`, `fp8` and `int4`, output over `http`, and `experts`. `rest` is what
+neither `quick` nor `kernels` has.
+
+Other parts, each of which takes less than eight minutes on such a machine: `kernels` (their tests on the device, and a
+request's bits alone, among others, in chunks, preempted), `parity` (answers of a GPU and of the CPU on the same random
+weights, for every family), `pooling` (the same of models that pool, and texts a second), `parallel` (several GPUs,
+where there are some, that share a model or have one each: the answers of one, the same bits in two runs, the end of a
+worker, steps, exchanges, output of engines), `model` (an 8B-shaped model: decode, prefill, where a step's time goes),
+`adapters` (what they add to such a model's steps), `transformers` (the same work on the same device), `start` (with an
+empty cache of kernels, and again), `serve` (over HTTP, by `octavo bench serve`).
 
 Each part is a process of its own. What it finds is in FOLDER/PART.json as soon as it is found, what it prints in
 FOLDER/PART.log, and FOLDER/page.md has predictions, measurements and their ratios of all parts so far: parts may be run
@@ -37,21 +43,27 @@ from typing import Any, BinaryIO
 
 import torch
 from gpu_checks.correctness import kernels, parity
-from gpu_checks.engines import HAS_GPU, Row
+from gpu_checks.engines import HAS_GPU, Row, whatever_fails
 from gpu_checks.parallel import parallel
 from gpu_checks.pooling import pooling
+from gpu_checks.quick import QUICK, planned_s
 from gpu_checks.serving import ready, serve, start
 from gpu_checks.speed import COPY, PRODUCT, adapters, model, transformers
-from gpu_limits import LLAMA_3_1_8B, Limits
+from gpu_limits import LLAMA_3_1_8B, Limits, quick_rows
 from gpu_limits import rows as predicted_rows
 
 from octavo.models.registry import describe
 from octavo.ops.triton.schedule import MACHINES
 
 PARTS: dict[str, Callable[[bool], Iterator[Row]]] = {
+    **{name: part.rows for name, part in QUICK.items()},
     "kernels": kernels, "parity": parity, "pooling": pooling, "parallel": parallel, "model": model,
     "adapters": adapters, "transformers": transformers, "start": start, "serve": serve,
 }  # fmt: skip
+COMMANDS = {
+    "quick": list(QUICK), "kernels": ["kernels"], "rest": [part for part in PARTS if part not in (*QUICK, "kernels")]
+}  # fmt: skip
+_QUICK_S = 480.0
 
 
 def device_name() -> str:
@@ -77,26 +89,42 @@ def read_parts(results: Path) -> list[dict[str, Any]]:
 
 @cache
 def predictions(device: str, copy_gbs: float, tflops: float) -> dict[str, float]:
+    """Of every row that has one, by its name, at rates that were measured."""
     known = MACHINES["a100" if "A100" in device else "h200" if "H200" in device else "h100"]
     machine = replace(known, copy_gbs=copy_gbs, tflops=tflops)
-    return {what: value for what, _, value in predicted_rows(Limits(describe(LLAMA_3_1_8B), machine))}
+    rows = {what: value for what, _, value in predicted_rows(Limits(describe(LLAMA_3_1_8B), machine))}
+    rates = {COPY: known.copy_gbs, PRODUCT: known.tflops}  # of such devices: less says that something else runs
+    return rates | rows | quick_rows(machine)
+
+
+def predicted_from(parts: list[dict[str, Any]]) -> dict[str, float]:
+    """Predictions for the device and the rates of `parts`; of those without a GPU, which predict nothing, an H100's."""
+    measured = {what: value for part in parts for what, _, value in part["rows"]}
+    if not {COPY, PRODUCT} <= measured.keys():
+        return {}
+    device = next((part["device"] for part in parts if part["device"] != "no GPU"), None)
+    if device is None:
+        return predictions("H100", MACHINES["h100"].copy_gbs, MACHINES["h100"].tflops)
+    return predictions(device, float(measured[COPY]), float(measured[PRODUCT]))
+
+
+def beside(predicted: dict[str, float], what: str, value: str) -> tuple[str, str]:
+    """A row's prediction and what was measured over it; empty where there is none."""
+    if (expected := predicted.get(what)) is None or value.startswith("FAILED"):
+        return "", ""
+    return f"{expected:.1f}", f"{float(value) / expected:.2f}"
 
 
 def page(parts: list[dict[str, Any]]) -> str:
-    """Markdown. Predictions are for the rates that were measured."""
-    measured = {what: value for part in parts for what, _, value in part["rows"]}
-    predicted: dict[str, float] = {}
-    on_gpu = [part["device"] for part in parts if part["device"] != "no GPU"]
-    if {COPY, PRODUCT} <= measured.keys() and on_gpu:
-        predicted = predictions(on_gpu[0], float(measured[COPY]), float(measured[PRODUCT]))
+    """Markdown."""
+    predicted = predicted_from(parts)
     lines = []
     for part in parts:
         lines += [f"## {part['part']}: {part['state']}", "", f"On {part['device']}.", ""]
         lines += ["| | predicted | measured | ratio | |", "|---|---|---|---|---|"]
         for what, unit, value in part["rows"]:
-            expected = predicted.get(what)
-            cells = ["", ""] if expected is None else [f"{expected:.1f}", f"{float(value) / expected:.2f}"]
-            lines.append(f"| {what} | {cells[0]} | {value} | {cells[1]} | {unit} |")
+            expected, ratio = beside(predicted, what, value)
+            lines.append(f"| {what} | {expected} | {value} | {ratio} | {unit} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -115,6 +143,8 @@ def run_part(part: str, results: Path, smoke: bool, limit_s: float) -> bool:
     """In a process of its own -> whether it came to its end. What it prints goes to its log too."""
     (results / f"{part}.json").unlink(missing_ok=True)
     command = [sys.executable, "-u", __file__, "--part", part, "--results", str(results)]
+    # Quick's engines run the kernels themselves where there is no GPU.
+    environment = os.environ | ({"TRITON_INTERPRET": "1"} if part in QUICK and not HAS_GPU else {})
     begun = time.monotonic()
     seen = -1
     with ExitStack() as stack:
@@ -124,7 +154,7 @@ def run_part(part: str, results: Path, smoke: bool, limit_s: float) -> bool:
         # A session of its own, so that what it has started ends with it.
         child = subprocess.Popen(
             [*command, *(["--smoke"] if smoke else [])], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            start_new_session=True,
+            start_new_session=True, env=environment,
         )  # fmt: skip
         timer = Timer(limit_s, lambda: os.killpg(child.pid, signal.SIGKILL))
         timer.start()
@@ -150,35 +180,54 @@ def run_part(part: str, results: Path, smoke: bool, limit_s: float) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"quick, kernels, rest, or of {', '.join(PARTS)}; default: all"
+    )
     parser.add_argument("--results", type=Path, default=Path("gpu-check-results"))
     parser.add_argument("--limit-s", type=float, default=450, help="of each part, which is ended then")
+    parser.add_argument("--total-s", type=float, help="of all parts together; quick alone: 480")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # in a process of its own
     parser.add_argument("--ready", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if unknown := set(args.parts) - set(PARTS):
-        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if unknown := set(args.parts) - {*PARTS, *COMMANDS}:
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join((*COMMANDS, *PARTS))}")
     if not HAS_GPU and not args.smoke:
         parser.error("there is no CUDA device; --smoke shows that the check itself works")
     if args.ready:
         ready(args.smoke)
         return 0
     if args.part:
-        rows: list[Row] = []
-        for row in PARTS[args.part](args.smoke):
-            rows.append(row)
-            write_part(args.results, args.part, rows, "under way")
-            print(*row, flush=True)
-        return int(any(value.startswith("FAILED") for _, _, value in rows))
+        return show_part(args.part, args.results, args.smoke)
     args.results.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TRITON_CACHE_DIR", str(args.results.absolute() / "triton"))
-    parts = args.parts or list(PARTS)
-    failed = [part for part in parts if not run_part(part, args.results, args.smoke, args.limit_s)]
+    parts = list(dict.fromkeys(part for each in args.parts or COMMANDS for part in COMMANDS.get(each, [each])))
+    total_s = args.total_s or (_QUICK_S if args.parts == ["quick"] else float("inf"))
+    begun, failed = time.monotonic(), []
+    if planned := {part: seconds for part, seconds in planned_s().items() if part in parts}:
+        told = ", ".join(f"{part} {seconds:.0f}" for part, seconds in planned.items())
+        print(f"== expected with 16 cores and nothing compiled, in s: {told}; in all {sum(planned.values()):.0f}")
+    for part in parts:
+        left_s = total_s - (time.monotonic() - begun)
+        if left_s <= 0 or not run_part(part, args.results, args.smoke, min(args.limit_s, left_s)):
+            failed.append(part)
     print(page(read_parts(args.results)))
     if failed:
-        print(f"failed: {', '.join(failed)}")
+        print(f"failed, or left out for time: {', '.join(failed)}")
     return 1 if failed else 0
+
+
+def show_part(part: str, results: Path, smoke: bool) -> int:
+    """Run a part in this process: keep and print each row as it is found, with its prediction beside."""
+    rows: list[Row] = []
+    before = [other for other in read_parts(results) if other["part"] != part]
+    for what, unit, value in whatever_fails(part, PARTS[part](smoke)):
+        rows.append((what, unit, value))
+        write_part(results, part, rows, "under way")
+        predicted = predicted_from([*before, {"device": device_name(), "rows": rows}])
+        expected, ratio = beside(predicted, what, value)
+        print(what, unit, value, f"(predicted {expected}, {ratio} of it)" if expected else "", flush=True)
+    return int(any(value.startswith(("FAILED", "DIFFER", "NO")) for _, _, value in rows))
 
 
 if __name__ == "__main__":

@@ -34,8 +34,20 @@ LLAMA_3_1_8B: dict[str, Any] = {
     },
 }  # fmt: skip
 
+# Twelve of the 48 layers of Qwen3-30B-A3B.
+QWEN3_EXPERTS: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+    "moe_intermediate_size": 768, "num_hidden_layers": 12, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "mlp_only_layers": [],
+    "max_position_embeddings": 40960, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": 2, "dtype": "bfloat16",
+}  # fmt: skip
+# Bits of a weight with its scales, by what `scripts/gpu-check quick` calls the kind.
+WEIGHT_BITS = {"bfloat16": 16.0, "fp8": 8.0, "int4": 4.5}
+
 # Of a step, beside its layers: its inputs resolved, the plan, embedding, rows, norm, argmax, what is kept and copied.
 KERNELS_PER_STEP = 14
+KERNELS_PER_EXPERTS_LAYER = 45  # some thirty of which group rows by expert
 SMALL_KERNEL_S = 2.0e-6  # loads that wait for memory once or twice, and a store
 # The matrix rate that prefill's products reach of a large product's, and attention's beside it.
 PREFILL_SHARE, PREFILL_ATTENTION_SHARE = 0.70, 0.45
@@ -182,9 +194,11 @@ class Kernel:
 
 
 class Limits:
-    """Times in seconds. Elements have two bytes; all layers are as the first."""
+    """Times in seconds. Weights are of a kind of `WEIGHT_BITS`, other elements have two bytes; all layers are as the
+    first."""
 
-    def __init__(self, model: ModelDescription, machine: Machine) -> None:
+    def __init__(self, model: ModelDescription, machine: Machine, weights: str = "bfloat16") -> None:
+        self.weights = weights
         self.machine, self.num_layers, self.hidden_size = machine, len(model.layers), model.hidden_size
         embedding = self.output_elements = model.vocab_size * model.hidden_size
         # A step reads a row or so of the embedding, and all of the output matrix.
@@ -205,12 +219,12 @@ class Limits:
 
     def weights_s(self) -> float:
         """Of a copy of as many bytes as the matrices have."""
-        return 2 * self.matrix_elements / (self.machine.copy_gbs * 1e9)
+        return WEIGHT_BITS[self.weights] / 8 * self.matrix_elements / (self.machine.copy_gbs * 1e9)
 
     def decode_kernels(self, batch: int, context: int) -> list[Kernel]:
         """One token each for `batch` sequences of `context` tokens."""
         found = [
-            Kernel(name, launches, _product_s(self.machine, batch, num_out, num_in))
+            Kernel(name, launches, _product_s(self.machine, batch, num_out, num_in, self.weights))
             for name, (num_out, num_in, launches) in self.products.items()
         ]
         row_s = batch * self.hidden_size * 2 / (self.machine.copy_gbs * 1e9)
@@ -240,6 +254,7 @@ class Limits:
         """`num_tokens` of prompts that see `context` keys on average."""
         products, attention = self.prefill_operations(num_tokens, context)
         rate = self.machine.tflops * 1e12
+        products /= 2 if self.weights == "fp8" else 1  # which the tensor cores multiply twice as fast
         return products / (rate * PREFILL_SHARE) + attention / (rate * PREFILL_ATTENTION_SHARE)
 
     def prefill_share(self, num_tokens: int, context: int, seconds: float) -> float:
@@ -253,15 +268,58 @@ class Limits:
 
 
 @cache
-def _product_s(machine: Machine, num_rows: int, num_out: int, num_in: int) -> float:
-    """With the tile that the kernel chooses."""
+def _product_s(machine: Machine, num_rows: int, num_out: int, num_in: int, weights: str = "bfloat16") -> float:
+    """With the tile that the kernel chooses; four bits are followed in the tiles of bfloat16, which have as many
+    channels."""
     import torch
 
     from octavo.ops.triton.linear import choose_tile
 
     capability = (9, 0) if machine.is_hopper else (8, 0)
-    tile, channels = choose_tile(capability, machine.multiprocessors, num_rows, num_out, 2 * num_in, torch.bfloat16, 8)
-    return schedule.product_s(machine, num_rows, num_out, 2 * num_in, tile, channels)
+    dtype = torch.float8_e4m3fn if weights == "fp8" else torch.bfloat16
+    tile, channels = choose_tile(
+        capability, machine.multiprocessors, num_rows, num_out, dtype.itemsize * num_in, dtype, 8
+    )  # fmt: skip
+    row_bytes = int(num_in * WEIGHT_BITS[weights] / 8)
+    # The model counts two operations for two bytes of bfloat16, and of FP8 at twice the rate.
+    machine = replace(machine, tflops=machine.tflops * row_bytes / (dtype.itemsize * num_in))
+    return schedule.product_s(machine, num_rows, num_out, row_bytes, tile, channels)
+
+
+def quick_rows(machine: Machine) -> dict[str, float]:
+    """What `scripts/gpu-check quick` measures -> prediction."""
+    found: dict[str, float] = {}
+    for kind in WEIGHT_BITS:
+        limits = Limits(describe(LLAMA_3_1_8B), machine, kind)
+        found[f"{kind}: engine core ready"] = 15.0
+        for batch in (1, 32, 128):
+            found[f"{kind}: decode step, {batch} streams"] = 1e3 * limits.decode_step_s(batch, 576)
+            found[f"{kind}: output, {batch} streams, 512 in, 128 out"] = limits.output_rate(batch, 512, 128)
+            if kind == "bfloat16":
+                found[f"http: served: output, {batch} at once"] = limits.output_rate(batch, 512, 128)
+        for length in (512, 4096):
+            # A prompt reads all weights, however short it is.
+            seconds = max(limits.prefill_s(length, length // 2), limits.decode_step_s(1, length))
+            found[f"{kind}: prompt of {length}"] = 1e3 * seconds
+        # Steps have 8,192 tokens at most, so half of 32 prompts are in the first.
+        found[f"{kind}: first token at 32 streams, median"] = 1e3 * limits.prefill_s(16 * 512, 256)
+        found[f"{kind}: first token at 32 streams, last"] = 1e3 * limits.prefill_s(32 * 512, 256)
+        found[f"{kind}: output, 256 at once, 128 in, 128 out"] = limits.output_rate(256, 128, 128)
+    found |= {f"experts: decode step, {batch} streams": 1e3 * experts_step_s(machine, batch) for batch in (1, 32, 128)}
+    return found
+
+
+def experts_step_s(machine: Machine, batch: int) -> float:
+    """Return the seconds of a decode step of `QWEN3_EXPERTS`: weights of the experts that a batch reaches, at the rate
+    of a copy, and launches."""
+    config = QWEN3_EXPERTS
+    hidden, layers, num_experts = config["hidden_size"], config["num_hidden_layers"], config["num_experts"]
+    reached = num_experts * (1 - (1 - config["num_experts_per_tok"] / num_experts) ** batch)
+    attention = hidden * config["head_dim"] * 2 * (config["num_attention_heads"] + config["num_key_value_heads"])
+    experts = reached * 3 * hidden * config["moe_intermediate_size"]
+    elements = layers * (attention + experts) + config["vocab_size"] * hidden
+    launches = KERNELS_PER_EXPERTS_LAYER * layers + KERNELS_PER_STEP
+    return 2 * elements / (machine.copy_gbs * 1e9) + launches * (SMALL_KERNEL_S + machine.between_s)
 
 
 def rows(limits: Limits) -> list[tuple[str, str, float]]:

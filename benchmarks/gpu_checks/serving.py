@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -48,7 +48,11 @@ def ready(smoke: bool) -> None:
 
 
 def serve(smoke: bool) -> Iterator[Row]:
-    """Output over HTTP, and the times of tokens, at some numbers of requests at once."""
+    yield from served(smoke, ((1, 2), (2, 4)) if smoke else ((1, 8), (32, 128), (128, 512), (256, 768)))
+
+
+def served(smoke: bool, loads: Sequence[tuple[int, int]]) -> Iterator[Row]:
+    """Output over HTTP, and the times of tokens, of `loads`: requests at once, and in all."""
     config = SHAPES["Llama"] if smoke else LLAMA_3_1_8B
     folder = config_folder(config)
     save_tokenizer(Path(folder), config["vocab_size"])
@@ -70,7 +74,7 @@ def serve(smoke: bool) -> Iterator[Row]:
             time.sleep(0.1)
         yield "server ready", "s", f"{time.perf_counter() - begun:.1f}"
         num_in, num_out = (24, 8) if smoke else (512, 128)
-        for at_once, prompts in ((1, 2), (2, 4)) if smoke else ((1, 8), (32, 128), (128, 512), (256, 768)):
+        for at_once, prompts in loads:
             result = Path(folder) / f"{at_once}.json"
             lengths = ["--random-input-len", str(num_in), "--random-output-len", str(num_out), "--ignore-eos"]
             load = ["--num-prompts", str(prompts), "--max-concurrency", str(at_once), "--num-warmups", str(at_once)]

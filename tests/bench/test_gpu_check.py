@@ -45,6 +45,38 @@ def test_the_check_runs_through_and_makes_a_table(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
+def test_quick_says_what_is_most_worth_knowing_first(tmp_path: Path) -> None:
+    parts = ("rates", "rows", "answers")
+    text = run("benchmarks/gpu_check.py", "--smoke", "--results", str(tmp_path), *parts, OUT=str(tmp_path))
+    assert [line for line in text.splitlines() if line.startswith("## ")] == [
+        line for part in parts for line in text.splitlines() if line.startswith(f"## {part}: done")
+    ]
+    assert "copy, read and written GB/s" in text
+    printed = [line for line in text.splitlines() if line.startswith("bfloat16 product, 8192 cubed TFLOP/s")]
+    assert all("(predicted 790.0, " in line for line in printed), "with its prediction, once both rates are known"
+    assert text.count(" same bits |") == 4
+    assert "| one engine: same bits among others |  | yes |" in text
+    assert "| one engine: greedy tokens of the CPU before a difference |  | 6 of 6 |" in text
+
+
+def test_quick_is_planned_to_take_less_than_eight_minutes() -> None:
+    program = """if True:
+        from gpu_check import COMMANDS, PARTS, predictions
+        from gpu_checks.quick import planned_s
+
+        print([sum(planned_s(cores).values()) for cores in (16, 8)], COMMANDS["quick"] == list(planned_s()))
+        print(sorted(part for parts in COMMANDS.values() for part in parts) == sorted(PARTS))
+        names = predictions("NVIDIA H100", 3000.0, 790.0)
+        print([f"{kind}: decode step, 1 streams" in names for kind in ("bfloat16", "fp8", "int4", "experts")])
+    """
+    lines = run("-c", program, PYTHONPATH=f"{ROOT / 'benchmarks'}:{ROOT}").splitlines()
+    assert lines[1:] == ["True", "[True, True, True, True]"]
+    planned, is_in_order = ast.literal_eval(lines[0].replace("] ", "], "))
+    assert max(planned) < 460 and is_in_order
+
+
+@pytest.mark.slow
+@pytest.mark.long
 def test_the_part_of_several_gpus_runs_on_several_processors(tmp_path: Path) -> None:
     text = run("benchmarks/gpu_check.py", "--smoke", "--results", str(tmp_path), "parallel")
     for layout in ("-tp 2", "-pp 2", "-dp 2"):
