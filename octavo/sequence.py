@@ -48,13 +48,14 @@ class Sequence:
     num_bypassed: int = 0  # sequences that started while it waited for room for its adapter
     num_pending_forks: int = 0  # siblings to fork off when the prompt is computed
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at its first admission
+    is_counted: bool = False  # its prompt is in the statistics of the prefix cache
     num_preemptions: int = 0
     first_scheduled_time: float = 0.0
     has_ended: bool = False  # finished, failed or aborted; steps in flight may still compute it
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     alignment: list[bytes] = field(default_factory=list)  # see `StepResult`
     beam_search: Chooser | None = None  # None: the sampler chooses its tokens
-    waits_for_beam_search: bool = False  # waits for its beam_search: not scheduled, and may lose its blocks and its row
+    is_held: bool = False  # waits for its beam_search: not scheduled, and may lose its blocks and its row
     speculated: Any = None  # state of `octavo.speculative`
     num_accepted_prediction_tokens: int = 0  # draft tokens from the request's `prediction` that were accepted
     num_rejected_prediction_tokens: int = 0  # and that were rejected
@@ -130,6 +131,7 @@ class Sequence:
             block_hashes=list(self.block_hashes),
             num_registered_blocks=self.num_registered_blocks,
             num_cached_tokens=self.num_cached_tokens,
+            is_counted=True,
             num_preemptions=self.num_preemptions,
             first_scheduled_time=self.first_scheduled_time,
             beam_search=self.beam_search,
@@ -139,7 +141,6 @@ class Sequence:
         """A completion that another core has begun. It goes on like a preempted one."""
         one = self.fork(index)
         one.token_ids.extend(output_token_ids)
-        one.num_preemptions += 1
         return one
 
     def output(

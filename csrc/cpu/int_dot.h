@@ -14,27 +14,30 @@ namespace {
 constexpr int kVecBytes = kLanes * 4;
 
 // Returns the start of group g's integer sum: -z times the sum of the group's elements, or 0 where codes are centred
-// before they are multiplied. Zeros of 8 and 32 are powers of two, as 128 is, so the shift is exact.
+// before they are multiplied. z is 8, 32 or 128 for codes of 4, 6 or 8 bits. For groups of 16 elements a QBlock has
+// only -128 times the sum; shifted right by 8 - kBits it is exactly -z times the sum.
 template <class F>
 inline int32_t start_of_sum(const QBlock& x, int g) {
+    static_assert(F::kBits != 6 || F::kGroupElements == 16, "a QBlock has no starts with z = 32 for groups of 32");
     if (F::kBits == 8 && kCodesAreCentred) return 0;
     if (F::kBits < 8 && F::kGroupElements == 16) return x.start_z128_by_16[g] >> (8 - F::kBits);
     if (F::kBits == 4) return x.start_z8[g];
     return F::kGroupElements == 32 ? x.start_z128[g] : x.start_z128_by_16[g];
 }
 
-// How far ahead of a single tile of vectors weights are fetched, into the second-level cache: what the tile reads fills
-// the first.
+// If a task has a single tile of vectors, it fetches weights this many bytes ahead of where it reads. They go to the
+// second-level cache, because what the tile reads fills the first.
 constexpr int kIntPrefetchBytes = 8192;
 
-// The prefetches of a tile: for each block `lines` lines of weights from `from` on, and lines of LoRA factors.
+// The prefetches of a tile: for each block `lines` lines of weights from `from` on, and lines of LoRA factors. A tile
+// calls prefetch_block exactly once for each block: FactorLines::take has counted on so many calls.
 struct Fetch {
     const char* from;
     int lines;
     Pieces& lora_factors;
     int64_t lora_lines;
 
-    inline void of_block() {
+    inline void prefetch_block() {
         for (int i = 0; i < lines; ++i, from += 64) __builtin_prefetch(from, 0, 2);
         lora_factors.fetch(lora_lines);
     }
@@ -69,8 +72,9 @@ class TileSplit {
     int64_t rows_, amx_tiles_, vector_rows_, vector_tiles_;
 };
 
-// The parts of a tile. `x` are its R rows, `b` a block of them, `acc` its float sums, `v0` the first of the V vectors
-// of outputs that are worked on together.
+// The parts of a tile. `x` are its R rows, `b` is the number of a block in them, `acc` are its float sums, `v0` is the
+// first of the V vectors of outputs that are worked on together. `step` points to codes; `s` is the number of that step
+// in the block.
 
 // Begins the sums at zero, or at the values in y.
 template <int R>
@@ -163,6 +167,7 @@ __attribute__((always_inline)) inline void dot_group(const QBlock* const* x, int
             add_step8<R, V>(x, b, step, s, sum);
         }
     }
+    // Sets without VNNI have summed in 16 bits and add the start only now (simd_pairs.h).
     if constexpr (F::kBits == 4) {
         for (int r = 0; r < R; ++r) {
             const int32_t start = start_of_sum<F>(x[r][b], g);
@@ -217,7 +222,7 @@ void int_tile(BlocksView w, int64_t blocks, const QBlock* rows, int64_t x_stride
     Vec acc[R][kVecsPerPanel];
     load_sums<R>(y, is_first, acc);
     for (int64_t b = 0; b < blocks; ++b, w.codes += w.code_stride, w.scales += w.scale_stride) {
-        fetch.of_block();
+        fetch.prefetch_block();
 #pragma GCC unroll 8
         for (int v0 = 0; v0 < kVecsPerPanel; v0 += V) {
 #pragma GCC unroll 4
@@ -255,8 +260,8 @@ __attribute__((always_inline)) inline void dot_group_i8mm(const QBlock* const* x
         for (int v = 0; v < V; ++v) {
             const Ints first = load_ints(step + v * kVecBytes);
             if constexpr (F::kBits == 4) {
-                // An output's first four codes and its next four lie side by side: eight k of two outputs are an
-                // operand.
+                // The low halves have four codes of each output, the high halves the next four. Interleaved they are
+                // operands: eight codes of each of two outputs.
                 operands[v] = interleaved(low_nibbles(first), high_nibbles(first));
             } else {
                 operands[v] = interleaved(first, load_ints(step + kStepBytes + v * kVecBytes));
@@ -285,7 +290,7 @@ void int_tile_i8mm(BlocksView w, int64_t blocks, const QBlock* rows, int64_t x_s
     Vec acc[R][kVecsPerPanel];
     load_sums<R>(y, is_first, acc);
     for (int64_t b = 0; b < blocks; ++b, w.codes += w.code_stride, w.scales += w.scale_stride) {
-        fetch.of_block();
+        fetch.prefetch_block();
         for (int v0 = 0; v0 < kVecsPerPanel; v0 += V) {
 #pragma GCC unroll 4
             for (int g = 0; g < F::kGroupsPerBlock; ++g) {
@@ -330,9 +335,10 @@ inline void add_pairs(float* y, int64_t out_rows) {
 // The sizes of a task that multiplies `task_rows` rows of the call.
 template <class F>
 struct TaskSizes {
+    // Rows of a batch share opened blocks and columns of outliers (outliers.h).
     static constexpr int kBatchRows = F::kOpenedBytes ? kOpenedRows : kOutlierRows;
 
-    int64_t rows_per_output;  // 2 if x has pairs of rows: both are rows of the product until add_pairs
+    int64_t rows_per_output;  // 2 if an input is two quantized rows (kQ16): add_pairs adds their products
     int64_t rows, x_stride;
     int64_t blocks, panel_bytes;
     int64_t epilogue_panels;
@@ -349,7 +355,7 @@ struct TaskSizes {
           blocks((args.matrix.k + kQBlock - 1) / kQBlock),
           panel_bytes(blocks * F::kBlockBytes) {
         using Split = TileSplit<typename F::OpenedFormat>;
-        // With LoRA as many panels as fit: they share the cost of finding and beginning with adapters.
+        // With LoRA an epilogue has as many panels as fit: it looks the rows' adapters up once for all of them.
         const int64_t max_vecs = args.expands ? kMaxEpilogueWidth / kLanes : kVecsPerPanel;
         epilogue_panels = epilogue_vecs(args, max_vecs) / kVecsPerPanel;
         tiles = rows / kBatchRows * Split(kBatchRows).count() + Split(rows % kBatchRows).count();
@@ -409,17 +415,17 @@ class IntProductTask {
         Split split;
     };
 
-    // Consecutive blocks of a segment.
+    // Consecutive blocks of a segment, opened together.
     struct Run {
         int64_t block, count;
-        bool is_first, is_last;
+        bool is_first, is_last;  // of the segment's runs
     };
 
     void multiply_panel(const Batch& batch, int64_t panel, int64_t panels, float* y) {
         const char* w = static_cast<const char*>(args_.matrix.data) + panel * sizes_.panel_bytes;
         const char* next = w + panels * sizes_.panel_bytes;
         outliers_.make_columns<F>(w, batch.first, inverse_);
-        sum_segments(args_.matrix, y, partial_sums_, kPanel, batch.out_rows, kPanel,
+        sum_segments(args_.matrix, y, partial_sums_, /*step=*/kPanel, batch.out_rows, /*width=*/kPanel,
                      [&](Segment segment, float* to) { multiply_segment(batch, w, next, segment, to); });
     }
 
@@ -445,7 +451,8 @@ class IntProductTask {
             Fetch fetch{next_weights(w, next, batch.tiles_before + i, run.block), sizes_.fetch_lines,
                         lora_factors_.pieces(), lora_factors_.take(run.count)};
             if (tile.uses_amx) {
-                amx_.multiply(view, run.count, row, run.block, run.is_first, factor, y, [&] { fetch.of_block(); });
+                amx_.multiply(view, run.count, row, run.block, run.is_first, factor, y,
+                              [&] { fetch.prefetch_block(); });
                 continue;
             }
             with_constant<kIntRows>(tile.end - tile.begin, [&](auto r) {
@@ -455,8 +462,9 @@ class IntProductTask {
         }
     }
 
-    // Returns the weights that a tile fetches from block `block` on: some bytes ahead in panel `w` for a single tile,
-    // otherwise the tile's share of panel `next`, which is multiplied after the epilogue.
+    // Returns where a tile begins to fetch weights when it begins with block `block`. A single tile fetches its own
+    // panel `w`, some bytes ahead. Several tiles fetch a share each of panel `next`, which is multiplied after the
+    // epilogue.
     const char* next_weights(const char* w, const char* next, int64_t tile, int64_t block) const {
         if (sizes_.tiles == 1) return w + block * F::kBlockBytes + sizes_.prefetch_bytes;
         return next + (tile * sizes_.blocks + block) * sizes_.fetch_lines * 64;
@@ -467,13 +475,13 @@ class IntProductTask {
     const TaskSizes<F> sizes_;
     const QBlock* const x_;
     const float inverse_ = 1 / args_.matrix.factor;
-    OutlierList& outliers_;
+    OutlierList& outliers_;  // the thread's only one: a second task in this thread would overwrite it
     AmxTiles<Opened> amx_;
     FactorLines lora_factors_;
     alignas(64) char opened_[F::kOpenedBytes ? F::kOpenedBytes * kOpenedBlocks : 1];
     alignas(64) float y_[kBatchRows * kMaxEpilogueWidth];
     alignas(64) float partial_sums_[kBatchRows * kMaxEpilogueWidth];  // of segments, each a panel wide
-    static_assert((kTreeDepth - 1) * kPanel <= kMaxEpilogueWidth);
+    static_assert((kTreeDepth - 1) * kPanel <= kMaxEpilogueWidth, "partial sums lie side by side in a row");
 };
 
 // Computes rows row_begin .. row_end - 1 by panels panel_begin .. panel_end - 1.
@@ -483,7 +491,8 @@ void int_product_task(const LinearArgs& args, int64_t row_begin, int64_t row_end
     IntProductTask<F>(args, row_begin, row_end, panel_begin).run(panel_begin, panel_end);
 }
 
-// Returns element `at` of one output of the first block of `w`, divided by the matrix's factor.
+// Returns element `at` of output `lane` (0 .. kPanel - 1) in the first block of `w`, divided by the matrix's factor. It
+// must agree with IntFormat::column.
 template <class F>
 inline float element_of_block(const BlocksView& w, int64_t at, int64_t lane) {
     using Opened = typename F::OpenedFormat;

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TELL_S = 0.002  # of a turn of the event loop, in which streams get their news
+_TELL_S = 0.002  # the most time of one turn of the event loop for giving streams their news
 _TOLD_AT_ONCE = 32  # streams between two looks at the clock
 
 
@@ -56,9 +56,11 @@ def _log_prefix(config: EngineConfig) -> str:
 
 
 def _kinds_of(prompt: object) -> Collection[str]:
-    """Return the kinds of a prompt's media, which `InputProcessor` checks later."""
-    found = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
-    return found if isinstance(found, Mapping) else ("image",) if found is not None else ()
+    """Return the kinds of a prompt's media, before `InputProcessor` has checked the prompt."""
+    media = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
+    if media is None:
+        return ()
+    return media if isinstance(media, Mapping) else ("image",)  # of the wrong type: any kind will do
 
 
 class AsyncLLMEngine(EngineCalls):
@@ -92,9 +94,9 @@ class AsyncLLMEngine(EngineCalls):
     ) -> None:
         """`Supervisor` explains restarts, timeouts and `make_core`. The engines of one server share one `inputs`. While
         a core loads, the engine calls `on_loading` with its place among the host's engines and the share of the weights
-        that are loaded. The engine calls `on_loss` when the core, and so its cache, is gone. It calls `find_other` for
-        each running request; the result is another engine that can continue the request now, or None. With
-        `on_engine_death` "fail" running requests fail instead."""
+        that are loaded. When the core has died, and its cache with it, the engine calls `on_loss` once, and
+        `find_other` for each running request: it returns another engine that can continue the request now, or None.
+        With `on_engine_death` "fail" running requests fail instead."""
         self.metrics, self._on_loss, self._find_other = metrics, on_loss, find_other
         self._on_loading = on_loading
         self._continues = on_engine_death == "continue"
@@ -120,7 +122,7 @@ class AsyncLLMEngine(EngineCalls):
         self._outputs = OutputProcessor(
             self.tokenizer, metrics, makes_logprobs_later=True, stream_interval=config.scheduler.stream_interval
         )
-        # `tell`: a request that a dying core misses goes to the next one.
+        # `tell`, not `send`: if the core is dying the request is lost, and the next core gets it from `begin`.
         self._continuation = Continuation(self._outputs, self._supervisor.tell)
         self._streams: dict[str, RequestStream] = {}
         self._untold = deque[RequestStream]()  # those with news, in order
@@ -136,9 +138,9 @@ class AsyncLLMEngine(EngineCalls):
         metrics: EngineMetrics | None = None,
     ) -> AsyncLLMEngine:
         """Find the model, start the core's process and load the tokenizer. Returns before the core is ready; requests
-        made before that wait. Without `metrics` it counts for itself, unless `disable_log_stats`. With
-        `data_parallel_size` it is a `DataParallelEngine`, which does the same. `usage_context` is for vLLM's
-        statistics of use, of which there are none."""
+        made before that wait. Without `metrics` the engine makes its own, unless the arguments have
+        `disable_log_stats`. With `data_parallel_size` the result is a `DataParallelEngine`, which has the same methods.
+        `usage_context` has no effect: it is vLLM's, and no use is reported."""
         if isinstance(engine_args, AsyncEngineArgs):
             log: Any = {"logs_requests": engine_args.logs_requests, "max_log_len": engine_args.max_log_len}
         else:
@@ -155,8 +157,8 @@ class AsyncLLMEngine(EngineCalls):
         disable_log_stats: bool = False,
         **log: Any,
     ) -> AsyncLLMEngine:
-        """As `from_engine_args`, with the result of `create_engine_config`. `disable_log_stats` is as there; the other
-        arguments are the constructor's."""
+        """As `from_engine_args`, for the result of `create_engine_config`. With `disable_log_stats` the engine makes no
+        metrics of its own. `log` are arguments of the constructor."""
         configure_logging("engine")
         config = replace(vllm_config, log_stats=vllm_config.log_stats and not disable_log_stats)
         ranks = config.served_ranks
@@ -253,8 +255,8 @@ class AsyncLLMEngine(EngineCalls):
         answer: list[int] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Like `generate`, for a request from `inputs.process`. Outputs carry `external_id`, if given, in place of the
-        request's id. The `sink` gets outputs while it is open and the caller waits; the caller gets the others,
-        of which the last is one. The tokens of the first sequence are put into `answer`.
+        request's id. The `sink` gets outputs while it is open and the caller waits; the caller gets all others, and
+        always the last one. `answer` becomes the list of the first completion's tokens, which grows as they come.
 
         At its `deadline` the request ends with its tokens so far: finish reason "abort", stop reason "timeout".
         """
@@ -299,7 +301,9 @@ class AsyncLLMEngine(EngineCalls):
                 state = self._outputs.add(request, external_id, answer)
                 stream.follow(state)
                 replayed = [self._outputs.replay(state, token_ids) for token_ids in request.begun]
-                self._take(state)  # before a caller that is slow: a request that no core has would pass for a hang
+                # Before the first output: the caller may be slow, and the watchdog takes a request that is not sent to
+                # the core for a hang.
+                self._send_to_core(state)
                 for output in replayed:
                     yield output
             while True:
@@ -310,9 +314,9 @@ class AsyncLLMEngine(EngineCalls):
         finally:
             if timer is not None:
                 timer.cancel()
-            stream.engine.leave(stream)
+            stream.engine.leave(stream)  # not `self`: another engine may have taken the request over
 
-    def _take(self, state: RequestState) -> None:
+    def _send_to_core(self, state: RequestState) -> None:
         """Send a request to the core, and count it in the forecast if it has no token yet."""
         if not state.num_tokens:
             self.forecast.add(state.request.request_id, len(state.request.prompt.token_ids))
@@ -324,7 +328,7 @@ class AsyncLLMEngine(EngineCalls):
         self._streams[stream.external_id] = stream
         self._outputs.requests[state.request.request_id] = state
         self._count_continued(1)
-        self._take(state)
+        self._send_to_core(state)
 
     def _count_continued(self, number: int) -> None:
         if self.metrics is not None:
@@ -334,7 +338,7 @@ class AsyncLLMEngine(EngineCalls):
         """Forget a request whose caller reads no more, and abort it if it still runs."""
         self.forecast.end(stream.request.request_id)
         del self._streams[stream.external_id]
-        self._abort_in_core(stream)
+        self._abort_request(stream)
         stream.close()
 
     async def _wait_until_accepted(self, stream: RequestStream) -> bool:
@@ -344,7 +348,7 @@ class AsyncLLMEngine(EngineCalls):
             return True
         opening = stream.opening = asyncio.ensure_future(self._control.wait_open())
         try:
-            await asyncio.wait((opening,))
+            await asyncio.wait((opening,))  # not `await opening`: an abort cancels it, and this caller must go on
         finally:
             stream.opening = None
             opening.cancel()
@@ -364,9 +368,9 @@ class AsyncLLMEngine(EngineCalls):
         """Abort all requests as the server stops. A stream with a first token gets its output so far, with the finish
         reason "abort". Other streams raise `EngineStoppingError`."""
         for stream in list(self._streams.values()):
-            state = self._abort_in_core(stream)
+            state = self._abort_request(stream)
             if state is not None and state.metrics.first_token_time is None:
-                state.has_news = False
+                state.has_news = False  # a stream brings news before its error
                 stream.fail(EngineStoppingError("the server is stopping."))
             elif state is not None:
                 stream.wake()
@@ -472,13 +476,15 @@ class AsyncLLMEngine(EngineCalls):
 
     def abort_and_notify(self, stream: RequestStream, stop_reason: str | None = None) -> None:
         """Abort a request and give its caller the last output."""
-        if self._abort_in_core(stream, stop_reason) is not None:
+        if self._abort_request(stream, stop_reason) is not None:
             stream.wake()
 
-    def _abort_in_core(self, stream: RequestStream, stop_reason: str | None = None) -> RequestState | None:
-        """Abort a request, in the core or while it still waits. Returns its state, or None if it has ended."""
+    def _abort_request(self, stream: RequestStream, stop_reason: str | None = None) -> RequestState | None:
+        """Abort a request, in the core or while it still waits. Returns its state, or None if it has ended. Every abort
+        ends here; the caller of this method wakes the stream."""
         request_id = stream.request.request_id
         if stream.opening is not None and not stream.has_ended_early:
+            # The core does not have it. It gets a state only for its last output.
             stream.has_ended_early = True
             stream.opening.cancel()
             stream.follow(self._outputs.add(stream.request, stream.external_id))
@@ -489,6 +495,7 @@ class AsyncLLMEngine(EngineCalls):
         return state
 
     def _handle(self, message: CoreMessage) -> None:
+        """Handle a message that `Supervisor` passes on."""
         match message:
             case StepOutputs(outputs, stats, adapters):
                 self.stats = stats
@@ -498,7 +505,8 @@ class AsyncLLMEngine(EngineCalls):
                 changed, aborts = self._outputs.update(outputs)
                 for abort in aborts:
                     self._supervisor.tell(abort)
-                if changed and not self._untold:  # all messages that are there come first
+                # If streams are untold, `_tell` is scheduled already. It runs after the messages that are there now.
+                if changed and not self._untold:
                     asyncio.get_running_loop().call_soon(self._tell)
                 for state in changed:
                     stream = state.stream
@@ -561,8 +569,10 @@ class AsyncLLMEngine(EngineCalls):
             if (state := self._outputs.requests.get(request_id)) is None:
                 continue
             why = refused.get(request_id)
-            if may_continue and why is None and (self._hand_over(stream, state) or failure is None):
-                continue
+            if may_continue and why is None:
+                is_handed_over = self._hand_over(stream, state)
+                if is_handed_over or failure is None:  # if not handed over, it waits for this engine's next core
+                    continue
             self._outputs.drop(request_id)
             stream.fail(why or error)
 

@@ -5,14 +5,14 @@ them a step is work in the device's compute stream: the forward pass, sampling, 
 A step that fits a captured step is replayed; other steps are computed call by call. A device with its own memory keeps
 each row's last token, so that the next step can be submitted before the host knows it.
 
-    case                     inputs are uploaded  tokens are sampled      the host waits
-    device shares_memory     not at all           by the leader           in `launch`: the stream computes at once
-    device with own memory   in the stream        by the leader           in `launch` for a free staging buffer,
-                                                                          in `collect` for the step
-      that runs_ahead        in the stream        by the leader           as above; it has three staging buffers
-    follower                 as on the leader     not: it gets tokens     as the leader, then for the leader's tokens
-    stage with a previous    as above             as above                also in `launch` for the previous stage
-    stage with a next        as above             by no worker            also in `launch` for its own step
+What differs:
+
+    upload     none if the device `shares_memory`; otherwise in the stream, from one of its staging buffers
+    sampling   by the leader; a follower gets the leader's tokens; no worker of a stage with a next stage samples
+    `launch`   waits for a free staging buffer (a device that `runs_ahead` has three, others one); for the hidden
+               states of a previous stage; and for its own step if there is a next stage. If the device
+               `shares_memory`, the stream computes at once: the step is done when `launch` returns
+    `collect`  waits for the step. A follower calls it when it has the leader's tokens
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class DraftHooks:
     synthetic_acceptance: SyntheticAcceptance | None = None  # for benchmarks
 
 
-class _StepWork(NamedTuple):
+class _StreamWork(NamedTuple):
     """A step as the stream computes it."""
 
     step: SubmittedStep
@@ -118,14 +118,15 @@ class Runner:
         self._media, self._cross = media, cross
         self.draft_hooks = DraftHooks()
         self.captured_steps: list[CapturedEntry] = []
-        self.caches: Sequence[LayerKVCache]  # set by `use_caches`, as `_mover`
+        self.caches: Sequence[LayerKVCache]  # set by `use_caches`, like `_mover`
         self._mover: BlockMover
         self._build_tables(grammars, pooling)
         self._output_size = model.vocab_size if pooling is None else pooling.size  # elements of a sample's output
         self._max_shape = self._compute_max_shape(pooling)
         self.computation = StepComputation(
-            model, ops, device, self._max_shape, self._tables, self._links, None if adapters is None else adapters.ops
-        )
+            model, ops, device, self._max_shape, self._device_tables, self._links,
+            None if adapters is None else adapters.ops,
+        )  # fmt: skip
         self._allocate_buffers()
 
     def _build_tables(self, grammars: GrammarCompiler | None, pooling: PoolingConfig | None) -> None:
@@ -136,7 +137,7 @@ class Runner:
         self._prompt_logprobs = PromptLogprobs()
         self.row_generation = np.zeros(num_rows, np.int64)  # how many sequences have had each row
         self._rows_to_resend: set[int] = set()  # rows whose block tables the device may lack
-        self._tables = None if self.device.shares_memory else DeviceTables(self.device, self.table)
+        self._device_tables = None if self.device.shares_memory else DeviceTables(self.device, self.table)
         self._padding = Padding(0, num_rows, num_rows * max_blocks)
 
     def _compute_max_shape(self, pooling: PoolingConfig | None) -> StepShape:
@@ -145,11 +146,11 @@ class Runner:
         shape = StepShape(
             tokens=self.max_num_tokens,
             seqs=num_rows,
-            # At most one sample a token; forks of one token need at most one sample a row.
+            # A token has one sample, except the last one of a prompt that forks: it has one for each row of its forks.
             samples=max(self.max_num_tokens, num_rows),
-            updates=0 if self._tables is None else num_groups * num_rows * (max_blocks + UPDATES_PER_DECODE),
+            updates=0 if self._device_tables is None else num_groups * num_rows * (max_blocks + UPDATES_PER_DECODE),
             groups=num_groups,
-            blocks=max_blocks if self._tables is None else 0,
+            blocks=max_blocks if self._device_tables is None else 0,
             crosses=self._cross is not None,
             adapted=self._adapters is not None,
             pools="" if pooling is None else "texts" if pooling.whole_prompts else "parts",
@@ -163,7 +164,8 @@ class Runner:
         return shape
 
     def _allocate_buffers(self) -> None:
-        """Allocate the staging buffers, and the buffers that they and a stage's hidden states are copied to."""
+        """Allocate the staging buffers, the device's copy of their inputs, and a buffer on the host for the hidden
+        states that a stage sends."""
         device, num_bytes = self.device, StepLayout(self._max_shape).num_bytes
         self._staging_buffers = [
             StagingBuffer(i, device.pinned([num_bytes], "uint8"), device.pinned([self._max_shape.samples], "int64"))
@@ -173,7 +175,7 @@ class Runner:
         # Pinned memory for hidden states on their way to the next stage.
         self._hidden_out: NDArray[np.uint8] | None = None
         if self._links.next is not None and not device.shares_memory:
-            row_bytes = cast(StageModel, self.model).stage_width * 4
+            row_bytes = cast(StageModel, self.model).stage_width * 4  # at most: float32
             self._hidden_out = device.pinned([self.max_num_tokens * row_bytes], "uint8")
 
     def use_caches(self, caches: Sequence[LayerKVCache], mover: BlockMover) -> None:
@@ -186,7 +188,7 @@ class Runner:
     def capture(self) -> None:
         """Capture steps, the largest first: smaller ones reuse its memory."""
         if not self.device.shares_memory:
-            gc.collect()  # garbage may hold device memory; captures leave none, so once is enough
+            gc.collect()  # garbage may hold device memory; captures make no more garbage
         for shape in reversed(self.device.capture_shapes(self._max_shape)):
             layout = StepLayout(shape)
             staged = [layout.on_host(staging.inputs) for staging in self._staging_buffers]
@@ -197,19 +199,21 @@ class Runner:
             self.device.compute.record().wait()
             inputs = layout.on_device(self._device_inputs, self.device.view)
             step = self.device.capture(self.computation, inputs)
+            # The smallest first: `_captured_for` takes the first that fits.
             self.captured_steps.insert(0, CapturedEntry(layout, inputs, staged, step))
 
     @property
     def capture_memory_bytes(self) -> int:
-        """The memory that `capture` will take: the outputs of the largest captured step, and as much again for its own
-        memory. Smaller steps share both."""
+        """An estimate of the memory that `capture` will take: the logits of the largest captured step, and as much
+        again for its intermediate arrays. Smaller captured steps reuse both."""
         if self.device.shares_memory:
             return 0
         max_samples = max((shape.samples for shape in self.device.capture_shapes(self._max_shape)), default=0)
         return 2 * max_samples * self._output_size * 4
 
     def run_largest_step(self) -> None:
-        """Run the step that takes the most memory: the most tokens and samples, stored nowhere."""
+        """Run the largest step that must fit: the most tokens and sequences, with one sample a sequence, or the most
+        vectors if the model pools. It is stored nowhere. Steps with more samples are tried in `_warm_up_steps`."""
         num_samples = self._max_shape.seqs if self.pooling is None else self._max_vectors
         self._dummy_run(self._max_shape.tokens, self._max_shape.seqs, num_samples, self._max_shape.adapted)
 
@@ -243,8 +247,9 @@ class Runner:
             try:
                 self._dummy_run(min(num_samples, num_rows), min(num_samples, num_rows), num_samples, adapted)
             except self.device.memory_errors:
-                # Draft tokens and prompts need more samples than rows, and may find too little memory later as well.
-                # With other workers the error is final: they wait for this worker's part of the step.
+                # Only draft tokens and prompt log-probabilities need more samples than rows. Such a step may run out of
+                # memory later too; then it fails alone. With other workers the error is final: they wait for this
+                # worker's part of the step.
                 if num_samples <= num_rows or self._worker_group.connections:
                     raise
                 self.device.release_memory()
@@ -279,13 +284,13 @@ class Runner:
             self.draft_hooks.warm_up_drafter(features)
         if self.pooling is not None or self._links.next is not None:
             return
-        # As many samples as a step measures at a time: one a row, or a part of a prompt.
+        # The most log-probabilities that a step measures in one call: one for each row, or MAX_ROWS of a prompt.
         num_with_logprobs = min(num_samples, max(self._max_shape.seqs, MAX_ROWS))
         raw = self.ops.rows_of(logits, np.arange(num_with_logprobs))
         measure(self.ops, raw, argmax_tokens[:num_with_logprobs], np.full(num_with_logprobs, MAX_LOGPROBS))
-        one, neutral = np.zeros(1, np.int64), np.ones(num_samples, np.float32)
-        self.ops.penalize(logits, one, one, one.astype(np.float32), neutral, neutral - 1, neutral - 1)
-        self.ops.mask_tokens(logits, np.full((1, -(-self.model.vocab_size // 32)), -1, np.int32), one)
+        zero, ones, zeros = np.zeros(1, np.int64), np.ones(num_samples, np.float32), np.zeros(num_samples, np.float32)
+        self.ops.penalize(logits, zero, zero, zero.astype(np.float32), ones, zeros, zeros)  # sample 0 saw token 0
+        self.ops.mask_tokens(logits, np.full((1, -(-self.model.vocab_size // 32)), -1, np.int32), zero)
         settings = inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.uniforms
         self._to_target_token_ids(self.ops.sample(logits, *settings))
 
@@ -298,7 +303,8 @@ class Runner:
     def submit(self, plan: StepPlan) -> SubmittedStep:
         """Have the device compute a plan with at least one row, after all plans submitted before.
 
-        Raises `DeviceMemoryError` after moving blocks and admitting rows, and before computing tokens."""
+        If it raises `DeviceMemoryError`, blocks are moved and rows are admitted, and no token is computed: the
+        scheduler can withdraw the plan."""
         self.apply_updates(plan)
         return self.launch(plan)
 
@@ -412,14 +418,14 @@ class Runner:
         # 1. Write the encoder outputs that the step's tokens are the first to see.
         self._write_encoder_kv(plan)
         # 2. Find the changes of block tables that the device lacks.
-        updates = None if self._tables is None else self._tables.updates(plan, self._rows_to_resend)
+        updates = None if self._device_tables is None else self._device_tables.updates(plan, self._rows_to_resend)
         # 3. Choose the captured step, if one fits, and lay out the arrays.
         used = self._shape_of(plan, 0 if updates is None else len(updates[0]))
         prompt_logprob_parts: list[PromptPart] = []
         if self._links.next is None:
             prompt_logprob_parts = self._prompt_logprobs.parts(plan, self.table.tokens)
         alignment_parts = [] if self._cross is None else self._cross.alignment_parts(plan)
-        captured = None if alignment_parts else self._captured_for(used)  # a captured step keeps no queries
+        captured = None if alignment_parts else self._captured_for(used)  # alignment reads queries, which it drops
         layout, arrays, inputs = self._lay_out(used, captured, staging)
         # 4. Gather the arrays from the tables.
         sampling = self._gather(plan, arrays, used, updates, layout.shape.adapted)
@@ -429,8 +435,8 @@ class Runner:
         # 6. Upload the arrays.
         self._upload(staging, layout.num_bytes)
         # 7. Append the step's work to the stream.
-        step = SubmittedStep(self, plan, staging, self.table.samples)
-        self._append_work(_StepWork(step, used, inputs, captured, sampling, prompt_logprob_parts, alignment_parts))
+        step = SubmittedStep(self, plan, staging, self.table.samples)  # `_gather` has set the samples (step 4)
+        self._append_work(_StreamWork(step, used, inputs, captured, sampling, prompt_logprob_parts, alignment_parts))
         # 8. Wait for the step if a next stage needs its hidden states.
         if self._links.next is not None:
             self._send(step, used.tokens)
@@ -442,11 +448,11 @@ class Runner:
 
     def _write_encoder_kv(self, plan: StepPlan) -> None:
         """Write the keys and values of encoder outputs that tokens of the step are the first to see."""
-        for row, rows, slots in () if self._cross is None else self._cross.starting(plan):
+        for row, encoded, slots in () if self._cross is None else self._cross.starting(plan):
             adapter_slots = None
             if (slot := self.table.adapter_slots[row]) >= 0:
                 adapter_slots = np.full(len(slots), slot, np.int32)
-            self.device.compute.run(partial(self.computation.write_encoder_kv, rows, slots, adapter_slots))
+            self.device.compute.run(partial(self.computation.write_encoder_kv, encoded, slots, adapter_slots))
 
     def _shape_of(self, plan: StepPlan, num_updates: int) -> StepShape:
         """Return the shape of a plan's step."""
@@ -491,8 +497,8 @@ class Runner:
             self._media.gather(plan, row_of, arrays)
         if self._cross is not None:
             self._cross.gather(plan, row_of, arrays)
-        if self._tables is not None and updates is not None:
-            self._tables.fill_table_rows(plan, arrays, row_of, self.table.samples, updates)
+        if self._device_tables is not None and updates is not None:
+            self._device_tables.fill_table_rows(plan, arrays, row_of, self.table.samples, updates)
             pad(arrays, used, replace(self._padding, num_tokens=used.tokens))
         if self.pooling is not None:
             self.pooling.gather(plan, arrays)
@@ -512,7 +518,7 @@ class Runner:
 
         self.device.compute.run(upload, reads=[staging.inputs])
 
-    def _append_work(self, work: _StepWork) -> None:
+    def _append_work(self, work: _StreamWork) -> None:
         """Append a step's work to the stream, and set its `done` event."""
         step, used, compute = work.step, work.used, self.device.compute
         if work.captured is not None:
@@ -533,9 +539,10 @@ class Runner:
 
     # In the stream.
 
-    def _run_and_sample(self, work: _StepWork) -> None:
+    def _run_and_sample(self, work: _StreamWork) -> None:
         """In the stream: compute the step unless it was replayed, and sample its tokens."""
-        step, used, outputs = work.step, work.used, self._model_outputs(work)
+        step, used = work.step, work.used
+        outputs = self._model_outputs(work)
         if self.draft_hooks.keeps_features:
             step.features = outputs.features[: used.tokens]
         if self._links.next is not None:
@@ -552,7 +559,7 @@ class Runner:
             measured for part in work.prompt_logprob_parts for measured in part.measure(self.ops, logits_of)
         ]
 
-    def _model_outputs(self, work: _StepWork) -> StepOutputs:
+    def _model_outputs(self, work: _StreamWork) -> StepOutputs:
         """In the stream: return the outputs of the replay, or compute them."""
         if work.captured is not None:
             return work.captured.step.outputs
@@ -564,7 +571,7 @@ class Runner:
         work.step.alignment = self._cross.alignment(model, work.alignment_parts, self.caches)
         return outputs
 
-    def _sample(self, work: _StepWork, outputs: StepOutputs) -> None:
+    def _sample(self, work: _StreamWork, outputs: StepOutputs) -> None:
         """In the stream: sample on the leader. A device with its own memory stores the tokens for its next step."""
         step, inputs, num_samples = work.step, work.inputs, work.used.samples
         tokens = outputs.argmax_tokens[:num_samples]
@@ -573,17 +580,18 @@ class Runner:
                 self.ops, outputs.logits[:num_samples], tokens, inputs, work.sampling, self.device.shares_memory
             )
             step.sampled.tokens = tokens = self._to_target_token_ids(step.sampled.tokens)
-        if self._tables is not None:
+        if self._device_tables is not None:
             if not self._worker_group.shard.is_whole:  # the followers' devices need the tokens before their hosts do
                 cast(ParallelDeviceOps, self.ops).from_first(tokens)
-            self._tables.store_last_tokens(self.ops, inputs.sample_table_rows[:num_samples], tokens)
+            self._device_tables.store_last_tokens(self.ops, inputs.sample_table_rows[:num_samples], tokens)
 
     def _to_target_token_ids(self, tokens: Array) -> Array:
         """In the stream: return tokens [N] of a draft model as the target model's ids."""
         if self.draft_hooks.target_token_ids is None:
             return tokens
-        known: Any = tokens
-        ids: Any = self.ops.take_rows(self.draft_hooks.target_token_ids, known * (known > 0))
+        own_ids: Any = tokens
+        own_ids = own_ids * (own_ids > 0)  # 0 instead of `NO_TOKEN`: a draft token may be any token
+        ids: Any = self.ops.take_rows(self.draft_hooks.target_token_ids, own_ids)
         return cast(Array, ids.reshape(-1))
 
     def _download(self, step: SubmittedStep, num_samples: int) -> None:

@@ -14,7 +14,8 @@ The order of work in a layer; a `LayerDescription` has some of these steps:
    `deferred_by` it is kept for a later layer instead; it has neither post norm nor scales.
 
 Steps 3, 5 and 9 also multiply by `residual_multiplier`. With `parallel_residual` attention and feed-forward read the
-same stream (1, 2, 6, 7), and then both outputs are added (5, 9) without `output_scales`. `Decoder` continues the layer:
+same stream (1, 2, 6, 7), and then both outputs are added (5, 9) without `output_scales`; steps 3, 4 and 8 are left out.
+`Decoder` continues the layer:
 
 10. The deferred output of an earlier layer is added.
 11. Media rows are added, after the first layers of some models.
@@ -46,7 +47,7 @@ TablesAndCache = tuple[GroupTables, LayerKVCache]  # a mixer's cache, and the pl
 
 
 class BlockLike(Protocol):
-    """A layer as `Decoder` uses it. An architecture's own class inherits what it does not need."""
+    """A layer as `Decoder` uses it. An architecture's own class inherits this one, for the methods with defaults."""
 
     accepts_float32_residual: bool  # the residual stream may be float32 if the model's type is smaller
 
@@ -75,11 +76,11 @@ BlockBuilder = Callable[[LayerDescription, int, Parameters, str], BlockLike]
 
 
 class Block(BlockLike):
-    """The layer of any `LayerDescription`."""
+    """The layer that a `LayerDescription` describes; see the module for the order of its work."""
 
     def __init__(self, layer: LayerDescription, hidden_size: int, parameters: Parameters, prefix: str) -> None:
         self._layer, self._ops, self._output_scales = layer, parameters.ops, layer.output_scales
-        # A float32 stream is for layers whose every reader of the stream quantizes it.
+        # The stream may be float32 if each of its readers quantizes it. The readers of these layers do not.
         self.accepts_float32_residual = not (
             layer.second_mixer or layer.reused or layer.parallel_residual or layer.residual_from_norm
             or layer.tanh_gates
@@ -143,7 +144,9 @@ class Block(BlockLike):
         second_cache: TablesAndCache | None, padded_embedding: Array | None,
     ) -> Array:  # fmt: skip
         """Steps 1 to 5."""
-        if self._reused is not None and padded_embedding is not None and second_cache is not None:
+        if self._reused is not None:
+            if padded_embedding is None or second_cache is None:
+                raise ValueError("a reused layer reads padded_embedding and second_cache.")
             stream = self._reused.forward(residual, padded_embedding, batch, *second_cache)
             hidden = apply_norm(self._attention_norm, stream, attention.consumer)
         else:
@@ -151,7 +154,9 @@ class Block(BlockLike):
             consumer = attention.consumer if self._second_mixer is None else None
             residual, hidden = self._norm_input(self._attention_norm, residual, consumer)
         attended = attention.forward(hidden, batch, tables, cache)
-        if self._second_mixer is not None and second_cache is not None:
+        if self._second_mixer is not None:
+            if second_cache is None:
+                raise ValueError("a second mixer needs its own cache.")
             mixed = self._second_mixer.forward(hidden, batch, *second_cache)
             residual = self._add_to_residual(
                 residual, mixed, self._attention_post_norm, self._output_scales.second_mixer
@@ -191,14 +196,16 @@ class Block(BlockLike):
         if self._layer.residual_from_norm:
             normed = apply_norm(norm, residual)
             return normed, normed
+        # With `tanh_gates` rows of the result are replaced, which quantized rows do not allow.
         return residual, apply_norm(norm, residual, consumer if self._layer.tanh_gates is None else None)
 
     def _scale_residual(self, residual: Array, scale: float) -> None:
         if scale != 1.0:
-            self._ops.add(residual, residual, scale - 1.0)
+            self._ops.add(residual, residual, scale - 1.0)  # residual *= scale, in place
 
     def _add_to_residual(self, residual: Array, output: Summand, post_norm: Norm | None, scale: float = 1.0) -> Array:
-        """Return the residual stream plus a scaled output. The post norm reads the output, or the sum."""
+        """Return the residual stream plus a scaled output. The post norm, if there is one, reads the output; with
+        `post_norm_residual` it reads the sum, and its result becomes the stream."""
         scale *= self._layer.residual_multiplier
         if post_norm is None or self._layer.post_norm_residual:
             output.add_to(residual, scale)

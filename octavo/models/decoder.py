@@ -35,7 +35,7 @@ _NO_CACHE: TablesAndCache = cast(Any, (None, None))  # for layers without a cach
 class Decoder:
     """The network: from token ids to hidden states, and from hidden states to logits or vectors."""
 
-    is_recordable = True
+    is_recordable = True  # see `Model`
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Decoder:
         if description.altup is not None:
             is_first, is_last = description.is_first_stage, description.is_last_stage
             self._altup = AltUp(description.altup, self.hidden_size, parameters, is_first, is_last)
-            block = partial(AltUpBlock, description.altup)
+            block = partial(AltUpBlock, description.altup)  # in the place of the argument
         self._build_embedding_carriers(parameters)
         self._blocks = self._build_blocks(block, parameters)
         self._ignore_unused(weights)
@@ -73,6 +73,7 @@ class Decoder:
         }
         self._caches_of_layers = caches_of_layers(description)
         self._build_output(parameters)
+        # `worker._agree_on_stream` replaces it, before the runner is built, if another stage cannot have float32.
         self.residual_dtype = self._choose_residual_dtype()
         self._num_weight_bytes = parameters.num_matrix_bytes
         self._matrices, self._expert_matrices = parameters.matrices, parameters.expert_matrices
@@ -83,14 +84,14 @@ class Decoder:
         """Build the embedding and its projection to the hidden size. The last stage has the embedding too if it is the
         output matrix."""
         description = self.description
-        is_first, is_last, shard = description.is_first_stage, description.is_last_stage, description.shard
+        is_first, shard = description.is_first_stage, description.shard
         embedding_size = description.embedding_size or self.hidden_size
         is_output = self._is_tied and self._has_output and shard.is_whole
         self._embedding: Embedding | None = None
         if is_first or is_output:
             self._embedding = Embedding(
                 description.embedding_name, self.vocab_size, embedding_size, parameters, shard,
-                self._output_bias if self._is_tied and is_last and shard.is_whole else False, is_output=is_output,
+                self._output_bias if is_output else False, is_output=is_output,
             )  # fmt: skip
         self._projection: LinearWeight | None = None
         if description.embedding_size is not None and is_first:
@@ -116,7 +117,7 @@ class Decoder:
             self._token_types = parameters.array(description.token_types_name, (num_types, size))
 
     def _build_embedding_carriers(self, parameters: Parameters) -> None:
-        """Build what makes rows of zeros, to whose end the embedding is added."""
+        """Build the makers of rows that are zero except for the embedding at their end."""
         description, size = self.description, self.hidden_size
         # Reused layers read rows [hidden, embedding].
         self._reused_input: ZeroRows | None = None
@@ -143,10 +144,10 @@ class Decoder:
         others = [layer for i, layer in enumerate(layers) if i not in own]
         for layer in (*others, *range(len(layers), len(layers) + description.num_unused_layers)):
             weights.ignore(f"{description.layer_prefix}{layer}.")
-        # Checkpoints have the adapters of reused layers outside of the layers.
+        # Checkpoints have the weights of reused layers outside of the layers.
         reused = [layer.reused for i, layer in enumerate(description.layers) if i not in own]
-        adapters = [f"{one.name}." for one in reused if one is not None]
-        for prefix in (*description.other_stages, *adapters, *description.unused):
+        of_reused = [f"{one.name}." for one in reused if one is not None]
+        for prefix in (*description.other_stages, *of_reused, *description.unused):
             weights.ignore(prefix)
 
     def _read_layer_scales(self, weights: Weights) -> dict[int, float]:
@@ -179,7 +180,7 @@ class Decoder:
         description = self.description
         embedding = None if self._embedding is None else self._embedding.weight
         if not self._has_output:
-            return embedding  # a model that pools makes no logits; adapters may name its embedding as the output
+            return embedding  # a model that pools makes no logits, but an adapter may name this matrix as the output
         if description.num_input_only_tokens:
             return self._padded_lm_head(parameters)
         if self._is_tied and description.shard.is_whole:
@@ -212,7 +213,7 @@ class Decoder:
             return self._dtype
         if not self.description.is_last_stage:
             return "float32"
-        # A pooler reads either type from the final norm.
+        # A pooler takes either type, after the final norm.
         accepts = self._norm is not None if self._pooler is not None else norm_quantizes(self._norm, self._lm_head)
         return "float32" if accepts else self._dtype
 
@@ -237,6 +238,8 @@ class Decoder:
         return (*self._adaptable(), *(matrix for named in self._expert_matrices for matrix in named()))
 
     def _adaptable(self) -> Iterator[NamedMatrix]:
+        """Yield the packed matrices. A tied matrix is yielded twice in the first stage, as embedding and as output; in
+        a later stage only as output."""
         output_name, is_tied = self.description.output_name, self.description.tie_word_embeddings
         embedding = None if self._embedding is None else self._embedding.weight
         for matrix in self._matrices:
@@ -266,7 +269,7 @@ class Decoder:
     @property
     def makes_logits_alone(self) -> bool:
         """Return whether this worker can compute logits without other workers."""
-        return self._lm_head is not None and self.description.shard.is_whole
+        return self._has_output and self._lm_head is not None and self.description.shard.is_whole
 
     def forward(self, batch: StepBatch, caches: Sequence[LayerKVCache]) -> Array:
         """Return hidden states [T, H] before the final norm; after the final norm in a model that pools.
@@ -302,8 +305,9 @@ class Decoder:
         return residual if self._pooler is None else apply_norm(self._norm, residual)
 
     def _split_input(self, batch: StepBatch) -> tuple[Array, Array]:
-        """Return the residual streams [T, streams * H] before this stage's layers, and the first layer's input [T, H]
-        if layers read it."""
+        """Return the residual streams [T, streams * H] before this stage's layers, and the first layer's input [T, H],
+        which is of use only with `carries_embedding`. Both may be the same array, and layers overwrite the first:
+        whatever reads the second must copy it before the layers run."""
         if batch.hidden_in is None:
             embedding = self._first_layer_input(batch)
             return embedding, embedding
@@ -350,7 +354,7 @@ class Decoder:
         if self._per_layer_embeddings is not None and per_layer_inputs is not None:
             self._per_layer_embeddings.add_to(residual, layer, per_layer_inputs)
         if (scale := self._layer_scales[layer]) != 1.0:
-            self._ops.add(residual, residual, scale - 1.0)
+            self._ops.add(residual, residual, scale - 1.0)  # residual *= scale, in place
 
     def write_encoder_kv(self, rows: Array, positions: Array, slots: Array, caches: Sequence[LayerKVCache]) -> None:
         """Write the cross-attention keys and values of rows [N, H] of an encoder's output to `slots` [N] int64 of their

@@ -18,7 +18,7 @@ def hold_for_beam_search(seq: Sequence, logprobs: Logprobs) -> list[SequenceOutp
     """Hold a sequence until beam search has chosen its next token. Returns the request's new outputs."""
     found = logprobs[0] if logprobs is not None else None
     assert seq.beam_search is not None and found is not None, "there are no tokens to choose from"
-    seq.waits_for_beam_search = True
+    seq.is_held = True
     seq.num_pending_forks = 0  # beam search forks beams into the rows kept for them
     return seq.beam_search.propose(seq, found)
 

@@ -10,11 +10,12 @@ The states of a sequence, and the methods that move it there:
 
     waiting     in `queues.waiting`, without a row           `add`; `update`, for a fork without a free row
     running     in `queues.running`, with a row and blocks   `schedule` (`_schedule_waiting`); `update`, for other forks
-    in flight   running, and in a step of `_in_flight`       `schedule` (`Step.mark_in_flight`), until `update`
+    in flight   in a step of `_in_flight`, and running,      `schedule` (`Step.mark_in_flight`), until `update`
+                unless preempted or ended since
     preempted   waiting at its old place; its blocks are     `schedule` (`_preempt`), when blocks or rows run out;
                 freed, or swapped out to the host            `withdraw`, if the model has states
-    held        running or waiting; all its tokens are       `update` (`hold_for_beam_search`), until `BeamSearch`
-                computed, it has no next token yet           chooses
+    held        `is_held`, in either queue:    `update` (`hold_for_beam_search`), until `BeamSearch`
+                all tokens are computed, none is chosen yet  chooses
     finished    `has_ended`; its row and blocks are free     `update`, `abort`, `withdraw` (`queues.drop`)
 
 With pipeline stages several steps are in flight. Each step has a part of the sequences. A sequence is in one step at a
@@ -57,8 +58,9 @@ class Scheduler:
     """Owns the sequences. Each plan with rows that `schedule` returns goes to `update`, in order, or to `withdraw`.
 
     `add` and `abort` may be called at any time. If `plan.runs_ahead`, `schedule` may be called before the plan's result
-    is known. With pipeline stages every plan runs ahead. Otherwise a plan does not run ahead if it has draft tokens, or
-    if the next step needs its tokens.
+    is known. `Step.mark_in_flight` decides this: with pipeline stages every plan runs ahead; on a device that runs
+    ahead a plan does if it has no draft tokens and the next step does not need its tokens on the host
+    (`Sequence.next_step_needs_tokens`, `_speculation_must_wait`); on other devices none does.
     """
 
     def __init__(
@@ -115,9 +117,8 @@ class Scheduler:
             self.queues.add(seq.continued(index, tokens))
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or its sequence `index`, and free the blocks at once. An unknown id is
-        ignored. An `index` is ignored before the forks start, and in a beam search: no sequence is the completion
-        `index` then."""
+        """End a request, or only its sequence `index`, and free the blocks at once. An unknown id is ignored. With an
+        `index` nothing happens before the forks start, and in a beam search: no sequence is that completion then."""
         for seq in list(self.queues.requests.get(request_id, ())):
             if index is None or (seq.index == index and not seq.num_pending_forks and seq.beam_search is None):
                 self.queues.drop(seq)
@@ -129,15 +130,15 @@ class Scheduler:
             self._add_draft_tokens(step)
             self._schedule_waiting(step)
         if not self._in_flight:
-            # Held sequences may have the blocks or rows that others need. Preempt the last ones until one can start.
+            # Held sequences may have the blocks or rows that a waiting one needs. Preempt from the end until it starts.
             while not step.sequences and self.queues.running:
                 self._preempt(self.queues.running[-1])
                 self._schedule_waiting(step)
         self._add_memory_changes(step)
         if step.plan.rows:
-            self._predict(step)
+            self._describe_work(step)
             step.mark_in_flight(
-                self._device_runs_ahead and not self._next_step_must_wait(step), of_stages=self._num_stages > 1
+                self._device_runs_ahead and not self._speculation_must_wait(step), of_stages=self._num_stages > 1
             )
             self._in_flight.append(step)
         return step.plan
@@ -157,19 +158,19 @@ class Scheduler:
         if self.queues.adapters is not None:
             plan.adapters = self.queues.adapters.take_loads()
             step.group_by_adapter()
-        # The caller does not execute a plan without rows, so it must load no adapter and move no block. It never does:
-        # each sequence fits in the pools alone, so the first one always gets its blocks.
+        # A plan without rows is not executed, so it must neither load an adapter nor move a block. It never does: each
+        # sequence fits in the pools alone, so the first one that can run always gets its blocks.
         assert plan.rows or not plan.adapters
         assert plan.rows or not any(moves.swap_out or moves.copy or moves.swap_in for moves in plan.moves)
 
-    def _predict(self, step: Step) -> None:
-        """Sum up the step's work, for the cost model and for the drafter."""
+    def _describe_work(self, step: Step) -> None:
+        """Sum up the step's work for the cost model, tell the drafter of it, and measure the time of a prompt token."""
         plan = step.plan
         plan.work = StepWork.of(plan.rows)
         if self._speculation is not None:
             self._speculation.planned(plan.rows)
             plan.drafts_prompts = self._speculation.is_speculating
-        # Only a step with a part of a prompt measures the time of a prompt token.
+        # Only a step with a part of a prompt measures this. Rows with draft tokens are chunks too, but decodes.
         if plan.work.num_chunks and self._cost is not None and not all(row.is_decode for row in plan.rows):
             self._prompt_token_s = prompt_token_s(self._cost, plan, self.config.max_num_batched_tokens, step.time_limit)
 
@@ -189,6 +190,7 @@ class Scheduler:
             if num_tokens == 0 or (seq.num_awaited_tokens and seq.num_tokens_left_to_sample <= 0):
                 continue  # it is held, or a step in flight samples its last token
             if num_tokens > 1:
+                # Reserved is one token for this sequence and one for each later one.
                 if self.config.enable_chunked_prefill and not has_preempted:
                     i += self._schedule_waiting(step, ahead_of=seq, num_reserved_tokens=len(running) - i + 1)
                 # Each later running sequence keeps one token of the budget, so that a long prompt stalls no decode.
@@ -214,7 +216,7 @@ class Scheduler:
         row_indices, candidates = [], []
         for index, (seq, planned) in enumerate(zip(step.sequences, step.plan.rows, strict=True)):
             most = min(step.token_budget, seq.num_tokens_left_to_sample - 1)
-            is_decode_row = planned.num_tokens == planned.num_sampled_positions == 1  # and not one token of a prompt
+            is_decode_row = planned.num_tokens == planned.num_sampled_positions == 1  # within a prompt: no sample
             if is_decode_row and most > 0 and not seq.num_awaited_tokens and _may_draft(seq, planned):
                 row_indices.append(index)
                 candidates.append((seq, most))
@@ -244,9 +246,9 @@ class Scheduler:
         num_waiting = min(len(self.queues.waiting), self.queues.num_rows_left)
         return max(1, -(-(len(self.queues.running) + num_waiting) // self._num_stages))
 
-    def _next_step_must_wait(self, step: Step) -> bool:
+    def _speculation_must_wait(self, step: Step) -> bool:
         """Return whether the next step must wait for this step's tokens, because of draft tokens or because a drafter
-        reads this step's prompts."""
+        reads this step's prompts. `Step.mark_in_flight` knows the other reasons."""
         return self._speculation is not None and self._speculation.must_wait(step.sequences, step.plan.rows)
 
     def _schedule_waiting(self, step: Step, ahead_of: Sequence | None = None, num_reserved_tokens: int = 0) -> int:
@@ -259,7 +261,7 @@ class Scheduler:
             seq = waiting[i]
             if ahead_of is not None and scheduling_order(ahead_of) < scheduling_order(seq):
                 break
-            if seq.waits_for_beam_search or not turn.may_start(seq):
+            if seq.is_held or not turn.may_start(seq):
                 i += 1
                 continue
             has_row = seq.num_rows <= self.queues.num_rows_left
@@ -270,7 +272,7 @@ class Scheduler:
             )
             if num_tokens == 0:
                 break
-            self.queues.start(seq)
+            self.queues.start(seq)  # removes it from `waiting`, so that the next one is at i
             turn.started(seq)
             num_admitted += 1
             if seq.first_scheduled_time == 0.0:
@@ -279,10 +281,11 @@ class Scheduler:
         return num_admitted
 
     def _allocate_for_start(self, seq: Sequence, token_budget: int, time_limit: TimeLimit | None) -> int:
-        """Give a waiting sequence its blocks. Returns the number of tokens to compute, or 0 if the sequence must wait.
+        """Give a waiting sequence the blocks of its first chunk. Returns the number of tokens to compute, or 0 if the
+        sequence must wait.
 
-        Blocks for all its tokens must be free; a prompt that cannot finish would preempt others. A sequence that was
-        preempted with a token in flight waits for this token.
+        Blocks for all its tokens must be free, not only for the chunk: a prompt that runs out of blocks later would
+        preempt others. A sequence that was preempted while a step sampled its next token waits for this token.
         """
         if seq.num_awaited_tokens:
             return 0
@@ -299,7 +302,8 @@ class Scheduler:
                 return 0
             if not self.cache.share_prefix(seq, prefix, self.config.max_num_batched_tokens):
                 return 0
-            if seq.num_preemptions == 0:
+            if not seq.is_counted:
+                seq.is_counted = True
                 seq.num_cached_tokens = prefix.num_tokens
                 self._stats.num_prompt_tokens += seq.num_tokens
                 self._stats.num_prefix_queries += seq.num_tokens
@@ -310,8 +314,8 @@ class Scheduler:
         return num_tokens
 
     def _num_chunk_tokens(self, seq: Sequence, num_computed: int, most: int, time_limit: TimeLimit | None) -> int:
-        """Return the number of tokens to compute after `num_computed`, at most `most`, unless time, block borders or
-        images allow fewer. Returns 0 if the next image does not fit."""
+        """Return the number of tokens to compute after `num_computed`: as many as `most`, the time, block borders and
+        pictures allow. Returns 0 if the next picture does not fit."""
         num_tokens = min(seq.num_tokens - num_computed, most)
         if num_tokens > 1 and self.config.starts_at_pictures:
             ahead = [item.position - num_computed for item in seq.request.prompt.media]
@@ -322,7 +326,7 @@ class Scheduler:
             num_tokens = time_limit.chunk(num_computed, num_tokens)
         end = self.cache.chunk_end(num_computed, num_computed + num_tokens)
         if self.config.whole_pictures:
-            end = _end_outside_images(seq.request.prompt, num_computed, end, most)
+            end = _end_outside_pictures(seq.request.prompt, num_computed, end, most)
         return end - num_computed
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
@@ -337,7 +341,7 @@ class Scheduler:
             row, first, num_tokens, num_sampled_positions, num_forks, draft_tokens = planned
             begin = end
             if num_sampled_positions:
-                end += num_sampled_positions + num_forks - 1
+                end += num_sampled_positions + num_forks - 1  # `PlannedRow.num_samples`
             if errors and row in errors and not seq.has_ended:
                 outputs.append(self._fail(seq, errors[row]))
             if seq.has_ended:  # just now, or while this step was in flight
@@ -451,21 +455,19 @@ class Scheduler:
 
 
 def _may_draft(seq: Sequence, planned: PlannedRow) -> bool:
-    """Return whether a sequence may have draft tokens: the sampler alone chooses its tokens, and no caller's logits
-    processor reads them."""
-    if seq.beam_search is not None or planned.num_forks > 1:
-        return False
-    return not seq.params.logits_processors  # a caller's code must never see a rejected token
+    """Return whether a sequence may have draft tokens. It may not in a beam search, when forks start, or with a logits
+    processor, which is a caller's code and must never see a rejected token."""
+    return seq.beam_search is None and planned.num_forks == 1 and not seq.params.logits_processors
 
 
-def _end_outside_images(prompt: Prompt, start: int, end: int, most: int) -> int:
-    """Return the end of a chunk from `start` that would end at `end`. A chunk never ends inside an image. It ends
-    before the image. If the image begins the chunk, it ends after the image, or at `start` if the chunk would exceed
-    `most` tokens."""
+def _end_outside_pictures(prompt: Prompt, start: int, end: int, most: int) -> int:
+    """Return the end of a chunk start .. end, moved out of the picture that it lies in, if it lies in one: to the
+    picture's beginning. If the chunk begins with the picture, to the picture's end, or to `start` (no chunk) if that is
+    more than `most` tokens."""
     for item in prompt.media:
-        image_end = item.position + item.num_tokens
-        if item.position < end < image_end:
+        picture_end = item.position + item.num_tokens
+        if item.position < end < picture_end:
             if item.position > start:
                 return item.position
-            return image_end if image_end - start <= most else start
+            return picture_end if picture_end - start <= most else start
     return end

@@ -78,14 +78,13 @@ class SequenceQueues:
         else:
             fork.block_tables = []
             fork.num_computed_tokens = fork.num_registered_blocks = 0
-            fork.num_preemptions += 1
             self.add(fork)
         return fork
 
     def append(self, seq: Sequence, token: int) -> None:
         """Add the token that beam search has chosen to a held sequence."""
         seq.token_ids.append(token)
-        seq.waits_for_beam_search = False
+        seq.is_held = False
 
     def drop(self, seq: Sequence) -> None:
         """End a sequence and free its row and blocks."""
@@ -115,9 +114,7 @@ class SequenceQueues:
         assert waiting == sorted(waiting, key=scheduling_order), "waiting sequences are out of order"
         assert len(running) + len(waiting) == len(queues) and {*running, *waiting} == {*queues}, "a sequence was lost"
         for seq in running:
-            assert (seq.num_uncomputed_tokens > 0) != seq.waits_for_beam_search or seq in in_flight, (
-                "a sequence lacks nothing"
-            )
+            assert (seq.num_uncomputed_tokens > 0) != seq.is_held or seq in in_flight, "a sequence lacks nothing"
             of_states = [seq.block_tables[state.group] for state in self.cache.states if seq.block_tables]
             assert seq in in_flight or all(len(table) <= 1 for table in of_states), (
                 "draft tokens have kept their states"

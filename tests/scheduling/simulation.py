@@ -138,11 +138,11 @@ class Simulation:
         """Schedule, compute and account, and check everything that must hold of a step."""
         running_before = [
             seq for seq in self.scheduler.queues.running
-            if not seq.waits_for_beam_search
+            if not seq.is_held
             and not (seq.num_awaited_tokens and (seq.num_tokens_left_to_sample <= 0 or self.setup.num_stages > 1))
         ]  # fmt: skip
-        held_before = [seq for seq in self.scheduler.queues if seq.waits_for_beam_search]
-        waiting_before = [seq for seq in self.scheduler.queues.waiting if not seq.waits_for_beam_search]
+        held_before = [seq for seq in self.scheduler.queues if seq.is_held]
+        waiting_before = [seq for seq in self.scheduler.queues.waiting if not seq.is_held]
         plan = self.scheduler.schedule()
         self._check_order(waiting_before, running_before)
         self.seen["held beam"] += len(held_before)

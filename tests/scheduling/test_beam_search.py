@@ -115,7 +115,7 @@ def test_a_beam_that_is_preempted_leaves_the_others_waiting_for_it() -> None:
     held = []
     for _ in range(30):
         plan = s.schedule()
-        held += [seq for seq in s.queues if seq.waits_for_beam_search]
+        held += [seq for seq in s.queues if seq.is_held]
         sampled = [planned for planned in plan.rows if planned.num_samples]
         result = offered(plan, *[{3: 0.6, 4: 0.3}] * len(sampled))
         s.update(plan, result)

@@ -144,6 +144,12 @@ def wanted_grammar(
     return WantedGrammar(content, marks, body.structure_field, special_tokens, budget)
 
 
+def may_want_grammar(body: ChatCompletionRequest) -> bool:
+    """Return whether `wanted_grammar` may want one beside that of `structure_field`. Making it takes seconds: never do
+    it in the event loop."""
+    return body.forces_calls or _has_strict_tools(body) or body.thinking_token_budget is not None
+
+
 def _has_strict_tools(body: ChatCompletionRequest) -> bool:
     return any(tool.function.strict for tool in body.tools or ())
 

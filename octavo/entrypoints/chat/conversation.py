@@ -21,6 +21,7 @@ from octavo.entrypoints.chat.answer_reader import (
     ReasoningDelta,
     answer_format,
     check_tool_choice,
+    may_want_grammar,
     wanted_grammar,
 )
 from octavo.entrypoints.chat.chat_template import render_chat
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """One engine output of an answer: its new part, and the totals so far."""
+    """What one engine output adds to an answer, and the totals so far."""
 
     deltas: list[Delta]
     token_ids: list[int]
@@ -58,11 +59,12 @@ class Progress:
 
 
 class Conversation:
-    """One chat request. Call `submit` first, then `read` for each output, or `read_whole` for each choice.
+    """One chat request. Call `submit` first. Then read its outputs in one of three ways: `progress` (with one choice;
+    `push` beside it), `read` for each output, or `read_whole` for each choice. `count_tokens` stands alone.
 
-    With `clamps_max_tokens`, a `max_tokens` that does not fit is lowered; otherwise it is an error. With
-    `ignores_unknown_effort`, or unless the server's `unknown_fields` is "error", `reasoning_effort` and `verbosity`
-    have no effect if the model's template has no such variable."""
+    With `clamps_max_tokens`, a `max_tokens` that does not fit is lowered; otherwise it is an error. If the model's
+    template has no variable for `reasoning_effort` or `verbosity`, they are an error where the server's
+    `unknown_fields` is "error", unless `ignores_unknown_effort`; otherwise they have no effect."""
 
     def __init__(
         self,
@@ -116,14 +118,13 @@ class Conversation:
         return deltas, reader.finish_reason(completion.finish_reason)
 
     def _count_reasoning_tokens(self, token_ids: list[int], deltas: list[Delta]) -> int:
-        """Return the number of reasoning tokens of a whole choice. The end mark counts if it is one token; otherwise
-        the reasoning text is tokenized again."""
-        reasoning = self._format.reasoning
-        if reasoning is None:
+        """Return the number of reasoning tokens of a whole choice: those up to the end mark, if it is one token; all
+        tokens, if nothing follows the reasoning; otherwise those of the reasoning text, tokenized again."""
+        if self._format.reasoning is None:
             return 0
-        ids = self._state.thinking_tokens
-        if ids is not None and ids[1] in token_ids:
-            return token_ids.index(ids[1]) + 1
+        marks = self._state.thinking_tokens
+        if marks is not None and (end_mark := marks[1]) in token_ids:
+            return token_ids.index(end_mark) + 1
         reasoning_text = "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
         if reasoning_text and all(isinstance(delta, ReasoningDelta) for delta in deltas):
             return len(token_ids)
@@ -141,7 +142,7 @@ class Conversation:
                     self._body,
                     self._params,
                     self.prepare,
-                    has_grammar=self._body.forces_calls or self._body.thinking_token_budget is not None,
+                    has_grammar=may_want_grammar(self._body),
                     media=self._media_kinds(),
                     clamps_max_tokens=self._clamps_max_tokens,
                     sink=sink,
@@ -186,7 +187,7 @@ class Conversation:
             await outputs.aclose()
 
     def push(self, write: Callable[[Progress], bytes]) -> Push:
-        """Return a sink for `submit`, which writes progress that `progress` then does not yield."""
+        """Return a sink for `submit`. While it is open it writes each output's progress; `progress` yields the rest."""
         return Push(lambda output: b"".join([write(part) for part in self._parts(output)]))
 
     def _parts(self, output: RequestOutput) -> Iterator[Progress]:
@@ -207,20 +208,21 @@ class Conversation:
             )
 
     def prepare(self) -> PreparedPrompt:
-        """Render the prompt, choose the format of the answers, and make their grammar. Sets the format, and may clear
-        `skip_special_tokens`. Runs in a thread. Raises `RequestError`."""
+        """Render the prompt, choose the format of the answers, and say what their grammar must be. Sets
+        `_answer_format`, and may clear `skip_special_tokens` of the caller's `params`, which are read after this. May
+        run in a thread. Raises `RequestError`."""
         body, state, params = self._body, self._state, self._params
         media, placeholders = self._decode_media()
         prompt = self._render(placeholders)
         self._answer_format = answer_format(body, state.formats, prompt)
         special_tokens = state.engine.inputs.special_tokens
         if any(token in mark for mark in self._format.marks for token in special_tokens):
-            params.skip_special_tokens = False  # the reader needs the marks, which have special tokens, in the text
+            params.skip_special_tokens = False  # they are in marks, which the reader must find
         budget = state.thinking_budget(body.thinking_token_budget, self._format.reasoning)
         grammar = wanted_grammar(body, self._format, state.formats, params.structured_outputs, special_tokens, budget)
         embeds = embeds_of([message.content for message in body.messages])
         prompt_with_embeds = with_embeds(prompt, embeds) if embeds else prompt
-        # The template writes the special tokens itself.
+        # By default no special tokens are added: the template has written them.
         return PreparedPrompt(prompt_with_embeds, bool(body.add_special_tokens), grammar, media)
 
     def _render(self, placeholders: Mapping[str, str] | None) -> str:
@@ -230,7 +232,7 @@ class Conversation:
             state.engine.tokenizer,
             body,
             body.messages,
-            body.tools if body.chosen_tools else None,
+            body.tools if body.chosen_tools else None,  # none with tool_choice "none"
             {**(state.args.default_chat_template_kwargs or {}), **effort},
             trusts_template=state.args.trust_request_chat_template,
             content_format=state.args.chat_template_content_format,
@@ -290,9 +292,9 @@ def render_messages(
 ) -> str:
     """Return the prompt text of `messages` and `tools`. `options` and the options of `body` go to the template; those
     of `body` win. The prompt ends with the generation prompt if the model `generates`, unless `body` says otherwise or
-    continues the last message. The template writes each medium, or `placeholders` has the text of its kind. Raises
-    `RequestError` for media without `placeholders`, for embeddings unless the caller `takes_embeds`, and for a template
-    in `body` unless the caller `trusts_template`."""
+    continues the last message. A template that does not know a kind of media gets the kind's text from `placeholders`
+    in its place. Raises `RequestError` for media without `placeholders`, for embeddings unless the caller
+    `takes_embeds`, and for a template in `body` unless the caller `trusts_template`."""
     check_template_is_trusted(body, trusts_template)
     if not takes_embeds and embeds_of([message.content for message in messages]):
         raise RequestError(

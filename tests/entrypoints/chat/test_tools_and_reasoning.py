@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import httpx
 import openai
 import pytest
 
+from octavo.engine import input_processor
 from octavo.entrypoints.chat.chat_template import render_chat
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError
+from octavo.structured_output.grammar_builder import make_checked_grammar
 from tests.entrypoints.fake_engine import MODEL, FakeEngine, serving
 from tests.waiting import within
 
@@ -149,6 +152,25 @@ def test_arguments_are_json_whatever_python_reads(client: openai.OpenAI, chatty:
     chatty.answer = CALL.replace('"Zürich"', number)
     message = both(client, tools=[WEATHER]).message
     assert message.tool_calls is None and number in message.content
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_no_grammar_of_tools_is_made_in_the_event_loop(
+    url: str, chatty: FakeEngine, choice: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However short the body: a grammar can take a minute."""
+    threads: list[str] = []
+
+    def noted(*args: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return make_checked_grammar(*args, **options)
+
+    monkeypatch.setattr(input_processor, "make_checked_grammar", noted)
+    chatty.answer = CALL
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    body = {"messages": [USER], "tools": [strict], "tool_choice": choice}
+    assert httpx.post(f"{url}/v1/chat/completions", json=body).status_code == 200
+    assert [name.startswith("octavo-grammar") for name in threads] == [True]
 
 
 def test_reasoning_may_have_a_budget(tiny_tokenizer: Path) -> None:
