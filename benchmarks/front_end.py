@@ -2,17 +2,23 @@
 
     python benchmarks/front_end.py [--streams 64 1024] [--tokens 200]     # µs a token, ms a chat
     python benchmarks/front_end.py --streams 1024 --step-ms 4 --probe     # and how fast it answers meanwhile
+    python benchmarks/front_end.py --streams 256 --front-ends 1 2 4       # several that share an engine
 
 The core gives every chat a token a step. A process of its own sends the chats, all at once, and reads their streams.
 Printed is processor time of this process: for a chat, from its connection to the core, and for a token, from the core's
 message to `send` ("to send": bodies of streams are written nowhere), and with the sends. `--probe` asks for /health,
 sends chats of one token and hangs up on others meanwhile, and prints percentiles of what each takes.
+
+`--front-ends` starts servers of `--api-server-count`, has the core step as fast as it can, and prints tokens a second
+and the processor time that a token takes in each kind of process. Front ends share theirs: where there are processors
+enough, the slowest process decides.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import os
@@ -28,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import uvloop
 import zmq
 
@@ -36,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from octavo.config import AsyncEngineArgs
 from octavo.engine.async_engine import AsyncLLMEngine
 from octavo.engine.core_client import CoreProcess
+from octavo.engine.engine_hub import EngineHub
 from octavo.engine.wire import (
     Abort,
     CoreProcessArgs,
@@ -47,7 +55,8 @@ from octavo.engine.wire import (
 )
 from octavo.entrypoints.chat.chat_template import compile_chat_template
 from octavo.entrypoints.http import uvicorn_server
-from octavo.entrypoints.http.server import collect_rarely
+from octavo.entrypoints.http.front_ends import FrontEnds, one_store, share_port
+from octavo.entrypoints.http.server import _bind, collect_rarely
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.processes import allow_files
@@ -213,17 +222,18 @@ class FrontEnd:
     async def round(self, num_streams: int, num_tokens: int, *, sends: bool) -> tuple[float, float]:
         """Return the processor's ms for a chat and µs for a token."""
         Unsent.is_used, Unsent.begin, self.metrics.steps = not sends, 0.0, []
-        await self.in_process(read_streams, self.port, num_streams, num_tokens)
+        await in_process(read_streams, self.port, num_streams, num_tokens)
         steps = self.metrics.steps
         counted = steps[EDGE_STEPS : num_tokens - EDGE_STEPS]
         token_us = 1e6 * (counted[-1] - counted[0]) / ((len(counted) - 1) * num_streams)
         return 1e3 * (steps[0] - Unsent.begin) / num_streams, token_us
 
-    async def in_process(self, work: Any, *args: Any) -> None:
-        process = multiprocessing.get_context("spawn").Process(target=work, args=args)
-        process.start()
-        await asyncio.to_thread(process.join)
-        assert process.exitcode == 0
+
+async def in_process(work: Any, *args: Any) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=work, args=args)
+    process.start()
+    await asyncio.to_thread(process.join)
+    assert process.exitcode == 0
 
 
 async def run(args: argparse.Namespace, num_streams: int, folder: Path) -> list[str]:
@@ -254,6 +264,57 @@ async def run(args: argparse.Namespace, num_streams: int, folder: Path) -> list[
     return lines
 
 
+async def shared(args: argparse.Namespace, num_front_ends: int, num_streams: int, folder: Path) -> str:
+    """Return a line about a server with several front ends."""
+    config = AsyncEngineArgs(max_num_seqs=2048).create_engine_config()
+    server_args = ServerArgs(api_server_count=num_front_ends, disable_log_requests=True, host="127.0.0.1", port=0)
+    metrics = EngineMetrics(config.model.served_model_names[0], config.model.max_model_len)
+    aborts = folder / "aborts"
+    aborts.touch()
+    core = CountingCore(args.step_ms / 1000, aborts)
+    hub = EngineHub(config, metrics=metrics, core=core, max_restarts=0, step_timeout_s=None, ready_timeout_s=None)
+    line = ""
+    with (
+        _bind(server_args, listens=False) as first,
+        share_port(first, num_front_ends, is_path=False) as sockets,
+        one_store(server_args) as own_args,
+    ):
+        front_ends = FrontEnds(hub, config, own_args, sockets, ["octavo"])
+        port = sockets[0].getsockname()[1]
+
+        async def measure() -> None:
+            nonlocal line
+            await hub.wait_ready()
+            while len(hub.fronts) < num_front_ends:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+            await hub.tell_all("snapshot")
+            await in_process(read_streams, port, 8 * num_front_ends, 20)
+            processes = {"core": [core.process.pid], "hub": [os.getpid()]}
+            processes["front ends"] = [one.pid for one in front_ends.processes.values()]
+            before, steps, begin = _processor_s(processes), metrics.num_steps, 0.0
+            reading = asyncio.ensure_future(in_process(read_streams, port, num_streams, args.tokens))
+            while metrics.num_steps == steps:  # the chats themselves are not counted
+                before, begin = _processor_s(processes), time.monotonic()
+                await asyncio.sleep(0.01)
+            await reading
+            seconds, num_tokens = time.monotonic() - begin, num_streams * args.tokens
+            us = [1e6 * (after - before[name]) / num_tokens for name, after in _processor_s(processes).items()]
+            line = f"| {num_front_ends} | {num_streams} | {num_tokens / seconds:,.0f} | " + " | ".join(
+                f"{one:.2f}" for one in us
+            )
+            front_ends.stop()
+            await hub.wait_failed()
+
+        await front_ends.run(measure)
+    return f"{line} |"
+
+
+def _processor_s(processes: dict[str, list[int]]) -> dict[str, float]:
+    """Return the processor time of processes, by kind."""
+    times = {name: [psutil.Process(pid).cpu_times() for pid in pids] for name, pids in processes.items()}
+    return {name: sum(one.user + one.system for one in of_kind) for name, of_kind in times.items()}
+
+
 async def probed(front: FrontEnd, num_streams: int, num_tokens: int) -> list[str]:
     context = multiprocessing.get_context("spawn")
     stop, found = context.Event(), context.Queue()
@@ -261,7 +322,7 @@ async def probed(front: FrontEnd, num_streams: int, num_tokens: int) -> list[str
     while len(front.metrics.steps) < EDGE_STEPS:  # noqa: ASYNC110
         await asyncio.sleep(0.1)
     front.aborts.write_text("")
-    probing = asyncio.ensure_future(front.in_process(probe, front.port, stop, front.aborts, found))
+    probing = asyncio.ensure_future(in_process(probe, front.port, stop, front.aborts, found))
     while len(front.metrics.steps) < 0.9 * num_tokens:  # noqa: ASYNC110 - a chat alone would wait for others
         await asyncio.sleep(0.1)
     stop.set()
@@ -275,11 +336,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200, help="Of each stream (default: %(default)s).")
     parser.add_argument("--step-ms", type=float, default=0, help="Default: 40 µs a stream, 5 at least.")
     parser.add_argument("--probe", action="store_true", help="Ask other things meanwhile.")
+    parser.add_argument("--front-ends", type=int, nargs="+", help="Measure servers with so many.")
     parser.add_argument("--core", nargs=2, metavar=("STEP_S", "ABORTS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.core:
         count(float(args.core[0]), Path(args.core[1]))
     allow_files()
+    if args.front_ends:
+        kinds = "core | hub | front ends"
+        print(f"| front ends | streams | tokens a second | µs a token: {kinds} |\n|---|---|---|---|---|---|")
+        for num_front_ends, num_streams in itertools.product(args.front_ends, args.streams):
+            with tempfile.TemporaryDirectory() as folder:
+                print(uvloop.run(shared(args, num_front_ends, num_streams, Path(folder))), flush=True)
+        return
     if not args.probe:
         print("| streams | ms a step | µs a token, to send | µs a token, sent | ms a chat |\n|---|---|---|---|---|")
     for num_streams in args.streams:

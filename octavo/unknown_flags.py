@@ -43,7 +43,6 @@ _ADVICE = {
     "aggregate_engine_logging": f"{_NEEDLESS}the log has a line for all engines",
     "async_engine": "octavo bench serve measures a server",
     "all2all_backend": f"{_NEEDLESS}there is one way to exchange what experts give",
-    "api_server_count": f"{_NEEDLESS}one process serves all engines of --data-parallel-size",
     "code_revision": "--revision is that of the code too",
     "collect_detailed_traces": f"{_NEEDLESS}spans of --otlp-traces-endpoint have the phases of a request",
     "config_format": f"{_NEEDLESS}it is recognised",

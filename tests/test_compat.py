@@ -73,7 +73,7 @@ WORKING = [
     "--kv-cache-memory-bytes 4G", "--no-async-scheduling", "--enable-prompt-tokens-details",
     "--no-enable-prompt-tokens-details", "--tokenizer-mode hf", '--limit-mm-per-prompt {"image":4}',
     "--language-model-only", "--max-logprobs -1", "--max-logprobs 100", "--enable-sleep-mode",
-    "--logprobs-mode raw_logprobs",
+    "--logprobs-mode raw_logprobs", "--api-server-count 4",
 ]  # fmt: skip
 # Flags that are not built, or not for this device, and what is said.
 REFUSED = {
@@ -88,6 +88,8 @@ REFUSED = {
     "--num-speculative-tokens 5": "no speculative method is given",
     "--speculative-draft-tensor-parallel-size 1": "no speculative method is given",
     "--fully-sharded-loras": "--fully-sharded-loras True is not built yet",
+    "--api-server-count 4 --headless": "--api-server-count 4 and --headless exclude each other",
+    "--api-server-count 2 --enable-prometheus --prometheus-port 9090": "and --prometheus-port exclude each other",
     "--num-scheduler-steps 8": "--num-scheduler-steps 8 is not built yet",
     "--async-scheduling": "--async-scheduling is not built",
     "--logprobs-mode processed_logprobs": "--logprobs-mode processed_logprobs is not built yet; leave it out.",

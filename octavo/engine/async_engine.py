@@ -28,7 +28,7 @@ from octavo.engine.off_loop import run_off_loop
 from octavo.engine.output_processor import OutputProcessor, RequestState
 from octavo.engine.request_log import log_request
 from octavo.engine.request_stream import RequestStream, Sink
-from octavo.engine.supervisor import Supervisor
+from octavo.engine.supervisor import Supervisor, record_ready
 from octavo.engine.vllm_names import refuse_kwargs
 from octavo.engine.wire import Abort, BlockMap, CacheWasReset, CoreMessage, Loading, Ready, Running, StepOutputs
 from octavo.errors import EngineStoppingError, OctavoError, RequestError
@@ -173,6 +173,11 @@ class AsyncLLMEngine(EngineCalls):
     @property
     def config(self) -> EngineConfig:
         return self._supervisor.config
+
+    @property
+    def forecasts(self) -> list[FirstTokenForecast]:
+        """The forecast of each engine."""
+        return [self.forecast]
 
     @property
     def error(self) -> OctavoError | None:
@@ -533,14 +538,7 @@ class AsyncLLMEngine(EngineCalls):
                 self._count_continued(number)
                 self.inputs.model = self.config.model
                 if self.metrics is not None:
-                    self.metrics.record_startup("core", message.startup)
-                    self.metrics.memory_bytes = {"weights": message.weight_bytes, "kv_cache": message.cache_bytes}
-                    self.metrics.cache_config = {
-                        "block_size": message.block_size,
-                        "num_gpu_blocks": message.num_blocks,
-                        "num_cpu_blocks": message.num_host_blocks,
-                        "enable_prefix_caching": self.config.cache.enable_prefix_caching,
-                    }
+                    record_ready(self.metrics, message, self.config)
 
     def _tell(self) -> None:
         """Tell streams of their news: as many as a turn of the event loop has time for, and the others in the next."""

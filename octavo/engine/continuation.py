@@ -4,6 +4,7 @@ tokens that it has: `AsyncLLMEngine` continues them.
 A request may be what kills cores. If it was in the step at two deaths in a row and got no token in between, it goes to
 the next core before the others, alone among them; if that core dies with it in the step too, it is refused. The trial
 ends with a token, or with more steps than it had before the last death: beams and long prompts show no token for long.
+If several front ends share the core, their hub lets one after the other try its suspects (`wire.Trials`).
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from octavo.engine.output_processor import OutputProcessor, RequestState
+from octavo.engine.wire import FrontendMessage, Trials
 from octavo.errors import RequestError
-from octavo.request import EngineRequest
 
 
 class Continuation:
     """The way of one engine's requests to its cores."""
 
-    def __init__(self, outputs: OutputProcessor, send: Callable[[EngineRequest], None]) -> None:
+    def __init__(self, outputs: OutputProcessor, send: Callable[[FrontendMessage], None]) -> None:
         self._outputs, self._send = outputs, send
         self._running: dict[str, int] = {}  # requests in the core's steps, and the core's steps before their first
         self._num_steps = 0  # that the core has finished
@@ -67,8 +68,11 @@ class Continuation:
     def core_died(self) -> dict[str, RequestError]:
         """Find suspects, as the core has died, perhaps before it was ready. Returns the requests to refuse, with their
         errors."""
-        if not self._has_core:
-            return {}
+        refused = self._find_suspects() if self._has_core else {}
+        self._send(Trials(len(self._suspects)))
+        return refused
+
+    def _find_suspects(self) -> dict[str, RequestError]:
         refused = {}
         on_trial = self._suspects[:1]
         for request_id, state in self._outputs.requests.items():
@@ -110,6 +114,7 @@ class Continuation:
                 self._send(state.remainder())
                 return
             del self._suspects[0]
+        self._send(Trials(0))
         unsent, self._unsent = self._unsent, {}
         for request_id in unsent:
             if (state := self._outputs.requests.get(request_id)) is not None:

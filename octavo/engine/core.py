@@ -132,6 +132,12 @@ class EngineCore:
             self._end_fetch(self._pending.pop(request_id, None))
         self.scheduler.abort(request_id, index)
 
+    def abort_all(self, prefix: str) -> None:
+        """Abort the requests whose ids begin with `prefix`."""
+        for request_id in (*self._pending, *self.scheduler.queues.requests):
+            if request_id.startswith(prefix):
+                self.abort(request_id)
+
     def reset_prefix_cache(self, *, frees_memory: bool = False) -> None:
         """Empty the prefix cache, also on disk. With `frees_memory` give the cache's memory back to the system, and
         keep what is on disk; no request may be running then."""

@@ -154,7 +154,7 @@ class CoreClient:
             except Exception as e:
                 failed.set_exception(e)
 
-        ended = asyncio.ensure_future(_wait_for_exit(self.process))
+        ended = asyncio.ensure_future(wait_for_exit(self.process))
         self._reading_loop = loop
         loop.add_reader(self._receiver.fileno(), read)
         try:
@@ -247,7 +247,7 @@ def _set_once(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-async def _wait_for_exit(process: subprocess.Popen[bytes]) -> None:
+async def wait_for_exit(process: subprocess.Popen[bytes]) -> None:
     """Return when the process has ended: by its file descriptor on Linux, by polling elsewhere."""
     if not hasattr(os, "pidfd_open"):
         while process.poll() is None:  # noqa: ASYNC110 (nothing signals the end here)

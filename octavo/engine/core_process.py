@@ -25,6 +25,7 @@ import zmq
 from octavo.engine.core import EngineCore
 from octavo.engine.wire import (
     Abort,
+    AbortAll,
     CacheWasReset,
     CoreProcessArgs,
     Failed,
@@ -35,6 +36,7 @@ from octavo.engine.wire import (
     ResetCache,
     Running,
     SetPaused,
+    Trials,
     UnloadAdapter,
     decode_frontend_message,
     encode_message,
@@ -162,6 +164,10 @@ def _handle(core: EngineCore, sender: zmq.Socket[bytes], data: bytes) -> bool:
             core.unload_adapter(identity)
         case Abort(request_id, index):
             core.abort(request_id, index)
+        case AbortAll(prefix):
+            core.abort_all(prefix)
+        case Trials():
+            return False
     return True
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from octavo.config import EngineConfig
 from octavo.engine.async_engine import AsyncLLMEngine
-from octavo.engine.core_client import CoreProcess
+from octavo.engine.core_client import Core, CoreProcess
 from octavo.engine.engine_hosts import EngineHosts, RemoteCore
 from octavo.engine.forecast import FirstTokenForecast
 from octavo.engine.generate import EngineCalls, GenerateArgs
@@ -75,15 +75,18 @@ class DataParallelEngine(EngineCalls):
         *,
         metrics: EngineMetrics | None = None,
         core: CoreProcess | None = None,
+        make_core: Callable[[EngineConfig, CoreProcess | None], Core] | None = None,
         **options: Any,
     ) -> None:
-        """`core` and `metrics` are for the first engine, `options` for all."""
+        """`core` and `metrics` are for the first engine, `make_core` for those of this host, `options` for all."""
         ranks = config.served_ranks
         self._router = Router(len(ranks), config.cache.block_size, _MAX_BLOCKS)
         self.metrics = metrics
         if metrics is not None:
             length = config.model.max_model_len
             metrics.of_engines += [EngineMetrics(metrics.model_name, length, rank) for rank in ranks[1:]]
+            for one in metrics.of_engines:
+                one.counts_steps = metrics.counts_steps
         self._engines: list[AsyncLLMEngine] = []
         self._hosts: EngineHosts | None = None
         try:
@@ -93,7 +96,7 @@ class DataParallelEngine(EngineCalls):
                 self._engines.append(
                     AsyncLLMEngine(
                         config.replica(rank),
-                        make_core=None if rank in config.local_ranks else partial(self._join, rank),
+                        make_core=make_core if rank in config.local_ranks else partial(self._join, rank),
                         metrics=None if metrics is None else metrics.of_engines[place],
                         core=core if place == 0 else None,
                         inputs=self._engines[0].inputs if place else None,
@@ -121,6 +124,10 @@ class DataParallelEngine(EngineCalls):
     @property
     def config(self) -> EngineConfig:
         return self._engines[0].config
+
+    @property
+    def forecasts(self) -> list[FirstTokenForecast]:
+        return [engine.forecast for engine in self._engines]
 
     @property
     def stats(self) -> EngineStats:

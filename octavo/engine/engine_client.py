@@ -9,6 +9,7 @@ from octavo.config import EngineConfig
 
 if TYPE_CHECKING:
     from octavo.engine.core_client import CoreProcess
+    from octavo.engine.forecast import FirstTokenForecast
     from octavo.engine.input_processor import InputProcessor
     from octavo.engine.request_stream import Sink
     from octavo.engine.wire import BlockMap, Ready
@@ -39,6 +40,8 @@ class EngineClient(Protocol):
     def stats(self) -> EngineStats: ...
     @property
     def forecast(self) -> Forecast: ...
+    @property
+    def forecasts(self) -> list[FirstTokenForecast]: ...
     @property
     def has_died(self) -> bool: ...
     @property

@@ -6,7 +6,7 @@ the seconds that the core reports for a prompt token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from octavo.request import SequenceOutput
 from octavo.stats import EngineStats
@@ -22,15 +22,20 @@ class FirstTokenForecast:
         self._num_waiting_tokens = 0
         self._num_queries = self._num_hits = 0.0  # recent tokens looked up in the prefix index, and found
         self._stats = EngineStats()
+        # Takes the tokens that wait in this front end, and returns those of all front ends that share the core.
+        self.share: Callable[[int], float] = lambda own: own
 
     def add(self, request_id: str, num_tokens: int) -> None:
         """Count a request that goes to the core."""
         self._waiting[request_id] = num_tokens
         self._num_waiting_tokens += num_tokens
+        self.share(self._num_waiting_tokens)
 
     def end(self, request_id: str) -> None:
         """Remove a request: it has its first token, or has ended without one."""
-        self._num_waiting_tokens -= self._waiting.pop(request_id, 0)
+        if (num_tokens := self._waiting.pop(request_id, 0)) != 0:
+            self._num_waiting_tokens -= num_tokens
+            self.share(self._num_waiting_tokens)
 
     def record_step(self, outputs: Iterable[SequenceOutput], stats: EngineStats) -> None:
         for output in outputs if self._waiting else ():
@@ -45,10 +50,10 @@ class FirstTokenForecast:
 
     def seconds(self, num_tokens: int) -> float:
         """Return the seconds until a new prompt of `num_tokens` has its first token. 0 before anything has run."""
-        num_before = max(0, self._num_waiting_tokens - self._stats.num_chunked_tokens)
+        num_before = max(0, self.share(self._num_waiting_tokens) - self._stats.num_chunked_tokens)
         return self.seconds_alone(num_before + num_tokens)
 
-    def seconds_alone(self, num_tokens: int) -> float:
+    def seconds_alone(self, num_tokens: float) -> float:
         """Return the same for a prompt that waits for no other."""
         found = self._num_hits / self._num_queries if self._num_queries else 0.0
         return num_tokens * (1 - found) * self._stats.prompt_token_s

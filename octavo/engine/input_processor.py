@@ -73,6 +73,7 @@ class InputProcessor:
         self._closes_objects = config.disable_additional_properties
         self.tokenizer = tokenizer
         self._ids = itertools.count()
+        self._id_prefix = ""
         self._seeds = random.Random(model.seed)
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
         self.media: MediaProcessor | None = None  # if the model takes media
@@ -109,9 +110,14 @@ class InputProcessor:
             raise RequestError(f"the prompt is not valid Unicode text: {e}.", param="prompt") from None
         return ids
 
+    def be_one_of_several(self, number: int, place: int) -> None:
+        """Give the ids and seeds of front end `number` none that another one gives."""
+        self._id_prefix = f"{number}-"
+        self._seeds = random.Random(f"{self.model.seed}, {place}")
+
     def new_id(self) -> str:
         """Return a new, unique request id."""
-        return str(next(self._ids))
+        return f"{self._id_prefix}{next(self._ids)}"
 
     def encode_all(
         self,

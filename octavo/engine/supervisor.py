@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from octavo.config import EngineConfig
 from octavo.engine.core_client import Core, CoreClient, CoreProcess
@@ -17,7 +18,22 @@ from octavo.engine.restart_policy import RestartPolicy
 from octavo.engine.wire import CoreMessage, Failed, FrontendMessage, Leaving, Ready
 from octavo.errors import EngineDeadError, EngineRestartingError, EngineStoppingError, OctavoError
 
+if TYPE_CHECKING:
+    from octavo.metrics.prometheus import EngineMetrics
+
 logger = logging.getLogger(__name__)
+
+
+def record_ready(metrics: EngineMetrics, ready: Ready, config: EngineConfig) -> None:
+    """Record what a core says of its start and its memory."""
+    metrics.record_startup("core", ready.startup)
+    metrics.memory_bytes = {"weights": ready.weight_bytes, "kv_cache": ready.cache_bytes}
+    metrics.cache_config = {
+        "block_size": ready.block_size,
+        "num_gpu_blocks": ready.num_blocks,
+        "num_cpu_blocks": ready.num_host_blocks,
+        "enable_prefix_caching": config.cache.enable_prefix_caching,
+    }
 
 
 class Supervisor:
@@ -48,6 +64,7 @@ class Supervisor:
         self.ready: Ready | None = None  # of the last core that was ready
         self.failure: OctavoError | None = None  # for good
         self.num_restarts = 0
+        self.end_reason = ""  # of the last core that has ended
         self.restart_policy = RestartPolicy(max_restarts)
         self._make_core = make_core or CoreClient
         self.core: Core = self._make_core(config, core)
@@ -141,7 +158,7 @@ class Supervisor:
         """Receive the core's messages, and start it again when it dies, until its restarts are used up."""
         try:
             while True:
-                reason = await self._follow_core()
+                reason = self.end_reason = await self._follow_core()
                 self.core.close()
                 if self._wake is not None:
                     self._lose(EngineDeadError("the engine core has ended to sleep; the request is lost."))

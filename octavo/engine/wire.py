@@ -34,6 +34,12 @@ class Abort(msgspec.Struct, tag="abort"):
     index: int | None = None
 
 
+class AbortAll(msgspec.Struct, tag="abort_all"):
+    """Ends all requests whose ids begin with `prefix`: those of a front end that has ended."""
+
+    prefix: str
+
+
 class GetBlockMap(msgspec.Struct, tag="get_block_map"):
     """Asks for a `BlockMap`."""
 
@@ -61,6 +67,13 @@ class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
     """Removes an adapter: no new request uses it."""
 
     identity: str
+
+
+class Trials(msgspec.Struct, tag="trials"):
+    """How many requests of a front end are to be tried alone (see `continuation.py`): sent when a core has died, and
+    when the last one is done. A hub lets one front end after the other try; cores ignore it."""
+
+    number: int
 
 
 class AdapterLoaded(msgspec.Struct, array_like=True):
@@ -121,7 +134,9 @@ class Leaving(msgspec.Struct, tag="leaving"):
     """From the host of a remote core: it will stop, and takes no more requests."""
 
 
-FrontendMessage = EngineRequest | Abort | GetBlockMap | ResetCache | SetPaused | LoadAdapter | UnloadAdapter
+FrontendMessage = (
+    EngineRequest | Abort | AbortAll | GetBlockMap | ResetCache | SetPaused | LoadAdapter | UnloadAdapter | Trials
+)
 CoreMessage = StepOutputs | Running | Loading | Ready | Failed | BlockMap | CacheWasReset | Leaving
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -140,6 +140,9 @@ class EngineMetrics:
         self.memory_bytes: dict[str, int] = {}  # memory that the core holds all its life, by kind
         # The metrics of all engines behind the server, this one first.
         self.of_engines: list[EngineMetrics] = [self]
+        # False in one of several front ends: the process that owns the engines counts steps, restarts and the like.
+        self.counts_steps = True
+        self.share_rate: Callable[[float], float] = lambda own: own  # of this front end's requests, with the others'
         self.others: list[Any] = []  # collectors whose metrics are rendered too
         self.num_restarts = 0  # restarts of the core after it has died
         self.num_continued = 0  # requests that went on with another core
@@ -187,7 +190,7 @@ class EngineMetrics:
     @property
     def all_requests_per_s(self) -> float:
         """Return the requests a second of all engines behind the server."""
-        return sum(metrics.requests_per_s for metrics in self.of_engines)
+        return self.share_rate(sum(metrics.requests_per_s for metrics in self.of_engines))
 
     def record_startup(self, process: str, seconds: dict[str, float]) -> None:
         """Record the seconds of each phase of a process's start, in order."""
@@ -196,6 +199,8 @@ class EngineMetrics:
     def record_step(self, stats: EngineStats) -> None:
         """Record one step, as the core reports it."""
         self.last = stats
+        if not self.counts_steps:
+            return
         self.num_steps += 1
         for name in self.totals:
             self.totals[name] += getattr(stats, name)
@@ -321,7 +326,7 @@ class EngineMetrics:
         held = {("host",): self.last.num_adapters_on_host, ("device",): self.last.num_adapters_on_device}
         yield _Family("gauge", "octavo:adapters", help, held, ("place",))
         help = "Times that the engine core died and was started again."
-        yield _Family("counter", "octavo:engine_restarts", help, {(): self.num_restarts})
+        yield _Family("counter", "octavo:engine_restarts", help, {(): self.num_restarts * self.counts_steps})
         help = "Requests that another engine core went on with when theirs had died."
         yield _Family("counter", "octavo:requests_continued", help, {(): self.num_continued})
 

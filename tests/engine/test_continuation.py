@@ -13,6 +13,7 @@ import pytest
 from octavo import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from octavo.engine.continuation import Continuation
 from octavo.engine.output_processor import OutputProcessor
+from octavo.engine.wire import FrontendMessage, Trials
 from octavo.lora.request import LoRARequest
 from octavo.request import AdapterSource, EngineRequest, Prompt, SequenceOutput
 from tests.execution.test_runner import save_model
@@ -127,11 +128,15 @@ class Engine:
     def __init__(self) -> None:
         self.outputs = OutputProcessor(cast(Any, SimpleNamespace(backend_tokenizer=None)))
         self.sent: list[tuple[str, int]] = []  # (request, tokens that it has)
+        self.num_trials = 0  # that it has told a hub of
         self.continuation = Continuation(self.outputs, self._send)
         self.continuation.begin()
 
-    def _send(self, request: EngineRequest) -> None:
-        self.sent.append((request.request_id, len(request.output_token_ids.get(0, []))))
+    def _send(self, message: FrontendMessage) -> None:
+        if isinstance(message, EngineRequest):
+            self.sent.append((message.request_id, len(message.output_token_ids.get(0, []))))
+        elif isinstance(message, Trials):
+            self.num_trials = message.number
 
     def add(self, name: str, **more: Any) -> None:
         params = SamplingParams(max_tokens=100, detokenize=False)

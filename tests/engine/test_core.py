@@ -120,6 +120,17 @@ def test_a_request_that_is_aborted_while_its_grammar_is_compiled_never_runs() ->
     assert engine.step().outputs == []
 
 
+def test_the_requests_of_a_front_end_that_has_ended_are_aborted_running_waiting_or_prepared() -> None:
+    engine, _ = core()
+    for name in ("1-0", "11-0", "1-1", "2-0", "1-2"):
+        engine.add(request(name))
+    engine.add(request("1-3", "root ::= x"))
+    engine.step()
+    engine.abort_all("1-")
+    assert [*engine.scheduler.queues.requests] == ["11-0", "2-0"]
+    assert not engine._pending
+
+
 def test_steps_are_measured_and_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
 

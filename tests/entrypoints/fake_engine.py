@@ -174,7 +174,7 @@ class Address(str):
     @property
     def num_in_flight(self) -> int:
         """Requests whose head has come, and that have no whole answer."""
-        return self.server._state.num_in_flight
+        return self.server.state.num_in_flight
 
 
 @contextlib.contextmanager

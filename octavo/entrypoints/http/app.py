@@ -24,6 +24,7 @@ from octavo.entrypoints.http.error_responses import UNBUILT_PATHS, add_error_han
 from octavo.entrypoints.http.router import LazyRoute, RouteSpec, make_routes
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.http.server_state import ID_HEADER, ServerState
+from octavo.entrypoints.http.shared_counts import SharedCounts
 from octavo.entrypoints.http.streaming import SERVER_SEND
 from octavo.entrypoints.openai import chat_completions, completions, generate_route, lora_adapters, model_list, tokenize
 from octavo.metrics.http_metrics import HttpMetrics
@@ -188,9 +189,10 @@ def _add_id(answer: MutableHeaders, request: Headers) -> None:
         answer[ID_HEADER] = given if given is not None and re.match(ID_PATTERN, given) else uuid.uuid4().hex
 
 
-def build_app(engine: EngineClient, args: ServerArgs) -> Starlette:
-    """Return the application of a server with `engine`, which need not be ready yet."""
-    state = ServerState(engine, args)
+def build_app(engine: EngineClient, args: ServerArgs, counts: SharedCounts | None = None) -> Starlette:
+    """Return the application of a server with `engine`, which need not be ready yet. `counts` are shared with the
+    server's other front ends."""
+    state = ServerState(engine, args, counts)
     routers = [*ROUTERS, engine_control.router] if args.is_dev_mode else ROUTERS
     specs: list[RouteSpec | LazyRoute] = [one for router in routers for one in router.specs]
     specs += [LazyRoute(module, *route.split(" ")) for module, routes in LAZY_ROUTES.items() for route in routes]

@@ -42,14 +42,15 @@ async def version() -> dict[str, str]:
 @router.get("/load")
 async def load(request: Request) -> dict[str, int]:
     """Requests that the engine has been asked for and whose answers are not complete, those that wait included."""
-    return {"server_load": state_of(request).num_engine_requests}
+    return {"server_load": state_of(request).num_all_engine_requests}
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Everything that Octavo counts, in Prometheus's text format."""
-    engine_metrics = state_of(request).engine.metrics
+    state = state_of(request)
+    engine_metrics = state.engine.metrics
     if engine_metrics is None:
         return Response(status_code=404)
-    body, content_type = engine_metrics.render()
+    body, content_type = engine_metrics.render() if state.hub is None else await state.hub.call("metrics")
     return Response(body, media_type=content_type)

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from octavo.config import AsyncEngineArgs
+from octavo.config import AsyncEngineArgs, EngineConfig
 from octavo.engine.core_client import CoreProcess
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError, OctavoError
@@ -33,6 +33,8 @@ from octavo.variables import COUNTERPARTS, HARMLESS
 
 if TYPE_CHECKING:
     from octavo.engine.engine_client import EngineClient
+    from octavo.engine.engine_hub import EngineHub
+    from octavo.entrypoints.http.front_ends import FrontEnds
     from octavo.entrypoints.http.start_display import StartDisplay
 
 logger = logging.getLogger("octavo.server")
@@ -52,6 +54,16 @@ class _Started(NamedTuple):
     display: StartDisplay
 
 
+class _StartedHub(NamedTuple):
+    """The parts of a server with several front ends that exist before the event loop runs."""
+
+    hub: EngineHub
+    front_ends: FrontEnds
+    metrics: EngineMetrics
+    phases: Phases
+    display: StartDisplay
+
+
 def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
     """Serve until SIGINT or SIGTERM. Raises `OctavoError` if the server cannot start."""
     if _is_headless(engine_args, args):
@@ -62,7 +74,7 @@ def run_server(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
         _start(engine_args, args) as started,
         asyncio.Runner(loop_factory=event_loop_factory()) as runner,
     ):
-        runner.run(_serve(started))
+        runner.run(_serve(started) if isinstance(started, _Started) else _serve_by_several(started))
 
 
 async def serve(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
@@ -74,7 +86,7 @@ async def serve(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         with contextlib.suppress(KeyboardInterrupt), _start(engine_args, args) as started:
-            await _serve(started)
+            await (_serve(started) if isinstance(started, _Started) else _serve_by_several(started))
     finally:
         for number, handler in handlers.items():
             asyncio.get_running_loop().remove_signal_handler(number)
@@ -90,7 +102,7 @@ def _is_headless(engine_args: AsyncEngineArgs, args: ServerArgs) -> bool:
 
 
 @contextlib.contextmanager
-def _start(engine_args: AsyncEngineArgs, args: ServerArgs) -> Iterator[_Started]:
+def _start(engine_args: AsyncEngineArgs, args: ServerArgs) -> Iterator[_Started | _StartedHub]:
     """Start everything up to the event loop. Raises `OctavoError`, and `KeyboardInterrupt` for a signal before the
     event loop handles signals."""
     phases = Phases()
@@ -100,7 +112,7 @@ def _start(engine_args: AsyncEngineArgs, args: ServerArgs) -> Iterator[_Started]
     allow_files(args.max_connections + 256)  # the limit of files must not end connections before --max-connections does
     for number in _SIGNALS:  # SIGINT too: a parent may have had it ignored
         signal.signal(number, signal.default_int_handler)
-    with _bind(args) as sock:
+    with _bind(args, listens=args.api_server_count == 1) as sock:
         registry = start_prometheus(args)
         core = CoreProcess()
         gc.disable()  # until all modules are imported: collections would find nothing
@@ -115,6 +127,10 @@ def _start(engine_args: AsyncEngineArgs, args: ServerArgs) -> Iterator[_Started]
         if registry is not None:
             registry.register(metrics)
         phases.end("configuration")
+        if args.api_server_count > 1:
+            with _start_hub(config, args, metrics, core, sock, phases) as started:
+                yield started
+            return
         from octavo.engine.engine_client import make_engine
         from octavo.entrypoints.chat.chat_template import compile_chat_template
         from octavo.entrypoints.http.start_display import StartDisplay
@@ -137,6 +153,42 @@ def _start(engine_args: AsyncEngineArgs, args: ServerArgs) -> Iterator[_Started]
         finally:
             display.clear()
             engine.shutdown()
+
+
+@contextlib.contextmanager
+def _start_hub(
+    config: EngineConfig, args: ServerArgs, metrics: EngineMetrics, core: CoreProcess, sock: socket.socket,
+    phases: Phases,
+) -> Iterator[_StartedHub]:  # fmt: skip
+    """Start the engines that several front ends share."""
+    from octavo.engine.engine_hub import EngineHub
+    from octavo.entrypoints.http.front_ends import FrontEnds, check_engines, one_store, share_port
+    from octavo.entrypoints.http.start_display import StartDisplay
+
+    with contextlib.ExitStack() as stack:
+        try:
+            check_engines(config, args)
+            several = share_port(sock, args.api_server_count, is_path=args.uds is not None)
+            sockets, own_args = stack.enter_context(several), stack.enter_context(one_store(args))
+        except BaseException:
+            core.close()
+            raise
+        display = StartDisplay(config, args, sockets[0])
+        hub = EngineHub(
+            config,
+            metrics=metrics,
+            core=core,
+            on_loading=display.show_loading,
+            max_restarts=args.max_engine_restarts,
+            step_timeout_s=args.engine_step_timeout or None,
+            ready_timeout_s=args.engine_ready_timeout or None,
+        )
+        phases.end("engines")
+        try:
+            yield _StartedHub(hub, FrontEnds(hub, config, own_args, sockets, LOGGERS), metrics, phases, display)
+        finally:
+            display.clear()
+            hub.shutdown()
 
 
 def run_headless(engine_args: AsyncEngineArgs, args: ServerArgs) -> None:
@@ -197,26 +249,8 @@ async def _serve(started: _Started) -> None:
     phases.end("HTTP server")
 
     async def watch() -> None:
-        """Raise the error that keeps the engine from starting, and later the error that ends it for good."""
         collect_rarely()
-        ready = await engine.wait_ready()
-        phases.end("wait for core")
-        metrics.record_startup("server", phases.seconds)
-        display.show_ready(engine.config, ready, phases.total)
-        log_lines = [
-            asyncio.create_task(
-                LogLine(one, time.monotonic(), f"engine {one.engine}: " if len(metrics.of_engines) > 1 else "").run(
-                    log=engine.config.log_stats
-                )
-            )
-            for one in metrics.of_engines
-        ]
-        try:
-            await engine.wait_failed()
-        finally:
-            for log_line in log_lines:
-                log_line.cancel()
-        raise OctavoError("the engine has died and the server gives up; the log says how.")
+        await _watch(engine, metrics, phases, display)
 
     def end(_: asyncio.Task[None]) -> None:
         server.should_exit = True
@@ -236,10 +270,41 @@ async def _serve(started: _Started) -> None:
         raise error
 
 
+async def _serve_by_several(started: _StartedHub) -> None:
+    hub, front_ends, metrics, phases, display = started
+    gc.enable()
+    await front_ends.run(lambda: _watch(hub, metrics, phases, display))
+
+
+async def _watch(
+    engine: EngineClient | EngineHub, metrics: EngineMetrics, phases: Phases, display: StartDisplay
+) -> None:
+    """Show what is served when the engine is ready, and log a line about it now and then. Raises the error that keeps
+    the engine from starting, and later the error that ends it for good."""
+    ready = await engine.wait_ready()
+    phases.end("wait for core")
+    metrics.record_startup("server", phases.seconds)
+    display.show_ready(engine.config, ready, phases.total)
+    log_lines = [
+        asyncio.create_task(
+            LogLine(one, time.monotonic(), f"engine {one.engine}: " if len(metrics.of_engines) > 1 else "").run(
+                log=engine.config.log_stats
+            )
+        )
+        for one in metrics.of_engines
+    ]
+    try:
+        await engine.wait_failed()
+    finally:
+        for log_line in log_lines:
+            log_line.cancel()
+    raise OctavoError("the engine has died and the server gives up; the log says how.")
+
+
 @contextlib.contextmanager
-def _bind(args: ServerArgs) -> Iterator[socket.socket]:
+def _bind(args: ServerArgs, *, listens: bool = True) -> Iterator[socket.socket]:
     """Yield the listening socket. It listens immediately, because a port that is only bound could be bound a second
-    time."""
+    time. With `listens` false a port is only bound: `share_port` follows."""
     if args.uds is not None:
         yield from _bind_path(args.uds)
         return
@@ -249,7 +314,8 @@ def _bind(args: ServerArgs) -> Iterator[socket.socket]:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind((args.host, args.port))
-            sock.listen(2048)
+            if listens:
+                sock.listen(2048)
         except OSError as error:
             raise ConfigError(
                 f"cannot listen at {args.host}:{args.port}: {error.strerror or error}. Choose another --port or --host."

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import runpy
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -54,6 +55,10 @@ class ServerArgs(RequestLimits, Flags):
     headless: bool = flag(
         False, "Serve nothing, as one of --nnodes other than node 0, or of the hosts of --data-parallel-size-local."
     )
+    api_server_count: int = flag(
+        1, "Processes that answer requests; all share the engines. More than one pays when one has not the processor "
+        "time for all streams.", positive=True, short="-asc",
+    )  # fmt: skip
     uds: str | None = flag(None, "Path of a Unix socket to listen at, in the place of --host and --port.")
     middleware: list[str] = flag(
         [], "ASGI middlewares: package.module.Class, or functions of (request, call_next); the first is the outermost."
@@ -200,6 +205,8 @@ class ServerArgs(RequestLimits, Flags):
                 raise ConfigError(f"--{name.replace('_', '-')} must be 0 or more, got {value}.")
         if self.prometheus_port is not None and not self.enable_prometheus:
             raise ConfigError("--prometheus-port needs --enable-prometheus.")
+        if self.api_server_count > 1:
+            self._check_front_ends()
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError(f"--root-path must start with /, got {self.root_path}.")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
@@ -227,6 +234,19 @@ class ServerArgs(RequestLimits, Flags):
             from octavo.entrypoints.http.store import check_store
 
             check_store(self.response_store, self.response_store_bytes)
+
+    def _check_front_ends(self) -> None:
+        """Raise `ConfigError` for flags that go with one front end only."""
+        several = f"--api-server-count {self.api_server_count}"
+        if self.headless:
+            raise ConfigError(f"{several} and --headless exclude each other: a headless process answers no requests.")
+        if self.prometheus_port is not None:
+            raise ConfigError(
+                f"{several} and --prometheus-port exclude each other: read /metrics at the server's port, which has "
+                "the sums of all front ends."
+            )
+        if sys.platform == "win32":
+            raise ConfigError(f"{several} needs sockets that processes inherit, which Windows lacks.")
 
     @property
     def middlewares(self) -> list[Any]:

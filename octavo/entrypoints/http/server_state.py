@@ -27,6 +27,7 @@ from octavo.entrypoints.http.body_fields import ID_PATTERN
 from octavo.entrypoints.http.error_responses import RETRY_AFTER_S
 from octavo.entrypoints.http.json_worker import JsonWorker
 from octavo.entrypoints.http.server_args import ServerArgs
+from octavo.entrypoints.http.shared_counts import ENGINE_REQUESTS, SharedCounts
 from octavo.entrypoints.openai.request_bodies import SamplingRequest
 from octavo.errors import EngineRestartingError, OctavoError, RequestError
 from octavo.metrics.http_metrics import HttpMetrics
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from octavo.engine.engine_client import EngineClient
+    from octavo.engine.hub_link import Channels
     from octavo.engine.request_stream import Sink
     from octavo.entrypoints.http.background_jobs import BackgroundJobs
     from octavo.entrypoints.http.store import Store
@@ -98,9 +100,12 @@ def requested_rank() -> int | None:
 class ServerState:
     """One server's engine and settings; `state_of(request)` finds it from a route."""
 
-    def __init__(self, engine: EngineClient, args: ServerArgs) -> None:
+    def __init__(self, engine: EngineClient, args: ServerArgs, counts: SharedCounts | None = None) -> None:
+        """`counts` are shared with the server's other front ends."""
         self.engine = engine
         self.args = args
+        self.counts = counts or SharedCounts.alone()
+        self.hub: Channels | None = None  # in one of several front ends
         self.created = int(time.time())
         model = engine.config.model
         self.model_names = model.served_model_names
@@ -125,7 +130,22 @@ class ServerState:
         self.fetched_held = asyncio.Semaphore(MAX_FETCHED_HELD)
         self.is_stopping = False
         self.num_in_flight = 0  # requests whose answers are not complete
-        self.num_engine_requests = 0  # complete requests that the engine answers
+        self._num_engine_requests = 0
+
+    @property
+    def num_engine_requests(self) -> int:
+        """Complete requests of this front end that the engine answers."""
+        return self._num_engine_requests
+
+    @num_engine_requests.setter
+    def num_engine_requests(self, number: int) -> None:
+        self._num_engine_requests = number
+        self.counts.share(ENGINE_REQUESTS, number)
+
+    @property
+    def num_all_engine_requests(self) -> int:
+        """Those of all front ends."""
+        return int(self.counts.total(ENGINE_REQUESTS))
 
     @cached_property
     def store(self) -> Store:
@@ -227,7 +247,7 @@ class ServerState:
             return None
         stats = self.engine.stats
         # The core's count is a step old. Requests beyond the slots must wait, whatever the count says.
-        num_beyond_slots = self.num_engine_requests - self.engine.config.num_slots
+        num_beyond_slots = self.num_all_engine_requests - self.engine.config.num_slots
         num_waiting = max(stats.num_waiting + stats.num_swapped, num_beyond_slots)
         if num_waiting < max(limit, 1) and num_beyond_slots < limit:
             return None

@@ -26,6 +26,7 @@ from octavo.entrypoints.http.app import build_app
 from octavo.entrypoints.http.error_responses import RETRY_AFTER_S, error_body
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.http.server_state import ServerState
+from octavo.entrypoints.http.shared_counts import CONNECTIONS, SharedCounts
 from octavo.entrypoints.http.streaming import Push
 
 if TYPE_CHECKING:
@@ -43,19 +44,26 @@ FLUSH_TIMEOUT_S = 1.0  # for aborted answers to reach their clients, and traces 
 class HttpServer(uvicorn.Server):
     """The server. `serve` returns when a signal or `should_exit` has stopped it."""
 
-    def __init__(self, engine: EngineClient, args: ServerArgs) -> None:
-        app = build_app(engine, args)
+    def __init__(
+        self, engine: EngineClient, args: ServerArgs, counts: SharedCounts | None = None, *, takes_signals: bool = True
+    ) -> None:
+        """Without `takes_signals` only `stop` stops it. `counts` are shared with other front ends."""
+        app = build_app(engine, args, counts)
+        self._takes_signals = takes_signals
         self._engine = engine
-        self._state: ServerState = app.state.octavo
+        self.state: ServerState = app.state.octavo
         self._app = app
         self._batches: asyncio.Task[None] | None = None  # continues the batches of servers that have ended
-        _ = self._state.formats  # recognise the formats now, so that no chat waits
+        _ = self.state.formats  # recognise the formats now, so that no chat waits
         self._shutdown_timeout_s = args.shutdown_timeout
         self._draining: asyncio.Task[None] | None = None
         options: dict[str, Any] = {
             "loop": "none",
             "http": functools.partial(
-                HttpProtocol, max_connections=args.max_connections, write_timeout_s=args.write_timeout
+                HttpProtocol,
+                max_connections=args.max_connections,
+                write_timeout_s=args.write_timeout,
+                share=self.state.counts.sharing(CONNECTIONS),
             ),
             "ws": "none",
             "lifespan": "off",
@@ -82,16 +90,16 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         # uvicorn's own handlers would raise the signal again after a clean stop, which makes the exit code -15.
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM) if self._takes_signals else ():
             loop.add_signal_handler(number, self.stop)
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if self._state.args.response_store is not None:
+        if self.state.args.response_store is not None:
             from octavo.entrypoints.batch.batch_job import take_over
 
-            self._batches = asyncio.ensure_future(take_over(self._app, self._state))
+            self._batches = asyncio.ensure_future(take_over(self._app, self.state))
 
     def stop(self) -> None:
         """Begin to drain; a second call ends the server immediately."""
@@ -101,7 +109,7 @@ class HttpServer(uvicorn.Server):
             self.force_exit = self.should_exit = True
 
     async def _drain(self) -> None:
-        state = self._state
+        state = self.state
         state.is_stopping = True
         self._engine.stop_restarting()
         if state.num_in_flight:
@@ -117,22 +125,22 @@ class HttpServer(uvicorn.Server):
     async def _is_idle_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         # Polling costs each request only the update of a counter.
-        while self._state.num_in_flight and time.monotonic() < deadline and not self.should_exit:  # noqa: ASYNC110
+        while self.state.num_in_flight and time.monotonic() < deadline and not self.should_exit:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-        return not self._state.num_in_flight
+        return not self.state.num_in_flight
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._state.is_stopping = True
+        self.state.is_stopping = True
         for listener in self.servers:
             listener.close()
         self._engine.shutdown()  # after a second signal, the remaining requests end with an error event
         await super().shutdown(sockets)
         if self._batches is not None:
             self._batches.cancel()
-        await self._state.background_ended()
-        if (tracer := self._state.tracer) is not None and not self.force_exit:
+        await self.state.background_ended()
+        if (tracer := self.state.tracer) is not None and not self.force_exit:
             await asyncio.to_thread(tracer.flush, FLUSH_TIMEOUT_S)
-        self._state.close()
+        self.state.close()
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -143,8 +151,17 @@ class HttpProtocol(HttpToolsProtocol):
     `write_timeout_s` for a client that does not read, and `LINGER_S` for a client that still sends an unread body.
     """
 
-    def __init__(self, *args: Any, max_connections: int, write_timeout_s: float, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        max_connections: int,
+        write_timeout_s: float,
+        share: Callable[[float], float] = float,
+        **kwargs: Any,
+    ) -> None:
+        """`share` takes the number of this process's connections, and returns that of all front ends."""
         super().__init__(*args, **kwargs)
+        self._share = share
         self._max_connections = max_connections
         self._write_timeout_s = write_timeout_s
         self._head_timer: asyncio.TimerHandle | None = None  # runs while waiting for a head
@@ -156,7 +173,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self._max_connections:
+        if self._share(len(self.connections)) > self._max_connections:
             self._refuse(503, f"The server has its --max-connections, {self._max_connections}.", "too_many_connections")
         else:
             self._await_head()
@@ -169,6 +186,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._push is not None:
             self._push.close()
         super().connection_lost(exc)
+        self._share(len(self.connections))
         if self.cycle is not None and isinstance(self.cycle.transport, _ClosingTransport):
             self.cycle.transport.let_go()
 

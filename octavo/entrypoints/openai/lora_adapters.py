@@ -6,6 +6,9 @@ make the server read arbitrary paths.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -17,12 +20,31 @@ from octavo.errors import RequestError
 from octavo.lora.names import AdapterNames
 
 router = Router(tags=["vLLM"])
+B = TypeVar("B", LoadAdapterRequest, UnloadAdapterRequest)
 
 
 @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
 async def load_adapter(body: LoadAdapterRequest, raw: Request) -> Response:
     """Serve an adapter under a name. It has been read and checked when the answer comes."""
-    state = state_of(raw)
+    return PlainTextResponse(await _everywhere(state_of(raw), load, "load_lora_adapter", body))
+
+
+@router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
+async def unload_adapter(body: UnloadAdapterRequest, raw: Request) -> Response:
+    """Serve an adapter no longer. Requests under way finish with it."""
+    return PlainTextResponse(await _everywhere(state_of(raw), unload, "unload_lora_adapter", body))
+
+
+async def _everywhere(state: ServerState, do: Callable[[ServerState, B], Awaitable[str]], name: str, body: B) -> str:
+    """Do it in this front end, or have the hub tell all of them."""
+    _updatable(state)
+    if state.hub is None:
+        return await do(state, body)
+    return str(await state.hub.call(name, **body.model_dump()))
+
+
+async def load(state: ServerState, body: LoadAdapterRequest) -> str:
+    """Serve an adapter in this front end. Returns what to say."""
     names = _updatable(state)
     async with names.changing(body.lora_name):
         found = await run_off_loop(
@@ -33,18 +55,16 @@ async def load_adapter(body: LoadAdapterRequest, raw: Request) -> Response:
         names.named[body.lora_name] = found
     if before is not None and before.source.identity != found.source.identity:
         _drop(state, names, before.source.identity)
-    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+    return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
 
-@router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
-async def unload_adapter(body: UnloadAdapterRequest, raw: Request) -> Response:
-    """Serve an adapter no longer. Requests under way finish with it."""
-    state = state_of(raw)
+async def unload(state: ServerState, body: UnloadAdapterRequest) -> str:
+    """Serve an adapter no longer in this front end. Returns what to say."""
     names = _updatable(state)
     async with names.changing(body.lora_name):
         gone = names.unload(body.lora_name)
     _drop(state, names, gone.source.identity)
-    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+    return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
 
 def _drop(state: ServerState, names: AdapterNames, identity: str) -> None:

@@ -1,0 +1,409 @@
+"""The engines of a server that has several front ends (`--api-server-count`), in the process that owns them.
+
+The hub starts the cores, watches them and starts them again, as `AsyncLLMEngine` does for one front end: by
+`Supervisor`. Each front end is a process with an `AsyncLLMEngine` of its own over `hub_link.HubCore`. It has a
+connection to the hub, which passes messages on: a request's id begins with the number of its front end, so that its
+outputs find the way back. When a front end ends, its requests are aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import socket
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from octavo.config import EngineConfig
+from octavo.engine.core_client import CoreProcess
+from octavo.engine.hub_link import Answering, Channels, CoreEnded
+from octavo.engine.sleep_levels import SLEEPERS, check_level, woken_by
+from octavo.engine.supervisor import Supervisor, record_ready
+from octavo.engine.wire import (
+    AbortAll,
+    AdapterLoaded,
+    BlockMap,
+    CacheWasReset,
+    CoreMessage,
+    GetBlockMap,
+    Loading,
+    Ready,
+    ResetCache,
+    Running,
+    SetPaused,
+    StepOutputs,
+    Trials,
+    decode_frontend_message,
+    encode_message,
+)
+from octavo.errors import EngineDeadError, OctavoError
+from octavo.metrics.prometheus import EngineMetrics
+from octavo.metrics.summed import Snapshot, render_sum, snapshot, sum_of
+from octavo.request import EngineRequest, SequenceOutput
+from octavo.stats import EngineStats
+
+logger = logging.getLogger(__name__)
+
+_MAX_UNSENT_BYTES = 256 << 20  # to a front end that does not read
+_LOAD, _UNLOAD = "load_lora_adapter", "unload_lora_adapter"
+
+_encode_raw = msgspec.msgpack.Encoder().encode
+
+
+class _Outputs(msgspec.Struct, tag="step"):
+    """`StepOutputs` for one front end. What all get is encoded once."""
+
+    outputs: list[SequenceOutput]
+    stats: msgspec.Raw
+    adapters: list[AdapterLoaded]
+
+
+class FrontEnd:
+    """One front end, as the hub sees it."""
+
+    def __init__(self, hub: EngineHub, number: int) -> None:
+        self.number = number
+        self.prefix = f"{number}-"
+        self.channels = Channels(partial(hub.take, self), lambda ended: None, partial(hub.detach, self))
+        self.channels.answering = hub.answering
+        self.last = Snapshot()  # its metrics, as they were asked for last
+
+    def send(self, rank: int, data: bytes) -> None:
+        """Pass a message on. A front end that does not read is given up."""
+        self.channels.send(rank, data)
+        if self.channels.num_unsent_bytes > _MAX_UNSENT_BYTES:
+            logger.error("front end %d does not read its messages and is given up", self.number)
+            self.channels.close()
+
+
+class _Engine:
+    """One engine: its supervisor, and who waits for what of its core."""
+
+    def __init__(
+        self, hub: EngineHub, config: EngineConfig, core: CoreProcess | None, metrics: EngineMetrics, **options: Any
+    ) -> None:
+        self._hub, self.metrics = hub, metrics
+        self.rank = config.data_parallel_rank
+        self.supervisor = Supervisor(
+            config, core, handle=self._handle, lose=self._lose, is_busy=self._is_busy, **options
+        )
+        self._ready = b""  # the message of the last core that was ready
+        self.has_core = False  # that is ready
+        self.has_ended = asyncio.Event()  # set while a core sleeps
+        self._resets: deque[FrontEnd] = deque()  # who has asked and has no answer; the core answers in order
+        self._maps: deque[FrontEnd] = deque()
+        self._has_requests = self._is_paused = False
+        self._untold: set[FrontEnd] = set()  # those that have not said how many requests they want to try
+        self._num_trials: dict[FrontEnd, int] = {}
+        self._without_core: dict[FrontEnd, None] = {}  # those that wait for their turn with a new core
+        self._on_trial: FrontEnd | None = None
+        self._held: list[tuple[FrontEnd, bytes]] = []  # what others send meanwhile
+
+    def attach(self, front: FrontEnd) -> None:
+        """Give a new front end the core, if it is ready. While it sleeps it counts as ready, until `say_ended`: the
+        front end must fall asleep too."""
+        if self._hub.is_asleep:
+            front.send(self.rank, self._ready)
+            return
+        self._without_core[front] = None
+        self._give_core()
+
+    def detach(self, front: FrontEnd) -> None:
+        """Abort the requests of a front end that has ended, and wait for it no more."""
+        self._untold.discard(front)
+        self._num_trials.pop(front, None)
+        self._without_core.pop(front, None)
+        self._held = [one for one in self._held if one[0] is not front]
+        self.supervisor.tell(AbortAll(front.prefix))
+        if self._on_trial is front:
+            self._on_trial = None
+        self._give_core()
+
+    def take(self, front: FrontEnd, data: bytes) -> None:
+        """Pass a front end's message on to the core."""
+        message = decode_frontend_message(data)
+        match message:
+            case Trials(number):
+                self._num_trials[front] = number
+                self._untold.discard(front)
+                if self._on_trial is front and not number:
+                    self._on_trial = None
+                self._give_core()
+                return
+            case ResetCache():
+                self._resets.append(front)
+            case GetBlockMap():
+                self._maps.append(front)
+            case SetPaused(is_paused):
+                self._is_paused = is_paused
+            case EngineRequest() if self._on_trial not in (None, front):
+                self._held.append((front, data))
+                return
+            case EngineRequest():
+                self._has_requests = True
+        self.supervisor.tell(message)
+
+    def _handle(self, message: CoreMessage) -> None:
+        fronts = self._hub.fronts
+        match message:
+            case StepOutputs(outputs, stats, adapters):
+                self._has_requests = stats.num_running + stats.num_waiting + stats.num_swapped > 0
+                of_front: dict[str, list[SequenceOutput]] = {number: [] for number in fronts}
+                for output in outputs:
+                    if (own := of_front.get(output.request_id.partition("-")[0])) is not None:
+                        own.append(output)
+                encoded = msgspec.Raw(_encode_raw(stats))
+                for number, front in fronts.items():
+                    front.send(self.rank, _encode_raw(_Outputs(of_front[number], encoded, adapters)))
+                self.metrics.record_step(stats)
+            case Running(request_ids):
+                for front in fronts.values():
+                    own_ids = [one for one in request_ids if one.startswith(front.prefix)]
+                    front.send(self.rank, encode_message(Running(own_ids)))
+            case Loading(share):
+                self._hub.on_loading(self.rank, share)
+            case BlockMap():
+                self._maps.popleft().send(self.rank, encode_message(message))
+            case CacheWasReset():
+                self._resets.popleft().send(self.rank, encode_message(message))
+            case Ready():
+                self._ready, self.has_core = encode_message(message), True
+                record_ready(self.metrics, message, self.supervisor.config)
+                self._without_core = dict.fromkeys(fronts.values())
+                self._give_core()
+
+    def _give_core(self) -> None:
+        """Give the core to the front ends that wait for it: first to those that have requests to try, one after the
+        other, then to all others."""
+        if not self.has_core or self._untold or self._on_trial is not None:
+            return
+        for front in self._without_core:
+            if self._num_trials.get(front):
+                self._on_trial = front
+                del self._without_core[front]
+                front.send(self.rank, self._ready)
+                return
+        for front in self._without_core:
+            front.send(self.rank, self._ready)
+        self._without_core.clear()
+        held, self._held = self._held, []
+        for front, data in held:
+            self.take(front, data)
+
+    def _lose(self, error: OctavoError) -> None:
+        """The core has ended: tell all front ends, each of which says how many requests it wants to try."""
+        self.has_core, self._on_trial = False, None
+        self.has_ended.set()
+        for queue in (self._resets, self._maps, self._held, self._without_core):
+            queue.clear()
+        self._has_requests = False
+        fronts = self._hub.fronts
+        is_final = self.supervisor.failure is not None
+        self._untold = set() if is_final else set(fronts.values())
+        self.metrics.num_restarts = self.supervisor.num_restarts
+        self.metrics.record_step(EngineStats())
+        for front in fronts.values():
+            front.channels.say(CoreEnded(self.rank, self.supervisor.end_reason, is_final))
+
+    def _is_busy(self) -> bool:
+        return self._has_requests and not self._is_paused
+
+    def say_ended(self, front: FrontEnd) -> None:
+        """Tell a front end that came while the core sleeps that there is no core."""
+        if not self.has_core:
+            front.channels.say(CoreEnded(self.rank, self.supervisor.end_reason, False))
+
+
+async def _end_core(engine: _Engine) -> None:
+    """End a core, and tell the front ends."""
+    engine.has_ended.clear()
+    await engine.supervisor.end_core()
+    await engine.has_ended.wait()
+
+
+class EngineHub:
+    """All engines of a server. All coroutines belong to one event loop."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        metrics: EngineMetrics,
+        core: CoreProcess | None = None,
+        on_loading: Callable[[int, float], None] = lambda rank, share: None,
+        **options: Any,
+    ) -> None:
+        """`on_loading` is called with an engine and the share of its weights that it has loaded, `options` are those of
+        `Supervisor`: restarts and timeouts."""
+        self.on_loading = on_loading
+        self.metrics = metrics
+        self.fronts: dict[str, FrontEnd] = {}  # by number
+        self._numbers = itertools.count(1)
+        self._retired = Snapshot()  # counts of front ends that have ended
+        # What a front end that comes later has to do too, by what it is about.
+        self._standing: dict[str, tuple[str, dict[str, Any]]] = {}
+        self.answering: dict[str, Answering] = {
+            "pause_generation": self._pause,
+            "resume_generation": self._resume,
+            "sleep": self._sleep,
+            "wake_up": self._wake_up,
+            _LOAD: partial(self._change_adapter, _LOAD),
+            _UNLOAD: partial(self._change_adapter, _UNLOAD),
+            "metrics": self._render,
+        }
+        ranks = config.served_ranks
+        length = config.model.max_model_len
+        metrics.of_engines += [EngineMetrics(metrics.model_name, length, rank) for rank in ranks[1:]]
+        self._engines: dict[int, _Engine] = {}
+        self._asleep: frozenset[str] = frozenset()  # of `SLEEPERS`
+        try:
+            for place, rank in enumerate(ranks):
+                own = metrics.of_engines[place]
+                own.max_loras = 0 if config.lora is None else config.lora.max_loras
+                self._engines[rank] = _Engine(self, config.replica(rank), core if place == 0 else None, own, **options)
+        except BaseException:
+            if core is not None and not self._engines:
+                core.close()
+            self.shutdown()
+            raise
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration of the first engine; once it is ready, with the sizes that it has found."""
+        return next(iter(self._engines.values())).supervisor.config
+
+    @property
+    def has_died(self) -> bool:
+        """Whether an engine has failed to start, or all have died."""
+        failures = [engine.supervisor.failure for engine in self._engines.values()]
+        return any(failures) if any(one.supervisor.ready is None for one in self._engines.values()) else all(failures)
+
+    @property
+    def is_asleep(self) -> bool:
+        return bool(self._asleep)
+
+    async def wait_ready(self) -> Ready:
+        """Return when all engines have been ready, with the sizes of one."""
+        ready: list[Ready] = await self._all_engines(lambda engine: engine.supervisor.wait_ready())
+        return ready[0]
+
+    async def wait_failed(self) -> None:
+        """Return when all engines have died."""
+        await self._all_engines(lambda engine: engine.supervisor.wait_failed())
+
+    def stop_restarting(self) -> None:
+        for engine in self._engines.values():
+            engine.supervisor.restart_policy.limit = 0
+
+    def shutdown(self) -> None:
+        for engine in self._engines.values():
+            engine.supervisor.shutdown()
+        for front in list(self.fronts.values()):
+            front.channels.close()
+
+    def new_number(self) -> int:
+        """Return the number of the next front end. None has had it: messages for one that has ended go nowhere."""
+        return next(self._numbers)
+
+    async def attach(self, sock: socket.socket, number: int) -> FrontEnd:
+        """Serve a front end, which has the other end of the connection."""
+        front = FrontEnd(self, number)
+        await front.channels.open(sock)
+        self.fronts[str(number)] = front
+        for engine in self._engines.values():
+            engine.attach(front)
+        return front
+
+    async def begin(self, front: FrontEnd) -> None:
+        """Wait until a front end has started, and have it do what the others have been told."""
+        await front.channels.call("snapshot")
+        for name, args in list(self._standing.values()):
+            await front.channels.call(name, **args)
+        if self.is_asleep:
+            for engine in self._engines.values():
+                engine.say_ended(front)
+
+    def detach(self, front: FrontEnd) -> None:
+        """Forget a front end that has ended, and abort its requests. Its counts stay in the sums."""
+        if self.fronts.pop(str(front.number), None) is None:
+            return
+        self._retired = sum_of([self._retired, front.last])
+        for engine in self._engines.values():
+            engine.detach(front)
+
+    def take(self, front: FrontEnd, rank: int, data: bytes) -> None:
+        """Pass a front end's message on to the core of an engine."""
+        self._engines[rank].take(front, data)
+
+    async def _all_engines(self, ask: Callable[[_Engine], Awaitable[Any]]) -> list[Any]:
+        return await asyncio.gather(*map(ask, self._engines.values()))
+
+    async def tell_all(self, name: str, **args: Any) -> list[Any]:
+        """Have every front end do something, and return their results. One that ends meanwhile has none. Raises the
+        first error."""
+        results = await asyncio.gather(
+            *(front.channels.call(name, **args) for front in list(self.fronts.values())), return_exceptions=True
+        )
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, EngineDeadError):
+                raise result
+        return [result for result in results if not isinstance(result, BaseException)]
+
+    async def _pause(self, **args: Any) -> None:
+        await self.tell_all("pause_generation", **args)
+        self._standing["pause"] = "pause_generation", {**args, "clear_cache": False}
+
+    async def _resume(self) -> None:
+        await self.tell_all("resume_generation")
+        self._standing.pop("pause", None)
+
+    async def _sleep(self, level: int, mode: str) -> None:
+        """See `EngineControl.sleep`. The memory is freed when no front end has requests any more."""
+        check_level(level)
+        await self.tell_all("pause_generation", mode=mode, clear_cache=False)
+        await self.tell_all("sleep", level=level, mode=mode)
+        if self.is_asleep:
+            return
+        self._asleep = SLEEPERS
+        self._standing["sleep"] = "sleep", {"level": level, "mode": mode}
+        if level != 1 or self.config.device != "cpu":
+            await self._all_engines(_end_core)
+        self._record_sleep(level)
+
+    async def _wake_up(self, tags: Iterable[str] | None) -> None:
+        chosen = None if tags is None else list(tags)
+        woken = woken_by(chosen)
+        for engine in self._engines.values():
+            engine.supervisor.start_core()
+        await self.tell_all("wake_up", tags=chosen)
+        self._asleep -= woken
+        if not self._asleep:
+            self._standing.pop("sleep", None)
+            self._standing.pop("pause", None)
+            self._record_sleep(0)
+
+    def _record_sleep(self, level: int) -> None:
+        for metrics in self.metrics.of_engines:
+            metrics.sleep_level = level
+
+    async def _change_adapter(self, name: str, **args: Any) -> str:
+        said = await self.tell_all(name, **args)
+        about = f"adapter {args['lora_name']}"
+        self._standing.pop(about, None)
+        if name == _LOAD:
+            self._standing[about] = name, {**args, "load_inplace": False}
+        return str(said[0])
+
+    async def _render(self) -> tuple[bytes, str]:
+        """Return the metrics of the engines and of all front ends together: a text, and its content type."""
+        fronts = list(self.fronts.values())
+        asked = [front.channels.call("snapshot") for front in fronts]
+        for front, found in zip(fronts, await asyncio.gather(*asked, return_exceptions=True), strict=True):
+            if not isinstance(found, BaseException):
+                front.last = msgspec.convert(found, Snapshot)
+        return render_sum(snapshot(self.metrics), sum_of([self._retired, *(front.last for front in fronts)]))

@@ -1,0 +1,125 @@
+"""One of several front ends of a server, as a process: `python -m octavo.entrypoints.http.front_end`, started by
+`front_ends.py`.
+
+It serves HTTP as the process of a server with one front end does, but its engines' cores are the hub's. It has its
+listening socket, its connection to the hub and the memory of the shared counts from its parent, and ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import mmap
+import socket
+import sys
+from typing import Any, cast
+
+import msgspec
+
+from octavo.config import EngineConfig
+from octavo.engine.engine_client import EngineClient, make_engine
+from octavo.engine.hub_link import HubLink
+from octavo.engine.shared_engine import SharedEngine
+from octavo.entrypoints.chat.chat_template import compile_chat_template
+from octavo.entrypoints.http.server_args import ServerArgs
+from octavo.entrypoints.http.shared_counts import REQUESTS_PER_S, WAITING_TOKENS, SharedCounts, num_bytes
+from octavo.logs import configure_logging
+from octavo.metrics.log_line import LogLine
+from octavo.metrics.prometheus import EngineMetrics
+from octavo.metrics.summed import snapshot
+from octavo.processes import allow_files, event_loop_factory
+
+logger = logging.getLogger("octavo.server")
+
+
+class FrontEndArgs(msgspec.Struct):
+    """The arguments of a front end: JSON on its standard input."""
+
+    config: EngineConfig
+    args: ServerArgs
+    number: int  # of this process; one that replaces it has another
+    place: int  # among the front ends, from 0
+    listening: int  # file descriptors
+    link: int
+    counts: int
+    loggers: list[str]
+
+
+def main() -> None:
+    """Run until the hub stops or ends."""
+    given = msgspec.json.decode(sys.stdin.buffer.readline(), type=FrontEndArgs)
+    args = given.args
+    gc.disable()  # until all modules are imported: collections would find nothing
+    configure_logging(f"front end {given.place}", names=tuple(given.loggers), log_format=args.log_format)
+    args.check()  # it also runs the file of --tool-parser-plugin
+    allow_files(args.max_connections + 256)
+    with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+        runner.run(_serve(given))
+
+
+async def _serve(given: FrontEndArgs) -> None:
+    from octavo.entrypoints.http.server import collect_rarely
+    from octavo.entrypoints.http.uvicorn_server import HttpServer
+    from octavo.entrypoints.openai import lora_adapters
+    from octavo.entrypoints.openai.request_bodies import LoadAdapterRequest, UnloadAdapterRequest
+
+    config, args = given.config, given.args
+    counts = _counts(given)
+    metrics = EngineMetrics(config.model.served_model_names[0], config.model.max_model_len, config.served_ranks.start)
+    metrics.counts_steps, metrics.share_rate = False, counts.sharing(REQUESTS_PER_S)
+    link = HubLink()
+    channels = link.channels
+    engine = make_engine(config, metrics=metrics, make_core=link.make_core, on_engine_death=args.on_engine_death)
+    for place, forecast in enumerate(engine.forecasts):
+        forecast.share = counts.sharing(WAITING_TOKENS + place)
+    engine.inputs.be_one_of_several(given.number, given.place)
+    compile_chat_template(engine.tokenizer)
+    shared = SharedEngine(engine, channels)
+    server = HttpServer(cast(EngineClient, shared), args, counts, takes_signals=False)
+    state = server.state
+    state.hub = channels
+
+    async def tell_counts() -> Any:
+        return msgspec.to_builtins(snapshot(metrics))
+
+    async def stop() -> None:
+        server.stop()
+
+    async def load(**body: Any) -> str:
+        return await lora_adapters.load(state, LoadAdapterRequest(**body))
+
+    async def unload(**body: Any) -> str:
+        return await lora_adapters.unload(state, UnloadAdapterRequest(**body))
+
+    channels.answering = {
+        **shared.own_parts,
+        "snapshot": tell_counts,
+        "stop": stop,
+        "load_lora_adapter": load,
+        "unload_lora_adapter": unload,
+    }
+    await channels.open(socket.socket(fileno=given.link))
+
+    async def watch() -> None:
+        collect_rarely()
+        await engine.wait_ready()
+        await asyncio.gather(
+            *(LogLine(one, asyncio.get_running_loop().time()).run(log=False) for one in metrics.of_engines)
+        )
+
+    watching = asyncio.ensure_future(watch())
+    try:
+        await server.serve(sockets=[socket.socket(fileno=given.listening)])
+    finally:
+        watching.cancel()
+
+
+def _counts(given: FrontEndArgs) -> SharedCounts:
+    num_front_ends = given.args.api_server_count
+    memory = mmap.mmap(given.counts, num_bytes(num_front_ends, len(given.config.served_ranks)))
+    return SharedCounts(memory, given.place, num_front_ends)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""Several front ends over one hub, in one process, with cores that have no model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import socket
+import subprocess
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from octavo.config import EngineConfig
+from octavo.engine import engine_hub, restart_policy
+from octavo.engine.async_engine import AsyncLLMEngine
+from octavo.engine.engine_hub import EngineHub, FrontEnd
+from octavo.engine.hub_link import HubLink
+from octavo.engine.shared_engine import SharedEngine
+from octavo.engine.wire import AbortAll, FrontendMessage
+from octavo.errors import EngineDeadError, RequestError
+from octavo.metrics.prometheus import EngineMetrics
+from octavo.metrics.summed import snapshot
+from tests.engine.stub_engine import ANSWER, EXIT, HANG, THREE_CORES, ask
+from tests.waiting import until
+
+
+class Front:
+    """A front end in this process."""
+
+    def __init__(self, hub: EngineHub, config: EngineConfig) -> None:
+        self.hub, self.number = hub, hub.new_number()
+        self.is_lost = asyncio.Event()
+        self.link = HubLink(self.is_lost.set)
+        self.metrics = EngineMetrics("stub", 64)
+        self.metrics.counts_steps = False
+        self.engine = AsyncLLMEngine(config.replica(0), metrics=self.metrics, make_core=self.link.make_core)
+        self.engine.inputs.be_one_of_several(self.number, self.number)
+        self.shared = SharedEngine(self.engine, self.link.channels)
+
+        async def tell_counts() -> Any:
+            return msgspec.to_builtins(snapshot(self.metrics))
+
+        self.link.channels.answering = {**self.shared.own_parts, "snapshot": tell_counts}
+        self.attached: FrontEnd | None = None
+
+    async def join(self) -> Front:
+        ours, its = socket.socketpair()
+        await self.link.channels.open(its)
+        self.attached = await self.hub.attach(ours, self.number)
+        await self.engine.wait_ready()
+        await self.hub.begin(self.attached)
+        return self
+
+    async def leave(self) -> None:
+        """End, as a process does that is killed."""
+        self.link.channels.close()
+        await until(lambda: self.attached not in self.hub.fronts.values())
+
+
+@contextlib.asynccontextmanager
+async def hub_of(config: EngineConfig, **options: Any) -> AsyncGenerator[EngineHub, None]:
+    metrics = EngineMetrics("stub", 64)
+    more = {"max_restarts": 0, "step_timeout_s": None, "ready_timeout_s": None} | options
+    hub = EngineHub(config, metrics=metrics, **more)
+    waiting = asyncio.ensure_future(hub.wait_failed())  # it listens to the cores
+    try:
+        yield hub
+    finally:
+        hub.shutdown()
+        waiting.cancel()
+
+
+Use = Callable[[EngineHub, Callable[[], Awaitable[Front]]], Awaitable[None]]
+
+
+@pytest.fixture
+def with_hub(stub_config: EngineConfig) -> Callable[..., None]:
+    """Calls a function with a hub and what makes front ends."""
+
+    def run(use: Use, **options: Any) -> None:
+        async def go() -> None:
+            async with hub_of(stub_config, **options) as hub:
+                await use(hub, lambda: Front(hub, stub_config).join())
+
+        asyncio.run(go())
+
+    return run
+
+
+async def counted(front: Front, name: str) -> list[float]:
+    text, _ = await front.link.channels.call("metrics")
+    return [float(value) for value in re.findall(rf"^{name}{{.*}} (\S+)$", text.decode(), re.MULTILINE)]
+
+
+def test_answers_find_their_front_end_and_metrics_are_sums(with_hub: Callable[..., None]) -> None:
+    async def use(hub: EngineHub, make: Callable[[], Awaitable[Front]]) -> None:
+        one, other = await make(), await make()
+        asked = [ask(front.engine, ANSWER, str(i)) for i in range(3) for front in (one, other)]
+        assert await asyncio.gather(*asked) == ["length"] * 6
+        assert one.metrics.num_finished["length"] == other.metrics.num_finished["length"] == 3
+        ended = 'vllm:request_success_total{engine="0",finished_reason="length",model_name="stub"} 6.0'
+        for front in (one, other):
+            text, _ = await front.link.channels.call("metrics")
+            assert ended in text.decode()
+        await other.leave()
+        text, _ = await one.link.channels.call("metrics")
+        assert ended in text.decode(), "what a front end had counted stays"
+        assert hub.metrics.num_steps == 6, "steps are counted once"
+
+    with_hub(use)
+
+
+def test_a_front_end_that_ends_takes_its_requests_with_it_and_no_other_ones(
+    with_hub: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use(hub: EngineHub, make: Callable[[], Awaitable[Front]]) -> None:
+        one, other = await make(), await make()
+        told: list[FrontendMessage] = []
+        supervisor = hub._engines[0].supervisor
+        tell = supervisor.tell
+        monkeypatch.setattr(supervisor, "tell", lambda message: (told.append(message), tell(message)))
+        hanging = asyncio.create_task(ask(one.engine, HANG))
+        await until(lambda: told)
+        await one.leave()
+        assert told[-1] == AbortAll(f"{one.number}-")
+        assert told[0].request_id.startswith(told[-1].prefix)  # type: ignore[union-attr]
+        assert one.is_lost.is_set()
+        assert await ask(other.engine, ANSWER) == "length"
+        assert await ask((await make()).engine, ANSWER) == "length"
+        hanging.cancel()
+
+    with_hub(use)
+
+
+def test_all_front_ends_go_on_with_the_next_core(
+    with_hub: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restart_policy, "MAX_DELAY_S", 0.0)
+
+    async def use(hub: EngineHub, make: Callable[[], Awaitable[Front]]) -> None:
+        one, other = await make(), await make()
+        asked = [ask(front.engine, what) for front, what in ((one, THREE_CORES), (other, THREE_CORES))]
+        assert await asyncio.gather(*asked) == ["length", "length"]
+        assert await asyncio.gather(ask(one.engine, ANSWER), ask(other.engine, ANSWER)) == ["length", "length"]
+        assert await counted(one, "octavo:engine_restarts_total") == [hub.metrics.num_restarts]
+        assert hub.metrics.num_restarts >= 2
+
+    with_hub(use, max_restarts=5)
+
+
+def test_requests_that_kill_cores_are_tried_alone_among_those_of_all_front_ends(
+    with_hub: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restart_policy, "MAX_DELAY_S", 0.0)
+
+    async def use(hub: EngineHub, make: Callable[[], Awaitable[Front]]) -> None:
+        fronts = [await make() for _ in range(3)]
+        asked = [ask(front.engine, what, str(what)) for front in fronts for what in (EXIT, ANSWER)]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        assert found[1::2] == ["length"] * 3
+        for error in found[::2]:
+            assert isinstance(error, RequestError) and error.code == "request_kills_engine"
+        engine = hub._engines[0]
+        assert not (engine._held or engine._without_core or engine._untold or engine._on_trial)
+
+    with_hub(use, max_restarts=20)
+
+
+def test_a_core_that_has_died_for_good_is_the_end_for_all(with_hub: Callable[..., None]) -> None:
+    async def use(hub: EngineHub, make: Callable[[], Awaitable[Front]]) -> None:
+        one, other = await make(), await make()
+        for front in (one, other):
+            with pytest.raises(EngineDeadError, match="exit status 7"):
+                await ask(front.engine, EXIT)
+            await front.engine.wait_failed()
+            assert front.engine.has_died
+        assert hub.has_died
+
+    with_hub(use)
+
+
+def test_a_pause_is_seen_by_all_and_by_those_that_come_later(with_hub: Callable[..., None]) -> None:
+    async def use(hub: EngineHub, make: Callable[[], Awaitable[Front]]) -> None:
+        fronts = [await make(), await make()]
+        with pytest.raises(RequestError, match="mode must be one of abort, wait, keep") as refused:
+            await fronts[0].shared.pause_generation("never")
+        assert refused.value.param == "mode"
+        await fronts[0].shared.pause_generation("keep")
+        fronts.append(await make())
+        assert all([await front.shared.is_paused() for front in fronts])
+        asked = [asyncio.create_task(ask(front.engine, ANSWER)) for front in fronts]
+        await until(lambda: all(front.engine._streams for front in fronts))
+        assert not any(task.done() for task in asked)
+        await fronts[1].shared.resume_generation()
+        assert await asyncio.gather(*asked) == ["length"] * 3
+        assert not await (await make()).shared.is_paused()
+
+    with_hub(use)
+
+
+def test_the_engine_sleeps_and_wakes_for_all(
+    with_hub: Callable[..., None], cores: list[subprocess.Popen[bytes]]
+) -> None:
+    async def use(hub: EngineHub, make: Callable[[], Awaitable[Front]]) -> None:
+        fronts = [await make(), await make()]
+        await fronts[0].shared.sleep(2)
+        assert cores[0].poll() is not None
+        fronts.append(await make())
+        assert all([await front.shared.is_sleeping() for front in fronts])
+        assert hub.metrics.sleep_level == 2
+        asked = [asyncio.create_task(ask(front.engine, ANSWER)) for front in fronts]
+        await fronts[1].shared.wake_up()
+        assert await asyncio.gather(*asked) == ["length"] * 3
+        assert hub.metrics.sleep_level == 0 and hub.metrics.num_restarts == 0
+        assert await ask((await make()).engine, ANSWER) == "length"
+
+    with_hub(use)
+
+
+def test_a_front_end_that_does_not_read_is_given_up(
+    with_hub: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_hub, "_MAX_UNSENT_BYTES", -1)
+
+    async def use(hub: EngineHub, make: Callable[[], Awaitable[Front]]) -> None:
+        front = Front(hub, hub.config)
+        ours, its = socket.socketpair()
+        await front.link.channels.open(its)
+        await hub.attach(ours, front.number)
+        await front.is_lost.wait()
+        assert not hub.fronts
+
+    with_hub(use)

@@ -1,0 +1,75 @@
+"""What several front ends of a server share: the port, counts, the store."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from octavo.entrypoints.http.front_ends import check_engines, one_store, share_port
+from octavo.entrypoints.http.server import _bind
+from octavo.entrypoints.http.server_args import ServerArgs
+from octavo.entrypoints.http.server_state import ServerState
+from octavo.entrypoints.http.shared_counts import CONNECTIONS, WAITING_TOKENS, SharedCounts, num_bytes
+from octavo.errors import ConfigError
+from tests.entrypoints.fake_engine import FakeEngine
+from tests.ports import held_port
+
+
+def test_each_front_end_writes_its_own_counts_and_reads_the_sums() -> None:
+    memory = bytearray(num_bytes(3, 2))
+    counts = [SharedCounts(memory, place, 3) for place in range(3)]
+    for place, one in enumerate(counts):
+        one.share(WAITING_TOKENS + 1, 10**place)
+    assert counts[0].share(CONNECTIONS, 7) == 7
+    assert [one.total(WAITING_TOKENS + 1) for one in counts] == [111, 111, 111]
+    counts[1].clear()
+    assert counts[2].total(WAITING_TOKENS + 1) == 101
+    assert counts[2].total(CONNECTIONS) == 7
+    assert counts[2].total(WAITING_TOKENS) == 0
+
+
+def test_requests_of_all_front_ends_fill_the_queue(engine: FakeEngine) -> None:
+    memory = bytearray(num_bytes(2, 1))
+    args = ServerArgs(max_queue_len=1)
+    one, other = (ServerState(cast(Any, engine), args, SharedCounts(memory, place, 2)) for place in range(2))
+    one.num_engine_requests += engine.config.num_slots
+    assert other.queue_retry_after_s() is None
+    other.num_engine_requests += 1
+    assert one.queue_retry_after_s() is not None
+    assert one.num_all_engine_requests == other.num_all_engine_requests == engine.config.num_slots + 1
+    other.num_engine_requests -= 1
+    assert one.queue_retry_after_s() is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere one socket is shared")
+def test_front_ends_listen_at_one_port_and_nobody_else_can() -> None:
+    args = ServerArgs(host="127.0.0.1", port=held_port())
+    with _bind(args, listens=False) as first, share_port(first, 3, is_path=False) as sockets:
+        assert {sock.getsockname() for sock in sockets} == {("127.0.0.1", args.port)}
+        with socket.create_connection(("127.0.0.1", args.port)):
+            pass
+        with pytest.raises(ConfigError, match="cannot listen"), _bind(args, listens=False):
+            pass
+
+
+def test_a_store_of_several_front_ends_is_a_file_that_ends_with_the_server() -> None:
+    with one_store(ServerArgs()) as args:
+        assert args.response_store is not None
+        folder = Path(args.response_store).parent
+        assert folder.stat().st_mode & 0o77 == 0
+    assert not folder.exists()
+    with one_store(ServerArgs(response_store="own.sqlite")) as args:
+        assert args.response_store == "own.sqlite"
+
+
+def test_engines_of_other_hosts_are_refused() -> None:
+    config = SimpleNamespace(engine_hosts=object(), served_ranks=range(4), local_ranks=range(2))
+    with pytest.raises(ConfigError, match="--api-server-count 2: engines on other hosts have one front end"):
+        check_engines(cast(Any, config), ServerArgs(api_server_count=2))
+    config.local_ranks = config.served_ranks
+    check_engines(cast(Any, config), ServerArgs(api_server_count=2))
