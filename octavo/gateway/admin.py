@@ -1,4 +1,4 @@
-"""The admin routes: keys and what they have used. They have a port and a key of their own."""
+"""The admin routes: keys and what they have used, and the page at /ui. They have a port and a key of their own."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from octavo.api_keys import ApiKeys
 from octavo.errors import RequestError
 from octavo.gateway.client import Client
 from octavo.gateway.key_store import Key, KeySettings, KeyStore, day_number
+from octavo.gateway.page import STATS_PATH, Page, is_of_page
 
 _MAX_BODY_BYTES = 1 << 20
 
@@ -21,17 +22,23 @@ _MAX_BODY_BYTES = 1 << 20
 class AdminApp:
     """Call it as an ASGI application."""
 
-    def __init__(self, store: KeyStore, admin_keys: ApiKeys) -> None:
-        self._store, self._admin_keys = store, admin_keys
+    def __init__(self, store: KeyStore, admin_keys: ApiKeys, page: Page) -> None:
+        self._store, self._admin_keys, self._page = store, admin_keys, page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"{scope['type']} is not served")
         client = Client(send, scope["path"], streams=False)
         try:
+            if is_of_page(scope["path"]) and scope["path"] != STATS_PATH:
+                await self._page.send_file(scope, receive, send)
+                return
             headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
             if not self._admin_keys.admit(headers.get(b"authorization"), headers.get(b"x-api-key")):
                 raise RequestError("Incorrect or missing admin key.", status=401, code="invalid_api_key")
+            if scope["path"] == STATS_PATH:
+                await self._page.send_stats(client)
+                return
             body = b""
             while True:
                 message = await receive()

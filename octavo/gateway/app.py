@@ -20,6 +20,7 @@ from octavo.gateway.key_store import Key, KeyStore
 from octavo.gateway.meter import Meter
 from octavo.gateway.models import Models
 from octavo.gateway.ollama_routes import OllamaRoutes
+from octavo.gateway.page import STATS_PATH, Page, is_of_page
 from octavo.gateway.proxy import Proxy, ProxyRequest, WaitLimits
 from octavo.gateway.request_body import RequestBody, read_body
 from octavo.ollama import PREFIX as OLLAMA_PREFIX
@@ -50,6 +51,7 @@ class GatewayApp:
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
         self.num_in_flight = 0
+        self._page = Page(models, self.metrics, None) if store is None else None
 
     @property
     def is_stopping(self) -> bool:
@@ -66,6 +68,9 @@ class GatewayApp:
         client = Client(send, path, streams=False)
         if path in OPEN_PATHS:
             await self._own(path, client)
+            return
+        if is_of_page(path):
+            await self._show_page(scope, receive, send, client)
             return
         self.num_in_flight += 1
         try:
@@ -183,6 +188,21 @@ class GatewayApp:
             await client.fail(RequestError("The gateway is stopping.", status=503, code="stopping"))
         else:
             await client.reply(200, b"application/json", b'{"status":"ok"}')
+
+    async def _show_page(self, scope: Scope, receive: Receive, send: Send, client: Client) -> None:
+        try:
+            if self._page is None:
+                raise RequestError(
+                    "The page shows every key, so that it is at the admin port: start the gateway with --admin-port.",
+                    status=404,
+                )
+            if scope["path"] == STATS_PATH:
+                self._check(scope, STATS_PATH)
+                await self._page.send_stats(client)
+            else:
+                await self._page.send_file(scope, receive, send)
+        except RequestError as error:
+            await client.fail(error)
 
     async def _list_models(self, method: str, name: str, key: Key | None, client: Client) -> None:
         if method != "GET":

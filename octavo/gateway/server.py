@@ -29,6 +29,7 @@ from octavo.gateway.deployment import Launch
 from octavo.gateway.key_store import KeyStore
 from octavo.gateway.memory_budget import MemoryBudget
 from octavo.gateway.models import FindLocal, Models
+from octavo.gateway.page import Page
 from octavo.gateway.proxy import WaitLimits
 from octavo.gateway.serve_process import ServeProcess
 from octavo.logs import configure_logging
@@ -203,7 +204,8 @@ class GatewayServer(uvicorn.Server):
         if self.store is not None:
             tasks.append(asyncio.ensure_future(self._move_log(self.store)))
             if self._admin_sock is not None:
-                admin = _AdminServer(_config(AdminApp(self.store, ApiKeys(self._args.admin_keys))))
+                page = Page(self.models, self.app.metrics, self.store)
+                admin = _AdminServer(_config(AdminApp(self.store, ApiKeys(self._args.admin_keys), page)))
                 tasks.append(asyncio.ensure_future(admin.serve([self._admin_sock])))
         try:
             await super().serve(sockets)

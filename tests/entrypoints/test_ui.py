@@ -8,14 +8,15 @@ from pathlib import Path
 import httpx
 import pytest
 
-from octavo.entrypoints.ui import FILES, STATIC
+from octavo.entrypoints.ui import FILES
 from octavo.kv_cache.block_pool import BlockPool, BlockState
+from octavo.page_files import SHARED
 from octavo.stats import EngineStats
 from tests.entrypoints.fake_engine import FakeEngine, serving
 
 
 def test_every_file_is_served_with_a_strict_policy(http: httpx.Client) -> None:
-    assert {path.name for path in STATIC.iterdir()} == set(FILES)
+    assert {path.name for path in SHARED.iterdir()} == set(FILES)
     paths = ["/ui", *(f"/ui/{name}" for name in FILES if name != "index.html")]
     for path in paths:
         answer = http.get(path)
@@ -35,7 +36,7 @@ def test_nothing_else_is_served(http: httpx.Client, name: str) -> None:
 
 def test_the_page_asks_for_nothing_from_elsewhere() -> None:
     for name in FILES:
-        text = (STATIC / name).read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
+        text = (SHARED / name).read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r"https?://|//[a-z]+\.|@import|style=|onclick=", text), name
 
 

@@ -10,47 +10,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import state_of
 from octavo.errors import EngineDeadError
 from octavo.metrics.prometheus import EngineMetrics, Histogram
+from octavo.page_files import SHARED, page_file
 
 router = Router(include_in_schema=False)
 
-STATIC = Path(__file__).parent / "static"
-# Every file of the page, and its type. The files hold no secrets: without a key the page can do nothing.
-FILES = {
-    "index.html": "text/html; charset=utf-8",
-    "style.css": "text/css; charset=utf-8",
-    "app.js": "text/javascript; charset=utf-8",
-    "api.js": "text/javascript; charset=utf-8",
-    "chat.js": "text/javascript; charset=utf-8",
-    "media.js": "text/javascript; charset=utf-8",
-    "engine.js": "text/javascript; charset=utf-8",
-    "charts.js": "text/javascript; charset=utf-8",
-    "icon.svg": "image/svg+xml",
-}
+# The files of the page, which hold no secrets: without a key the page can do nothing.
+FILES = ("index.html", "style.css", "app.js", "api.js", "chat.js", "media.js", "engine.js", "charts.js", "theme.js",
+         "icon.svg")  # fmt: skip
 OPEN_PATHS = frozenset({"/ui", "/ui/", *(f"/ui/{name}" for name in FILES)})
-# The page may run only its own files and connect only to its own server. No other page may frame it.
-_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "media-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # browsers ask again each time, and get 304
-}
 
 
 @router.get("/ui")
 async def page() -> Response:
-    return _file("index.html")
+    return page_file(SHARED / "index.html")
 
 
 @router.get("/ui/")
@@ -108,11 +90,7 @@ async def stats(request: Request) -> Response:
 async def file(name: str) -> Response:
     if name not in FILES or name == "index.html":
         raise HTTPException(404)
-    return _file(name)
-
-
-def _file(name: str) -> Response:
-    return FileResponse(STATIC / name, media_type=FILES[name], headers=_HEADERS)
+    return page_file(SHARED / name)
 
 
 def _runs(states: bytes) -> list[list[int]]:

@@ -1,30 +1,8 @@
-// The page as a whole: light or dark, which view a narrow screen shows, and the start of both.
+// The page as a whole: which view a narrow screen shows, and the start of all parts.
 
 import { startChat } from "./chat.js";
 import { redraw, startEngine } from "./engine.js";
-
-const THEMES = { system: "◐", light: "○", dark: "●" };
-const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
-const button = document.getElementById("theme");
-
-function showTheme() {
-  const theme = localStorage.getItem("octavo-theme") ?? "system";
-  const isDark = theme === "dark" || (theme === "system" && systemIsDark.matches);
-  document.documentElement.dataset.theme = isDark ? "dark" : "light";
-  const label = `Theme: ${theme === "system" ? "as the system" : theme}`;
-  button.textContent = THEMES[theme];
-  button.title = label;
-  button.setAttribute("aria-label", label);
-  redraw();
-}
-
-button.addEventListener("click", () => {
-  const names = Object.keys(THEMES);
-  const theme = localStorage.getItem("octavo-theme") ?? "system";
-  localStorage.setItem("octavo-theme", names[(names.indexOf(theme) + 1) % names.length]);
-  showTheme();
-});
-systemIsDark.addEventListener("change", showTheme);
+import { startTheme } from "./theme.js";
 
 for (const view of document.querySelectorAll("[data-shows]")) {
   view.addEventListener("click", () => {
@@ -33,6 +11,6 @@ for (const view of document.querySelectorAll("[data-shows]")) {
   });
 }
 
-showTheme();
+startTheme(redraw);
 startChat();
 startEngine();
