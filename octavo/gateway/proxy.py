@@ -1,7 +1,8 @@
 """One request's way through the gateway: which model, which replica, and its bytes both ways.
 
 A replica that is lost before the client has a byte costs the client nothing: another one is asked. Afterwards another
-one goes on with a stream of Octavo's; others end with an error event.
+one goes on with a stream of Octavo's; others end with an error event. A request that was with two replicas when they
+were lost is refused: it may be what ends them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from octavo.gateway.replica import Replica
 from octavo.gateway.request_body import RequestBody
 from octavo.gateway.router import CreatedIds
 from octavo.gateway.stream_progress import RESUMABLE, RESUMABLE_PATHS
-from octavo.gateway.upstream import HOP_BY_HOP, Answer, Headers, UpstreamError
+from octavo.gateway.upstream import HOP_BY_HOP, Answer, Headers, UnreachableError, UpstreamError
 
 logger = logging.getLogger("octavo.gateway")
 
@@ -38,6 +39,7 @@ _CREATED = re.compile(
     rb'"(?:id|output_file_id|error_file_id)"\s*:\s*"((?:resp|conv|chatcmpl|file|batch)[-_][\w-]{1,100})"'
 )
 _BUSY = (429, 503)
+_MAX_LOST = 2  # replicas that were lost with a request, as engines with a request that kills them
 _USAGE_PATHS = ("/v1/chat/completions", "/v1/completions")  # whose streams have a usage only where it is asked for
 
 
@@ -185,6 +187,11 @@ class Proxy:
                     return True
                 if self.is_stopping:
                     raise RequestError("The gateway is stopping.", status=503, code="stopping")
+                if client.num_lost >= _MAX_LOST:
+                    raise RequestError(
+                        f"{client.num_lost} replicas of {deployment.name} were lost while they had this request; it is "
+                        "refused, as it may end another one.", status=500, code="request_kills_replicas",
+                    )  # fmt: skip
                 why = error
             await deployment.settle(tried)
             if keeper is not None or deployment.state == "ready":
@@ -219,6 +226,7 @@ class Proxy:
                 data = await answer.read()
             except UpstreamError as error:
                 replica.breaker.fail()
+                client.num_lost += not isinstance(error, UnreachableError)
                 self._metrics.retries.labels(deployment.name, replica.name).inc()
                 logger.warning("%s: replica %s gave no answer: %s", deployment.name, replica.name, error)
                 return f"replica {replica.name}: {error}"

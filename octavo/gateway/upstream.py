@@ -28,6 +28,10 @@ class UpstreamError(Exception):
     """A replica that could not be reached, hung up, was silent for too long, or spoke no HTTP."""
 
 
+class UnreachableError(UpstreamError):
+    """A replica that could not be connected to: it has not seen the request."""
+
+
 class Upstream:
     """Connections to one address."""
 
@@ -78,9 +82,9 @@ class Upstream:
                     lambda: _Connection(self._idle, self._open), self._host, self._port, ssl=self._ssl
                 )
         except TimeoutError:
-            raise UpstreamError(f"{self.address} took longer than {CONNECT_TIMEOUT_S:g} s to connect") from None
+            raise UnreachableError(f"{self.address} took longer than {CONNECT_TIMEOUT_S:g} s to connect") from None
         except OSError as error:
-            raise UpstreamError(f"{self.address} cannot be reached: {error.strerror or error}") from None
+            raise UnreachableError(f"{self.address} cannot be reached: {error.strerror or error}") from None
         return connection
 
 

@@ -56,6 +56,16 @@ def test_a_replica_that_fails_before_the_first_byte_costs_the_client_nothing(clo
     clock.run(run())
 
 
+def test_a_request_that_ends_replicas_is_refused_after_two(clock: Clock) -> None:
+    async def run() -> None:
+        async with fake_servers(die, die, die) as servers, gateway(at(servers)) as gate:
+            response = await gate.ask(messages=["poison"])
+            assert response.status_code == 500 and response.json()["error"]["code"] == "request_kills_replicas"
+            assert sorted(len(one.asked) for one in servers) == [0, 1, 1]
+
+    clock.run(run())
+
+
 def test_a_stream_that_breaks_ends_with_an_error_event(clock: Clock) -> None:
     async def behave(asked: Asked) -> None:
         asked.begin_stream()

@@ -51,8 +51,14 @@ class BatchJob:
             logger.warning("batch %s stops, to be gone on with: %s", batch["id"], error)
         except RequestError as error:  # from the store, or because a file was deleted
             logger.error("batch %s: %s", batch["id"], error)
-            batch["errors"] = {"object": "list", "data": [{"code": error.code, "message": str(error)}]}
-            await self._end("failed")
+            await self._fail(error.code, str(error))
+        except Exception:
+            logger.exception("batch %s", batch["id"])
+            await self._fail("internal_error", "the server made an error; its log says which.")
+
+    async def _fail(self, code: str | None, message: str) -> None:
+        self.batch["errors"] = {"object": "list", "data": [{"code": code, "message": message}]}
+        await self._end("failed")
 
     async def _answer_all(self) -> bool:
         """Answer the remaining lines. Return whether all lines have an answer; False if the engine takes no requests

@@ -184,6 +184,18 @@ def test_a_batch_whose_file_is_lost_ends_and_says_so(engine: FakeEngine, lost: s
         assert counts() < 400
 
 
+def test_a_batch_that_an_unforeseen_error_ends_says_so(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(batch_job, "answer_lines", fail)
+    file = client.files.create(file=("in.jsonl", line("0")), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    wait_until(lambda: client.batches.retrieve(batch.id).status == "failed")
+    errors = client.batches.retrieve(batch.id).errors
+    assert errors is not None and errors.data is not None and errors.data[0].code == "internal_error"
+
+
 @pytest.mark.parametrize("is_cancelled", [False, True])
 def test_a_batch_that_the_engine_refuses_goes_on_later_and_can_be_cancelled(
     client: openai.OpenAI, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
