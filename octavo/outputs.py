@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ class CompletionOutput:
     # The stop string or stop token id that ended it, or "schema_mismatch" if its `final_check` fails; None for
     # end-of-sequence.
     stop_reason: int | str | None = None
+    # All tokens, also in a delta stream; set with the finish reason.
+    all_token_ids: list[int] | None = field(default=None, repr=False, compare=False)
 
     def finished(self) -> bool:
         return self.finish_reason is not None

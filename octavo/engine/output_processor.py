@@ -181,6 +181,7 @@ class _Completion:
             logprobs=positions if makes_later or positions is None else list(positions),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            all_token_ids=None if self.finish_reason is None else self.token_ids,
         )
 
 

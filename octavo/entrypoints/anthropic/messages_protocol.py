@@ -213,6 +213,10 @@ class CountTokensRequest(RequestBody):
     output_config: OutputConfig | None = described("How much effort to make, and the JSON schema of the answer.")
     context_management: dict[str, Any] | None = described("Of edits only clear_thinking_20251015 is built.")
     chat_template_kwargs: dict[str, Any] | None = described("Octavo's own: variables for the chat template.")
+    reuse_answers: bool | None = described(
+        "Octavo's own: where the history has answers of this server, their own tokens stand in the prompt; true if "
+        "left out."
+    )
     cache_control: CacheControl | None = described(_NOTE)
 
     @model_validator(mode="before")

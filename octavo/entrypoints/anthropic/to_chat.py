@@ -31,6 +31,7 @@ def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
         "messages": _messages(body),
         "stream": True,
         "chat_template_kwargs": body.chat_template_kwargs,
+        "reuse_answers": body.reuse_answers,
     }
     if body.messages[-1].role == "assistant":
         fields |= {"add_generation_prompt": False, "continue_final_message": True}

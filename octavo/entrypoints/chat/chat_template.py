@@ -256,7 +256,7 @@ def _normalised(message: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
         return result
     result["tool_calls"] = [{**call, "function": dict(call.get("function") or {})} for call in result["tool_calls"]]
     for call in result["tool_calls"]:
-        arguments = _arguments(call["function"].get("arguments"))
+        arguments = read_arguments(call["function"].get("arguments"))
         is_object = isinstance(arguments, Mapping)
         call["function"]["arguments"] = (
             json.dumps(arguments, ensure_ascii=False) if as_text and is_object else arguments
@@ -264,7 +264,7 @@ def _normalised(message: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
     return result
 
 
-def _arguments(sent: Any) -> Any:
+def read_arguments(sent: Any) -> Any:
     """Return the arguments of a call as an object; arguments that are no object stay unchanged."""
     if isinstance(sent, str):
         if not sent.strip():

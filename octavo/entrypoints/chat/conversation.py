@@ -6,14 +6,25 @@ answers with `Conversation`. The API then only writes the deltas in its own form
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from octavo.engine.off_loop import run_off_loop
+from octavo.entrypoints.chat.answer_memory import (
+    AnswerMemory,
+    AnswerReading,
+    Recalled,
+    message_keys,
+    recall,
+    remembered,
+    text_digest,
+)
 from octavo.entrypoints.chat.answer_reader import (
     AnswerFormat,
     AnswerReader,
@@ -28,7 +39,7 @@ from octavo.entrypoints.chat.chat_template import render_chat
 from octavo.entrypoints.chat.media_parts import content_for_template, embeds_of, media_of, with_embeds
 from octavo.entrypoints.chat.reasoning_effort import effort_options
 from octavo.entrypoints.http.error_responses import validation_error
-from octavo.entrypoints.http.server_state import PreparedPrompt, ServerState
+from octavo.entrypoints.http.server_state import ARRIVAL, PreparedPrompt, ServerState
 from octavo.entrypoints.http.streaming import Push
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest, ChatMessage, TemplateRequest, Tool
 from octavo.errors import RequestError, naming_prompt
@@ -41,6 +52,8 @@ if TYPE_CHECKING:
     from octavo.engine.request_stream import Sink
     from octavo.entrypoints.chat.tools.tool_formats import ToolFormat
     from octavo.loading.tokenizer import ModelTokenizer
+
+logger = logging.getLogger("octavo.server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +100,10 @@ class Conversation:
         self._num_tokens = 0  # of the outputs in `progress` and `push`
         self.num_reasoning_tokens = 0  # over all choices and outputs read so far
         self._readers: dict[int, AnswerReader] = {}  # by index of the choice
+        self._answers = state.answers if _can_recall(body) else None
+        self._keys: list[bytes] = []  # of the beginnings of the conversation
+        self._text = (0, b"")  # length and digest of the rendered prompt
+        self._recalled: Recalled | None = None  # the prompt, with the tokens of an earlier answer
 
     @property
     def _format(self) -> AnswerFormat:
@@ -135,9 +152,10 @@ class Conversation:
     ) -> tuple[Prompt, AsyncGenerator[RequestOutput, None]]:
         """Check the request. Returns the prompt, and the generator of the outputs, like `ServerState.submit`. Raises
         `RequestError`."""
+        await self._load_answers()
         async with self._fetched():
             with naming_prompt("messages"):
-                return await self._state.submit(
+                prompt, outputs = await self._state.submit(
                     response_id,
                     self._body,
                     self._params,
@@ -147,16 +165,52 @@ class Conversation:
                     clamps_max_tokens=self._clamps_max_tokens,
                     sink=sink,
                 )
+        return prompt, outputs if self._answers is None else self._remembering(self._answers, prompt, outputs)
+
+    async def _load_answers(self) -> None:
+        """Read the answers in the history that only the store has. If that fails, the prompt is the template's."""
+        if self._answers is None:
+            return
+        body, arrival = self._body, ARRIVAL.get()
+        length = 0 if arrival is None else arrival.num_bytes
+        self._keys = await run_off_loop(lambda: message_keys(body.messages, body.cache_salt), length=length)
+        if self._answers.is_kept:
+            before = [self._keys[i - 1] for i, one in enumerate(body.messages) if i and one.role == "assistant"]
+            try:
+                await self._answers.load(before)
+            except RequestError as error:
+                logger.warning("answers in a history are not recalled: %s", error)
+
+    async def _remembering(
+        self, answers: AnswerMemory, prompt: Prompt, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield `outputs`; remember each answer that ends."""
+        try:
+            async for output in outputs:
+                for one in output.outputs:
+                    if one.finish_reason in ("stop", "length") and one.all_token_ids:
+                        ends = self._state.engine.inputs.eos_token_ids
+                        answers.add(
+                            remembered(
+                                self._keys[-1], self._recalled, prompt.token_ids, one.all_token_ids, ends, self._text
+                            )
+                        )
+                yield output
+        finally:
+            await outputs.aclose()
 
     async def count_tokens(self, length: int) -> int:
         """Return the number of the prompt's tokens. `length` is the length of the request's body."""
 
         def count() -> int:
             prepared = self.prepare()
+            if self._recalled is not None:
+                return len(self._recalled.token_ids)
             if not isinstance(prepared.prompt, str):
                 raise RequestError("the tokens of a prompt with prompt_embeds cannot be counted.", param="messages")
             return self._state.engine.inputs.count(prepared.prompt, prepared.media, prepared.add_special_tokens)
 
+        await self._load_answers()
         async with self._fetched():
             return await run_off_loop(count, length=length, media=self._media_kinds())
 
@@ -222,6 +276,12 @@ class Conversation:
         grammar = wanted_grammar(body, self._format, state.formats, params.structured_outputs, special_tokens, budget)
         embeds = embeds_of([message.content for message in body.messages])
         prompt_with_embeds = with_embeds(prompt, embeds) if embeds else prompt
+        if self._answers is not None:
+            self._recalled = recall(self._answers, self._keys, body.messages, prompt, self._reading())
+            self._text = len(prompt), text_digest(prompt)
+            if self._recalled is not None:
+                tokens = {"prompt": prompt, "prompt_token_ids": self._recalled.token_ids}
+                return PreparedPrompt(tokens, False, grammar)
         # By default no special tokens are added: the template has written them.
         return PreparedPrompt(prompt_with_embeds, bool(body.add_special_tokens), grammar, media)
 
@@ -241,6 +301,12 @@ class Conversation:
             tool_format=state.formats.tools if body.tools or any(m.tool_calls for m in body.messages) else None,
         )
 
+    def _reading(self) -> AnswerReading:
+        state = self._state
+        schemas = {tool.function.name: tool.function.schema_of_arguments for tool in self._body.tools or ()}
+        encode = partial(state.engine.inputs.encode, add_special_tokens=False)
+        return AnswerReading(state.engine.tokenizer, state.formats, schemas, encode)
+
     def _media_kinds(self) -> set[str]:
         """Return the kinds of the conversation's media."""
         return {medium.kind.name for medium in self._media()}
@@ -255,6 +321,23 @@ class Conversation:
             return None, None
         processor = self._state.engine.inputs.media_processor_of(media)
         return processor.decode(media, self._files, self._body.cache_salt), processor.placeholders
+
+
+def _can_recall(body: ChatCompletionRequest) -> bool:
+    """Return whether a prompt may have tokens of earlier answers, and its answers be remembered: it is text, whole, and
+    a new answer to the messages, all of which the client sees."""
+    contents = [message.content for message in body.messages]
+    return (
+        body.reuse_answers is not False
+        and body.messages[-1].role != "assistant"
+        and body.add_generation_prompt is not False
+        and body.include_reasoning is not False
+        and not body.continue_final_message
+        and not body.add_special_tokens
+        and body.truncate_prompt_tokens is None
+        and not media_of(contents)
+        and not embeds_of(contents)
+    )
 
 
 def make_chat(fields: Mapping[str, Any]) -> ChatCompletionRequest:

@@ -126,7 +126,7 @@ class ServerArgs(RequestLimits, Flags):
         "SQLite file that keeps responses, stored chats, files and batches; servers may share it. Default: memory.",
     )
     response_store_bytes: int = flag(
-        256 << 20, "Bytes that are kept at most; the oldest responses and chats leave first.", positive=True
+        256 << 20, "Bytes that are kept at most; what is oldest leaves first, but for files and batches.", positive=True
     )
     max_engine_restarts: int = flag(
         3, "Deaths of the engine's process in a row, each within a minute, that are answered with a new start; after "
@@ -152,6 +152,10 @@ class ServerArgs(RequestLimits, Flags):
         False, "Offer /sleep, /wake_up, /pause, /resume and /reset_prefix_cache. Also OCTAVO_SERVER_DEV_MODE=1."
     )
     enable_auto_tool_choice: bool = flag(True, "Let the model choose whether to call tools.")
+    answer_memory_bytes: int = flag(
+        64 << 20, "Memory for the tokens of answers, which stand in the prompt where a history has the answer again; "
+        "0: none, histories are as the chat template writes them."
+    )  # fmt: skip
     tool_call_parser: str = flag(
         AUTO, f"Format of the model's tool calls: auto (recognised), none, {', '.join(FORMATS)}."
     )
@@ -199,7 +203,7 @@ class ServerArgs(RequestLimits, Flags):
             raise ConfigError("--api-key must not be empty.")
         if self.max_log_len is not None and self.max_log_len < 0:
             raise ConfigError(f"--max-log-len must be 0 or more, got {self.max_log_len}.")
-        for name in ("max_queue_len", "max_engine_restarts", *_SECONDS):
+        for name in ("max_queue_len", "max_engine_restarts", "answer_memory_bytes", *_SECONDS):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ConfigError(f"--{name.replace('_', '-')} must be 0 or more, got {value}.")

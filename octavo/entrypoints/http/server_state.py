@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from octavo.engine.engine_client import EngineClient
     from octavo.engine.hub_link import Channels
     from octavo.engine.request_stream import Sink
+    from octavo.entrypoints.chat.answer_memory import AnswerMemory
     from octavo.entrypoints.http.background_jobs import BackgroundJobs
     from octavo.entrypoints.http.store import Store
     from octavo.lora.names import AdapterNames
@@ -153,6 +154,16 @@ class ServerState:
         from octavo.entrypoints.http.store import Store
 
         return Store(self.args.response_store, self.args.response_store_bytes)
+
+    @cached_property
+    def answers(self) -> AnswerMemory | None:
+        """Return the memory of the tokens of answers; None without."""
+        from octavo.entrypoints.chat.answer_memory import AnswerMemory
+
+        args = self.args
+        if not args.answer_memory_bytes:
+            return None
+        return AnswerMemory(args.answer_memory_bytes, None if args.response_store is None else self.store)
 
     @cached_property
     def card(self) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Objects that the server keeps between requests: responses, conversations, stored chats, files, batches. They are in
-one SQLite database, in memory or in a file that several servers may share.
+"""Objects that the server keeps between requests: responses, conversations, stored chats, files, batches, and
+tokens of answers. They are in one SQLite database, in memory or in a file that several servers may share.
 
 An object has a kind, an id, a JSON body, and an optional `extra`. Long contents are separate chunks. Unfinished work
 has an owner, a server that reports every few seconds that it is alive; work of a silent server is abandoned. All access
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import sqlite3
 import time
@@ -22,13 +23,14 @@ from typing import Any, TypeVar
 from octavo.errors import ConfigError, RequestError
 
 T = TypeVar("T")
+logger = logging.getLogger("octavo.server")
 
 BEAT_S = 2.0
 DEAD_AFTER_S = 30.0  # seconds without a beat
 _BUSY_S = 10.0  # time that an operation waits for another server's operation
 _VERSION = 1  # version of the tables
 _PAGE_BYTES = 4096
-_EVICTED = ("response", "chat", "conversation")  # kinds whose oldest objects are deleted to make room
+_EVICTED = ("response", "chat", "conversation", "answer")  # kinds whose oldest objects are deleted to make room
 _EVICTED_AT_ONCE = 16
 _TABLES = """
 CREATE TABLE objects (
@@ -249,13 +251,24 @@ class Store:
     async def run(self, work: Callable[[Database], T]) -> T:
         """Run `work` as one transaction and return its result. Raises `StoreError`, and the errors of `work`."""
 
-        def transact() -> T:
-            with self.database.transaction():
-                return work(self.database)
-
         # Shielded: a client that hangs up does not stop a transaction half-way, and the thread's next work finds it
         # complete.
-        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, transact))
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, self._transact, work))
+
+    def post(self, work: Callable[[Database], None]) -> None:
+        """Run `work` as one transaction, later. The log has its error."""
+
+        def transact() -> None:
+            try:
+                self._transact(work)
+            except StoreError as error:
+                logger.warning("%s", error)
+
+        self._thread.submit(transact)
+
+    def _transact(self, work: Callable[[Database], T]) -> T:
+        with self.database.transaction():
+            return work(self.database)
 
     def close(self) -> None:
         """Wait for running operations and close the database."""

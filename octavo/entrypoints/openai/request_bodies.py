@@ -261,6 +261,9 @@ class TokenRequest(PromptRequest):
         "Requests with different salts share no cached prompt."
     )
     # Octavo's own.
+    reuse_answers: bool | None = described(
+        "Where the history has answers of this server, their own tokens stand in the prompt; true if left out."
+    )
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = described(
         "Seconds after arrival at which the answer ends with what there is."
     )

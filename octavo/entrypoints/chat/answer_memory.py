@@ -1,0 +1,340 @@
+"""Remembers the tokens of the server's own answers, so that the next prompt of a conversation has them as they were.
+
+A client sends an answer back as a message, and the chat template writes it in its own way: other blanks, arguments in
+another form, other tokens for the same text. So the new prompt would leave what is cached at the first answer.
+`AnswerMemory` keeps the tokens of prompts and answers, `recall` finds those with which a new prompt begins.
+`chat.conversation` calls both.
+
+A conversation keeps its meaning. The rendered prompt must begin with the text of the earlier prompt, which ends where
+the answer began. What the model wrote, what the template has written in its place, and the message must have the same
+content, reasoning and calls; and behind it the template must write the token with which the answer ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from octavo.entrypoints.chat.chat_template import read_arguments
+from octavo.entrypoints.chat.reasoning import Reasoning, new_splitter
+from octavo.entrypoints.chat.tools.format_detection import ModelFormats
+from octavo.entrypoints.chat.tools.format_parser import FormatParser, trigger_marks
+from octavo.entrypoints.chat.tools.tool_parser import Call
+from octavo.request import pack_tokens
+
+if TYPE_CHECKING:
+    from octavo.entrypoints.http.store import Database, Store
+    from octavo.entrypoints.openai.request_bodies import ChatMessage
+    from octavo.loading.tokenizer import ModelTokenizer
+
+KIND = "answer"  # of objects in the store
+_MAX_ANSWERS = 8  # to the same messages
+_OBJECT_BYTES = 500  # that an answer takes beside its tokens, about
+_DIGEST_BYTES = 16
+_TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RememberedAnswer:
+    """An answer, and the prompt that it was an answer to."""
+
+    key: bytes  # of the messages of the prompt: the last of `message_keys`
+    parent: RememberedAnswer | None  # the earlier answer with whose tokens the prompt begins
+    tokens: bytes  # int32: the rest of the prompt, then the answer
+    num_tokens: int  # of the answer
+    has_end: bool  # the answer ends with a token for the end of turn
+    text_length: int  # characters of the rendered prompt
+    text_digest: bytes
+
+    @property
+    def chain(self) -> list[RememberedAnswer]:
+        """Return the answers in the prompt, the first one first, and this one."""
+        chain: list[RememberedAnswer] = []
+        one: RememberedAnswer | None = self
+        while one is not None:
+            chain.append(one)
+            one = one.parent
+        return chain[::-1]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Return the tokens of prompt and answer."""
+        return array("i", b"".join(one.tokens for one in self.chain)).tolist()
+
+    @property
+    def digest(self) -> bytes:
+        """Return what tells this answer from others to the same messages."""
+        return _digest(self.tokens)
+
+
+class _Kept(msgspec.Struct, array_like=True):
+    """A `RememberedAnswer` in the store."""
+
+    parent_key: bytes | None
+    parent_digest: bytes | None
+    tokens: bytes
+    num_tokens: int
+    has_end: bool
+    text_length: int
+    text_digest: bytes
+
+
+_encode_kept = msgspec.msgpack.Encoder().encode
+_decode_kept = msgspec.msgpack.Decoder(list[_Kept]).decode
+
+
+class AnswerMemory:
+    """The answers used last, of up to `max_bytes`; with a `store` they are there too, and outlive the server. Any
+    thread may call it, except for `load`."""
+
+    def __init__(self, max_bytes: int, store: Store | None = None) -> None:
+        self._max_bytes, self._store = max_bytes, store
+        self._answers: OrderedDict[bytes, list[RememberedAnswer]] = OrderedDict()  # by key, the last used last
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def is_kept(self) -> bool:
+        """Return whether `load` may find more than there is in memory."""
+        return self._store is not None
+
+    def add(self, answer: RememberedAnswer) -> None:
+        """Remember an answer."""
+        with self._lock:
+            known = self._insert(answer)
+        if self._store is not None:
+            id, body = answer.key.hex(), _encode_kept([_kept(one) for one in known])
+            self._store.post(lambda database: database.put(KIND, id, body))
+
+    def find(self, key: bytes) -> Sequence[RememberedAnswer]:
+        """Return the answers to the messages with this key, the latest first."""
+        with self._lock:
+            return self._answers.get(key, [])[::-1]
+
+    def touch(self, answer: RememberedAnswer) -> None:
+        """Note that an answer is used, with those that it goes on from."""
+        with self._lock:
+            for one in answer.chain:
+                if one.key in self._answers:
+                    self._answers.move_to_end(one.key)
+
+    async def load(self, keys: Sequence[bytes]) -> None:
+        """Read answers that only the store has. `keys` are those of one conversation, the shortest first."""
+        assert self._store is not None
+        with self._lock:
+            missing = [key for key in keys if key not in self._answers]
+
+        def read(database: Database) -> list[tuple[bytes, list[_Kept]]]:
+            found = [(key, database.get(KIND, key.hex())) for key in missing]
+            return [(key, _decode_kept(stored.body)) for key, stored in found if stored is not None]
+
+        for key, kept in await self._store.run(read) if missing else ():
+            for one in kept:
+                parent = None
+                if one.parent_key is not None:
+                    parents = self.find(one.parent_key)
+                    parent = next((found for found in parents if found.digest == one.parent_digest), None)
+                    if parent is None:
+                        continue
+                answer = RememberedAnswer(
+                    key, parent, one.tokens, one.num_tokens, one.has_end, one.text_length, one.text_digest
+                )
+                with self._lock:
+                    self._insert(answer)
+
+    def _insert(self, answer: RememberedAnswer) -> list[RememberedAnswer]:
+        known = self._answers.setdefault(answer.key, [])
+        self._answers.move_to_end(answer.key)
+        for one in [one for one in known if one.tokens == answer.tokens and one.parent is answer.parent]:
+            known.remove(one)
+            self._num_bytes -= _size(one)
+        known.append(answer)
+        self._num_bytes += _size(answer)
+        if len(known) > _MAX_ANSWERS:
+            self._num_bytes -= _size(known.pop(0))
+        shown = list(known)
+        while self._num_bytes > self._max_bytes:
+            _, dropped = self._answers.popitem(last=False)
+            self._num_bytes -= sum(map(_size, dropped))
+        return shown
+
+
+def _size(answer: RememberedAnswer) -> int:
+    return _OBJECT_BYTES + len(answer.tokens)
+
+
+def _kept(answer: RememberedAnswer) -> _Kept:
+    parent = answer.parent
+    return _Kept(
+        None if parent is None else parent.key,
+        None if parent is None else parent.digest,
+        answer.tokens,
+        answer.num_tokens,
+        answer.has_end,
+        answer.text_length,
+        answer.text_digest,
+    )
+
+
+def message_keys(messages: Sequence[ChatMessage], salt: str | None) -> list[bytes]:
+    """Return a key for each beginning of a conversation: of its first message, of its first two, and so on. Those of
+    different salts differ."""
+    keys, key = [], _digest(repr(salt).encode())
+    for message in messages:
+        key = _digest(key + msgspec.json.encode(message.model_dump(exclude_none=True)))
+        keys.append(key)
+    return keys
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """A prompt that goes on from an earlier answer."""
+
+    answer: RememberedAnswer
+    token_ids: list[int]  # of the whole prompt
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerReading:
+    """What is needed to read answers and to tokenize texts. `schemas` are those of the functions' arguments, by
+    name."""
+
+    tokenizer: ModelTokenizer
+    formats: ModelFormats
+    schemas: Mapping[str, dict[str, Any]]
+    encode: Callable[[str], list[int]]
+
+
+def recall(
+    memory: AnswerMemory, keys: Sequence[bytes], messages: Sequence[ChatMessage], prompt: str, reading: AnswerReading
+) -> Recalled | None:
+    """Return the tokens of `prompt`, the text of `messages`, with the tokens of the server's own answers in it; None if
+    it has no such answer. The latest one is found: it has those before it."""
+    for i in range(len(messages) - 1, 0, -1):
+        if messages[i].role != "assistant":
+            continue
+        for answer in memory.find(keys[i - 1]):
+            token_ids = _continued(answer, messages[i], prompt, reading)
+            if token_ids is not None:
+                memory.touch(answer)
+                return Recalled(answer, token_ids)
+    return None
+
+
+def _continued(answer: RememberedAnswer, message: ChatMessage, prompt: str, reading: AnswerReading) -> list[int] | None:
+    """Return the tokens of a prompt in which `message` may be `answer`; None if it is not."""
+    if len(prompt) <= answer.text_length or text_digest(prompt[: answer.text_length]) != answer.text_digest:
+        return None
+    earlier, begun = prompt[: answer.text_length], prompt[answer.text_length :]
+    token_ids = answer.token_ids
+    own = token_ids[-answer.num_tokens :]
+    decode = reading.tokenizer.decode
+    written = decode(own[:-1] if answer.has_end else own)
+    if answer.has_end:
+        rendered, end, rest = begun.partition(decode(own[-1:]))
+        if not end:
+            return None
+        rest = end + rest
+    elif begun.startswith(written):  # it was cut: the template must go on with its very text
+        rendered, rest = written, begun[len(written) :]
+    else:
+        return None
+    said = _said(written, earlier, message, reading)
+    if not said.is_of(message) or said != _said(rendered, earlier, message, reading):
+        return None
+    encoded = reading.encode(rest)
+    if not answer.has_end:
+        return token_ids + encoded
+    return token_ids + encoded[1:] if encoded[:1] == own[-1:] else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What an answer says. Calls have their name, arguments as JSON with sorted keys, and the id that was written."""
+
+    reasoning: str
+    content: str
+    calls: list[tuple[str, str, str]]
+
+    def is_of(self, message: ChatMessage) -> bool:
+        """Return whether a message says the same. Ids count where the answer has them."""
+        content, thought = message.content, message.reasoning_content or message.reasoning or ""
+        if isinstance(content, list):
+            content = "".join(part.get("text", "") for part in content)
+        sent = [
+            (call.function.name, _as_json(read_arguments(call.function.arguments)), own[2] and (call.id or ""))
+            for call, own in zip(message.tool_calls or (), self.calls, strict=False)
+        ]
+        return (
+            (self.reasoning, self.content) == (thought.strip(), (content or "").strip())
+            and len(message.tool_calls or ()) == len(self.calls)
+            and sent == self.calls
+        )
+
+
+def _said(text: str, prompt: str, message: ChatMessage, reading: AnswerReading) -> _Said:
+    """Read an answer to `prompt`, or what a template wrote for one."""
+    formats, form = reading.formats, reading.formats.tools
+    style = formats.reasoning
+    reasoning = None if style is None else Reasoning.after(prompt, style)
+
+    def new_parser() -> FormatParser:
+        assert form is not None
+        return FormatParser(form, reading.schemas)
+
+    has_calls = form is not None and bool(reading.schemas or message.tool_calls)
+    thought, content = "", text
+    if reasoning is not None:
+        marks = trigger_marks(form) if has_calls and form is not None else ()
+        splitter = new_splitter(reasoning, marks, new_parser if has_calls else None)
+        thought, content = (first + second for first, second in zip(splitter.add(text), splitter.finish(), strict=True))
+    if not has_calls:
+        return _Said(thought.strip(), content.strip(), [])
+    parser = new_parser()
+    texts, calls = list[str](), list[list[str]]()
+    for piece in [*parser.add(content), *parser.finish()]:
+        if not isinstance(piece, Call):
+            texts.append(piece)
+        elif piece.name is not None:
+            calls.append([piece.name, piece.arguments, piece.id])
+        else:
+            calls[-1][1] += piece.arguments
+    read = [(name, _as_json(read_arguments(arguments)), id) for name, arguments, id in calls]
+    return _Said(thought.strip(), "".join(texts).strip(), read)
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False)
+
+
+def text_digest(text: str) -> bytes:
+    """Return the digest of a rendered prompt in `RememberedAnswer`."""
+    return _digest(text.encode())
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
+
+
+def remembered(
+    key: bytes,
+    recalled: Recalled | None,
+    prompt: Sequence[int],
+    answer: list[int],
+    end_tokens: Sequence[int],
+    text: tuple[int, bytes],
+) -> RememberedAnswer:
+    """Return an answer to remember. `key` is of the messages, `prompt` has the tokens that began with those that were
+    `recalled`, and `text` is the length and the digest of the rendered prompt."""
+    parent = None if recalled is None else recalled.answer
+    num_known = 0 if parent is None else sum(len(one.tokens) for one in parent.chain) // _TOKEN_BYTES
+    tokens = pack_tokens([*prompt[num_known:], *answer])
+    return RememberedAnswer(key, parent, tokens, len(answer), answer[-1] in end_tokens, *text)
