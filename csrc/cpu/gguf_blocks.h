@@ -19,12 +19,14 @@ constexpr int kMinima = 2;  // of a block: one for 32 elements
 
 // A source reads 64 elements of a row, of which the first `valid` exist; the others are 0. `read_scales` finds scales
 // by 16 elements and, if kHasMinima, minima by 32. `read_codes` finds codes. An element is scale * code + minimum, or
-// scale * (code - kZero). Both are called for one block after the other.
+// scale * (code - kZero). If kHasTable, codes are indices into the matrix's table; these have no kZero. Both are called
+// for one block after the other.
 
 // A format whose superblocks have a layout of their own has its number as kKept and three more functions. `gather`
 // turns a row of a superblock into kWords words of 32 bits: each is a lane of a vector, and the vectors lie from byte
-// kWordsAt of a panel's superblock on (but not word kGap). `keep` writes the rest of the superblock. `largest_scale`
-// returns the largest scale of a row of a superblock; it may be NaN or infinite.
+// kWordsAt of a panel's superblock on (but not word kGap), in kParts equal parts, kPartBytes apart. `keep` writes the
+// rest of the superblock. `largest_scale` returns the largest scale of a row of a superblock; it may be NaN or
+// infinite.
 constexpr int32_t kNotKept = -1;
 constexpr int kBlocksPerSuperblock = kSuperblock / kQBlock;
 constexpr int kQ4KBlock = kPanel * kQBlock / 2 + 128;
@@ -33,6 +35,7 @@ constexpr int kQ3KWordsAt = kPanel * 2;
 constexpr int kQ3KSuper = kQ3KWordsAt + kPanel * (12 + kSuperblock * 3 / 8);
 constexpr int kQ2KWordsAt = 2 * kPanel * 2;
 constexpr int kQ2KSuper = kQ2KWordsAt + kPanel * (16 + kSuperblock * 2 / 8);
+constexpr int kTableAndBytesBlock = kPanel * (kQBlock / 2 + 2);
 constexpr int kQ6KHeader = kPanel * (2 + kSuperblock / 16);
 constexpr int kQ6KSuper = kQ6KHeader + kPanel * kSuperblock * 6 / 8;
 
@@ -53,20 +56,35 @@ void store_six_bits(const int* numbers, uint32_t* words, int step) {
     }
 }
 
+// Writes the low halves of `count` bytes, then their high halves.
+void split_nibbles(const uint8_t* bytes, int count, uint8_t* codes) {
+    for (int i = 0; i < count; ++i) {
+        codes[i] = bytes[i] & 15;
+        codes[count + i] = bytes[i] >> 4;
+    }
+}
+
+// Returns half of the power of two whose exponent plus 127 is `e`: e2m1 numbers are doubled. Infinite for 255.
+float half_power(uint32_t e) {
+    return e == 255 ? float_of(0x7f800000) : float_of(e > 1 ? (e - 1) << 23 : 0x200000 << e);
+}
+
 // A block of 32 elements in `kBytes` bytes: float16 scale, float16 minimum if there is one, then codes. Nibbles: byte e
 // has element e in its low half and element e + 16 in its high half. Q5 has 32 fifth bits before its nibbles. Q8 has a
-// signed byte for each element.
-template <bool kMinimum, int kCodeZero, int kCodeBits, int kCodeBytes>
+// signed byte for each element. MXFP4 has the exponent of its scale in the place of a float16.
+template <bool kMinimum, int kCodeZero, int kCodeBits, int kCodeBytes, bool kTable = false,
+          int kHeaderBytes = kMinimum ? 4 : 2>
 struct Blocks32 {
     static constexpr int32_t kKept = kNotKept;
-    static constexpr bool kHasMinima = kMinimum;
+    static constexpr bool kHasMinima = kMinimum, kHasTable = kTable;
     static constexpr int kZero = kCodeZero, kBits = kCodeBits, kElements = 32;
-    static constexpr int kHeader = kMinimum ? 4 : 2, kBytes = kHeader + kCodeBytes;
+    static constexpr int kHeader = kHeaderBytes, kBytes = kHeader + kCodeBytes;
 
     static void read_scales(const uint8_t* row, int64_t block, int valid, float* scales, float* minima) {
         for (int i = 0; 32 * i < valid; ++i) {
             const uint8_t* from = row + (2 * block + i) * kBytes;
-            scales[2 * i] = scales[2 * i + 1] = half_to_float(load<uint16_t>(from));
+            scales[2 * i] = scales[2 * i + 1] =
+                kHeader == 1 ? half_power(from[0]) : half_to_float(load<uint16_t>(from));
             if (kMinimum) minima[i] = half_to_float(load<uint16_t>(from + 2));
         }
     }
@@ -80,10 +98,7 @@ struct Blocks32 {
                 continue;
             }
             const uint8_t* nibbles = kBits == 5 ? from + 4 : from;
-            for (int e = 0; e < 16; ++e) {
-                out[e] = nibbles[e] & 15;
-                out[e + 16] = nibbles[e] >> 4;
-            }
+            split_nibbles(nibbles, 16, out);
             if (kBits == 5) {
                 for (int byte = 0; byte < 4; ++byte) add_fifth_bits(from[byte], out + 8 * byte);
             }
@@ -105,6 +120,80 @@ using Q4_1 = Blocks32<true, 0, 4, 16>;
 using Q5_0 = Blocks32<false, 16, 5, 20>;
 using Q5_1 = Blocks32<true, 0, 5, 20>;
 using Q8_0 = Blocks32<false, 128, 8, 32>;
+using IQ4_NL = Blocks32<false, 8, 4, 16, true>;
+using MXFP4 = Blocks32<false, 8, 4, 16, true, 1>;
+
+// NVFP4, 64 elements: four scales, eight-bit floats (e4m3) without a sign, then eight bytes of nibbles for each sixteen
+// elements.
+struct NVFP4 {
+    static constexpr int32_t kKept = kNotKept;
+    static constexpr bool kHasMinima = false, kHasTable = true;
+    static constexpr int kZero = 8, kBits = 4, kElements = 64, kBytes = 36;
+
+    static void read_scales(const uint8_t* row, int64_t block, int, float* scales, float*) {
+        for (int i = 0; i < kScales; ++i) {
+            const uint32_t byte = row[block * kBytes + i];
+            // The bits of exponent and mantissa, moved to those of a float32, are 2^-120 times the number. Half of it:
+            // e2m1 numbers are doubled. 0x7f is no number and gives 0.
+            scales[i] = byte == 0x7f ? 0 : float_of((byte & 0x7f) << 20) * 0x1p119f;
+        }
+    }
+
+    static void read_codes(const uint8_t* row, int64_t block, int, const float*, uint8_t* codes) {
+        for (int i = 0; i < kScales; ++i) split_nibbles(row + block * kBytes + 4 + 8 * i, 8, codes + 16 * i);
+    }
+};
+
+// IQ4_XS, 256 elements: the float16 unit of eight scales, their high two bits, their low four bits, both from the
+// lowest bits on and stored plus 32, then sixteen bytes of nibbles for each 32 elements.
+struct IQ4_XS {
+    static constexpr int32_t kKept = kWeightIQ4XS;
+    static constexpr bool kHasMinima = false, kHasTable = true;
+    static constexpr int kZero = 8, kBits = 4, kElements = 256, kBytes = 136, kNibbles = 8;
+
+    static int scale(const uint8_t* from, int group) {
+        return ((from[4 + group / 2] >> (group % 2 * 4) & 15) | (from[2 + group / 4] >> (group % 4 * 2) & 3) << 4) - 32;
+    }
+
+    static void read_scales(const uint8_t* row, int64_t block, int, float* scales, float*) {
+        const uint8_t* from = row + block / 4 * kBytes;
+        const float unit = half_to_float(load<uint16_t>(from));
+        for (int i = 0; i < kScales; ++i) {
+            scales[i] = unit * static_cast<float>(scale(from, static_cast<int>(block % 4) * 2 + i / 2));
+        }
+    }
+
+    static void read_codes(const uint8_t* row, int64_t block, int, const float*, uint8_t* codes) {
+        const uint8_t* from = row + block / 4 * kBytes + kNibbles + block % 4 * 32;
+        for (int i = 0; i < 2; ++i) split_nibbles(from + 16 * i, 16, codes + 32 * i);
+    }
+
+    // The layout FormatIQ4XS (superblock_layouts.h): each block has eight words of nibbles, then 64 bytes of scales.
+    static constexpr int kScalesAt = 0, kWordsAt = 0, kWords = 32, kGap = -1;
+    static constexpr int kParts = kBlocksPerSuperblock, kPartBytes = kTableAndBytesBlock;
+    static void gather(const uint8_t* from, uint32_t* words) {
+        for (int group = 0; group < 8; ++group) {
+            uint32_t four[4];
+            std::memcpy(four, from + kNibbles + 16 * group, 16);
+            for (int i = 0; i < 2; ++i) {
+                // Eight elements are the low halves of two words, the eight that are sixteen further their high halves.
+                *words++ = (four[2 * i] & 0x0f0f0f0f) | (four[2 * i + 1] & 0x0f0f0f0f) << 4;
+            }
+            for (int i = 0; i < 2; ++i) *words++ = (four[2 * i] >> 4 & 0x0f0f0f0f) | (four[2 * i + 1] & 0xf0f0f0f0);
+        }
+    }
+    static void keep(const uint8_t* from, int lane, uint8_t* out) {
+        uint8_t* scales = out + kPanel * kQBlock / 2;
+        store_unit(from, scales + 2 * lane);
+        for (int i = 0; i < 6; ++i) scales[(1 + i / 2) * kPartBytes + i % 2 * kPanel + lane] = from[2 + i];
+    }
+
+    static float largest_scale(const uint8_t* from) {
+        int largest = 0;
+        for (int group = 0; group < 8; ++group) largest = std::max(largest, std::abs(scale(from, group)));
+        return std::fabs(half_to_float(load<uint16_t>(from))) * static_cast<float>(largest);
+    }
+};
 
 // Q4_K and Q5_K, 256 elements: float16 units of the scales and of the minima, eight scales and eight minima in 12
 // bytes, fifth bits (Q5_K), then nibbles. 32 bytes of nibbles are 64 elements: the first 32 in low halves, the others
@@ -112,7 +201,7 @@ using Q8_0 = Blocks32<false, 128, 8, 32>;
 template <int kCodeBits>
 struct BlocksK {
     static constexpr int32_t kKept = kCodeBits == 4 ? kWeightQ4K : kWeightQ5K;
-    static constexpr bool kHasMinima = true;
+    static constexpr bool kHasMinima = true, kHasTable = false;
     static constexpr int kZero = 0, kBits = kCodeBits, kElements = 256;
     static constexpr int kFifth = 16, kNibbles = kBits == 5 ? 48 : 16, kBytes = kNibbles + 128;
 
@@ -142,6 +231,7 @@ struct BlocksK {
     // bits (Q5_K), and one of numbers. The first block has the units in the place of its word of numbers.
     static constexpr int kWordsOfBlock = kBits == 5 ? 11 : 9;
     static constexpr int kScalesAt = 0, kWordsAt = 0, kWords = 4 * kWordsOfBlock, kGap = kWordsOfBlock - 1;
+    static constexpr int kParts = 1, kPartBytes = 0;
     static void gather(const uint8_t* from, uint32_t* words) {
         constexpr uint32_t kLow = 0x0f0f0f0f, kHigh = 0xf0f0f0f0;
         for (int block = 0; block < kBlocksPerSuperblock; ++block) {
@@ -216,7 +306,7 @@ using Q5_K = BlocksK<5>;
 // bytes of top bits, two bits each.
 struct Q6_K {
     static constexpr int32_t kKept = kWeightQ6K;
-    static constexpr bool kHasMinima = false;
+    static constexpr bool kHasMinima = false, kHasTable = false;
     static constexpr int kZero = 32, kBits = 6, kElements = 256, kBytes = 210;
 
     static void read_scales(const uint8_t* row, int64_t block, int, float* scales, float*) {
@@ -246,6 +336,7 @@ struct Q6_K {
     // The layout FormatQ6K (superblock_layouts.h): sixteen codes are three words, whose bytes have the last four codes
     // in their high two bits.
     static constexpr int kScalesAt = 192, kWordsAt = kQ6KHeader, kWords = kSuperblock / 16 * 3, kGap = -1;
+    static constexpr int kParts = 1, kPartBytes = 0;
     static void gather(const uint8_t* from, uint32_t* words) {
         for (int block = 0; block < kBlocksPerSuperblock; ++block) {
             uint32_t codes[kQBlock / 4];
@@ -276,7 +367,7 @@ struct Q6_K {
 // 64 bytes in the order of Q6_K's top bits, 16 scales of six bits, stored plus 32, and their float16 unit.
 struct Q3_K {
     static constexpr int32_t kKept = kWeightQ3K;
-    static constexpr bool kHasMinima = false;
+    static constexpr bool kHasMinima = false, kHasTable = false;
     static constexpr int kZero = 4, kBits = 3, kElements = 256, kBytes = 110, kUnit = 108;
 
     static int scale(const uint8_t* from, int group) {
@@ -309,6 +400,7 @@ struct Q3_K {
     // The layout FormatQ3K (superblock_layouts.h): numbers, then for each block four words of low bits and two of third
     // bits.
     static constexpr int kScalesAt = 96, kWordsAt = kQ3KWordsAt, kWords = 27, kGap = -1;
+    static constexpr int kParts = 1, kPartBytes = 0;
     static void gather(const uint8_t* from, uint32_t* words) {
         int numbers[16];
         for (int group = 0; group < 16; ++group) numbers[group] = scale(from, group);
@@ -340,7 +432,7 @@ struct Q3_K {
 // values of each 16 elements are rounded to eight bits.
 struct Q2_K {
     static constexpr int32_t kKept = kWeightQ2K;
-    static constexpr bool kHasMinima = false;
+    static constexpr bool kHasMinima = false, kHasTable = false;
     static constexpr int kZero = 128, kBits = 8, kElements = 256, kBytes = 84;
 
     // A group of 16 elements: the bytes that hold its codes, the first bit of a code in a byte, and the values of codes
@@ -395,6 +487,7 @@ struct Q2_K {
     // The layout FormatQ2K (superblock_layouts.h): the bytes of scales and minima, then a word of codes for each 16
     // elements.
     static constexpr int kScalesAt = 0, kWordsAt = kQ2KWordsAt, kWords = 20, kGap = -1;
+    static constexpr int kParts = 1, kPartBytes = 0;
     static void gather(const uint8_t* from, uint32_t* words) {
         std::memcpy(words, from, 16);
         words += 4;
@@ -428,10 +521,10 @@ struct Q2_K {
 
 // Codes that Python unpacked, of formats whose bytes are not read here. For 32 elements: the scales of both halves and
 // the minimum (unused if there is none), as float32, then a byte for each code.
-template <int kCodeBits, bool kMinimum>
+template <int kCodeBits, bool kMinimum, bool kTable = false>
 struct Codes {
     static constexpr int32_t kKept = kNotKept;
-    static constexpr bool kHasMinima = kMinimum;
+    static constexpr bool kHasMinima = kMinimum, kHasTable = kTable;
     static constexpr int kZero = kMinimum ? 0 : 1 << kCodeBits >> 1, kBits = kCodeBits, kElements = 1;
     static constexpr int kHeader = 12, kBlock = kHeader + 32, kBytes = 1;
 
@@ -455,7 +548,7 @@ struct Codes {
 template <class Element, int kCodeBits = 8>
 struct Floats {
     static constexpr int32_t kKept = kNotKept;
-    static constexpr bool kHasMinima = false;
+    static constexpr bool kHasMinima = false, kHasTable = false;
     static constexpr int kZero = 1 << kCodeBits >> 1, kBits = kCodeBits, kElements = 1, kBytes = sizeof(Element);
     static constexpr int kHighest = kZero - 1, kLowest = kBits == 8 ? -kHighest : -kZero;
 

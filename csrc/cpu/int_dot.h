@@ -96,25 +96,40 @@ __attribute__((always_inline)) inline void store_sums(const Vec (&acc)[R][kVecsP
     }
 }
 
-// Adds a step of eight elements of k: codes of 4 bits, two a byte.
-template <int R, int V>
+// Returns what nibbles stand for: themselves, or codes of eight bits of the table.
+template <class F>
+__attribute__((always_inline)) inline Ints codes_of(Ints nibbles, Ints table) {
+    return F::kHasTable ? look_up(table, nibbles) : nibbles;
+}
+
+// Loads the table of a matrix, if it has one.
+template <class F>
+__attribute__((always_inline)) inline Ints table_of(const BlocksView& w) {
+    return F::kHasTable ? load_table(w.table) : set1_int(0);
+}
+
+// Adds a step of eight elements of k: nibbles, two a byte. `table` is centred.
+template <class F, int R, int V>
 __attribute__((always_inline)) inline void add_step4(const QBlock* const* x, int64_t b, const char* step, int s,
-                                                     Ints (&sum)[R][V]) {
+                                                     Ints table, Ints (&sum)[R][V]) {
+    const auto add = [](Ints sums, Ints codes, Ints four) __attribute__((always_inline)) {
+        return F::kHasTable ? dot_codes8(sums, codes, four) : add_to_sums4(sums, codes, four);
+    };
     Ints low[V], high[V];
     for (int v = 0; v < V; ++v) {
         const Ints both = load_ints(step + v * kVecBytes);
         // Elements 8s to 8s + 3 of 16 outputs, a code a byte; then elements 8s + 4 to 8s + 7.
-        low[v] = low_nibbles(both);
-        high[v] = high_nibbles(both);
+        low[v] = codes_of<F>(low_nibbles(both), table);
+        high[v] = codes_of<F>(high_nibbles(both), table);
     }
     for (int r = 0; r < R; ++r) {
         // Four elements of the row in every lane, times the low halves; below, the next four times the high halves.
         const Ints four = set1_bytes(x[r][b].q + s * 8);
-        for (int v = 0; v < V; ++v) sum[r][v] = add_to_sums4(sum[r][v], low[v], four);
+        for (int v = 0; v < V; ++v) sum[r][v] = add(sum[r][v], low[v], four);
     }
     for (int r = 0; r < R; ++r) {
         const Ints four = set1_bytes(x[r][b].q + s * 8 + 4);
-        for (int v = 0; v < V; ++v) sum[r][v] = add_to_sums4(sum[r][v], high[v], four);
+        for (int v = 0; v < V; ++v) sum[r][v] = add(sum[r][v], high[v], four);
     }
 }
 
@@ -147,10 +162,10 @@ __attribute__((always_inline)) inline void add_step8(const QBlock* const* x, int
     }
 }
 
-// Sets `sum` to the integer sums of group g. `codes` are those of the block, from vector v0 on.
+// Sets `sum` to the integer sums of group g. `codes` are those of the block, from vector v0 on; `table` is centred.
 template <class F, int R, int V>
 __attribute__((always_inline)) inline void dot_group(const QBlock* const* x, int64_t b, const char* codes, int g,
-                                                     Ints (&sum)[R][V]) {
+                                                     Ints table, Ints (&sum)[R][V]) {
     constexpr int kStepsPerGroup = F::kGroupElements / F::kCodesPerByte / 4;
     for (int r = 0; r < R; ++r) {
         const int32_t start = start_of_sum<F>(x[r][b], g);
@@ -159,8 +174,8 @@ __attribute__((always_inline)) inline void dot_group(const QBlock* const* x, int
 #pragma GCC unroll 8
     for (int s = g * kStepsPerGroup; s < (g + 1) * kStepsPerGroup; ++s) {
         const char* step = codes + s * kStepBytes;
-        if constexpr (F::kBits == 4) {
-            add_step4<R, V>(x, b, step, s, sum);
+        if constexpr (F::kCodesPerByte == 2) {
+            add_step4<F, R, V>(x, b, step, s, table, sum);
         } else if constexpr (F::kBits == 6) {
             if (s % 2 == 0) add_two_steps6<R, V>(x, b, step, s, sum);
         } else {
@@ -219,6 +234,7 @@ void int_tile(BlocksView w, int64_t blocks, const QBlock* rows, int64_t x_stride
     constexpr int V = kIntVecs;
     const QBlock* x[R];
     for (int r = 0; r < R; ++r) x[r] = rows + r * x_stride;
+    const Ints table = centred(table_of<F>(w));
     Vec acc[R][kVecsPerPanel];
     load_sums<R>(y, is_first, acc);
     for (int64_t b = 0; b < blocks; ++b, w.codes += w.code_stride, w.scales += w.scale_stride) {
@@ -230,7 +246,7 @@ void int_tile(BlocksView w, int64_t blocks, const QBlock* rows, int64_t x_stride
                 // Where registers are few (AVX2) the float sums stay in memory while integers are summed.
                 leave_in_memory(acc);
                 Ints sum[R][V];
-                dot_group<F, R, V>(x, b, w.codes + v0 * kVecBytes, g, sum);
+                dot_group<F, R, V>(x, b, w.codes + v0 * kVecBytes, g, table, sum);
                 const auto sum_of = [&](int r, int v) __attribute__((always_inline)) { return to_float(sum[r][v]); };
                 add_scaled<F, R, V>(w, x, b, g, v0, sum_of, acc);
             }
@@ -245,7 +261,7 @@ void int_tile(BlocksView w, int64_t blocks, const QBlock* rows, int64_t x_stride
 // each pair of rows and vector of outputs.
 template <class F, int kPairs, int V>
 __attribute__((always_inline)) inline void dot_group_i8mm(const QBlock* const* x, int64_t b, const char* codes, int g,
-                                                          Ints (&sum)[kPairs][V][2]) {
+                                                          Ints table, Ints (&sum)[kPairs][V][2]) {
     // An operand has eight elements of k: a step of codes of 4 bits, or two steps of codes of more bits.
     constexpr int kOperandBytes = 2 / F::kCodesPerByte * kStepBytes;
     constexpr int kOperandsPerGroup = F::kGroupElements / 8;
@@ -259,10 +275,11 @@ __attribute__((always_inline)) inline void dot_group_i8mm(const QBlock* const* x
         TwoInts operands[V];
         for (int v = 0; v < V; ++v) {
             const Ints first = load_ints(step + v * kVecBytes);
-            if constexpr (F::kBits == 4) {
+            if constexpr (F::kCodesPerByte == 2) {
                 // The low halves have four codes of each output, the high halves the next four. Interleaved they are
                 // operands: eight codes of each of two outputs.
-                operands[v] = interleaved(low_nibbles(first), high_nibbles(first));
+                operands[v] =
+                    interleaved(codes_of<F>(low_nibbles(first), table), codes_of<F>(high_nibbles(first), table));
             } else {
                 operands[v] = interleaved(first, load_ints(step + kStepBytes + v * kVecBytes));
             }
@@ -287,6 +304,7 @@ void int_tile_i8mm(BlocksView w, int64_t blocks, const QBlock* rows, int64_t x_s
     constexpr int kPairs = (R + 1) / 2;
     const QBlock* x[2 * kPairs];
     for (int r = 0; r < 2 * kPairs; ++r) x[r] = rows + min_of(r, R - 1) * x_stride;
+    const Ints table = table_of<F>(w);
     Vec acc[R][kVecsPerPanel];
     load_sums<R>(y, is_first, acc);
     for (int64_t b = 0; b < blocks; ++b, w.codes += w.code_stride, w.scales += w.scale_stride) {
@@ -295,7 +313,7 @@ void int_tile_i8mm(BlocksView w, int64_t blocks, const QBlock* rows, int64_t x_s
 #pragma GCC unroll 4
             for (int g = 0; g < F::kGroupsPerBlock; ++g) {
                 Ints sum[kPairs][V][2];
-                dot_group_i8mm<F, kPairs, V>(x, b, w.codes + v0 * kVecBytes, g, sum);
+                dot_group_i8mm<F, kPairs, V>(x, b, w.codes + v0 * kVecBytes, g, table, sum);
                 // sums_by_row gathers a row's sums.
                 const auto sum_of = [&](int r, int v) __attribute__((always_inline)) {
                     return to_float(sums_by_row(sum[r / 2][v][0], sum[r / 2][v][1]).of[r % 2]);
@@ -424,7 +442,7 @@ class IntProductTask {
     void multiply_panel(const Batch& batch, int64_t panel, int64_t panels, float* y) {
         const char* w = static_cast<const char*>(args_.matrix.data) + panel * sizes_.panel_bytes;
         const char* next = w + panels * sizes_.panel_bytes;
-        outliers_.make_columns<F>(w, batch.first, inverse_);
+        outliers_.make_columns<F>(w, batch.first, with_);
         sum_segments(args_.matrix, y, partial_sums_, /*step=*/kPanel, batch.out_rows, /*width=*/kPanel,
                      [&](Segment segment, float* to) { multiply_segment(batch, w, next, segment, to); });
     }
@@ -441,7 +459,7 @@ class IntProductTask {
     }
 
     void multiply_run(const Batch& batch, const char* w, const char* next, Run run, float* to) {
-        const BlocksView view = F::open_blocks(w, run.block, run.count, inverse_, opened_);
+        const BlocksView view = F::open_blocks(w, run.block, run.count, with_, opened_);
         if (batch.split.uses_amx()) amx_.open_blocks(view, run.count);
         const Vec factor = set1(run.is_last ? args_.matrix.factor : 1);
         for (int64_t i = 0; i < batch.split.count(); ++i) {
@@ -474,7 +492,7 @@ class IntProductTask {
     const int64_t row_begin_;
     const TaskSizes<F> sizes_;
     const QBlock* const x_;
-    const float inverse_ = 1 / args_.matrix.factor;
+    const OpenWith with_{args_.matrix};
     OutlierList& outliers_;  // the thread's only one: a second task in this thread would overwrite it
     AmxTiles<Opened> amx_;
     FactorLines lora_factors_;
@@ -499,10 +517,11 @@ inline float element_of_block(const BlocksView& w, int64_t at, int64_t lane) {
     const auto* scales = reinterpret_cast<const typename Opened::Scale*>(w.scales);
     const uint16_t* minima = reinterpret_cast<const uint16_t*>(w.scales + Opened::kScaleBytes);
     int32_t code;
-    if constexpr (Opened::kBits == 4) {
+    if constexpr (Opened::kCodesPerByte == 2) {
         // Low half: the first four of eight elements; high half: the next four.
         const uint8_t both = static_cast<uint8_t>(w.codes[at / 8 * kStepBytes + lane * 4 + at % 4]);
-        code = (at / 4 % 2 == 0 ? both & 15 : both >> 4) - 8;
+        const int nibble = at / 4 % 2 == 0 ? both & 15 : both >> 4;
+        code = Opened::kHasTable ? w.table[nibble] - 128 : nibble - 8;
     } else {
         code = static_cast<uint8_t>(w.codes[at / 4 * kStepBytes + lane * 4 + at % 4]) - (1 << (Opened::kBits - 1));
     }
@@ -523,7 +542,7 @@ inline void for_row_elements(const Matrix& m, int64_t n, Function f) {
     const char* panel = static_cast<const char*>(m.data) + n / kPanel * blocks * F::kBlockBytes;
     for (int64_t block = 0; block < blocks; block += kBlocksPerSuperblock) {
         const int64_t count = min_of<int64_t>(kBlocksPerSuperblock, blocks - block);
-        BlocksView w = F::open_blocks(panel, block, count, 1 / m.factor, opened);
+        BlocksView w = F::open_blocks(panel, block, count, OpenWith(m), opened);
         const int64_t end = min_of(m.k, (block + count) * kQBlock);
         for (int64_t k = block * kQBlock; k < end; ++k) {
             if (k % kQBlock == 0 && k > block * kQBlock) {

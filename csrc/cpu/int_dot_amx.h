@@ -106,6 +106,10 @@ template <class F>
 void open_signed_codes(BlocksView w, int64_t blocks, char* to) {
     // z in every byte.
     const Ints zero_code = set1_int((1 << (F::kBits - 1)) * 0x01010101u);
+    const auto opened = [&](Ints nibbles) {
+        if constexpr (F::kHasTable) nibbles = look_up(load_table(w.table), nibbles);
+        return _mm512_sub_epi8(nibbles, zero_code);
+    };
     for (int64_t b = 0; b < blocks; ++b, w.codes += w.code_stride, to += kSignedBytes) {
         for (int at = 0; at < kSignedBytes / F::kCodesPerByte; at += kLanes * 4) {
             const Ints codes = load_ints(w.codes + at);
@@ -113,8 +117,8 @@ void open_signed_codes(BlocksView w, int64_t blocks, char* to) {
                 // A step of nibbles becomes two steps: its low halves are the first four elements, its high halves the
                 // next.
                 char* step = to + at / kStepBytes * 2 * kStepBytes + at % kStepBytes;
-                store_ints(step, _mm512_sub_epi8(low_nibbles(codes), zero_code));
-                store_ints(step + kStepBytes, _mm512_sub_epi8(high_nibbles(codes), zero_code));
+                store_ints(step, opened(low_nibbles(codes)));
+                store_ints(step + kStepBytes, opened(high_nibbles(codes)));
             } else {
                 store_ints(to + at, _mm512_sub_epi8(codes, zero_code));
             }

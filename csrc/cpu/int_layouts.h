@@ -58,12 +58,21 @@ namespace {
 constexpr int kStepBytes = kPanel * 4;  // bytes of a step
 
 // Consecutive blocks of a panel: the places of the first block's codes and scales, and the bytes from one block to the
-// next. The minima of a block follow its scales.
+// next. The minima of a block follow its scales. `table` is the matrix's.
 struct BlocksView {
     const char* codes;
     int64_t code_stride;
     const char* scales;
     int64_t scale_stride;
+    const uint8_t* table = nullptr;
+};
+
+// What blocks of a matrix are opened with: 1 over its factor, and its table.
+struct OpenWith {
+    float inverse;
+    const uint8_t* table;
+
+    explicit OpenWith(const Matrix& m) : inverse(1 / m.factor), table(m.table) {}
 };
 
 inline Vec load_scale(const uint16_t* p) { return load_half(p); }
@@ -79,25 +88,26 @@ inline float scale_value(uint16_t scale) { return half_value(scale); }
 inline float scale_value(float scale) { return scale; }
 
 // A format F of integer matrices, here or in superblock_layouts.h, has
-//   kBits          bits of a code
+//   kBits          bits of a code as it is multiplied
 //   kBlockBytes    bytes of a packed block; of a superblock, a fourth
 //   OpenedFormat   the IntFormat of opened blocks; F itself if blocks are read as they lie
 //   kOpenedBytes   bytes of the buffer that an opened block takes; 0 if blocks are read as they lie
-//   open_blocks(panel, block, blocks, inverse, opened)   returns the view of blocks block .. block + blocks - 1, opened
+//   open_blocks(panel, block, blocks, with, opened)   returns the view of blocks block .. block + blocks - 1, opened
 //                  into `opened`; superblocks are opened whole. Their scales are divided by the matrix's factor
-//                  (`inverse` is 1 over it)
-//   column(panel, k, inverse, out)   writes element k of the panel's outputs to `out`, as floats, divided by the factor
+//   column(panel, k, with, out)   writes element k of the panel's outputs to `out`, as floats, divided by the factor
 //   kStartOfOne    the start of a group with the sum 1, if OpenedFormat has minima of 16 elements
 // An IntFormat also has kGroupElements and the sizes of a block's parts.
 //
 // Codes of 4 bits are two a byte, codes of more bits one a byte. Scales are float16, or float32 in an opened buffer.
 // `minima`: 0, none; 32, a bfloat16 for each 32 elements; 16, a float32 for each 16 elements, which is multiplied by a
-// start of QBlock.
-template <int bits, int group, int minima, class ScaleType = uint16_t>
+// start of QBlock. With `has_table` codes of four bits are indices, and are multiplied as the codes of eight bits that
+// the table has for them: results are those of a matrix of eight bits.
+template <int bits, int group, int minima, class ScaleType = uint16_t, bool has_table = false>
 struct IntFormat {
     using OpenedFormat = IntFormat;
     using Scale = ScaleType;
-    static constexpr int kBits = bits;
+    static constexpr bool kHasTable = has_table;
+    static constexpr int kBits = has_table ? 8 : bits;
     static constexpr int kGroupElements = group;
     static_assert(minima == 0 || minima == 32 || (minima == 16 && group == 16 && sizeof(ScaleType) == 4));
     static constexpr bool kHasMinimaBy32 = minima == 32, kHasMinimaBy16 = minima == 16;
@@ -111,23 +121,30 @@ struct IntFormat {
     static constexpr int kBlockBytes = kCodeBytes + kScaleBytes + kMinimumBytes;
     static constexpr int kOpenedBytes = 0;
 
-    static inline BlocksView open_blocks(const char* panel, int64_t block, int64_t, float, char*) {
+    static inline BlocksView open_blocks(const char* panel, int64_t block, int64_t, OpenWith with, char*) {
         const char* w = panel + block * kBlockBytes;
-        return {w, kBlockBytes, w + kCodeBytes, kBlockBytes};
+        return {w, kBlockBytes, w + kCodeBytes, kBlockBytes, with.table};
     }
 
-    static inline void column(const char* panel, int64_t k, float, Vec* out) {
+    // Returns the codes of element `at` of a block, less their zero, for vector v of outputs.
+    static inline Vec codes_at(const char* block_codes, int at, int v, OpenWith with) {
+        // The vector with element `at`, and the first bit of its code in a lane: byte at % 4, low or high half.
+        const char* codes = block_codes + (bits == 4 ? at / 8 : at / 4) * kPanel * 4;
+        const int shift = at % 4 * 8 + (bits == 4 ? at / 4 % 2 * 4 : 0);
+        const Ints found = code_at<bits>(load_ints(codes + v * kLanes * 4), shift);
+        if constexpr (!has_table) return to_float(found);
+        const Ints index = add_ints(found, set1_int(8));
+        return to_float(add_ints(and_ints(look_up(load_table(with.table), index), set1_int(255)), set1_int(-128)));
+    }
+
+    static inline void column(const char* panel, int64_t k, OpenWith with, Vec* out) {
         static_assert(!kHasMinimaBy16, "only opened blocks have such minima");
         const char* block = panel + k / kQBlock * kBlockBytes;
         const int at = static_cast<int>(k % kQBlock);
-        // The vector with element `at`, and the first bit of its code in a lane: byte at % 4, low or high half.
-        const char* codes = block + (bits == 4 ? at / 8 : at / 4) * kPanel * 4;
-        const int shift = at % 4 * 8 + (bits == 4 ? at / 4 % 2 * 4 : 0);
         const Scale* scales = reinterpret_cast<const Scale*>(block + kCodeBytes) + at / group * kPanel;
         const uint16_t* added = reinterpret_cast<const uint16_t*>(block + kCodeBytes + kScaleBytes);
         for (int v = 0; v < kVecsPerPanel; ++v) {
-            const Vec code = to_float(code_at<bits>(load_ints(codes + v * kLanes * 4), shift));
-            out[v] = mul(load_scale(scales + v * kLanes), code);
+            out[v] = mul(load_scale(scales + v * kLanes), codes_at(block, at, v, with));
             if constexpr (kHasMinimaBy32) {
                 out[v] = add(out[v], one_of_pairs(load_pairs(added + v * kLanes * 2), at / 32));
             }

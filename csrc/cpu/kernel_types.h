@@ -17,7 +17,9 @@ inline bool is_quantized(int32_t dtype) { return dtype == kQ8 || dtype == kQ16; 
 constexpr int kPanel = 32;
 // How a matrix holds its weights. Formats below zero are not packed: rows lie one after the other, are looked up, and
 // are in no product. All from kWeightInt4 on are multiplied as integers: codes of 4 and 8 bits with scales and, in some
-// formats, minima. All from kWeightQ4K on keep the scales of a file's superblocks.
+// formats, minima. In kWeightTable and kWeightPowers a code of four bits is the index of a number of the matrix's
+// table; scales of kWeightPowers are powers of two, a byte each. All from kWeightQ4K on keep the scales of a file's
+// superblocks.
 enum WeightFormat : int32_t {
     kRowsF32 = -2,
     kRowsBF16 = -1,
@@ -25,17 +27,23 @@ enum WeightFormat : int32_t {
     kWeightBF16 = 1,
     kWeightInt4 = 2,
     kWeightInt8 = 3,
-    kWeightQ4K = 4,
-    kWeightQ6K = 5,
-    kWeightQ5K = 6,
-    kWeightQ3K = 7,
-    kWeightQ2K = 8,
+    kWeightTable = 4,
+    kWeightPowers = 5,
+    kWeightQ4K = 6,
+    kWeightQ6K = 7,
+    kWeightQ5K = 8,
+    kWeightQ3K = 9,
+    kWeightQ2K = 10,
+    kWeightIQ4XS = 11,
 };
 
 // Elements of a row that are quantized together. Integer matrices pad k to a multiple.
 constexpr int kQBlock = 64;
 // Elements of k whose scales share a unit, in layouts that keep a file's superblocks.
 constexpr int kSuperblock = 256;
+
+// Numbers of the table of a matrix whose codes are indices.
+constexpr int kTableSize = 16;
 
 // 64 elements of a quantized row. A code stands for code - z (z = 8 in 4-bit matrices, 128 in 8-bit ones), so an
 // integer accumulator starts at -z times the sum of the elements that it will see. One or two elements that stand out
@@ -61,7 +69,7 @@ constexpr float kOutlierRatio = 3.0f;
 // alternate panel by panel; n counts both. A product is the sum of `segments` partial products: k is cut into that many
 // equal parts, each is summed from zero, and the parts are added in the order of summation_tree.h. So the sum of a
 // process's parts does not depend on who holds the others. A segment ends where a block ends (kQBlock, kSuperblock, two
-// elements of bf16).
+// elements of bf16). If codes are indices, `table` has the codes of eight bits that they stand for.
 struct Matrix {
     const void* data;
     const float* bias;  // padded to whole panels, or null
@@ -69,7 +77,12 @@ struct Matrix {
     float factor;
     int32_t format, group, minima, gated;
     int32_t segments;
+    uint8_t table[kTableSize];
 };
+
+inline bool has_table(const Matrix& m) {
+    return m.format == kWeightTable || m.format == kWeightPowers || m.format == kWeightIQ4XS;
+}
 
 // What becomes of the outputs y of a product. Gated matrices take kGated and nothing else; kGated takes gated matrices
 // alone.

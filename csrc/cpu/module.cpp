@@ -184,8 +184,12 @@ void advise_huge_pages(Address address, size_t bytes) {
 }
 
 void make_matrix(octavo::Matrix* self, Address data, Address bias, int64_t n, int64_t k, float factor, int32_t format,
-                 int32_t group, int32_t minima, int32_t gated) {
-    new (self) octavo::Matrix{at<void>(data), at<float>(bias), n, k, factor, format, group, minima, gated, 1};
+                 int32_t group, int32_t minima, int32_t gated, nb::bytes table) {
+    new (self) octavo::Matrix{at<void>(data), at<float>(bias), n, k, factor, format, group, minima, gated, 1, {}};
+    if (table.size() != (octavo::has_table(*self) ? octavo::kTableSize : 0)) {
+        throw std::invalid_argument("a table of " + std::to_string(table.size()) + " numbers.");
+    }
+    std::memcpy(self->table, table.data(), table.size());
 }
 
 // Returns the number of elements of k in a block; segments end between blocks.
@@ -435,6 +439,9 @@ NB_MODULE(_cpu, m) {
     m.attr("WEIGHT_BF16") = static_cast<int>(octavo::kWeightBF16);
     m.attr("WEIGHT_INT4") = static_cast<int>(octavo::kWeightInt4);
     m.attr("WEIGHT_INT8") = static_cast<int>(octavo::kWeightInt8);
+    m.attr("WEIGHT_TABLE") = static_cast<int>(octavo::kWeightTable);
+    m.attr("WEIGHT_POWERS") = static_cast<int>(octavo::kWeightPowers);
+    m.attr("WEIGHT_IQ4_XS") = static_cast<int>(octavo::kWeightIQ4XS);
     m.attr("WEIGHT_Q4_K") = static_cast<int>(octavo::kWeightQ4K);
     m.attr("WEIGHT_Q6_K") = static_cast<int>(octavo::kWeightQ6K);
     m.attr("WEIGHT_Q5_K") = static_cast<int>(octavo::kWeightQ5K);
@@ -492,7 +499,8 @@ NB_MODULE(_cpu, m) {
     m.def("recording", &Program::recording, nb::rv_policy::reference);
     m.def("advise_huge_pages", &advise_huge_pages);
     nb::class_<octavo::Matrix>(m, "Matrix")
-        .def("__init__", &make_matrix)
+        .def("__init__", &make_matrix, "data"_a, "bias"_a, "n"_a, "k"_a, "factor"_a, "format"_a, "group"_a, "minima"_a,
+             "gated"_a, "table"_a = nb::bytes("", 0))
         .def_prop_ro("block", &block_of)
         .def_prop_rw("segments", [](const octavo::Matrix& self) { return self.segments; }, &set_segments);
     nb::class_<Matrices>(m, "Matrices").def("__init__", &make_matrices);

@@ -40,14 +40,14 @@ class OutlierList {
 
     // Unpacks the columns of weights that the batch's outliers meet. The batch begins with row `first`; `w` is a panel
     // of a matrix of format F. Columns are divided by the matrix's factor.
-    template <class F>
-    void make_columns(const char* w, int64_t first, float inverse) {
+    template <class F, class With>
+    void make_columns(const char* w, int64_t first, With with) {
         const int64_t batch = first / rows_.batch_rows;
         Line* to = columns_.data();
         const size_t end = batches_[static_cast<size_t>(batch) + 1];
         for (size_t i = batches_[static_cast<size_t>(batch)]; i < end; ++i, to += kPanel / kLineFloats) {
             Vec column[kVecsPerPanel];
-            F::column(w, ks_[i], inverse, column);
+            F::column(w, ks_[i], with, column);
             for (int v = 0; v < kVecsPerPanel; ++v) store(to->of + v * kLanes, column[v]);
         }
     }

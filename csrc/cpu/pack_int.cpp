@@ -28,7 +28,7 @@ struct PanelBlock {
 template <class Source>
 void read_row(const Matrix& to, const uint8_t* row, int64_t block, int lane, PanelBlock& out) {
     const int valid = static_cast<int>(std::min<int64_t>(to.k - block * kQBlock, kQBlock));
-    const int zero = to.format == kWeightInt4 ? 8 : 128;
+    const int zero = to.format == kWeightInt8 ? 128 : 8;
     const float inverse = 1 / to.factor;
     float scales[kScales] = {}, minima[kMinima] = {}, rounded[kScales];
     Source::read_scales(row, block, valid, scales, minima);
@@ -43,7 +43,7 @@ void read_row(const Matrix& to, const uint8_t* row, int64_t block, int lane, Pan
         int shift = Source::kZero;  // the source's zero; codes get `zero` instead
         float minimum = 0;
         if (Source::kHasMinima) {
-            if (to.format == kWeightInt4 || Source::kBits == 8) {
+            if (to.format != kWeightInt8 || Source::kBits == 8) {
                 shift = zero;
             } else {
                 // Codes of eight bits have room to be shifted so that hardly any minimum remains to be rounded.
@@ -62,23 +62,34 @@ void read_row(const Matrix& to, const uint8_t* row, int64_t block, int lane, Pan
     }
 }
 
+// Writes the scales of `lanes` outputs of a group, from lane `begin` on. Returns the place of the next group's.
+uint8_t* write_scales(const Matrix& to, const uint16_t* halves, int begin, size_t lanes, uint8_t* out) {
+    if (to.format != kWeightPowers) {
+        std::memcpy(out + 2 * begin, halves, 2 * lanes);
+        return out + 2 * kPanel;
+    }
+    for (size_t i = 0; i < lanes; ++i) {
+        out[static_cast<size_t>(begin) + i] = static_cast<uint8_t>(bits_of(half_to_float(halves[i])) >> 23);
+    }
+    return out + kPanel;
+}
+
 // Lays lanes [begin, end) out as int_layouts.h draws them. Other lanes keep what they have.
 void write_block(const Matrix& to, const PanelBlock& block, int begin, int end, uint8_t* out) {
     for (int step = 0; step < kQBlock / 4; ++step) {
-        if (to.format == kWeightInt4 && step % 2) continue;
+        if (to.format != kWeightInt8 && step % 2) continue;
         for (int lane = begin; lane < end; ++lane) {
             const uint8_t* codes = block.codes[lane] + 4 * step;
             uint32_t word = load<uint32_t>(codes);
             // Low halves are elements 4 * step to 4 * step + 3, high halves the four that follow.
-            if (to.format == kWeightInt4) word |= load<uint32_t>(codes + 4) << 4;
+            if (to.format != kWeightInt8) word |= load<uint32_t>(codes + 4) << 4;
             std::memcpy(out + 4 * lane, &word, 4);
         }
         out += 4 * kPanel;
     }
     const size_t lanes = static_cast<size_t>(end - begin);
     for (int group = 0; group < kQBlock / to.group; ++group) {
-        std::memcpy(out + 2 * begin, block.scales[group * to.group / 16] + begin, 2 * lanes);
-        out += 2 * kPanel;
+        out = write_scales(to, block.scales[group * to.group / 16] + begin, begin, lanes, out);
     }
     if (to.minima) std::memcpy(out + 4 * begin, block.minima[begin], 4 * lanes);
 }
@@ -91,7 +102,8 @@ int64_t packed_block_bytes(const Matrix& matrix) {
     if (matrix.format == kWeightQ6K) return kQ6KSuper / kBlocksPerSuperblock;
     if (matrix.format == kWeightQ3K) return kQ3KSuper / kBlocksPerSuperblock;
     if (matrix.format == kWeightQ2K) return kQ2KSuper / kBlocksPerSuperblock;
-    const int64_t codes = matrix.format == kWeightInt4 ? kQBlock / 2 : kQBlock;
+    if (matrix.format == kWeightIQ4XS || matrix.format == kWeightPowers) return kTableAndBytesBlock;
+    const int64_t codes = matrix.format == kWeightInt8 ? kQBlock : kQBlock / 2;
     return kPanel * (codes + kQBlock / matrix.group * 2 + (matrix.minima ? kMinima * 2 : 0));
 }
 
@@ -108,14 +120,18 @@ void keep_superblock(const uint8_t* rows, int64_t stride, int begin, int end, ui
         for (int at = 0; at < Source::kBytes; at += 64) __builtin_prefetch(row + Source::kBytes + at);
         Source::gather(row, words[lane]);
     }
-    uint8_t* to = out + Source::kWordsAt;
-    if (end - begin == kPanel) {
-        transpose_panel(reinterpret_cast<const char*>(words), sizeof(words[0]), Source::kWords,
-                        reinterpret_cast<char*>(to));
-    } else {
+    constexpr int kPartWords = Source::kWords / Source::kParts;
+    for (int part = 0; part < Source::kParts; ++part) {
+        uint8_t* to = out + Source::kWordsAt + part * Source::kPartBytes;
+        const int first = part * kPartWords;
+        if (end - begin == kPanel) {
+            transpose_panel(reinterpret_cast<const char*>(words[0] + first), sizeof(words[0]), kPartWords,
+                            reinterpret_cast<char*>(to));
+            continue;
+        }
         for (int lane = begin; lane < end; ++lane) {
-            for (int i = 0; i < Source::kWords; ++i) {
-                if (i != Source::kGap) std::memcpy(to + (i * kPanel + lane) * 4, &words[lane][i], 4);
+            for (int i = 0; i < kPartWords; ++i) {
+                if (i != Source::kGap) std::memcpy(to + (i * kPanel + lane) * 4, &words[lane][first + i], 4);
             }
         }
     }
@@ -169,7 +185,7 @@ template <int kBits>
 void write_words(const PackWordsArgs& a, int64_t valid, const uint32_t* words, int64_t pitch, const LaneGroup* groups,
                  int first, const PanelShare& share, uint8_t* out) {
     const int lanes = share.end - share.begin;
-    const size_t bytes = static_cast<size_t>(lanes) * 2;
+    const size_t bytes = static_cast<size_t>(lanes) * 4;
     out += 4 * share.begin;
     for (int i = 0; i < kWordsOfBlock<kBits>; ++i, out += 4 * kPanel) {
         const int half = i * kPerWord<kBits> / 32;
@@ -183,13 +199,13 @@ void write_words(const PackWordsArgs& a, int64_t valid, const uint32_t* words, i
                 codes[lane] = kBits == 8 ? from[lane] : by_halves(from[lane]) + (kBits < 4 ? shifts[lane] : 0);
             }
         }
-        std::memcpy(out, codes, 2 * bytes);
+        std::memcpy(out, codes, bytes);
     }
-    out -= 2 * share.begin;
-    for (int element = 0; element < kQBlock; element += a.to.group, out += 2 * kPanel) {
-        std::memcpy(out, groups[element / 32].scales + first, bytes);
+    out -= 4 * share.begin;
+    for (int element = 0; element < kQBlock; element += a.to.group) {
+        out = write_scales(a.to, groups[element / 32].scales + first, share.begin, static_cast<size_t>(lanes), out);
     }
-    out += 2 * share.begin;
+    out += 4 * share.begin;
     for (int lane = 0; a.to.minima && lane < lanes; ++lane, out += 4) {
         for (int half = 0; half < 2; ++half) std::memcpy(out + 2 * half, groups[half].minima + first + lane, 2);
     }
@@ -269,14 +285,14 @@ struct Source {
     const char* name;
     Kernel pack, max_scale;
     int bits, group, elements, bytes;
-    bool minima;
+    bool minima, table;
     int32_t kept;
 };
 
 template <class S>
 constexpr Source source_of(const char* name, int group) {
-    return {name,         pack_part_panel<S>, find_max_scale<S>, S::kBits, group,
-            S::kElements, S::kBytes,          S::kHasMinima,     S::kKept};
+    return {name,         pack_part_panel<S>, find_max_scale<S>, S::kBits,     group,
+            S::kElements, S::kBytes,          S::kHasMinima,     S::kHasTable, S::kKept};
 }
 
 constexpr Source kSources[] = {
@@ -293,6 +309,10 @@ constexpr Source kSources[] = {
     source_of<Q6_K>("Q6_K", 16),
     source_of<Q3_K>("Q3_K", 16),
     source_of<Q2_K>("Q2_K", 16),
+    source_of<IQ4_NL>("IQ4_NL", 32),
+    source_of<IQ4_XS>("IQ4_XS", 32),
+    source_of<MXFP4>("MXFP4", 32),
+    source_of<NVFP4>("NVFP4", 16),
     source_of<Floats<F32Element, 4>>("F32 4", 32),
     source_of<Floats<F16Element, 4>>("F16 4", 32),
     source_of<Floats<BF16Element, 4>>("BF16 4", 32),
@@ -301,6 +321,8 @@ constexpr Source kSources[] = {
     source_of<Codes<8, false>>("CODES8", 32),
     source_of<Codes<8, true>>("CODES8 MINIMA", 32),
     source_of<Codes<8, false>>("CODES8 BY 16", 16),
+    source_of<Codes<4, false, true>>("CODES4 TABLE", 32),
+    source_of<Codes<4, false, true>>("CODES4 TABLE BY 16", 16),
 };
 
 // Returns the source format. Throws std::invalid_argument unless rows of k elements in it can lie `stride` bytes apart.
@@ -335,6 +357,15 @@ std::vector<const char*> source_formats() {
     return names;
 }
 
+namespace {
+
+// Returns the bits of a code of a matrix that keeps no superblocks, 0 for others.
+int bits_of_codes(const Matrix& matrix) {
+    return matrix.format == kWeightInt8 ? 8 : matrix.format >= kWeightInt4 && matrix.format < kWeightQ4K ? 4 : 0;
+}
+
+}  // namespace
+
 int64_t packed_bytes(const Matrix& matrix) {
     const int64_t sides = matrix.gated ? 2 : 1;
     const int64_t panels = sides * ((matrix.n / sides + kPanel - 1) / kPanel);
@@ -343,15 +374,16 @@ int64_t packed_bytes(const Matrix& matrix) {
 
 Launch plan(PackPartArgs& args, const KernelTable&, int) {
     const Source& source = checked_source(args.source_format, args.to.k, args.stride);
-    const int bits = args.to.format == kWeightInt4 ? 4 : args.to.format == kWeightInt8 ? 8 : 0;
-    if (args.to.format > kWeightInt8 && args.to.format != source.kept) {
+    const int bits = bits_of_codes(args.to);
+    if (args.to.format >= kWeightQ4K && args.to.format != source.kept) {
         throw std::invalid_argument(std::string(source.name) + " does not fit into the superblocks of another format.");
     }
     if (args.to.format != source.kept &&
         (bits < source.bits || args.to.group > source.group || (args.to.group != 16 && args.to.group != 32) ||
-         (source.minima && !args.to.minima))) {
+         (source.minima && !args.to.minima) || source.table != has_table(args.to))) {
         throw std::invalid_argument(std::string(source.name) + " does not fit into " + std::to_string(bits) +
-                                    " bits, groups of " + std::to_string(args.to.group) + " and " +
+                                    " bits, groups of " + std::to_string(args.to.group) + ", " +
+                                    (has_table(args.to) ? "a table" : "no table") + " and " +
                                     (args.to.minima ? "minima." : "no minima."));
     }
     const int64_t tasks = panels_of_part(args.to, args.first_row, args.rows);
@@ -359,7 +391,7 @@ Launch plan(PackPartArgs& args, const KernelTable&, int) {
 }
 
 Launch plan(PackWordsArgs& args, const KernelTable&, int) {
-    const int bits = args.to.format == kWeightInt4 ? 4 : args.to.format == kWeightInt8 ? 8 : 0;
+    const int bits = bits_of_codes(args.to);
     const bool is_known = args.bits == 2 || args.bits == 3 || args.bits == 4 || args.bits == 8;
     if (!is_known || std::max(args.bits, 4) != bits || (args.by_outputs && args.bits != 4) ||
         (args.minima && !args.to.minima) || (args.bits < 4) != (args.shifts != nullptr) || args.group <= 0 ||

@@ -25,7 +25,7 @@ struct LaneGroup {
     void read(const PackWordsArgs& a, int64_t group, int64_t row, int count) {
         if (group == index) return;
         index = group;
-        const float inverse = 1 / a.to.factor, zero = a.to.format == kWeightInt4 ? 8 : 128;
+        const float inverse = 1 / a.to.factor, zero = a.to.format == kWeightInt8 ? 128 : 8;
         const int64_t first = group * a.rows + row;
         for (int lane = 0; lane < count; ++lane) {
             scales[lane] = float_to_half(a.scales[first + lane] * inverse);

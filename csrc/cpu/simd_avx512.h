@@ -158,6 +158,11 @@ inline Ints load_signed_bytes(const int8_t* p) {
 inline Vec to_float(Ints v) { return _mm512_cvtepi32_ps(v); }
 inline Ints low_nibbles(Ints v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 inline Ints high_nibbles(Ints v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
+// Sixteen bytes, in every 128 bits; and the bytes at the places that the bytes of v name, from 0 to 15.
+inline Ints load_table(const uint8_t* p) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline Ints look_up(Ints table, Ints v) { return _mm512_shuffle_epi8(table, v); }
 // Returns one code of each lane, from bit `shift` on, less z = 2^(bits - 1).
 template <int bits>
 inline Ints code_at(Ints v, int shift) {

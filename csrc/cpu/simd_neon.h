@@ -132,6 +132,11 @@ inline Ints load_signed_bytes(const int8_t* p) {
 inline Vec to_float(Ints v) { return vcvtq_f32_s32(v); }
 inline Ints low_nibbles(Ints v) { return vreinterpretq_s32_u8(vandq_u8(vreinterpretq_u8_s32(v), vdupq_n_u8(15))); }
 inline Ints high_nibbles(Ints v) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(v), 4)); }
+// Sixteen bytes, and the bytes at the places that the bytes of v name, from 0 to 15.
+inline Ints load_table(const uint8_t* p) { return vreinterpretq_s32_u8(vld1q_u8(p)); }
+inline Ints look_up(Ints table, Ints v) {
+    return vreinterpretq_s32_u8(vqtbl1q_u8(vreinterpretq_u8_s32(table), vreinterpretq_u8_s32(v)));
+}
 // Returns one code of each lane, from bit `shift` on, less z = 2^(bits - 1).
 template <int bits>
 inline Ints code_at(Ints v, int shift) {

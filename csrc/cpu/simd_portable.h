@@ -107,6 +107,15 @@ inline Ints load_signed_bytes(const int8_t* p) { return Ints{p[0], p[1], p[2], p
 inline Vec to_float(Ints v) { return __builtin_convertvector(v, Vec); }
 inline Ints low_nibbles(Ints v) { return v & 0x0f0f0f0f; }
 inline Ints high_nibbles(Ints v) { return (v >> 4) & 0x0f0f0f0f; }
+// Sixteen bytes, and the bytes at the places that the bytes of v name, from 0 to 15.
+inline Ints load_table(const uint8_t* p) { return load_ints(p); }
+inline Ints look_up(Ints table, Ints v) {
+    uint8_t numbers[16], at[16], found[16];
+    memcpy(numbers, &table, 16);
+    memcpy(at, &v, 16);
+    for (int i = 0; i < 16; ++i) found[i] = numbers[at[i]];
+    return load_ints(found);
+}
 // Returns one code of each lane, from bit `shift` on, less z = 2^(bits - 1).
 template <int bits>
 inline Ints code_at(Ints v, int shift) {

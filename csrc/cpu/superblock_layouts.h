@@ -1,4 +1,4 @@
-// The layouts that keep a file's superblocks of 256 elements (docs/kernels.md), and how they are opened into blocks
+// The layouts whose blocks are opened (docs/kernels.md), most of them a file's superblocks of 256 elements, into blocks
 // that products read. with_format chooses the layout of a matrix. In every format `inverse` is 1 over the matrix's
 // factor, `v` the vector of outputs within the panel, and `header` what a superblock has beside its codes. Included by
 // int_dot_amx.h only.
@@ -17,12 +17,12 @@ static_assert(kOpenedBlocks % kBlocksPerSuperblock == 0, "whole superblocks are 
 // Opens `blocks` blocks from `block` on, whole superblocks of format F, into `opened`. Codes, scales and minima are all
 // written anew.
 template <class F>
-inline BlocksView open_whole(const char* panel, int64_t block, int64_t blocks, float inverse, char* opened) {
+inline BlocksView open_whole(const char* panel, int64_t block, int64_t blocks, OpenWith with, char* opened) {
     for (int64_t b = 0; b < blocks; b += kBlocksPerSuperblock) {
         const char* super = panel + (block + b) * F::kBlockBytes;
         char* to = opened + b * F::kOpenedBytes;
         for (int v = 0; v < kVecsPerPanel; ++v) {
-            const typename F::Header header(super, v, inverse);
+            const typename F::Header header(super, v, with.inverse);
             F::template open_block<0>(header, super, v, to);
             F::template open_block<1>(header, super, v, to);
             F::template open_block<2>(header, super, v, to);
@@ -119,13 +119,13 @@ struct FormatQ4K {
         store_ints(to + OpenedFormat::kScaleBytes + v * kLanes * 4, as_ints(round_to_pairs(minima[0], minima[1])));
     }
 
-    static inline BlocksView open_blocks(const char* panel, int64_t block, int64_t blocks, float inverse,
+    static inline BlocksView open_blocks(const char* panel, int64_t block, int64_t blocks, OpenWith with,
                                          char* opened) {
         const char* super = panel + block * kBlockBytes;
         const BlocksView view = {super, kBlockBytes, opened, kOpenedBytes};
         for (int64_t b = 0; b < blocks; b += kBlocksPerSuperblock, super += kBlocksPerSuperblock * kBlockBytes) {
             for (int v = 0; v < kVecsPerPanel; ++v) {
-                const Header header(super, v, inverse);
+                const Header header(super, v, with.inverse);
                 open_block<0>(header, v, opened + b * kOpenedBytes);
                 open_block<1>(header, v, opened + (b + 1) * kOpenedBytes);
                 open_block<2>(header, v, opened + (b + 2) * kOpenedBytes);
@@ -135,13 +135,13 @@ struct FormatQ4K {
         return view;
     }
 
-    static inline void column(const char* panel, int64_t k, float inverse, Vec* out) {
+    static inline void column(const char* panel, int64_t k, OpenWith with, Vec* out) {
         const char* super = panel + k / kSuperblock * kBlocksPerSuperblock * kBlockBytes;
         const int at = static_cast<int>(k % kQBlock);
         const char* codes = panel + k / kQBlock * kBlockBytes + at / 8 * kPanel * 4;
         const int group = static_cast<int>(k % kSuperblock / 32), shift = at % 4 * 8 + at / 4 % 2 * 4;
         for (int v = 0; v < kVecsPerPanel; ++v) {
-            const Header header(super, v, inverse);
+            const Header header(super, v, with.inverse);
             const Vec code = to_float(code_at<4>(load_ints(codes + v * kLanes * 4), shift));
             with_constant<8>(group + 1, [&](auto g) {
                 Vec minimum;
@@ -235,17 +235,17 @@ struct FormatQ5K {
                    as_ints(round_to_pairs(first, second)));
     }
 
-    static inline BlocksView open_blocks(const char* panel, int64_t block, int64_t blocks, float inverse,
+    static inline BlocksView open_blocks(const char* panel, int64_t block, int64_t blocks, OpenWith with,
                                          char* opened) {
-        return open_whole<FormatQ5K>(panel, block, blocks, inverse, opened);
+        return open_whole<FormatQ5K>(panel, block, blocks, with, opened);
     }
 
-    static inline void column(const char* panel, int64_t k, float inverse, Vec* out) {
+    static inline void column(const char* panel, int64_t k, OpenWith with, Vec* out) {
         const char* super = panel + k / kSuperblock * kBlocksPerSuperblock * kBlockBytes;
         const char* block = panel + k / kQBlock * kBlockBytes;
         const int at = static_cast<int>(k % kQBlock), byte = at % 4 * 8;
         for (int v = 0; v < kVecsPerPanel; ++v) {
-            const Header header(super, v, inverse);
+            const Header header(super, v, with.inverse);
             const Ints nibbles = load_ints(block + (at / 8 * kPanel + v * kLanes) * 4);
             const Ints word = load_ints(block + kNibbleBytes + (at / 32 * kPanel + v * kLanes) * 4);
             // code_at returns the nibble less 8 and the fifth bit less 1: 16 (bit - 1) + (nibble - 8) + 24 is the code.
@@ -326,17 +326,17 @@ struct FormatQ3K {
         store(scales + 3 * kPanel, header.template scale<4 * block + 3>());
     }
 
-    static inline BlocksView open_blocks(const char* panel, int64_t block, int64_t blocks, float inverse,
+    static inline BlocksView open_blocks(const char* panel, int64_t block, int64_t blocks, OpenWith with,
                                          char* opened) {
-        return open_whole<FormatQ3K>(panel, block, blocks, inverse, opened);
+        return open_whole<FormatQ3K>(panel, block, blocks, with, opened);
     }
 
-    static inline void column(const char* panel, int64_t k, float inverse, Vec* out) {
+    static inline void column(const char* panel, int64_t k, OpenWith with, Vec* out) {
         const char* super = panel + k / kSuperblock * kSuperBytes;
         const int at = static_cast<int>(k % kQBlock), step = at / 8, place = at % 4 * 8 + at / 4 % 2 * 4;
         const char* codes = super + kHeaderBytes + k % kSuperblock / kQBlock * kCodeBytes;
         for (int v = 0; v < kVecsPerPanel; ++v) {
-            const Header header(super, v, inverse);
+            const Header header(super, v, with.inverse);
             const Ints low = load_ints(codes + (step / 2 * kPanel + v * kLanes) * 4);
             const Ints high = load_ints(codes + kLowBytes + (step / 4 * kPanel + v * kLanes) * 4);
             // code_at returns the low bits less 2 and the third bit less 1: 4 (bit - 1) + (low - 2) + 2 is the code
@@ -411,17 +411,17 @@ struct FormatQ2K {
         open_group<4 * block + 3>(header, codes, v, to);
     }
 
-    static inline BlocksView open_blocks(const char* panel, int64_t block, int64_t blocks, float inverse,
+    static inline BlocksView open_blocks(const char* panel, int64_t block, int64_t blocks, OpenWith with,
                                          char* opened) {
-        return open_whole<FormatQ2K>(panel, block, blocks, inverse, opened);
+        return open_whole<FormatQ2K>(panel, block, blocks, with, opened);
     }
 
-    static inline void column(const char* panel, int64_t k, float inverse, Vec* out) {
+    static inline void column(const char* panel, int64_t k, OpenWith with, Vec* out) {
         const char* super = panel + k / kSuperblock * kSuperBytes;
         const int at = static_cast<int>(k % kSuperblock);
         const char* codes = super + kHeaderBytes + at / 16 * kPanel * 4;
         for (int v = 0; v < kVecsPerPanel; ++v) {
-            const Header header(super, v, inverse);
+            const Header header(super, v, with.inverse);
             // code_at returns the code less 2. Element `at` is in byte at % 4, in half at / 4 % 2 of the byte, in pair
             // at / 8 % 2 of the half.
             const Vec code =
@@ -456,7 +456,7 @@ struct FormatQ6K {
         return mul(load_half(reinterpret_cast<const uint16_t*>(super) + v * kLanes), set1(inverse));
     }
 
-    static inline BlocksView open_blocks(const char* panel, int64_t block, int64_t blocks, float inverse,
+    static inline BlocksView open_blocks(const char* panel, int64_t block, int64_t blocks, OpenWith with,
                                          char* opened) {
         const Ints six = set1_int(0x3f3f3f3f);
         const char* super = panel + block * kBlockBytes;
@@ -476,7 +476,7 @@ struct FormatQ6K {
                 }
                 float* scales = reinterpret_cast<float*>(to + OpenedFormat::kCodeBytes);
                 for (int v = 0; v < kVecsPerPanel; ++v) {
-                    const Vec unit = scale_unit(super, v, inverse);
+                    const Vec unit = scale_unit(super, v, with.inverse);
                     for (int g = 0; g < OpenedFormat::kGroupsPerBlock; ++g) {
                         store(scales + g * kPanel + v * kLanes,
                               scale(super, i * OpenedFormat::kGroupsPerBlock + g, v, unit));
@@ -487,7 +487,7 @@ struct FormatQ6K {
         return view;
     }
 
-    static inline void column(const char* panel, int64_t k, float inverse, Vec* out) {
+    static inline void column(const char* panel, int64_t k, OpenWith with, Vec* out) {
         const char* super = panel + k / kSuperblock * kSuperBytes;
         const int at = static_cast<int>(k % kSuperblock), step = at % 16 / 4, shift = at % 4 * 8;
         const char* codes = super + kHeaderBytes + at / 16 * 3 * kPanel * 4;
@@ -496,7 +496,90 @@ struct FormatQ6K {
             for (int s = 0; s < 3; ++s) three[s] = load_ints(codes + (s * kPanel + v * kLanes) * 4);
             const Ints lane = step < 3 ? three[step] : fourth_of_six_bits(three[0], three[1], three[2]);
             const Vec code = to_float(code_at<6>(lane, shift));
-            out[v] = mul(scale(super, at / 16, v, scale_unit(super, v, inverse)), code);
+            out[v] = mul(scale(super, at / 16, v, scale_unit(super, v, with.inverse)), code);
+        }
+    }
+};
+
+// The layouts whose codes are indices into the matrix's table and whose scales take a byte and less: after the codes of
+// each block come 64 bytes, [2][32]. Opening writes scales only: F::open_scales writes the scales of whole runs of
+// F::kOpenedTogether blocks, for vector v of outputs.
+template <class F>
+struct TableAndBytes {
+    using OpenedFormat = IntFormat<4, 32, 0, float, true>;
+    static constexpr int kBits = OpenedFormat::kBits;
+    static constexpr int kBlockBytes = OpenedFormat::kCodeBytes + kPanel * 2;
+    static constexpr int kOpenedBytes = OpenedFormat::kScaleBytes;
+
+    // Returns byte i (0 or 1) of block `block`, for vector v of outputs.
+    static inline Ints bytes(const char* panel, int64_t block, int i, int v) {
+        const char* after_codes = panel + block * kBlockBytes + OpenedFormat::kCodeBytes;
+        return load_bytes(reinterpret_cast<const uint8_t*>(after_codes) + i * kPanel + v * kLanes);
+    }
+
+    static inline BlocksView open_blocks(const char* panel, int64_t block, int64_t blocks, OpenWith with,
+                                         char* opened) {
+        float* scales = reinterpret_cast<float*>(opened);
+        for (int v = 0; v < kVecsPerPanel; ++v) F::open_scales(panel, block, blocks, v, with.inverse, scales);
+        return {panel + block * kBlockBytes, kBlockBytes, opened, kOpenedBytes, with.table};
+    }
+
+    static inline void column(const char* panel, int64_t k, OpenWith with, Vec* out) {
+        alignas(64) float scales[2 * kPanel * kBlocksPerSuperblock];
+        const int64_t block = k / kQBlock, first = block / F::kOpenedTogether * F::kOpenedTogether;
+        const int at = static_cast<int>(k % kQBlock);
+        const float* own = scales + ((block - first) * 2 + at / 32) * kPanel;
+        for (int v = 0; v < kVecsPerPanel; ++v) {
+            F::open_scales(panel, first, F::kOpenedTogether, v, with.inverse, scales);
+            out[v] = mul(load(own + v * kLanes), OpenedFormat::codes_at(panel + block * kBlockBytes, at, v, with));
+        }
+    }
+};
+
+// Scales that are powers of two: a byte is the exponent, as a float32 has it, and is divided by the factor already.
+struct FormatPowers : TableAndBytes<FormatPowers> {
+    static constexpr int kOpenedTogether = 1;
+
+    static inline void open_scales(const char* panel, int64_t block, int64_t blocks, int v, float, float* scales) {
+        for (int64_t b = 0; b < blocks; ++b, scales += 2 * kPanel) {
+            for (int i = 0; i < 2; ++i) {
+                store(scales + i * kPanel + v * kLanes, bits_of<Vec>(shift_left<23>(bytes(panel, block + b, i, v))));
+            }
+        }
+    }
+};
+
+// IQ4_XS: the first block of a superblock has the float16 units of the scales. Of the eight scales, of six bits and
+// stored plus 32, the second block has the high two bits, four a byte, and the last two blocks have the low four bits,
+// two a byte, all from the low bits on.
+struct FormatIQ4XS : TableAndBytes<FormatIQ4XS> {
+    static constexpr int kOpenedTogether = kBlocksPerSuperblock;
+
+    template <int group>
+    static inline void open_scale(const Ints* high, const Ints* low, Vec unit, float* scales) {
+        const Ints two = and_ints(shift_right<group % 4 * 2>(high[group / 4]), set1_int(3));
+        const Ints four = and_ints(shift_right<group % 2 * 4>(low[group / 2]), set1_int(15));
+        const Ints number = add_ints(or_ints(four, shift_left<4>(two)), set1_int(-32));
+        store(scales + group * kPanel, round_to_half(mul(unit, to_float(number))));
+    }
+
+    static inline void open_scales(const char* panel, int64_t block, int64_t blocks, int v, float inverse,
+                                   float* scales) {
+        scales += v * kLanes;
+        for (int64_t b = block; b < block + blocks; b += kBlocksPerSuperblock, scales += kSuperblock / 32 * kPanel) {
+            const char* units = panel + b * kBlockBytes + OpenedFormat::kCodeBytes;
+            const Vec unit = mul(load_half(reinterpret_cast<const uint16_t*>(units) + v * kLanes), set1(inverse));
+            Ints high[2], low[4];
+            for (int i = 0; i < 2; ++i) high[i] = bytes(panel, b + 1, i, v);
+            for (int i = 0; i < 4; ++i) low[i] = bytes(panel, b + 2 + i / 2, i % 2, v);
+            open_scale<0>(high, low, unit, scales);
+            open_scale<1>(high, low, unit, scales);
+            open_scale<2>(high, low, unit, scales);
+            open_scale<3>(high, low, unit, scales);
+            open_scale<4>(high, low, unit, scales);
+            open_scale<5>(high, low, unit, scales);
+            open_scale<6>(high, low, unit, scales);
+            open_scale<7>(high, low, unit, scales);
         }
     }
 };
@@ -514,6 +597,12 @@ inline void with_format(const Matrix& m, Function f) {
         f(FormatQ3K{});
     } else if (m.format == kWeightQ2K) {
         f(FormatQ2K{});
+    } else if (m.format == kWeightIQ4XS) {
+        f(FormatIQ4XS{});
+    } else if (m.format == kWeightPowers) {
+        f(FormatPowers{});
+    } else if (m.format == kWeightTable) {
+        m.group == 32 ? f(IntFormat<4, 32, 0, uint16_t, true>{}) : f(IntFormat<4, 16, 0, uint16_t, true>{});
     } else if (m.format == kWeightInt4) {
         m.minima ? f(IntFormat<4, 32, 32>{}) : f(IntFormat<4, 32, 0>{});
     } else if (m.group == 32) {

@@ -20,7 +20,8 @@ from octavo.errors import LoadError
 from octavo.loading.bounded_patterns import bounded_patterns
 from octavo.loading.file_tensor import FileTensor
 from octavo.loading.quantized_module import FLOATS, INT8, QuantizedFiles, QuantizedModule, Settings, Tensors
-from octavo.quantization import Layout, StoredWeight
+from octavo.quantization import Layout, StoredWeight, layout_of
+from octavo.quantization.four_bits import integers_near
 
 # Tensors of quantized checkpoints that Octavo does not use: it quantizes activations with scales that it computes in
 # each step, and it does not quantize the KV cache by a checkpoint's scales.
@@ -28,6 +29,7 @@ _UNUSED = re.compile(
     r".*\.(input_scale|input_scale_ub|input_zero_point|input_global_scale|output_scale|k_scale|v_scale|kv_scale|q_scale"
     r"|prob_scale|weight_shape|weight_format)"
 )
+MXFP4, NVFP4 = layout_of("MXFP4"), layout_of("NVFP4")  # of GGUF and of other checkpoints
 
 
 def method_of(settings: Settings) -> str:
@@ -339,7 +341,7 @@ def _fp4(module: QuantizedModule, weights: Settings, part: str, factor_name: str
             tensors["factor"] = 1 / whole if is_divisor else whole
         return tensors
 
-    module.make("FP4_SCALED", (num_out, num_in), Layout(8, min(group, 32), False), read)
+    module.make("FP4_SCALED", (num_out, num_in), MXFP4 if group == 32 else NVFP4, read)
 
 
 def _fp8(files: QuantizedFiles) -> None:
@@ -388,7 +390,7 @@ def _mxfp4(files: QuantizedFiles) -> None:
         files.made[module.name] = FileTensor(
             "FP4_SCALED", (num_experts, num_out, num_in),
             lambda read=read, stored=stored: StoredWeight("FP4_SCALED", read(), stored),  # type: ignore[misc]
-            is_untransposed=True, layout=INT8,
+            is_untransposed=True, layout=MXFP4,
         )  # fmt: skip
 
 
@@ -456,7 +458,8 @@ def _codebook(module: QuantizedModule) -> None:
             "table": module.scales(table),
         }  # fmt: skip
 
-    module.make("CODEBOOK4", (num_out, num_in), INT8, read)
+    integers, _ = integers_near(module.scales(table).astype(np.float64))
+    module.make("CODEBOOK4", (num_out, num_in), Layout(4, 32, False, integers), read)
 
 
 METHODS: dict[str, Callable[[QuantizedFiles], None]] = {

@@ -32,7 +32,7 @@ _QUANTIZED = {"INT8": "", "INT4": " 4"}  # formats that the packer makes of floa
 # Formats whose superblocks are packed with the file's own bits and scales.
 _KEPT: dict[str, int] = {name: getattr(_cpu, f"WEIGHT_{name}") for name in KEPT_ON_CPUS}
 # Formats whose scales are single float16 numbers in the file, not products of two numbers.
-_PLAIN_SCALES = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"})
+_PLAIN_SCALES = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def first_part(weight: LinearWeight) -> PackedWeight:
 def packed_weight(
     data: NDArray[np.uint8], shape: tuple[int, int], format: int, bias: NDArray[Any] | None = None, gated: bool = False,
     group: int = 0, minima: bool = False, factor: float = 1.0, order: NDArray[np.int32] | None = None,
-    is_precise: bool = False,
+    is_precise: bool = False, table: bytes = b"",
 ) -> PackedWeight:  # fmt: skip
     """Return a packed matrix of `shape` [N, K] with its bias [N], which is packed here. With `gated`, N counts gate
     and up."""
@@ -133,7 +133,7 @@ def packed_weight(
         rows = np.zeros((sides, panels * _cpu.PANEL), np.float32)
         rows[:, : n // sides] = bias.reshape(sides, -1)
         padded[:] = rows.reshape(sides, panels, _cpu.PANEL).swapaxes(0, 1).reshape(-1)
-    matrix = _cpu.Matrix(data, 0 if padded is None else padded, n, k, factor, format, group, minima, gated)
+    matrix = _cpu.Matrix(data, 0 if padded is None else padded, n, k, factor, format, group, minima, gated, table)
     return PackedWeight(n, k, gated, format, data, padded, matrix, order, is_precise)
 
 
@@ -203,8 +203,13 @@ def _pack_integers(
     layout, shape = packed.layout, (packed.num_out, packed.num_in)
     return packed_weight(
         packed.data, shape, packed.format, bias, gated, layout.group, layout.minima, packed.factor, packed.order,
-        is_precise,
+        is_precise, _table_of(layout),
     )  # fmt: skip
+
+
+def _table_of(layout: Layout) -> bytes:
+    """Return the table of a layout as a `_cpu.Matrix` takes it: the codes of eight bits that indices stand for."""
+    return b"" if layout.table is None else bytes(number + 128 for number in layout.table)
 
 
 def _pack_floats(parts: list[NDArray[Any]], bias: NDArray[Any] | None, gated: bool) -> PackedWeight:
@@ -258,13 +263,14 @@ def _pack_sources(sources: Sequence[_Source], gated: bool) -> PackedIntegers:
     require(not gated or (len(sources) == 2 and sources[0].num_rows == sources[1].num_rows))
     order = common_order([source.order for source in sources])
     layout = common_layout(source.layout for source in sources)
-    # The packer reads words only into a layout of the same number of bits; for a wider layout they become codes.
-    sources = [source.unpacked() if source.layout.bits != layout.bits else source for source in sources]
+    sources = [source.fitted(layout) for source in sources]
     factor = _factor(sources)
     kept = {source.kept for source in sources}
     format = kept.pop() if len(kept) == 1 else None
+    if format is None and layout.table is not None:
+        format = _cpu.WEIGHT_POWERS if layout.scale_bytes == 1 else _cpu.WEIGHT_TABLE
     format = format or (_cpu.WEIGHT_INT4 if layout.bits == 4 else _cpu.WEIGHT_INT8)
-    what = (num_out, num_in, factor, format, layout.group, layout.minima, gated)
+    what = (num_out, num_in, factor, format, layout.group, layout.minima, gated, _table_of(layout))
     # Places that no part writes must stay 0: a weight of 0.
     data = zeros(_cpu.packed_bytes(_cpu.Matrix(0, 0, *what)))
     matrix = _cpu.Matrix(data, 0, *what)
@@ -296,14 +302,21 @@ class _Source:
     has_half_scales: bool = False
     data: NDArray[Any] | None = None
     opened: Codes | PackedWords | None = None
+    part: StoredWeight | None = None
 
     @property
     def order(self) -> NDArray[Any] | None:
         return None if self.opened is None else self.opened.order
 
-    def unpacked(self) -> _Source:
-        """Return this part with words unpacked to codes."""
-        return _of_codes(self.opened.unpacked()) if isinstance(self.opened, PackedWords) else self
+    def fitted(self, layout: Layout) -> _Source:
+        """Return this part as the packer can read it into `layout`: words only into one of the same number of bits,
+        and indices into a table only into one with the same table; others become codes."""
+        is_read = self.layout.bits == layout.bits or not isinstance(self.opened, PackedWords)
+        if is_read and self.layout.table == layout.table:
+            return self
+        assert self.part is not None
+        codes = unpack(self.part)
+        return _of_codes(codes if layout.table == codes.table else codes.widened(codes.layout.without_table))
 
     def rows(self) -> NDArray[Any]:
         """Return the rows for the packer: [num_rows, bytes or elements]."""
@@ -319,7 +332,9 @@ def _source(part: StoredWeight) -> _Source:
     def read(format: str, layout: Layout, data: NDArray[Any]) -> _Source:
         require(data.shape[0] == num_rows, f"{data.shape[0]} rows in a matrix {part.shape}")
         source_format, has_half_scales = _cpu.SOURCE_FORMATS[format], name in _PLAIN_SCALES
-        return _Source(layout, num_rows, num_in, source_format, _KEPT.get(name), has_half_scales, data)
+        return _Source(
+            layout, num_rows, num_in, source_format, _KEPT.get(name), has_half_scales, data, part=part
+        )  # fmt: skip
 
     if name in _QUANTIZED:
         data = _dense(part.data)
@@ -334,15 +349,13 @@ def _source(part: StoredWeight) -> _Source:
     if name == "FP8":
         layout_of(name)  # raises the error for FP8
     words = words_of(part)
-    if words is None:
-        return _of_codes(unpack(part), name)
-    if words.groups.group % 32:
-        return _of_codes(words.unpacked(), name)
+    if words is None or words.groups.group % 32:
+        return _of_codes(unpack(part), name, part)
     has_half_scales = _are_halves(words.scales)
-    return _Source(words.layout, num_rows, num_in, has_half_scales=has_half_scales, opened=words)
+    return _Source(words.layout, num_rows, num_in, has_half_scales=has_half_scales, opened=words, part=part)
 
 
-def _of_codes(codes: Codes, name: str = "") -> _Source:
+def _of_codes(codes: Codes, name: str = "", part: StoredWeight | None = None) -> _Source:
     layout, (num_rows, num_in) = codes.layout, codes.shape
     if codes.group % layout.group or (layout.minima and layout.group != 32):
         raise ConfigError(
@@ -350,11 +363,12 @@ def _of_codes(codes: Codes, name: str = "") -> _Source:
             "zero points of 16."
         )
     format = _cpu.SOURCE_FORMATS[
-        f"CODES{layout.bits}{' MINIMA' if layout.minima else ' BY 16' if layout.group == 16 else ''}"
+        f"CODES{layout.bits}{' TABLE' if layout.table else ''}"
+        f"{' MINIMA' if layout.minima else ' BY 16' if layout.group == 16 else ''}"
     ]
-    codes = codes.widened(layout.bits, layout.group, layout.minima)
+    codes = codes.widened(layout)
     has_half_scales = _are_halves(codes.scales)
-    return _Source(layout, num_rows, num_in, format, has_half_scales=has_half_scales, opened=codes)
+    return _Source(layout, num_rows, num_in, format, has_half_scales=has_half_scales, opened=codes, part=part)
 
 
 def _are_halves(scales: NDArray[np.float32]) -> bool:

@@ -103,6 +103,8 @@ def _stand_in(tensor: RecordedTensor) -> str:
     layout = tensor.layout
     if layout is None or layout.bits == 8:
         return "Q8_0"
+    if layout.table is not None:
+        return "MXFP4" if layout.scale_bytes == 1 else "NVFP4" if layout.group == 16 else "IQ4_NL"
     return "Q4_1" if layout.minima else "Q4_0"
 
 

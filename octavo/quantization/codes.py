@@ -9,16 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.errors import ConfigError
-from octavo.quantization.array_functions import Array, arange, cast, namespace, padded, repeated
+from octavo.quantization.array_functions import Array, arange, cast, constant, namespace, padded, repeated
 from octavo.quantization.layout import Layout, least_layout
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """A matrix [N, K]. An element is scale * code + minimum, or without minima scale * (code - 2^(bits-1)).
+    """A matrix [N, K]. An element is scale * code + minimum, or without minima scale * (code - 2^(bits-1)), or with a
+    table scale * table[code].
 
     `codes` uint8 [N, K]; `scales` and `minima` float32 [N, ceil(K / group)], all exact. With `order` int64 [K], column
-    j belongs to input order[j]. All are numpy arrays or torch tensors.
+    j belongs to input order[j]. All are numpy arrays or torch tensors. `table` and `scale_bytes` are those of the
+    layout; a matrix with a table has four bits and no minima.
     """
 
     bits: int
@@ -27,6 +29,8 @@ class Codes:
     scales: Array
     minima: Array | None = None
     order: Array | None = None
+    table: tuple[int, ...] | None = None
+    scale_bytes: int = 2
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -34,12 +38,18 @@ class Codes:
 
     @property
     def layout(self) -> Layout:
-        return least_layout(self.bits, self.group, self.minima is not None)
+        return least_layout(self.bits, self.group, self.minima is not None, self.table, self.scale_bytes)
 
-    def widened(self, bits: int, group: int, minima: bool) -> Codes:
-        """Return the same matrix with `bits`, at least as many as now, groups of `group`, a divisor of the present
-        group, and with minima if `minima`."""
+    def widened(self, layout: Layout) -> Codes:
+        """Return the same matrix with the bits of `layout`, at least as many as now, its groups, of a divisor of the
+        present group, and its minima and table or none."""
+        if self.table is not None and layout.table is None:
+            numbers = constant(self.codes, [number + 128 for number in self.table], "uint8")
+            codes = numbers[cast(self.codes, "int64")]
+            return Codes(8, self.group, codes, self.scales, order=self.order).widened(layout)
+        bits, group, minima = layout.bits, layout.group, layout.minima
         assert bits >= self.bits and self.group % group == 0 and (minima or self.minima is None)
+        assert layout.table == self.table
         codes, repeats = self.codes, self.group // group
         num_groups = -(-codes.shape[1] // group)
         scales = repeated(self.scales, repeats, num_groups)
@@ -47,7 +57,8 @@ class Codes:
             return Codes(bits, group, codes, scales, repeated(self.minima, repeats, num_groups), self.order)
         if minima:
             return Codes(bits, group, codes, scales, scales * -float(1 << self.bits >> 1), self.order)
-        return Codes(bits, group, codes + ((1 << bits >> 1) - (1 << self.bits >> 1)), scales, None, self.order)
+        codes = codes + ((1 << bits >> 1) - (1 << self.bits >> 1))
+        return Codes(bits, group, codes, scales, None, self.order, self.table, self.scale_bytes)
 
     def dequantize(self) -> Array:
         """Return the matrix as float32 [N, K], with columns in the order of the inputs."""
@@ -57,6 +68,8 @@ class Codes:
             scales = repeated(scales, group, k)
             minima = None if minima is None else repeated(minima, group, k)
             group = 1
+        if self.table is not None:
+            return self.widened(self.layout.without_table).dequantize()
         values = cast(self.codes, "float32").reshape(num_out, -1, group)
         if minima is None:
             values -= 1 << self.bits >> 1
@@ -77,10 +90,12 @@ class Groups:
     scales: Array
     minima: Array | None = None
     shifts: Array | int | None = None
+    table: tuple[int, ...] | None = None
+    scale_bytes: int = 2
 
     @property
     def layout(self) -> Layout:
-        return least_layout(self.bits, self.group, self.minima is not None)
+        return least_layout(self.bits, self.group, self.minima is not None, self.table, self.scale_bytes)
 
     def of(self, codes: Array, order: Array | None = None) -> Codes:
         """Return the matrix with these `codes` uint8 [N, K]."""
@@ -88,7 +103,7 @@ class Groups:
         if shifts is not None:
             shifts = shifts if isinstance(shifts, int) else repeated(shifts, self.group, codes.shape[1])
             codes = cast(cast(codes, "int16") + shifts, "uint8")
-        return Codes(self.bits, self.group, codes, self.scales, self.minima, order)
+        return Codes(self.bits, self.group, codes, self.scales, self.minima, order, self.table, self.scale_bytes)
 
 
 def groups_of(bits: int, k: int, scales: Array, zeros: Array | None) -> Groups:

@@ -55,7 +55,7 @@ PLAIN_OF_DTYPE = {dtype: name for name, dtype in PLAIN.items()}
 # --quantization -> the format of floats that the packer quantizes
 QUANTIZED_AT_LOAD = {"int8": "INT8", "int4": "INT4", "fp8": "FP8"}
 # Types that CPUs keep as superblocks in memory, if the whole packed matrix has the type.
-KEPT_ON_CPUS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+KEPT_ON_CPUS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
 BLOCK_TYPES = {t.name: t for t in TENSOR_TYPES.values() if t.block_size > 1}
 
 # How many elements of a row form a unit that cannot be cut; 1 for formats that are not listed.

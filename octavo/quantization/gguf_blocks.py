@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from octavo.quantization import gguf_codebooks as codebooks
 from octavo.quantization.array_functions import Array, arange, cast, constant, namespace, reinterpret
@@ -13,8 +13,10 @@ from octavo.quantization.layout import Layout
 from octavo.quantization.stored import StoredWeight
 
 Q2_K = "Q2_K"
-# The layout of each type. Types of five and six bits take eight bits. So do types whose codes are indices into a table,
-# and types with a scale for each 16 elements. Signed types need no minima.
+# The table of numbers to which the codes of IQ4_NL and IQ4_XS are indices.
+_IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+# The layout of each type. Types of five and six bits take eight bits. So do types with a scale for each 16 elements, if
+# they have no table. Signed types need no minima.
 LAYOUTS = {
     "Q4_0": Layout(4, 32, False),
     "Q4_1": Layout(4, 32, True),
@@ -26,10 +28,10 @@ LAYOUTS = {
     "Q6_K": Layout(8, 16, False),
     "Q2_K": Layout(8, 16, False),
     "Q3_K": Layout(8, 16, False),
-    "IQ4_NL": Layout(8, 32, False),
-    "IQ4_XS": Layout(8, 32, False),
-    "MXFP4": Layout(8, 32, False),
-    "NVFP4": Layout(8, 16, False),
+    "IQ4_NL": Layout(4, 32, False, _IQ4_NUMBERS),
+    "IQ4_XS": Layout(4, 32, False, _IQ4_NUMBERS),
+    "MXFP4": Layout(4, 32, False, DOUBLED_E2M1, scale_bytes=1),
+    "NVFP4": Layout(4, 16, False, DOUBLED_E2M1),
     "Q1_0": Layout(4, 32, False),
     "IQ1_S": Layout(8, 32, False),
     "IQ1_M": Layout(8, 16, False),
@@ -41,8 +43,6 @@ LAYOUTS = {
     "TQ1_0": Layout(4, 32, False),
     "TQ2_0": Layout(4, 32, False),
 }
-# The table of numbers to which the codes of IQ4_NL and IQ4_XS are indices.
-_IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 def unpack(stored: StoredWeight) -> Codes:
@@ -56,7 +56,8 @@ def unpack(stored: StoredWeight) -> Codes:
     codes, scales, minima = _UNPACKERS[stored.format](blocks)
     codes, scales = codes.reshape(num_out, -1), scales.reshape(num_out, -1)
     assert codes.shape == (num_out, num_in)
-    return Codes(layout.bits, layout.group, codes, scales, None if minima is None else minima.reshape(num_out, -1))
+    minima = None if minima is None else minima.reshape(num_out, -1)
+    return Codes(layout.bits, layout.group, codes, scales, minima, None, layout.table, layout.scale_bytes)
 
 
 # Unpackers take blocks [N, B, bytes]. They return codes [N, B, ...] uint8, scales [N, B, groups] float32 and minima
@@ -151,7 +152,7 @@ def _iq4_xs(blocks: Array) -> _Unpacked:
     pairs = blocks[..., 8:].reshape(*blocks.shape[:2], 8, 16)
     low = namespace(blocks).stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], axis=-1).reshape(*blocks.shape[:2], 8)
     top = ((blocks[..., 2:4, None] >> arange(blocks, 8, 2, dtype="uint8")) & 3).reshape(*blocks.shape[:2], 8)
-    return _from_table(_nibbles(pairs), _IQ4_NUMBERS), _half(blocks, 0) * (cast(low | top << 4, "float32") - 32), None
+    return _nibbles(pairs), _half(blocks, 0) * (cast(low | top << 4, "float32") - 32), None
 
 
 def _tq1_0(blocks: Array) -> _Unpacked:
@@ -177,12 +178,8 @@ def _of_all(scale: Array) -> Array:
     return scale + cast(arange(scale, 8), "float32") * 0
 
 
-def _from_table(codes: Array, numbers: Sequence[int]) -> Array:
-    return constant(codes, [number + 128 for number in numbers], "uint8")[cast(codes, "int64")]
-
-
 def _mxfp4(blocks: Array) -> _Unpacked:
-    return _from_table(_nibbles(blocks[..., 1:]), DOUBLED_E2M1), powers_of_two(blocks[..., :1]) * 0.5, None
+    return _nibbles(blocks[..., 1:]), powers_of_two(blocks[..., :1]) * 0.5, None
 
 
 # Half the value of each byte as an e4m3 float without its sign; half, because `DOUBLED_E2M1` is doubled. 0x7F is not a
@@ -197,7 +194,7 @@ def _nvfp4(blocks: Array) -> _Unpacked:
     # Four scales, then eight bytes for each sixteen elements: the low halves are the first eight elements.
     packed = blocks[..., 4:].reshape(*blocks.shape[:2], 4, 8)
     scales = constant(blocks, _HALF_E4M3, "float32")[cast(blocks[..., :4], "int64")]
-    return _from_table(_nibbles(packed), DOUBLED_E2M1), scales, None
+    return _nibbles(packed), scales, None
 
 
 def _q1_0(blocks: Array) -> _Unpacked:
@@ -218,7 +215,7 @@ _UNPACKERS: dict[str, Callable[[Array], _Unpacked]] = {
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
     "Q3_K": _q3_k,
-    "IQ4_NL": lambda blocks: (_from_table(_nibbles(blocks[..., 2:]), _IQ4_NUMBERS), _half(blocks, 0), None),
+    "IQ4_NL": lambda blocks: (_nibbles(blocks[..., 2:]), _half(blocks, 0), None),
     "IQ4_XS": _iq4_xs,
     "TQ1_0": _tq1_0,
     "TQ2_0": _tq2_0,

@@ -26,7 +26,7 @@ def _given(stored: StoredWeight) -> Codes:
     return Codes(bits, group, tensors["codes"], tensors["scales"], tensors.get("minima"), tensors.get("order"))
 
 
-# Formats whose codes do not give the exact values: `unpack` rounds the values to eight bits.
+# Formats whose codes do not give the exact values: `unpack` rounds the values, or the numbers of their table.
 _VALUES: dict[str, Callable[[StoredWeight], Array]] = {
     "FP8_SCALED": fp8.scaled_values,
     "CODEBOOK4": four_bits.codebook_values,
@@ -38,6 +38,8 @@ _WORDS: dict[str, Callable[[StoredWeight], PackedWords]] = {
     "AWQ": awq.words,
     "AWQ_GEMV": awq.words_gemv,
     "INT_PACKED": scaled_integers.words,
+    "FP4_SCALED": four_bits.fp4_words,
+    "CODEBOOK4": four_bits.codebook_words,
 }
 _UNPACKERS: dict[str, Callable[[StoredWeight], Codes]] = {
     **dict.fromkeys(gguf_blocks.LAYOUTS, gguf_blocks.unpack),
@@ -47,15 +49,13 @@ _UNPACKERS: dict[str, Callable[[StoredWeight], Codes]] = {
     "INT8_SCALED": scaled_integers.unpack_scaled,
     "INT4_SCALED": scaled_integers.unpack_scaled,
     "FP8_SCALED": lambda stored: rounded(fp8.scaled_values(stored)),
-    "FP4_SCALED": four_bits.unpack_fp4,
-    "CODEBOOK4": lambda stored: rounded(four_bits.codebook_values(stored)),
     "CODES4": _given,
     "CODES8": _given,
 }
 # Formats whose matrices are unpacked at once, because packers do not read their bytes.
 UNPACKED_WHOLE = frozenset(_UNPACKERS) - frozenset(gguf_blocks.LAYOUTS) - {int8.FORMAT, int4.FORMAT}
 # Formats among these whose values are rounded to eight bits, with a scale for each 32 elements.
-ROUNDED = frozenset(_VALUES) - frozenset(gguf_blocks.LAYOUTS)
+ROUNDED = frozenset(_VALUES) - frozenset(gguf_blocks.LAYOUTS) - frozenset(_WORDS)
 # Elements to unpack at once, so that intermediate arrays stay in the processor's cache.
 _CHUNK_ELEMENTS = 1 << 16
 
@@ -77,6 +77,7 @@ def words_of(stored: StoredWeight) -> PackedWords | None:
 
 def as_stored(codes: Codes) -> StoredWeight:
     """Return unpacked codes as a stored matrix whose rows can be cut and ordered one by one."""
+    assert codes.table is None, "rows of formats with a table lie one by one as they are stored"
     tensors = {"codes": codes.codes, "scales": codes.scales, "minima": codes.minima, "order": codes.order}
     tensors["group"] = np.array([codes.group])
     return StoredWeight(f"CODES{codes.bits}", {k: v for k, v in tensors.items() if v is not None}, codes.shape)
@@ -133,4 +134,5 @@ def packed_bytes(
         block = BLOCK_TYPES[stored_format]
         return -(-shape[0] // PANEL) * PANEL * shape[1] // block.block_size * block.block_bytes
     # Eight-bit floats and their scales take no more memory than int8 and its scales, so int8's layout is the estimate.
-    return (layout or layout_of(int8.FORMAT if stored_format == fp8.FORMAT else stored_format)).packed_bytes(*shape)
+    layout = layout or layout_of(int8.FORMAT if stored_format == fp8.FORMAT else stored_format)
+    return (layout if keeps_superblocks else layout.without_table).packed_bytes(*shape)

@@ -13,7 +13,8 @@ from octavo import _cpu
 from octavo.ops import ACTIVATIONS, cpu_pack
 from octavo.ops import cpu as native
 from octavo.ops.cpu_pack import PackedStack, pack_quantized
-from octavo.quantization import unpack
+from octavo.quantization import layout_of, unpack
+from octavo.quantization.unpacking import as_stored
 from tests.ops.int_matrices import FORMATS, Format, IntMatrix, pack, random_matrix, reference
 from tests.ops.kernel_cases import DTYPES, assert_near, assert_same_bits, generated, generated_few, random
 from tests.ops.tensors import cpu, torch_ref
@@ -21,7 +22,9 @@ from tests.quantization.blocks import KEPT_BITS, values_of
 from tests.quantization.blocks import random_matrix as random_blocks
 
 # Formats whose superblocks are kept, and where in them the float16 units lie.
-SUPERBLOCKS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+SUPERBLOCKS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_XS": (0,)}
+# Other formats whose codes are indices into a table, and their bits of a weight.
+TABLES = {"IQ4_NL": 4.5, "MXFP4": 4.25, "NVFP4": 5}
 
 sizes = st.one_of(st.integers(1, 140), st.sampled_from([192, 200, 577]))
 # Every row-tile height and its neighbours, and enough rows for several chunks of rows.
@@ -284,12 +287,13 @@ def test_integer_products_have_the_same_bits_by_any_instruction(any_isa: None, p
             assert_same_bits(*results)
 
 
-@pytest.mark.parametrize("name", [name for name in SUPERBLOCKS if name != "Q2_K"])  # which no other layout holds
-def test_superblocks_give_the_bits_of_their_scales_written_out(
+@pytest.mark.parametrize("name", [*(name for name in SUPERBLOCKS if name != "Q2_K"), *TABLES])
+def test_superblocks_and_tables_give_the_bits_of_what_they_stand_for_written_out(
     isa: str, threads: None, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A layout that keeps a file's superblocks against one of float16 scales and bfloat16 minima: every height of tile,
-    widths that are opened in several parts, outliers, gates, epilogues and single rows."""
+    """A layout that keeps a file's superblocks, or indices into a table, against one of float16 scales, bfloat16 minima
+    and no table: every height of tile, widths that are opened in several parts, outliers, gates, epilogues and single
+    rows. (No other layout holds Q2_K.)"""
     for n, k in [(40, 256), (70, 4608)]:
         kept, flat = _kept_and_flat(name, [n], k, monkeypatch)
         gates, flat_gates = _kept_and_flat(name, [n, n], k, monkeypatch)
@@ -385,11 +389,19 @@ def _kept_and_flat(
     name: str, rows: list[int], k: int, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[cpu.PackedWeight, cpu.PackedWeight]:
     """Random blocks, packed as they are, and into the layout that products see: of Q4_K and Q6_K as `IntMatrix` with
-    the rounding of float16 and bfloat16, of others as the packer does it for stacks of several formats."""
+    the rounding of float16 and bfloat16, of others as the packer does it for stacks of several formats. Tables become
+    codes of eight bits."""
     parts = [random_blocks(name, n, k, seed=i) for i, n in enumerate(rows)]
     gated = len(parts) == 2
     kept = native.pack_linear(parts, None, gated)
-    assert kept.num_bytes * 8 / (sum(-(-n // 32) * 32 for n in rows) * k) == KEPT_BITS[kept.format]
+    assert kept.num_bytes * 8 / (sum(-(-n // 32) * 32 for n in rows) * k) == (
+        TABLES.get(name) or KEPT_BITS[kept.format]
+    )
+    if layout_of(name).table:
+        codes = [unpack(part) for part in parts]
+        flat = native.pack_linear([as_stored(one.widened(one.layout.without_table)) for one in codes], None, gated)
+        assert flat.format == _cpu.WEIGHT_INT8
+        return kept, flat
     if name not in ("Q4_K", "Q6_K"):
         with monkeypatch.context() as patch:
             patch.setattr(cpu_pack, "_KEPT", {})

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from octavo import _cpu
 from octavo.quantization import StoredWeight
 
 if TYPE_CHECKING:
@@ -34,11 +35,15 @@ BLOCKS = {
     "IQ4_XS": (136, 256, (0,)),
     "TQ1_0": (54, 256, (52,)),
     "TQ2_0": (66, 256, (64,)),
+    "MXFP4": (17, 32, ()),
     "NVFP4": (36, 64, ()),
     "Q1_0": (18, 128, (0,)),
 }
 # Bits of a weight in layouts that keep superblocks, by their number (csrc/cpu/kernel_types.h: WeightFormat).
-KEPT_BITS = {4: 4.5, 5: 6.5625, 6: 5.5, 7: 3.4375, 8: 2.625}
+KEPT_BITS = {
+    _cpu.WEIGHT_Q4_K: 4.5, _cpu.WEIGHT_Q6_K: 6.5625, _cpu.WEIGHT_Q5_K: 5.5, _cpu.WEIGHT_Q3_K: 3.4375,
+    _cpu.WEIGHT_Q2_K: 2.625, _cpu.WEIGHT_IQ4_XS: 4.25,
+}  # fmt: skip
 # What a float16 can be at its worst.
 EXTREMES = np.array(
     [0.0, -0.0, 65504.0, -65504.0, 2.0**-14, -(2.0**-14), 2.0**-24, -(2.0**-24), 1023 * 2.0**-24, 1.0, -1.0, 2.0**-15],
@@ -64,6 +69,8 @@ def random_matrix(name: str, rows: int, num_in: int, seed: int = 0, extreme: boo
         words = packed[:, 48:].view(np.uint16)
         unit = units().view(np.uint16)[:, None] >> np.arange(0, 16, 4, dtype=np.uint16)
         words[:] = words & 0xFFF | (unit & 15) << 12
+    if name == "MXFP4":  # scales are powers of two: of the size of weights, or as far apart as a float16 allows
+        packed[:, 0] = rng.integers(*((105, 142) if extreme else (117, 122)), len(packed))
     return StoredWeight(name, {"data": packed.reshape(rows, -1)}, (rows, num_in))
 
 
@@ -85,14 +92,15 @@ def read_packed(packed: PackedIntegers) -> tuple[np.ndarray, np.ndarray]:
     Written after the description of the layout: [panel][64 elements][codes, scales, minima]. Float64 throughout.
     """
     if packed.format in KEPT_BITS:
-        readers = {4: _read_q4_k, 5: _read_q6_k, 6: _read_q5_k, 7: _read_q3_k, 8: _read_q2_k}
-        found = readers[packed.format](packed)
+        readers = [_read_q4_k, _read_q6_k, _read_q5_k, _read_q3_k, _read_q2_k, _read_iq4_xs]
+        found = dict(zip(KEPT_BITS, readers, strict=True))[packed.format](packed)
         return _outputs(packed, found[0]), _outputs(packed, found[1])
     layout = packed.layout
     blocks = -(-packed.num_in // 64)
     code_bytes, zero = (1024, 8) if layout.bits == 4 else (2048, 128)
     groups = 64 // layout.group
-    block_bytes = code_bytes + groups * 64 + (128 if layout.minima else 0)
+    scale_bytes = groups * 32 * layout.scale_bytes
+    block_bytes = code_bytes + scale_bytes + (128 if layout.minima else 0)
     memory = np.asarray(packed.data).reshape(-1, blocks, block_bytes)
     panels = len(memory)
     raw = memory[:, :, :code_bytes]
@@ -107,15 +115,20 @@ def read_packed(packed: PackedIntegers) -> tuple[np.ndarray, np.ndarray]:
             else:
                 step, i = divmod(k, 4)
                 codes[:, lane, :, k] = raw[:, :, (step * 2 + vector) * 64 + place * 4 + i]
-    scale_bytes = np.ascontiguousarray(memory[:, :, code_bytes : code_bytes + groups * 64])
-    scales = scale_bytes.view(np.float16).reshape(panels, blocks, groups, 32).astype(np.float64)
+    stored_scales = np.ascontiguousarray(memory[:, :, code_bytes : code_bytes + scale_bytes])
+    if layout.scale_bytes == 1:  # exponents of float32 numbers
+        scales = (stored_scales.astype(np.uint32) << 23).view(np.float32).astype(np.float64)
+    else:
+        scales = stored_scales.view(np.float16).astype(np.float64)
+    scales = scales.reshape(panels, blocks, groups, 32)
     scales = scales.transpose(0, 3, 1, 2).repeat(layout.group, axis=3)
     minima = np.zeros((panels, 32, blocks, 64))
     if layout.minima:
         stored = np.ascontiguousarray(memory[:, :, -128:]).view(np.uint16).astype(np.uint32) << 16
         halves = stored.view(np.float32).reshape(panels, blocks, 32, 2).transpose(0, 2, 1, 3)
         minima[:] = halves.repeat(32, axis=3)
-    products = packed.factor * scales * (codes - zero)
+    numbers = codes - zero if layout.table is None else np.array(layout.table)[codes]
+    products = packed.factor * scales * numbers
     minima *= packed.factor
     return _outputs(packed, products), _outputs(packed, minima)
 
@@ -218,6 +231,22 @@ def _read_q6_k(packed: PackedIntegers) -> tuple[np.ndarray, np.ndarray]:
     codes = np.concatenate([three & 63, fourth[:, :, :, None].astype(np.uint8)], 3).astype(np.int64)
     codes = codes.transpose(0, 4, 1, 2, 3, 5).reshape(len(memory), 32, supers, 256)
     products = scales * (codes - 32)
+    return products, np.zeros_like(products)
+
+
+def _read_iq4_xs(packed: PackedIntegers) -> tuple[np.ndarray, np.ndarray]:
+    """[panel][256 elements][64 of them][1024 bytes of codes, 64 bytes]: units, then bytes of four high parts of scales,
+    then, after two blocks, bytes of two low parts."""
+    supers = packed.num_in // 256
+    memory = np.asarray(packed.data).reshape(-1, supers, 4, 1088)
+    units = np.ascontiguousarray(memory[:, :, 0, 1024:]).view(np.float16).astype(np.float64)
+    pieces = memory[..., 1024:].reshape(-1, supers, 4, 2, 32)
+    high = np.stack([pieces[:, :, 1, g // 4] >> 2 * (g % 4) & 3 for g in range(8)], -1)
+    low = np.stack([pieces[:, :, 2 + g // 4, g // 2 % 2] >> 4 * (g % 2) & 15 for g in range(8)], -1)
+    scales = units[..., None] * ((low | high << 4).astype(np.float64) - 32)
+    assert packed.layout.table is not None
+    numbers = np.array(packed.layout.table)[_read_nibbles(memory[..., :1024])]
+    products = scales.transpose(0, 2, 1, 3).repeat(32, -1) * numbers
     return products, np.zeros_like(products)
 
 

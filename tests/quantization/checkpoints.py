@@ -230,15 +230,15 @@ FORMATS: dict[str, Format] = {
         _compressed("float-quantized", _FP8 | {"strategy": "block", "block_structure": [128, 128]}), 8.5, _BYTES),
     "modelopt fp8": Format(fp8, {"quant_method": "modelopt", "quant_algo": "FP8"}, 8.5, _BYTES),
     "modelopt nvfp4": Format(lambda *a: fp4(*a, kind="modelopt"), {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-                             9, _SCALES),
+                             5, _SCALES),
     "nvfp4": Format(lambda *a: fp4(*a, kind="nvfp4"), _compressed("nvfp4-pack-quantized", {
-        "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}), 9, _SCALES),
+        "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}), 5, _SCALES),
     "mxfp4": Format(lambda *a: fp4(*a, kind="mxfp4"), _compressed("mxfp4-pack-quantized", {
-        "num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}), 8.5, _STEP),
-    "nf4": Format(lambda *a: codebook(*a, nested=False), {"quant_method": "bitsandbytes", "load_in_4bit": True}, 8.5,
+        "num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}), 4.25, _STEP),
+    "nf4": Format(lambda *a: codebook(*a, nested=False), {"quant_method": "bitsandbytes", "load_in_4bit": True}, 4.5,
                   _BYTES),
     "nf4 nested": Format(lambda *a: codebook(*a, nested=True), {"quant_method": "bitsandbytes", "load_in_4bit": True},
-                         8.5, _BYTES),
+                         4.5, _BYTES),
     "bnb int8": Format(bnb_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, 8.5, _SCALES),
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.quantization import Codes, StoredWeight, dequantize, gguf_codebooks, unpack
+from octavo.quantization import Codes, Layout, StoredWeight, dequantize, gguf_codebooks, unpack
 from octavo.quantization.gguf_blocks import LAYOUTS
 from tests.quantization.blocks import BLOCKS, random_matrix, values_of
 from tests.quantization.groups import awq_matrix, expected_of, gptq_matrix, grouped_matrix
@@ -55,7 +55,7 @@ def test_gguf_codes_are_exactly_what_the_blocks_say(name: str, library: Library)
 def test_wider_codes_are_the_same_matrix(name: str, library: Library) -> None:
     codes = unpack(library(random_matrix(name, 3, 512)))
     for minima in (True, False) if codes.minima is None else (True,):
-        wide = codes.widened(8, 16, minima)
+        wide = codes.widened(Layout(8, 16, minima))
         assert (wide.bits, wide.group, wide.minima is not None) == (8, 16, minima)
         assert np.allclose(_numpy(wide.dequantize()), _numpy(codes.dequantize()), rtol=1e-5, atol=1e-6)
 

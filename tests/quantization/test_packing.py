@@ -11,8 +11,8 @@ from octavo.ops.cpu_pack import PackedIntegers, pack_quantized
 from octavo.quantization import Layout, StoredWeight, common_layout, dequantize, layout_of, packed_bytes
 from tests.quantization.blocks import BLOCKS, KEPT_BITS, random_matrix, read_packed, values_of
 
-_EXACT = ("Q4_0", "Q5_0", "Q8_0")  # float16 scales and no minima: nothing to round
-_KEPT = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")  # in their superblocks
+_EXACT = ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL")  # float16 scales and no minima: nothing to round
+_KEPT = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")  # in their superblocks
 _SHARED = [name for name in BLOCKS if name != "Q2_K"]  # whose values another layout has but for rounding
 
 
@@ -45,7 +45,7 @@ def test_every_format_is_packed_to_its_own_values(name: str, rows: int, blocks: 
     matrix = random_matrix(name, rows, blocks * BLOCKS[name][1], extreme=extreme)
     packed = pack_quantized([matrix])
     assert packed.layout == layout_of(name)
-    has_plain_scales = not name.endswith("_K") and (not name.startswith("IQ") or name == "IQ4_NL")
+    has_plain_scales = name == "IQ4_NL" or not (name.endswith("_K") or name.startswith("IQ") or name.endswith("FP4"))
     assert (packed.factor == 1) == has_plain_scales or extreme
     assert (packed.format in KEPT_BITS) == (name in _KEPT)
     if packed.format in KEPT_BITS:
@@ -120,7 +120,7 @@ def test_superblocks_are_kept_where_all_parts_have_them(name: str) -> None:
     for packed in (_stacked([name] * 3, [17, 5, 43], 512), _stacked([name] * 2, [33, 33], 512, gated=True)):
         assert packed.format in KEPT_BITS
     if name in _SHARED:
-        assert _stacked([name, "IQ4_XS"], [17, 5], 512).format == _cpu.WEIGHT_INT8
+        assert _stacked([name, "IQ3_XXS"], [17, 5], 512).format == _cpu.WEIGHT_INT8
 
 
 def test_rows_may_lie_apart() -> None:

@@ -145,17 +145,19 @@ def _pack_integers(
         unpack(part) if isinstance(part, StoredWeight) and part.format in UNPACKED_WHOLE else part for part in parts
     ]
     layout = common_layout(
-        Layout(part.bits, part.group, part.minima is not None) if isinstance(part, Codes) else layout_of(part.format)
+        Layout(part.bits, part.group, part.minima is not None, part.table)
+        if isinstance(part, Codes)
+        else layout_of(part.format)
         for part in opened
-    )
+    ).without_table
 
     def pieces(part: StoredWeight | Codes) -> Iterator[tuple[int, Codes]]:
         """Yield the part in pieces of `layout`, each with its first row."""
         if isinstance(part, Codes):
-            yield 0, part.widened(layout.bits, layout.group, layout.minima)
+            yield 0, part.widened(layout)
             return
         for start, end in rows.pieces(part.shape[0]):
-            yield start, unpack(part.rows(start, end)).widened(layout.bits, layout.group, layout.minima)
+            yield start, unpack(part.rows(start, end)).widened(layout)
 
     order = common_order([part.order if isinstance(part, Codes) else None for part in opened])
     block = BLOCK_WORDS * 32 // layout.bits
