@@ -94,7 +94,7 @@ def predictions(device: str, copy_gbs: float, tflops: float) -> dict[str, float]
     machine = replace(known, copy_gbs=copy_gbs, tflops=tflops)
     rows = {what: value for what, _, value in predicted_rows(Limits(describe(LLAMA_3_1_8B), machine))}
     rates = {COPY: known.copy_gbs, PRODUCT: known.tflops}  # of such devices: less says that something else runs
-    return rates | rows | quick_rows(machine)
+    return rates | rows | quick_rows(machine, bool(os.environ.get("OCTAVO_KERNELS")))
 
 
 def predicted_from(parts: list[dict[str, Any]]) -> dict[str, float]:

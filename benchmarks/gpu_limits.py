@@ -286,12 +286,32 @@ def _product_s(machine: Machine, num_rows: int, num_out: int, num_in: int, weigh
     return schedule.product_s(machine, num_rows, num_out, row_bytes, tile, channels)
 
 
-def quick_rows(machine: Machine) -> dict[str, float]:
-    """What `scripts/gpu-check quick` measures -> prediction."""
+# A variant of a kernel takes 0.7 s to compile (the 37 of an 8B in bfloat16 for 9.0, Triton 3.9, one thread: 25 s), of
+# which Python holds its lock for some 15%. Triton 3.6 has gcc build a launcher of 0.5 s for two of five.
+_VARIANT_S, _LAUNCHER_S, _HELD = 0.7, 0.2, 0.15
+_VARIANTS_OF_8B = 37
+# A start imports and opens the device, and in the end measures and captures steps. Weights come from memory.
+_OPEN_S, _CAPTURE_S, _WEIGHT_GB_S = 4.0, 3.0, 4.0
+
+
+def compile_s(num_variants: int, cores: int) -> float:
+    """Return the seconds that compiling takes on so many processors."""
+    return num_variants * (_VARIANT_S + _LAUNCHER_S) * (_HELD + (1 - _HELD) / cores)
+
+
+def ready_s(num_variants: int, weight_gb: float, cores: int = 16, has_archive: bool = False) -> float:
+    """Return the seconds from the start of a process to an engine that is ready. Kernels are compiled beside the
+    loading of weights, unless an archive has them."""
+    compiling_s = 0.0 if has_archive else compile_s(num_variants, cores)
+    return _OPEN_S + max(weight_gb / _WEIGHT_GB_S, compiling_s) + _CAPTURE_S
+
+
+def quick_rows(machine: Machine, has_archive: bool = False) -> dict[str, float]:
+    """What `scripts/gpu-check quick` measures -> prediction; `has_archive` says that kernels are compiled before."""
     found: dict[str, float] = {}
     for kind in WEIGHT_BITS:
         limits = Limits(describe(LLAMA_3_1_8B), machine, kind)
-        found[f"{kind}: engine core ready"] = 15.0
+        found[f"{kind}: engine core ready"] = ready_s(_VARIANTS_OF_8B, 16.0, has_archive=has_archive)
         for batch in (1, 32, 128):
             found[f"{kind}: decode step, {batch} streams"] = 1e3 * limits.decode_step_s(batch, 576)
             found[f"{kind}: output, {batch} streams, 512 in, 128 out"] = limits.output_rate(batch, 512, 128)

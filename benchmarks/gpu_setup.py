@@ -1,6 +1,7 @@
 """Makes ready what `scripts/gpu-check` needs on a machine with a GPU, or packs it for one without a network.
 
     python benchmarks/gpu_setup.py pack [PYTHON_VERSION]    on a machine with a network, which needs no GPU
+    python benchmarks/gpu_setup.py kernels [CAPABILITY ...] by a Python and a Triton of that machine's versions
     python benchmarks/gpu_setup.py prepare                  by `scripts/gpu-check`, in its virtual environment
 
 torch, Triton and transformers, and what these bring, must be there: they are large, and their builds are the machine's
@@ -14,10 +15,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
 import zipfile
 from collections.abc import Iterable
@@ -25,6 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACK = ROOT / ".gpu-wheels"
+ARCHIVE = PACK / "kernels.tar.gz"
 MOST_BYTES = 48 << 20  # of a pack: machines are lent that take 64 MiB beside a command, the checkout included
 _BROUGHT = ("tokenizers", "huggingface-hub", "numpy", "jinja2")  # by torch and transformers
 _OF_TRANSFORMERS = ("transformers", "tokenizers", "huggingface-hub", "safetensors")  # that go together
@@ -114,6 +118,20 @@ def _pack_kernels(version: str) -> None:
         print("gpu-check: Octavo's wheel could not be built; the native module will be compiled there", file=sys.stderr)
 
 
+def pack_archive(capabilities: list[str]) -> int:
+    """Compile the kernels of the check's 8B, in each kind of weights, into the pack."""
+    from gpu_limits import LLAMA_3_1_8B
+
+    PACK.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(LLAMA_3_1_8B))
+        command = [sys.executable, "-m", "octavo.entrypoints.cli.main", "kernels", folder, "--tokenizer", folder]
+        sizes = {"--max-model-len": 8192, "--max-num-batched-tokens": 8192, "--max-num-seqs": 256}
+        command += [str(each) for size in sizes.items() for each in size]
+        command += ["--load-format", "dummy", "--also", "fp8", "--also", "int4", "--output", str(ARCHIVE)]
+        return subprocess.run([*command, "--capability", *(capabilities or ["9.0"])], check=False).returncode
+
+
 def prepare() -> int:
     """In the virtual environment of a GPU's machine: install what is missing."""
     if lacking := missing(expected()):
@@ -144,4 +162,6 @@ def take_kernels(wheel: Path, folder: Path = ROOT) -> None:
 
 if __name__ == "__main__":
     command, *rest = sys.argv[1:]
+    if command == "kernels":
+        sys.exit(pack_archive(rest))
     sys.exit(pack(*rest or ["3.12"]) if command == "pack" else prepare())

@@ -30,9 +30,20 @@ def with_devices(own: range) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names.split(",")[own.start : own.stop])}
 
 
+_expected: list[bool] = []
+
+
+def expect_cuda() -> None:
+    """Take a CUDA device for granted in this process, which compiles for one and launches nothing."""
+    _expected.append(True)
+    why_not_cuda.cache_clear()
+
+
 @cache
 def why_not_cuda() -> str | None:
     """Return why this process cannot use a CUDA device, and what to do about it; None if it can."""
+    if _expected and find_spec("triton") is not None:
+        return None
     if num_cuda_devices() == 0:
         return "no CUDA device was found: the driver (libcuda.so.1) is missing or shows none"
     if not _torch_has_cuda():

@@ -16,6 +16,7 @@ VARIABLES = {
     "XDG_CACHE_HOME": "Folder of caches, unless `OCTAVO_CACHE` is set.",
     "XDG_STATE_HOME": "Folder of what `octavo chat` and `complete` keep of typed lines; `~/.local/state` by default.",
     "NO_COLOR": "Anything but empty keeps colours and Markdown from the terminal.",
+    "OCTAVO_KERNELS": "Archive of `octavo kernels`, whose compiled kernels a server on a GPU starts from.",
     "OCTAVO_CPU_ISA": "Instruction set of the native kernels, in the place of the best that this processor has.",
     "OCTAVO_CPU_THREADS": "Number of threads that compute, unless `--cpu-threads-bind` says which.",
     "OCTAVO_ALLOW_RUNTIME_LORA_UPDATING": "Anything but empty is `--enable-runtime-lora-updating`.",

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from gpu_limits import LLAMA_3_1_8B, QWEN3_EXPERTS
+from gpu_limits import LLAMA_3_1_8B, QWEN3_EXPERTS, compile_s
 
 from gpu_checks.engines import (
     DEVICE,
@@ -66,16 +66,11 @@ class Part:
 
     def planned_s(self, cores: int = 16) -> float:
         """Return the seconds on a machine that has compiled nothing."""
-        compiling_s = self.num_variants * _VARIANT_S * (_HELD + (1 - _HELD) / cores)
-        launchers_s = self.num_variants * _LAUNCHER_S
-        return _PROCESS_S + compiling_s + launchers_s + self.weight_gb / _WEIGHT_GB_S + self.work_s
+        return _PROCESS_S + compile_s(self.num_variants, cores) + self.weight_gb / _DRAWN_GB_S + self.work_s
 
 
-# The time of a part. A variant of a kernel takes 0.7 s to compile (the 37 of an 8B in bfloat16 for 9.0, Triton 3.9, one
-# thread: 25 s), of which Python holds its lock for some 15%. Triton 3.6 has gcc build a launcher for each, 0.4 s, one
-# after the other. A process begins with its imports, a first use of the device, and graphs. Weights are made as fast as
-# a core copies them.
-_VARIANT_S, _HELD, _LAUNCHER_S, _PROCESS_S, _WEIGHT_GB_S = 0.7, 0.15, 0.4, 12.0, 1.5
+# Beside what a start takes: imports and graphs of a process of its own, and weights that are drawn, not read.
+_PROCESS_S, _DRAWN_GB_S = 8.0, 2.0
 
 
 def make(config: dict[str, Any], smoke: bool, quantization: str | None = None, **flags: Any) -> EngineCore:

@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from threading import Thread
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from octavo.config import CacheConfig, EngineConfig
+from octavo.errors import ConfigError
 from octavo.execution.adapter_store import AdapterStore
 from octavo.execution.block_mover import BlockMover, layer_cache
 from octavo.execution.cross_outputs import CrossOutputs
@@ -28,12 +30,13 @@ from octavo.execution.sequence_table import SequenceTable
 from octavo.execution.step_arrays import StepArrays, StepShape
 from octavo.execution.worker_group import ALONE, WorkerGroup
 from octavo.kv_cache.groups import group_layers
+from octavo.loading.file_weights import open_weights
 from octavo.loading.recording import RecordingWeights
 from octavo.loading.weights import Weights
 from octavo.lora.ops import AdaptedOps
 from octavo.models.description import ModelDescription
 from octavo.models.inventory import adaptable_modules
-from octavo.models.registry import build
+from octavo.models.registry import build, describe
 from octavo.multimodal.tower import ReceivedRows
 from octavo.ops import AdapterOps, Array, Ops
 
@@ -74,6 +77,27 @@ def compile_ahead(
         logger.info("kernels are compiled as they are launched (%s: %s)", type(e).__name__, str(e).splitlines()[:1])
         return
     logger.debug("kernels compiled in %.1f s beside the loading of weights", time.monotonic() - begun)
+
+
+def compile_model(config: EngineConfig) -> None:
+    """Compile what a start with `config` would launch, for the device that Triton takes for the current one."""
+    from octavo.ops import load_cuda
+    from octavo.ops.triton.outline import compiling
+
+    model = config.model
+    checkpoint = model.checkpoint
+    description = describe(checkpoint.config, model.impl, model.code_folder, model.pooling)
+    if description.impl != "octavo":
+        raise ConfigError(f"{checkpoint.name} runs through transformers: none of its kernels can be compiled before.")
+    description = replace(description, num_precise_layers=model.num_precise_layers)
+    weights = open_weights(
+        checkpoint, model.dtype, model.seed, model.quantization, description.tie_word_embeddings
+    )  # fmt: skip
+    try:
+        with compiling(len(os.sched_getaffinity(0))):
+            outline_runner(config, description, weights, load_cuda()).warm_up()
+    finally:
+        weights.close()
 
 
 def outline_runner(

@@ -7,6 +7,7 @@ to the others.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -22,6 +23,7 @@ from octavo.execution.worker import Worker
 from octavo.execution.worker_group import ALONE, Leader, WorkerGroup
 from octavo.kv_cache.groups import CacheGroup
 from octavo.layers.tensor_parallel import Shard
+from octavo.loading.default_model import cache_dir
 from octavo.models.registry import describe
 from octavo.ops import Ops, load, load_cuda
 from octavo.phases import Phases
@@ -264,4 +266,8 @@ def _open_cuda(worker_group: WorkerGroup) -> tuple[Device, Ops]:
         from octavo.ops.cuda_collectives import join_group
 
         join_group(shard.rank, shard.size, worker_group.memory, worker_group.connections)
+    if archive := os.environ.get("OCTAVO_KERNELS"):
+        from octavo.ops.triton.kernel_archive import use_archive
+
+        use_archive(archive, cache_dir() / "kernels")
     return device, load_cuda()

@@ -42,6 +42,7 @@ COMMANDS: Commands = {
     "run-batch": Command("octavo.entrypoints.cli.run_batch", "main", "answer the requests of a file into a file"),
     "models": Command("octavo.entrypoints.cli.models", "main", "print which architectures run"),
     "plan": Command("octavo.entrypoints.cli.plan", "main", "say what fits where and how fast"),
+    "kernels": Command("octavo.entrypoints.cli.kernels", "main", "compile a model's GPU kernels into an archive"),
     "doctor": Command("octavo.entrypoints.cli.doctor", "main", "say what this machine can do, and what would be slow"),
     "collect-env": Command("octavo.entrypoints.cli.collect_env", "main", "print what a report of a problem needs"),
     "completion": Command(
@@ -50,7 +51,7 @@ COMMANDS: Commands = {
     "bench": Command("octavo.entrypoints.cli.main", "bench", "measure the engine", "make_bench_parser"),
 }
 TASKS: Mapping[str, tuple[Sequence[str], str]] = {  # commands, and an example of one
-    "serve": (("serve", "gateway"), "octavo serve Qwen/Qwen3-0.6B --max-model-len 8192"),
+    "serve": (("serve", "gateway", "kernels"), "octavo serve Qwen/Qwen3-0.6B --max-model-len 8192"),
     "talk to a model": (("run", "chat", "complete", "run-batch"), "octavo run Qwen/Qwen3-0.6B"),
     "keep models": (("pull", "list", "show", "rm", "ps", "stop"), "octavo pull Qwen/Qwen3-0.6B"),
     "find out what runs": (("models", "plan", "doctor", "collect-env"), "octavo plan Qwen/Qwen3-0.6B --format int4"),
