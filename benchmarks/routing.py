@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from octavo.config import SchedulerConfig
 from octavo.engine.core import EngineCore
-from octavo.engine.routing import Router, block_hashes
+from octavo.engine.data_parallel_routing import Router, block_hashes
 from octavo.kv_cache.groups import LayerCacheSpec, group_layers
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from octavo.config import SchedulerConfig
 from octavo.engine.core import EngineCore
-from octavo.engine.routing import Router, block_hashes
+from octavo.engine.data_parallel_routing import Router, block_hashes
 from octavo.kv_cache.groups import group_layers
 from octavo.models.description import ModelDescription
 from octavo.models.registry import describe

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig
 from octavo.engine.adapter_requests import AdapterRequests
-from octavo.engine.continuation import Continuation
+from octavo.engine.resubmission import Resubmission
 from octavo.engine.control import EngineControl
 from octavo.engine.core_client import Core, CoreProcess
 from octavo.engine.forecast import FirstTokenForecast
@@ -71,7 +71,7 @@ class AsyncLLMEngine(EngineCalls):
 
     The life of a request: it waits for the engine (`stream.opening`), then it is in the core (`_outputs.requests`),
     then it has finished, is aborted, or is handed over to another engine. `_streams` has it until its caller leaves. If
-    the core dies, `Supervisor` starts another one, within `max_restarts`, and `Continuation` gives it the running
+    the core dies, `Supervisor` starts another one, within `max_restarts`, and `Resubmission` gives it the running
     requests with their tokens."""
 
     def __init__(
@@ -123,7 +123,7 @@ class AsyncLLMEngine(EngineCalls):
             self.tokenizer, metrics, makes_logprobs_later=True, stream_interval=config.scheduler.stream_interval
         )
         # `tell`, not `send`: if the core is dying the request is lost, and the next core gets it from `begin`.
-        self._continuation = Continuation(self._outputs, self._supervisor.tell)
+        self._resubmission = Resubmission(self._outputs, self._supervisor.tell)
         self._streams: dict[str, RequestStream] = {}
         self._untold = deque[RequestStream]()  # those with news, in order
         self._control = EngineControl(self._supervisor, lambda: not self._outputs.requests, self._abort_running)
@@ -325,7 +325,7 @@ class AsyncLLMEngine(EngineCalls):
         """Send a request to the core, and count it in the forecast if it has no token yet."""
         if not state.num_tokens:
             self.forecast.add(state.request.request_id, len(state.request.prompt.token_ids))
-        self._continuation.submit(state)
+        self._resubmission.submit(state)
 
     def take_over(self, stream: RequestStream, state: RequestState) -> None:
         """Continue a request of another engine whose core has died."""
@@ -518,11 +518,11 @@ class AsyncLLMEngine(EngineCalls):
                     if stream is not None and not stream.is_untold:
                         stream.is_untold = True
                         self._untold.append(stream)
-                self._continuation.step_ended()
+                self._resubmission.step_ended()
                 if self.metrics is not None:
                     self.metrics.record_step(stats)
             case Running(request_ids):
-                self._continuation.step_begins(request_ids)
+                self._resubmission.step_begins(request_ids)
             case BlockMap():
                 self._control.take_block_map(message)
             case CacheWasReset():
@@ -533,7 +533,7 @@ class AsyncLLMEngine(EngineCalls):
             case Ready():
                 self._control.halt_again()
                 self._adapters.pin_again()
-                if number := self._continuation.begin():
+                if number := self._resubmission.begin():
                     logger.info("%d requests go on with this engine core", number)
                 self._count_continued(number)
                 self.inputs.model = self.config.model
@@ -559,7 +559,7 @@ class AsyncLLMEngine(EngineCalls):
         if self.metrics is not None:
             self.metrics.num_restarts = self._supervisor.num_restarts
             self.metrics.record_step(self.stats)
-        refused = self._continuation.core_died()
+        refused = self._resubmission.core_died()
         failure = self._supervisor.failure
         may_continue = self._continues and not isinstance(failure, EngineStoppingError)
         for stream in list(self._streams.values()):
@@ -577,7 +577,7 @@ class AsyncLLMEngine(EngineCalls):
     def _hand_over(self, stream: RequestStream, state: RequestState) -> bool:
         """Let another engine continue a request. Returns False if no engine can, or if the request may kill cores."""
         request = state.request
-        if self._find_other is None or self._continuation.is_suspect(request.request_id):
+        if self._find_other is None or self._resubmission.is_suspect(request.request_id):
             return False
         if (other := self._find_other(request)) is None:
             return False

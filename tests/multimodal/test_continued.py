@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from octavo import SamplingParams
-from tests.engine.test_continuation import answer, told
+from tests.engine.test_resubmission import answer, told
 from tests.multimodal.conftest import picture
 from tests.multimodal.test_llava import engine
 from tests.untimed import without_time

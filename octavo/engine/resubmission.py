@@ -16,8 +16,8 @@ from octavo.engine.wire import FrontendMessage, Trials
 from octavo.errors import RequestError
 
 
-class Continuation:
-    """The way of one engine's requests to its cores."""
+class Resubmission:
+    """Sends one engine's requests to its core, and to the next core when it has died."""
 
     def __init__(self, outputs: OutputProcessor, send: Callable[[FrontendMessage], None]) -> None:
         self._outputs, self._send = outputs, send

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.routing import PATTERNS, compare
-from octavo.engine.routing import PrefixIndex, Router, block_hashes
+from octavo.engine.data_parallel_routing import PrefixIndex, Router, block_hashes
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 

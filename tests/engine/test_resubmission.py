@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from octavo import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
-from octavo.engine.continuation import Continuation
+from octavo.engine.resubmission import Resubmission
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.wire import FrontendMessage, Trials
 from octavo.lora.request import LoRARequest
@@ -129,8 +129,8 @@ class Engine:
         self.outputs = OutputProcessor(cast(Any, SimpleNamespace(backend_tokenizer=None)))
         self.sent: list[tuple[str, int]] = []  # (request, tokens that it has)
         self.num_trials = 0  # that it has told a hub of
-        self.continuation = Continuation(self.outputs, self._send)
-        self.continuation.begin()
+        self.resubmission = Resubmission(self.outputs, self._send)
+        self.resubmission.begin()
 
     def _send(self, message: FrontendMessage) -> None:
         if isinstance(message, EngineRequest):
@@ -140,22 +140,22 @@ class Engine:
 
     def add(self, name: str, **more: Any) -> None:
         params = SamplingParams(max_tokens=100, detokenize=False)
-        self.continuation.submit(self.outputs.add(EngineRequest(name, Prompt([1]), params, [], 100, 0.0, **more)))
+        self.resubmission.submit(self.outputs.add(EngineRequest(name, Prompt([1]), params, [], 100, 0.0, **more)))
 
     def give(self, *names: str) -> None:
         """A step's outputs: a token for each of these requests."""
         self.outputs.process([SequenceOutput(name, 0, [7]) for name in names])
-        self.continuation.step_ended()
+        self.resubmission.step_ended()
 
     def die(self, *running: str, is_ready_again: bool = True) -> list[str]:
         """Die with these requests in the step. Returns the requests that are refused."""
-        self.continuation.step_begins([*running])
-        refused = list(self.continuation.core_died())
+        self.resubmission.step_begins([*running])
+        refused = list(self.resubmission.core_died())
         for name in refused:
             self.outputs.drop(name)
         self.sent.clear()
         if is_ready_again:
-            self.continuation.begin()
+            self.resubmission.begin()
         return refused
 
 
@@ -186,7 +186,7 @@ def test_a_request_that_kills_cores_is_found_and_refused_alone() -> None:
     assert engine.sent == [("a", 0), ("kills", 0)]
     assert engine.die("a", "kills", is_ready_again=False) == ["kills"]
     assert engine.die(is_ready_again=False) == [], "a core that is never ready says nothing of requests"
-    engine.continuation.begin()
+    engine.resubmission.begin()
     assert engine.sent == [("b", 0)]
     engine.give("b")
     assert engine.sent == [("b", 0), ("a", 1), ("waits", 0), ("new", 0)]
@@ -214,12 +214,12 @@ def test_the_trial_of_a_request_that_shows_no_token_ends_when_it_gets_further_th
     for name in ("searches", "b"):
         engine.add(name)
     for _ in range(2):
-        engine.continuation.step_begins(["searches", "b"])
+        engine.resubmission.step_begins(["searches", "b"])
         for _ in range(3):
             engine.give("b")
         engine.die("searches", "b")
     assert engine.sent == [("searches", 0)]
-    engine.continuation.step_begins(["searches"])
+    engine.resubmission.step_begins(["searches"])
     for _ in range(3):
         engine.give()
     assert engine.sent == [("searches", 0)], "it may be its fourth step that kills"
