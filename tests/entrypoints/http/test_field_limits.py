@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo.entrypoints.http.request_limits import CONTAINER_NODES, RequestLimits
+from octavo.entrypoints.http.field_limits import CONTAINER_NODES, RequestLimits
 from octavo.errors import RequestError
 from tests.entrypoints.fake_engine import FakeEngine, serving
 from tests.entrypoints.http.test_json_worker import any_json
