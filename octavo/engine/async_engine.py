@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from octavo.config import AsyncEngineArgs, EngineArgs, EngineConfig
 from octavo.engine.adapter_requests import AdapterRequests
-from octavo.engine.resubmission import Resubmission
 from octavo.engine.control import EngineControl
 from octavo.engine.core_client import Core, CoreProcess
 from octavo.engine.forecast import FirstTokenForecast
@@ -28,6 +27,7 @@ from octavo.engine.off_loop import run_off_loop
 from octavo.engine.output_processor import OutputProcessor, RequestState
 from octavo.engine.request_log import log_request
 from octavo.engine.request_stream import RequestStream, Sink
+from octavo.engine.resubmission import Resubmission
 from octavo.engine.supervisor import Supervisor, record_ready
 from octavo.engine.vllm_names import refuse_kwargs
 from octavo.engine.wire import Abort, BlockMap, CacheWasReset, CoreMessage, Loading, Ready, Running, StepOutputs

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.engine.off_loop import run_off_loop
-from octavo.entrypoints.http.auth_and_limits import replay_body
+from octavo.entrypoints.http.body_reader import replay_body
 from octavo.entrypoints.http.router import Router, read_json, whole_body
 from octavo.entrypoints.http.server_state import ARRIVAL, ServerState, state_of
 from octavo.entrypoints.http.streaming import SERVER_SEND

@@ -8,19 +8,19 @@ and routes get them whole. A refused body is never read to its end: `uvicorn_ser
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.api_keys import ApiKeys
 from octavo.entrypoints import ui
 from octavo.entrypoints.anthropic.anthropic_errors import PREFIX as ANTHROPIC_PREFIX
 from octavo.entrypoints.anthropic.anthropic_errors import anthropic_error
+from octavo.entrypoints.http.body_reader import BodyReader, ClientGoneError, replay_body
 from octavo.entrypoints.http.error_responses import (
     DEV_MODE_PATHS,
     ERROR_FORM,
@@ -30,13 +30,11 @@ from octavo.entrypoints.http.error_responses import (
 from octavo.entrypoints.http.openapi import PAGE_FILES
 from octavo.entrypoints.http.router import methods_of
 from octavo.entrypoints.http.server_state import ARRIVAL, Arrival, ServerState
-from octavo.errors import RequestError
 from octavo.ollama import PREFIX as OLLAMA_PREFIX
 from octavo.ollama import ollama_error
 
 OPEN_PATHS = ui.OPEN_PATHS | {"/health", "/ping", "/metrics", "/version", "/load", "/openapi.json", "/docs"}
 OPEN_PATHS |= {f"/docs/{name}" for name in PAGE_FILES}
-MAX_BODIES_HELD = 64  # bodies that are still arriving may take this many times the longest body
 _UNQUEUED_PREFIXES = ("/v1/chat/completions/", "/v1/files", "/v1/batches")
 UPLOAD_PATH = "/v1/files"
 AUDIO_PATHS = {"/v1/audio/transcriptions", "/v1/audio/translations"}
@@ -193,100 +191,3 @@ class AuthAndLimits:
 def _is_unqueued(path: str) -> bool:
     """Return whether a POST to this path gives the engine nothing to do."""
     return path in UNQUEUED_PATHS or path.endswith("/cancel") or path.startswith(_UNQUEUED_PREFIXES)
-
-
-class ClientGoneError(Exception):
-    """The client hung up before its request was complete."""
-
-
-class BodyReader:
-    """Reads request bodies within one server's bounds."""
-
-    def __init__(self, max_bytes: int, timeout_s: float, file_flag: str = "--max-file-bytes") -> None:
-        """`file_flag` is the flag that errors about long files name."""
-        self._max_bytes, self._file_flag = max_bytes, file_flag
-        self._timeout_s = timeout_s
-        self._num_held_bytes = 0  # of bodies that are still arriving
-
-    async def read(self, headers: Headers, receive: Receive) -> bytes | Response:
-        """Return the body, or the error response to a body that is too long (413), too slow (408) or one too many
-        (503). Raises `ClientGoneError`."""
-        length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > self._max_bytes:
-            return self._too_long(f"{length} bytes")
-        parts: list[bytes] = []
-        num_bytes = 0
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGoneError
-                    part = message.get("body", b"")
-                    num_bytes += len(part)
-                    self._num_held_bytes += len(part)
-                    if num_bytes > self._max_bytes:  # a chunked body has no length
-                        return self._too_long(f"more than {self._max_bytes} bytes")
-                    parts.append(part)
-                    if not message.get("more_body", False):
-                        return b"".join(parts)
-                    if self._num_held_bytes > MAX_BODIES_HELD * self._max_bytes:
-                        return error_response(
-                            "Too many long bodies are on their way to this server.", 503, code="too_many_uploads"
-                        )
-        except TimeoutError:
-            return error_response(
-                f"The body did not arrive within {self._timeout_s:g} s: {num_bytes} bytes of it did.",
-                408,
-                code="request_timeout",
-            )
-        finally:
-            self._num_held_bytes -= num_bytes
-
-    def limited(self, receive: Receive) -> Receive:
-        """Return an ASGI `receive` for a body that the route reads. It raises `RequestError` if the body is too long or
-        too slow."""
-        deadline = time.monotonic() + self._timeout_s
-        num_bytes = 0
-
-        async def receive_some() -> Message:
-            nonlocal num_bytes
-            if num_bytes < 0:  # the body is complete: only a disconnect can follow
-                return await receive()
-            try:
-                async with asyncio.timeout(deadline - time.monotonic()):
-                    message = await receive()
-            except TimeoutError:
-                raise RequestError(
-                    f"The file did not arrive within {self._timeout_s:g} s.", status=408, code="request_timeout"
-                ) from None
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_bytes:
-                raise RequestError(
-                    f"The file is longer than {self._max_bytes} bytes ({self._file_flag}).",
-                    status=413,
-                    code="request_too_large",
-                )
-            if not message.get("more_body", False):
-                num_bytes = -1
-            return message
-
-        return receive_some
-
-    def _too_long(self, found: str) -> Response:
-        return error_response(
-            f"The body has {found} and this server takes {self._max_bytes} (--max-body-bytes).",
-            413,
-            code="request_too_large",
-        )
-
-
-def replay_body(body: bytes, receive: Receive) -> Receive:
-    """Return an ASGI `receive` that gives a body that was already read, and then the server's own messages, such as a
-    disconnect."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive_body() -> Message:
-        return messages.pop() if messages else await receive()
-
-    return receive_body

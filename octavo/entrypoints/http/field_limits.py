@@ -1,5 +1,5 @@
 """The limits of one request, and the errors of requests beyond them: the number and depth of values in a JSON body, and
-the sizes of fields that cost processor time. `auth_and_limits` limits the bytes of bodies, the engine the lengths of
+the sizes of fields that cost processor time. `body_reader` limits the bytes of bodies, the engine the lengths of
 prompts, --limit-mm-per-prompt the media.
 
 Each limit is a field of `ServerArgs`. `refuse_json` checks the bytes of a body before they are parsed. `refuse_fields`

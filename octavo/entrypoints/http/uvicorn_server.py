@@ -1,5 +1,5 @@
 """The HTTP server around the application. It adds to uvicorn its own way to stop, and limits on clients before their
-request has begun, which uvicorn lacks. Bodies are limited in `auth_and_limits`.
+request has begun, which uvicorn lacks. Bodies are limited in `body_reader`.
 
 A signal drains the server: /health and new requests get 503, while running requests go on. When they are done, or their
 time is up, the server ends. A second signal ends it immediately.

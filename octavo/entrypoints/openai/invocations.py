@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.entrypoints.http.auth_and_limits import replay_body
+from octavo.entrypoints.http.body_reader import replay_body
 from octavo.entrypoints.http.router import Router, read_json, whole_body
 from octavo.entrypoints.http.server_state import state_of
 from octavo.errors import RequestError

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive
 
-from octavo.entrypoints.http import auth_and_limits, uvicorn_server
+from octavo.entrypoints.http import auth_and_limits, body_reader, uvicorn_server
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.errors import ConfigError, RequestError
 from octavo.request import SequenceOutput
@@ -96,7 +96,7 @@ def test_a_body_that_drips_has_its_time_as_a_whole(monkeypatch: pytest.MonkeyPat
         await virtual_sleep(10)
         return {"type": "http.request", "body": b" ", "more_body": True}
 
-    reader = auth_and_limits.BodyReader(2000, 35.0)
+    reader = body_reader.BodyReader(2000, 35.0)
     answer = clock.run(reader.read(Headers(), drip))
     assert isinstance(answer, Response) and b"within 35 s: 3 bytes of it did" in answer.body
     with pytest.raises(RequestError, match="did not arrive within 35 s") as refused:
@@ -214,7 +214,7 @@ def test_requests_are_counted_when_their_bodies_have_come(limited: Address, engi
 def test_bodies_on_their_way_may_take_so_much_memory_and_no_more(
     limited: Address, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auth_and_limits, "MAX_BODIES_HELD", 2)
+    monkeypatch.setattr(body_reader, "MAX_BODIES_HELD", 2)
     sockets = [connect(limited) for _ in range(3)]
     try:
         for sock in sockets:
