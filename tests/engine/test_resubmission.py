@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from octavo import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
-from octavo.engine.resubmission import Resubmission
 from octavo.engine.output_processor import OutputProcessor
+from octavo.engine.resubmission import Resubmission
 from octavo.engine.wire import FrontendMessage, Trials
 from octavo.lora.request import LoRARequest
 from octavo.request import AdapterSource, EngineRequest, Prompt, SequenceOutput
