@@ -61,6 +61,7 @@ def seen_together(media: Sequence[MediaItem]) -> list[list[MediaItem]]:
 
 
 EMBEDDINGS = "embeddings"
+MAX_CACHE_TTL_S = 30 * 86_400
 
 
 class MediaArray(msgspec.Struct, frozen=True, array_like=True):
@@ -136,6 +137,8 @@ class EngineRequest(msgspec.Struct, tag="request", omit_defaults=True, weakref=T
     final_check: FinalCheck | None = None  # check of its answers' texts
     begun: list[list[int]] = []  # tokens of its answer that another server has sent, in groups as they came
     output_token_ids: dict[int, list[int]] = {}  # by completion to go on with: its tokens from a core that has died
+    cache_session: str | None = None  # keeps its blocks on disk under this id
+    cache_ttl_s: float = 0.0  # for so long
     session_id: str | None = None  # requests of one session go to one engine, where the load allows it
     block_hashes: bytes = b""  # of the prompt's full blocks, one after the other, as far as they are known
 

@@ -49,4 +49,6 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     disk_written_bytes: int = 0
     num_disk_dropped: int = 0  # blocks that were not kept on disk: the writer was behind, or the disk refused
     num_disk_damaged: int = 0  # files that were found damaged, and removed
-    disk_bytes: int = 0  # gauge: of all blocks on disk
+    disk_bytes: int = 0  # gauges: of all blocks on disk,
+    disk_kept_bytes: int = 0  # of those that sessions keep,
+    num_disk_sessions: int = 0  # and these sessions

@@ -208,7 +208,10 @@ def engine() -> Dashboard:
             together("Cache on disk: blocks", "cps", {
                 word: rate(f"octavo:disk_cache_blocks_{word}") for word in ("written", "dropped", "damaged")
             }, *(f"octavo:disk_cache_blocks_{word}" for word in ("written", "dropped", "damaged"))),
-            panel("octavo:disk_cache_bytes", "Size of the cache on disk"),
+            together("Size of the cache on disk", "bytes", {
+                "all": total("octavo:disk_cache_bytes"), "of sessions": total("octavo:disk_cache_kept_bytes"),
+            }, "octavo:disk_cache_bytes", "octavo:disk_cache_kept_bytes"),
+            panel("octavo:disk_cache_sessions", "Sessions on disk"),
         ],
         "Speculation": [
             share("Share of draft tokens accepted", accepted, drafts),

@@ -445,6 +445,11 @@ class AsyncLLMEngine(EngineCalls):
         refuse_kwargs(reset_running_requests=reset_running_requests)
         return await self._control.reset_prefix_cache()
 
+    async def drop_cache_session(self, session: str, salt: str | None = None) -> int | None:
+        """Free the blocks that requests with this `cache_session` and `cache_salt` have kept, unless another session
+        has them too. Returns their number, or None if there is no such session."""
+        return await self._control.drop_cache_session(session, salt)
+
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free memory until `wake_up`; requests wait.
 
@@ -526,7 +531,7 @@ class AsyncLLMEngine(EngineCalls):
             case BlockMap():
                 self._control.take_block_map(message)
             case CacheWasReset():
-                self._control.cache_was_reset()
+                self._control.cache_was_reset(message)
             case Loading(share):
                 if self._on_loading is not None:
                     self._on_loading(self.config.place, share)

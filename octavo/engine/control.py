@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from octavo.engine.sleep_levels import SLEEPERS, check_level, woken_by
 from octavo.engine.supervisor import Supervisor
-from octavo.engine.wire import BlockMap, GetBlockMap, ResetCache, SetPaused
+from octavo.engine.wire import BlockMap, CacheWasReset, DropCacheSession, GetBlockMap, ResetCache, SetPaused
 from octavo.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,8 @@ class EngineControl:
         self.sleep_level = 0  # 0 while awake
         self._is_halted = False  # the core computes nothing
         self._falling_asleep_or_waking = asyncio.Lock()
-        self._resets: list[asyncio.Future[bool]] = []  # resets that the core has not answered yet; it answers in order
+        # Changes of the cache that the core has not answered yet; it answers in order. None: it ended before.
+        self._changes: list[asyncio.Future[CacheWasReset | None]] = []
         self._block_map: asyncio.Future[BlockMap] | None = None
 
     @property
@@ -82,17 +83,27 @@ class EngineControl:
 
     async def reset_prefix_cache(self, *, frees_memory: bool = False) -> bool:
         """See `AsyncLLMEngine.reset_prefix_cache`."""
+        return await self._change_cache(ResetCache(frees_memory)) is not None
+
+    async def drop_cache_session(self, session: str, salt: str | None) -> int | None:
+        """See `AsyncLLMEngine.drop_cache_session`."""
+        answer = None
+        while answer is None:  # the next core finds the session on disk
+            answer = await self._change_cache(DropCacheSession(session, salt))
+        return answer.num_blocks
+
+    async def _change_cache(self, change: ResetCache | DropCacheSession) -> CacheWasReset | None:
         await self._supervisor.wait_ready()
-        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._supervisor.send(ResetCache(frees_memory))
-        self._resets.append(done)
+        done: asyncio.Future[CacheWasReset | None] = asyncio.get_running_loop().create_future()
+        self._supervisor.send(change)
+        self._changes.append(done)
         return await done
 
-    def cache_was_reset(self) -> None:
-        """Complete the oldest reset, which the core has answered."""
-        done = self._resets.pop(0)
+    def cache_was_reset(self, answer: CacheWasReset) -> None:
+        """Complete the oldest change of the cache, which the core has answered."""
+        done = self._changes.pop(0)
         if not done.done():  # its caller was not cancelled
-            done.set_result(True)
+            done.set_result(answer)
 
     async def sleep(self, level: int, mode: str) -> None:
         """See `AsyncLLMEngine.sleep`."""
@@ -144,9 +155,9 @@ class EngineControl:
 
     def lose(self) -> None:
         """Complete what a core that has ended did not answer."""
-        for done in self._resets:
+        for done in self._changes:
             if not done.done():
-                done.set_result(False)
-        self._resets.clear()
+                done.set_result(None)
+        self._changes.clear()
         if self._supervisor.failure is not None:
             self._is_open.set()  # waiting requests go on, and raise the failure

@@ -28,6 +28,7 @@ from octavo.engine.wire import (
     AbortAll,
     CacheWasReset,
     CoreProcessArgs,
+    DropCacheSession,
     Failed,
     GetBlockMap,
     LoadAdapter,
@@ -153,6 +154,10 @@ def _handle(core: EngineCore, sender: zmq.Socket[bytes], data: bytes) -> bool:
         case ResetCache(frees_memory):
             core.reset_prefix_cache(frees_memory=frees_memory)
             sender.send(encode_message(CacheWasReset()))
+            return False
+        case DropCacheSession(session, salt):
+            num_blocks = None if core.disk is None else core.disk.drop_session(session, salt)
+            sender.send(encode_message(CacheWasReset(num_blocks)))
             return False
         case SetPaused(is_paused):
             core.is_paused = is_paused

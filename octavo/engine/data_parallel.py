@@ -302,6 +302,10 @@ class DataParallelEngine(EngineCalls):
         self._router.forget_caches()
         return all(await self._all(lambda engine: engine.reset_prefix_cache()))
 
+    async def drop_cache_session(self, session: str, salt: str | None = None) -> int | None:
+        found = [n for n in await self._all(lambda engine: engine.drop_cache_session(session, salt)) if n is not None]
+        return sum(found) if found else None
+
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         await self._all(lambda engine: engine.sleep(level, mode))
         self._router.forget_caches()

@@ -30,6 +30,7 @@ from octavo.engine.wire import (
     BlockMap,
     CacheWasReset,
     CoreMessage,
+    DropCacheSession,
     GetBlockMap,
     Loading,
     Ready,
@@ -135,7 +136,7 @@ class _Engine:
                     self._on_trial = None
                 self._give_core()
                 return
-            case ResetCache():
+            case ResetCache() | DropCacheSession():
                 self._resets.append(front)
             case GetBlockMap():
                 self._maps.append(front)

@@ -50,6 +50,13 @@ class ResetCache(msgspec.Struct, tag="reset_cache"):
     frees_memory: bool = False
 
 
+class DropCacheSession(msgspec.Struct, tag="drop_cache_session"):
+    """Frees the blocks that a `cache_session` keeps. Answered by `CacheWasReset`."""
+
+    session: str
+    salt: str | None
+
+
 class SetPaused(msgspec.Struct, tag="set_paused"):
     """Halts the core's steps, or goes on with them."""
 
@@ -127,7 +134,9 @@ class BlockMap(msgspec.Struct, tag="block_map"):
 
 
 class CacheWasReset(msgspec.Struct, tag="cache_was_reset"):
-    """The answer to `ResetCache`."""
+    """The answer to `ResetCache` and `DropCacheSession`."""
+
+    num_blocks: int | None = None  # of the session; None: it is not known
 
 
 class Leaving(msgspec.Struct, tag="leaving"):
@@ -135,7 +144,16 @@ class Leaving(msgspec.Struct, tag="leaving"):
 
 
 FrontendMessage = (
-    EngineRequest | Abort | AbortAll | GetBlockMap | ResetCache | SetPaused | LoadAdapter | UnloadAdapter | Trials
+    EngineRequest
+    | Abort
+    | AbortAll
+    | GetBlockMap
+    | ResetCache
+    | DropCacheSession
+    | SetPaused
+    | LoadAdapter
+    | UnloadAdapter
+    | Trials
 )
 CoreMessage = StepOutputs | Running | Loading | Ready | Failed | BlockMap | CacheWasReset | Leaving
 

@@ -1,5 +1,8 @@
 """A folder of cached blocks, one file a block, named by content. Servers may share it, and it outlives them.
 
+A file's time of modification is when its block was last used, or until when a session keeps it: a time in the future.
+The oldest time goes first. A session is a file too, which lists its blocks.
+
 The files of one fingerprint are in one subfolder. The fingerprint covers everything beside the tokens that decides a
 block's bits, so a file from another server, machine or year is right or not found. A file appears whole, by renaming,
 and ends with a checksum of its name and its contents: a torn, damaged or misplaced file is found when it is read, and
@@ -11,12 +14,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import heapq
 import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +33,19 @@ Name = tuple[int, bytes]  # the pool of a block, and its key in the pool's index
 _FORMAT = "octavo-kv-1"
 _DIGEST_BYTES = 32
 _PAGE = 4096  # file systems give whole pages
+_SESSION = ".session"
+_KEPT_SHARE = 2  # sessions keep at most 1 / _KEPT_SHARE of the folder
 _PART = ".part"
 # The folder is read again when this share of its limit has been written, as other servers write there too.
 _RESCAN_SHARE = 16
+
+
+_Key = tuple[str, str]  # the fingerprint and the name of a file
+
+
+class _File(NamedTuple):
+    size: int  # on disk
+    used: int  # its time, in nanoseconds of `time.time_ns`
 
 
 def notes_folder(folder: str) -> Path:
@@ -50,10 +65,14 @@ class BlockFiles:
         self._root = Path(folder, _FORMAT)
         self._fingerprint, self._own, self.limit_bytes = fingerprint, fingerprint.hex(), limit_bytes
         self.num_bytes = 0  # of all fingerprints, as far as known
-        self._sizes: dict[tuple[str, str], int] = {}  # by fingerprint and file name, the least recently used first
+        self.num_kept_bytes = 0  # of blocks that sessions keep
+        self._files: dict[_Key, _File] = {}
+        self._by_time: list[tuple[int, _Key]] = []  # heap of all files, and of times that have changed since
+        self._kept: dict[_Key, int] = {}  # sizes of files whose time is in the future
+        self._ends: list[tuple[int, _Key]] = []  # heap of their times
         self.num_damaged = 0  # blocks that `read` has removed
         self._unscanned_bytes = 0  # written since the last scan
-        self._lock = threading.Lock()  # for `num_bytes` and `_sizes`
+        self._lock = threading.Lock()  # for the files that are known, and sums over them
         try:
             (self._root / self._own).mkdir(parents=True, exist_ok=True, mode=0o700)
             os.close(os.open(probe := self._root / f"{secrets.token_hex(8)}{_PART}", os.O_CREAT | os.O_WRONLY, 0o600))
@@ -70,33 +89,37 @@ class BlockFiles:
             return True
         path = self._path(name)
         try:
-            size = path.stat().st_size
+            found = path.stat()
         except OSError:
             return False
-        self._count((self._own, path.name), _on_disk(size))
+        self._count((self._own, path.name), _on_disk(found.st_size), found.st_mtime_ns)
         return True
 
     def knows(self, name: Name) -> bool:
         """Return whether a block was there when this process last wrote or looked. No file is touched."""
-        return (self._own, _file_name(name)) in self._sizes
+        return (self._own, _file_name(name)) in self._files
 
-    def write(self, name: Name, contents: NDArray[np.uint8]) -> bool:
-        """Write a block, [num_bytes] uint8. Returns False if it is larger than the folder may be. Raises `OSError`;
-        then nothing is left of it."""
-        size = _on_disk(contents.nbytes + _DIGEST_BYTES)
+    def write(self, name: Name, contents: NDArray[np.uint8], keep_until: float = 0.0) -> bool:
+        """Write a block, [num_bytes] uint8, and keep it until `time.time` is `keep_until`. Returns False if it is
+        larger than the folder may be. Raises `OSError`; then nothing is left of it."""
+        return self._write(_file_name(name), contents.data, keep_until)
+
+    def _write(self, file_name: str, data: memoryview, keep_until: float) -> bool:
+        size = _on_disk(len(data) + _DIGEST_BYTES)
         if size > self.limit_bytes:
             return False
         if self._unscanned_bytes * _RESCAN_SHARE > self.limit_bytes:
             self.scan()
         self._make_room(size)
-        path, data = self._path(name), contents.data
+        path = self._path_of(self._own, file_name)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         part = path.with_name(f"{path.name}-{secrets.token_hex(8)}{_PART}")
         file = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a part without a lock is what a killed process left
-            _write_all(file, [data, memoryview(self._digest(name, data))])
-            _mark_used(file)
+            _write_all(file, [data, memoryview(self._digest(file_name, data))])
+            used = self._time(size, keep_until)
+            os.utime(file, ns=(used, used))
             os.rename(part, path)
         except OSError:
             with contextlib.suppress(OSError):
@@ -104,7 +127,7 @@ class BlockFiles:
             raise
         finally:
             os.close(file)
-        self._count((self._own, path.name), size)
+        self._count((self._own, file_name), size, used)
         self._unscanned_bytes += size
         return True
 
@@ -124,20 +147,66 @@ class BlockFiles:
             return None
         finally:
             os.close(file)
-        if is_whole and digest == self._digest(name, found.data):
+        if is_whole and digest == self._digest(path.name, found.data):
             return found
         self._remove((self._own, path.name))
         self.num_damaged += 1
         return None
 
-    def touch(self, names: Iterable[Name]) -> None:
-        """Mark blocks as used now, in order: the last ones go last."""
+    def touch(self, names: Iterable[Name], keep_until: float = 0.0) -> None:
+        """Mark blocks as used now, in order: the last ones go last. Keep them until `time.time` is `keep_until`."""
         for name in names:
             key = self._own, _file_name(name)
-            if (size := self._sizes.get(key)) is not None:
-                self._count(key, size)
+            if (found := self._files.get(key)) is not None:
+                used = max(found.used, self._time(0 if key in self._kept else found.size, keep_until))
+                self._count(key, found.size, used)
                 with contextlib.suppress(OSError):
-                    _mark_used(self._path(name))
+                    os.utime(self._path(name), ns=(used, used))  # for other servers, and for the next one
+
+    def _time(self, size: int, keep_until: float) -> int:
+        """Return the time of a file of `size` that is used now: `keep_until`, if sessions may keep so much more."""
+        now, end = time.time_ns(), int(keep_until * 1e9)  # the system's own times are some milliseconds coarse
+        with self._lock:
+            while self._ends and self._ends[0][0] <= now:
+                ended, key = heapq.heappop(self._ends)
+                if key in self._kept and self._files[key].used == ended:
+                    self.num_kept_bytes -= self._kept.pop(key)
+            return end if end > now and (self.num_kept_bytes + size) * _KEPT_SHARE <= self.limit_bytes else now
+
+    def keep_session(self, session: str, names: Collection[Name], keep_until: float) -> None:
+        """Note that a session has these blocks too, for `drop_session`, and keep those that are there."""
+        self.touch(names, keep_until)
+        lines = self._lines(session) | {_file_name(name) for name in names}
+        self._write(session + _SESSION, memoryview("\n".join(sorted(lines)).encode()), keep_until)
+
+    def drop_session(self, session: str) -> None:
+        """Remove a session, and its blocks that no other session has."""
+        others = set().union(*(self._lines(other) for other in self.sessions() if other != session))
+        for file_name in self._lines(session) - others:
+            self._remove((self._own, file_name))
+        self._remove((self._own, session + _SESSION))
+
+    def sessions(self) -> list[str]:
+        """Return the sessions of the own fingerprint."""
+        return [name.removesuffix(_SESSION) for own, name in list(self._files) if own == self._own and _SESSION in name]
+
+    def session_names(self, session: str) -> set[Name]:
+        """Return the blocks of a session; none if there is no such session."""
+        parts = [line.partition("-") for line in self._lines(session)]
+        return {(int(pool), bytes.fromhex(key)) for key, _, pool in parts}
+
+    def _lines(self, session: str) -> set[str]:
+        path = self._path_of(self._own, session + _SESSION)
+        try:
+            data = path.read_bytes()
+        except OSError:
+            return set()
+        content = memoryview(data)[:-_DIGEST_BYTES]
+        if data[-_DIGEST_BYTES:] == self._digest(path.name, content):
+            return set(bytes(content).decode().split())
+        self._remove((self._own, path.name))
+        self.num_damaged += 1
+        return set()
 
     def remove(self, names: Iterable[Name]) -> None:
         for name in names:
@@ -146,13 +215,13 @@ class BlockFiles:
     def remove_all(self) -> None:
         """Remove all blocks of the own fingerprint."""
         self.scan()
-        for key in [key for key in self._sizes if key[0] == self._own]:
+        for key in [key for key in self._files if key[0] == self._own]:
             self._remove(key)
 
     def scan(self) -> None:
         """Find the files again: those of other servers too. Parts that killed processes have left are removed, and the
         blocks that were used longest ago if there are too many."""
-        found: list[tuple[int, tuple[str, str], int]] = []
+        found: list[tuple[_Key, int, int]] = []
         for fingerprint, entry in self._entries():
             try:
                 if entry.name.endswith(_PART):
@@ -161,11 +230,12 @@ class BlockFiles:
                 stat = entry.stat()
             except OSError:  # gone since
                 continue
-            found.append((stat.st_mtime_ns, (fingerprint, entry.name), _on_disk(stat.st_size)))
-        found.sort()
+            found.append(((fingerprint, entry.name), _on_disk(stat.st_size), stat.st_mtime_ns))
         with self._lock:
-            self._sizes = {key: size for _, key, size in found}
-            self.num_bytes = sum(self._sizes.values())
+            self._files, self._by_time, self._kept, self._ends = {}, [], {}, []
+            self.num_bytes = self.num_kept_bytes = 0
+            for one in found:
+                self._add(*one)
         self._unscanned_bytes = 0
         self._make_room(0)
 
@@ -177,23 +247,44 @@ class BlockFiles:
                     yield from ((fingerprint.name, entry) for entry in entries if entry.is_file(follow_symlinks=False))
 
     def _make_room(self, num_bytes: int) -> None:
-        while self._sizes and self.num_bytes + num_bytes > self.limit_bytes:
-            self._remove(next(iter(self._sizes)))
+        while self._files and self.num_bytes + num_bytes > self.limit_bytes:
+            with self._lock:
+                used, key = heapq.heappop(self._by_time)
+                is_oldest = key in self._files and self._files[key].used == used
+            if is_oldest:
+                self._remove(key)
 
-    def _remove(self, key: tuple[str, str]) -> None:
+    def _remove(self, key: _Key) -> None:
         with contextlib.suppress(OSError):
             self._path_of(*key).unlink()
         self._discount(key)
 
-    def _count(self, key: tuple[str, str], size: int) -> None:
-        """Note that a file is there, as the one that was used last."""
+    def _count(self, key: _Key, size: int, used: int) -> None:
+        """Note that a file is there, and its time."""
         with self._lock:
-            self.num_bytes += size - self._sizes.pop(key, 0)
-            self._sizes[key] = size
+            self._subtract(key)
+            self._add(key, size, used)
+            if len(self._by_time) > 2 * len(self._files) + 1000:  # most of it are former times
+                self._by_time = [(file.used, key) for key, file in self._files.items()]
+                heapq.heapify(self._by_time)
 
-    def _discount(self, key: tuple[str, str]) -> None:
+    def _discount(self, key: _Key) -> None:
         with self._lock:
-            self.num_bytes -= self._sizes.pop(key, 0)
+            self._subtract(key)
+
+    def _add(self, key: _Key, size: int, used: int) -> None:
+        self._files[key] = _File(size, used)
+        self.num_bytes += size
+        heapq.heappush(self._by_time, (used, key))
+        if used > time.time_ns():
+            self._kept[key] = size
+            self.num_kept_bytes += size
+            heapq.heappush(self._ends, (used, key))
+
+    def _subtract(self, key: _Key) -> None:
+        if (file := self._files.pop(key, None)) is not None:
+            self.num_bytes -= file.size
+            self.num_kept_bytes -= self._kept.pop(key, 0)
 
     def _path(self, name: Name) -> Path:
         return self._path_of(self._own, _file_name(name))
@@ -201,8 +292,8 @@ class BlockFiles:
     def _path_of(self, fingerprint: str, file_name: str) -> Path:
         return self._root / fingerprint / file_name[:2] / file_name
 
-    def _digest(self, name: Name, contents: memoryview) -> bytes:
-        digest = hashlib.sha256(self._fingerprint + _file_name(name).encode())
+    def _digest(self, file_name: str, contents: memoryview) -> bytes:
+        digest = hashlib.sha256(self._fingerprint + file_name.encode())
         digest.update(contents)  # at 1.6 GB/s with the processor's instructions; CRC-32 is no faster
         return digest.digest()
 
@@ -214,12 +305,6 @@ def _file_name(name: Name) -> str:
 
 def _on_disk(num_bytes: int) -> int:
     return -(-num_bytes // _PAGE) * _PAGE
-
-
-def _mark_used(file: int | Path) -> None:
-    """Set a file's time, for other servers and for the next one. The system's own is some milliseconds coarse."""
-    now = time.time_ns()
-    os.utime(file, ns=(now, now))
 
 
 def _folders(path: str) -> list[os.DirEntry[str]]:

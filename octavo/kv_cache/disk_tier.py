@@ -4,10 +4,14 @@ Blocks are saved outside of the steps: while the engine is idle, for a small sha
 when they are about to leave a pool. A thread writes them, from a queue of bounded size; a block that finds the queue
 full is not kept. `fetch` looks a prompt up, and has threads read what the pools lack if that is faster than to compute
 it. `EngineCore` calls everything here, from one thread. See `block_files` for the folder.
+
+A session is an id under which a client keeps the blocks of a conversation for a time, and frees them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
 import threading
 import time
@@ -15,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -25,6 +30,7 @@ from octavo.kv_cache.block_files import BlockFiles, Name
 from octavo.kv_cache.block_hashes import extend_hashes, split_hashes
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.request import EngineRequest
+from octavo.sequence import Sequence as TokenSequence
 from octavo.stats import EngineStats
 from octavo.step_cost import StepCostModel, StepWork
 
@@ -79,6 +85,11 @@ class _PoolWatch(Container[bytes]):
         return self.num_looks >= 0 and files.has(name)
 
 
+def _session_key(session_id: str, salt: str | None) -> str:
+    """Return what a session is known by on disk: tenants with different salts have different sessions."""
+    return hashlib.sha256(repr((session_id, salt)).encode()).hexdigest()
+
+
 @dataclass(slots=True)
 class _Chunk:
     """Blocks that were read together."""
@@ -119,6 +130,7 @@ class DiskTier:
             pool.watcher = watch
         self._unsaved: dict[Name, int] = {}  # blocks that only a pool has, the oldest first
         self._credit_s = 0.0  # time that saving may still take beside steps
+        self._sessions = {session: files.session_names(session) for session in files.sessions()}
         self._fetches: list[Fetch] = []
         self._num_reading = 0  # chunks
         self._to_read = SimpleQueue[tuple[Future[_Chunk], Sequence[Name]] | None]()
@@ -126,10 +138,11 @@ class DiskTier:
         for _ in range(_NUM_READERS):  # daemons: a disk that hangs keeps no process from ending
             threading.Thread(target=self._read, name="block-reader", daemon=True).start()
         self._lock = threading.Condition()  # for what the writer's thread shares: everything from here on
-        self._queue: deque[_Block | Sequence[Name]] = deque()  # blocks to write, or names of blocks that were used
+        self._queue: deque[_Block | Callable[[], None]] = deque()  # blocks to write, and what to do between them
         self._queued: set[Name] = set()
         self._queued_bytes = 0
         self._is_writing = self._is_closed = False
+        self._keep_until: dict[Name, float] = {}  # for blocks that are not written yet
         self._write_s = 0.0  # the writer's processor time for a block, lately
         self._last_error = ""
         self._stats = EngineStats()
@@ -143,7 +156,8 @@ class DiskTier:
         for name in _COUNTERS:
             setattr(stats, name, getattr(own, name))
         stats.num_disk_damaged, self.files.num_damaged = self.files.num_damaged, 0
-        stats.disk_bytes = self.files.num_bytes
+        stats.disk_bytes, stats.disk_kept_bytes = self.files.num_bytes, self.files.num_kept_bytes
+        stats.num_disk_sessions = len(self._sessions)
 
     def forget(self, removes_files: bool) -> None:
         """Forget the blocks of the pools, whose contents are about to be lost; with `removes_files` those of the folder
@@ -152,6 +166,8 @@ class DiskTier:
         for fetch in list(self._fetches):
             self.end(fetch)
         if removes_files:
+            self._sessions.clear()
+            self._keep_until.clear()
             with self._lock:
                 self._queue.clear()
                 self._queued.clear()
@@ -245,12 +261,13 @@ class DiskTier:
             if isinstance(item, tuple):
                 self._write_block(*item)
             else:
-                self.files.touch(item)
+                with contextlib.suppress(OSError):  # later blocks say so
+                    item()
 
     def _write_block(self, name: Name, contents: NDArray[np.uint8]) -> None:
         begin, error, is_written = time.thread_time(), "", False
         try:
-            is_written = self.files.write(name, contents)
+            is_written = self.files.write(name, contents, self._keep_until.pop(name, 0.0))
         except OSError as e:
             error = e.strerror or type(e).__name__
         if error and error != self._last_error:
@@ -265,6 +282,48 @@ class DiskTier:
             self._stats.num_disk_dropped += not is_written
             self._stats.disk_written_bytes += contents.nbytes * is_written
 
+    # Sessions.
+
+    def keep(self, seq: TokenSequence) -> None:
+        """Keep the blocks of a sequence that has ended, if its request is of a session: those that the next turn may
+        begin with, after the answer or after the prompt."""
+        request = seq.request
+        if request.cache_session is None:
+            return
+        session, found = _session_key(request.cache_session, request.prompt.cache_salt), dict[Name, None]()
+        for limit in (len(request.prompt.token_ids) // self._cache.block_size, len(seq.block_hashes)):
+            num_blocks = self._cache.num_prefix_blocks(seq.block_hashes, limit, self._known())
+            found |= dict.fromkeys(self._cache.prefix_names(seq.block_hashes, num_blocks))
+        keep_until = time.time() + request.cache_ttl_s
+        for name in found:
+            if name in self._unsaved or name in self._queued:
+                self._keep_until[name] = keep_until
+        self._sessions[session] = self._sessions.pop(session, set()) | found.keys()
+        self._forget_old_sessions()
+        self._do_in_turn(partial(self.files.keep_session, session, found, keep_until))
+
+    def drop_session(self, session_id: str, salt: str | None) -> int | None:
+        """Free the blocks that only this session has, in the pools and on disk. Returns their number, or None if the
+        session is not known."""
+        session = _session_key(session_id, salt)
+        if session not in self._sessions:
+            return None
+        freed = self._sessions.pop(session) - set[Name]().union(*self._sessions.values())
+        for name in freed:
+            self._unsaved.pop(name, None)
+            self._keep_until.pop(name, None)
+            pool = self._cache.pools[name[0]]
+            if (block := pool.lookup(name[1])) is not None:
+                pool.forget(block)
+        self._do_in_turn(partial(self.files.drop_session, session))
+        return len(freed)
+
+    def _forget_old_sessions(self) -> None:
+        """Forget the sessions that were used longest ago where there is no room for so many blocks."""
+        most = self.files.limit_bytes // min(self._memory.block_bytes)
+        while len(self._sessions) > 1 and sum(map(len, self._sessions.values())) > most:
+            del self._sessions[next(iter(self._sessions))]
+
     # Blocks that come back.
 
     def fetch(self, request: EngineRequest) -> Fetch | None:
@@ -275,9 +334,7 @@ class DiskTier:
             return None
         keys, pools = self._hashes(request), self._cache.pools
         num_cached = self._cache.num_prefix_blocks(keys, limit)
-        for watch in self._watches:
-            watch.num_looks = _MOST_LOOKS
-        num_found = self._cache.num_prefix_blocks(keys, limit, self._watches)
+        num_found = self._cache.num_prefix_blocks(keys, limit, self._known(_MOST_LOOKS))
         used = self._cache.prefix_names(keys, num_found)
         self._touch(used)
         missing = [(pool, key) for pool, key in used if pools[pool].lookup(key) is None]
@@ -295,6 +352,12 @@ class DiskTier:
         self._fetches.append(found)
         self._read_ahead(found)
         return found
+
+    def _known(self, num_looks: int = 0) -> Sequence[Container[bytes]]:
+        """Return, by pool, the keys of blocks on disk. Of other servers' files only `num_looks` are looked for."""
+        for watch in self._watches:
+            watch.num_looks = num_looks
+        return self._watches
 
     def is_over(self, fetch: Fetch) -> bool:
         """Put what has been read into the pools. Returns whether the prompt need not wait any longer."""
@@ -372,9 +435,13 @@ class DiskTier:
     def _touch(self, names: Sequence[Name]) -> None:
         """Mark blocks as used, the beginning of a prompt last: without it the rest is worth nothing."""
         if names:
-            with self._lock:
-                self._queue.append(names[::-1])
-                self._lock.notify_all()
+            self._do_in_turn(partial(self.files.touch, names[::-1]))
+
+    def _do_in_turn(self, work: Callable[[], None]) -> None:
+        """Have the writer do `work` after what it has been given before."""
+        with self._lock:
+            self._queue.append(work)
+            self._lock.notify_all()
 
     def _read_ahead(self, fetch: Fetch) -> None:
         """Have chunks read, at least one, and no more than memory is meant for."""

@@ -322,6 +322,10 @@ class EngineMetrics:
             yield _Family("counter", f"octavo:{name}", help, {(): self.totals[field]})
         help = "Blocks of the KV cache on disk, of all servers that share the folder."
         yield _Family("gauge", "octavo:disk_cache_bytes", help, {(): self.last.disk_bytes})
+        help = "Those of them that sessions keep."
+        yield _Family("gauge", "octavo:disk_cache_kept_bytes", help, {(): self.last.disk_kept_bytes})
+        help = "Sessions whose blocks this engine can free."
+        yield _Family("gauge", "octavo:disk_cache_sessions", help, {(): self.last.num_disk_sessions})
         help = "Adapters that are held, by place."
         held = {("host",): self.last.num_adapters_on_host, ("device",): self.last.num_adapters_on_device}
         yield _Family("gauge", "octavo:adapters", help, held, ("place",))

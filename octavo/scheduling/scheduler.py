@@ -82,8 +82,9 @@ class Scheduler:
         self._num_arrivals = 0
         self._device_runs_ahead, self._num_stages = runs_ahead, num_stages
         self._speculation = speculation
-        on_end = None if self._speculation is None else self._speculation.end
-        self.queues = SequenceQueues(config.max_num_seqs, cache, on_end, adapters)
+        self.queues = SequenceQueues(config.max_num_seqs, cache, adapters)
+        if self._speculation is not None:
+            self.queues.on_end.append(self._speculation.end)
         self._cost = cost
         self._prompt_token_s = 0.0
         self._stats = EngineStats()

@@ -21,16 +21,9 @@ class SequenceQueues:
     """Every sequence that has not ended is either running or waiting. Both queues are in scheduling order: the first
     sequence runs first, the last is preempted first."""
 
-    def __init__(
-        self,
-        max_num_seqs: int,
-        cache: KVCacheManager,
-        on_end: Callable[[Sequence], None] | None = None,
-        adapters: AdapterPool | None = None,
-    ) -> None:
-        """`on_end` is called with each sequence that has ended."""
+    def __init__(self, max_num_seqs: int, cache: KVCacheManager, adapters: AdapterPool | None = None) -> None:
         self.cache, self.adapters = cache, adapters
-        self._on_end = on_end
+        self.on_end: list[Callable[[Sequence], None]] = []  # called with each sequence that has ended
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.requests: dict[str, list[Sequence]] = {}  # by request
@@ -98,8 +91,8 @@ class SequenceQueues:
         siblings.remove(seq)
         if not siblings:
             del self.requests[seq.request.request_id]
-        if self._on_end is not None:
-            self._on_end(seq)
+        for call in self.on_end:
+            call(seq)
 
     def check(self, in_flight: list[Sequence]) -> None:
         """Assert that no sequence, row or block is lost or owned twice."""

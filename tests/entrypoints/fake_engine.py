@@ -78,6 +78,9 @@ class FakeEngine:
         if self.failure is not None:
             raise self.failure
 
+    async def drop_cache_session(self, session: str, salt: str | None = None) -> int | None:
+        return 3 if (session, salt) == ("mine", "salt") else None
+
     async def block_map(self) -> BlockMap:
         return BlockMap(bytes([3, 2, 2, 1, 0, 0, 0, 0]))
 
@@ -87,7 +90,7 @@ class FakeEngine:
         params, request_id = request.params, request.request_id
         others = {
             "priority": request.priority, "salt": request.prompt.cache_salt, "rank": request.data_parallel_rank,
-            "session": request.session_id,
+            "session": request.session_id, "cache_session": request.cache_session, "cache_ttl_s": request.cache_ttl_s,
         }  # fmt: skip
         self.seen.append((request.prompt.token_ids, params, others))
         self.deadlines.append(request.deadline)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,61 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"--kv-cache-disk .*file: Not a directory; name a folder"):
         files(tmp_path / "file")
+
+
+def test_sessions_keep_their_blocks_before_others_and_until_their_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1_000_000_000_000]
+    monkeypatch.setattr(time, "time_ns", lambda: now[0] * 1_000_000)
+    one = files(tmp_path, num_pages=10)
+
+    def write(number: int) -> None:
+        now[0] += 1
+        one.write(name(number), contents(number))
+
+    def there() -> list[int]:
+        return [number for number in range(30) if one.has(name(number))]
+
+    for number in range(3):
+        write(number)
+    one.keep_session("aa11", [name(0), name(1), name(7)], now[0] / 1e3 + 60)
+    write(7)
+    one.touch([name(7)], now[0] / 1e3 + 60)
+    for number in range(10, 20):
+        write(number)
+    assert there() == [0, 1, 7, *range(14, 20)] and one.num_kept_bytes == 4 * PAGE
+    one = files(tmp_path, num_pages=10)  # the next server
+    assert one.num_kept_bytes == 4 * PAGE and one.sessions() == ["aa11"]
+    assert one.session_names("aa11") == {name(0), name(1), name(7)}
+    now[0] += 61_000
+    for number in range(20, 29):
+        write(number)
+    assert there() == [7, *range(20, 29)], "their time was over before the new ones came"
+    assert one.num_kept_bytes == 0
+
+
+def test_sessions_keep_no_more_than_their_share(tmp_path: Path) -> None:
+    one = files(tmp_path, num_pages=20)
+    for number in range(18):
+        one.write(name(number), contents(number))
+    one.keep_session("aa11", [name(number) for number in range(18)], time.time() + 1000)
+    assert one.num_kept_bytes == 10 * PAGE
+    one.touch([name(0)], time.time() + 2000)
+    assert one.num_kept_bytes == 10 * PAGE
+
+
+def test_a_dropped_session_takes_only_what_is_its_own(tmp_path: Path) -> None:
+    one = files(tmp_path)
+    for number in range(4):
+        one.write(name(number), contents(number))
+    one.keep_session("aa11", [name(0), name(1)], 0)
+    one.keep_session("aa11", [name(2)], 0)
+    one.keep_session("bb22", [name(0)], 0)
+    one.drop_session("aa11")
+    assert [one.has(name(number)) for number in range(4)] == [True, False, False, True]
+    assert files(tmp_path).sessions() == ["bb22"]
+    [path] = [path for path in paths(tmp_path) if path.name == "bb22.session"]
+    path.write_bytes(path.read_bytes().replace(b"00", b"11", 1))
+    one.drop_session("bb22")
+    assert one.has(name(0)) and one.num_damaged == 1 and one.sessions() == [], "a damaged list names nothing"

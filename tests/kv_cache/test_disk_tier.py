@@ -127,7 +127,7 @@ def test_the_next_engine_finds_what_was_computed(layers: Sequence[LayerCacheSpec
     first.compute(tokens)
     before = first.contents()
     first.save()
-    assert first.stats().num_disk_written == len(before) == len(list(first.files._sizes))
+    assert first.stats().num_disk_written == len(before) == len(list(first.files._files))
     second = engines(layers)
     fetch = second.fetched(tokens)
     assert fetch is not None and fetch.num_found_blocks == 5
@@ -149,7 +149,7 @@ def test_a_block_is_saved_before_it_leaves_the_pool(engines: Any) -> None:
     saved = one.contents()
     one.compute(list(range(100, 148)))  # takes every block
     one.tier.wait_until_saved(timeout_s=0)
-    wait_until(lambda: len(list(one.files._sizes)) >= len(saved))
+    wait_until(lambda: len(list(one.files._files)) >= len(saved))
     for (pool, key), contents in saved.items():
         assert one.files.read((pool, key), BLOCK_BYTES).tobytes() == contents
 
@@ -266,4 +266,31 @@ def test_what_is_forgotten_does_not_come_back(engines: Any) -> None:
     assert other.fetched(list(range(22))) is not None
     other.tier.forget(removes_files=True)
     other.cache.forget_prefixes()
-    assert list(other.files._sizes) == [] and other.tier.fetch(request(list(range(22)))) is None
+    assert list(other.files._files) == [] and other.tier.fetch(request(list(range(22)))) is None
+
+
+@pytest.mark.parametrize("layers", [(FULL,), (FULL, WINDOW, STATE)], ids=str)
+def test_a_session_keeps_the_blocks_of_its_turns_until_it_is_dropped(
+    layers: Sequence[LayerCacheSpec], engines: Any
+) -> None:
+    one = engines(layers)
+    first, other = one.compute(list(range(22))), one.compute(list(range(16)) + [99] * 6)
+    for seq, session, salt in ((first, "mine", "salt"), (other, "mine", None)):
+        seq.request.cache_session, seq.request.cache_ttl_s = session, 1000.0
+        seq.request.prompt = Prompt(seq.request.prompt.token_ids, cache_salt=salt)  # the blocks stay those without
+        one.tier.keep(seq)
+    one.save()
+    wait_until(lambda: len(one.files.sessions()) == 2)
+    assert one.stats().disk_kept_bytes > 0 and one.stats().num_disk_sessions == 2
+    again = engines(layers)
+    for engine in (one, again):
+        assert engine.tier.drop_session("mine", "nobody") is None
+    assert again.fetched(list(range(22))) is not None
+    assert again.tier.drop_session("mine", "salt") > 0
+    again.tier.wait_until_saved()
+    assert again.tier.drop_session("mine", "salt") is None
+    tokens = list(range(22))
+    seq = TokenSequence(request=request(tokens), key=(0, 0), seed=0, token_ids=tokens)  # type: ignore[arg-type]
+    assert again.cache.find_prefix(seq).num_tokens <= 16, "neither in the pools"
+    assert again.fetched(list(range(22))) is None or again.cache.find_prefix(seq).num_tokens <= 16
+    assert again.fetched(list(range(16)) + [99] * 6) is not None, "the other one has its own"

@@ -9,7 +9,7 @@ import math
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,16 +23,16 @@ from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
 from octavo.engine.request_log import brief, log_request
 from octavo.entrypoints.chat.reasoning import Reasoning
 from octavo.entrypoints.chat.tools.format_detection import ModelFormats, model_formats
-from octavo.entrypoints.http.body_fields import ID_PATTERN
+from octavo.entrypoints.http.body_fields import ID_PATTERN, SESSION_PATTERN
 from octavo.entrypoints.http.error_responses import RETRY_AFTER_S
 from octavo.entrypoints.http.json_worker import JsonWorker
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.http.shared_counts import ENGINE_REQUESTS, SharedCounts
-from octavo.entrypoints.openai.request_bodies import SamplingRequest
+from octavo.entrypoints.openai.request_bodies import SamplingRequest, TokenRequest
 from octavo.errors import EngineRestartingError, OctavoError, RequestError
 from octavo.metrics.http_metrics import HttpMetrics
 from octavo.outputs import RequestOutput
-from octavo.request import AdapterSource, EngineRequest, Prompt
+from octavo.request import MAX_CACHE_TTL_S, AdapterSource, EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 from octavo.structured_output.grammar_builder import ThinkingBudget, WantedGrammar
 from octavo.tracing import Tracer
@@ -57,6 +57,8 @@ MAX_FETCHED_HELD = 32  # requests whose media are fetched or wait to be decoded;
 ID_HEADER = "X-Request-Id"
 RANK_HEADER = "X-data-parallel-rank"
 SESSION_HEADER = "X-Session-ID"
+CACHE_SESSION_HEADER, CACHE_TTL_HEADER = "X-Cache-Session", "X-Cache-TTL"
+_CACHE_TTL_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,9 +432,11 @@ class ServerState:
         deadline = request.arrival_time + min(limits_s) if limits_s else None
         self.check_ttft(len(request.prompt.token_ids), body.max_ttft)
         session_id = body.session_id or (None if arrival is None else arrival.headers.get(SESSION_HEADER))
+        cache_session, cache_ttl_s = self._cache_session(body, {} if arrival is None else arrival.headers)
         request = msgspec.structs.replace(
-            request, deadline=deadline, max_ttft_s=body.max_ttft, session_id=session_id or None
-        )
+            request, deadline=deadline, max_ttft_s=body.max_ttft, session_id=session_id or None,
+            cache_session=cache_session, cache_ttl_s=cache_ttl_s,
+        )  # fmt: skip
         if (resume := getattr(body, "resume", None)) is not None:
             request = self._resumed(request, resume.tokens)
         outputs = self.engine.generate_from(request, sink=None if self.tracer is not None else sink)
@@ -440,6 +444,38 @@ class ServerState:
             named = msgspec.structs.replace(request, request_id=name)
             outputs = self.tracer.trace(named, outputs, {} if arrival is None else arrival.headers)
         return request.prompt, outputs
+
+    def _cache_session(self, body: TokenRequest, headers: Mapping[str, str]) -> tuple[str | None, float]:
+        """Return under which id a request keeps its blocks, if at all, and for how many seconds. Raises
+        `RequestError`."""
+        session = body.cache_session or headers.get(CACHE_SESSION_HEADER) or None
+        if session is not None and not re.match(SESSION_PATTERN, session):
+            raise RequestError(
+                f"{CACHE_SESSION_HEADER} must be 1 to 200 printable ASCII characters without /, got {session!r:.80}.",
+                param=CACHE_SESSION_HEADER,
+            )
+        ttl_s, given = body.cache_ttl_s, headers.get(CACHE_TTL_HEADER)
+        if ttl_s is None and given is not None:
+            try:
+                ttl_s = float(given)
+            except ValueError:
+                ttl_s = -1.0
+            if not 0 < ttl_s <= MAX_CACHE_TTL_S:
+                raise RequestError(
+                    f"{CACHE_TTL_HEADER} must be above 0 and at most {MAX_CACHE_TTL_S} seconds, got {given!r:.80}.",
+                    param=CACHE_TTL_HEADER,
+                )
+        if session is None:
+            if ttl_s is not None:
+                raise RequestError("cache_ttl_s is of a cache_session; give its id too.", param="cache_ttl_s")
+            return None, 0.0
+        self.check_keeps_sessions()
+        return session, _CACHE_TTL_S if ttl_s is None else ttl_s
+
+    def check_keeps_sessions(self) -> None:
+        """Raise `RequestError` if no blocks are kept for sessions."""
+        if self.engine.config.cache.disk is None:
+            raise RequestError("cache_session needs a server with --kv-cache-disk.", param="cache_session")
 
 
 def state_of(request: Request) -> ServerState:

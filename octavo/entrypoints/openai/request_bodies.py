@@ -14,6 +14,7 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_va
 
 from octavo.entrypoints.chat.media_parts import check_role, media_of
 from octavo.entrypoints.http.body_fields import (
+    SESSION_PATTERN,
     Content,
     Id,
     Int,
@@ -29,6 +30,7 @@ from octavo.entrypoints.http.body_fields import (
     refuse_unbuilt,
 )
 from octavo.errors import RequestError
+from octavo.request import MAX_CACHE_TTL_S
 from octavo.sampling_params import (
     MAX_LENGTH_PENALTY,
     MAX_LOGPROB_TOKEN_IDS,
@@ -263,6 +265,13 @@ class TokenRequest(PromptRequest):
     # Octavo's own.
     reuse_answers: bool | None = described(
         "Where the history has answers of this server, their own tokens stand in the prompt; true if left out."
+    )
+    cache_session: Annotated[str, Field(pattern=SESSION_PATTERN)] | None = described(
+        "Keep the blocks of this conversation on disk (--kv-cache-disk) under this id, until DELETE "
+        "/v1/cache/sessions/{id} or cache_ttl_s after its last request; the header X-Cache-Session says it too."
+    )
+    cache_ttl_s: Annotated[float, Field(gt=0, le=MAX_CACHE_TTL_S)] | None = described(
+        "How long to keep the blocks of the cache_session; one hour if left out. The header X-Cache-TTL says it too."
     )
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = described(
         "Seconds after arrival at which the answer ends with what there is."
