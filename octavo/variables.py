@@ -35,6 +35,9 @@ VARIABLES = {
     "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "How spans are sent: `grpc`, the default, or `http/protobuf`.",
     "OTEL_EXPORTER_OTLP_PROTOCOL": "The same, unless the one for traces is set.",
     "OTEL_SERVICE_NAME": "Name of the service in spans; `octavo` by default.",
+    "KUBERNETES_SERVICE_HOST": "Set by Kubernetes: the address of the API server, which `octavo gateway` asks for "
+    "endpoints.",
+    "KUBERNETES_SERVICE_PORT": "Its port, likewise.",
     "RUNTIME_DIRECTORY": "Set by systemd: where the processes' sockets are, in the place of the temporary files'.",
     "PYTHONPATH": "Folders of modules, which the engine's processes search too. Relative ones are left out.",
 }

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 # Read for other programs' sake: written by Octavo, or variables of vLLM's that get a warning.
 NOT_OURS = re.compile(r"OMP_WAIT_POLICY|VLLM_(?!API_KEY).*")
 NAME = re.compile(
-    r"(OCTAVO|VLLM|HF|TRANSFORMERS|OTEL|OPENAI|XDG|PIP|UV|OMP|RAY)_[A-Z_]+|RUNTIME_DIRECTORY|PYTHONPATH|NO_COLOR|UV"
+    r"(OCTAVO|VLLM|HF|TRANSFORMERS|OTEL|OPENAI|XDG|PIP|UV|OMP|RAY|KUBERNETES)_[A-Z_]+|RUNTIME_DIRECTORY|PYTHONPATH|NO_COLOR|UV"
 )
 
 IN_QUOTES = re.compile(f"[\"']({NAME.pattern})[\"']")

@@ -41,12 +41,15 @@ class GatewayApp:
     """Call it as an ASGI application. `num_in_flight` counts requests that are not answered to their end."""
 
     def __init__(
-        self, models: Models, keys: ApiKeys, limits: WaitLimits, *, max_body_bytes: int, store: KeyStore | None = None
-    ) -> None:
+        self, models: Models, keys: ApiKeys, limits: WaitLimits, *, max_body_bytes: int, store: KeyStore | None = None,
+        several_gateways: bool = False,
+    ) -> None:  # fmt: skip
         """Clients need one of the `keys`, which have no limits, or of the `store`, if there are any."""
         self.models, self._keys, self._store = models, keys, store
         self.metrics = GatewayMetrics(models, store)
-        self._proxy = Proxy(models, self.metrics, limits, keeps_keys=bool(keys) or store is not None)
+        self._proxy = Proxy(
+            models, self.metrics, limits, keeps_keys=bool(keys) or store is not None, several_gateways=several_gateways
+        )
         self._ollama = OllamaRoutes(models, self._proxy)
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from octavo.errors import ConfigError
+from octavo.gateway.discovery import read_source
 
 # Flags of `octavo serve` that the gateway sets, or whose meaning ends at the gateway.
 RESERVED_FLAGS = frozenset(
@@ -23,7 +24,8 @@ _Positive = Annotated[float, Meta(gt=0)]
 
 
 class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A model of the catalogue. It runs here, as `octavo serve` with `flags`, or at `addresses`."""
+    """A model of the catalogue. It runs here, as `octavo serve` with `flags`, or at `addresses`, or at those that
+    `discover` finds."""
 
     model: str | None = None  # what `octavo serve` is given; the entry's name by default
     flags: dict[str, Any] = {}
@@ -32,6 +34,7 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     keep_alive: Annotated[float, Meta(ge=0)] | None = 300.0  # seconds without a request; None: for ever
     preload: bool = False
     addresses: list[str] = []
+    discover: str | None = None  # discovery.DnsName or discovery.KubernetesService
     served_model_name: str | None = None  # at the addresses; the entry's name by default
     api_key_env: str | None = None  # the variable with the key that the addresses want
     health: str = "/health"
@@ -40,11 +43,16 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @property
     def is_local(self) -> bool:
-        return not self.addresses
+        return not self.addresses and self.discover is None
 
     @property
     def num_replicas(self) -> int:
         return len(self.addresses) or self.replicas or 1
+
+    @property
+    def may_be_several(self) -> bool:
+        """Return whether the model may have several replicas at a time."""
+        return self.discover is not None or self.num_replicas > 1
 
     @property
     def total_gib(self) -> float:
@@ -157,6 +165,13 @@ def _check_addresses(entry: ModelEntry, at: str) -> None:
         raise ConfigError(f"{at}.health must be a path such as /health, got {entry.health}.")
     if len(set(entry.addresses)) < len(entry.addresses):
         raise ConfigError(f"{at}.addresses has an address twice.")
+    if entry.discover is not None:
+        if entry.addresses:
+            raise ConfigError(f"{at} has both addresses and discover: leave one out.")
+        try:
+            read_source(entry.discover)
+        except ConfigError as error:
+            raise ConfigError(f"{at}.discover: {error}") from None
     for address in entry.addresses:
         parts = urlsplit(address)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:

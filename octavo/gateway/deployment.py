@@ -17,6 +17,7 @@ from typing import Literal
 
 from octavo.errors import RequestError
 from octavo.gateway.catalogue import ModelEntry
+from octavo.gateway.discovery import follow, read_source
 from octavo.gateway.key_store import Key
 from octavo.gateway.memory_budget import MemoryBudget
 from octavo.gateway.replica import Replica
@@ -57,14 +58,16 @@ class Deployment:
         self._failure: StartError | None = None
         self._asked_keep_alive: float | None = None
         self._backoff_s, self._retry_at = MIN_BACKOFF_S, 0.0
+        self._discovering: asyncio.Task[None] | None = None
+        self.has_addresses = asyncio.Event()  # of a model that has to be discovered
         if not entry.is_local:
-            key = None if entry.api_key_env is None else os.environ.get(entry.api_key_env)
-            served = entry.served_model_name or name
-            self.replicas = [
-                Replica(address, Upstream(address, timeout_s=replica_timeout_s), served, key, entry.health)
-                for address in entry.addresses
-            ]
+            self.replicas = [self._replica_at(address) for address in entry.addresses]
             self.state = "ready"
+
+    def begin_discovery(self) -> None:
+        """Follow where the replicas are, if the entry says how."""
+        if self.entry.discover is not None and self._discovering is None and not self._is_closed:
+            self._discovering = asyncio.ensure_future(follow(read_source(self.entry.discover), self._move_to))
 
     @property
     def is_idle(self) -> bool:
@@ -158,7 +161,7 @@ class Deployment:
         self._is_closed = True
         if self._idle_timer is not None:
             self._idle_timer.cancel()
-        tasks = [*self._restarts, *([self._starting] if self._starting is not None else [])]
+        tasks = [*self._restarts, *filter(None, (self._starting, self._discovering))]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -167,6 +170,24 @@ class Deployment:
             await asyncio.shield(self._stopping)
         for replica in self.replicas:
             replica.upstream.close()
+
+    def _replica_at(self, address: str) -> Replica:
+        key = None if self.entry.api_key_env is None else os.environ.get(self.entry.api_key_env)
+        upstream = Upstream(address, timeout_s=self._timeout_s)
+        return Replica(address, upstream, self.entry.served_model_name or self.name, key, self.entry.health)
+
+    def _move_to(self, addresses: list[str]) -> None:
+        """Have replicas at these addresses. Those that have gone answer to the end what they have begun."""
+        before = {replica.name: replica for replica in self.replicas}
+        self.replicas = [
+            before.pop(address) if address in before else self._replica_at(address) for address in addresses
+        ]
+        for gone in before.values():
+            self.router.forget(gone)
+            if not gone.num_in_flight:
+                gone.upstream.close()
+        logger.info("%s: the replicas are at %s", self.name, ", ".join(addresses) or "no address")
+        self.has_addresses.set()
 
     @staticmethod
     def _is_cancelled() -> bool:

@@ -90,10 +90,19 @@ class Models:
             self._spawn(gone.retire())
 
     def preload(self) -> None:
-        """Start the models that are to be there before anyone asks."""
+        """Start the models that are to be there before anyone asks, and find the replicas that have to be found."""
         for deployment in self:
+            deployment.begin_discovery()
             if deployment.entry.preload and deployment.state == "stopped":
                 self._spawn(self._preload_one(deployment))
+
+    async def wait_discovered(self, timeout_s: float) -> None:
+        """Return when each model that is discovered has had addresses, or when the time is up."""
+        waiting = [asyncio.ensure_future(one.has_addresses.wait()) for one in self if one.entry.discover is not None]
+        if waiting:
+            _, late = await asyncio.wait(waiting, timeout=timeout_s)
+            for one in late:
+                one.cancel()
 
     async def check_health(self, timeout_s: float) -> None:
         """Ask all replicas."""

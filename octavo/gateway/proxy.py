@@ -84,10 +84,13 @@ class WaitLimits:
 class Proxy:
     """Passes requests on."""
 
-    def __init__(self, models: Models, metrics: GatewayMetrics, limits: WaitLimits, *, keeps_keys: bool) -> None:
-        """With `keeps_keys` clients' keys are the gateway's own business, and no replica sees them."""
+    def __init__(
+        self, models: Models, metrics: GatewayMetrics, limits: WaitLimits, *, keeps_keys: bool, several_gateways: bool
+    ) -> None:
+        """With `keeps_keys` clients' keys are the gateway's own business, and no replica sees them. `several_gateways`
+        have the same replicas."""
         self._models, self._metrics, self._limits = models, metrics, limits
-        self._keeps_keys = keeps_keys
+        self._keeps_keys, self._several_gateways = keeps_keys, several_gateways
         self._created = CreatedIds()
         self._num_waiting = 0
         self.is_stopping = False
@@ -163,7 +166,7 @@ class Proxy:
             )
         if request.method == "GET" and request.path in _LISTS and request.meter is not None:
             raise RequestError(f"{request.path} lists what other clients keep, too.", status=403, code="not_allowed")
-        if request.method == "GET" and request.path in _LISTS and deployment.entry.num_replicas > 1:
+        if request.method == "GET" and request.path in _LISTS and deployment.entry.may_be_several:
             raise RequestError(
                 f"{request.path} lists what one server keeps, and {deployment.name} has several replicas: ask for one "
                 "thing by its id."
@@ -203,10 +206,11 @@ class Proxy:
         )  # fmt: skip
 
     def _choose(self, deployment: Deployment, request: ProxyRequest, tried: set[Replica]) -> Replica | None:
-        if deployment.entry.num_replicas == 1:
+        if not deployment.entry.may_be_several:
             return deployment.router.choose(deployment.replicas, [], tried)
-        hashes, session = request.body.prefix_hashes(), request.session
-        replica = deployment.router.choose(deployment.replicas, hashes, tried, session)
+        (hashes, shared), session = request.body.prefix_hashes(), request.session
+        agreed = (session or shared) if self._several_gateways else None
+        replica = deployment.router.choose(deployment.replicas, hashes, tried, session, agreed)
         if replica is not None:
             deployment.router.remember(replica, hashes, session)
         return replica

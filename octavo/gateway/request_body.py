@@ -86,24 +86,27 @@ class RequestBody:
             '"model" first.', param="model",
         )  # fmt: skip
 
-    def prefix_hashes(self) -> list[bytes]:
+    def prefix_hashes(self) -> tuple[list[bytes], bytes | None]:
         """Return a hash of each prefix of the conversation, the shortest first: one a message, or one for each
-        kilobyte of a text. The instructions and tools are part of all of them."""
+        kilobyte of a text. The instructions and tools are part of all of them. And the hash that all turns of the
+        conversation share: up to the user's first message, or of the text's first kilobyte; None without a prefix."""
         if not self.is_json:
-            return []
+            return [], None
         try:
             said = _decode_conversation(self.data)
         except msgspec.DecodeError:
-            return []
+            return [], None
         items = next((raw for raw in (said.messages, said.input, said.prompt) if bytes(raw)), msgspec.Raw())
         chain = hashlib.blake2b(digest_size=16)
         for raw in (said.tools, said.system, said.instructions):
             chain.update(bytes(raw) + b"\0")
-        hashes = []
+        hashes, shared = list[bytes](), None
         for item in _split(bytes(items)):
             chain.update(item + b"\0")
             hashes.append(chain.digest())
-        return hashes
+            if shared is None and b'"user"' in item:  # quotes in texts are escaped: it is the role
+                shared = hashes[-1]
+        return hashes, shared or next(iter(hashes), None)
 
 
 def _split(data: bytes) -> list[bytes]:

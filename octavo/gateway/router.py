@@ -1,8 +1,10 @@
 """Which replica answers a request: the one of its session, or the one with the longest prefix of its conversation,
-corrected by load; else the better of two drawn at random. And which replica keeps something by an id."""
+corrected by load; else the better of two drawn at random, or where several gateways share the replicas the one that all
+of them would choose. And which replica keeps something by an id."""
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -32,17 +34,26 @@ class Router:
         hashes: Sequence[bytes],
         excluded: Collection[Replica] = (),
         session: bytes | None = None,
+        agreed: bytes | None = None,
     ) -> Replica | None:
         """Return the replica for a request with these prefixes, the longest last, and of this session; None if no one
-        takes requests."""
+        takes requests. If none is known to have a prefix, the `agreed` part of the conversation chooses: alike in every
+        gateway with these replicas."""
         chosen = self._less_loaded(replicas, excluded)
         if chosen is None:
             return None
         keys = hashes if session is None else [*hashes, session]
         holder = self._holder(replicas, keys, excluded)
-        if holder is not None and self._may_take(holder, replicas):
-            self.num_affine += 1
-            chosen = holder
+        most = _most_in_flight(replicas)
+        if holder is not None:
+            if holder.num_in_flight < most:
+                self.num_affine += 1
+                chosen = holder
+        elif agreed is not None:
+            able = [
+                one for one in replicas if one.takes_requests() and one not in excluded and one.num_in_flight < most
+            ]
+            chosen = max(able, key=lambda one: _score(agreed, one), default=chosen)
         return chosen
 
     def remember(self, replica: Replica, hashes: Sequence[bytes], session: bytes | None = None) -> None:
@@ -86,9 +97,17 @@ class Router:
                 return min(able, key=lambda held: held.num_in_flight)
         return None
 
-    def _may_take(self, replica: Replica, replicas: Sequence[Replica]) -> bool:
-        total = 1 + sum(one.num_in_flight for one in replicas)
-        return replica.num_in_flight + 1 <= SLACK + LOAD_FACTOR * total / len(replicas)
+
+def _most_in_flight(replicas: Sequence[Replica]) -> float:
+    """Return how many requests a replica may have with one more, before affinity gives way."""
+    total = 1 + sum(one.num_in_flight for one in replicas)
+    return int(SLACK + LOAD_FACTOR * total / len(replicas))
+
+
+def _score(key: bytes, replica: Replica) -> bytes:
+    """Rendezvous hashing (Thaler, Ravishankar 1998): the replica with the highest score gets the key, and if it leaves,
+    only its keys move."""
+    return hashlib.blake2b(key + b"\0" + replica.name.encode(), digest_size=8).digest()
 
 
 class CreatedIds:

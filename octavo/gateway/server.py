@@ -39,6 +39,7 @@ logger = logging.getLogger("octavo.gateway")
 
 LOOK_INTERVAL_S = 1.0  # at the catalogue's file
 CHECKPOINT_INTERVAL_S = 1.0  # between two times that the log of the file of keys is moved into it
+DISCOVERY_WAIT_S = 5.0  # for the first addresses of replicas
 _DRAIN_POLL_S = 0.02
 
 
@@ -85,6 +86,10 @@ class GatewayArgs(Flags):
     replica_timeout: float = flag(
         600.0, "Seconds without a byte after which a replica that answers a request counts as lost.", positive=True
     )
+    several_gateways: bool = flag(
+        False, "Other gateways route to the same replicas: a conversation that this one does not know goes where all "
+        "of them would send it (rendezvous hashing), while the load allows it.",
+    )  # fmt: skip
     max_body_bytes: int = flag(100 << 20, "Bytes of a request's body at most.", positive=True)
     shutdown_timeout: float = flag(20.0, "Seconds that requests under way may go on after SIGTERM.")
     log_format: Literal["text", "json"] = flag("text", "Form of the log: text, or JSON objects, one a line.")
@@ -191,7 +196,10 @@ class GatewayServer(uvicorn.Server):
         limits = WaitLimits(args.max_waiting, args.max_wait, args.stream_keep_alive)
         self.store = None if args.keys is None else KeyStore(args.keys)
         keys = ApiKeys(with_environment(args.api_key))
-        self.app = GatewayApp(self.models, keys, limits, max_body_bytes=args.max_body_bytes, store=self.store)
+        self.app = GatewayApp(
+            self.models, keys, limits, max_body_bytes=args.max_body_bytes, store=self.store,
+            several_gateways=args.several_gateways,
+        )  # fmt: skip
         self._args, self._admin_sock = args, admin_sock
         self._draining: asyncio.Task[None] | None = None
         self._seen = self._file_stamp()
@@ -199,6 +207,7 @@ class GatewayServer(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self.models.preload()
+        await self.models.wait_discovered(DISCOVERY_WAIT_S)  # clients wait in the socket's queue
         tasks = [asyncio.ensure_future(self._check_health()), asyncio.ensure_future(self._watch_file())]
         admin = None
         if self.store is not None:

@@ -33,14 +33,14 @@ class UnreachableError(UpstreamError):
 
 
 class Upstream:
-    """Connections to one address."""
+    """Connections to one address. An https address needs a certificate of `trusted`, by default of the system's."""
 
-    def __init__(self, address: str, *, timeout_s: float) -> None:
+    def __init__(self, address: str, *, timeout_s: float, trusted: ssl.SSLContext | None = None) -> None:
         parts = urlsplit(address)
         self.address = address
         self._host = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
-        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self._ssl = trusted or ssl.create_default_context() if parts.scheme == "https" else None
         self._host_header = parts.netloc.rpartition("@")[2].encode()
         self._prefix = parts.path.rstrip("/").encode()
         self._timeout_s = timeout_s

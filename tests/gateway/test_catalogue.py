@@ -41,6 +41,11 @@ from octavo.loading.local_models import LocalModel
         ("models: {a: {addresses: ['http://h'], health: x}}", "path"),
         ("models: {a: {addresses: ['http://h'], keep_alive: 5}}", "keep_alive"),
         ("models: {a: {addresses: ['http://h'], api_key_env: NOT_SET_ANYWHERE}}", "NOT_SET_ANYWHERE"),
+        ("models: {a: {discover: 'dns+http://h'}}", "discover: dns+http://h is neither"),
+        ("models: {a: {discover: 'dns+https://h:1'}}", "https is not built"),
+        ("models: {a: {discover: 'kubernetes://ns/service'}}", "kubernetes://NAMESPACE/SERVICE:PORT"),
+        ("models: {a: {discover: 'dns+http://h:1', addresses: ['http://h']}}", "leave one out"),
+        ("models: {a: {discover: 'dns+http://h:1', replicas: 2}}", "replicas"),
         ("a: b: c", "YAML"),
     ],
 )

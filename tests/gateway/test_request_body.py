@@ -62,7 +62,7 @@ def test_a_form_is_read_by_its_own_boundary() -> None:
 
 
 def _hashes(**fields: object) -> list[bytes]:
-    return read_body(json.dumps(fields).encode(), JSON).prefix_hashes()
+    return read_body(json.dumps(fields).encode(), JSON).prefix_hashes()[0]
 
 
 def test_a_longer_conversation_has_the_hashes_of_a_shorter_one() -> None:
@@ -75,4 +75,18 @@ def test_a_longer_conversation_has_the_hashes_of_a_shorter_one() -> None:
     text = "x" * 5000
     assert _hashes(prompt=text + "more")[:4] == _hashes(prompt=text)[:4]
     assert _hashes(prompt=text)[0] != _hashes(prompt="y" * 5000)[0]
-    assert _hashes() == [] and read_body(b"", JSON).prefix_hashes() == []
+    assert _hashes() == [] and read_body(b"", JSON).prefix_hashes() == ([], None)
+
+
+def test_turns_of_a_conversation_share_a_hash_up_to_the_users_first_message() -> None:
+    def shared(**fields: object) -> bytes | None:
+        return read_body(json.dumps(fields).encode(), JSON).prefix_hashes()[1]
+
+    system = {"role": "system", "content": 'The "user" is kind.'}
+    for before in ([], [system]):
+        turns = [*before, {"role": "user", "content": "a"}]
+        later = [*turns, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+        other = [*before, {"role": "user", "content": "x"}]
+        assert shared(messages=turns) == shared(messages=later) != shared(messages=other)
+    assert shared(prompt="x" * 2000 + "y") == shared(prompt="x" * 2000 + "z")
+    assert shared() is None

@@ -51,6 +51,33 @@ def test_a_session_goes_where_its_last_request_went() -> None:
     assert router.choose(fleet, [b"3"], [fleet[2]], b"session a") is not None
 
 
+def test_several_gateways_agree_and_a_replica_that_leaves_moves_only_its_share() -> None:
+    fleet, keys = replicas(8), [str(i).encode() for i in range(2000)]
+    first = [Router(random.Random(1)).choose(fleet, [], agreed=key) for key in keys]
+    # Another gateway lists the replicas in another order, and its connections are its own.
+    other = [Router(random.Random(2)).choose(replicas(8)[::-1], [], agreed=key) for key in keys]
+    names = [one.name for one in first if one is not None]
+    assert names == [one.name for one in other if one is not None]
+    assert all(200 < count < 300 for count in Counter(names).values())
+    fewer = [Router(random.Random(3)).choose(fleet[1:], [], agreed=key) for key in keys]
+    assert all(one is before for one, before in zip(fewer, first, strict=True) if before is not fleet[0])
+
+
+def test_what_gateways_agree_on_gives_way_to_load_and_to_what_is_known() -> None:
+    router, fleet = Router(random.Random(1)), replicas(4)
+    for number in range(400):
+        chosen = router.choose(fleet, [], agreed=b"the same" if number % 2 else str(number).encode())
+        assert chosen is not None
+        chosen.num_in_flight += 1
+    assert max(one.num_in_flight for one in fleet) <= 1.25 * 100 + 3
+    router, fleet = Router(random.Random(1)), replicas(4)
+    router.remember(fleet[2], [b"1"])
+    assert {router.choose(fleet, [b"1"], agreed=str(i).encode()) for i in range(20)} == {fleet[2]}
+    for one in fleet[1:]:
+        one.num_failed_checks = FAILED_CHECKS
+    assert router.choose(fleet, [], agreed=b"x") is fleet[0]
+
+
 def test_load_corrects_affinity() -> None:
     router, fleet = Router(random.Random(1)), replicas(4)
     router.remember(fleet[0], [b"1"])

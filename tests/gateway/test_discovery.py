@@ -1,0 +1,215 @@
+"""Replicas by the records of a DNS name, and by the endpoints of a Kubernetes service, asked of a server that answers
+as the API server does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import ssl
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.gateway import discovery
+from octavo.gateway.discovery import DnsName, KubernetesService, follow, read_source
+from tests.entrypoints.http.test_tls import certificate
+from tests.gateway.fakes import Asked, FakeLaunch, FakeServer, fake_servers, gateway, until
+from tests.waiting import Clock
+
+__all__ = ["certificate"]  # the fixture
+SERVICE = KubernetesService("models", "qwen", "http")
+
+
+def test_sources_are_read() -> None:
+    assert read_source("dns+http://qwen.models.svc:8000") == DnsName("qwen.models.svc", 8000)
+    assert read_source("kubernetes://models/qwen:http") == SERVICE
+    assert read_source("kubernetes:///qwen:8000") == KubernetesService("", "qwen", "8000")
+    for text in ("http://h:1", "dns+http://h:x", "dns+http://h:1/v1", "kubernetes://a/B:1", "kubernetes://a/b/c:1", ""):
+        with pytest.raises(ConfigError, match="neither"):
+            read_source(text)
+
+
+def test_records_come_and_go_while_requests_go_on(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    records: list[str] = ["127.0.0.1"]
+    num_failures = 0
+
+    async def resolve(_: Any, host: str, port: int, **options: Any) -> list[Any]:
+        assert host == "replicas"
+        nonlocal num_failures
+        if not records:
+            num_failures += 1
+            raise socket.gaierror("no such name")
+        return [(0, 0, 0, "", (ip, port)) for ip in [*records, *records]]  # as one record a kind of socket
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", resolve)
+    may_end = asyncio.Event()
+
+    async def behave(asked: Asked) -> None:
+        if asked.json.get("waits"):
+            await may_end.wait()
+        asked.reply(b"{}")
+
+    async def run() -> None:
+        async with fake_servers(behave) as (server,):
+            port = server.address.rpartition(":")[2]
+            here, there = server.address, f"http://[::2]:{port}"
+            async with gateway({"a": {"discover": f"dns+http://replicas:{port}", "health": "/health"}}) as gate:
+                deployment = gate.deployment("a")
+                names = lambda: [one.name for one in deployment.replicas]  # noqa: E731
+                assert names() == [here], "before the first request"
+                kept = deployment.replicas[0]
+                assert (await gate.ask()).status_code == 200
+                records.append("::2")
+                await until(lambda: names() == [here, there])
+                assert deployment.replicas[0] is kept
+                records.clear()
+                await until(lambda: num_failures == 2)  # nobody knows the name for a while
+                assert names() == [here, there]
+                waiting = asyncio.ensure_future(gate.ask(waits=True))
+                await until(lambda: kept.num_in_flight == 1)
+                records.append("::2")
+                await until(lambda: names() == [there])
+                may_end.set()
+                assert (await waiting).status_code == 200, "a replica that has gone ends what it has begun"
+
+    clock.run(run())
+
+
+def slice_of(name: str, *ips: str, ready: bool | None = True, port: int = 8000) -> dict[str, Any]:
+    """As Kubernetes 1.30 writes it, less what nobody reads."""
+    return {
+        "metadata": {"name": name, "namespace": "models", "resourceVersion": "7",
+                     "labels": {"kubernetes.io/service-name": "qwen"}},
+        "addressType": "IPv6" if ":" in ips[0] else "IPv4",
+        "endpoints": [
+            {"addresses": [ip], "conditions": {"ready": ready, "serving": True, "terminating": False},
+             "nodeName": "n", "targetRef": {"kind": "Pod", "name": "p"}} for ip in ips
+        ],
+        "ports": [{"name": "metrics", "protocol": "TCP", "port": 9}, {"name": "http", "protocol": "TCP", "port": port}],
+    }  # fmt: skip
+
+
+class ApiServer(FakeServer):
+    """Lists `slices`, and sends the events of `events`; None ends a watch."""
+
+    def __init__(self, certificate: tuple[str, str]) -> None:
+        super().__init__(self.answer)
+        self._certificate = certificate
+        self.slices: list[dict[str, Any]] = []
+        self.events: asyncio.Queue[tuple[str, dict[str, Any]] | None] = asyncio.Queue()
+        self.status = 200
+
+    async def start(self) -> ApiServer:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(*self._certificate)
+        self._writers: list[asyncio.StreamWriter] = []
+        self.exited: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=context)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def answer(self, asked: Asked) -> None:
+        assert asked.headers["authorization"] == "Bearer token-1"
+        path, _, query = asked.target.partition("?")
+        assert path == "/apis/discovery.k8s.io/v1/namespaces/models/endpointslices"
+        assert "labelSelector=kubernetes.io%2Fservice-name%3Dqwen" in query
+        if self.status != 200:
+            asked.reply(b'{"kind": "Status"}', self.status)
+        elif "watch=1" not in query:
+            found = {"kind": "EndpointSliceList", "metadata": {"resourceVersion": "41"}, "items": self.slices}
+            asked.reply(json.dumps(found).encode())
+        else:
+            assert "resourceVersion=41" in query
+            asked.begin_stream()
+            while (event := await self.events.get()) is not None:
+                line = json.dumps({"type": event[0], "object": event[1]}).encode() + b"\n"
+                asked.piece(line[:30])  # lines are cut anywhere
+                await asked.writer.drain()
+                asked.piece(line[30:])
+            asked.piece(b"")
+
+
+@pytest.fixture
+def cluster(
+    certificate: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> ApiServer:  # what a pod finds
+    monkeypatch.setattr(discovery, "SERVICE_ACCOUNT", tmp_path)
+    monkeypatch.setattr(discovery, "MIN_PAUSE_S", 0.0)
+    (tmp_path / "ca.crt").write_text(Path(certificate[0]).read_text())
+    (tmp_path / "token").write_text("token-1\n")
+    (tmp_path / "namespace").write_text("models")
+    return ApiServer(certificate)
+
+
+@pytest.mark.parametrize("namespace", ["models", ""])
+def test_ready_endpoints_are_followed(cluster: ApiServer, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        server = await cluster.start()
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
+        server.slices = [slice_of("a", "10.0.0.1", "10.0.0.2"), slice_of("b", "10.0.0.3", ready=False)]
+        told: asyncio.Queue[list[str]] = asyncio.Queue()
+        following = asyncio.ensure_future(follow(SERVICE._replace(namespace=namespace), told.put_nowait))
+        assert await told.get() == ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
+        server.events.put_nowait(("BOOKMARK", {"kind": "EndpointSlice", "metadata": {"resourceVersion": "42"}}))
+        server.events.put_nowait(("MODIFIED", slice_of("b", "10.0.0.3", ready=None)))
+        assert await told.get() == [f"http://10.0.0.{i}:8000" for i in (1, 2, 3)]
+        server.events.put_nowait(("DELETED", slice_of("a", "10.0.0.1")))
+        assert await told.get() == ["http://10.0.0.3:8000"]
+        server.events.put_nowait(("ADDED", slice_of("c", "fd00::1")))
+        assert await told.get() == ["http://10.0.0.3:8000", "http://[fd00::1]:8000"]
+        for end in (("ERROR", {"kind": "Status", "code": 410}), None):  # both are followed by a new list
+            server.slices = [slice_of("d", "10.0.0.4" if end else "10.0.0.5")]
+            server.events.put_nowait(end)
+            if end:
+                server.events.put_nowait(None)  # for the server's own loop
+            assert await told.get() == ["http://10.0.0.4:8000" if end else "http://10.0.0.5:8000"]
+        following.cancel()
+        server.die()
+
+    asyncio.run(run())
+
+
+def test_a_refusal_says_what_to_do_and_keeps_what_is_known(
+    cluster: ApiServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        server = await cluster.start()
+        told: asyncio.Queue[list[str]] = asyncio.Queue()
+        monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+        following = asyncio.ensure_future(follow(SERVICE, told.put_nowait))
+        await until(lambda: "outside of a cluster" in caplog.text)
+        server.status = 403
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
+        await until(lambda: "answered 403; let its service account list and watch endpointslices" in caplog.text)
+        assert told.empty()
+        server.slices, server.status = [slice_of("a", "10.0.0.1")], 200
+        assert await told.get() == ["http://10.0.0.1:8000"]
+        following.cancel()
+        server.die()
+
+    logging.getLogger("octavo").propagate = True
+    asyncio.run(run())
+
+
+def test_two_gateways_send_a_conversation_to_the_same_replica(clock: Clock) -> None:
+    async def run() -> None:
+        async with fake_servers(*[FakeLaunch().behave] * 4) as servers:
+            models = {"a": {"addresses": [one.address for one in servers]}}
+            async with gateway(models, several_gateways=True) as one, gateway(models, several_gateways=True) as other:
+                for number in range(12):
+                    first = [{"role": "user", "content": str(number)}]
+                    later = [*first, {"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]
+                    await one.ask(messages=first)
+                    await other.ask(messages=later)
+                counts = [len(server.asked) for server in servers]
+                assert sum(counts) == 24 and all(count % 2 == 0 for count in counts)
+                asked = [{json.dumps(each.json["messages"][0]) for each in server.asked} for server in servers]
+                assert sum(map(len, asked)) == 12, "each conversation is at one replica"
+
+    clock.run(run())
